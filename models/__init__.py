@@ -1,0 +1,1 @@
+"""The model zoo, installed as `titan.models`. One folder per family; see docs/architecture.md for what it holds."""

@@ -1,0 +1,19 @@
+"""Llama 3, 3.1 and 3.2. `FLAVORS` names the sizes; `build_model` makes the module. Importing this imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .config import FLAVORS, LlamaConfig
+
+if TYPE_CHECKING:
+    from .model import Llama
+
+__all__ = ["FLAVORS", "LlamaConfig", "build_model"]
+
+
+def build_model(config: LlamaConfig) -> Llama:
+    """The module for a size; build it under `torch.device("meta")` to allocate nothing."""
+    from .model import Llama
+
+    return Llama(config)

@@ -1,0 +1,97 @@
+"""Sizes of the Llama 3 family (arXiv:2407.21783 and the model cards of 3.1 and 3.2). Imports no torch.
+
+Counts follow from the sizes alone, so that `titan check` can say them without building anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Frequency scaling that stretches Llama 3.1's context (see `rope_frequencies` in model.py)."""
+
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """One size of the family.
+
+    dim: model width; n_layers: blocks; n_heads, n_kv_heads: query heads and shared key/value heads;
+    ffn_dim: width of the SwiGLU; vocab_size: rows of the embedding; tied_embeddings: the output layer is
+    the embedding; rope_factor: 0 for no scaling, else the factor of `RopeScaling`.
+    """
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    ffn_dim: int
+    vocab_size: int = 128256
+    head_dim: int = 0
+    norm_eps: float = 1e-5
+    rope_theta: float = 500_000.0
+    rope_factor: float = 0.0
+    tied_embeddings: bool = False
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        if not self.head_dim:
+            object.__setattr__(self, "head_dim", self.dim // self.n_heads)
+
+    @property
+    def rope_scaling(self) -> RopeScaling | None:
+        return RopeScaling(factor=self.rope_factor) if self.rope_factor else None
+
+    @property
+    def num_block_params(self) -> int:
+        q_and_o = 2 * self.dim * self.n_heads * self.head_dim
+        k_and_v = 2 * self.dim * self.n_kv_heads * self.head_dim
+        return q_and_o + k_and_v + 3 * self.dim * self.ffn_dim + 2 * self.dim
+
+    @property
+    def num_embedding_params(self) -> int:
+        return self.vocab_size * self.dim
+
+    @property
+    def num_params(self) -> int:
+        embeddings = self.num_embedding_params * (1 if self.tied_embeddings else 2)
+        return embeddings + self.n_layers * self.num_block_params + self.dim
+
+    def flops_per_token(self, seq_len: int, *, causal: bool = False) -> int:
+        """Floating-point operations of forward and backward for one token of a sequence of `seq_len`.
+
+        6 for every matrix-product parameter (the output layer counted, the embedding look-up and norms
+        not) plus 12 x layers x heads x head_dim x seq_len for attention (PaLM, arXiv:2204.02311, appendix B);
+        `causal` counts half of the attention, the part that a causal mask leaves.
+        """
+        matmul_params = self.n_layers * (self.num_block_params - 2 * self.dim) + self.num_embedding_params
+        attention = 12 * self.n_layers * self.n_heads * self.head_dim * seq_len
+        return 6 * matmul_params + (attention // 2 if causal else attention)
+
+
+def _llama(dim: int, n_layers: int, n_heads: int, n_kv_heads: int, ffn_dim: int, **rest: object) -> LlamaConfig:
+    return LlamaConfig(
+        dim=dim, n_layers=n_layers, n_heads=n_heads, n_kv_heads=n_kv_heads, ffn_dim=ffn_dim, **rest  # pyright: ignore
+    )
+
+
+FLAVORS: dict[str, LlamaConfig] = {
+    # 8 layers, so that every pipeline schedule has a stage for each rank.
+    "debugmodel": _llama(64, 8, 4, 2, 192, vocab_size=2048),
+    # The demo's: learns from bytes on two CPU cores in two minutes.
+    "demo": _llama(192, 4, 6, 2, 512, vocab_size=264, rope_theta=10_000.0),
+    "10M": _llama(320, 6, 5, 5, 896, vocab_size=2048, rope_theta=10_000.0),
+    # Llama 3.2
+    "1B": _llama(2048, 16, 32, 8, 8192, rope_factor=32.0, tied_embeddings=True),
+    "3B": _llama(3072, 28, 24, 8, 8192, rope_factor=32.0, tied_embeddings=True),
+    # Llama 3 and, with rope_factor = 8.0 (the 3.1 release), 3.1
+    "8B": _llama(4096, 32, 32, 8, 14336),
+    "70B": _llama(8192, 80, 64, 8, 28672),
+    "405B": _llama(16384, 126, 128, 8, 53248, rope_factor=8.0),
+}

@@ -1,0 +1,548 @@
+"""The typed sections of a job file, one frozen pydantic model per component.
+
+Section and key names are TorchTitan v0.2.2's wherever the concept is the same, so that its TOML files run
+here; sections without a twin there (tokenizer, data, loss, hardware) have names of their own. A component
+is handed only its own section. The string under a field is its documentation: `--help`, docs/config.md and
+the JSON schema are generated from it. This module imports no torch.
+
+A choice that carries its own options (the optimizer, a data source) is a union told apart by one key;
+third parties add members through the entry-point groups `titan.optimizers` and `titan.sources`, each entry
+naming a `Section` subclass.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, strict about types, and unknown keys are errors."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+def _split_commas(value: Any) -> Any:
+    """TorchTitan's older files write lists as "a, b"."""
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return value
+
+
+StrList = Annotated[list[str], BeforeValidator(_split_commas)]
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+DegreeOrRest = Annotated[int, Field(ge=-1)]
+DType = Literal["float32", "bfloat16"]
+
+
+class JobSection(Section):
+    """Where the run lives."""
+
+    dump_folder: str = "./outputs"
+    """The run folder: config, metrics, checkpoints and logs are written below it."""
+    description: str = ""
+    """A sentence for people; shown at start-up."""
+    print_config: bool = False
+    """Print the resolved config at start-up (it is always written to config.toml in the run folder)."""
+
+
+class ProfilingSection(Section):
+    """PyTorch profiler traces and memory snapshots."""
+
+    enable_profiling: bool = False
+    """Record a profiler trace every profile_freq steps."""
+    save_traces_folder: str = "traces"
+    """Folder of the traces, below the run folder."""
+    profile_freq: Positive = 10
+    """Steps between two traces."""
+    profiler_active: Positive = 1
+    """Steps recorded in each trace."""
+    profiler_warmup: NonNegative = 3
+    """Steps the profiler runs before it records."""
+    enable_memory_snapshot: bool = False
+    """Write the CUDA allocator's history with each trace."""
+    save_memory_snapshot_folder: str = "memory_snapshot"
+    """Folder of the snapshots, below the run folder."""
+
+
+class MetricsSection(Section):
+    """What is logged, and where to. metrics.jsonl in the run folder is always written."""
+
+    log_freq: Positive = 10
+    """Steps between two logged steps."""
+    enable_tensorboard: bool = False
+    """Write TensorBoard event files."""
+    disable_color_printing: bool = False
+    """No colours in the terminal."""
+    save_tb_folder: str = "tensorboard"
+    """Folder of the TensorBoard files, below the run folder."""
+    save_for_all_ranks: bool = False
+    """Every rank writes its own metrics (metrics.rank-N.jsonl), not only rank 0."""
+    enable_wandb: bool = False
+    """Log to Weights & Biases; without a network it logs offline, below the run folder."""
+    wandb_project: str = "titan"
+    """Project name at Weights & Biases."""
+    wandb_run_name: str = ""
+    """Run name at Weights & Biases; empty: the name of the run folder."""
+    mfu_convention: Literal["full", "causal"] = "full"
+    """FLOPs counted for attention: "full" counts the whole S x S matrix (PaLM, TorchTitan), "causal" half of it."""
+
+
+class ModelSection(Section):
+    """Which model, of which size."""
+
+    name: str = "llama3"
+    """A model family: a folder in models/, or one registered under the entry point `titan.models`."""
+    flavor: str = "debugmodel"
+    """A named size of the family."""
+    overrides: dict[str, int | float | bool | str] = {}
+    """Fields of the flavor to change, such as n_layers = 4."""
+    hf_assets_path: str = ""
+    """Folder with the tokenizer (tokenizer.json or tokenizer.model) and, for conversion, safetensors and config.json."""
+    converters: StrList = []
+    """Model conversions: "quantize.linear.float8" (also spelt "float8")."""
+
+
+class TokenizerSection(Section):
+    """How text becomes token ids."""
+
+    name: Literal["auto", "bytes", "tiktoken", "huggingface"] = "auto"
+    """"auto": what lies in path (tokenizer.json, tokenizer.model), or "bytes" where path is empty. "bytes" is
+    embedded: one token a byte. "tiktoken" reads a rank file (Llama 3's tokenizer.model), "huggingface" a tokenizer.json."""
+    path: str = ""
+    """File or folder; empty: model.hf_assets_path."""
+
+
+class AdamWSection(Section):
+    """AdamW (Loshchilov and Hutter, arXiv:1711.05101). Norms, biases and other vectors are not decayed."""
+
+    name: Literal["AdamW"] = "AdamW"
+    lr: Annotated[float, Field(gt=0)] = 8e-4
+    """Peak learning rate."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the first moment."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay of the second moment."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the denominator."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Decoupled weight decay, applied to matrices only."""
+    implementation: Literal["fused", "foreach", "for-loop"] = "fused"
+    """How the update is computed: one fused kernel, multi-tensor operations, or a loop."""
+    early_step_in_backward: bool = False
+    """Update each parameter as soon as its gradient is ready."""
+
+
+class AdamSection(AdamWSection):
+    """Adam (Kingma and Ba, arXiv:1412.6980): weight decay, where set, is added to the gradient."""
+
+    name: Literal["Adam"] = "Adam"  # pyright: ignore[reportIncompatibleVariableOverride]
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """L2 penalty added to the gradient of matrices."""
+
+
+class LRSchedulerSection(Section):
+    """Linear warm-up, then constant, then decay (warmup-stable-decay, arXiv:2404.06395); see docs/config.md."""
+
+    warmup_steps: NonNegative = 200
+    """Steps over which the learning rate rises linearly to its peak."""
+    total_steps: Annotated[int | None, Field(ge=1)] = None
+    """Length of the schedule; unset: training.steps."""
+    decay_ratio: Annotated[float | None, Field(ge=0, le=1)] = None
+    """Share of the schedule spent decaying, at its end; unset: decay begins right after warm-up."""
+    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    """Shape of the decay."""
+    min_lr_factor: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Learning rate at the end, as a share of the peak."""
+
+
+class DataloaderSection(Section):
+    """Background preparation of batches."""
+
+    num_workers: NonNegative = 1
+    """0 prepares batches in the training thread, 1 or more in a background thread."""
+    persistent_workers: bool = True
+    """Accepted from TorchTitan's files; the background thread always lives as long as the run."""
+    pin_memory: bool = True
+    """Copy batches from page-locked memory when training on an accelerator."""
+    prefetch_factor: Positive = 4
+    """Batches prepared ahead."""
+
+
+class TrainingSection(Section):
+    """The step: its data, its size, its precision."""
+
+    dataset: str = "stdlib"
+    """What to train on: a preset (stdlib, synthetic, text, jsonl, parquet, shards, c4, c4_test, fineweb-edu) or the
+    name of a Hugging Face dataset. For several sources, or options of one, use [[data.sources]] instead."""
+    dataset_path: str | None = None
+    """File, folder or glob of a local dataset."""
+    local_batch_size: Positive = 8
+    """Sequences per data-parallel rank and forward pass."""
+    global_batch_size: Annotated[int, Field(ge=-1)] = -1
+    """Sequences per optimizer step over all ranks; what one forward pass does not cover is accumulated.
+    -1: local_batch_size x data-parallel degree (no accumulation)."""
+    seq_len: Positive = 2048
+    """Tokens per sequence."""
+    max_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients are scaled down to this global L2 norm."""
+    steps: Positive = 10_000
+    """Optimizer steps of the whole run."""
+    enable_cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory (FSDP)."""
+    dtype: DType = "float32"
+    """Precision of the master parameters and of the optimizer."""
+    mixed_precision_param: DType = "bfloat16"
+    """Precision of the forward and backward pass (parameters are cast when they are gathered)."""
+    mixed_precision_reduce: DType = "float32"
+    """Precision of gradient reduction."""
+    gc_freq: Positive = 50
+    """Python's garbage collector runs every so many steps, on all ranks at once, and not in between."""
+    dataloader: DataloaderSection = DataloaderSection()
+
+
+class LossSection(Section):
+    """Cross entropy, summed over the valid tokens of the global batch in fp32 and divided by their number."""
+
+    chunk_tokens: Positive = 2048
+    """Tokens whose logits are held in fp32 at a time."""
+
+
+class DocumentOptions(Section):
+    """Shared by every source."""
+
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Share of the samples drawn from this source, relative to the other sources' weights."""
+
+
+class StdlibSource(DocumentOptions):
+    """Embedded default: the Python standard library's own source and documentation strings on this machine."""
+
+    type: Literal["stdlib"] = "stdlib"
+
+
+class SyntheticSource(DocumentOptions):
+    """Random token ids, for tests of speed; nothing can be learnt from them but their distribution."""
+
+    type: Literal["synthetic"] = "synthetic"
+
+
+class TextSource(DocumentOptions):
+    """Local text files, one document each."""
+
+    type: Literal["text"] = "text"
+    path: str
+    """File, folder (searched for *.txt and *.md) or glob."""
+
+
+class JsonlSource(DocumentOptions):
+    """Local JSON Lines (also .gz), one document a line."""
+
+    type: Literal["jsonl"] = "jsonl"
+    path: str
+    """File, folder (searched for *.jsonl, *.json, *.jsonl.gz, *.json.gz) or glob."""
+    text_key: str = "text"
+    """Field that holds the text."""
+
+
+class ParquetSource(DocumentOptions):
+    """Local Parquet files, one document a row."""
+
+    type: Literal["parquet"] = "parquet"
+    path: str
+    """File, folder (searched for *.parquet) or glob."""
+    text_key: str = "text"
+    """Column that holds the text."""
+
+
+class ShardsSource(DocumentOptions):
+    """Memory-mapped token shards written by `titan prepare`."""
+
+    type: Literal["shards"] = "shards"
+    path: str
+    """Folder that `titan prepare` wrote."""
+
+
+class HuggingFaceSource(DocumentOptions):
+    """A dataset of the Hugging Face hub, or a local copy of one, through `datasets`."""
+
+    type: Literal["huggingface"] = "huggingface"
+    path: str
+    """Name at the hub, or a local folder `datasets` can load."""
+    name: str | None = None
+    """Configuration of the dataset, such as "en" of allenai/c4."""
+    split: str = "train"
+    """Split to read."""
+    text_key: str = "text"
+    """Column that holds the text."""
+    streaming: bool = True
+    """Read while training, rather than download first."""
+    shuffle_buffer: NonNegative = 10_000
+    """Documents shuffled together while streaming; 0 keeps the order of the files."""
+
+
+def _members(group: str, *builtin: type[Section]) -> Any:
+    """Union of the built-in sections and those registered under an entry-point group."""
+    return Union[(*builtin, *(e.load() for e in entry_points(group=group)))]  # noqa: UP007
+
+
+if TYPE_CHECKING:
+    OptimizerSection = AdamWSection | AdamSection
+    SourceSection = (
+        StdlibSource
+        | SyntheticSource
+        | TextSource
+        | JsonlSource
+        | ParquetSource
+        | ShardsSource
+        | HuggingFaceSource
+    )
+else:
+    OptimizerSection = Annotated[
+        _members("titan.optimizers", AdamWSection, AdamSection),
+        Field(discriminator="name"),
+        BeforeValidator(lambda value: {"name": "AdamW"} | value if isinstance(value, dict) else value),
+    ]
+    SourceSection = Annotated[
+        _members(
+            "titan.sources",
+            StdlibSource,
+            SyntheticSource,
+            TextSource,
+            JsonlSource,
+            ParquetSource,
+            ShardsSource,
+            HuggingFaceSource,
+        ),
+        Field(discriminator="type"),
+    ]
+
+
+class DataSection(Section):
+    """Where text comes from and how documents are packed into sequences."""
+
+    sources: list[SourceSection] = []
+    """Sources to blend; empty: what training.dataset names."""
+    shuffle: bool = True
+    """Visit the samples of each epoch in an order drawn from debug.seed; otherwise as they lie."""
+    add_bos: bool = True
+    """Begin each document with the tokenizer's begin-of-text token, where it has one."""
+    add_eos: bool = True
+    """End each document with the tokenizer's end-of-text token, where it has one."""
+    reset_positions: bool = False
+    """Count positions from each document's beginning, not the sequence's."""
+    document_mask: bool = False
+    """No attention between documents packed into one sequence; the token that would be predicted across a boundary is not trained on."""
+    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the documents, chosen by a hash of their text, kept from training and used for validation."""
+    cache_folder: str = ""
+    """Where tokenized text is kept between runs; empty: titan/ in the user's cache folder."""
+
+
+class ParallelismSection(Section):
+    """Degrees of the mesh axes: world size = pp x dp_replicate x dp_shard x cp x tp."""
+
+    data_parallel_replicate_degree: Positive = 1
+    """Replicas of the model (DDP; with a shard degree above 1, HSDP)."""
+    data_parallel_shard_degree: DegreeOrRest = -1
+    """Ranks that shard parameters, gradients and optimizer state (FSDP2); -1: all that remain."""
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """"always" frees gathered parameters after the forward pass (ZeRO-3), "never" keeps them for the backward pass
+    (ZeRO-2); "default" is "always", but "never" under pipeline parallelism."""
+    tensor_parallel_degree: Positive = 1
+    """Ranks that split each layer's matrices."""
+    disable_loss_parallel: bool = False
+    """Gather the logits over tensor-parallel ranks before the loss."""
+    enable_async_tensor_parallel: bool = False
+    """Overlap tensor-parallel communication with matrix products (needs compile)."""
+    pipeline_parallel_degree: Positive = 1
+    """Ranks that split the layers."""
+    pipeline_parallel_schedule: str = "1F1B"
+    """Pipeline schedule."""
+    pipeline_parallel_schedule_csv: str | None = ""
+    """A schedule of one's own, as a CSV of actions per rank."""
+    pipeline_parallel_microbatch_size: Positive = 1
+    """Sequences per pipeline microbatch."""
+    pipeline_parallel_layers_per_stage: Annotated[int | None, Field(ge=1)] = None
+    """Layers per stage; unset: split evenly."""
+    pipeline_parallel_first_stage_less_layers: NonNegative = 1
+    """Layers the first stage has fewer, for the embedding."""
+    pipeline_parallel_last_stage_less_layers: NonNegative = 1
+    """Layers the last stage has fewer, for the output layer."""
+    module_fqns_per_model_part: list[list[str]] | None = None
+    """Names of the modules of each stage."""
+    context_parallel_degree: Positive = 1
+    """Ranks that split the sequence."""
+    context_parallel_load_balancer: Literal["headtail", "ptrr"] | None = "headtail"
+    """How causal attention's work is balanced over context-parallel ranks."""
+    context_parallel_rotate_method: Literal["allgather", "alltoall", "ring", "ulysses"] = "allgather"
+    """How keys and values travel between context-parallel ranks."""
+    expert_parallel_degree: Positive = 1
+    """Ranks that split the experts."""
+    expert_tensor_parallel_degree: Positive = 1
+    """Tensor-parallel ranks within an expert."""
+
+
+class CheckpointSection(Section):
+    """Saving and resuming."""
+
+    enable: bool = True
+    """Save checkpoints, and resume from the newest one in the run folder."""
+    folder: str = "checkpoint"
+    """Folder of the checkpoints, below the run folder."""
+    interval: Positive = 500
+    """Steps between two saves; the last step is always saved."""
+    initial_load_path: str | None = None
+    """A checkpoint (its step-N folder) to start from where the run folder has none."""
+    initial_load_model_only: bool = True
+    """Take only the weights from initial_load_path, not the optimizer, schedule and data position."""
+    initial_load_in_hf: bool = False
+    """initial_load_path (or model.hf_assets_path) is a Hugging Face folder."""
+    last_save_model_only: bool = False
+    """The last save holds only the weights, in export_dtype."""
+    last_save_in_hf: bool = False
+    """The last save is a Hugging Face folder."""
+    export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Precision of a model-only save."""
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    """Save while training goes on."""
+    keep_latest_k: NonNegative = 10
+    """Checkpoints kept; 0 keeps all."""
+    load_step: Annotated[int, Field(ge=-1)] = -1
+    """Step to resume from; -1: the newest."""
+    exclude_from_loading: StrList = []
+    """Parts of the state not to load: "optimizer", "lr_scheduler", "dataloader", "train_state"."""
+    enable_first_step_checkpoint: bool = False
+    """Also save after the first step, to find out early that saving works."""
+    create_seed_checkpoint: bool = False
+    """Not needed here: initial weights do not depend on the layout."""
+    load_only: bool = False
+    """Resume, but save nothing."""
+
+
+class ActivationCheckpointSection(Section):
+    """Recompute activations in the backward pass rather than keep them."""
+
+    mode: Literal["none", "selective", "full", "memory_budget"] = "none"
+    """What is recomputed."""
+    selective_ac_option: str | Positive = "op"
+    """"op": recompute what is cheap; a number n: every n-th layer whole."""
+    memory_budget: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Share of the activations the compiler may keep."""
+    preserve_rng_state: bool = False
+    """Restore random states for the recomputation."""
+
+
+class CompileSection(Section):
+    """torch.compile, one region per block."""
+
+    enable: bool = False
+    """Compile."""
+    components: list[Literal["model", "loss"]] = ["model", "loss"]
+    """What is compiled."""
+    backend: str = "inductor"
+    """Compiler backend."""
+
+
+class Float8Section(Section):
+    """Float8 matrix products through torchao."""
+
+    enable_fsdp_float8_all_gather: bool = False
+    """Gather parameters in float8."""
+    precompute_float8_dynamic_scale_for_fsdp: bool = False
+    """Compute all scales in one reduction after the optimizer step."""
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
+    """Scaling recipe."""
+    filter_fqns: StrList = []
+    """Layers (parts of their names) left in high precision."""
+    emulate: bool = False
+    """Emulate float8 on hardware without it."""
+
+
+class QuantizeLinearSection(Section):
+    float8: Float8Section = Float8Section()
+
+
+class QuantizeSection(Section):
+    """Low-precision training."""
+
+    linear: QuantizeLinearSection = QuantizeLinearSection()
+
+
+class CommSection(Section):
+    """Process groups and the flight recorder."""
+
+    init_timeout_seconds: Positive = 300
+    """Limit for a collective during set-up and the first step."""
+    train_timeout_seconds: Positive = 100
+    """Limit for a collective after the first step."""
+    trace_buf_size: NonNegative = 20_000
+    """Collectives the flight recorder remembers; 0 switches it off."""
+    save_traces_folder: str = "flight_recorder"
+    """Folder of its dumps, below the run folder."""
+    save_traces_file_prefix: str = "rank-"
+    """Beginning of a dump's file name; the rank follows."""
+
+
+class ValidationSection(Section):
+    """Loss on held-out text."""
+
+    enable: bool = False
+    """Validate every freq steps and after the last."""
+    dataset: str = ""
+    """As training.dataset; empty: the documents that data.validation_fraction keeps from training."""
+    dataset_path: str | None = None
+    """File, folder or glob of a local dataset."""
+    local_batch_size: Positive = 8
+    """Sequences per rank and forward pass."""
+    seq_len: Annotated[int | None, Field(ge=1)] = None
+    """Tokens per sequence; unset: training.seq_len."""
+    freq: Positive = 100
+    """Steps between two validations."""
+    steps: Positive = 10
+    """Forward passes of each validation: fixed, so that it cannot hang, and over the same samples each time."""
+
+
+class DebugSection(Section):
+    """Reproducibility."""
+
+    seed: NonNegative = 0
+    """Seed of the initial weights and of the data order."""
+    deterministic: bool = False
+    """Use only deterministic algorithms; slower."""
+
+
+class HardwareSection(Section):
+    """What the run's accelerators can do, for MFU."""
+
+    name: str = "auto"
+    """A hardware profile (see `titan config --list-hardware`), or "auto": recognised from the device's name."""
+
+
+class JobConfig(Section):
+    """A whole job file. Only the trainer's wiring sees all of it."""
+
+    job: JobSection = JobSection()
+    model: ModelSection = ModelSection()
+    tokenizer: TokenizerSection = TokenizerSection()
+    optimizer: OptimizerSection = AdamWSection()
+    lr_scheduler: LRSchedulerSection = LRSchedulerSection()
+    training: TrainingSection = TrainingSection()
+    data: DataSection = DataSection()
+    loss: LossSection = LossSection()
+    parallelism: ParallelismSection = ParallelismSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    validation: ValidationSection = ValidationSection()
+    metrics: MetricsSection = MetricsSection()
+    profiling: ProfilingSection = ProfilingSection()
+    activation_checkpoint: ActivationCheckpointSection = ActivationCheckpointSection()
+    compile: CompileSection = CompileSection()
+    quantize: QuantizeSection = QuantizeSection()
+    comm: CommSection = CommSection()
+    hardware: HardwareSection = HardwareSection()
+    debug: DebugSection = DebugSection()
