@@ -70,14 +70,23 @@ class LlamaConfig:
         not) plus 12 x layers x heads x head_dim x seq_len for attention (PaLM, arXiv:2204.02311, appendix B);
         `causal` counts half of the attention, the part that a causal mask leaves.
         """
-        matmul_params = self.n_layers * (self.num_block_params - 2 * self.dim) + self.num_embedding_params
+        matmul_params = (
+            self.n_layers * (self.num_block_params - 2 * self.dim) + self.num_embedding_params
+        )
         attention = 12 * self.n_layers * self.n_heads * self.head_dim * seq_len
         return 6 * matmul_params + (attention // 2 if causal else attention)
 
 
-def _llama(dim: int, n_layers: int, n_heads: int, n_kv_heads: int, ffn_dim: int, **rest: object) -> LlamaConfig:
+def _llama(
+    dim: int, n_layers: int, n_heads: int, n_kv_heads: int, ffn_dim: int, **rest: object
+) -> LlamaConfig:
     return LlamaConfig(
-        dim=dim, n_layers=n_layers, n_heads=n_heads, n_kv_heads=n_kv_heads, ffn_dim=ffn_dim, **rest  # pyright: ignore
+        dim=dim,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        ffn_dim=ffn_dim,
+        **rest,  # pyright: ignore
     )
 
 

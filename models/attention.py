@@ -1,0 +1,67 @@
+"""The one place where attention happens. Every model calls `InnerAttention` between its projections.
+
+Context parallelism, document masks and key/value caches act here and nowhere else: they replace or wrap this
+module from outside, and no model file changes.
+
+B batch, S query positions, T key positions, H query heads, G key/value heads, K head dim
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class InnerAttention(nn.Module):
+    """Causal scaled-dot-product attention over grouped heads, optionally only within documents."""
+
+    def forward(
+        self, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, document_ids_BS: Tensor | None = None
+    ) -> Tensor:
+        """Attention output, (B, H, S, K) in the inputs' dtype.
+
+        document_ids_BS (int64) numbers the documents packed into each sequence: a query sees only keys
+        of its own document. H must be a multiple of G; query head h reads key/value head h // (H // G).
+        """
+        mask_B1SS = None
+        if document_ids_BS is not None:
+            same_BSS = document_ids_BS[:, :, None] == document_ids_BS[:, None, :]
+            mask_B1SS = same_BSS.tril_()[:, None]
+        return F.scaled_dot_product_attention(
+            q_BHSK,
+            k_BGSK,
+            v_BGSK,
+            attn_mask=mask_B1SS,
+            is_causal=mask_B1SS is None,
+            enable_gqa=q_BHSK.shape[1] != k_BGSK.shape[1],
+        )
+
+
+class CachedAttention(nn.Module):
+    """Wraps an inner attention for generation: keeps the keys and values of the positions seen so far.
+
+    The first call takes the whole prompt, each later call the one next token.
+    """
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.k_BGTK: Tensor | None = None
+        self.v_BGTK: Tensor | None = None
+
+    def forward(
+        self, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, document_ids_BS: Tensor | None = None
+    ) -> Tensor:
+        """Attention output, (B, H, S, K). Raises ValueError for several tokens after the first call."""
+        if self.k_BGTK is None or self.v_BGTK is None:
+            self.k_BGTK, self.v_BGTK = k_BGSK, v_BGSK
+            return self.inner(q_BHSK, k_BGSK, v_BGSK, document_ids_BS)
+        if q_BHSK.shape[2] != 1:
+            raise ValueError(f"one token a call after the prompt, got {q_BHSK.shape[2]}")
+        self.k_BGTK = torch.cat([self.k_BGTK, k_BGSK], dim=2)
+        self.v_BGTK = torch.cat([self.v_BGTK, v_BGSK], dim=2)
+        # The newest token sees everything before it: no mask.
+        return F.scaled_dot_product_attention(
+            q_BHSK, self.k_BGTK, self.v_BGTK, enable_gqa=q_BHSK.shape[1] != k_BGSK.shape[1]
+        )

@@ -1,0 +1,173 @@
+"""Llama 3 as a plain nn.Module: grouped-query attention, rotary positions, RMSNorm, SwiGLU (arXiv:2407.21783).
+
+The file knows nothing of parallelism: titan/parallel/ works on it from outside. Three things make that easy:
+blocks lie in a ModuleDict under their global number, so a pipeline stage that holds some of them keeps their
+names; embedding, norm and output layer may be absent (set to None) on a stage; and nothing is allocated or drawn
+at construction that `init_std` does not describe, so the module can be built on meta.
+
+B batch, S sequence, D model, H query heads, G key/value heads, K head dim, V vocabulary
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..attention import InnerAttention
+from .config import LlamaConfig, RopeScaling
+
+
+def rope_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device
+) -> Tensor:
+    """Rotation per position of each pair of channels, (K/2,) fp32, in radians (RoFormer, arXiv:2104.09864).
+
+    `scaling` is Llama 3.1's: wavelengths that fit often enough into the original context stay, those longer than
+    it are stretched by `factor`, those between are interpolated.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    frequencies = 1.0 / theta**exponents
+    if scaling is None:
+        return frequencies
+    turns = scaling.original_context * frequencies / (2 * math.pi)  # within the original context
+    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = keep.clamp(0, 1)
+    return keep * frequencies + (1 - keep) * frequencies / scaling.factor
+
+
+def rotate(x_BHSK: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate channel i against channel i + K/2 by the position's angle, in fp32; dtype as x."""
+    cos, sin = cos_sin
+    a, b = x_BHSK.float().chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x_BHSK.dtype)
+
+
+class Attention(nn.Module):
+    """Projections and rotation around the inner attention."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        q_dim, kv_dim = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+        self.wq = nn.Linear(config.dim, q_dim, bias=False)
+        self.wk = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wv = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wo = nn.Linear(q_dim, config.dim, bias=False)
+        self.inner_attention = InnerAttention()
+
+    def forward(
+        self, x_BSD: Tensor, cos_sin: tuple[Tensor, Tensor], document_ids_BS: Tensor | None
+    ) -> Tensor:
+        # -1 for the number of heads: under tensor parallelism each rank holds some of them.
+        q_BHSK, k_BGSK, v_BGSK = (
+            w(x_BSD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for w in (self.wq, self.wk, self.wv)
+        )
+        o_BHSK = self.inner_attention(
+            rotate(q_BHSK, cos_sin), rotate(k_BGSK, cos_sin), v_BGSK, document_ids_BS
+        )
+        return self.wo(o_BHSK.transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (arXiv:2002.05202)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
+        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x_BSD)) * self.w3(x_BSD))
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each normalised before and added to the residual stream."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.feed_forward = FeedForward(config)
+
+    def forward(
+        self, x_BSD: Tensor, cos_sin: tuple[Tensor, Tensor], document_ids_BS: Tensor | None
+    ) -> Tensor:
+        h_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), cos_sin, document_ids_BS)
+        return h_BSD + self.feed_forward(self.ffn_norm(h_BSD))
+
+
+class Llama(nn.Module):
+    """Token ids to logits."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tok_embeddings: nn.Module | None = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
+        self.norm: nn.Module | None = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.output: nn.Module | None = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tied_embeddings:
+            self.output.weight = self.tok_embeddings.weight
+
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        positions_BS: Tensor | None = None,
+        document_ids_BS: Tensor | None = None,
+    ) -> Tensor:
+        """Logits (B, S, V) in the dtype of the weights.
+
+        tokens_BS: int64 ids, or on a later pipeline stage the activations (B, S, D) of the one before.
+        positions_BS: int64 positions for the rotation, (B, S) or (S,); None: 0 .. S-1.
+        document_ids_BS: int64, see InnerAttention; None: one document.
+        """
+        if positions_BS is None:
+            positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+        cos_sin = self._rotations(positions_BS)
+        x_BSD = tokens_BS if self.tok_embeddings is None else self.tok_embeddings(tokens_BS)
+        for block in self.layers.values():
+            x_BSD = block(x_BSD, cos_sin, document_ids_BS)
+        if self.norm is not None:
+            x_BSD = self.norm(x_BSD)
+        return x_BSD if self.output is None else self.output(x_BSD)
+
+    def _rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, (S, K/2) or (B, 1, S, K/2), fp32: computed here once for all blocks.
+
+        Not a buffer: it depends on positions alone, and what is not stored cannot be sharded, cast or
+        forgotten when the model moves off meta.
+        """
+        config = self.config
+        frequencies = rope_frequencies(
+            config.head_dim, config.rope_theta, config.rope_scaling, positions.device
+        )
+        angles = positions[..., None].float() * frequencies
+        if positions.ndim == 2:
+            angles = angles[:, None]
+        return angles.cos(), angles.sin()
+
+    def init_std(self, name: str) -> float | None:
+        """Standard deviation of the initial truncated normal of a parameter; None: all ones (norms).
+
+        Projections into the residual stream shrink with the depth of their block, the output layer with
+        the width, so that initial logits are of order one at any size (as TorchTitan and lingua do).
+        """
+        config = self.config
+        if "norm" in name:
+            return None
+        if name.startswith("output.") or (
+            config.tied_embeddings and name.startswith("tok_embeddings.")
+        ):
+            return config.dim**-0.5
+        if name.startswith("tok_embeddings."):
+            return 1.0
+        if name.endswith((".wo.weight", ".w2.weight")):
+            layer = int(name.split(".")[1])
+            return config.init_std / math.sqrt(2 * (layer + 1))
+        return config.init_std

@@ -1,0 +1,124 @@
+"""The helpers alone, on a module of the test's own: no trainer, no config, no model of ours."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from titan.parallel import apply_ddp, apply_fsdp, build_mesh, initialize, materialize, submesh
+from titan.parallel.initialize import canonical_name
+from titan.parallel.mesh import axis_rank, axis_size
+
+
+class Net(nn.Module):
+    """Two blocks and a head of odd sizes, so that shards are uneven."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(7, 7), nn.Linear(7, 7)])
+        self.head = nn.Linear(7, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+def _gradients(kind: str) -> dict[str, torch.Tensor]:
+    """Whole gradients of a sum over a batch of 8 split over ranks, under one kind of data parallelism."""
+    degrees = {
+        "plain": {},
+        "fsdp": {"dp_shard": 2},
+        "zero2": {"dp_shard": 2},
+        "ddp": {"dp_replicate": 2},
+        "hsdp": {"dp_replicate": 2, "dp_shard": 2},
+    }[kind]
+    mesh = build_mesh("cpu", **degrees)
+    with torch.device("meta"):
+        model = Net()
+    if kind == "ddp":
+        apply_ddp(model, mesh=mesh, blocks=model.blocks)
+    elif kind != "plain":
+        apply_fsdp(model, mesh=mesh, blocks=model.blocks, reshard_after_forward=kind != "zero2")
+    materialize(model, device="cpu")
+    initialize(model, seed=3, std_of=lambda name: 0.3)
+    x = torch.randn(8, 7, generator=torch.Generator().manual_seed(0))
+    world, rank = (
+        axis_size(mesh, "dp_replicate", "dp_shard"),
+        axis_rank(mesh, "dp_replicate", "dp_shard"),
+    )
+    model(x.chunk(world)[rank]).square().sum().backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
+
+
+def test_gradients_are_sums_over_ranks(pool) -> None:
+    (expected,) = pool.run(1, _gradients, "plain")
+    assert len(expected) == 6
+    for kind, world in (("fsdp", 2), ("zero2", 2), ("ddp", 2), ("hsdp", 4)):
+        for grads in pool.run(world, _gradients, kind):
+            for name, value in expected.items():
+                torch.testing.assert_close(
+                    grads[name], value, rtol=1e-5, atol=1e-6, msg=f"{kind} {name}"
+                )
+
+
+def _initial_weights(shard: int, replicate: int) -> dict[str, torch.Tensor]:
+    mesh = build_mesh("cpu", dp_shard=shard, dp_replicate=replicate)
+    with torch.device("meta"):
+        model = Net()
+    data_mesh = submesh(mesh, "dp_replicate", "dp_shard")
+    if data_mesh is not None and shard > 1:
+        apply_fsdp(model, mesh=data_mesh, blocks=model.blocks)
+    materialize(model, device="cpu")
+    initialize(model, seed=3, std_of=lambda name: None if "bias" in name else 0.3)
+    return {
+        n: (p.full_tensor() if isinstance(p, DTensor) else p).detach()
+        for n, p in model.named_parameters()
+    }
+
+
+def test_initial_weights_do_not_depend_on_the_layout(pool) -> None:
+    (expected,) = pool.run(1, _initial_weights, 1, 1)
+    assert (expected["head.bias"] == 1).all()
+    assert 0.1 < expected["blocks.0.weight"].std() < 0.5
+    assert not torch.equal(expected["blocks.0.weight"], expected["blocks.1.weight"])
+    for shard, replicate in ((2, 1), (4, 1), (2, 2)):
+        for weights in pool.run(shard * replicate, _initial_weights, shard, replicate):
+            assert all(torch.equal(weights[n], expected[n]) for n in expected)
+
+
+def _mesh_facts() -> tuple[int, int, int, bool]:
+    mesh = build_mesh("cpu", dp_replicate=2, dp_shard=2)
+    return (
+        axis_size(mesh, "dp_replicate", "dp_shard", "tp"),
+        axis_rank(mesh, "dp_replicate", "dp_shard"),
+        axis_rank(mesh, "tp"),
+        submesh(mesh, "tp", "cp") is None,
+    )
+
+
+def test_mesh_axes(pool) -> None:
+    assert pool.run(4, _mesh_facts) == [(4, rank, 0, True) for rank in range(4)]
+
+
+def test_helpers_import_neither_trainer_nor_config() -> None:
+    code = "import sys, titan.parallel; print([m for m in sys.modules if m.startswith('titan')])"
+    modules = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    assert "titan.parallel" in modules
+    for forbidden in ("titan.config", "titan.trainer", "titan.models", "titan.data"):
+        assert forbidden not in modules
+
+
+@pytest.mark.parametrize(
+    "name", ["layers.0._checkpoint_wrapped_module.w.weight", "_orig_mod.layers.0.w.weight"]
+)
+def test_canonical_name(name: str) -> None:
+    assert canonical_name(name) == "layers.0.w.weight"

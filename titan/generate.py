@@ -1,0 +1,169 @@
+"""`titan generate`: text from a checkpoint, on one process, as a sanity check of a run.
+
+Sampling with temperature and top-k; keys and values of past positions are cached in the inner attention, which is
+swapped for a caching one from outside (titan.models.attention.CachedAttention), so each token costs one position.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from titan.checkpoint.manager import CheckpointError, list_steps, load, model_state
+from titan.config.load import ConfigError, load_config
+from titan.config.rules import model_config
+from titan.config.sections import JobConfig
+from titan.data import DataError
+from titan.data.tokenizer import Tokenizer, build_tokenizer
+from titan.models.attention import CachedAttention, InnerAttention
+from titan.parallel import materialize
+from titan.program import import_family
+
+
+def find_checkpoint(path: Path, *, folder: str = "checkpoint") -> tuple[Path, Path]:
+    """(run folder, step folder) for a run folder, its checkpoint folder or one of its steps."""
+    for run in (path, *path.parents[:2]):
+        if (run / "config.toml").exists():
+            if run != path and path.name.startswith("step-"):
+                return run, path
+            steps = list_steps(run / folder)
+            if not steps:
+                raise CheckpointError(f"{run / folder} holds no checkpoint")
+            return run, run / folder / f"step-{steps[-1]}"
+    raise CheckpointError(f"{path}: no run folder (with a config.toml) here or above")
+
+
+def load_model(path: Path, *, device: torch.device) -> tuple[nn.Module, Tokenizer, Path]:
+    """The model of a checkpoint, unsharded on `device`, and its tokenizer."""
+    run, step = find_checkpoint(path)
+    config: JobConfig = load_config(run / "config.toml")
+    if config.checkpoint.folder != "checkpoint":
+        run, step = find_checkpoint(path, folder=config.checkpoint.folder)
+    with torch.device("meta"):
+        model = import_family(config.model.name).build_model(model_config(config.model))
+    materialize(model, device=device)
+    load(step, model_state(model))
+    tokenizer = build_tokenizer(config.tokenizer, hf_assets_path=config.model.hf_assets_path)
+    return model.eval(), tokenizer, step
+
+
+def cache_attention(model: nn.Module) -> Callable[[], None]:
+    """Make every inner attention of `model` remember its keys and values; call the result to undo it."""
+    swapped: list[tuple[nn.Module, str, nn.Module]] = []
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, InnerAttention):
+                setattr(parent, name, CachedAttention(child))
+                swapped.append((parent, name, child))
+
+    def undo() -> None:
+        for parent, name, child in swapped:
+            setattr(parent, name, child)
+
+    return undo
+
+
+@torch.no_grad()
+def sample(
+    model: nn.Module,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    seed: int,
+    stop: int | None = None,
+) -> Iterator[int]:
+    """Yield new token ids after `prompt`, until `stop` or max_new_tokens. temperature 0 takes the likeliest.
+
+    top_k: sample among the k likeliest tokens; 0: among all.
+    """
+    device = next(model.parameters()).device
+    generator = torch.Generator(device=device).manual_seed(seed)
+    undo = cache_attention(model)
+    try:
+        tokens_1S, position = torch.tensor([list(prompt)], device=device), 0
+        for _ in range(max_new_tokens):
+            positions = torch.arange(position, position + tokens_1S.shape[1], device=device)
+            logits_V = model(tokens_1S, positions)[0, -1].float()
+            token = _choose(logits_V, temperature=temperature, top_k=top_k, generator=generator)
+            if token == stop:
+                return
+            yield token
+            position += tokens_1S.shape[1]
+            tokens_1S = torch.tensor([[token]], device=device)
+    finally:
+        undo()
+
+
+def _choose(logits_V: Tensor, *, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits_V.argmax())
+    if top_k:
+        kth = logits_V.topk(min(top_k, logits_V.numel())).values[-1]
+        logits_V = logits_V.masked_fill(logits_V < kth, float("-inf"))
+    p_V = torch.softmax(logits_V / temperature, dim=-1)
+    return int(torch.multinomial(p_V, 1, generator=generator))
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="titan generate", description="Sample text from a checkpoint."
+    )
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        required=True,
+        help="a run folder (its newest step) or a step-N folder",
+    )
+    parser.add_argument("--prompt", default="", help="text to continue; empty: a new document")
+    parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="0: always the likeliest token"
+    )
+    parser.add_argument("--top-k", type=int, default=50, help="0: no limit")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--device", default="", help="cpu, cuda, ...; default: the accelerator if there is one"
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the prompt and what the model makes of it; exit code as in docs/architecture.md."""
+    args = parse(argv)
+    accelerator = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    )
+    device = torch.device(args.device) if args.device else accelerator or torch.device("cpu")
+    try:
+        model, tokenizer, step = load_model(args.checkpoint, device=device)
+        prompt = tokenizer.encode(args.prompt)
+        if tokenizer.bos_id is not None:
+            prompt = [tokenizer.bos_id, *prompt]
+        if not prompt:
+            raise DataError(
+                "--prompt: this tokenizer has no begin-of-text token, so a prompt is needed"
+            )
+    except (ConfigError, CheckpointError, DataError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"[{step}, temperature {args.temperature:g}, top-k {args.top_k}]", file=sys.stderr)
+    new = list(
+        sample(
+            model,
+            prompt,
+            max_new_tokens=args.max_new_tokens,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            seed=args.seed,
+            stop=tokenizer.eos_id,
+        )
+    )
+    print(args.prompt + tokenizer.decode(new))
+    return 0

@@ -1,0 +1,33 @@
+"""The learning-rate schedule, a pure function of the step: resuming needs the step and nothing else."""
+
+from __future__ import annotations
+
+import math
+
+from titan.config.sections import LRSchedulerSection
+
+
+def learning_rate_factor(step: int, *, section: LRSchedulerSection, total_steps: int) -> float:
+    """Share of the peak learning rate for step 1, 2, ... total_steps.
+
+    Linear warm-up reaches 1 at warmup_steps; then constant; the decay reaches min_lr_factor at the last step, along
+    1 - p (linear), 1 - sqrt(p) (sqrt) or (1 + cos(pi p)) / 2 (cosine) in its progress p. Without
+    decay_ratio the decay begins right after warm-up. Steps past the end keep min_lr_factor.
+    """
+    total = section.total_steps or total_steps
+    if step <= section.warmup_steps:
+        return step / section.warmup_steps
+    if section.decay_ratio is None:
+        decay_steps = total - section.warmup_steps
+    else:
+        decay_steps = round(total * section.decay_ratio)
+    progress = (step - (total - decay_steps)) / max(decay_steps, 1)
+    if progress <= 0:
+        return 1.0
+    progress = min(progress, 1.0)
+    shape = {
+        "linear": 1 - progress,
+        "sqrt": 1 - math.sqrt(progress),
+        "cosine": (1 + math.cos(math.pi * progress)) / 2,
+    }[section.decay_type]
+    return section.min_lr_factor + (1 - section.min_lr_factor) * shape

@@ -1,0 +1,112 @@
+"""Data parallelism: FSDP2 (ZeRO-2 and ZeRO-3), HSDP and DDP, on any nn.Module.
+
+FSDP2 (torch.distributed.fsdp.fully_shard; ZeRO, arXiv:1910.02054; PyTorch FSDP, arXiv:2304.11277) shards
+parameters, gradients and optimizer state over a mesh axis and gathers one unit's parameters at a time. Each block
+is a unit; what is left (embedding, norm, output) is the root's. A mesh of two axes replicates over the first and
+shards over the second (HSDP). DDP is torch's `replicate`, which runs on FSDP2's machinery and so composes with
+tensor parallelism and casts to a lower precision in the same way.
+
+Gradients are summed, not averaged: the loss is already divided by the number of valid tokens of the *global*
+batch (titan/program.py), which is the same number for any layout, while a mean over ranks would be wrong as soon
+as ranks hold different numbers of valid tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from .shims import replicate
+
+
+def apply_fsdp(
+    model: nn.Module,
+    *,
+    mesh: DeviceMesh,
+    blocks: Iterable[nn.Module],
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype = torch.float32,
+    reshard_after_forward: bool = True,
+    cpu_offload: bool = False,
+    cast_forward_inputs: bool = True,
+) -> None:
+    """Shard `model` in place over `mesh`: one axis (FSDP) or two (replicate, shard: HSDP).
+
+    blocks: modules that are gathered one at a time, in forward order. reshard_after_forward: free a block's
+    gathered parameters until its backward pass (ZeRO-3), or keep them (ZeRO-2); the last block is kept in
+    any case, since its backward pass comes next. param_dtype: what parameters are gathered and computed in;
+    None: as they are. reduce_dtype is always set: torch's own default changed in 2.15. cast_forward_inputs:
+    cast floating-point inputs of each unit to param_dtype; a model that passes fp32 tables to its blocks
+    wants False.
+    """
+    precision = MixedPrecisionPolicy(
+        param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=cast_forward_inputs
+    )
+    offload = (
+        CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
+    )
+    units = list(blocks)
+    for unit in units:
+        fully_shard(
+            unit,
+            mesh=mesh,
+            mp_policy=precision,
+            offload_policy=offload,
+            reshard_after_forward=reshard_after_forward and unit is not units[-1],
+        )
+    fully_shard(
+        model, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False
+    )
+    sum_gradients(model)
+
+
+def apply_ddp(
+    model: nn.Module,
+    *,
+    mesh: DeviceMesh,
+    blocks: Iterable[nn.Module],
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype = torch.float32,
+    cast_forward_inputs: bool = True,
+) -> None:
+    """Replicate `model` in place over the one axis of `mesh`; gradients of each block are reduced as a bucket.
+
+    Arguments as in `apply_fsdp`.
+    """
+    precision = MixedPrecisionPolicy(
+        param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=cast_forward_inputs
+    )
+    for unit in [*blocks, model]:
+        replicate(unit, mesh=mesh, mp_policy=precision)
+    sum_gradients(model)
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Make every unit's gradient reduction a plain sum over ranks.
+
+    The factor of 1 alone is not enough: on gloo torch would still scale inside the collective, with an
+    operation that gloo lacks.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
+    """Whether the next backward pass reduces gradients over ranks, or only adds to the local ones.
+
+    Without it, FSDP keeps whole gradients of every unit in memory until the last backward pass.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(enabled)

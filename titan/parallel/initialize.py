@@ -1,0 +1,82 @@
+"""Initial weights that do not depend on the layout: one process, FSDP on 512 ranks and every mesh between draw
+the same numbers from the same seed, without communication and without a seed checkpoint.
+
+Each parameter has a generator of its own, seeded with the run's seed and the parameter's name. Every rank draws
+the full tensor and keeps its shard. (DTensor's own generator is no help: on a CPU it gives every shard the
+same numbers, and elsewhere they depend on the degrees; see the notes on torch in docs/architecture.md.) The numbers
+do depend on the device type, whose generators differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+# Names that wrappers put into a parameter's name.
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def canonical_name(name: str) -> str:
+    """A parameter's name in the plain model, without what activation checkpointing and compile add."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def materialize(model: nn.Module, *, device: torch.device | str) -> None:
+    """Give meta parameters and buffers uninitialised memory on `device`, in place.
+
+    Unlike nn.Module.to_empty, parameters that are shared (tied embeddings) stay shared.
+    """
+    moved: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or not parameter.is_meta:
+                continue
+            if id(parameter) not in moved:
+                moved[id(parameter)] = nn.Parameter(
+                    torch.empty_like(parameter, device=device),
+                    requires_grad=parameter.requires_grad,
+                )
+            # register_parameter refuses DTensor's half-initialised state; the dictionary is what it fills.
+            module._parameters[name] = moved[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, *, seed: int, std_of: Callable[[str], float | None]) -> None:
+    """Draw every parameter from a normal distribution truncated at three standard deviations.
+
+    std_of: standard deviation for a parameter's name; None sets it to ones. Memory: one full parameter at
+    a time beyond the model itself.
+    """
+    for name, parameter in model.named_parameters():
+        name = canonical_name(name)
+        std = std_of(name)
+        if std is None:
+            parameter.fill_(1.0)
+            continue
+        generator = torch.Generator(device=parameter.device).manual_seed(_seed_of(seed, name))
+        full = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
+        nn.init.trunc_normal_(full, std=std, a=-3 * std, b=3 * std, generator=generator)
+        _keep_shard(parameter, full)
+
+
+def _keep_shard(parameter: Tensor, full: Tensor) -> None:
+    if isinstance(parameter, DTensor):
+        # src_data_rank=None: every rank has the full tensor, nothing is sent.
+        full = distribute_tensor(
+            full, parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
+    parameter.copy_(full)
+
+
+def _seed_of(seed: int, name: str) -> int:
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1  # a generator takes 63 bits

@@ -1,0 +1,72 @@
+"""The device mesh: its axes, outermost first, and the groups derived from them.
+
+    pp            pipeline stages
+    dp_replicate  replicas of the model (DDP, HSDP)
+    dp_shard      shards of parameters, gradients and optimizer state (FSDP)
+    cp            parts of the sequence
+    tp            parts of each matrix
+
+Ranks are numbered with tp fastest, so that tensor-parallel ranks are neighbours on a node. Axes of size one are
+left out of the mesh (a group of one rank is pure cost); `submesh` knows which are there.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+def build_mesh(
+    device_type: str,
+    *,
+    pp: int = 1,
+    dp_replicate: int = 1,
+    dp_shard: int = 1,
+    cp: int = 1,
+    tp: int = 1,
+) -> DeviceMesh:
+    """The mesh over all ranks of the default process group, which must be initialised.
+
+    Raises ValueError where the degrees do not multiply to the world size (from torch). A mesh with every
+    degree 1 has the one axis dp_shard.
+    """
+    degrees = dict(zip(AXES, (pp, dp_replicate, dp_shard, cp, tp), strict=True))
+    present = {axis: degree for axis, degree in degrees.items() if degree > 1} or {"dp_shard": 1}
+    return init_device_mesh(
+        device_type, tuple(present.values()), mesh_dim_names=tuple(present.keys())
+    )
+
+
+def submesh(mesh: DeviceMesh, *axes: str, flatten: bool = False) -> DeviceMesh | None:
+    """The part of the mesh along `axes` (those present), or None where all have size one.
+
+    `flatten` joins several axes to one, named after them, for a collective over all of their ranks.
+    """
+    names = mesh.mesh_dim_names
+    assert names is not None, "the mesh was built with axis names"
+    present = tuple(axis for axis in axes if axis in names)
+    if not present or axis_size(mesh, *present) == 1:
+        return None
+    part = mesh[present] if len(present) > 1 else mesh[present[0]]
+    if flatten and len(present) > 1:
+        return part._flatten("_".join(present))  # private, but the same in torch 2.11 to 2.15
+    return part
+
+
+def axis_size(mesh: DeviceMesh, *axes: str) -> int:
+    """Number of ranks along the axes; 1 for an axis left out."""
+    names = mesh.mesh_dim_names or ()
+    return math.prod(mesh[axis].size() for axis in axes if axis in names)
+
+
+def axis_rank(mesh: DeviceMesh, *axes: str) -> int:
+    """This rank's number along the axes, the last one fastest."""
+    names = mesh.mesh_dim_names or ()
+    rank = 0
+    for axis in axes:
+        if axis in names:
+            rank = rank * mesh[axis].size() + mesh.get_local_rank(axis)
+    return rank

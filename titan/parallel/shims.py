@@ -1,0 +1,13 @@
+"""torch's private or moving names, in this one place; torch 2.11 to 2.15.
+
+Each name says what it is, and where torch is known to differ. A torch that lacks one fails here at import,
+with the name in the message, and not in the middle of a run.
+"""
+
+from __future__ import annotations
+
+# DDP on FSDP2's machinery. Not the older function of the same name in torch.distributed._composable, which
+# wraps DistributedDataParallel and loses its parameters under tensor parallelism.
+from torch.distributed._composable.replicate_with_fsdp import replicate
+
+__all__ = ["replicate"]
