@@ -8,11 +8,10 @@ puts them together again under any other layout:
 
     model.<parameter>                 weights
     optimizer.<parameter>.<state>     moments and step counts
-    train.<name>                      step, data position, tokens seen, ...: int64 scalars
-    data.<name>                       what the loader wants back
     rng.rank-<r>.<device>             random states, of each rank
 
-Everything is a tensor, since DCP would write anything else as a pickle.
+Only tensors are given to DCP, since it would write anything else as a pickle. What is not a tensor (step, tokens
+seen, position in the data) is in titan.json beside them.
 """
 
 from __future__ import annotations
@@ -51,12 +50,14 @@ class CheckpointManager:
         """The complete checkpoints, oldest first."""
         return list_steps(self.folder)
 
+    @property
+    def can_save(self) -> bool:
+        return self.section.enable and not self.section.load_only
+
     def should_save(self, step: int, *, last_step: int) -> bool:
-        section = self.section
-        if not section.enable or section.load_only:
-            return False
-        first = step == 1 and section.enable_first_step_checkpoint
-        return first or step == last_step or step % section.interval == 0
+        """Whether a checkpoint is due after this step."""
+        first = step == 1 and self.section.enable_first_step_checkpoint
+        return self.can_save and (first or step == last_step or step % self.section.interval == 0)
 
     def save(
         self, step: int, state: State, *, metadata: dict[str, Any], model_only: bool = False
@@ -104,6 +105,14 @@ class CheckpointManager:
                 doomed
             )  # half a checkpoint never has a step's name
             shutil.rmtree(doomed)
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """What `save` was given as metadata."""
+    try:
+        return json.loads((path / "titan.json").read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is not a checkpoint of titan: {error}") from error
 
 
 def list_steps(folder: Path) -> list[int]:

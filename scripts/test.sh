@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Lint, type check and tests, in an environment of its own.   scripts/test.sh [pytest arguments]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. scripts/environment.sh
+prepare_environment dev
+
+bin=$(dirname "$PYTHON")
+echo "lint: ruff"
+"$bin/ruff" check .
+"$bin/ruff" format --check .
+echo "types: pyright"
+"$bin/pyright" --pythonpath "$PYTHON" --warnings > /tmp/titan-pyright.$$ || { cat /tmp/titan-pyright.$$; rm -f /tmp/titan-pyright.$$; exit 1; }
+rm -f /tmp/titan-pyright.$$
+echo "tests: pytest"
+exec "$PYTHON" -m pytest "$@"

@@ -1,0 +1,161 @@
+"""One process, FSDP2, HSDP and DDP, with and without accumulation: the same losses, norms, gradients and weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from pool import Pool
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from titan.config.sections import JobConfig
+from titan.loss import IGNORED
+from titan.parallel import build_mesh
+from titan.parallel.mesh import axis_rank, axis_size
+from titan.program import build_program
+
+STEPS, GLOBAL_BATCH, SEQUENCE, VOCABULARY = 10, 8, 64, 2048
+BOUND = 1e-5
+
+
+@dataclass(frozen=True)
+class Batch:
+    tokens_BS: Tensor
+    labels_BS: Tensor
+    positions_BS: Tensor | None = None
+    document_ids_BS: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    name: str
+    degrees: tuple[tuple[str, int], ...] = ()
+    accumulation: int = 1
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        ranks = 1
+        for _, degree in self.degrees:
+            ranks *= degree
+        return ranks
+
+
+def fsdp(n: int) -> tuple[tuple[str, int], ...]:
+    return (("dp_shard", n),)
+
+
+NEVER = (("fsdp_reshard_after_forward", "never"),)
+LAYOUTS = [
+    Layout("one process", accumulation=2),
+    Layout("one process", accumulation=4),
+    Layout("FSDP2, ZeRO-3", fsdp(2)),
+    Layout("FSDP2, ZeRO-3", fsdp(2), accumulation=2),
+    Layout("FSDP2, ZeRO-3", fsdp(2), accumulation=4),
+    Layout("FSDP2, ZeRO-2", fsdp(2), settings=NEVER),
+    Layout("FSDP2, ZeRO-3, 4 ranks", fsdp(4)),
+    Layout("FSDP2, ZeRO-3, 4 ranks", fsdp(4), accumulation=2),
+    Layout("FSDP2, ZeRO-2, 4 ranks", fsdp(4), settings=NEVER),
+    Layout("DDP", (("dp_replicate", 2),)),
+    Layout("DDP", (("dp_replicate", 2),), accumulation=2),
+    Layout("DDP", (("dp_replicate", 2),), accumulation=4),
+    Layout("HSDP", (("dp_replicate", 2), ("dp_shard", 2))),
+    Layout("HSDP", (("dp_replicate", 2), ("dp_shard", 2)), accumulation=2),
+]
+
+
+def global_batch(step: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, labels and document ids of a step; sequences have very different numbers of valid labels."""
+    generator = torch.Generator().manual_seed(step)
+    rows = torch.randint(VOCABULARY, (GLOBAL_BATCH, SEQUENCE + 1), generator=generator)
+    labels = rows[:, 1:].clone()
+    for sequence in range(GLOBAL_BATCH):
+        labels[sequence, : 7 * sequence] = IGNORED
+    documents = (torch.arange(SEQUENCE) >= 20).long().expand(GLOBAL_BATCH, -1)
+    return rows[:, :-1], labels, documents
+
+
+def train(layout: Layout) -> dict[str, Any]:
+    """Run on one rank: losses and norms of each step, whole gradients of the first, whole weights at the end."""
+    mesh = build_mesh("cpu", **dict(layout.degrees))
+    config = JobConfig.model_validate(
+        {
+            "training": {"mixed_precision_param": "float32", "steps": STEPS},
+            "lr_scheduler": {"warmup_steps": 2},
+            "optimizer": {"lr": 1e-3},
+            "parallelism": dict(layout.settings),
+            "loss": {"chunk_tokens": 100},
+        }
+    )
+    program = build_program(config, device=torch.device("cpu"), mesh=mesh)
+    gradients: dict[str, Tensor] = {}
+
+    def keep_gradients(*_: Any) -> None:
+        if not gradients:
+            gradients.update({n: _whole(p.grad) for n, p in program.model.named_parameters()})
+
+    program.optimizer.register_step_pre_hook(keep_gradients)
+    world = axis_size(mesh, "dp_replicate", "dp_shard")
+    rank = axis_rank(mesh, "dp_replicate", "dp_shard")
+    losses, norms = [], []
+    for step in range(1, STEPS + 1):
+        parts = [t.chunk(world * layout.accumulation) for t in global_batch(step)]
+        mine = range(rank, world * layout.accumulation, world)
+        batches = [Batch(parts[0][i], parts[1][i], document_ids_BS=parts[2][i]) for i in mine]
+        report = program.train_step(batches, step=step)
+        losses.append(report.loss.item())
+        norms.append(report.grad_norm.item())
+    weights = {n: _whole(p).clone() for n, p in program.model.named_parameters()}
+    return {"losses": losses, "norms": norms, "gradients": gradients, "weights": weights}
+
+
+def _whole(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+@pytest.fixture(scope="module")
+def reference(pool: Pool) -> dict[str, Any]:
+    return pool.run(1, train, Layout("one process"))[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: f"{x.name}-{x.ranks}x{x.accumulation}")
+def test_equals_one_process(layout: Layout, reference, pool: Pool, parity_table) -> None:
+    parity_table.expected = len(LAYOUTS)
+    results = pool.run(layout.ranks, train, layout)
+    assert reference["losses"][-1] < reference["losses"][0]  # it trains: these are not ten idle steps
+    differences = {
+        "loss": _largest(results, reference, "losses"),
+        "norm": _largest(results, reference, "norms"),
+        "gradients": _largest(results, reference, "gradients"),
+        "weights": _largest(results, reference, "weights"),
+    }
+    assert max(differences.values()) < BOUND, differences
+    parity_table.add(
+        layout.name,
+        ranks=layout.ranks,
+        accumulation=layout.accumulation,
+        differences=differences,
+        bound=BOUND,
+    )
+
+
+def _largest(results: list[dict[str, Any]], reference: dict[str, Any], what: str) -> float:
+    """Largest relative difference over ranks and over steps or parameters."""
+    expected = reference[what]
+    largest = 0.0
+    for result in results:
+        if isinstance(expected, dict):
+            assert result[what].keys() == expected.keys()
+            pairs = [
+                (torch.linalg.vector_norm(result[what][n] - e).item(), torch.linalg.vector_norm(e).item())
+                for n, e in expected.items()
+            ]
+        else:
+            pairs = [(abs(a - b), abs(b)) for a, b in zip(result[what], expected, strict=True)]
+        largest = max(largest, *(difference / size for difference, size in pairs))
+    return largest

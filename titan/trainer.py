@@ -1,0 +1,439 @@
+"""The trainer wires the parts and owns the loop.
+
+    set up   process group, mesh, program (model, parallelism, optimizer), data, checkpoints, what users see
+    resume   from the newest checkpoint, if there is one
+    loop     batch -> step -> read back what the step before computed -> log, validate, save
+    end      a last save, and status.json says how it ended
+
+What a step computes stays on the device until it is needed: the host reads the results of one step while the
+device works on the next (on a CPU, where nothing is gained by that, at once).
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+from collections import deque
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titan.checkpoint import manager as checkpoints
+from titan.checkpoint.manager import CheckpointError, CheckpointManager
+from titan.config.render import to_toml
+from titan.config.rules import model_config, resolve_layout
+from titan.config.sections import JobConfig
+from titan.data import DataError
+from titan.data.loader import build_loader, build_validation_loader, merge_states
+from titan.data.statistics import unigram_bits_per_byte
+from titan.data.tokenizer import build_tokenizer
+from titan.observe.clock import StepTimer
+from titan.observe.console import Console
+from titan.observe.hardware import by_name, recognise
+from titan.observe.memory import peak_memory
+from titan.observe.metrics import MetricsLog, StepRow, ValidationRow, model_tflops
+from titan.observe.runinfo import open_rank_log, write_environment, write_status
+from titan.observe.sinks import MissingExtra
+from titan.observe.startup import startup_page
+from titan.parallel import build_mesh
+from titan.parallel.mesh import axis_rank
+from titan.program import StepReport, build_program
+from titan.readback import Readback
+from titan.signals import EXIT_DONE, EXIT_STOPPED, StopRequest
+
+UserError = (DataError, CheckpointError, MissingExtra)
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or the gradient norm is not a number; the message names the step, the ranks and the samples."""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A step whose results have not been read yet."""
+
+    step: int
+    first_sample: int
+    report: StepReport
+    readback: Readback  # loss, gradient norm, whether some rank was asked to stop
+
+
+class Trainer:
+    """One rank of a training run. `config` must have passed titan.config.rules."""
+
+    def __init__(self, config: JobConfig, *, stop: StopRequest | None = None) -> None:
+        self.config = config
+        self.stop = stop or StopRequest()
+        self.rank, self.world_size = _rank_and_world()
+        self.run_dir = Path(config.job.dump_folder)
+        self.rank_log = open_rank_log(self.run_dir, self.rank)
+        self.step, self.tokens_seen = 0, 0
+        self.device = self._init_distributed()
+        self._seed()
+        self.layout = resolve_layout(config, self.world_size)
+        self.mesh = build_mesh(
+            self.device.type,
+            pp=self.layout.pp,
+            dp_replicate=self.layout.dp_replicate,
+            dp_shard=self.layout.dp_shard,
+            cp=self.layout.cp,
+            tp=self.layout.tp,
+        )
+        self.program = build_program(config, device=self.device, mesh=self.mesh)
+        self._build_data()
+        self.checkpoints = CheckpointManager(config.checkpoint, run_dir=self.run_dir)
+        self.pending: deque[Pending] = deque()
+        # On a CPU the results are there as soon as the step returns.
+        self.max_pending = 0 if self.device.type == "cpu" else 1
+        self._resume()
+        self._open_outputs()
+
+    # ---- the loop ------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Train to the last step, or until asked to stop; returns the exit code."""
+        steps = self.config.training.steps
+        if self.step >= steps:
+            self.console.message(f"nothing to do: step {self.step:,} of {steps:,} is done")
+            return self._end("done", EXIT_DONE)
+        gc.disable()  # collected on all ranks at once, every gc_freq steps
+        try:
+            while self.step < steps:
+                if self._one_step():
+                    return self._end("stopped", EXIT_STOPPED)
+        finally:
+            gc.enable()
+        return self._end("done", EXIT_DONE)
+
+    def _one_step(self) -> bool:
+        """Train one step, then log, validate and save as due. True: asked to stop, and saved."""
+        config, steps = self.config, self.config.training.steps
+        self.step += 1
+        step = self.step
+        if step % config.training.gc_freq == 0:
+            gc.collect(1)
+        first_sample = self.loader.state_dict()["position"]
+        with self.timer.data_wait():
+            batches = self.loader.next_step()
+        report = self.program.train_step(batches, step=step)
+        self.tokens_seen += self.tokens_per_step
+        scalars = [report.loss, report.grad_norm, self._any_rank_asked_to_stop()]
+        self.pending.append(Pending(step, first_sample, report, Readback(scalars)))
+
+        last = step == steps
+        log = last or step % config.metrics.log_freq == 0 or step == 1
+        validate = config.validation.enable and (last or step % config.validation.freq == 0)
+        save = self.checkpoints.should_save(step, last_step=steps)
+        results = self._read(all_of_them=log or validate or save)
+        if step == 1 or step == self.first_step:
+            self._set_timeout(config.comm.train_timeout_seconds)
+        self.console.advance(step)
+        validation = self._validate() if validate else None
+        if save:
+            self._save(last=last)
+        if log or validation:
+            self._log(results[-1], validation)
+        if not any(stop for _, _, stop in results) or last:
+            return False
+        self._read(all_of_them=True)
+        if not save and self.checkpoints.can_save:
+            self._save(last=False)
+        return True
+
+    def _read(self, *, all_of_them: bool) -> list[tuple[float, float, bool]]:
+        """Results (loss, gradient norm, stop) of the steps that are due. Raises NonFiniteError."""
+        results = []
+        while len(self.pending) > (0 if all_of_them else self.max_pending):
+            done = self.pending.popleft()
+            loss, grad_norm, stop = done.readback.values()
+            if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+                raise NonFiniteError(self._describe_non_finite(done, loss, grad_norm))
+            results.append((loss, grad_norm, stop > 0))
+        return results
+
+    def _describe_non_finite(self, done: Pending, loss: float, grad_norm: float) -> str:
+        """Which ranks and samples; every rank reads the same loss and norm, so all of them come here."""
+        bad = [not math.isfinite(x) for x in Readback(list(done.report.local_losses)).values()]
+        by_rank: list[Any] = [None] * self.world_size
+        dist.all_gather_object(by_rank, (self.dp_rank, bad))
+        per_pass = self.config.training.local_batch_size
+        places = []
+        for rank, (dp_rank, flags) in enumerate(by_rank):
+            for number, flag in enumerate(flags):
+                if flag:
+                    start = done.first_sample + (number * self.layout.dp + dp_rank) * per_pass
+                    places.append(f"rank {rank}: samples {start} to {start + per_pass - 1}")
+        where = "; ".join(places) or (
+            f"the loss is finite on every rank; samples of the step: {done.first_sample} to "
+            f"{done.first_sample + self.sequences_per_step - 1}"
+        )
+        return (
+            f"step {done.step}: loss {loss}, gradient norm {grad_norm} ({where}). Weights are not saved; "
+            "the last checkpoint is from before. Lower optimizer.lr, or look at these samples."
+        )
+
+    # ---- what is due now and then --------------------------------------------------------------
+
+    def _log(self, result: tuple[float, float, bool], validation: ValidationRow | None) -> None:
+        num_steps = self.step - self.logged_step
+        window = self.timer.window(step=self.step, tokens=num_steps * self.tokens_per_step)
+        self.logged_step = self.step
+        loss, grad_norm, _ = result
+        tflops = model_tflops(
+            tokens_per_s=window.tokens_per_s,
+            flops_per_token=self.flops_per_token,
+            num_ranks=self.world_size,
+        )
+        memory = peak_memory(reset=True)
+        row = StepRow(
+            step=self.step,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=self.program.optimizer.param_groups[0]["lr"],
+            tokens=self.tokens_seen,
+            tokens_per_s=window.tokens_per_s,
+            step_s=window.step_s,
+            eta_s=window.eta_s,
+            data_wait_s=window.data_wait_s,
+            memory_gib=memory.reserved_gib,
+            memory_active_gib=memory.active_gib,
+            memory_kind=memory.kind,
+            tflops=tflops,
+            mfu=tflops * 1e12 / self.peak_flops if self.peak_flops else None,
+            validation_s=window.paused_s.get("validation", 0.0),
+            checkpoint_s=window.paused_s.get("checkpoint", 0.0),
+        )
+        self.metrics.write(row, validation)
+        self.console.step(row)
+        if validation is not None:
+            self.console.validation(validation)
+        if self.rank == 0:
+            write_status(self.run_dir, state="running", step=self.step)
+
+    def _validate(self) -> ValidationRow:
+        assert self.validation is not None, "rules.py demands validation data"
+        with self.timer.pause("validation"):
+            batches = list(self.validation.validation_batches(self.config.validation.steps))
+            loss_sum, num_valid = self.program.evaluate(batches)
+            num_bytes = torch.tensor(sum(map(self.validation.num_bytes, batches)), device=self.device)
+            if self.program.batch_group is not None:
+                dist.all_reduce(num_bytes, group=self.program.batch_group)
+            loss, valid, size = Readback([loss_sum, num_valid, num_bytes]).values()
+        return ValidationRow(
+            step=self.step,
+            validation_loss=loss / max(valid, 1),
+            bits_per_byte=loss / math.log(2) / size if size else None,
+            unigram_bits_per_byte=self.unigram_bits_per_byte if self.rank == 0 else None,
+        )
+
+    def _save(self, *, last: bool) -> None:
+        section = self.config.checkpoint
+        with self.timer.pause("checkpoint"):
+            path = self.checkpoints.save(
+                self.step,
+                self._state(),
+                metadata={
+                    "format": 1,
+                    "step": self.step,
+                    "tokens": self.tokens_seen,
+                    "data": self._data_state(),
+                },
+                model_only=last and section.last_save_model_only,
+            )
+        self.console.message(f"saved {path}")
+
+    def _any_rank_asked_to_stop(self) -> torch.Tensor:
+        flag = torch.tensor(float(self.stop.requested), device=self.device)
+        if self.world_size > 1:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return flag
+
+    # ---- state ---------------------------------------------------------------------------------
+
+    def _state(self) -> checkpoints.State:
+        """Everything a resumed run needs; see titan/checkpoint/manager.py for the names."""
+        model, optimizer = self.program.model, self.program.optimizer
+        return {
+            **checkpoints.model_state(model),
+            **checkpoints.optimizer_state(model, optimizer),
+            **self._rng_state(),
+        }
+
+    def _data_state(self) -> dict[str, Any]:
+        """The loader's state, with what each data-parallel rank knows of its own part."""
+        states: list[Any] = [None] * self.world_size
+        dist.all_gather_object(states, (self.dp_rank, self.loader.state_dict()))
+        return merge_states(list(dict(states).values()))
+
+    def _rng_state(self) -> checkpoints.State:
+        state = {f"rng.rank-{self.rank}.cpu": torch.get_rng_state()}
+        if self.device.type != "cpu":
+            module = torch.get_device_module(self.device)
+            state[f"rng.rank-{self.rank}.{self.device.type}"] = module.get_rng_state()
+        return state
+
+    def _resume(self) -> None:
+        """Load the newest checkpoint of the run folder, or where there is none the one to start from."""
+        section = self.config.checkpoint
+        path, model_only = self.checkpoints.step_to_resume(), False
+        if path is None and section.enable and section.initial_load_path:
+            path, model_only = Path(section.initial_load_path), section.initial_load_model_only
+        self.resumed_from = path
+        if path is None:
+            return
+        self._load(path, model_only=model_only, exclude=set(section.exclude_from_loading))
+
+    def _load(self, path: Path, *, model_only: bool, exclude: set[str]) -> None:
+        model, optimizer = self.program.model, self.program.optimizer
+        checkpoints.load(path, checkpoints.model_state(model))
+        if model_only:
+            return
+        if "optimizer" not in exclude:
+            checkpoints.load(path, checkpoints.empty_optimizer_state(path, model, optimizer))
+        metadata = checkpoints.read_metadata(path)
+        if "train_state" not in exclude:
+            self.step, self.tokens_seen = metadata["step"], metadata["tokens"]
+        if "dataloader" not in exclude:
+            self.loader.load_state_dict(metadata["data"])
+        stored = checkpoints.stored_shapes(path)
+        rng = {name: value for name, value in self._rng_state().items() if name in stored}
+        checkpoints.load(path, rng)  # ranks that the saving run did not have keep their seed
+        for name, value in rng.items():
+            kind = name.rsplit(".", 1)[1]
+            (torch if kind == "cpu" else torch.get_device_module(kind)).set_rng_state(value)
+
+    # ---- setting up and ending -----------------------------------------------------------------
+
+    def _init_distributed(self) -> torch.device:
+        """Start the process group, on the accelerator if there is one; returns this rank's device."""
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        device = torch.device("cpu")
+        if accelerator is not None:
+            device = torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", 0)))
+            torch.accelerator.set_device_index(device.index)
+        store = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        backend = dist.get_default_backend_for_device(device)
+        dist.init_process_group(
+            backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}",
+            timeout=timedelta(seconds=self.config.comm.init_timeout_seconds),
+            device_id=None if device.type == "cpu" else device,
+            **store,
+        )
+        return device
+
+    def _set_timeout(self, seconds: int) -> None:
+        from titan.parallel.shims import set_timeout
+
+        set_timeout(timedelta(seconds=seconds))
+
+    def _seed(self) -> None:
+        torch.manual_seed(self.config.debug.seed)
+        if self.config.debug.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+
+    def _build_data(self) -> None:
+        config, training = self.config, self.config.training
+        self.tokenizer = build_tokenizer(config.tokenizer, hf_assets_path=config.model.hf_assets_path)
+        self.sizes = model_config(config.model)
+        if self.tokenizer.vocab_size > self.sizes.vocab_size:
+            raise DataError(
+                f"the tokenizer has {self.tokenizer.vocab_size:,} tokens, but {config.model.name} "
+                f"{config.model.flavor} has a vocabulary of {self.sizes.vocab_size:,}; set "
+                f"model.overrides.vocab_size = {self.tokenizer.vocab_size} or take another tokenizer"
+            )
+        self.dp_rank = axis_rank(self.mesh, "dp_replicate", "dp_shard")
+        self.sequences_per_step = training.local_batch_size * self.layout.dp * self.layout.accumulation
+        self.tokens_per_step = self.sequences_per_step * training.seq_len
+        self.flops_per_token = self.sizes.flops_per_token(
+            training.seq_len, causal=config.metrics.mfu_convention == "causal"
+        )
+        place = {"tokenizer": self.tokenizer, "rank": self.dp_rank, "world": self.layout.dp}
+        self.loader = build_loader(
+            training,
+            data=config.data,
+            seed=config.debug.seed,
+            accumulation=self.layout.accumulation,
+            **place,
+        )
+        self.validation = None
+        if config.validation.enable:
+            self.validation = build_validation_loader(
+                config.validation, training=training, data=config.data, **place
+            )
+
+    @cached_property
+    def unigram_bits_per_byte(self) -> float | None:
+        """What byte frequencies alone reach on the validation text; a yardstick for bits per byte."""
+        assert self.validation is not None
+        return unigram_bits_per_byte(self.loader, validation=self.validation)
+
+    def _open_outputs(self) -> None:
+        config = self.config
+        self.first_step = self.step + 1
+        self.logged_step = self.step
+        is_cpu = self.device.type == "cpu"
+        self.device_name = "CPU" if is_cpu else torch.get_device_module(self.device).get_device_name()
+        name = config.hardware.name
+        hardware = recognise(self.device_name) if name == "auto" else by_name(name)
+        precision = config.training.mixed_precision_param
+        self.peak_flops = hardware.peak_flops.get(precision) if hardware else None
+        self.console = Console(config.metrics, rank=self.rank, total_steps=config.training.steps)
+        self.metrics = MetricsLog(
+            self.run_dir,
+            section=config.metrics,
+            rank=self.rank,
+            resume_step=self.step,
+            job_config=config.model_dump(),
+        )
+        if self.rank == 0:
+            (self.run_dir / "config.toml").write_text(to_toml(config))
+            write_environment(self.run_dir, device_names=[self.device_name], world_size=self.world_size)
+            write_status(self.run_dir, state="running", step=self.step)
+        self.console.startup(
+            startup_page(
+                config,
+                self.sizes,
+                self.layout,
+                run_dir=self.run_dir,
+                device_name=self.device_name,
+                hardware=hardware,
+                tokenizer=f"{config.tokenizer.name}, {self.tokenizer.vocab_size:,} tokens",
+                resume_step=self.step,
+            )
+        )
+        if config.job.print_config:
+            self.console.message(to_toml(config))
+        self.timer = StepTimer(total_steps=config.training.steps, step=self.step)
+
+    def _end(self, state: Any, code: int) -> int:
+        if state == "stopped":
+            name = self.stop.signal_name or "a signal to another rank"
+            self.console.message(f"stopped by {name} after step {self.step:,}; run the same command to go on")
+        if self.rank == 0:
+            write_status(self.run_dir, state=state, exit_code=code, step=self.step)
+        return code
+
+    def fail(self, reason: str, code: int) -> int:
+        """Note in status.json why the run failed; returns `code`."""
+        if self.rank == 0:
+            write_status(self.run_dir, state="failed", exit_code=code, step=self.step, reason=reason)
+        return code
+
+    def close(self) -> None:
+        """End threads, files and the process group."""
+        self.loader.close()
+        self.console.close()
+        self.metrics.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _rank_and_world() -> tuple[int, int]:
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
