@@ -77,7 +77,7 @@ def _serve(connection: Any) -> None:
     while True:
         try:
             path, store, rank, world, job = connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):  # the test run is over
             return
         sys.path[:] = path
         try:

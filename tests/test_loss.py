@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from titan.loss import IGNORED, cross_entropy_sum
+from titan.data.packing import IGNORED
+from titan.loss import cross_entropy_sum
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 24, 100])
@@ -46,3 +47,11 @@ def test_all_ignored_is_zero() -> None:
     loss = cross_entropy_sum(logits, torch.full((3,), IGNORED), chunk_tokens=2)
     loss.backward()
     assert loss.item() == 0 and logits.grad is not None and (logits.grad == 0).all()
+
+
+def test_a_second_backward_pass_is_refused() -> None:
+    logits = torch.randn(3, 5, requires_grad=True)
+    loss = cross_entropy_sum(logits, torch.tensor([1, 2, 3]), chunk_tokens=2)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="one backward pass"):
+        loss.backward()

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORED = -100  # label of a position that is not trained on; torch's own default
+from titan.data.packing import IGNORED
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -36,14 +36,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 p_CV.scatter_add_(1, labels_C.clamp(min=0).unsqueeze(1), -valid_C1)
                 torch.mul(p_CV, valid_C1, out=p_CV)
                 grad_NV[rows] = p_CV
-        if grad_NV is not None:
-            ctx.save_for_backward(grad_NV)
+        ctx.grad_NV = grad_NV
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (grad_NV,) = ctx.saved_tensors
-        return grad_NV * grad_output, None, None
+        grad_NV, ctx.grad_NV = ctx.grad_NV, None
+        if grad_NV is None:
+            raise RuntimeError("this loss keeps its gradient for one backward pass only")
+        return grad_NV.mul_(grad_output), None, None  # in place: the largest tensor of the step
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, *, chunk_tokens: int) -> Tensor:

@@ -32,7 +32,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan.config.rules import model_config
 from titan.config.sections import JobConfig, LRSchedulerSection, OptimizerSection
-from titan.loss import IGNORED, cross_entropy_sum
+from titan.data.packing import IGNORED
+from titan.loss import cross_entropy_sum
 from titan.optim.clipping import clip_gradients
 from titan.optim.optimizers import build_optimizer
 from titan.optim.schedule import learning_rate_factor

@@ -12,6 +12,7 @@ device works on the next (on a CPU, where nothing is gained by that, at once).
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import os
 from collections import deque
@@ -404,10 +405,12 @@ class Trainer:
                 run_dir=self.run_dir,
                 device_name=self.device_name,
                 hardware=hardware,
-                tokenizer=f"{config.tokenizer.name}, {self.tokenizer.vocab_size:,} tokens",
+                tokenizer=f"{self.tokenizer.kind}, {self.tokenizer.vocab_size:,} tokens",
                 resume_step=self.step,
             )
         )
+        if self.resumed_from:
+            self.console.message(f"starting from {self.resumed_from}")
         if config.job.print_config:
             self.console.message(to_toml(config))
         self.timer = StepTimer(total_steps=config.training.steps, step=self.step)
@@ -431,6 +434,8 @@ class Trainer:
         self.loader.close()
         self.console.close()
         self.metrics.close()
+        logging.getLogger("titan").removeHandler(self.rank_log)
+        self.rank_log.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan.config.sections import JobConfig
-from titan.loss import IGNORED
+from titan.data.packing import IGNORED
 from titan.parallel import build_mesh
 from titan.parallel.mesh import axis_rank, axis_size
 from titan.program import build_program

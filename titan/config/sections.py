@@ -15,7 +15,9 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
+
+from .problems import Origin
 
 
 class Section(BaseModel):
@@ -33,10 +35,16 @@ def _split_commas(value: Any) -> Any:
     return value
 
 
+def _not_zero(value: int) -> int:
+    if value == 0:
+        raise ValueError("must be at least 1, or -1")
+    return value
+
+
 StrList = Annotated[list[str], BeforeValidator(_split_commas)]
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
-DegreeOrRest = Annotated[int, Field(ge=-1)]
+PositiveOrAuto = Annotated[int, Field(ge=-1), AfterValidator(_not_zero)]
 DType = Literal["float32", "bfloat16"]
 
 
@@ -184,7 +192,7 @@ class TrainingSection(Section):
     """File, folder or glob of a local dataset."""
     local_batch_size: Positive = 8
     """Sequences per data-parallel rank and forward pass."""
-    global_batch_size: Annotated[int, Field(ge=-1)] = -1
+    global_batch_size: PositiveOrAuto = -1
     """Sequences per optimizer step over all ranks; what one forward pass does not cover is accumulated.
     -1: local_batch_size x data-parallel degree (no accumulation)."""
     seq_len: Positive = 2048
@@ -288,7 +296,7 @@ class HuggingFaceSource(DocumentOptions):
 
 def _members(group: str, *builtin: type[Section]) -> Any:
     """Union of the built-in sections and those registered under an entry-point group."""
-    return Union[(*builtin, *(e.load() for e in entry_points(group=group)))]  # noqa: UP007
+    return Union[(*builtin, *(e.load() for e in entry_points(group=group)))]
 
 
 if TYPE_CHECKING:
@@ -306,7 +314,9 @@ else:
     OptimizerSection = Annotated[
         _members("titan.optimizers", AdamWSection, AdamSection),
         Field(discriminator="name"),
-        BeforeValidator(lambda value: {"name": "AdamW"} | value if isinstance(value, dict) else value),
+        BeforeValidator(
+            lambda value: {"name": "AdamW"} | value if isinstance(value, dict) else value
+        ),
     ]
     SourceSection = Annotated[
         _members(
@@ -349,7 +359,7 @@ class ParallelismSection(Section):
 
     data_parallel_replicate_degree: Positive = 1
     """Replicas of the model (DDP; with a shard degree above 1, HSDP)."""
-    data_parallel_shard_degree: DegreeOrRest = -1
+    data_parallel_shard_degree: PositiveOrAuto = -1
     """Ranks that shard parameters, gradients and optimizer state (FSDP2); -1: all that remain."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """"always" frees gathered parameters after the forward pass (ZeRO-3), "never" keeps them for the backward pass
@@ -380,7 +390,9 @@ class ParallelismSection(Section):
     """Ranks that split the sequence."""
     context_parallel_load_balancer: Literal["headtail", "ptrr"] | None = "headtail"
     """How causal attention's work is balanced over context-parallel ranks."""
-    context_parallel_rotate_method: Literal["allgather", "alltoall", "ring", "ulysses"] = "allgather"
+    context_parallel_rotate_method: Literal["allgather", "alltoall", "ring", "ulysses"] = (
+        "allgather"
+    )
     """How keys and values travel between context-parallel ranks."""
     expert_parallel_degree: Positive = 1
     """Ranks that split the experts."""
@@ -521,7 +533,7 @@ class HardwareSection(Section):
     """What the run's accelerators can do, for MFU."""
 
     name: str = "auto"
-    """A hardware profile (see `titan config --list-hardware`), or "auto": recognised from the device's name."""
+    """A hardware profile (titan/observe/hardware.py lists them), or "auto": recognised from the device's name."""
 
 
 class JobConfig(Section):
@@ -546,3 +558,10 @@ class JobConfig(Section):
     comm: CommSection = CommSection()
     hardware: HardwareSection = HardwareSection()
     debug: DebugSection = DebugSection()
+
+    _origin: Origin = PrivateAttr(default_factory=Origin)
+
+    @property
+    def origin(self) -> Origin:
+        """Where each key was written, for problems that are found later; no part of the config's value."""
+        return self._origin

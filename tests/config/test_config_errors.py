@@ -1,0 +1,630 @@
+"""Malformed job files of many kinds: each is told by file, line and key, with the rule and a way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from titan.config.load import load_config
+from titan.config.problems import ConfigError, key_text
+from titan.config.rules import check, check_layout, check_supported
+from titan.config.schema import fields_at
+
+
+def report(
+    text: str | bytes, folder: Path, *, world_size: int = 1, overrides: Sequence[str] = ()
+) -> str:
+    """Everything that is said of a job file; the folder's name is taken out."""
+    path = folder / "job.toml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError) as caught:
+        config = load_config(path, overrides=overrides)
+        if problems := check(config) or check_layout(config, world_size=world_size):
+            raise ConfigError(problems)
+    return str(caught.value).replace(f"{folder}/", "")
+
+
+# What is written, where the first line of the report points, and what it says.
+SYNTAX = [
+    ("[training]\nsteps = ten\n", "job.toml:2: not valid TOML", 'write steps = "ten"'),
+    ("[training]\nsteps = True\n", "job.toml:2: not valid TOML", "write steps = true"),
+    ("[model]\n\nflavor = 8B\n", "job.toml:3: not valid TOML", "flavor = 8B"),
+    ("[training\nsteps = 1\n", "job.toml:1: not valid TOML", "expected ']'"),
+    ("[training]\nsteps 10\n", "job.toml:2: not valid TOML", "expected '='"),
+    ("[training]\nsteps = 1\nsteps = 2\n", "job.toml:3: not valid TOML", "this key is set twice"),
+    (
+        "[training]\nsteps = 1\n[training]\n",
+        "job.toml:3: not valid TOML",
+        "this table is written twice",
+    ),
+    ('[job]\ndescription = "open\n', "job.toml:2: not valid TOML", "description"),
+    ('[job]\ndescription = """\nopen\n', "job.toml:3: not valid TOML", "open"),
+    ("[data]\nsources = [{type = 'stdlib'}\n", "job.toml:2: not valid TOML", "sources"),
+    ("[training]\nsteps = 01\n", "job.toml:2: not valid TOML", "steps = 01"),
+    ("training:\n  steps: 10\n", "job.toml:1: not valid TOML", "training:"),
+    ('{"training": {"steps": 10}}', "job.toml:1: not valid TOML", "{"),
+    ("x = " + "[" * 3000 + "]" * 3000, "job.toml:1: values are nested too deeply", ""),
+    ("[training]\nsteps = " + "9" * 5000 + "\n", "job.toml:", "not valid TOML"),
+    (
+        b"[job]\ndescription = '\xff'\n",
+        "job.toml:2: not UTF-8 text (byte 0xff)",
+        "save the file as UTF-8",
+    ),
+    ("[job]\n".encode("utf-16"), "job.toml:1: not UTF-8 text", ""),
+    (b"\x00\x01", "job.toml:1: not valid TOML", ""),
+]
+TYPES = [
+    (
+        '[training]\nsteps = "ten"\n',
+        "job.toml:2: training.steps",
+        'expected a whole number, got the string "ten"',
+    ),
+    ('[training]\nsteps = "10"\n', "job.toml:2: training.steps", "write 10 without quotes"),
+    (
+        "[training]\nsteps = 1e3\n",
+        "job.toml:2: training.steps",
+        "got the number 1000.0; write 1000",
+    ),
+    ("[training]\nsteps = 1.5\n", "job.toml:2: training.steps", "write 1 or 2"),
+    (
+        "[training]\nsteps = true\n",
+        "job.toml:2: training.steps",
+        "expected a whole number, got true",
+    ),
+    ("[training]\nsteps = [10]\n", "job.toml:2: training.steps", "got a list"),
+    (
+        "[training]\nsteps = 2024-01-01\n",
+        "job.toml:2: training.steps",
+        "got the date or time 2024-01-01",
+    ),
+    ('[optimizer]\nlr = "3e-4"\n', "job.toml:2: optimizer.lr", "write 3e-4 without quotes"),
+    ('[checkpoint]\nenable = "true"\n', "job.toml:2: checkpoint.enable", "expected true or false"),
+    ("[checkpoint]\nenable = 0\n", "job.toml:2: checkpoint.enable", "write false"),
+    (
+        "[job]\ndump_folder = 7\n",
+        "job.toml:2: job.dump_folder",
+        'expected text, got the number 7; write "7"',
+    ),
+    (
+        "training = 5\n",
+        "job.toml:1: training",
+        "expected a table, got the number 5; write [training]",
+    ),
+    ('optimizer = "AdamW"\n', "job.toml:1: optimizer", "expected a table"),
+    (
+        "[training]\ndataloader = 4\n",
+        "job.toml:2: training.dataloader",
+        "write [training.dataloader]",
+    ),
+    ('[data.sources]\ntype = "stdlib"\n', "job.toml:1: data.sources", "write [[data.sources]]"),
+    ('[data]\nsources = ["stdlib"]\n', "job.toml:2: data.sources[0]", 'write {type = "stdlib"}'),
+    ('[compile]\ncomponents = "model"\n', "job.toml:2: compile.components", 'write ["model"]'),
+    ("[model]\nconverters = [1]\n", "job.toml:2: model.converters[0]", "expected text"),
+    ("[model.overrides]\nn_layers = [1]\n", "job.toml:2: model.overrides.n_layers", "got a list"),
+    (
+        "[parallelism]\nmodule_fqns_per_model_part = [\n  ['a'],\n  ['b', 1],\n]\n",
+        "job.toml:4: parallelism.module_fqns_per_model_part[1][1]",
+        "expected text",
+    ),
+    (
+        "[activation_checkpoint]\nselective_ac_option = 1.5\n",
+        "job.toml:2: activation_checkpoint.selective_ac_option",
+        "",
+    ),
+]
+NAMES = [
+    ("[training]\nstep = 10\n", "job.toml:2: training.step", "unknown key; did you mean 'steps'?"),
+    (
+        "\n\n[traning]\nsteps = 10\n",
+        "job.toml:3: traning",
+        "unknown section; did you mean 'training'?",
+    ),
+    (
+        "steps = 10\n",
+        "job.toml:1: steps",
+        "key outside any section; did you mean [training] steps or",
+    ),
+    ("[model]\nlr = 1.0\n", "job.toml:2: model.lr", "did you mean [optimizer] lr?"),
+    (
+        "[optimizer]\nwarmup_steps = 4\n",
+        "job.toml:2: optimizer.warmup_steps",
+        "[lr_scheduler] warmup_steps?",
+    ),
+    ("[xyzzy]\n", "job.toml:1: xyzzy", "unknown section; there are job, model"),
+    (
+        "[debug]\nxyzzy = 1\n",
+        "job.toml:2: debug.xyzzy",
+        "unknown key; there are seed, deterministic",
+    ),
+    ('[training]\n"seq len" = 1\n', 'job.toml:2: training."seq len"', "did you mean 'seq_len'?"),
+    (
+        "training.dataloader.num_worker = 2\n",
+        "job.toml:1: training.dataloader.num_worker",
+        "'num_workers'",
+    ),
+    ('[optimizer]\nname = "adamm"\n', "job.toml:2: optimizer.name", "There are AdamW, Adam"),
+    (
+        '[[data.sources]]\ntype = "texd"\n',
+        "job.toml:2: data.sources[0].type",
+        "did you mean 'text'?",
+    ),
+    (
+        "[[data.sources]]\nweight = 1.0\n",
+        "job.toml:1: data.sources[0]",
+        "type is missing; write type =",
+    ),
+    (
+        "[[data.sources]]\ntype = 'text'\n",
+        "job.toml:1: data.sources[0].path",
+        'missing: data.sources[0] needs it, being of type "text"',
+    ),
+    (
+        "[[data.sources]]\ntype='text'\npath='a'\n[[data.sources]]\ntype='text'\npath='b'\ntext_key='c'\n",
+        "job.toml:7: data.sources[1].text_key",
+        "unknown key; there are weight, type, path",
+    ),
+    (
+        '[training]\ndtype = "bf16"\n',
+        "job.toml:2: training.dtype",
+        'one of "float32", "bfloat16", got "bf16"; did you mean "bfloat16"?',
+    ),
+    (
+        '[lr_scheduler]\ndecay_type = "Cosine"\n',
+        "job.toml:2: lr_scheduler.decay_type",
+        'did you mean "cosine"?',
+    ),
+    (
+        '[compile]\ncomponents = ["models"]\n',
+        "job.toml:2: compile.components[0]",
+        'did you mean "model"?',
+    ),
+    ("[checkpoint]\nasync_mode = 1\n", "job.toml:2: checkpoint.async_mode", '"disabled", "async"'),
+]
+RANGES = [
+    (
+        "[training]\nlocal_batch_size = 0\n",
+        "job.toml:2: training.local_batch_size",
+        "must be at least 1, got 0",
+    ),
+    (
+        "[training]\nmax_norm = -1.0\n",
+        "job.toml:2: training.max_norm",
+        "must be greater than 0, got -1.0",
+    ),
+    (
+        "[training]\nmax_norm = nan\n",
+        "job.toml:2: training.max_norm",
+        "expected a finite number, got nan",
+    ),
+    ("[optimizer]\nlr = inf\n", "job.toml:2: optimizer.lr", "expected a finite number, got inf"),
+    ("[optimizer]\nbeta2 = 1\n", "job.toml:2: optimizer.beta2", "must be less than 1, got 1"),
+    (
+        "[lr_scheduler]\nmin_lr_factor = 1.5\n",
+        "job.toml:2: lr_scheduler.min_lr_factor",
+        "must be at most 1, got 1.5",
+    ),
+    (
+        "[activation_checkpoint]\nselective_ac_option = 0\n",
+        "job.toml:2: activation_checkpoint.selective_ac_option",
+        "at least 1",
+    ),
+    (
+        "[training]\nglobal_batch_size = 0\n",
+        "job.toml:2: training.global_batch_size",
+        "must be at least 1, or -1, got the number 0",
+    ),
+    (
+        "[parallelism]\ndata_parallel_shard_degree = 0\n",
+        "job.toml:2: parallelism.data_parallel_shard_degree",
+        "or -1",
+    ),
+]
+RULES = [
+    (
+        '[model]\nname = "lama3"\n',
+        "job.toml:2: model.name",
+        "unknown model family \"lama3\"; did you mean 'llama3'?",
+    ),
+    ('[model]\nflavor = "8b"\n', "job.toml:2: model.flavor", "did you mean '8B'?"),
+    (
+        "[model.overrides]\nn_layer = 4\n",
+        "job.toml:2: model.overrides.n_layer",
+        "did you mean 'n_layers'?",
+    ),
+    (
+        "[model]\noverrides = {n_layers = 'four'}\n",
+        "job.toml:2: model.overrides.n_layers",
+        'expected a whole number, got "four"',
+    ),
+    ("[model.overrides]\nn_heads = 0\n", "job.toml:2: model.overrides.n_heads", "at least 1"),
+    (
+        "[model.overrides]\nnorm_eps = -1e-5\n",
+        "job.toml:2: model.overrides.norm_eps",
+        "must not be negative",
+    ),
+    (
+        "[model.overrides]\nn_heads = 6\nn_kv_heads = 2\n",
+        "job.toml:2: model.overrides.n_heads",
+        "6 heads do not divide dim 64; use 4 or 8 heads",
+    ),
+    (
+        "[model.overrides]\nn_kv_heads = 3\n",
+        "job.toml:2: model.overrides.n_kv_heads",
+        "do not divide 4 heads; use 2 or 4",
+    ),
+    ("[model.overrides]\nhead_dim = 15\n", "job.toml:2: model.overrides.head_dim", "use 16"),
+    (
+        "[lr_scheduler]\nwarmup_steps = 30\n[training]\nsteps = 20\n",
+        "job.toml:2: lr_scheduler.warmup_steps",
+        "do not fit into training.steps = 20; use 2",
+    ),
+    ("[training]\nsteps = 100\n", "job.toml:1: lr_scheduler.warmup_steps", "200 steps of warm-up"),
+    (
+        "[lr_scheduler]\nwarmup_steps = 30\ndecay_ratio = 0.8\n[training]\nsteps = 100\n",
+        "job.toml:3: lr_scheduler.decay_ratio",
+        "make 110; use decay_ratio = 0.7 or warmup_steps = 20",
+    ),
+    (
+        "[validation]\nenable = true\n",
+        "job.toml:1: validation.dataset",
+        "data.validation_fraction = 0.01",
+    ),
+    (
+        "[training]\ndataset = 'c4'\n[[data.sources]]\ntype = 'stdlib'\n",
+        "job.toml:2: training.dataset",
+        "remove one",
+    ),
+    (
+        "[training]\ndataset = 'jsonl'\n",
+        "job.toml:1: training.dataset_path",
+        'dataset "jsonl" needs it',
+    ),
+    (
+        "[training]\ndataset_path = 'x'\n",
+        "job.toml:2: training.dataset_path",
+        'dataset "stdlib" reads no files',
+    ),
+    (
+        "[data]\nreset_positions = true\n",
+        "job.toml:2: data.reset_positions",
+        "set document_mask = true",
+    ),
+    (
+        "[training]\nmixed_precision_param = 'float32'\nmixed_precision_reduce = 'bfloat16'\n",
+        "job.toml:3: training.mixed_precision_reduce",
+        'use "float32"',
+    ),
+    (
+        "[model]\nconverters = ['float9']\n",
+        "job.toml:2: model.converters",
+        'unknown converter "float9"',
+    ),
+    (
+        "[quantize.linear.float8]\nemulate = true\n",
+        "job.toml:2: quantize.linear.float8.emulate",
+        "no layer is converted",
+    ),
+    (
+        "[parallelism]\npipeline_parallel_schedule = '1F2B'\n",
+        "job.toml:2: parallelism.pipeline_parallel_schedule",
+        "'1F1B'",
+    ),
+    (
+        "[parallelism]\nenable_async_tensor_parallel = true\n",
+        "job.toml:2: parallelism.enable_async_tensor_parallel",
+        "compile.enable",
+    ),
+    (
+        "[activation_checkpoint]\nselective_ac_option = 'none'\n",
+        "job.toml:2: activation_checkpoint.selective_ac_option",
+        'expected "op"',
+    ),
+    (
+        "[activation_checkpoint]\nmode = 'memory_budget'\n",
+        "job.toml:2: activation_checkpoint.mode",
+        "compile.enable",
+    ),
+    (
+        "[checkpoint]\ninitial_load_in_hf = true\n",
+        "job.toml:2: checkpoint.initial_load_in_hf",
+        "no folder to load from",
+    ),
+    (
+        "[checkpoint]\nlast_save_in_hf = true\n",
+        "job.toml:2: checkpoint.last_save_in_hf",
+        "last_save_model_only = true",
+    ),
+    (
+        "[checkpoint]\nexclude_from_loading = ['optimiser']\n",
+        "job.toml:2: checkpoint.exclude_from_loading",
+        "'optimizer'",
+    ),
+    ("[hardware]\nname = 'h100'\n", "job.toml:2: hardware.name", "h100-sxm"),
+]
+PARALLEL = "[parallelism]\n"
+WORLD = [
+    (
+        16,
+        f"{PARALLEL}tensor_parallel_degree = 3\n",
+        "job.toml:2: parallelism.tensor_parallel_degree",
+        "16 ranks / (tp 3) is not whole; tensor_parallel_degree = 2 or 4, or 15 or 18 ranks would do",
+    ),
+    (
+        8,
+        f"{PARALLEL}data_parallel_shard_degree = 4\ntensor_parallel_degree = 4\n",
+        "job.toml:2: parallelism.data_parallel_shard_degree",
+        "tp 4 = 16, but there are 8 ranks; data_parallel_shard_degree = 2, or tensor_parallel_degree = 2, or 16 ranks would do",
+    ),
+    (
+        2,
+        f"{PARALLEL}data_parallel_shard_degree = 1\n",
+        "job.toml:2: parallelism.data_parallel_shard_degree",
+        "but there are 2 ranks; data_parallel_shard_degree = 2",
+    ),
+    (
+        6,
+        f"{PARALLEL}data_parallel_replicate_degree = 4\n",
+        "job.toml:2: parallelism.data_parallel_replicate_degree",
+        "6 ranks / (dp_replicate 4)",
+    ),
+    (
+        4,
+        "[training]\nglobal_batch_size = 40\n",
+        "job.toml:2: training.global_batch_size",
+        "8 x 4 data-parallel ranks = 32; 32 or 64 would do",
+    ),
+    (
+        4,
+        "[training]\nglobal_batch_size = 8\n",
+        "job.toml:2: training.global_batch_size",
+        "= 32; 32 would do",
+    ),
+    (
+        8,
+        f"{PARALLEL}tensor_parallel_degree = 8\n",
+        "job.toml:2: parallelism.tensor_parallel_degree",
+        "does not divide the model's 4 heads; 4 would do",
+    ),
+    (
+        2,
+        f"{PARALLEL}context_parallel_degree = 2\n[training]\nseq_len = 2050\n",
+        "job.toml:4: training.seq_len",
+        "2 x cp 2 x tp 1 = 4; 2048 or 2052",
+    ),
+    (
+        16,
+        f"{PARALLEL}pipeline_parallel_degree = 16\n[training]\nlocal_batch_size = 16\n",
+        "job.toml:2: parallelism.pipeline_parallel_degree",
+        "need at least 16 layers, the model has 8; use 8",
+    ),
+    (
+        4,
+        f"{PARALLEL}pipeline_parallel_degree = 4\n[training]\nlocal_batch_size = 2\n",
+        "job.toml:4: training.local_batch_size",
+        "fewer than 4 pipeline ranks; use 4 or more",
+    ),
+    (
+        2,
+        f"{PARALLEL}pipeline_parallel_degree = 2\npipeline_parallel_microbatch_size = 3\n",
+        "job.toml:1: training.local_batch_size",
+        "6 or 9 would do",
+    ),
+    (
+        2,
+        f"{PARALLEL}pipeline_parallel_degree = 2\npipeline_parallel_layers_per_stage = 4\n",
+        "job.toml:3: parallelism.pipeline_parallel_layers_per_stage",
+        "make 3 stages",
+    ),
+]
+ALIASES = [
+    (
+        "[training]\nbatch_size = 0\n",
+        "job.toml:2: training.batch_size",
+        "must be at least 1, got 0",
+    ),
+    (
+        "[training]\nbatch_size = 1\nlocal_batch_size = 2\n",
+        "job.toml:2: training.batch_size",
+        "is the old name of training.local_batch_size, which job.toml:3 sets too",
+    ),
+    ("[float8]\nemulate = 'yes'\n", "job.toml:2: float8.emulate", "expected true or false"),
+    ("[float8]\n[quantize.linear.float8]\n", "job.toml:1: float8", "quantize.linear.float8"),
+    ("[optimizer]\nfused = 'yes'\n", "job.toml:2: optimizer.fused", '"fused", "foreach"'),
+    (
+        "[job]\ncustom_config_module = 'mine'\n",
+        "job.toml:2: job.custom_config_module",
+        "entry points",
+    ),
+    (
+        "[fault_tolerance]\nenable = true\n",
+        "job.toml:2: fault_tolerance.enable",
+        "torchrun --max-restarts",
+    ),
+    (
+        "[quantize.linear.mx]\nrecipe_name = 'mxfp8'\n",
+        "job.toml:2: quantize.linear.mx.recipe_name",
+        "use [quantize.linear.float8]",
+    ),
+    ('[fault_tolerance]\n"a.b" = 1\n', 'job.toml:2: fault_tolerance."a.b"', "remove the section"),
+    (
+        "[experimental]\ncustom_import = 'x'\n",
+        "job.toml:2: experimental.custom_import",
+        "titan has no such setting",
+    ),
+    (
+        "[training]\ndebug_moe_force_load_balance = true\n",
+        "job.toml:2: training.debug_moe_force_load_balance",
+        "remove the key",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "fragment"), SYNTAX + TYPES + NAMES + RANGES + RULES + ALIASES
+)
+def test_first_line_tells_place_and_cure(
+    text: str | bytes, place: str, fragment: str, tmp_path: Path
+) -> None:
+    first, *_, count = report(text, tmp_path).splitlines()
+    assert first.startswith(place)
+    assert fragment in first
+    assert count.endswith(("1 problem", "problems"))
+
+
+@pytest.mark.parametrize(("world_size", "text", "place", "fragment"), WORLD)
+def test_world_size_is_explained(
+    world_size: int, text: str, place: str, fragment: str, tmp_path: Path
+) -> None:
+    first = report(text, tmp_path, world_size=world_size).splitlines()[0]
+    assert first.startswith(f"{place}: ")
+    assert fragment in first
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "fragment"),
+    [
+        ("training.steps=ten", "training.steps", 'got the string "ten"'),
+        ("training.steps=", "training.steps", 'got the string ""'),
+        ("training.step=5", "training.step", "did you mean 'steps'?"),
+        ("training=5", "training", "expected a table"),
+        ("training..steps=5", "training..steps", "not a key"),
+        ("data.sources[0].path=x", "data.sources[0].path", "not a key"),
+        ("training.steps=5\nx = 3", "training.steps", "expected a whole number"),
+        ("training.batch_size=0", "training.batch_size", "at least 1"),
+        ('data.sources=[{type="text"}]', "data.sources[0].path", "missing"),
+        ("model.flavor=9B", "model.flavor", "there are debugmodel, demo"),
+    ],
+)
+def test_override_is_told_by_its_key(
+    override: str, key: str, fragment: str, tmp_path: Path
+) -> None:
+    text = "[[data.sources]]\ntype = 'text'\npath = 'a'\n" if key.startswith("data") else ""
+    first = report(text, tmp_path, overrides=[override]).splitlines()[0]
+    assert first.startswith(f"command line: {key}: ")
+    assert fragment in first
+
+
+def test_every_problem_is_in_one_report(tmp_path: Path) -> None:
+    text = "[training]\nstep = 1\nseq_len = 'x'\nbatch_size = 0\n[traning]\n[optimizer]\nlr = -1\nfoo = 1\n"
+    lines = report(text, tmp_path, overrides=["checkpoint.interval=0"]).splitlines()
+    assert [line.split(": ")[0] for line in lines[:-1]] == [
+        *(f"job.toml:{n}" for n in (2, 3, 4, 5, 7, 8)),
+        "command line",
+    ]
+    assert lines[-1] == "7 problems"
+
+
+def test_rules_are_told_together(tmp_path: Path) -> None:
+    text = "[validation]\nenable = true\n[data]\nreset_positions = true\n[model]\nflavor = '9B'\n"
+    lines = report(text, tmp_path).splitlines()
+    assert [line.split(": ")[1] for line in lines[:-1]] == [
+        "validation.dataset",
+        "data.reset_positions",
+        "model.flavor",
+    ]
+
+
+def test_a_problem_in_an_overlay_is_told_there(tmp_path: Path) -> None:
+    base, top = tmp_path / "base.toml", tmp_path / "top.toml"
+    base.write_text("[training]\nsteps = 1000\n[[data.sources]]\ntype = 'text'\npath = 'a'\n")
+    top.write_text("\n[data]\nsources = [\n {type = 'text'},\n]\n[training]\nsteps = 0\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(base, overlays=[top])
+    places = [(Path(p.file).name, p.line, p.key) for p in caught.value.problems]
+    assert places == [("top.toml", 4, "data.sources[0].path"), ("top.toml", 7, "training.steps")]
+
+
+def test_a_missing_key_points_at_the_section_of_the_file_that_has_it(tmp_path: Path) -> None:
+    base, top = tmp_path / "base.toml", tmp_path / "top.toml"
+    base.write_text("\n[validation]\nenable = true\n")
+    top.write_text("[validation]\nfreq = 5\n")
+    (problem,) = check(load_config(base, overlays=[top]))
+    assert (Path(problem.file).name, problem.line, problem.key) == (
+        "base.toml",
+        2,
+        "validation.dataset",
+    )
+
+
+def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train_configs").mkdir()
+    Path("train_configs/debug_model.toml").write_text("")
+    for name, said in {
+        "train_configs/debug_modl.toml": "no such file; did you mean 'train_configs/debug_model.toml'?",
+        "debug_model.toml": "no such file; did you mean 'train_configs/debug_model.toml'?",
+        "zzz": "no such file; there are train_configs/debug_model.toml",
+        "train_configs": "a folder, not a job file; there are train_configs/debug_model.toml",
+        "a\0b": "cannot be read: embedded null byte",
+    }.items():
+        with pytest.raises(ConfigError) as caught:
+            load_config(name)
+        assert str(caught.value).startswith(f"{name}: {said}")
+
+
+def test_two_unreadable_files_are_both_told(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.toml"
+    bad.write_text("x = \n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "none.toml", overlays=[bad], overrides=["=1"])
+    assert [p.line for p in caught.value.problems] == [0, 1, 0]
+
+
+def test_what_is_not_built_yet_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text("[parallelism]\ntensor_parallel_degree = 2\n[compile]\nenable = true\n")
+    problems = check_supported(load_config(path))
+    assert [(p.line, p.key) for p in problems] == [
+        (2, "parallelism.tensor_parallel_degree"),
+        (4, "compile.enable"),
+    ]
+    assert problems[0].message.startswith(
+        "2 is not built yet in titan 0.1; use data_parallel_shard_degree"
+    )
+    path.write_text(
+        "[parallelism]\ndata_parallel_replicate_degree = 2\ndata_parallel_shard_degree = 2\n"
+    )
+    assert check_supported(load_config(path)) == []
+
+
+def every_key(path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name in fields_at(path):
+        yield (*path, name)
+        yield from every_key((*path, name))
+
+
+ODD_VALUES = [
+    "-1",
+    "1.5",
+    "nan",
+    "true",
+    '"x"',
+    "[]",
+    "[[1]]",
+    "{a={b=[1]}}",
+    "2024-01-01",
+    '[{type="text"}]',
+    '{"a.b"=1}',
+]
+
+
+def test_no_value_of_any_key_shows_a_traceback(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    keys = [key_text(key) for key in every_key() if len(key) < 5]
+    assert len(keys) > 140
+    num_problems = 0
+    for key in keys:
+        for value in ODD_VALUES:
+            path.write_text(f"\n{key} = {value}\n")
+            try:
+                config = load_config(path)
+                problems = check(config) + check_layout(config, world_size=8)
+            except ConfigError as error:
+                problems = error.problems
+            for problem in problems:
+                assert problem.file == str(path) and problem.line in (1, 2), problem
+                assert "nput should" not in problem.message, problem  # pydantic's own words
+            num_problems += len(problems)
+    assert num_problems > 1000

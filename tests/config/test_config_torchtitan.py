@@ -1,0 +1,386 @@
+"""Files written for TorchTitan v0.2.2, and older ones, load: every key of its interface, old spellings with a warning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from titan.config.load import load_config
+from titan.config.rules import check, check_layout
+from titan.config.sections import JobConfig
+
+EVERY_KEY = """
+[job]
+dump_folder = "./outputs"
+description = "every key of v0.2.2"
+print_config = false
+custom_config_module = ""
+
+[profiling]
+enable_profiling = false
+save_traces_folder = "profile_trace"
+profile_freq = 10
+profiler_active = 1
+profiler_warmup = 3
+enable_memory_snapshot = false
+save_memory_snapshot_folder = "memory_snapshot"
+
+[metrics]
+log_freq = 10
+enable_tensorboard = false
+disable_color_printing = false
+save_tb_folder = "tb"
+save_for_all_ranks = false
+enable_wandb = false
+
+[model]
+name = "llama3"
+flavor = "debugmodel"
+hf_assets_path = "./tests/assets/tokenizer"
+converters = []
+
+[optimizer]
+name = "AdamW"
+lr = 8e-4
+beta1 = 0.9
+beta2 = 0.95
+eps = 1e-8
+weight_decay = 0.1
+implementation = "fused"
+early_step_in_backward = false
+
+[lr_scheduler]
+warmup_steps = 2
+total_steps = 10
+decay_ratio = 0.8
+decay_type = "linear"
+min_lr_factor = 0.0
+
+[training]
+dataset = "c4_test"
+dataset_path = "./tests/assets/c4_test"
+local_batch_size = 8
+global_batch_size = -1
+seq_len = 2048
+max_norm = 1.0
+steps = 10
+enable_cpu_offload = false
+dtype = "float32"
+mixed_precision_param = "bfloat16"
+mixed_precision_reduce = "float32"
+gc_freq = 50
+
+[training.dataloader]
+num_workers = 0
+persistent_workers = false
+pin_memory = false
+prefetch_factor = 2
+
+[parallelism]
+data_parallel_replicate_degree = 1
+data_parallel_shard_degree = -1
+fsdp_reshard_after_forward = "default"
+tensor_parallel_degree = 1
+disable_loss_parallel = false
+enable_async_tensor_parallel = false
+pipeline_parallel_degree = 1
+pipeline_parallel_schedule = "1F1B"
+pipeline_parallel_schedule_csv = ""
+pipeline_parallel_microbatch_size = 1
+pipeline_parallel_layers_per_stage = 2
+pipeline_parallel_first_stage_less_layers = 1
+pipeline_parallel_last_stage_less_layers = 1
+module_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]]
+context_parallel_degree = 1
+context_parallel_load_balancer = "headtail"
+context_parallel_rotate_method = "allgather"
+expert_parallel_degree = 1
+expert_tensor_parallel_degree = 1
+
+[checkpoint]
+enable = false
+folder = "checkpoint"
+interval = 10
+initial_load_path = "./seed"
+initial_load_model_only = true
+initial_load_in_hf = false
+last_save_model_only = true
+last_save_in_hf = false
+export_dtype = "float32"
+async_mode = "disabled"
+keep_latest_k = 10
+load_step = -1
+exclude_from_loading = ["optimizer"]
+enable_first_step_checkpoint = false
+create_seed_checkpoint = false
+load_only = false
+
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = "2"
+memory_budget = 0.5
+preserve_rng_state = false
+
+[compile]
+enable = false
+components = ["model", "loss"]
+backend = "inductor"
+
+[quantize.linear.float8]
+enable_fsdp_float8_all_gather = false
+precompute_float8_dynamic_scale_for_fsdp = false
+recipe_name = "tensorwise"
+filter_fqns = ["output"]
+emulate = false
+
+[comm]
+init_timeout_seconds = 300
+train_timeout_seconds = 100
+trace_buf_size = 20000
+save_traces_folder = "comm_traces"
+save_traces_file_prefix = "rank_"
+
+[validation]
+enable = false
+dataset = "c4_validation"
+dataset_path = "./tests/assets/c4_test"
+local_batch_size = 8
+seq_len = 2048
+freq = 5
+steps = 10
+
+[debug]
+seed = 1
+deterministic = false
+"""
+
+# Shaped like the Llama 3 files of v0.2.2, and of the releases before it.
+DEBUG_MODEL = """
+[job]
+dump_folder = "./outputs"
+description = "Llama 3 debug training"
+print_args = false
+use_for_integration_test = true
+
+[metrics]
+log_freq = 1
+enable_color_printing = true
+
+[model]
+name = "llama3"
+flavor = "debugmodel"
+norm_type = "rmsnorm"
+tokenizer_path = "./tests/assets/test_tiktoken.model"
+print_after_conversion = false
+
+[optimizer]
+name = "AdamW"
+lr = 8e-4
+eps = 1e-8
+fused = false
+
+[training]
+batch_size = 8
+seq_len = 2048
+warmup_steps = 2
+max_norm = 1.0
+steps = 10
+data_parallel_replicate_degree = 1
+data_parallel_shard_degree = -1
+tensor_parallel_degree = 1
+compile = false
+dataset = "c4_test"
+
+[experimental]
+context_parallel_degree = 1
+pipeline_parallel_degree = 1
+enable_async_tensor_parallel = false
+custom_args_module = ""
+
+[checkpoint]
+enable_checkpoint = false
+folder = "checkpoint"
+interval = 10
+model_weights_only = false
+export_dtype = "float32"
+async_mode = "disabled"
+
+[activation_checkpoint]
+mode = 'selective'
+selective_ac_option = '2'
+
+[float8]
+enable_fsdp_float8_all_gather = false
+precompute_float8_dynamic_scale_for_fsdp = false
+filter_fqns = "output,router.gate"
+
+[fault_tolerance]
+enable = false
+process_group = "gloo"
+
+[validation]
+enabled = false
+"""
+LLAMA_8B = """
+[metrics]
+enable_tensorboard = true
+save_tb_folder = "tb"
+[model]
+name = "llama3"
+flavor = "8B"
+hf_assets_path = "./assets/hf/Llama-3.1-8B"
+# converters = ["quantize.linear.float8"]
+[optimizer]
+name = "AdamW"
+lr = 3e-4
+eps = 1e-8
+[lr_scheduler]
+warmup_steps = 200
+[training]
+local_batch_size = 1
+seq_len = 8192
+max_norm = 1.0
+steps = 1000
+dataset = "c4"
+[checkpoint]
+enable = false
+interval = 500
+last_save_model_only = true
+async_mode = "disabled"
+[compile]
+enable = false
+components = ["model", "loss"]
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = "op"
+[quantize.linear.float8]
+enable_fsdp_float8_all_gather = false
+precompute_float8_dynamic_scale_for_fsdp = false
+filter_fqns = ["output"]
+[validation]
+enable = false
+dataset = "c4_validation"
+freq = 500
+
+"""
+LLAMA_70B = """
+[model]
+name = "llama3"
+flavor = "70B"
+converters = "float8"
+[optimizer]
+name = "AdamW"
+lr = 1.5e-4
+[lr_scheduler]
+warmup_steps = 200
+[training]
+batch_size = 8
+seq_len = 8192
+steps = 1000
+tensor_parallel_degree = 8
+dataset = "c4"
+[experimental]
+pipeline_parallel_degree = 1
+enable_async_tensor_parallel = false
+[activation_checkpoint]
+mode = "full"
+[float8]
+enable_fsdp_float8_all_gather = true
+precompute_float8_dynamic_scale_for_fsdp = true
+"""
+LLAMA_405B = """
+[model]
+name = "llama3"
+flavor = "405B"
+[optimizer]
+lr = 8e-5
+[lr_scheduler]
+warmup_steps = 600
+[training]
+local_batch_size = 2
+seq_len = 8192
+steps = 3000
+compile = true
+dataset = "c4"
+[parallelism]
+tensor_parallel_degree = 8
+enable_async_tensor_parallel = true
+[activation_checkpoint]
+mode = "full"
+[float8]
+enable_float8_linear = true
+enable_fsdp_float8_all_gather = true
+precompute_float8_dynamic_scale_for_fsdp = true
+filter_fqns = ["output"]
+"""
+
+
+def load_text(text: str, folder: Path) -> JobConfig:
+    path = folder / "job.toml"
+    path.write_text(text)
+    return load_config(path)
+
+
+def test_every_key_loads_as_written(tmp_path: Path) -> None:
+    config = load_text(EVERY_KEY, tmp_path)
+    assert check(config) == []
+    assert config.origin.warnings == [
+        f"{tmp_path}/job.toml:6: job.custom_config_module is ignored: write [model] overrides, or register sections "
+        "of your own through entry points (titan.optimizers, titan.sources)"
+    ]
+    assert config.optimizer.beta2 == 0.95
+    assert config.training.dataloader.prefetch_factor == 2
+    assert config.parallelism.module_fqns_per_model_part == [
+        ["tok_embeddings", "layers.0"],
+        ["layers.1", "norm", "output"],
+    ]
+    assert config.quantize.linear.float8.filter_fqns == ["output"]
+
+
+def test_old_debug_model(tmp_path: Path) -> None:
+    config = load_text(DEBUG_MODEL, tmp_path)
+    assert check(config) == [] and check_layout(config, world_size=8) == []
+    assert config.training.local_batch_size == 8
+    assert config.lr_scheduler.warmup_steps == 2
+    assert config.tokenizer.path == "./tests/assets/test_tiktoken.model"
+    assert config.optimizer.implementation == "foreach"
+    assert config.metrics.disable_color_printing is False
+    assert config.checkpoint.enable is False
+    assert config.quantize.linear.float8.filter_fqns == ["output", "router.gate"]
+    warnings = [w.removeprefix(f"{tmp_path}/job.toml:") for w in config.origin.warnings]
+    line = DEBUG_MODEL.splitlines().index("batch_size = 8") + 1
+    assert f"{line}: training.batch_size is now training.local_batch_size" in warnings
+    assert len(warnings) == 22
+
+
+@pytest.mark.parametrize(
+    ("text", "world_size", "expected"),
+    [
+        (LLAMA_8B, 8, {"lr": 3e-4, "converters": [], "tp": 1}),
+        (LLAMA_70B, 256, {"lr": 1.5e-4, "converters": ["float8"], "tp": 8}),
+        (LLAMA_405B, 512, {"lr": 8e-5, "converters": ["quantize.linear.float8"], "tp": 8}),
+    ],
+)
+def test_published_sizes(
+    text: str, world_size: int, expected: dict[str, object], tmp_path: Path
+) -> None:
+    config = load_text(text, tmp_path)
+    assert check(config) == [] and check_layout(config, world_size=world_size) == []
+    assert {
+        "lr": config.optimizer.lr,
+        "converters": config.model.converters,
+        "tp": config.parallelism.tensor_parallel_degree,
+    } == expected
+
+
+def test_an_overlay_may_use_the_new_name(tmp_path: Path) -> None:
+    base, top = tmp_path / "base.toml", tmp_path / "top.toml"
+    base.write_text("[training]\nbatch_size = 8\n")
+    top.write_text("[training]\nlocal_batch_size = 4\n")
+    assert load_config(base, overlays=[top]).training.local_batch_size == 4
+    assert load_config(top, overrides=["training.batch_size=2"]).training.local_batch_size == 2
+
+
+def test_float8_switched_off_stays_off(tmp_path: Path) -> None:
+    assert load_text("[float8]\nenable_float8_linear = false\n", tmp_path).model.converters == []

@@ -1,0 +1,119 @@
+"""The cache of tokenised text: written once, by one process, whatever becomes of the others."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+
+from titan.config import sections as s
+from titan.data.cache import cached_shards, default_cache_folder, exclusive
+from titan.data.packing import Framing
+from titan.data.shards import TokenShards
+from titan.data.sources import Documents, open_documents
+from titan.data.tokenizer import bytes_tokenizer
+from titan.data.writer import Recipe
+
+CONTEXT = multiprocessing.get_context("spawn")
+
+
+def recipe(**changes: object) -> Recipe:
+    tokenizer = bytes_tokenizer()
+    options: dict[str, object] = {
+        "framing": Framing.of(tokenizer),
+        "validation_fraction": 0.0,
+    } | changes
+    return Recipe(tokenizer=tokenizer, **options)  # pyright: ignore[reportArgumentType]
+
+
+def build(cache: str, marks: str, delay_s: float) -> None:
+    """Tokenise three documents slowly; leaves a file for each time the text is read."""
+
+    def read() -> Iterator[str]:
+        (Path(marks) / f"read-{os.getpid()}").touch()
+        for text in ("one", "two", "three"):
+            time.sleep(delay_s)
+            yield text
+
+    documents = Documents(name="slow", identity=["slow"], read=read)
+    folder = cached_shards(documents, recipe=recipe(), cache_folder=cache)
+    assert TokenShards(folder, split="train").num_tokens == 3 * 2 + len("onetwothree")
+
+
+def wait_for_reader(marks: Path, process: BaseProcess) -> None:
+    deadline = time.monotonic() + 30
+    while not list(marks.glob(f"read-{process.pid}")):
+        assert time.monotonic() < deadline and process.is_alive()
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def marks(tmp_path: Path) -> Path:
+    (tmp_path / "marks").mkdir()
+    return tmp_path / "marks"
+
+
+def test_one_process_tokenises_and_the_others_wait(cache: str, marks: Path) -> None:
+    processes = [CONTEXT.Process(target=build, args=(cache, str(marks), 0.3)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    assert len(list(marks.iterdir())) == 1
+
+
+def test_a_killed_process_holds_up_nobody(cache: str, marks: Path) -> None:
+    stuck = CONTEXT.Process(target=build, args=(cache, str(marks), 600.0))
+    stuck.start()
+    wait_for_reader(marks, stuck)
+    assert stuck.pid is not None
+    os.kill(stuck.pid, signal.SIGKILL)
+    stuck.join(30)
+    begin = time.monotonic()
+    build(cache, str(marks), 0.0)
+    assert time.monotonic() - begin < 5
+    assert len(list(marks.iterdir())) == 2
+
+
+def test_the_lock_waits_for_a_living_process(tmp_path: Path, cache: str, marks: Path) -> None:
+    holder = CONTEXT.Process(target=build, args=(cache, str(marks), 0.3))
+    holder.start()
+    wait_for_reader(marks, holder)
+    [folder] = (Path(cache) / "tokens").iterdir()
+    with exclusive(folder):
+        assert (folder / "index.json").is_file(), (
+            "the lock was given while another process was writing"
+        )
+    holder.join(30)
+
+
+def test_an_entry_is_found_again_unless_something_differs(corpus: Path, cache: str) -> None:
+    documents = open_documents(s.JsonlSource(path=str(corpus)))
+    first = cached_shards(documents, recipe=recipe(), cache_folder=cache)
+    unread = Documents(name="", identity=documents.identity, read=lambda: pytest.fail("read again"))
+    assert cached_shards(unread, recipe=recipe(), cache_folder=cache) == first
+    others = {
+        cached_shards(documents, recipe=recipe(validation_fraction=0.5), cache_folder=cache),
+        cached_shards(documents, recipe=recipe(framing=Framing(256, None)), cache_folder=cache),
+    }
+    corpus.write_text('{"text": "new"}\n')
+    others.add(
+        cached_shards(
+            open_documents(s.JsonlSource(path=str(corpus))), recipe=recipe(), cache_folder=cache
+        )
+    )
+    assert len(others | {first}) == 4
+
+
+def test_the_default_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_cache_folder() == tmp_path / "titan"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert default_cache_folder() == Path.home() / ".cache" / "titan"

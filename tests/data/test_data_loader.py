@@ -1,0 +1,323 @@
+"""The loader: one global order for every layout, resume at any step, blends, prefetch, validation."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from titan.config import sections as s
+from titan.data import DataError
+from titan.data.base import Layout, Samples
+from titan.data.loader import Loader, build_loader, build_validation_loader, merge_states
+from titan.data.packing import Framing
+from titan.data.sources import in_validation
+from titan.data.statistics import cross_entropy_bits, unigram_bits_per_byte
+from titan.data.tokenizer import bytes_tokenizer
+
+SEQ_LEN = 32
+TOKENIZER = bytes_tokenizer()
+# (ranks, rows a rank, accumulation): 24 samples a step each.
+LAYOUTS = [
+    (1, 24, 1),
+    (1, 12, 2),
+    (2, 12, 1),
+    (2, 3, 4),
+    (3, 8, 1),
+    (3, 4, 2),
+    (4, 6, 1),
+    (4, 3, 2),
+]
+
+
+def training(**changes: Any) -> s.TrainingSection:
+    loader = s.DataloaderSection(num_workers=changes.pop("workers", 0))
+    return s.TrainingSection(
+        **({"seq_len": SEQ_LEN, "local_batch_size": 4, "dataloader": loader} | changes)
+    )
+
+
+class Job:
+    """A data section, and the global order that a layout makes of it."""
+
+    def __init__(self, *sources: s.Section, cache: str, **options: Any) -> None:
+        self.data = s.DataSection(sources=list(sources), cache_folder=cache, **options)  # pyright: ignore
+
+    def loader(self, layout: tuple[int, int, int], rank: int, **changes: Any) -> Loader:
+        world, batch, accumulation = layout
+        return build_loader(
+            training(local_batch_size=batch, **changes),
+            data=self.data,
+            tokenizer=TOKENIZER,
+            rank=rank,
+            world=world,
+            seed=5,
+            accumulation=accumulation,
+        )
+
+    def loaders(self, layout: tuple[int, int, int], **changes: Any) -> list[Loader]:
+        return [self.loader(layout, rank, **changes) for rank in range(layout[0])]
+
+
+def step_rows(loaders: list[Loader]) -> np.ndarray:
+    """Inputs of one step of all ranks, in the order of their global sample numbers; checks the numbers."""
+    rows: dict[int, np.ndarray] = {}
+    for loader in loaders:
+        for batch in loader.next_step():
+            for offset, row in enumerate(batch.tokens_BS.numpy()):
+                assert batch.first_sample + offset not in rows
+                rows[batch.first_sample + offset] = row
+    order = sorted(rows)
+    assert order == list(range(order[0], order[0] + len(order)))
+    return np.stack([rows[number] for number in order])
+
+
+@pytest.fixture(params=["map", "blend", "stream", "blend-with-stream"])
+def job(request: pytest.FixtureRequest, corpus: Path, hub: Path, cache: str) -> Job:
+    local = s.JsonlSource(path=str(corpus))
+    synthetic = s.SyntheticSource(weight=0.25)
+    if request.param == "map":
+        return Job(local, cache=cache)
+    if request.param == "blend":
+        return Job(local, synthetic, cache=cache)
+    pytest.importorskip("datasets")
+    stream = s.HuggingFaceSource(path=str(hub), shuffle_buffer=50)
+    return (
+        Job(stream, cache=cache) if request.param == "stream" else Job(stream, local, cache=cache)
+    )
+
+
+def test_every_layout_sees_the_same_global_order(job: Job) -> None:
+    reference = job.loaders(LAYOUTS[0])
+    expected = [step_rows(reference) for _ in range(3)]
+    assert len({row.tobytes() for step in expected for row in step}) == 3 * 24
+    for layout in LAYOUTS[1:]:
+        loaders = job.loaders(layout)
+        for step in expected:
+            np.testing.assert_array_equal(step_rows(loaders), step)
+
+
+@pytest.mark.parametrize("with_bookmarks", [True, False])
+def test_resume_on_other_ranks_goes_on_exactly(job: Job, with_bookmarks: bool) -> None:
+    uninterrupted = job.loaders((1, 24, 1))
+    expected = [step_rows(uninterrupted) for _ in range(40)]
+    for before, after, steps in [
+        ((2, 12, 1), (3, 4, 2), 2),
+        ((4, 6, 1), (1, 24, 1), 29),
+        ((1, 12, 2), (4, 3, 2), 35),
+    ]:
+        first = job.loaders(before)
+        for step in expected[:steps]:
+            np.testing.assert_array_equal(step_rows(first), step)
+        state = merge_states([loader.state_dict() for loader in first])
+        assert state["position"] == steps * 24
+        if not with_bookmarks:
+            state.pop("bookmark", None)
+        second = job.loaders(after)
+        for loader in second:
+            loader.load_state_dict(state)
+        for step in expected[steps : steps + 4]:
+            np.testing.assert_array_equal(step_rows(second), step)
+
+
+def test_an_epoch_visits_every_row_once_and_the_next_in_another_order(
+    corpus: Path, cache: str
+) -> None:
+    shuffled = Job(s.JsonlSource(path=str(corpus)), cache=cache)
+    length = shuffled.loader((1, 1, 1), 0).samples.num_samples
+    assert length is not None and length > 100
+    [epoch_0], [epoch_1] = ([step_rows([loader])] for loader in _two_epochs(shuffled, length))
+    as_they_lie = step_rows(
+        [Job(s.JsonlSource(path=str(corpus)), cache=cache, shuffle=False).loader((1, length, 1), 0)]
+    )
+    assert (
+        sorted(map(bytes, epoch_0))
+        == sorted(map(bytes, as_they_lie))
+        == sorted(map(bytes, epoch_1))
+    )
+    assert (epoch_0 != as_they_lie).any() and (epoch_0 != epoch_1).any()
+    tokens = np.concatenate(
+        [TOKENIZER.encode(text) and [256, *text.encode(), 257] for text in _texts(corpus)]
+    )
+    np.testing.assert_array_equal(as_they_lie.reshape(-1), tokens[: length * SEQ_LEN])
+
+
+def _two_epochs(job: Job, length: int) -> Iterator[Loader]:
+    for epoch in range(2):
+        loader = job.loader((1, length, 1), 0)
+        loader.load_state_dict({"position": epoch * length})
+        yield loader
+
+
+def _texts(corpus: Path) -> list[str]:
+    from titan.data.sources import open_documents
+
+    return list(open_documents(s.JsonlSource(path=str(corpus))).read())
+
+
+def test_labels_are_the_next_tokens(corpus: Path, cache: str) -> None:
+    [batch] = Job(s.JsonlSource(path=str(corpus)), cache=cache).loader((1, 4, 1), 0).next_step()
+    assert batch.tokens_BS.dtype == batch.labels_BS.dtype == torch.int64
+    assert batch.tokens_BS.shape == (4, SEQ_LEN)
+    assert torch.equal(batch.tokens_BS[:, 1:], batch.labels_BS[:, :-1])
+    assert batch.positions_BS is None and batch.document_ids_BS is None
+
+
+def test_document_options(corpus: Path, cache: str) -> None:
+    job = Job(
+        s.JsonlSource(path=str(corpus)), cache=cache, reset_positions=True, document_mask=True
+    )
+    [batch] = job.loader((1, 24, 1), 0).next_step()
+    assert batch.positions_BS is not None and batch.document_ids_BS is not None
+    begins = batch.tokens_BS == 256
+    assert begins.any()
+    assert (batch.positions_BS[begins] == 0).all()
+    assert (batch.labels_BS == -100).sum() > 0 and not (batch.labels_BS == 256).any()
+    # All text of valid labels, and nothing for the frame's tokens.
+    loader = job.loader((1, 24, 1), 0)
+    assert loader.num_bytes(batch) == int(((batch.labels_BS >= 0) & (batch.labels_BS < 256)).sum())
+    bare = Job(
+        s.JsonlSource(path=str(corpus)),
+        cache=cache,
+        document_mask=True,
+        add_bos=False,
+        add_eos=False,
+    )
+    with pytest.raises(DataError, match=r"set data\.add_bos or data\.add_eos"):
+        bare.loader((1, 1, 1), 0)
+
+
+def test_prefetch_changes_nothing_and_state_is_of_what_was_handed_out(job: Job) -> None:
+    plain, ahead = job.loader((1, 24, 1), 0), job.loader((1, 24, 1), 0, workers=1)
+    with ahead:
+        for step in range(1, 6):
+            np.testing.assert_array_equal(step_rows([ahead]), step_rows([plain]))
+            assert ahead.state_dict() == plain.state_dict()
+            assert ahead.state_dict()["position"] == step * 24
+            assert ahead.data_wait_s >= 0
+        assert any(thread.name == "titan-prefetch" for thread in threading.enumerate())
+    assert not any(thread.name == "titan-prefetch" for thread in threading.enumerate())
+    np.testing.assert_array_equal(step_rows([ahead]), step_rows([plain]))  # goes on after close
+    ahead.close()
+
+
+class _Failing(Samples):
+    """Samples that end with an error at the third step."""
+
+    num_samples, framing = 1000, Framing(None, None)
+
+    def get(self, indices: np.ndarray) -> np.ndarray:
+        if indices[0] >= 2:
+            raise DataError("shard 7 is gone")
+        return np.zeros((len(indices), 5), dtype=np.int64)
+
+
+def test_an_error_in_the_background_is_raised_by_next_step() -> None:
+    with Loader(_Failing(), layout=Layout(), tokenizer=TOKENIZER, prefetch=4) as loader:
+        loader.next_step()
+        loader.next_step()
+        for _ in range(2):  # and again, rather than hang
+            with pytest.raises(DataError, match="shard 7 is gone"):
+                loader.next_step()
+
+
+def validation_loader(data: s.DataSection, **changes: Any) -> Loader:
+    return build_validation_loader(
+        s.ValidationSection.model_validate({"local_batch_size": 4} | changes),
+        training=training(),
+        data=data,
+        tokenizer=TOKENIZER,
+        rank=0,
+        world=1,
+    )
+
+
+def test_validation_is_disjoint_from_training_and_covers_the_rest(corpus: Path, cache: str) -> None:
+    data = Job(
+        s.JsonlSource(path=str(corpus)), cache=cache, validation_fraction=0.2, shuffle=False
+    ).data
+    train = build_loader(training(), data=data, tokenizer=TOKENIZER, rank=0, world=1, seed=0)
+    documents: dict[str, set[str]] = {}
+    for split, loader in [("train", train), ("validation", validation_loader(data))]:
+        length = loader.samples.num_samples
+        assert length is not None
+        rows = loader.samples.get(np.arange(length))[:, :-1]
+        pieces = (
+            bytes(np.where(rows >= 256, 0, rows).astype(np.uint8).reshape(-1)).decode().split("\0")
+        )
+        documents[split] = {piece for piece in pieces[:-1] if piece}  # the last may be cut short
+    held_out = {text for text in _texts(corpus) if in_validation(text, fraction=0.2)}
+    assert len(held_out) > 40
+    assert documents["validation"] <= held_out and len(documents["validation"]) >= len(held_out) - 2
+    assert not documents["train"] & held_out
+
+
+def test_validation_repeats_and_wraps(corpus: Path, cache: str) -> None:
+    data = Job(s.JsonlSource(path=str(corpus)), cache=cache, validation_fraction=0.02).data
+    loader = validation_loader(data)
+    length = loader.samples.num_samples
+    assert length is not None
+    steps = length // 4 + 3
+    first, second = list(loader.validation_batches(steps)), list(loader.validation_batches(steps))
+    assert len(first) == steps
+    assert all(torch.equal(a.tokens_BS, b.tokens_BS) for a, b in zip(first, second, strict=True))
+
+
+def test_validation_on_a_stream_reads_it_once(
+    hub: Path, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("datasets")
+    data = Job(s.HuggingFaceSource(path=str(hub)), cache=cache, validation_fraction=0.2).data
+    loader = validation_loader(data)
+    first = list(loader.validation_batches(3))
+    monkeypatch.setattr(loader.samples, "get", None)
+    assert all(a is b for a, b in zip(first, loader.validation_batches(3), strict=True))
+
+
+def test_validation_on_a_dataset_of_its_own(corpus: Path, cache: str) -> None:
+    data = Job(s.SyntheticSource(), cache=cache).data
+    loader = validation_loader(data, dataset="jsonl", dataset_path=str(corpus), seq_len=16)
+    [batch] = loader.validation_batches(1)
+    assert batch.tokens_BS.shape == (4, 16)
+
+
+def test_mistakes_are_told(corpus: Path, cache: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"set data\.validation_fraction"):
+        validation_loader(Job(s.JsonlSource(path=str(corpus)), cache=cache).data)
+    with pytest.raises(DataError, match=r"raise data\.validation_fraction"):
+        validation_loader(
+            Job(s.JsonlSource(path=str(corpus)), cache=cache, validation_fraction=1e-9).data
+        )
+    (tmp_path / "short.txt").write_text("short")
+    with pytest.raises(DataError, match="has 7 tokens, but one sequence needs 33"):
+        Job(s.TextSource(path=str(tmp_path / "short.txt")), cache=cache).loader((1, 1, 1), 0)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(DataError, match="choose another folder"):
+        Job(s.JsonlSource(path=str(corpus)), cache=str(tmp_path / "file")).loader((1, 1, 1), 0)
+
+
+def test_synthetic_ids_cover_the_vocabulary(cache: str) -> None:
+    [batch] = Job(s.SyntheticSource(), cache=cache).loader((1, 200, 1), 0).next_step()
+    assert set(batch.tokens_BS.flatten().tolist()) == set(range(258))
+
+
+def test_bits_per_byte_of_a_unigram() -> None:
+    # Train: 7 a, 1 b; with one added to each of 256: (8, 2) of 264. Validation: a a b.
+    train, validation = np.zeros(256), np.zeros(256)
+    train[97], train[98], validation[97], validation[98] = 7, 1, 2, 1
+    expected = -(2 * np.log2(8 / 264) + np.log2(2 / 264)) / 3
+    assert cross_entropy_bits(train, validation=validation) == pytest.approx(expected)
+
+
+def test_unigram_bits_per_byte_of_loaders(corpus: Path, cache: str) -> None:
+    data = Job(s.JsonlSource(path=str(corpus)), cache=cache, validation_fraction=0.2).data
+    train = build_loader(training(), data=data, tokenizer=TOKENIZER, rank=0, world=1, seed=0)
+    bits = unigram_bits_per_byte(train, validation=validation_loader(data))
+    assert bits == pytest.approx(3.9, abs=0.4)
+    endless = Job(s.SyntheticSource(), cache=cache).loader((1, 1, 1), 0)
+    assert unigram_bits_per_byte(endless, validation=endless) is None

@@ -1,0 +1,226 @@
+"""`titan prepare`: the same bytes for any number of workers and after any interruption, and reading them back."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from titan.config import sections as s
+from titan.data import DataError
+from titan.data.loader import build_loader, build_validation_loader
+from titan.data.prepare import main
+from titan.data.shards import TokenShards, read_index, token_dtype
+from titan.data.sources import in_validation
+from titan.data.tokenizer import bytes_tokenizer
+
+
+def prepare(output: Path, corpus: Path, *options: str) -> int:
+    fixed = ["--tokenizer", "bytes", "--shard-tokens", "5000", "--validation-fraction", "0.1"]
+    return main(
+        ["--input", str(corpus), "--output", str(output), "--workers", "1", *fixed, *options]
+    )
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {
+        file.name: file.read_bytes() for file in sorted(folder.iterdir()) if file.name != "lock"
+    }
+
+
+def expected_documents(texts: list[str], *, held_out: bool) -> list[int]:
+    chosen = [text for text in texts if in_validation(text, fraction=0.1) == held_out]
+    return [token for text in chosen for token in (256, *text.encode(), 257)]
+
+
+@pytest.fixture
+def prepared(tmp_path: Path, corpus: Path) -> Path:
+    assert prepare(tmp_path / "one", corpus) == 0
+    return tmp_path / "one"
+
+
+def test_shards_hold_every_document_in_order(prepared: Path, texts: list[str]) -> None:
+    index = json.loads((prepared / "index.json").read_text())
+    assert index["dtype"] == "uint16"
+    assert (index["bos_id"], index["eos_id"], index["vocab_size"]) == (256, 257, 258)
+    assert index["fingerprint"] == bytes_tokenizer().fingerprint
+    for split, held_out in [("train", False), ("validation", True)]:
+        shards = index["splits"][split]
+        parts = [np.fromfile(prepared / shard["file"], dtype="<u2") for shard in shards]
+        assert np.concatenate(parts).tolist() == expected_documents(texts, held_out=held_out)
+        assert [len(part) for part in parts] == [shard["tokens"] for shard in shards]
+        assert all(part[0] == 256 and part[-1] == 257 for part in parts), (
+            "a shard ends within a document"
+        )
+        assert [int((part == 256).sum()) for part in parts] == [
+            shard["documents"] for shard in shards
+        ]
+        assert [int((part < 256).sum()) for part in parts] == [shard["bytes"] for shard in shards]
+    assert len(index["splits"]["train"]) > 5
+    assert all(shard["tokens"] <= 5000 for shard in index["splits"]["train"])
+
+
+def test_any_number_of_workers_gives_the_same_bytes(
+    prepared: Path, corpus: Path, tmp_path: Path
+) -> None:
+    assert prepare(tmp_path / "three", corpus, "--workers", "3") == 0
+    assert content(tmp_path / "three") == content(prepared)
+
+
+def test_a_finished_folder_is_left_alone_and_another_is_refused(
+    prepared: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {file.name: file.stat().st_mtime_ns for file in prepared.iterdir()}
+    assert prepare(prepared, corpus) == 0
+    assert {file.name: file.stat().st_mtime_ns for file in prepared.iterdir()} == before
+    assert "train: " in capsys.readouterr().out
+    assert prepare(prepared, corpus, "--no-bos") == 2
+    assert "other options" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("writes", [1, 4, 9])
+def test_a_run_that_broke_off_continues_to_the_same_bytes(
+    prepared: Path, corpus: Path, tmp_path: Path, writes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Broken off right after a shard got its name: before or after progress.json knew of it."""
+    import titan.data.writer as writer
+
+    done, folder = 0, tmp_path / "broken"
+    real = writer.write_json
+
+    def write_json(*arguments: Any) -> None:
+        nonlocal done
+        done += 1
+        if done == writes:
+            raise KeyboardInterrupt
+        real(*arguments)
+
+    monkeypatch.setattr(writer, "write_json", write_json)
+    assert prepare(folder, corpus) == 75
+    monkeypatch.undo()
+    assert not (folder / "index.json").exists()
+    with pytest.raises(DataError, match=r"run it again" if writes > 1 else r"no index\.json"):
+        read_index(folder)
+    kept = {file.name: file.stat().st_mtime_ns for file in folder.glob("train-*.bin")}
+    assert prepare(folder, corpus) == 0
+    assert content(folder) == content(prepared)
+    unchanged = [
+        name for name, stamp in kept.items() if (folder / name).stat().st_mtime_ns == stamp
+    ]
+    assert len(unchanged) >= len(kept) - 1, "closed shards were written again"
+
+
+def test_killed_at_any_moment_it_continues_to_the_same_bytes(tmp_path: Path) -> None:
+    corpus = tmp_path / "big.jsonl"
+    with corpus.open("w") as file:
+        for number in range(3000):
+            file.write(json.dumps({"text": f"{number} " + "some text " * (number % 300)}) + "\n")
+    options = ["--input", str(corpus), "--tokenizer", "bytes", "--shard-tokens", "100000"]
+    code = "import sys; from titan.data.prepare import main; sys.exit(main(sys.argv[1:]))"
+    folder = tmp_path / "killed"
+    command = [sys.executable, "-c", code, *options, "--output", str(folder), "--workers", "2"]
+    kills = 0
+    for shards_wanted in (1, 8):
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True)
+        deadline = time.monotonic() + 60
+        while process.poll() is None and len(list(folder.glob("train-*.bin"))) < shards_wanted:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        kills += process.poll() is None
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate(
+            timeout=30
+        )  # ends only when the workers, which hold the pipe, have ended too
+    assert kills >= 1
+    assert main([*options, "--output", str(folder), "--workers", "1"]) == 0
+    assert main([*options, "--output", str(tmp_path / "whole"), "--workers", "1"]) == 0
+    assert content(folder) == content(tmp_path / "whole")
+
+
+def test_reading_across_shards(prepared: Path, texts: list[str]) -> None:
+    shards = TokenShards(prepared, split="train")
+    tokens = expected_documents(texts, held_out=False)
+    assert shards.num_tokens == len(tokens)
+    for start, count in [(0, 10), (4990, 11_000), (len(tokens) - 5, 5), (0, len(tokens))]:
+        part = shards.read(start, count=count)
+        assert part.dtype == np.int64
+        assert part.tolist() == tokens[start : start + count]
+
+
+def section(prepared: Path) -> tuple[s.TrainingSection, s.DataSection]:
+    training = s.TrainingSection(
+        dataset="shards", dataset_path=str(prepared), seq_len=32, local_batch_size=2
+    )
+    return training, s.DataSection(shuffle=False)
+
+
+def test_training_and_validating_on_shards(prepared: Path, texts: list[str]) -> None:
+    training, data = section(prepared)
+    with build_loader(
+        training, data=data, tokenizer=bytes_tokenizer(), rank=0, world=1, seed=0
+    ) as loader:
+        [batch] = loader.next_step()
+    tokens = expected_documents(texts, held_out=False)
+    assert batch.tokens_BS.tolist() == [tokens[:32], tokens[32:64]]
+    validation = build_validation_loader(
+        s.ValidationSection(local_batch_size=1),
+        training=training,
+        data=data,
+        tokenizer=bytes_tokenizer(),
+        rank=0,
+        world=1,
+    )
+    [batch] = validation.validation_batches(1)
+    assert batch.tokens_BS.tolist() == [expected_documents(texts, held_out=True)[:32]]
+
+
+def test_shards_of_another_tokenizer_or_damaged_are_refused(prepared: Path) -> None:
+    training, data = section(prepared)
+    other = bytes_tokenizer()
+    other.fingerprint = "other"
+    with pytest.raises(DataError, match=r"tokenised with another tokenizer .*titan prepare"):
+        build_loader(training, data=data, tokenizer=other, rank=0, world=1, seed=0)
+    file = prepared / "train-00002.bin"
+    file.write_bytes(file.read_bytes()[:-2])
+    with pytest.raises(DataError, match=r"train-00002\.bin has \d+ bytes, index\.json says"):
+        TokenShards(prepared, split="train")
+    (prepared / "index.json").write_text("{}")
+    with pytest.raises(DataError, match="not an index"):
+        TokenShards(prepared, split="train")
+
+
+def test_shards_without_validation_say_so(tmp_path: Path, corpus: Path) -> None:
+    assert prepare(tmp_path / "plain", corpus, "--validation-fraction", "0") == 0
+    training, data = section(tmp_path / "plain")
+    with pytest.raises(DataError, match="prepare it again with --validation-fraction"):
+        build_validation_loader(
+            s.ValidationSection(),
+            training=training,
+            data=data,
+            tokenizer=bytes_tokenizer(),
+            rank=0,
+            world=1,
+        )
+
+
+def test_ids_take_two_bytes_as_long_as_they_fit() -> None:
+    assert token_dtype(65_536).itemsize == 2
+    assert token_dtype(65_537).itemsize == 4
+
+
+def test_mistakes_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert prepare(tmp_path / "out", tmp_path / "nothing.txt") == 2
+    assert "matches nothing" in capsys.readouterr().err
+    (tmp_path / "empty.txt").write_text("")
+    assert prepare(tmp_path / "out", tmp_path / "empty.txt") == 2
+    assert "no documents to train on" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        prepare(tmp_path / "out", tmp_path, "--validation-fraction", "1.5")

@@ -1,0 +1,181 @@
+"""Tokenizers of each kind, and the command that trains and inspects them."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from titan.config.sections import TokenizerSection
+from titan.data import DataError
+from titan.data.tokenizer import BOS, EOS, Tokenizer, _pieces, build_tokenizer, bytes_tokenizer
+from titan.data.tokenizer_cli import main
+
+TRICKY = "naïve 日本語 \U0001f600 <|end_of_text|> don't 12345\r\n\t  x = 1\n\n"
+
+
+def write_rank_file(path: Path) -> Path:
+    """256 bytes, then the merges th, he, the, in."""
+    tokens = [bytes([byte]) for byte in range(256)] + [b"th", b"he", b"the", b"in"]
+    lines = [
+        base64.b64encode(token) + b" " + str(rank).encode() for rank, token in enumerate(tokens)
+    ]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bpe")
+    (folder / "text.txt").write_text("the thing in the other, there and then; " * 50 + TRICKY)
+    arguments = [
+        "train",
+        "--input",
+        str(folder / "text.txt"),
+        "--vocab-size",
+        "300",
+        "--output",
+        str(folder / "out"),
+    ]
+    assert main(arguments) == 0
+    return folder / "out"
+
+
+def check_round_trip(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode_bytes(ids) == text.encode()
+    assert tokenizer.byte_lengths[ids].sum() == len(text.encode())
+    assert not {tokenizer.bos_id, tokenizer.eos_id} & set(ids), "text became a special token"
+    assert tokenizer.encode_batch([text, "", text], num_threads=2) == [ids, [], ids]
+
+
+def test_bytes_are_their_own_ids() -> None:
+    tokenizer = build_tokenizer(TokenizerSection(), hf_assets_path="")
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (258, 256, 257)
+    assert tokenizer.encode(TRICKY) == list(TRICKY.encode())
+    assert tokenizer.byte_lengths.tolist() == [1] * 256 + [0, 0]
+    check_round_trip(tokenizer, TRICKY)
+
+
+def test_rank_file(tmp_path: Path) -> None:
+    write_rank_file(tmp_path / "tokenizer.model")
+    tokenizer = build_tokenizer(TokenizerSection(path=str(tmp_path)), hf_assets_path="")
+    assert tokenizer.kind == "tiktoken"
+    assert tokenizer.vocab_size == 260 + 256
+    assert tokenizer.encode("the then in") == [258, 32, 258, ord("n"), 32, 259]
+    specials = tokenizer.special_tokens()
+    assert len(specials) == 256
+    # The places in Llama 3's vocabulary, which begins its special tokens at 128000.
+    assert {
+        name: specials[name] - 260 for name in (BOS, EOS, "<|start_header_id|>", "<|eot_id|>")
+    } == {
+        BOS: 0,
+        EOS: 1,
+        "<|start_header_id|>": 6,
+        "<|eot_id|>": 9,
+    }
+    check_round_trip(tokenizer, TRICKY)
+
+
+def test_long_text_is_cut_within_limits_and_stays_fast(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer(
+        TokenizerSection(name="tiktoken", path=str(write_rank_file(tmp_path / "ranks"))),
+        hf_assets_path="",
+    )
+    text = "word " * 100_000 + "x" * 60_000 + " " * 30_000 + "the end"
+    pieces = list(_pieces(text))
+    assert "".join(pieces) == text
+    assert max(map(len, pieces)) <= 400_000
+    assert max(len(run) for piece in pieces for run in piece.split()) <= 25_000
+    begin = time.perf_counter()
+    check_round_trip(tokenizer, "x" * 500_000)
+    assert time.perf_counter() - begin < 10
+
+
+def test_broken_rank_files_are_told(tmp_path: Path) -> None:
+    sentencepiece = tmp_path / "tokenizer.model"
+    sentencepiece.write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00")
+    with pytest.raises(DataError, match=r"tokenizer\.model:1: not a line.*tokenizer\.json instead"):
+        build_tokenizer(TokenizerSection(path=str(tmp_path)), hf_assets_path="")
+    write_rank_file(sentencepiece)
+    sentencepiece.write_bytes(sentencepiece.read_bytes() + b"YWJjZA== 400\n")
+    with pytest.raises(DataError, match="without gaps"):
+        build_tokenizer(TokenizerSection(path=str(tmp_path)), hf_assets_path="")
+
+
+def test_trained_tokenizer(trained: Path) -> None:
+    tokenizer = build_tokenizer(TokenizerSection(), hf_assets_path=str(trained))
+    assert (tokenizer.kind, tokenizer.vocab_size) == ("huggingface", 300)
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (0, 1)
+    assert tokenizer.special_tokens() == {BOS: 0, EOS: 1}
+    assert len(tokenizer.encode(" the thing")) < len(" the thing") / 2
+    check_round_trip(tokenizer, TRICKY)
+    other = bytes_tokenizer()
+    assert tokenizer.fingerprint != other.fingerprint
+
+
+def test_special_ids_come_from_the_files_beside_a_tokenizer_json(
+    trained: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer.json").write_text((trained / "tokenizer.json").read_text())
+
+    def ids() -> tuple[int | None, int | None]:
+        tokenizer = build_tokenizer(TokenizerSection(path=str(tmp_path)), hf_assets_path="")
+        return tokenizer.bos_id, tokenizer.eos_id
+
+    assert ids() == (None, None)
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"bos_token_id": 0, "eos_token_id": [1, 5]})
+    )
+    assert ids() == (0, 1)
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": BOS}}))
+    assert ids() == (0, 0)
+
+
+def test_missing_paths_are_told(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"does not exist; set tokenizer\.path"):
+        build_tokenizer(TokenizerSection(), hf_assets_path=str(tmp_path / "nothing"))
+    with pytest.raises(DataError, match=r"looked for tokenizer\.json, tokenizer\.model"):
+        build_tokenizer(TokenizerSection(path=str(tmp_path)), hf_assets_path="")
+    with pytest.raises(DataError, match=r'"tiktoken" needs tokenizer\.path'):
+        build_tokenizer(TokenizerSection(name="tiktoken"), hf_assets_path="")
+
+
+def test_a_missing_extra_is_named(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
+    with pytest.raises(DataError, match=r"pip install 'titan-pretrain\[huggingface\]'"):
+        build_tokenizer(TokenizerSection(path=str(trained)), hf_assets_path="")
+
+
+def test_inspect(capsys: pytest.CaptureFixture[str], trained: Path) -> None:
+    assert main(["inspect", "bytes", "--text", "hé\n"]) == 0
+    shown = capsys.readouterr().out
+    assert "258 ids" in shown and "1.00 (4 bytes, 4 tokens)" in shown and "104 195 169 10" in shown
+    assert main(["inspect", str(trained)]) == 0
+    assert "300 ids" in capsys.readouterr().out
+    assert main(["inspect", str(trained / "nothing")]) == 2
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_train_refuses_a_vocabulary_without_room(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["train", "--input", "stdlib", "--vocab-size", "100", "--output", str(tmp_path)]) == 2
+    )
+    assert "below 258" in capsys.readouterr().err
+
+
+def test_byte_lengths_of_sentencepiece_style_vocabulary(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    vocab = {"<unk>": 0, "<0x0A>": 1, "▁hi": 2, "é": 3}
+    model = tokenizers.models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True)
+    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = build_tokenizer(TokenizerSection(path=str(tmp_path)), hf_assets_path="")
+    assert tokenizer.byte_lengths.dtype == np.int64
+    assert tokenizer.byte_lengths.tolist()[1:] == [1, 3, 2]

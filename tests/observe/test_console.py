@@ -1,0 +1,189 @@
+"""The text of the start-up page and of the lines, at the widths people have."""
+
+import io
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan.config.layout import Layout
+from titan.config.sections import (
+    JobConfig,
+    LRSchedulerSection,
+    MetricsSection,
+    ModelSection,
+    TrainingSection,
+)
+from titan.models.llama3.config import FLAVORS
+from titan.observe.console import Console, duration
+from titan.observe.hardware import by_name
+from titan.observe.metrics import StepRow, ValidationRow
+from titan.observe.startup import StartupPage, startup_page
+
+ESCAPE = "\x1b"
+
+
+def step_row(step: int, **changed: Any) -> StepRow:
+    row: dict[str, Any] = {
+        "step": step,
+        "loss": 3.45214,
+        "grad_norm": 1.2345,
+        "lr": 3e-4,
+        "tokens": 1000,
+        "tokens_per_s": 131_072.4,
+        "step_s": 1.0,
+        "eta_s": 11_988.0,
+        "data_wait_s": 0.0003,
+        "memory_gib": 61.2,
+    }
+    return StepRow(**(row | changed))
+
+
+def printed(
+    speak: Callable[[Console], None],
+    *,
+    total_steps: int = 10_000,
+    section: MetricsSection | None = None,
+    **options: Any,
+) -> str:
+    out = io.StringIO()
+    console = Console(section or MetricsSection(), total_steps=total_steps, file=out, **options)
+    speak(console)
+    console.close()
+    return out.getvalue()
+
+
+def page_of(flavor: str = "8B", hardware: str | None = None, **degrees: int) -> StartupPage:
+    ones = {"pp": 1, "dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 1, "accumulation": 2}
+    config = JobConfig(
+        model=ModelSection(flavor=flavor),
+        training=TrainingSection(steps=1000),
+        lr_scheduler=LRSchedulerSection(warmup_steps=200, decay_ratio=0.1, min_lr_factor=0.1),
+    )
+    return startup_page(
+        config,
+        FLAVORS[flavor],
+        Layout(**(ones | degrees)),
+        run_dir=Path("outputs/x"),
+        device_name="NVIDIA H200" if hardware else "CPU",
+        hardware=by_name(hardware) if hardware else None,
+        tokenizer="bytes, 264 tokens",
+    )
+
+
+def test_step_line_in_a_log_file() -> None:
+    text = printed(lambda console: console.step(step_row(120, mfu=0.431)))
+    assert text == (
+        "step    120/10,000  loss  3.4521  gnorm  1.234  lr 3.00e-04    131,072 tok/s"
+        "  mfu 43.1% full-attn  gpu 61.20 GiB  data   0.3ms  eta  3:19:48\n"
+    )
+
+
+def test_cpu_says_rss_and_no_mfu() -> None:
+    text = printed(lambda console: console.step(step_row(1, memory_kind="rss", memory_gib=0.87)))
+    assert "  mfu n/a  rss  0.87 GiB  " in text
+
+
+def test_lines_are_a_table_no_wider_than_140() -> None:
+    section = MetricsSection(mfu_convention="causal")
+
+    def speak(console: Console) -> None:
+        console.step(step_row(1, mfu=0.051, loss=11.76, grad_norm=2307.3, eta_s=5e5))
+        console.step(step_row(99_999, mfu=0.431, tokens_per_s=7_131_072.0, data_wait_s=0.4))
+
+    first, second = printed(speak, total_steps=100_000, section=section).splitlines()
+    assert len(first) == len(second) <= 140
+    for column in ("loss", "gnorm", "lr", "tok/s", "mfu", "causal-attn", "gpu", "GiB", "eta"):
+        assert first.index(column) == second.index(column), column
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120])
+def test_narrow_terminals_lose_columns_not_lines(width: int) -> None:
+    text = printed(lambda console: console.step(step_row(7, mfu=0.4)), width=width)
+    assert text.count("\n") == 1 and len(text) <= width + 1
+    assert "loss  3.4521" in text and "tok/s" in text
+    assert ("eta" in text) == (width >= 80)
+
+
+def test_plain_text_unless_a_terminal_with_colours() -> None:
+    def speak(console: Console) -> None:
+        console.startup(page_of())
+        console.step(step_row(1))
+        console.validation(ValidationRow(step=1, validation_loss=2.5, bits_per_byte=1.25))
+        console.message("saved [bold]x[/bold]")
+        console.warn("careful")
+
+    file = printed(speak)
+    without_colours = printed(
+        speak, is_terminal=True, width=140, section=MetricsSection(disable_color_printing=True)
+    )
+    terminal = printed(speak, is_terminal=True, width=140)
+    assert ESCAPE not in file
+    assert file == without_colours
+    assert ESCAPE in terminal and "training" in terminal  # the bar
+    assert file.endswith(
+        "step      1/10,000  validation loss 2.5000  1.2500 bits/byte\n"
+        "saved [bold]x[/bold]\nwarning: careful\n"
+    )
+
+
+def test_only_rank_0_prints_but_every_rank_logs(caplog: pytest.LogCaptureFixture) -> None:
+    def speak(console: Console) -> None:
+        console.step(step_row(1))
+        console.message("hello")
+        console.warn("careful")
+
+    with caplog.at_level(logging.INFO, logger="titan"):
+        assert printed(speak, rank=1, is_terminal=True) == ""
+    assert [(r.levelname, r.message) for r in caplog.records] == [
+        ("INFO", "hello"),
+        ("WARNING", "careful"),
+    ]
+
+
+def test_warnings_of_other_parts_are_shown() -> None:
+    text = printed(lambda _: logging.getLogger("titan.data").warning("slow %s", "disk"))
+    assert text == "warning: slow disk\n"
+
+
+def test_startup_page() -> None:
+    text = printed(lambda console: console.startup(page_of(hardware="h200-sxm")))
+    lines = text.splitlines()
+    assert lines[1] == "titan: llama3 8B, 8,030,261,248 parameters"
+    page = {line[2:19].strip(): line[19:] for line in lines[2:] if line[2:3].strip()}
+    assert page["layout"] == "4 ranks; mesh dp_shard 4; FSDP2 (ZeRO-3)"
+    assert (
+        page["tokens per step"] == "8 sequences x 2,048 tokens x 4 ranks x 2 accumulation = 131,072"
+    )
+    assert page["steps"] == "1,000; 131,072,000 tokens in all"
+    assert page["schedule"] == (
+        "AdamW, peak learning rate 0.0008, 200 steps of warm-up, 700 constant, "
+        "100 of linear decay to 8e-05"
+    )
+    assert "(h200-sxm: 989 TFLOP/s dense bfloat16); MFU counts full attention" in page["hardware"]
+    assert "GiB a rank by formula, of 139.7: parameters 7.48, gradients 7.48" in page["memory"]
+    assert page["data"] == "stdlib; tokenizer bytes, 264 tokens"
+    assert max(map(len, lines)) <= 120
+
+
+def test_startup_page_of_one_cpu_rank_and_of_hsdp_with_tp() -> None:
+    one = page_of("demo", dp_shard=1, accumulation=1)
+    assert one.lines["layout"] == "1 rank"
+    assert one.lines["tokens per step"] == "8 sequences x 2,048 tokens x 1 rank = 16,384"
+    assert one.lines["hardware"] == "CPU; no profile of its peak, so MFU is n/a"
+    many = page_of(dp_replicate=2, dp_shard=4, tp=2)
+    assert (
+        many.lines["layout"] == "16 ranks; mesh dp_replicate 2 x dp_shard 4 x tp 2; HSDP (ZeRO-3)"
+    )
+    assert "x 8 data-parallel ranks x 2 accumulation" in many.lines["tokens per step"]
+    assert "(does not fit)" in page_of("405B", hardware="h100-sxm").lines["memory"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0:00"), (59.6, "1:00"), (754, "12:34"), (3723, "1:02:03"), (363_960, "4d 05:06")],
+)
+def test_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

@@ -1,0 +1,199 @@
+"""metrics.jsonl over resumes, crashes and full disks; what TensorBoard and Weights & Biases get."""
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import titan.observe.sinks
+from titan.config.sections import MetricsSection
+from titan.observe.metrics import MetricsLog, StepRow, ValidationRow, model_tflops
+from titan.observe.sinks import MissingExtra
+
+
+def step_row(step: int, **changed: Any) -> StepRow:
+    row: dict[str, Any] = {
+        "step": step,
+        "loss": 10.0 / step,
+        "grad_norm": 0.5,
+        "lr": 1e-3,
+        "tokens": 100 * step,
+        "tokens_per_s": 50.0,
+        "step_s": 2.0,
+        "eta_s": 9.0,
+        "data_wait_s": 0.001,
+        "memory_gib": 1.5,
+    }
+    return StepRow(**(row | changed))
+
+
+def rows(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    text = (run_dir / name).read_text(encoding="utf-8")
+    assert text.endswith("\n")
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+def log_steps(run_dir: Path, steps: range, **options: Any) -> None:
+    log = MetricsLog(run_dir, section=MetricsSection(), **options)
+    for step in steps:
+        log.write(step_row(step))
+    log.close()
+
+
+def test_a_row_has_the_promised_keys(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, section=MetricsSection())
+    log.write(step_row(1))
+    log.write(
+        step_row(2, mfu=0.43, tflops=425.0),
+        ValidationRow(step=2, validation_loss=1.25, bits_per_byte=1.8),
+    )
+    log.close()
+    first, second = rows(tmp_path)
+    assert {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "time_s"} <= first.keys()
+    assert (first["step"], first["loss"], first["tokens"], first["mfu"]) == (1, 10.0, 100, None)
+    assert 0 <= first["time_s"] <= second["time_s"] < 60
+    assert "validation_loss" not in first
+    assert (second["validation_loss"], second["bits_per_byte"]) == (1.25, 1.8)
+    assert second["mfu"] == 0.43
+
+
+def test_resume_cuts_later_rows_and_a_torn_line(tmp_path: Path) -> None:
+    log_steps(tmp_path, range(1, 8))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "lo')
+    log_steps(tmp_path, range(6, 9), resume_step=5)
+    found = rows(tmp_path)
+    assert [row["step"] for row in found] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl"]
+
+
+def test_last_row_without_newline_is_kept(tmp_path: Path) -> None:
+    log_steps(tmp_path, range(1, 4))
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text().rstrip("\n"))
+    log_steps(tmp_path, range(4, 5), resume_step=3)
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_time_goes_on_counting_from_the_first_start(tmp_path: Path) -> None:
+    first_start = time.time() - 1000
+    row = {"step": 4, "time_s": 300.0, "unix_s": first_start + 300.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    log_steps(tmp_path, range(5, 6), resume_step=4)
+    assert rows(tmp_path)[-1]["time_s"] == pytest.approx(1000, abs=30)
+
+
+def test_a_fresh_run_moves_old_rows_aside(tmp_path: Path) -> None:
+    log_steps(tmp_path, range(1, 4))
+    log_steps(tmp_path, range(1, 2))
+    assert [row["step"] for row in rows(tmp_path)] == [1]
+    assert [row["step"] for row in rows(tmp_path, "metrics.previous.jsonl")] == [1, 2, 3]
+
+
+def test_non_finite_numbers_are_null(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, section=MetricsSection())
+    log.write(step_row(1, loss=math.nan, grad_norm=math.inf))
+    log.close()
+    (row,) = rows(tmp_path)
+    assert row["loss"] is None and row["grad_norm"] is None and row["lr"] == 1e-3
+
+
+def test_ranks(tmp_path: Path) -> None:
+    log_steps(tmp_path, range(1, 3), rank=1)
+    assert list(tmp_path.iterdir()) == []
+    log = MetricsLog(tmp_path, section=MetricsSection(save_for_all_ranks=True), rank=1)
+    log.write(step_row(1))
+    log.close()
+    assert rows(tmp_path, "metrics.rank-1.jsonl")[0]["step"] == 1
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_full_disk_warns_once_leaves_no_half_row_and_goes_on(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    warnings: list[str] = []
+    log = MetricsLog(tmp_path, section=MetricsSection(), warn=warnings.append)
+    log.write(step_row(1))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    full_at = (tmp_path / "metrics.jsonl").stat().st_size + 50  # in the middle of the next row
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (full_at, limits[1]))
+        log.write(step_row(2))
+        log.write(step_row(3))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    log.write(step_row(4))
+    log.close()
+    assert [row["step"] for row in rows(tmp_path)] == [1, 4]
+    assert len(warnings) == 1
+    assert "metrics.jsonl cannot be written (OSError: only 50 of " in warnings[0]
+
+
+def test_tensorboard_values_and_resume(tmp_path: Path) -> None:
+    event_accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
+    section = MetricsSection(enable_tensorboard=True)
+    for start, resume_step in ((1, 0), (3, 2)):
+        log = MetricsLog(tmp_path, section=section, resume_step=resume_step)
+        for step in range(start, start + 3):
+            loss = step + 0.5 * (resume_step > 0)
+            log.write(step_row(step, loss=loss), ValidationRow(step=step, validation_loss=7.0))
+        log.close()
+    events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    training = [(e.step, e.value) for e in events.Scalars("loss/train")]
+    assert training == [(1, 1.0), (2, 2.0), (3, 3.5), (4, 4.5), (5, 5.5)]
+    assert events.Scalars("loss/validation")[0].value == 7.0
+    assert "throughput/mfu" not in events.Tags()["scalars"]  # unknown, so not drawn
+
+
+def test_wandb_offline_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    section = MetricsSection(enable_wandb=True, wandb_project="p", wandb_run_name="r")
+    warnings: list[str] = []
+    for resume_step in (0, 1):
+        log = MetricsLog(tmp_path, section=section, resume_step=resume_step, warn=warnings.append)
+        log.write(step_row(resume_step + 1))
+        log.close()
+    assert warnings == []
+    run_id = (tmp_path / "wandb" / "run-id.txt").read_text()
+    files = list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    assert {file.name for file in files} == {f"run-{run_id}.wandb"}
+    assert all(b"loss/train" in file.read_bytes() for file in files)
+
+
+def test_a_sink_that_cannot_open_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ConnectionError("server is down")
+
+    monkeypatch.setattr("titan.observe.metrics.WandbSink", broken)
+    warnings: list[str] = []
+    section = MetricsSection(enable_wandb=True)
+    log = MetricsLog(tmp_path, section=section, warn=warnings.append)
+    log.write(step_row(1))
+    log.close()
+    assert warnings == [
+        "metrics: Weights & Biases cannot be written (ConnectionError: server is down); training goes on"
+    ]
+    assert [row["step"] for row in rows(tmp_path)] == [1]
+
+
+@pytest.mark.parametrize("extra", ["tensorboard", "wandb"])
+def test_missing_extra_names_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: str
+) -> None:
+    monkeypatch.setattr(titan.observe.sinks, "find_spec", lambda name: None)
+    section = MetricsSection.model_validate({f"enable_{extra}": True})
+    with pytest.raises(MissingExtra, match=rf"pip install 'titan-pretrain\[{extra}\]'"):
+        MetricsLog(tmp_path, section=section, rank=3)  # on every rank alike
+
+
+def test_model_tflops() -> None:
+    assert model_tflops(tokens_per_s=8000, flops_per_token=5e10, num_ranks=2) == pytest.approx(200)

@@ -1,0 +1,73 @@
+"""`titan plot`: a picture with something in it, and errors in a line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from titan.observe.plot import main, read_runs, running_mean
+
+
+def write_run(folder: Path, *, slope: float) -> Path:
+    folder.mkdir(parents=True)
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(1, 101):
+            row = {"step": step, "loss": slope / step, "tokens": 10 * step, "tokens_per_s": 5.0}
+            row |= {"time_s": 36.0 * step} | ({"validation_loss": 1.0} if step % 50 == 0 else {})
+            file.write(json.dumps(row) + "\n")
+        file.write('{"step": 101, "lo')  # a run that is being written
+    return folder
+
+
+@pytest.mark.parametrize("x", ["step", "tokens", "time"])
+def test_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str], x: str) -> None:
+    image = pytest.importorskip("matplotlib.image")
+    first = write_run(tmp_path / "first", slope=5.0)
+    second = write_run(tmp_path / "second", slope=9.0)
+    output = tmp_path / "new" / "picture.png"
+    assert main([str(first), str(second), "--output", str(output), "--x", x]) == 0
+    assert capsys.readouterr().out == f"wrote {output}\n"
+    assert output.read_bytes().startswith(b"\x89PNG")
+    pixels = image.imread(output)
+    height, width = pixels.shape[:2]
+    assert 600 < height < 1500 and 900 < width < 2000
+    inked = (pixels[..., :3].min(axis=-1) < 0.9).mean()
+    assert 0.01 < inked < 0.3
+
+
+def test_default_output_lies_in_the_run(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    run = write_run(tmp_path / "run", slope=5.0)
+    assert main([str(run / "metrics.jsonl")]) == 0
+    assert (run / "curves.png").stat().st_size > 10_000
+
+
+def test_points_and_names(tmp_path: Path) -> None:
+    paths = [write_run(tmp_path / a / "run", slope=5.0) for a in "ab"]
+    runs = read_runs(paths)
+    assert [run.name for run in runs] == [str(path) for path in paths]
+    assert runs[0].points("time", "validation_loss") == ([0.5, 1.0], [1.0, 1.0])
+    assert len(runs[0].points("step", "loss")[0]) == 100
+
+
+def test_folder_without_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    near = write_run(tmp_path / "demo", slope=1.0)
+    assert main([str(tmp_path / "dmeo")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "no metrics.jsonl there" in error and f"runs near it: {near}" in error
+
+
+def test_empty_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "metrics.jsonl").touch()
+    assert main([str(tmp_path)]) == 2
+    assert "no step was logged yet" in capsys.readouterr().err
+
+
+def test_running_mean_is_centred() -> None:
+    line = [float(i) for i in range(300)]
+    assert running_mean(line) == pytest.approx(line)  # no lag, no bent ends
+    noisy = [float(i % 2) for i in range(300)]
+    assert max(abs(value - 0.5) for value in running_mean(noisy)[20:280]) < 0.1

@@ -1,0 +1,259 @@
+"""The `titan` command as users run it: exit codes, where text goes, time, and that torch is never imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from titan import cli, launch
+
+ROOT = Path(__file__).resolve().parents[1]
+DEBUG = "train_configs/debug_model.toml"
+# Runs the command, then says on the last line of stderr whether torch was imported.
+PROBE = "import sys; from titan.cli import main; code = main(); print('torch' in sys.modules, file=sys.stderr); sys.exit(code)"
+
+
+def titan(*argv: str) -> tuple[int, str, list[str]]:
+    """Exit code, stdout, and the lines of stderr; asserts that torch was not imported and no traceback shown."""
+    result = subprocess.run(
+        [sys.executable, "-c", PROBE, *argv], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    *stderr, imported = result.stderr.splitlines()
+    assert imported == "False", result.stderr
+    assert "Traceback" not in result.stderr
+    return result.returncode, result.stdout, stderr
+
+
+def test_help_lists_every_command_and_imports_little() -> None:
+    probe = "import sys; from titan.cli import main; main(['--help']); print([m for m in ('torch', 'pydantic') if m in sys.modules])"
+    out = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, check=True
+    ).stdout
+    assert out.splitlines()[-1] == "[]"
+    for name in ("train", "check", "config", "schema", "prepare", "tokenizer", "plot", "generate"):
+        assert f"\n  {name} " in out
+
+
+def test_config_prints_toml_that_reproduces_the_run(tmp_path: Path) -> None:
+    code, out, err = titan(
+        "config", DEBUG, "--training.steps=7", "--lr_scheduler.decay_ratio", "0.5"
+    )
+    assert (code, err) == (0, [])
+    assert "\nsteps = 7\n" in out and "\ndecay_ratio = 0.5\n" in out
+    again = tmp_path / "config.toml"
+    again.write_text(out)
+    assert titan("config", str(again))[1] == out
+
+
+def test_mistakes_exit_2_and_are_told_on_stderr(tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text("[training]\nstep = 5\nseq_len = '1'\n")
+    for command in ("config", "check", "train"):
+        code, out, err = titan(command, str(job))
+        assert (code, out) == (2, "")
+        assert err[0] == f"{job}:2: training.step: unknown key; did you mean 'steps'?"
+        assert err[-1] == "2 problems"
+
+
+def test_answers_take_less_than_a_second(tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text("[training]\nstep = 5\n")
+    for argv in (["config", DEBUG], ["check", DEBUG], ["config", str(job)], ["--help"], ["schema"]):
+        times = []
+        for _ in range(3):  # the machine may be busy: the quickest of three
+            start = time.monotonic()
+            titan(*argv)
+            times.append(time.monotonic() - start)
+        assert min(times) < 1.0, argv
+
+
+def test_check_says_layout_size_and_memory() -> None:
+    code, out, err = titan("check", DEBUG, "--world-size", "4", "--training.global_batch_size=64")
+    assert (code, err) == (0, [])
+    assert "4 ranks = pp 1 x dp_replicate 1 x dp_shard 4 x cp 1 x tp 1" in out
+    assert (
+        "8 sequences x 256 tokens x 4 data-parallel ranks x 2 accumulation = 16,384 tokens" in out
+    )
+    assert "by formula" in out and "no problems" in out
+    facts = json.loads(titan("check", DEBUG, "--world-size=4", "--json")[1])
+    assert facts["layout"]["dp_shard"] == 4 and facts["tokens_per_step"] == 4 * 8 * 256
+    assert facts["memory_gib"]["total"] > 0 and facts["problems"] == []
+
+
+def test_check_tells_everything_in_the_way() -> None:
+    argv = [
+        "check",
+        DEBUG,
+        "--world-size=8",
+        "--parallelism.tensor_parallel_degree=3",
+        "--model.flavor=9B",
+    ]
+    code, _, err = titan(*argv)
+    assert code == 2
+    assert [line.split(": ")[1] for line in err[:-1]] == [
+        "model.flavor",
+        "parallelism.tensor_parallel_degree",
+        "parallelism.tensor_parallel_degree",
+    ]
+    code, out, err = titan(*argv, "--json")
+    assert (code, err) == (2, [])
+    assert json.loads(out)["problems"][0]["key"] == "model.flavor"
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["trian", DEBUG], "command line: trian: unknown command; did you mean 'train'?"),
+        (["train"], "command line: no job file; expected JOB.toml"),
+        (["train", "none.toml"], "none.toml: no such file"),
+        (
+            ["train", DEBUG, "--nprocs=2"],
+            "command line: --nprocs: unknown option; did you mean '--nproc'?",
+        ),
+        (
+            ["train", DEBUG, "--nproc=3", "--training.global_batch_size=32"],
+            "command line: training.global_batch_size: 32 is not a multiple of",
+        ),
+        (
+            ["config", DEBUG, "--training.batch_size=0"],
+            "command line: training.batch_size: must be at least 1, got 0",
+        ),
+    ],
+)
+def test_wrong_command_lines(argv: list[str], said: str) -> None:
+    code, out, err = titan(*argv)
+    assert (code, out) == (2, "")
+    assert err[0].startswith(said)
+
+
+def test_options_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", DEBUG, "--nproc", "0"]) == 2
+    assert "expected a whole number of at least 1, got '0'" in capsys.readouterr().err
+    assert cli.main(["check", "--help"]) == 0
+    assert "--world-size" in capsys.readouterr().out
+    assert cli.main(["--version"]) == 0
+
+
+def test_other_commands_reach_their_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    for command, module in {
+        "prepare": "titan.data.prepare",
+        "plot": "titan.observe.plot",
+        "generate": "titan.generate",
+    }.items():
+        seen: list[list[str]] = []
+        monkeypatch.setitem(
+            sys.modules,
+            module,
+            SimpleNamespace(main=lambda argv, seen=seen: seen.append(argv) or 3),
+        )
+        assert cli.main([command, "--help"]) == 3
+        assert seen == [["--help"]]
+
+
+def test_one_process_trains_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(launch, "count_accelerators", lambda: 0)
+    monkeypatch.setitem(
+        sys.modules, "titan.train", SimpleNamespace(main=lambda argv: seen.append(argv) or 75)
+    )
+    assert cli.main(["train", DEBUG, "--training.steps=5"]) == 75
+    assert seen == [[DEBUG, "--training.steps=5"]]
+    monkeypatch.setenv("RANK", "0")  # under torchrun nothing is checked or started here
+    assert cli.main(["train", "anything.toml", "--nproc", "4"]) == 75
+    assert seen[1] == ["anything.toml"]
+
+
+FAKE_TORCHRUN = """
+import json, os, signal, subprocess, sys, time
+if "titan.train" not in sys.argv[1:2]:  # torchrun: starts a rank, and ends with 1 whatever that says
+    rank = subprocess.Popen([sys.executable, __file__, "titan.train", sys.argv[-1]], start_new_session=True)
+    sys.exit(1 if rank.wait() else 0)
+def stop(number, frame):
+    status = {"state": "stopped", "exit_code": 75, "signal": number, "threads": os.environ["OMP_NUM_THREADS"]}
+    open(sys.argv[2] + "/status.json", "w").write(json.dumps(status))
+    sys.exit(75)
+signal.signal(signal.SIGUSR1, stop)
+open(sys.argv[2] + "/ready", "w").close()
+time.sleep(30)
+"""
+LAUNCH = """
+import sys
+from titan import launch
+class Popen(launch.subprocess.Popen):
+    def __init__(self, command, **kwargs):
+        assert command[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], command
+        super().__init__([sys.executable, sys.argv[1], *command[5:]], **kwargs)
+launch.subprocess.Popen = Popen
+sys.exit(launch.launch([sys.argv[2]], num_processes=2, dump_folder=sys.argv[2]))
+"""
+
+
+def test_a_signal_reaches_the_ranks_and_their_exit_code_comes_back(tmp_path: Path) -> None:
+    torchrun, run = tmp_path / "torchrun.py", tmp_path / "run"
+    torchrun.write_text(FAKE_TORCHRUN)
+    run.mkdir()
+    (run / "status.json").write_text('{"state": "stopped", "exit_code": 2}')  # an older run's
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", LAUNCH, str(torchrun), str(run)], env=environment
+    )
+    try:
+        for _ in range(300):
+            if (run / "ready").exists():
+                break
+            time.sleep(0.05)
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(20) == 75
+    finally:
+        process.kill()
+    status = json.loads((run / "status.json").read_text())
+    assert status["signal"] == signal.SIGUSR1
+    assert int(status["threads"]) >= 1
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("sys.exit(0)", 0),
+        ("sys.exit(1)", 1),
+        ("open(sys.argv[-1] + '/status.json', 'w').write('{\"exit_code\": 2}'); sys.exit(1)", 2),
+    ],
+)
+def test_exit_codes_of_a_launch(
+    end: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "status.json").write_text('{"state": "stopped", "exit_code": 75}')  # an older run's
+    real = subprocess.Popen
+    monkeypatch.setattr(
+        launch.subprocess,
+        "Popen",
+        lambda command, **kwargs: real(
+            [sys.executable, "-c", f"import sys; {end}", *command[5:]], **kwargs
+        ),
+    )
+    assert launch.launch([str(tmp_path)], num_processes=2, dump_folder=str(tmp_path)) == code
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_accelerators_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "version", lambda name: "2.13.0+cpu")
+    assert launch.count_accelerators() == 0
+    monkeypatch.setattr(launch, "version", lambda name: "2.13.0")
+    monkeypatch.setattr(
+        launch.Path, "glob", lambda self, pattern: [f"/dev/nvidia{n}" for n in range(4)]
+    )
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert launch.count_accelerators() == 4
+    for visible, count in {"0,2": 2, "": 0, "-1": 0}.items():
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert launch.count_accelerators() == count

@@ -1,0 +1,106 @@
+"""The commands as a user types them: two ranks under torchrun, a signal, going on, generating."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TITAN = [sys.executable, "-m", "titan.cli"]
+
+
+def titan(*arguments: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*TITAN, *arguments], capture_output=True, text=True, timeout=timeout_s, cwd=ROOT
+    )
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A two-rank run of the shipped debug job, stopped by SIGTERM to `titan train`, then continued to its end."""
+    folder = tmp_path_factory.mktemp("run")
+    command = [
+        *("train", "train_configs/debug_model.toml", "--nproc", "2"),
+        *(f"--job.dump_folder={folder}", "--training.steps=60", "--metrics.log_freq=1"),
+        *("--lr_scheduler.warmup_steps=2", "--checkpoint.interval=1000"),
+    ]
+    process = subprocess.Popen([*TITAN, *command], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    metrics = folder / "metrics.jsonl"
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < 2:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    stopped = json.loads((folder / "status.json").read_text())
+    assert stopped["state"] == "stopped" and 1 < stopped["step"] < 60
+    assert (folder / "checkpoint" / f"step-{stopped['step']}").is_dir()
+    finished = titan(*command)
+    assert finished.returncode == 0, finished.stderr
+    return folder
+
+
+def test_stopped_and_continued_run_has_every_step_once(run_dir: Path) -> None:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 61))
+    assert rows[-1]["loss"] < rows[0]["loss"] - 1
+    assert json.loads((run_dir / "status.json").read_text())["state"] == "done"
+    assert (run_dir / "logs" / "rank-1.log").exists()
+
+
+def test_no_process_is_left(run_dir: Path) -> None:
+    ours = [
+        path
+        for path in Path("/proc").glob("[0-9]*/cmdline")
+        if str(run_dir).encode() in _read(path) and path.parent.name != str(os.getpid())
+    ]
+    assert not ours
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # ended while we looked
+        return b""
+
+
+def test_generate_from_the_run_and_from_a_step(run_dir: Path) -> None:
+    ways = [run_dir, run_dir / "checkpoint" / "step-60"]
+    results = [
+        titan("generate", "--checkpoint", str(way), "--prompt", "def ", "--max-new-tokens", "40")
+        for way in ways
+    ]
+    assert all(r.returncode == 0 for r in results), results[0].stderr
+    assert results[0].stdout == results[1].stdout  # same seed, same step
+    assert results[0].stdout.startswith("def ") and len(results[0].stdout) > 20
+    wrong = titan("generate", "--checkpoint", str(run_dir.parent / "nothing"))
+    assert wrong.returncode == 2 and "Traceback" not in wrong.stderr
+
+
+def test_a_mistake_ends_torchrun_with_the_report_and_nothing_else(tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text("[training]\nstep = 3\n")
+    result = titan("train", str(job), "--nproc", "2")
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[0] == (
+        f"{job}:2: training.step: unknown key; did you mean 'steps'?"
+    )
+    assert "Traceback" not in result.stderr and not result.stdout
+
+
+def test_missing_data_is_the_users_mistake_in_both_ranks(tmp_path: Path) -> None:
+    result = titan(
+        *("train", "train_configs/debug_model.toml", "--nproc", "2"),
+        *(f"--job.dump_folder={tmp_path}", "--training.dataset=text"),
+        f"--training.dataset_path={tmp_path}/nothing",
+    )
+    assert result.returncode == 2
+    assert "nothing" in result.stderr.splitlines()[0]

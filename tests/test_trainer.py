@@ -1,0 +1,206 @@
+"""The trainer on one process: resuming, stopping, refusing, and what it leaves in the run folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from titan.checkpoint.manager import CheckpointError, list_steps
+from titan.config.load import load_config
+from titan.config.sections import JobConfig
+from titan.signals import EXIT_DONE, EXIT_STOPPED, StopRequest
+from titan.trainer import NonFiniteError, Trainer
+
+
+def job(folder: Path, **changes: dict[str, Any]) -> JobConfig:
+    """Eight steps of the debug model on synthetic tokens; `changes` are merged into sections."""
+    sections: dict[str, dict[str, Any]] = {
+        "job": {"dump_folder": str(folder)},
+        "training": {
+            "dataset": "synthetic",
+            "seq_len": 32,
+            "local_batch_size": 2,
+            "steps": 8,
+            "mixed_precision_param": "float32",
+        },
+        "lr_scheduler": {"warmup_steps": 2, "total_steps": 8},
+        "metrics": {"log_freq": 1},
+        "checkpoint": {"interval": 4},
+    }
+    for name, change in changes.items():
+        sections[name] = sections.get(name, {}) | change
+    return JobConfig.model_validate(sections)
+
+
+def run(config: JobConfig, *, stop: StopRequest | None = None) -> int:
+    trainer = Trainer(config, stop=stop)
+    try:
+        return trainer.run()
+    finally:
+        trainer.close()
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def numbers(folder: Path) -> list[tuple[int, float, float, float]]:
+    return [(r["step"], r["loss"], r["grad_norm"], r["lr"]) for r in rows(folder)]
+
+
+def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run(job(whole)) == EXIT_DONE
+    run(job(parts, training={"steps": 5}))  # saved at 4 and, being the last, at 5
+    run(job(parts))
+    assert numbers(parts) == numbers(whole)
+    assert [r["step"] for r in rows(whole)] == list(range(1, 9))
+    assert rows(parts)[-1]["tokens"] == 8 * 2 * 32
+
+
+def test_the_loss_goes_down_on_real_text(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 500)
+    config = job(
+        tmp_path / "run",
+        training={"dataset": "text", "dataset_path": str(text), "steps": 40},
+        data={"cache_folder": str(tmp_path / "cache")},
+        lr_scheduler={"total_steps": 40},
+        optimizer={"lr": 3e-3},
+    )
+    run(config)
+    losses = [r["loss"] for r in rows(tmp_path / "run")]
+    assert losses[0] > 7 and losses[-1] < 3
+
+
+def test_run_folder(tmp_path: Path) -> None:
+    run(job(tmp_path))
+    assert load_config(tmp_path / "config.toml") == job(tmp_path)
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["state"], status["exit_code"], status["step"]) == ("done", 0, 8)
+    environment = json.loads((tmp_path / "environment.json").read_text())
+    assert environment["torch"] == torch.__version__ and environment["world_size"] == 1
+    assert (tmp_path / "logs" / "rank-0.log").exists()
+    assert list_steps(tmp_path / "checkpoint") == [4, 8]
+
+
+def test_a_finished_run_is_a_no_op(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(job(tmp_path))
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "checkpoint").rglob("*")}
+    assert run(job(tmp_path)) == EXIT_DONE
+    assert "nothing to do: step 8 of 8 is done" in capsys.readouterr().out
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "checkpoint").rglob("*")} == before
+    assert len(rows(tmp_path)) == 8
+
+
+def test_a_stop_request_saves_and_a_later_run_goes_on(tmp_path: Path) -> None:
+    stop = StopRequest()
+    trainer = Trainer(job(tmp_path / "stopped"), stop=stop)
+    for _ in range(3):
+        assert not trainer._one_step()
+    stop.signal_name = "SIGTERM"
+    assert trainer.run() == EXIT_STOPPED
+    trainer.close()
+    assert list_steps(tmp_path / "stopped" / "checkpoint") == [4]
+    status = json.loads((tmp_path / "stopped" / "status.json").read_text())
+    assert (status["state"], status["exit_code"], status["step"]) == ("stopped", EXIT_STOPPED, 4)
+    run(job(tmp_path / "stopped"))
+    run(job(tmp_path / "whole"))
+    assert numbers(tmp_path / "stopped") == numbers(tmp_path / "whole")
+
+
+def test_a_stop_request_without_checkpoints_saves_nothing(tmp_path: Path) -> None:
+    stop = StopRequest()
+    stop.signal_name = "SIGUSR1"
+    assert run(job(tmp_path, checkpoint={"enable": False}), stop=stop) == EXIT_STOPPED
+    assert not (tmp_path / "checkpoint").exists()
+
+
+def test_a_non_finite_loss_stops_with_step_rank_and_samples(tmp_path: Path) -> None:
+    trainer = Trainer(job(tmp_path, training={"global_batch_size": 4}))
+    trainer._one_step()
+    with torch.no_grad():
+        trainer.program.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(NonFiniteError, match=r"step 2: loss nan.*rank 0: samples 4 to 5; rank 0: samples 6 to 7"):
+        trainer.run()
+    trainer.close()
+    assert not list_steps(tmp_path / "checkpoint")
+
+
+def test_keeps_the_newest_checkpoints(tmp_path: Path) -> None:
+    run(job(tmp_path, checkpoint={"interval": 2, "keep_latest_k": 2}))
+    assert list_steps(tmp_path / "checkpoint") == [6, 8]
+    assert sorted(p.name for p in (tmp_path / "checkpoint").iterdir()) == ["step-6", "step-8"]
+
+
+def test_first_step_checkpoint_and_load_only(tmp_path: Path) -> None:
+    run(job(tmp_path, checkpoint={"enable_first_step_checkpoint": True}))
+    assert list_steps(tmp_path / "checkpoint") == [1, 4, 8]
+    run(job(tmp_path, checkpoint={"load_step": 4, "load_only": True}))
+    assert list_steps(tmp_path / "checkpoint") == [1, 4, 8]
+    assert [r["step"] for r in rows(tmp_path)] == list(range(1, 9))
+
+
+def test_a_missing_load_step_is_an_error_that_says_what_is_there(tmp_path: Path) -> None:
+    run(job(tmp_path))
+    with pytest.raises(CheckpointError, match=r"no step 5 in .*; there is 4, 8"):
+        Trainer(job(tmp_path, checkpoint={"load_step": 5}))
+    torch.distributed.destroy_process_group()
+
+
+def test_initial_load_takes_the_weights_only(tmp_path: Path) -> None:
+    run(job(tmp_path / "first"))
+    start = {"initial_load_path": str(tmp_path / "first" / "checkpoint" / "step-8")}
+    trainer = Trainer(job(tmp_path / "second", checkpoint=start))
+    assert trainer.step == 0 and not trainer.program.optimizer.state
+    trainer.close()
+    fresh = Trainer(job(tmp_path / "third", debug={"seed": 0}))
+    pairs = zip(trainer.program.model.parameters(), fresh.program.model.parameters(), strict=True)
+    assert any(not torch.equal(a, b) for a, b in pairs)
+    fresh.close()
+
+
+def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
+    run(job(tmp_path))
+    with pytest.raises(CheckpointError, match="other shapes: .*saved from another model"):
+        Trainer(job(tmp_path, model={"overrides": {"ffn_dim": 256}}))
+    torch.distributed.destroy_process_group()
+
+
+def test_model_only_last_save_in_another_precision(tmp_path: Path) -> None:
+    run(job(tmp_path, checkpoint={"last_save_model_only": True, "export_dtype": "bfloat16"}))
+    from titan.checkpoint.manager import stored_shapes
+
+    stored = stored_shapes(tmp_path / "checkpoint" / "step-8")
+    assert stored and all(name.startswith("model.") for name in stored)
+    assert {dtype for _, dtype in stored.values()} == {torch.bfloat16}
+
+
+def test_validation_is_logged_with_bits_per_byte(tmp_path: Path) -> None:
+    files = tmp_path / "text"
+    files.mkdir()
+    for number in range(40):
+        (files / f"{number}.txt").write_text(f"document {number} " * 30)
+    config = job(
+        tmp_path / "run",
+        training={"dataset": "text", "dataset_path": str(files)},
+        data={"cache_folder": str(tmp_path / "cache"), "validation_fraction": 0.3},
+        validation={"enable": True, "freq": 4, "steps": 2, "local_batch_size": 2},
+    )
+    run(config)
+    by_step = {r["step"]: r for r in rows(tmp_path / "run")}
+    assert "validation_loss" not in by_step[3] and by_step[4]["validation_loss"] < by_step[1]["loss"]
+    # One byte a token but for the begin and end tokens: bits per byte a little above loss / ln 2.
+    ratio = by_step[8]["bits_per_byte"] / (by_step[8]["validation_loss"] / 0.693147)
+    assert 1.0 <= ratio < 1.05
+    assert 2 < by_step[8]["unigram_bits_per_byte"] < 5
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"258 tokens, but llama3 debugmodel has a vocabulary of 100"):
+        Trainer(job(tmp_path, model={"overrides": {"vocab_size": 100}}))
+    torch.distributed.destroy_process_group()

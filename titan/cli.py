@@ -1,0 +1,247 @@
+"""The `titan` command. Each subcommand imports what it needs when it runs, so that help and mistakes cost no time.
+
+Exit codes: 0 done; 2 the user's mistake, told line by line; 75 stopped by a signal after saving; 1 anything else.
+A command's own options are taken out by argparse; what is left is `JOB.toml [OVERLAY.toml ...]
+[--section.key=value ...]`, which titan.config.load understands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from titan.config.layout import Layout
+    from titan.config.sections import JobConfig
+
+JOB = "JOB.toml [OVERLAY.toml ...] [--section.key=value ...]"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; returns the exit code."""
+    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("-h", "--help", "help"):
+        print(_overview())
+        return 0
+    if name == "--version":
+        from titan import __version__
+
+        print(f"titan {__version__}")
+        return 0
+    if name not in COMMANDS:
+        match = get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean '{match[0]}'?" if match else f"there are {', '.join(COMMANDS)}"
+        print(f"command line: {name}: unknown command; {hint}", file=sys.stderr)
+        return 2
+    try:
+        return COMMANDS[name].run(rest)
+    except SystemExit as request:  # argparse, after --help or a misused option
+        return request.code if isinstance(request.code, int) else 1
+    except BrokenPipeError:  # the reader of `titan config ... | head` has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        if (problems := _problems_in(error)) is None:
+            raise
+        print(problems, file=sys.stderr)
+        return 2
+
+
+def _problems_in(error: Exception) -> str | None:
+    """The report in a `ConfigError`; anything else is not the user's mistake."""
+    from titan.config.problems import ConfigError
+
+    return str(error) if isinstance(error, ConfigError) else None
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    rows = (f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items())
+    return "\n".join(
+        [
+            "usage: titan COMMAND ...",
+            "",
+            *rows,
+            "",
+            "`titan COMMAND --help` says more. The keys of a job file: docs/config.md",
+        ]
+    )
+
+
+def _parser(name: str, arguments: str = JOB) -> argparse.ArgumentParser:
+    """A parser of a command's own options; it leaves the job's files and overrides alone."""
+    return argparse.ArgumentParser(
+        prog=f"titan {name}",
+        usage=f"titan {name} {arguments}",
+        description=COMMANDS[name].summary,
+        allow_abbrev=False,
+    )
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def train(argv: list[str]) -> int:
+    parser = _parser("train", f"{JOB} [--nproc N]")
+    parser.add_argument(
+        "--nproc",
+        type=_positive,
+        metavar="N",
+        help="processes on this machine; default: one per accelerator, else one",
+    )
+    options, job = parser.parse_known_args(argv)
+    if "RANK" not in os.environ:  # else torchrun has started this very process
+        from titan.launch import count_accelerators, launch
+
+        num_processes = options.nproc or max(1, count_accelerators())
+        config = _load(job, options=["--nproc"])
+        _check_to_run(config, world_size=num_processes)
+        if num_processes > 1:
+            return launch(job, num_processes=num_processes, dump_folder=config.job.dump_folder)
+    return import_module("titan.train").main(job)
+
+
+def check(argv: list[str]) -> int:
+    parser = _parser("check", f"{JOB} [--world-size N] [--json]")
+    parser.add_argument(
+        "--world-size", type=_positive, default=1, metavar="N", help="ranks in all; default: 1"
+    )
+    parser.add_argument("--json", action="store_true", help="the answer as JSON")
+    options, job = parser.parse_known_args(argv)
+    from titan.config.problems import ConfigError
+
+    try:
+        config = _load(job, options=["--world-size", "--json"])
+        layout = _check_to_run(config, world_size=options.world_size)
+    except ConfigError as error:
+        if not options.json:
+            raise
+        print(json.dumps({"problems": [asdict(problem) for problem in error.problems]}, indent=2))
+        return 2
+    facts = _facts(config, layout)
+    print(json.dumps(facts | {"problems": []}, indent=2) if options.json else _page(facts))
+    return 0
+
+
+def config(argv: list[str]) -> int:
+    parser = _parser("config", f"{JOB} [--comments]")
+    parser.add_argument("--comments", action="store_true", help="with the meaning of every key")
+    options, job = parser.parse_known_args(argv)
+    from titan.config.problems import ConfigError
+    from titan.config.render import to_toml
+    from titan.config.rules import check as check_rules
+
+    resolved = _load(job, options=["--comments"])
+    if problems := check_rules(resolved):
+        raise ConfigError(problems)
+    print(to_toml(resolved, comments=options.comments), end="")
+    return 0
+
+
+def schema(argv: list[str]) -> int:
+    _parser("schema", "").parse_args(argv)
+    from titan.config.render import json_schema
+
+    print(json.dumps(json_schema(), indent=1, ensure_ascii=False))
+    return 0
+
+
+def _load(argv: Sequence[str], *, options: Sequence[str]) -> JobConfig:
+    from titan.config.load import load_from_argv
+
+    return load_from_argv(argv, options=options)
+
+
+def _check_to_run(config: JobConfig, *, world_size: int) -> Layout:
+    from titan.config.rules import check_to_run
+
+    return check_to_run(config, world_size=world_size)
+
+
+def _facts(config: JobConfig, layout: Layout) -> dict[str, Any]:
+    """What `titan check` says, as data."""
+    from titan.config.model import model_config
+    from titan.observe.estimate import estimate_memory
+
+    model, training = model_config(config.model), config.training
+    sequences = training.local_batch_size * layout.dp * layout.accumulation
+    return {
+        "world_size": layout.world_size,
+        "layout": asdict(layout),
+        "model": {
+            "name": config.model.name,
+            "flavor": config.model.flavor,
+            "parameters": model.num_params,
+        },
+        "local_batch_size": training.local_batch_size,
+        "global_batch_size": sequences,
+        "seq_len": training.seq_len,
+        "tokens_per_step": sequences * training.seq_len,
+        "memory_gib": estimate_memory(config, model, layout),
+        "memory_method": "formula",
+    }
+
+
+def _page(facts: dict[str, Any]) -> str:
+    """What `titan check` says, for people."""
+    model, layout = facts["model"], facts["layout"]
+    axes = " x ".join(f"{axis} {n}" for axis, n in layout.items() if axis != "accumulation")
+    batch = (
+        f"{facts['local_batch_size']} sequences x {facts['seq_len']:,} tokens x "
+        f"{layout['dp_replicate'] * layout['dp_shard']} data-parallel ranks x {layout['accumulation']} accumulation"
+    )
+    memory = [f"    {name:<12} {gib:10.3f}" for name, gib in facts["memory_gib"].items()]
+    return "\n".join(
+        [
+            f"model    {model['name']} {model['flavor']}, {model['parameters']:,} parameters",
+            f"layout   {facts['world_size']} ranks = {axes}",
+            f"step     {batch} = {facts['tokens_per_step']:,} tokens",
+            "memory   GiB on the fullest rank, by formula (not measured)",
+            *memory,
+            "no problems",
+        ]
+    )
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: its line in `titan --help`, and what runs it with the rest of the command line."""
+
+    summary: str
+    run: Callable[[list[str]], int]
+
+
+def _elsewhere(module: str) -> Callable[[list[str]], int]:
+    """A command that lives in another module's `main`, imported when it runs."""
+    return lambda argv: import_module(module).main(argv)
+
+
+COMMANDS = {
+    "train": Command(
+        "train a model: one process per accelerator, one on a CPU, or --nproc N", train
+    ),
+    "check": Command(
+        "check a job for a number of ranks; layout, tokens per step, memory by formula", check
+    ),
+    "config": Command("print the resolved job as TOML", config),
+    "schema": Command("print the JSON schema of job files, for editors", schema),
+    "prepare": Command("tokenize text into memory-mapped shards", _elsewhere("titan.data.prepare")),
+    "tokenizer": Command("train or inspect a tokenizer", _elsewhere("titan.data.tokenizer_cli")),
+    "plot": Command("draw loss and throughput curves of runs", _elsewhere("titan.observe.plot")),
+    "generate": Command("sample text from a checkpoint", _elsewhere("titan.generate")),
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""Keys that had another name, or that this program has no use for: TorchTitan's of v0.2.2 and before.
+
+Three tables. A renamed key moves to its new place and warns. A dropped key warns. A refused key stands for
+something titan does not have: it is an error that says what to use instead, unless it is switched off (false,
+empty), for then nothing was asked. Applied to each file on its own, before files are merged, so that an
+overlay may use a new name over an older file's old one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .problems import Place, Problem, key_text, parent
+from .sections import ParallelismSection
+
+RENAMED: dict[str, str] = {
+    "float8.enable_float8_linear": "model.converters",
+    "float8": "quantize.linear.float8",
+    **{
+        f"{section}.{key}": f"parallelism.{key}"
+        for section in ("training", "experimental")
+        for key in ParallelismSection.model_fields
+    },
+    "training.data_parallel_degree": "parallelism.data_parallel_shard_degree",
+    "training.batch_size": "training.local_batch_size",
+    "training.compile": "compile.enable",
+    "training.warmup_steps": "lr_scheduler.warmup_steps",
+    "training.seed": "debug.seed",
+    "training.deterministic": "debug.deterministic",
+    "model.tokenizer_path": "tokenizer.path",
+    "optimizer.fused": "optimizer.implementation",
+    "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
+    "checkpoint.enable_checkpoint": "checkpoint.enable",
+    "checkpoint.model_weights_only": "checkpoint.last_save_model_only",
+    "job.print_args": "job.print_config",
+    "validation.enabled": "validation.enable",
+    "metrics.enable_color_printing": "metrics.disable_color_printing",
+    "metrics.rank_0_only": "metrics.save_for_all_ranks",
+}
+
+DROPPED: dict[str, str] = {
+    "job.use_for_integration_test": "it has no effect",
+}
+
+REFUSED: dict[str, str] = {
+    "job.custom_config_module": "write [model] overrides, or register sections of your own through entry points "
+    "(titan.optimizers, titan.sources)",
+    "experimental.custom_args_module": "register your own parts through entry points (titan.models, "
+    "titan.optimizers, titan.sources)",
+    "experimental.custom_import": "register your own parts through entry points (titan.models, titan.optimizers, "
+    "titan.sources)",
+    "experimental.pipeline_parallel_split_points": "use parallelism.module_fqns_per_model_part",
+    "experimental": "titan has no [experimental] section; its keys stand in [parallelism]",
+    "fault_tolerance": "a killed run resumes from its newest checkpoint: use torchrun --max-restarts, and remove "
+    "the section",
+    "quantize.linear.mx": "use [quantize.linear.float8]",
+    "quantize.grouped_mm": "only linear layers can be converted: use [quantize.linear.float8]",
+    "memory_estimation": "use `titan check`, which estimates memory without a GPU",
+    "model.print_after_conversion": "the start-up page shows the model; remove the key",
+    "model.norm_type": "Llama's norm is RMSNorm; remove the key",
+    "training.debug_moe_force_load_balance": "titan has no such switch; remove the key",
+    "debug.moe_force_load_balance": "titan has no such switch; remove the key",
+    "parallelism.pipeline_parallel_split_points": "use parallelism.module_fqns_per_model_part",
+    "parallelism.enable_compiled_autograd": "use [compile] enable = true",
+    "checkpoint.interval_type": "intervals are counted in steps; remove the key",
+    "checkpoint.enable_ft_dataloader_checkpoints": "the data position is in every checkpoint; remove the key",
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": "use selective_ac_option",
+}
+
+# What refused keys hold when they ask for nothing, besides false and empty values.
+_HARMLESS = {"model.norm_type": "rmsnorm", "checkpoint.interval_type": "steps"}
+
+
+def _unless_boolean(convert: Callable[[bool], Any]) -> Callable[[Any], Any]:
+    """Converts a boolean; anything else stays, and is told as a wrong type later."""
+    return lambda value: convert(value) if isinstance(value, bool) else value
+
+
+_CONVERTED: dict[str, Callable[[Any], Any]] = {
+    "optimizer.fused": _unless_boolean(lambda fused: "fused" if fused else "foreach"),
+    "float8.enable_float8_linear": _unless_boolean(
+        lambda on: ["quantize.linear.float8"] if on else []
+    ),
+    "metrics.enable_color_printing": _unless_boolean(lambda on: not on),
+    "metrics.rank_0_only": _unless_boolean(lambda on: not on),
+}
+
+
+@dataclass
+class Layer:
+    """What one file, or the command line, sets: its tables, and the place of every key."""
+
+    data: dict[str, Any]
+    places: dict[str, Place]
+
+    def holder(self, key: str, *, make: bool = False) -> dict[str, Any]:
+        """The table in which the last part of `key` stands; empty where there is none."""
+        table = self.data
+        for name in parent(key).split(".") if parent(key) else []:
+            inner = table.setdefault(name, {}) if make else table.get(name)
+            if not isinstance(inner, dict):
+                return {}
+            table = inner
+        return table
+
+    def find(self, key: str) -> Any:
+        return self.holder(key).get(key.rpartition(".")[2])
+
+    def remove(self, key: str) -> Any:
+        """Take out a key, and the table around it where that is left empty."""
+        table = self.holder(key)
+        value = table.pop(key.rpartition(".")[2])
+        if not table and parent(key):
+            self.remove(parent(key))
+        return value
+
+    def move(self, old: str, new: str, value: Any) -> None:
+        self.remove(old)
+        self.holder(new, make=True)[new.rpartition(".")[2]] = value
+        for key in [k for k in self.places if k == old or k.startswith((f"{old}.", f"{old}["))]:
+            place = self.places.pop(key)
+            self.places[new + key[len(old) :]] = Place(place.file, place.line, key)
+
+
+def modernise(layer: Layer) -> tuple[list[str], list[Problem]]:
+    """Apply the tables to a layer, in place; returns warnings and problems."""
+    warnings: list[str] = []
+    problems: list[Problem] = []
+    for old, new in RENAMED.items():
+        value, name = layer.find(old), old.rpartition(".")[2]
+        if name not in layer.holder(old) or ("." not in old and not isinstance(value, dict)):
+            continue
+        place = layer.places[old]
+        if other := layer.places.get(new):
+            message = f"is the old name of {new}, which {other} sets too; keep {new} only"
+            problems.append(place.problem(message))
+            layer.remove(old)
+            continue
+        layer.move(old, new, _CONVERTED.get(old, lambda same: same)(value))
+        warnings.append(f"{place}: {old} is now {new}")
+    for key, hint in (DROPPED | REFUSED).items():
+        if key.rpartition(".")[2] not in layer.holder(key):
+            continue
+        value, place = layer.remove(key), layer.places[key]
+        if key in DROPPED or _is_off(value) or _HARMLESS.get(key) == value:
+            warnings.append(f"{place}: {key} is ignored: {hint}")
+            continue
+        asked = [key]
+        if isinstance(value, dict):
+            asked = [f"{key}.{key_text([k])}" for k, inner in value.items() if not _is_off(inner)]
+        problems += [layer.places[k].problem(f"titan has no such setting; {hint}") for k in asked]
+    return warnings, problems
+
+
+def _is_off(value: Any) -> bool:
+    if isinstance(value, dict):
+        return value.get("enable") is False or all(map(_is_off, value.values()))
+    return not value

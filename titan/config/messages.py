@@ -1,0 +1,165 @@
+"""pydantic's errors in plain words: the value, the rule, and the nearest fix.
+
+pydantic says where an error is by a path that also names union members ("AdamW", "constrained-int"), and
+reports a failed union as one error per member; here errors are gathered by the key they are about.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import date, datetime, time
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from .problems import Origin, Problem, choose, did_you_mean, key_text, nearest
+from .schema import fields_at, models_at, sections_with
+from .toml import KeyPath, format_value
+
+_WANTED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "dict_type": "a table",
+    "model_type": "a table",
+    "model_attributes_type": "a table",
+}
+_BOUNDS = {
+    "greater_than": ("gt", "greater than"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "less than"),
+    "less_than_equal": ("le", "at most"),
+}
+_BOOLEANS: dict[str, bool] = {
+    **dict.fromkeys(("true", "yes", "on", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "0"), False),
+}
+
+
+def explain(error: ValidationError, *, data: dict[str, Any], origin: Origin) -> list[Problem]:
+    """Every mistake that pydantic found in `data`, in the order of its keys."""
+    by_path: dict[KeyPath, list[ErrorDetails]] = {}
+    for detail in error.errors(include_url=False):
+        by_path.setdefault(_path_in(data, detail), []).append(detail)
+    return [
+        origin.problem(key_text(path), _message(path, details, data=data))
+        for path, details in by_path.items()
+    ]
+
+
+def _path_in(data: Any, error: ErrorDetails) -> KeyPath:
+    """The error's location without the names of union members, which are not in the data."""
+    path: KeyPath = ()
+    for part in error["loc"]:
+        inside = part in data if isinstance(data, dict) else isinstance(data, list)
+        if inside and isinstance(part, int) == isinstance(data, list):
+            data = data[part]
+        elif error["type"] != "missing" or part != error["loc"][-1]:
+            continue
+        path += (part,)
+    if error["type"] == "union_tag_invalid":
+        path += (error["ctx"]["discriminator"].strip("'"),)  # pyright: ignore[reportTypedDictNotRequiredAccess]
+    return path
+
+
+def _message(path: KeyPath, errors: list[ErrorDetails], *, data: dict[str, Any]) -> str:
+    # A union's errors: a member that rejects only the value knows more than those that reject the type.
+    error = next((e for e in errors if e["type"] not in _WANTED), errors[0])
+    kind, value, context = error["type"], error["input"], error.get("ctx", {})
+    if kind in _WANTED:
+        wanted = " or ".join(dict.fromkeys(_WANTED[e["type"]] for e in errors))
+        return f"expected {wanted}, got {_describe(value)}{_type_fix(value, wanted, path)}"
+    if kind in _BOUNDS:
+        limit, words = _BOUNDS[kind]
+        return f"must be {words} {_number(context[limit])}, got {format_value(value)}"
+    if kind == "extra_forbidden":
+        return _unknown(path, value, data=data)
+    if kind == "missing":
+        return f"missing: {key_text(path[:-1])} needs it{_member(value)}"
+    if kind == "literal_error":
+        return _choice(value, re.findall(r"'([^']*)'", context["expected"]))
+    if kind == "union_tag_invalid":
+        registered = re.findall(r"'([^']*)'", context["expected_tags"])
+        return f'unknown {path[-2] if path[-1] == "name" else path[-1]} "{context["tag"]}"{choose(context["tag"], registered)}'
+    if kind == "union_tag_not_found":
+        tag = context["discriminator"].strip("'")
+        return f"{tag} is missing; write {tag} = and one of {', '.join(_tags(path, tag))}"
+    if kind == "finite_number":
+        return f"expected a finite number, got {format_value(value)}"
+    said = str(context.get("error", error["msg"]))  # a validator's own words, or pydantic's
+    return f"{said[:1].lower()}{said[1:]}, got {_describe(value)}"
+
+
+def _describe(value: Any) -> str:
+    """A value with its type, as a person would say it."""
+    if isinstance(value, str):
+        return f"the string {format_value(value)}"
+    if isinstance(value, bool):
+        return format_value(value)
+    if isinstance(value, int | float):
+        return f"the number {format_value(value)}"
+    if isinstance(value, datetime | date | time):
+        return f"the date or time {format_value(value)}"
+    return "a list" if isinstance(value, list) else "a table"
+
+
+def _number(value: float) -> str:
+    return format_value(int(value) if float(value).is_integer() else value)
+
+
+def _type_fix(value: Any, wanted: str, path: KeyPath) -> str:
+    """What to write instead, where what was meant is plain from the value; begins with a semicolon."""
+    if isinstance(value, str) and "number" in wanted:
+        pattern = r"[+-]?\d+" if "whole" in wanted else r"[+-]?\d+(\.\d+)?([eE][+-]?\d+)?"
+        return f"; write {value} without quotes" if re.fullmatch(pattern, value) else ""
+    if wanted == "a whole number" and isinstance(value, float) and abs(value) < 1e15:
+        below = int(value // 1)
+        return f"; write {below}" if value == below else f"; write {below} or {below + 1}"
+    if wanted == "true or false" and str(value).lower() in _BOOLEANS:
+        return f"; write {format_value(_BOOLEANS[str(value).lower()])}"
+    if wanted == "text" and not isinstance(value, list | dict):
+        return f"; write {format_value(format_value(value))}"
+    if wanted == "a table" and isinstance(path[-1], int):  # an item of a list of tables
+        return f"; write {{type = {format_value(value)}}}" if isinstance(value, str) else ""
+    if wanted == "a table" or (wanted == "a list" and models_at(path)):
+        name = f"[{key_text(path)}]" if wanted == "a table" else f"[[{key_text(path)}]]"
+        return f"; write {name} and its keys below that line"
+    return f"; write [{format_value(value)}]" if wanted == "a list" else ""
+
+
+def _choice(value: Any, choices: list[str]) -> str:
+    match = nearest(value, choices, cutoff=0.5) if isinstance(value, str) else None
+    listed = ", ".join(map(format_value, choices))
+    hint = f"; did you mean {format_value(match)}?" if match else ""
+    return f"expected one of {listed}, got {format_value(value)}{hint}"
+
+
+def _unknown(path: KeyPath, value: Any, *, data: dict[str, Any]) -> str:
+    """What to say of a key that does not exist: one spelt like it here, or the same one elsewhere."""
+    name, here = str(path[-1]), fields_at(path[:-1], data=data)
+    elsewhere = sections_with(name)
+    if len(path) == 1:
+        what = "unknown section" if isinstance(value, dict) else "key outside any section"
+        hint = did_you_mean(name, here) if isinstance(value, dict) else ""
+    else:
+        what, hint = "unknown key", did_you_mean(name, here, cutoff=0.75)
+    if not hint and 0 < len(elsewhere) <= 3:
+        hint = f"; did you mean {' or '.join(f'[{section}] {name}' for section in elsewhere)}?"
+    if not hint and len(path) > 1:
+        hint = did_you_mean(name, here) or f"; there are {', '.join(here)}"
+    return what + (hint or f"; there are {', '.join(here)}")
+
+
+def _member(table: Any) -> str:
+    """Which member of a union asks for a key."""
+    kind = table.get("type") if isinstance(table, dict) else None
+    return f', being of type "{kind}"' if kind else ""
+
+
+def _tags(path: KeyPath, tag: str) -> list[str]:
+    return [
+        model.model_fields[tag].default for model in models_at(path) if tag in model.model_fields
+    ]

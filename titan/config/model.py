@@ -1,0 +1,123 @@
+"""From the [model] section to the config of a model: family, flavor, overrides. Imports no torch.
+
+A family is a folder in models/ (the package `titan.models.<name>`) or a package registered under the entry
+point `titan.models`. It exposes `FLAVORS`, named sizes as frozen dataclasses, without importing torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pkgutil
+from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from types import ModuleType
+from typing import Any, get_type_hints
+
+from .problems import ConfigError, Finding, Problem, choose
+from .sections import ModelSection
+from .toml import format_value
+
+_WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+def model_config(section: ModelSection) -> Any:
+    """The family's config dataclass for a [model] section; raises `ConfigError`."""
+    config, findings = resolve_model(section)
+    if findings:
+        raise ConfigError([Problem("config", 0, key, message) for key, message in findings])
+    return config
+
+
+def resolve_model(section: ModelSection) -> tuple[Any, list[Finding]]:
+    """As `model_config`, with the problems instead of an exception; the config is None where there are any."""
+    try:
+        flavors = family(section.name).FLAVORS
+    except KeyError:
+        message = f'unknown model family "{section.name}"{choose(section.name, families())}'
+        return None, [("model.name", message)]
+    if section.flavor not in flavors:
+        hint = choose(section.flavor, flavors)
+        return None, [("model.flavor", f'{section.name} has no flavor "{section.flavor}"{hint}')]
+    flavor = flavors[section.flavor]
+    findings = [*_check_overrides(section.overrides, flavor)]
+    if findings:
+        return None, findings
+    config = _replace(flavor, section.overrides)
+    findings = [*_check_shape(config, "head_dim" in section.overrides)]
+    return (None if findings else config), findings
+
+
+@cache
+def families() -> list[str]:
+    """Names of the model families that are installed."""
+    built_in = [
+        m.name for m in pkgutil.iter_modules(import_module("titan.models").__path__) if m.ispkg
+    ]
+    return sorted({*built_in, *(entry.name for entry in entry_points(group="titan.models"))})
+
+
+def family(name: str) -> ModuleType:
+    """The package of a model family; raises `KeyError` for one that is not installed."""
+    if name not in families():
+        raise KeyError(name)
+    registered = {entry.name: entry for entry in entry_points(group="titan.models")}
+    return registered[name].load() if name in registered else import_module(f"titan.models.{name}")
+
+
+def _check_overrides(overrides: dict[str, Any], flavor: Any) -> Iterator[Finding]:
+    types = get_type_hints(type(flavor))
+    fields = {f.name: f for f in dataclasses.fields(flavor) if f.init}
+    for name, value in overrides.items():
+        key = f"model.overrides.{name}"
+        if name not in fields:
+            yield (
+                key,
+                f"unknown field of the model{choose(name, fields)}",
+            )
+            continue
+        wanted = types[name]
+        fits = type(value) is wanted or (wanted is float and type(value) is int)
+        if not fits and wanted in _WANTED:
+            yield key, f"expected {_WANTED[wanted]}, got {format_value(value)}"
+        # A field that may be 0 ("head_dim = 0" derives it) says so by its default.
+        elif wanted is int and value < (0 if fields[name].default == 0 else 1):
+            yield key, f"must be at least 1, got {value}"
+        elif wanted is float and value < 0:
+            yield key, f"must not be negative, got {value}"
+
+
+def _replace(flavor: Any, overrides: dict[str, Any]) -> Any:
+    types = get_type_hints(type(flavor))
+    changes = {name: float(v) if types[name] is float else v for name, v in overrides.items()}
+    if getattr(flavor, "head_dim", 0) and flavor.head_dim == flavor.dim // flavor.n_heads:
+        changes.setdefault("head_dim", 0)  # it was derived: derive it again from what has changed
+    return dataclasses.replace(flavor, **changes)
+
+
+def _check_shape(config: Any, is_head_dim_given: bool) -> Iterator[Finding]:
+    """What every attention model must satisfy; a family without these fields is not asked."""
+    dim, heads, kv_heads = (getattr(config, name, 0) for name in ("dim", "n_heads", "n_kv_heads"))
+    if heads and dim % heads and not is_head_dim_given:
+        yield (
+            "model.overrides.n_heads",
+            f"{heads} heads do not divide dim {dim}; use {_near_divisors(heads, dim)} heads, or set head_dim",
+        )
+    if kv_heads and heads % kv_heads:
+        yield (
+            "model.overrides.n_kv_heads",
+            f"{kv_heads} key/value heads do not divide {heads} heads; use {_near_divisors(kv_heads, heads)}",
+        )
+    head_dim = getattr(config, "head_dim", 0)
+    if head_dim % 2 and not (heads and dim % heads):
+        yield (
+            "model.overrides.head_dim",
+            f"{head_dim} is odd, but rotary embedding turns pairs; use {head_dim + 1}",
+        )
+
+
+def _near_divisors(value: int, whole: int) -> str:
+    divisors = [d for d in range(1, whole + 1) if whole % d == 0]
+    near = [d for d in divisors if d < value][-1:] + [d for d in divisors if d > value][:1]
+    return " or ".join(map(str, near))

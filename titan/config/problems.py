@@ -1,0 +1,137 @@
+"""A user's mistakes: what is wrong, where it stands, how it is told.
+
+A `Problem` is one line, `file:line: key: message`; a `ConfigError` holds all of a run's problems, so that
+they can be mended together. An `Origin` remembers where each key of a config was written, so that rules
+which look at finished values can still point at a line. Keys are written as in
+`data.sources[0].path`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+
+COMMAND_LINE = "command line"
+Finding = tuple[str, str]
+"""Key and message of a problem whose place is yet to be looked up."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake. `line` 0 means that there is no line to point at."""
+
+    file: str
+    line: int
+    key: str
+    message: str
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line}" if self.line else self.file
+        return ": ".join(part for part in (place, self.key, self.message) if part)
+
+
+class ConfigError(Exception):
+    """The user's configuration cannot be used; `str()` is the whole report: a line each, in the order of the files, and a count."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        unique = list(dict.fromkeys(problems))
+        files = [*dict.fromkeys(p.file for p in unique if p.file != COMMAND_LINE), COMMAND_LINE]
+        self.problems = sorted(unique, key=lambda p: (files.index(p.file), p.line))
+        super().__init__(self.problems)
+
+    def __str__(self) -> str:
+        count = len(self.problems)
+        return "\n".join([*map(str, self.problems), f"{count} problem{'s' * (count != 1)}"])
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a value was written, and under which key (an older one, if it has been renamed)."""
+
+    file: str
+    line: int
+    written: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" if self.line else self.file
+
+    def problem(self, message: str) -> Problem:
+        return Problem(self.file, self.line, self.written, message)
+
+
+@dataclass(eq=False)
+class Origin:
+    """Places of a config's keys, and warnings about how they were written.
+
+    Not part of the config's value: any two origins are equal.
+    """
+
+    file: str = "config"
+    line: int = 0
+    places: dict[str, Place] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Origin)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def problem(self, key: str, message: str) -> Problem:
+        """A problem with `key`, at its own line, or that of the nearest table around it."""
+        if place := self.places.get(key):
+            return place.problem(message)
+        around = key
+        while around:
+            around = parent(around)
+            if place := self.places.get(around):
+                return Problem(place.file, place.line, key, message)
+        return Problem(self.file, self.line, key, message)
+
+
+def key_text(path: Iterable[str | int]) -> str:
+    """`("data", "sources", 0, "path")` as `data.sources[0].path`; odd names in quotes."""
+    text = ""
+    for part in path:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            name = part if re.fullmatch(r"[\w-]+", part) else f'"{part}"'
+            text += f".{name}" if text else name
+    return text
+
+
+def parent(key: str) -> str:
+    """The key of the table or list that holds `key`; empty at the top."""
+    return re.sub(r'(^|\.)("[^"]*"|[^.\[\]"]*)$|\[\d+\]$', "", key)
+
+
+def nearest(word: str, choices: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """The choice most like `word`, letter case aside, if any is like it."""
+    by_lower = {choice.lower(): choice for choice in choices}
+    found = get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
+    return by_lower[found[0]] if found else None
+
+
+def did_you_mean(word: str, choices: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """A hint to append to a message: the choice most like `word`, or nothing."""
+    match = nearest(word, choices, cutoff=cutoff)
+    return f"; did you mean '{match}'?" if match else ""
+
+
+def choose(word: str, choices: Iterable[str]) -> str:
+    """The choice most like `word`, if any, and all of them, to append to a message."""
+    hint = did_you_mean(word, choices)
+    return f"{hint} There are {', '.join(choices)}" if hint else f"; there are {', '.join(choices)}"
+
+
+@contextmanager
+def collecting(problems: list[Problem]) -> Iterator[None]:
+    """Add the problems of a `ConfigError` to those found elsewhere, rather than stop at it."""
+    try:
+        yield
+    except ConfigError as error:
+        problems += error.problems

@@ -1,0 +1,216 @@
+"""Rules that tie several settings together. Torch-free, all reported at once, each with the nearest fix.
+
+Three sets: `check` needs only the config; `check_layout` (layout.py) the number of ranks as well;
+`check_supported` (supported.py) refuses what this version cannot run yet. `check_to_run` runs them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from titan.observe.hardware import HARDWARE
+
+from .layout import SCHEDULES, Layout, check_layout, resolve_layout, stages_per_rank
+from .model import model_config, resolve_model
+from .problems import ConfigError, Finding, Problem, choose
+from .sections import JobConfig
+from .supported import check_supported
+
+__all__ = [
+    "Layout",
+    "check",
+    "check_layout",
+    "check_supported",
+    "check_to_run",
+    "model_config",
+    "resolve_layout",
+]
+
+FLOAT8 = ("quantize.linear.float8", "float8")
+LOCAL_PRESETS = ("text", "jsonl", "parquet", "shards")
+EMBEDDED_PRESETS = ("stdlib", "synthetic")
+
+
+def check_to_run(config: JobConfig, *, world_size: int) -> Layout:
+    """The layout of a run that can start; raises `ConfigError` with everything that is in its way."""
+    problems = [
+        *check(config),
+        *check_supported(config),
+        *check_layout(config, world_size=world_size),
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return resolve_layout(config, world_size)
+
+
+def check(config: JobConfig) -> list[Problem]:
+    """Everything about the config that is wrong whatever the number of ranks."""
+    rules: tuple[Callable[[JobConfig], Iterator[Finding]], ...] = (
+        lambda config: iter(resolve_model(config.model)[1]),
+        _check_schedule,
+        _check_hardware,
+        _check_data,
+        _check_validation,
+        _check_precision,
+        _check_parallelism,
+        _check_recomputation,
+        _check_checkpoint,
+    )
+    findings = [finding for rule in rules for finding in rule(config)]
+    return [config.origin.problem(key, message) for key, message in findings]
+
+
+def _check_schedule(config: JobConfig) -> Iterator[Finding]:
+    schedule = config.lr_scheduler
+    total = schedule.total_steps or config.training.steps
+    name = "lr_scheduler.total_steps" if schedule.total_steps else "training.steps"
+    decay = round(total * (schedule.decay_ratio or 0))
+    if schedule.warmup_steps > total:
+        yield (
+            "lr_scheduler.warmup_steps",
+            f"{schedule.warmup_steps} steps of warm-up do not fit into {name} = {total}; use {total // 10 or 1}",
+        )
+    elif schedule.warmup_steps + decay > total:
+        room = total - schedule.warmup_steps
+        ratio = int(room / total * 1000) / 1000  # rounded down, so that it fits
+        yield (
+            "lr_scheduler.decay_ratio",
+            f"{schedule.decay_ratio} of {name} = {total} is {decay} steps of decay, which with {schedule.warmup_steps} "
+            f"of warm-up make {decay + schedule.warmup_steps}; use decay_ratio = {ratio} or warmup_steps = {total - decay}",
+        )
+
+
+def _check_hardware(config: JobConfig) -> Iterator[Finding]:
+    name, known = config.hardware.name, [hardware.name for hardware in HARDWARE]
+    if name != "auto" and name.lower() not in known:
+        yield "hardware.name", f'unknown hardware "{name}"{choose(name, ["auto", *known])}'
+
+
+def _check_data(config: JobConfig) -> Iterator[Finding]:
+    training, data = config.training, config.data
+    default = type(training).model_fields["dataset"].default
+    if data.sources and training.dataset != default:
+        yield (
+            "training.dataset",
+            f'"{training.dataset}" and [[data.sources]] both say what to train on; remove one',
+        )
+    yield from _check_dataset("training", training.dataset, training.dataset_path)
+    if data.reset_positions and not data.document_mask:
+        yield (
+            "data.reset_positions",
+            "without document_mask a token would attend to others at its own position; "
+            "set document_mask = true, or reset_positions = false",
+        )
+
+
+def _check_dataset(section: str, dataset: str, path: str | None) -> Iterator[Finding]:
+    if dataset in LOCAL_PRESETS and not path:
+        yield (
+            f"{section}.dataset_path",
+            f'missing: dataset "{dataset}" needs it; set {section}.dataset_path to a file, folder or glob',
+        )
+    if path and dataset in EMBEDDED_PRESETS:
+        yield (
+            f"{section}.dataset_path",
+            f'dataset "{dataset}" reads no files; set {section}.dataset to one of {", ".join(LOCAL_PRESETS)}, '
+            "or remove dataset_path",
+        )
+
+
+def _check_validation(config: JobConfig) -> Iterator[Finding]:
+    validation, fraction = config.validation, config.data.validation_fraction
+    if not validation.enable:
+        return
+    if not validation.dataset and not fraction:
+        yield (
+            "validation.dataset",
+            "validation has no text: set validation.dataset, or data.validation_fraction = 0.01 to keep some "
+            "of the training documents for it",
+        )
+    yield from _check_dataset("validation", validation.dataset, validation.dataset_path)
+
+
+def _check_precision(config: JobConfig) -> Iterator[Finding]:
+    training, float8 = config.training, config.quantize.linear.float8
+    if (training.mixed_precision_param, training.mixed_precision_reduce) == ("float32", "bfloat16"):
+        yield (
+            "training.mixed_precision_reduce",
+            '"bfloat16" would round gradients that mixed_precision_param = "float32" computes exactly; use "float32"',
+        )
+    unknown = [name for name in config.model.converters if name not in FLOAT8]
+    for name in unknown:
+        yield (
+            "model.converters",
+            f'unknown converter "{name}"{choose(name, FLOAT8)}',
+        )
+    if not any(name in FLOAT8 for name in config.model.converters):
+        # Not recipe_name or filter_fqns: files keep them with the converter commented out.
+        for name in (
+            "enable_fsdp_float8_all_gather",
+            "precompute_float8_dynamic_scale_for_fsdp",
+            "emulate",
+        ):
+            if getattr(float8, name):
+                yield (
+                    f"quantize.linear.float8.{name}",
+                    f'has no effect, as no layer is converted; set model.converters = ["{FLOAT8[0]}"], or remove it',
+                )
+
+
+def _check_parallelism(config: JobConfig) -> Iterator[Finding]:
+    parallel = config.parallelism
+    schedule = parallel.pipeline_parallel_schedule
+    if stages_per_rank(schedule) is None:
+        yield (
+            "parallelism.pipeline_parallel_schedule",
+            f'unknown schedule "{schedule}"{choose(schedule, SCHEDULES)}',
+        )
+    if parallel.enable_async_tensor_parallel:
+        if not (config.compile.enable and "model" in config.compile.components):
+            yield (
+                "parallelism.enable_async_tensor_parallel",
+                "is done by the compiler; set compile.enable = true with the component model",
+            )
+        if parallel.tensor_parallel_degree == 1:
+            yield (
+                "parallelism.enable_async_tensor_parallel",
+                "has no effect with tensor_parallel_degree = 1; set that to 2 or more, or this to false",
+            )
+
+
+def _check_recomputation(config: JobConfig) -> Iterator[Finding]:
+    section = config.activation_checkpoint
+    option = section.selective_ac_option
+    if isinstance(option, str) and option != "op" and not (option.isdecimal() and int(option) > 0):
+        yield (
+            "activation_checkpoint.selective_ac_option",
+            f'expected "op" or a number such as 2, got "{option}"',
+        )
+    if section.mode == "memory_budget" and not (
+        config.compile.enable and "model" in config.compile.components
+    ):
+        yield (
+            "activation_checkpoint.mode",
+            '"memory_budget" is kept by the compiler; set compile.enable = true with the component model, '
+            'or use "selective" or "full"',
+        )
+
+
+def _check_checkpoint(config: JobConfig) -> Iterator[Finding]:
+    section = config.checkpoint
+    if section.initial_load_in_hf and not (
+        section.initial_load_path or config.model.hf_assets_path
+    ):
+        yield (
+            "checkpoint.initial_load_in_hf",
+            "there is no folder to load from; set checkpoint.initial_load_path or model.hf_assets_path",
+        )
+    if section.last_save_in_hf and not section.last_save_model_only:
+        yield "checkpoint.last_save_in_hf", "holds weights only; set last_save_model_only = true"
+    parts = ("optimizer", "lr_scheduler", "dataloader", "train_state")
+    for name in section.exclude_from_loading:
+        if name not in parts:
+            yield (
+                "checkpoint.exclude_from_loading",
+                f'unknown part "{name}"{choose(name, parts)}',
+            )

@@ -1,0 +1,223 @@
+"""Reading TOML with the line of every key, and writing TOML values.
+
+`tomllib` parses but forgets positions. So the text is parsed by it first, and, being valid then, is walked
+once more by a scanner that understands only as much of TOML as is needed to say where each key path begins:
+headers, dotted and quoted keys, and where a value ends. Mistakes are told as `ConfigError`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from bisect import bisect_right
+from pathlib import Path
+from typing import Any
+
+from .problems import ConfigError, Problem, key_text, nearest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+KeyPath = tuple[str | int, ...]
+
+_BLANK = re.compile(r"(?:[\s,]|#[^\n]*)*")
+_KEY = re.compile(r'[ \t]*([\w-]+|"(?:[^"\\]|\\.)*"|\'[^\']*\')[ \t]*')
+# A multi-line string may end in up to five quotes, of which three close it.
+_SCALAR = re.compile(
+    r'"""(?:[^\\]|\\.)*?"""(?:"{0,2})'
+    r"|'''.*?'''(?:'{0,2})"
+    r'|"(?:[^"\\\n]|\\.)*"'
+    r"|'[^'\n]*'"
+    r"|[^,\]}#\n]+",
+    re.DOTALL,
+)
+
+
+def read_toml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+    """The tables of a file, and the line of every key path in them; raises `ConfigError`."""
+    text = _read_text(path)
+    try:
+        return tomllib.loads(text), scan_lines(text)
+    except RecursionError:
+        raise ConfigError([Problem(str(path), 1, "", "values are nested too deeply")]) from None
+    except ValueError as error:  # TOMLDecodeError, or an integer of thousands of digits
+        raise ConfigError([_explain(error, path=path, text=text)]) from None
+
+
+def parse_value(text: str) -> Any:
+    """`text` as a TOML value; raises `ValueError` where it is none."""
+    try:
+        table = tomllib.loads(f"value = {text}")
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if list(table) != ["value"]:
+        raise ValueError("more than a value")
+    return table["value"]
+
+
+def format_value(value: Any) -> str:
+    """A string, number, boolean, date, list or table as TOML on one line."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list):
+        return f"[{', '.join(map(format_value, value))}]"
+    if isinstance(value, dict):
+        pairs = (f"{key_text([key])} = {format_value(item)}" for key, item in value.items())
+        return f"{{{', '.join(pairs)}}}"
+    return str(value)
+
+
+def _read_text(path: Path) -> str:
+    def problem(message: str) -> ConfigError:
+        return ConfigError([Problem(str(path), 0, "", message)])
+
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = path.read_bytes()[: error.start].count(b"\n") + 1
+        byte = error.object[error.start]
+        message = f"not UTF-8 text (byte 0x{byte:02x}); save the file as UTF-8"
+        raise ConfigError([Problem(str(path), line, "", message)]) from None
+    except FileNotFoundError:
+        raise problem(f"no such file{_nearest_files(path)}") from None
+    except IsADirectoryError:
+        raise problem(f"a folder, not a job file{_nearest_files(path / 'x')}") from None
+    except (OSError, ValueError) as error:  # ValueError: a null character in the name
+        raise problem(f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _nearest_files(path: Path) -> str:
+    """What to name instead of a file that is not there: one spelt like it, else all that lie beside it."""
+    try:
+        there = {p.name: str(p) for p in sorted(path.parent.glob("*.toml"))}
+        known = {p.name: str(p) for p in sorted(Path("train_configs").glob("*.toml"))} | there
+    except (OSError, ValueError):
+        return ""
+    if match := nearest(path.name, known):
+        return f"; did you mean '{known[match]}'?"
+    return f"; there are {', '.join((there or known).values())}" if known else ""
+
+
+_EXPLAINED = {
+    "Cannot overwrite a value": "this key is set twice",
+    "Cannot declare": "this table is written twice, or its name is already a value",
+    "Cannot mutate": "a table written in braces cannot be added to below",
+    "Cannot redefine": "this key is set twice",
+}
+
+
+def _explain(error: ValueError, *, path: Path, text: str) -> Problem:
+    """A syntax error in plain words, with the line itself and the usual cause."""
+    lines = text.splitlines() or [""]
+    where = re.search(r" \(at line (\d+), column (\d+)\)$", str(error))
+    line = min(int(where[1]), len(lines)) if where else len(lines)
+    said = str(error)[: where.start()] if where else str(error).replace(" (at end of document)", "")
+    what = next((plain for begin, plain in _EXPLAINED.items() if said.startswith(begin)), said)
+    source = lines[line - 1].strip()
+    message = f"not valid TOML: {what[:1].lower()}{what[1:]}, in `{source[:80]}`"
+    if bare := re.fullmatch(r"([\w.\-]+\s*=\s*)([A-Za-z./~][^\"'\[\]{}#]*?)\s*(#.*)?", source):
+        word = bare[2]
+        boolean = word.lower() in ("true", "false", "yes", "no", "on", "off")
+        right = (
+            str(word.lower() in ("true", "yes", "on")).lower() if boolean else format_value(word)
+        )
+        message += f"; write {bare[1]}{right}"
+    return Problem(str(path), line, "", message)
+
+
+def scan_lines(text: str) -> dict[KeyPath, int]:
+    """Line of every key path and list element of valid TOML."""
+    return _Scanner(text).scan()
+
+
+class _Scanner:
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.at = 0
+        self.lines: dict[KeyPath, int] = {}
+        self.newlines = [match.start() for match in re.finditer("\n", text)]
+        self.num_tables: dict[KeyPath, int] = {}  # [[...]] headers seen so far
+
+    def scan(self) -> dict[KeyPath, int]:
+        table: KeyPath = ()
+        while self._next():
+            if self._next() == "[":
+                table = self._header()
+            else:
+                self._pair(table)
+        return self.lines
+
+    def _next(self) -> str:
+        """The character at hand, blanks, commas and comments skipped; empty at the end."""
+        self.at = self._match(_BLANK).end()
+        return self.text[self.at : self.at + 1]
+
+    def _match(self, pattern: re.Pattern[str]) -> re.Match[str]:
+        match = pattern.match(self.text, self.at)
+        assert match, f"no TOML at character {self.at}"
+        return match
+
+    def _mark(self, path: KeyPath) -> None:
+        line = bisect_right(self.newlines, self.at - 1) + 1
+        for length in range(1, len(path)):
+            self.lines.setdefault(path[:length], line)
+        self.lines[path] = line
+
+    def _keys(self) -> list[str]:
+        keys: list[str] = []
+        while not keys or self.text.startswith(".", self.at):
+            self.at += bool(keys)
+            match = self._match(_KEY)
+            self.at = match.end()
+            quoted = match[1][0] in "\"'"
+            keys.append(parse_value(match[1]) if quoted else match[1])
+        return keys
+
+    def _header(self) -> KeyPath:
+        """[table] or [[table]]; a name that is a list of tables means its last one."""
+        start = self.at
+        brackets = 2 if self.text.startswith("[[", start) else 1
+        self.at += brackets
+        keys = self._keys()
+        end = self.at + brackets
+        path: KeyPath = ()
+        for depth, key in enumerate(keys, 1):
+            path += (key,)
+            if brackets == 2 and depth == len(keys):
+                self.num_tables[path] = self.num_tables.get(path, 0) + 1
+            if path in self.num_tables:
+                path += (self.num_tables[path] - 1,)
+        self.at = start
+        self._mark(path)
+        self.at = end
+        return path
+
+    def _pair(self, table: KeyPath) -> None:
+        start = self.at
+        path = (*table, *self._keys())
+        value_at = self.at + 1  # after "="
+        self.at = start
+        self._mark(path)
+        self.at = value_at
+        self._value(path)
+
+    def _value(self, path: KeyPath) -> None:
+        opening = self._next()
+        if opening not in ("{", "["):
+            self.at = self._match(_SCALAR).end()
+            return
+        self.at += 1
+        index = 0
+        while self._next() not in ("}", "]"):
+            if opening == "{":
+                self._pair(path)
+            else:
+                self._mark((*path, index))
+                self._value((*path, index))
+                index += 1
+        self.at += 1

@@ -1,0 +1,60 @@
+"""What the loader asks for, and on whose behalf: `Samples`, the endless numbered rows that samples.py and
+streams.py provide, and `Layout`, the share of them that one data-parallel rank takes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import numpy as np
+
+from titan.data.packing import Framing
+
+NUM_LANES = 64
+"""Parts a stream is dealt out to (streams.py); part of its order, so it never changes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Which samples a data-parallel rank takes: of each world x batch in a row, its own batch."""
+
+    rank: int = 0
+    world: int = 1
+    batch: int = 1
+
+    @property
+    def stride(self) -> int:
+        return self.world * self.batch
+
+    def lanes(self, position: int) -> set[int]:
+        """Lanes of the samples this rank will take from `position` on.
+
+        They are position + rank x batch + j plus multiples of the stride, and those multiples reach every
+        lane that is the same modulo gcd(stride, 64).
+        """
+        period = gcd(self.stride, NUM_LANES)
+        wanted = {(position + self.rank * self.batch + j) % period for j in range(self.batch)}
+        return {lane for lane in range(NUM_LANES) if lane % period in wanted}
+
+
+class Samples(ABC):
+    """What the loader reads."""
+
+    num_samples: int | None
+    """Length of an epoch; None where it is unknown or endless."""
+    framing: Framing
+    """The ids that begin and end a document in these samples."""
+
+    @abstractmethod
+    def get(self, indices: np.ndarray) -> np.ndarray:
+        """int64[len(indices), seq_len + 1]."""
+
+    def seek(self, position: int, *, layout: Layout | None, bookmark: Any) -> None:  # noqa: B027
+        """Samples from `position` on will be asked for: those of `layout`, or any where it is None."""
+
+    def bookmark(self) -> Any:
+        """What makes a later `seek` to the present place quick; JSON-able; None where nothing does."""
+        return None

@@ -1,0 +1,80 @@
+"""The cache of tokenised text: finite sources are tokenised once, by one process, and mapped by all.
+
+A cache entry is a folder of token shards named by a hash of everything its content follows from, so it is never
+stale, only unused; it may be deleted at any time. Processes that need the same entry take a file lock in
+turn: the first writes, the others find it written. The lock is the kernel's (flock): it ends with the
+process that holds it, so a killed process leaves nothing to clear, and its finished shards are kept.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from titan.data.errors import DataError
+from titan.data.shards import INDEX
+from titan.data.sources import Documents
+from titan.data.writer import Recipe, write_shards
+
+logger = logging.getLogger(__name__)
+
+_SHARD_TOKENS = 2**26  # what an interrupted run loses at most
+_POLL_S = 0.1
+
+
+def default_cache_folder() -> Path:
+    """titan/ in the user's cache folder (XDG base directory specification)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titan"
+
+
+@contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Hold the lock of `folder`; waits, saying so once, while a living process holds it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("a")
+    except OSError as error:
+        raise DataError(
+            f"cannot write in '{folder}' ({error.strerror}); choose another folder"
+        ) from error
+    with lock:
+        waiting = False
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not waiting:
+                    logger.info("waiting for another process that is tokenising into %s", folder)
+                waiting = True
+                time.sleep(_POLL_S)
+            except OSError as error:
+                raise DataError(
+                    f"the file system of '{folder}' has no locks ({error.strerror}); set data.cache_folder "
+                    "to a folder on another one"
+                ) from error
+        yield
+
+
+def cached_shards(documents: Documents, *, recipe: Recipe, cache_folder: str) -> Path:
+    """The folder with the documents' tokens, written first where it is not there yet."""
+    root = Path(cache_folder).expanduser() if cache_folder else default_cache_folder()
+    folder = root / "tokens" / recipe.key(documents, shard_tokens=_SHARD_TOKENS)
+    if (folder / INDEX).is_file():
+        return folder
+    try:
+        with exclusive(folder):
+            if not (folder / INDEX).is_file():
+                logger.info("tokenising %s into %s (once)", documents.name, folder)
+                write_shards(documents, folder=folder, recipe=recipe, shard_tokens=_SHARD_TOKENS)
+    except OSError as error:
+        raise DataError(
+            f"cannot write the token cache '{folder}' ({error.strerror}); set data.cache_folder to a "
+            "folder with room that this user may write"
+        ) from error
+    return folder

@@ -1,0 +1,25 @@
+"""The one exception of this package that is meant for people, and the check for optional packages.
+
+`DataError` says what the user can change; the command line prints its text without a traceback and exits
+with 2. Anything else that escapes titan.data is a defect of ours.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+
+class DataError(ValueError):
+    """Text, a tokenizer or a data setting is not usable; the message says which, why, and the nearest fix."""
+
+
+def require(module: str, *, purpose: str) -> ModuleType:
+    """Import an optional package, or say how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise DataError(
+            f"{purpose} needs the package '{module.split('.')[0]}', which cannot be imported ({error}); "
+            "install it with: pip install 'titan-pretrain[huggingface]'"
+        ) from error

@@ -1,0 +1,323 @@
+"""Sources: where documents (strings) come from, one reader per kind, in an order that is always the same.
+
+`Documents` is finite text with an identity: the paths, sizes and times of its files, so that a cache notices
+a change. `TextStream` is Hugging Face text read while training, that can resume at a recorded place. Which
+documents are kept for validation is decided by a hash of their text alone, so any reader, order or
+number of ranks agrees on it.
+
+A third party's source is a `Section` subclass registered under the entry-point group `titan.sources`, with
+a method `documents() -> Documents`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import gzip
+import hashlib
+import json
+import sys
+import sysconfig
+import tokenize
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titan.config import sections as s
+from titan.data.errors import DataError, require
+
+# Not prose about the library, or not in every Python: its tests, applications, and tables of character codes.
+_STDLIB_SKIPPED = {
+    *("site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3"),
+    *("turtledemo", "encodings", "__phello__", "lib-dynload"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Documents:
+    """Finite text. `read()` yields the documents from the first, in the same order each time."""
+
+    name: str
+    identity: list[object]
+    """JSON-able; two sources with equal identities hold the same documents."""
+    read: Callable[[], Iterator[str]]
+    num_bytes: int | None = None
+    """Size of the files, for a progress bar; None where unknown."""
+
+
+def in_validation(text: str, *, fraction: float) -> bool:
+    """Whether a document is kept from training: a hash of its text falls into the lowest `fraction`."""
+    if not fraction:
+        return False
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < fraction * 2**64
+
+
+def find_files(path: str, *, patterns: list[str]) -> list[Path]:
+    """Files of a path, sorted: itself, those in a folder that match a pattern, or those of a glob."""
+    where = Path(path).expanduser()
+    if where.is_file():
+        return [where]
+    if where.is_dir():
+        found = {f for pattern in patterns for f in where.rglob(pattern) if f.is_file()}
+        if not found:
+            raise DataError(f"no {' or '.join(patterns)} in folder '{path}'")
+        return sorted(found)
+    files = sorted(Path(f) for f in glob.glob(str(where), recursive=True) if Path(f).is_file())  # noqa: PTH207
+    if not files:
+        raise DataError(
+            f"'{path}' is no file or folder, and as a glob matches nothing (working folder: {Path.cwd()})"
+        )
+    return files
+
+
+def _from_files(
+    files: list[Path], read: Callable[[Path], Iterator[str]], *, kind: str, **options: str
+) -> Documents:
+    stats = [(str(f.resolve()), f.stat()) for f in files]
+    return Documents(
+        name=f"{kind} ({len(files)} file{'s' * (len(files) != 1)})",
+        identity=[kind, options, [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]],
+        read=lambda: (text for file in files for text in read(file) if text),
+        num_bytes=sum(stat.st_size for _, stat in stats),
+    )
+
+
+def _stdlib(section: s.StdlibSource) -> Documents:
+    """Python's own library: every .py file, docstrings and all, in the order of their paths."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = sorted(
+        f for f in root.rglob("*.py") if not _STDLIB_SKIPPED.intersection(f.relative_to(root).parts)
+    )
+    if not files:
+        raise DataError(
+            f"this Python ({sys.executable}) keeps no sources of its library in {root}; "
+            "set training.dataset to text of your own"
+        )
+    return _from_files(files, _read_python, kind="stdlib")
+
+
+def _read_python(file: Path) -> Iterator[str]:
+    with tokenize.open(file) as lines:  # honours the file's coding line
+        yield lines.read()
+
+
+def _text(section: s.TextSource) -> Documents:
+    return _from_files(
+        find_files(section.path, patterns=["*.txt", "*.md"]), _read_text, kind="text"
+    )
+
+
+def _read_text(file: Path) -> Iterator[str]:
+    try:
+        yield file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{file}: not UTF-8 at byte {error.start}; convert it (iconv) or leave it out"
+        ) from error
+
+
+def _jsonl(section: s.JsonlSource) -> Documents:
+    files = find_files(section.path, patterns=["*.jsonl", "*.json", "*.jsonl.gz", "*.json.gz"])
+    key = section.text_key
+    return _from_files(files, lambda file: _read_jsonl(file, key), kind="jsonl", key=key)
+
+
+def _read_jsonl(file: Path, key: str) -> Iterator[str]:
+    with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise DataError(f"{file}:{number}: not a line of JSON: {error}") from error
+            yield _field(row, key, where=f"{file}:{number}")
+
+
+def _field(row: Any, key: str, *, where: str) -> str:
+    """The text of a row; half surrogate pairs, which JSON can spell but UTF-8 cannot, become U+FFFD."""
+    if not isinstance(row, dict) or not isinstance(row.get(key), str):
+        keys = sorted(row) if isinstance(row, dict) else []
+        raise DataError(
+            f"{where}: no text under '{key}'; its fields are {', '.join(keys) or 'none'} (set text_key)"
+        )
+    text: str = row[key]
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def _parquet(section: s.ParquetSource) -> Documents:
+    files = find_files(section.path, patterns=["*.parquet"])
+    key = section.text_key
+    return _from_files(files, lambda file: _read_parquet(file, key), kind="parquet", key=key)
+
+
+def _read_parquet(file: Path, key: str) -> Iterator[str]:
+    parquet = require("pyarrow.parquet", purpose=f"reading {file}")
+    try:
+        table = parquet.ParquetFile(file)
+    except Exception as error:
+        raise DataError(f"{file}: not a Parquet file: {error}") from error
+    with table:
+        names = table.schema_arrow.names
+        if key not in names:
+            raise DataError(
+                f"{file}: no column '{key}'; its columns are {', '.join(names)} (set text_key)"
+            )
+        for batch in table.iter_batches(batch_size=1024, columns=[key]):
+            yield from (text for text in batch.column(0).to_pylist() if text)
+
+
+class TextStream:
+    """A Hugging Face dataset read while training; `state()` and `read(state)` resume at a place in it."""
+
+    def __init__(self, section: s.HuggingFaceSource) -> None:
+        self.name = (
+            f"{section.path}{f' ({section.name})' if section.name else ''} [{section.split}]"
+        )
+        self._key = section.text_key
+        self._dataset = _load_dataset(section)
+        self._beginning = self._dataset.state_dict()
+
+    def read(self, state: dict[str, Any] | None = None) -> Iterator[str]:
+        """Documents from the recorded place, or from the first."""
+        # Always said: a dataset that was given a place once starts there ever after.
+        self._dataset.load_state_dict(self._beginning if state is None else state)
+        for row in self._dataset:
+            text = _field(row, self._key, where=self.name)
+            if text:
+                yield text
+
+    def state(self) -> dict[str, Any]:
+        """The place after the document read last, JSON-able."""
+        return self._dataset.state_dict()
+
+
+def _huggingface(section: s.HuggingFaceSource) -> Documents:
+    if section.streaming:
+        stream = TextStream(section)
+        return Documents(
+            name=stream.name,
+            identity=["huggingface", section.model_dump(exclude={"weight"})],
+            read=stream.read,
+        )
+    dataset = _load_dataset(section)
+    key = section.text_key
+    name = f"{section.path} [{section.split}]"
+    return Documents(
+        name=name,
+        identity=[
+            "huggingface",
+            section.model_dump(exclude={"weight"}),
+            dataset.num_rows,
+            dataset._fingerprint,
+        ],
+        read=lambda: (text for row in dataset if (text := _field(row, key, where=name))),
+    )
+
+
+def _load_dataset(section: s.HuggingFaceSource) -> Any:
+    datasets = require("datasets", purpose=f"dataset '{section.path}'")
+    try:
+        return datasets.load_dataset(
+            section.path, name=section.name, split=section.split, streaming=section.streaming
+        )
+    except (
+        Exception
+    ) as error:  # the library raises many kinds: not found, no network, unknown split
+        lines = str(error).strip().splitlines()
+        raise DataError(
+            f"cannot open Hugging Face dataset '{section.path}' (name {section.name!r}, split "
+            f"{section.split!r}): {type(error).__name__}: {lines[0] if lines else ''}. Without a network, set "
+            "training.dataset_path to a local copy, or training.dataset to local text"
+        ) from error
+
+
+_READERS: dict[str, Callable[[Any], Documents]] = {
+    "stdlib": _stdlib,
+    "text": _text,
+    "jsonl": _jsonl,
+    "parquet": _parquet,
+    "huggingface": _huggingface,
+}
+
+
+def open_documents(section: s.Section) -> Documents:
+    """The documents of a source section."""
+    if hasattr(section, "documents"):
+        return section.documents()  # pyright: ignore[reportAttributeAccessIssue]
+    kind = getattr(section, "type", "")
+    if kind not in _READERS:
+        raise DataError(
+            f"source '{kind}' holds no text to read; those that do: {', '.join(_READERS)}"
+        )
+    return _READERS[kind](section)
+
+
+def _local(section: type[Any], name: str) -> Callable[[str | None], s.Section]:
+    def build(path: str | None) -> s.Section:
+        if not path:
+            raise DataError(f'dataset = "{name}" reads local files: set dataset_path beside it')
+        return section(path=path)
+
+    return build
+
+
+_PRESETS: dict[str, Callable[[str | None], s.Section]] = {
+    "stdlib": lambda path: s.StdlibSource(),
+    "synthetic": lambda path: s.SyntheticSource(),
+    "text": _local(s.TextSource, "text"),
+    "jsonl": _local(s.JsonlSource, "jsonl"),
+    "parquet": _local(s.ParquetSource, "parquet"),
+    "shards": _local(s.ShardsSource, "shards"),
+    "c4": lambda path: s.HuggingFaceSource(path=path or "allenai/c4", name="en"),
+    "c4_validation": lambda path: s.HuggingFaceSource(
+        path=path or "allenai/c4", name="en", split="validation"
+    ),
+    "c4_test": lambda path: s.JsonlSource(path=path or "tests/assets/c4_test"),
+    "fineweb-edu": lambda path: s.HuggingFaceSource(
+        path=path or "HuggingFaceFW/fineweb-edu", name="sample-10BT"
+    ),
+}
+
+
+def resolve_sources(dataset: str, *, dataset_path: str | None = None) -> list[s.Section]:
+    """The source that `training.dataset` (or `validation.dataset`) names: a preset, or a dataset at the hub."""
+    if dataset in _PRESETS:
+        return [_PRESETS[dataset](dataset_path)]
+    if "/" in dataset and not Path(dataset).expanduser().exists():
+        return [s.HuggingFaceSource(path=dataset_path or dataset)]
+    close = difflib.get_close_matches(dataset, _PRESETS, n=1)
+    raise DataError(
+        f"dataset '{dataset}' is no preset{f' (did you mean {close[0]!r}?)' if close else ''}; the presets are "
+        f"{', '.join(_PRESETS)}. A Hugging Face dataset is written owner/name; local text is "
+        'dataset = "text" (jsonl, parquet, shards) with dataset_path'
+    )
+
+
+def source_of_path(path: str, *, text_key: str) -> s.Section:
+    """The source a path on the command line means, by the names of its files."""
+    if path == "stdlib":
+        return s.StdlibSource()
+    name = find_files(path, patterns=["*.jsonl*", "*.json*", "*.parquet", "*.txt", "*.md"])[0].name
+    if name.endswith(".parquet"):
+        return s.ParquetSource(path=path, text_key=text_key)
+    if name.removesuffix(".gz").endswith((".json", ".jsonl")):
+        return s.JsonlSource(path=path, text_key=text_key)
+    return s.TextSource(path=path)
+
+
+def join_documents(parts: list[Documents]) -> Documents:
+    """Several sources, one after another."""
+    sizes = [part.num_bytes for part in parts]
+    return Documents(
+        name=", ".join(part.name for part in parts),
+        identity=[part.identity for part in parts],
+        read=lambda: (text for part in parts for text in part.read()),
+        num_bytes=None if None in sizes else sum(size or 0 for size in sizes),
+    )

@@ -1,0 +1,290 @@
+"""Tokenizers: text to ids and back, behind one small class, whatever library does the work.
+
+Three kinds: "bytes" (embedded, one token a byte, through tiktoken), "tiktoken" (a rank file such as Llama 3's
+tokenizer.model) and "huggingface" (a tokenizer.json, through `tokenizers`). In all of them text never becomes a
+special token: a document that contains "<|end_of_text|>" is encoded as those characters, so that
+the begin and end ids mark document boundaries and nothing else.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tiktoken
+
+from titan.config.sections import TokenizerSection
+from titan.data.errors import DataError, require
+
+BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
+# How Llama 3 cuts text before merging (its released tokenizer.py); also used by `titan tokenizer train`.
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA3_NUM_SPECIALS = 256
+# Limits of Llama 3's tokenizer.py: the regular expression engine overflows on longer text, and merging slows
+# down on longer runs without (or of nothing but) white space.
+_MAX_CHARS, _MAX_RUN = 400_000, 25_000
+_LONG_RUN = re.compile(r"\S{512,}|\s{512,}")
+
+
+class Tokenizer(ABC):
+    """Text to ids and back. `bos_id` and `eos_id` are None where the tokenizer has no such token."""
+
+    kind: str
+    vocab_size: int
+    bos_id: int | None
+    eos_id: int | None
+    fingerprint: str
+    """Changes whenever the same text could give other ids; part of every cache key."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the text alone: no begin or end token is added, none is recognised in the text."""
+        return self.encode_batch([text])[0]
+
+    @abstractmethod
+    def encode_batch(self, texts: Sequence[str], *, num_threads: int = 1) -> list[list[int]]:
+        """`encode` of each text."""
+
+    @abstractmethod
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of text one token stands for; none for a special token."""
+
+    @abstractmethod
+    def special_tokens(self) -> dict[str, int]:
+        """Names and ids of the special tokens."""
+
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        """The bytes that the ids stand for, special tokens left out."""
+        return b"".join(self.token_bytes(token) for token in ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of the ids, special tokens left out; broken UTF-8 shows as U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    @cached_property
+    def byte_lengths(self) -> np.ndarray:
+        """Bytes of text of each token, int64[vocab_size]; turns a loss per token into one per byte."""
+        return np.array([len(self.token_bytes(t)) for t in range(self.vocab_size)], dtype=np.int64)
+
+
+class TiktokenTokenizer(Tokenizer):
+    """A tiktoken.Encoding: byte-level BPE by ranks."""
+
+    def __init__(
+        self, ranks: dict[bytes, int], *, kind: str, pattern: str, specials: list[str], source: str
+    ) -> None:
+        names = {name: len(ranks) + number for number, name in enumerate(specials)}
+        self.kind = kind
+        self.vocab_size = len(ranks) + len(specials)
+        self.bos_id, self.eos_id = names[BOS], names[EOS]
+        self.fingerprint = _fingerprint(kind, source, pattern, *specials)
+        self._encoding = tiktoken.Encoding(
+            kind, pat_str=pattern, mergeable_ranks=ranks, special_tokens=names
+        )
+        self._specials = names
+        self._first_special = len(ranks)
+
+    def encode_batch(self, texts: Sequence[str], *, num_threads: int = 1) -> list[list[int]]:
+        pieces = [list(_pieces(text)) for text in texts]
+        flat = [piece for group in pieces for piece in group]
+        if num_threads > 1 and len(flat) > 1:
+            encoded = iter(self._encoding.encode_ordinary_batch(flat, num_threads=num_threads))
+        else:
+            encoded = map(self._encoding.encode_ordinary, flat)
+        return [
+            [i for _ in group for i in next(encoded)] if len(group) != 1 else next(encoded)
+            for group in pieces
+        ]
+
+    def token_bytes(self, token: int) -> bytes:
+        if token >= self._first_special:
+            return b""
+        return self._encoding.decode_single_token_bytes(token)
+
+    def special_tokens(self) -> dict[str, int]:
+        return dict(self._specials)
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A tokenizer.json, through the `tokenizers` library."""
+
+    kind = "huggingface"
+
+    def __init__(self, path: Path) -> None:
+        tokenizers = require("tokenizers", purpose=f"tokenizer {path}")
+        content = path.read_text(encoding="utf-8")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(content)
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(f"tokenizer {path}: not a valid tokenizer.json: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True  # as text, that is: not recognised in it
+        vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        self._names = {token: name for name, token in vocab.items()}
+        self._special_ids = {
+            token
+            for token, added in self._tokenizer.get_added_tokens_decoder().items()
+            if added.special
+        }
+        self._byte_level = '"ByteLevel"' in json.dumps(json.loads(content).get("decoder"))
+        self.vocab_size = max(vocab.values()) + 1
+        self.bos_id = _find_special(path.parent, "bos", vocab)
+        self.eos_id = _find_special(path.parent, "eos", vocab)
+        self.fingerprint = _fingerprint(self.kind, content, self.bos_id, self.eos_id)
+
+    def encode_batch(self, texts: Sequence[str], *, num_threads: int = 1) -> list[list[int]]:
+        if num_threads == 1:
+            return [self._tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+        batch = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoded.ids for encoded in batch]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def token_bytes(self, token: int) -> bytes:
+        name = self._names.get(token)
+        if name is None or token in self._special_ids:
+            return b""
+        if self._byte_level and all(char in _BYTE_OF_CHAR for char in name):
+            return bytes(_BYTE_OF_CHAR[char] for char in name)
+        if re.fullmatch(r"<0x[0-9A-F]{2}>", name):  # SentencePiece's byte fallback
+            return bytes([int(name[3:5], 16)])
+        return name.replace("▁", " ").encode()
+
+    def special_tokens(self) -> dict[str, int]:
+        return {self._names[token]: token for token in sorted(self._special_ids)}
+
+
+def bytes_tokenizer() -> Tokenizer:
+    """One token a byte, 0 to 255, then begin (256) and end (257) of text."""
+    # No merges exist, so how the pattern cuts does not matter to the ids: 64 is where it is fastest.
+    return TiktokenTokenizer(
+        {bytes([byte]): byte for byte in range(256)},
+        kind="bytes",
+        pattern=r"(?s:.{1,64})",
+        specials=[BOS, EOS],
+        source="bytes",
+    )
+
+
+def tiktoken_tokenizer(path: Path) -> Tokenizer:
+    """Llama 3's tokenizer.model: lines of "base64(token) rank", 256 special tokens after the last rank."""
+    content = path.read_bytes()
+    ranks = dict(
+        _rank_line(line, where=f"{path}:{n}") for n, line in enumerate(content.splitlines(), 1)
+    )
+    if sorted(ranks.values()) != list(range(len(ranks))) or len(ranks) < 256:
+        raise DataError(
+            f"tokenizer {path}: its {len(ranks)} ranks are not the numbers from 0 without gaps"
+        )
+    reserved = [f"<|reserved_special_token_{n}|>" for n in range(_LLAMA3_NUM_SPECIALS - 5)]
+    header = ["<|start_header_id|>", "<|end_header_id|>"]
+    specials = [BOS, EOS, *reserved[:4], *header, reserved[4], "<|eot_id|>", *reserved[5:]]
+    digest = hashlib.blake2b(content).hexdigest()
+    return TiktokenTokenizer(
+        ranks, kind="tiktoken", pattern=LLAMA3_PATTERN, specials=specials, source=digest
+    )
+
+
+def _rank_line(line: bytes, *, where: str) -> tuple[bytes, int]:
+    try:
+        token, rank = line.split()
+        return base64.b64decode(token, validate=True), int(rank)
+    except ValueError as error:
+        raise DataError(
+            f"tokenizer {where}: not a line of 'base64-token rank'. A SentencePiece tokenizer.model "
+            "(Llama 2) is not supported; use the model's tokenizer.json instead"
+        ) from error
+
+
+def build_tokenizer(section: TokenizerSection, *, hf_assets_path: str) -> Tokenizer:
+    """The tokenizer a job asks for; raises DataError where its file is missing or of another kind."""
+    where = section.path or hf_assets_path
+    if section.name == "bytes" or (section.name == "auto" and not where):
+        return bytes_tokenizer()
+    if not where:
+        raise DataError(
+            f'tokenizer.name = "{section.name}" needs tokenizer.path (or model.hf_assets_path)'
+        )
+    path = Path(where).expanduser()
+    if not path.exists():
+        raise DataError(
+            f"tokenizer path '{path}' does not exist; set tokenizer.path to a tokenizer.json, a "
+            'tokenizer.model or a folder with one, or tokenizer.name = "bytes" for the embedded one'
+        )
+    file = path if path.is_file() else _find_file(path, section.name)
+    if section.name == "huggingface" or (section.name == "auto" and file.suffix == ".json"):
+        return HuggingFaceTokenizer(file)
+    return tiktoken_tokenizer(file)
+
+
+def _find_file(folder: Path, kind: str) -> Path:
+    names = {
+        "huggingface": ["tokenizer.json"],
+        "tiktoken": ["tokenizer.model", "original/tokenizer.model"],
+    }
+    wanted = names.get(kind, names["huggingface"] + names["tiktoken"])
+    for name in wanted:
+        if (folder / name).is_file():
+            return folder / name
+    raise DataError(f"no tokenizer in folder '{folder}': looked for {', '.join(wanted)}")
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """The text in pieces within Llama 3's limits; nearly always the text itself."""
+    for start in range(0, len(text), _MAX_CHARS):
+        part = text[start : start + _MAX_CHARS] if len(text) > _MAX_CHARS else text
+        begin = 0
+        for match in _LONG_RUN.finditer(part) if len(part) > _MAX_RUN else ():
+            for cut in range(match.start() + _MAX_RUN, match.end(), _MAX_RUN):
+                yield part[begin:cut]
+                begin = cut
+        yield part[begin:]
+
+
+def _fingerprint(*parts: object) -> str:
+    return hashlib.blake2b(json.dumps([str(p) for p in parts]).encode(), digest_size=8).hexdigest()
+
+
+def _find_special(folder: Path, which: str, vocab: dict[str, int]) -> int | None:
+    """The id of "bos" or "eos" from the files that may lie beside a tokenizer.json, first hit wins."""
+    for name in (
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "generation_config.json",
+        "config.json",
+    ):
+        file = folder / name
+        if not file.is_file():
+            continue
+        values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        token, number = values.get(f"{which}_token"), values.get(f"{which}_token_id")
+        token = token.get("content") if isinstance(token, dict) else token
+        number = number[0] if isinstance(number, list) and number else number
+        if token in vocab:
+            return vocab[token]
+        if isinstance(number, int):
+            return number
+    return None
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's spelling of bytes as characters: printable ones stand for themselves, others follow from 256."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    spelling = {chr(byte): byte for byte in printable}
+    return spelling | {chr(256 + number): byte for number, byte in enumerate(others)}
+
+
+_BYTE_OF_CHAR = _byte_level_alphabet()

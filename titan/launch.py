@@ -1,0 +1,120 @@
+"""Several processes on this machine: `titan train --nproc N` is torchrun with the same arguments, made a good citizen.
+
+A signal is passed on to the ranks, not to torchrun, which would give them 30 seconds to save or know nothing of
+SIGUSR1. And torchrun ends with 1 whatever its ranks said; status.json, written by the trainer, keeps
+the real exit code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+def count_accelerators() -> int:
+    """Accelerators this process may use, without importing torch; NVIDIA's, by their device files."""
+    try:
+        if version("torch").endswith("+cpu"):
+            return 0
+    except PackageNotFoundError:
+        return 0
+    present = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    chosen = (
+        present
+        if visible is None
+        else len([d for d in visible.split(",") if d.strip() not in ("", "-1")])
+    )
+    return min(present, chosen)
+
+
+def launch(argv: Sequence[str], *, num_processes: int, dump_folder: str) -> int:
+    """Run `titan.train` in `num_processes` processes; returns the run's exit code."""
+    status = Path(dump_folder) / "status.json"
+    before = _version(status)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={num_processes}", "-m", "titan.train", *argv]
+    agent = subprocess.Popen(command, env=_environment(num_processes), start_new_session=True)
+    handlers = {number: signal.signal(number, _forwarder(agent)) for number in FORWARDED}
+    try:
+        code = agent.wait()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if code == 0 or _version(status) == before:  # an older run's status says nothing of this one
+        return min(abs(code), 1)
+    return _exit_code(status)
+
+
+def _environment(num_processes: int) -> dict[str, str]:
+    """Share the cores among the processes, unless the user has; torchrun would give each one thread, and warn."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return {"OMP_NUM_THREADS": str(max(1, cores // num_processes))} | dict(os.environ)
+
+
+def _forwarder(agent: subprocess.Popen[Any]) -> Any:
+    received: list[int] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        ranks = _ranks(agent.pid)
+        if (
+            not ranks or len(received) > 2
+        ):  # still starting, or asked for the third time: torchrun ends them
+            agent.terminate()
+        for rank in ranks:
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(rank, number)
+
+    return forward
+
+
+def _ranks(agent: int) -> list[int]:
+    """Process ids of the ranks: torchrun's children that run titan.train."""
+    children = Path(f"/proc/{agent}/task/{agent}/children")
+    if not children.exists():
+        search = ["pgrep", "-P", str(agent), "-f", "titan.train"]
+        return [
+            int(pid)
+            for pid in subprocess.run(search, capture_output=True, text=True).stdout.split()
+        ]
+    return [
+        int(pid) for pid in children.read_text().split() if b"titan.train" in _command_line(pid)
+    ]
+
+
+def _command_line(pid: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def _version(path: Path) -> tuple[int, int] | None:
+    """Changes whenever the file is written."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_mtime_ns, stat.st_ino
+
+
+def _exit_code(status: Path) -> int:
+    """What the trainer says its exit code was; 1 where it had no time to say, or said that all was well."""
+    try:
+        content = json.loads(status.read_text())
+    except (OSError, ValueError):
+        return 1
+    return content.get("exit_code") or 1

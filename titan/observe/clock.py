@@ -1,0 +1,91 @@
+"""Throughput and time left, without what is not training.
+
+A window lasts from one logged step to the next. Validation and saving inside it are timed by `pause` and taken out,
+so that tokens per second say how fast training is; the time left counts them again, at the rate they had so far.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+# Weight of the newest window in the smoothed step time.
+_NEWEST = 0.3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """What one window measured. tokens_per_s is over all ranks if `tokens` was."""
+
+    num_steps: int
+    step_s: float
+    tokens_per_s: float
+    data_wait_s: float
+    """Per step."""
+    paused_s: dict[str, float]
+    """Seconds by what for, such as {"validation": 2.1}."""
+    eta_s: float
+
+
+class StepTimer:
+    """Times windows of steps. Reads the clock only; the caller makes sure that the device is idle when it closes one."""
+
+    def __init__(
+        self, *, total_steps: int, step: int = 0, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._clock = clock
+        self._total_steps = total_steps
+        self._first_step = self._step = step
+        self._start_s = clock()
+        self._paused_s: dict[str, float] = {}
+        self._data_wait_s = 0.0
+        self._all_paused_s = 0.0
+        self._smooth_step_s = 0.0
+        self._num_windows = 0
+
+    @contextmanager
+    def pause(self, what: str) -> Iterator[None]:
+        """Take the body ("validation", "checkpoint") out of the throughput."""
+        start_s = self._clock()
+        try:
+            yield
+        finally:
+            self._paused_s[what] = self._paused_s.get(what, 0.0) + self._clock() - start_s
+
+    @contextmanager
+    def data_wait(self) -> Iterator[None]:
+        """Count the body as waiting for data (it stays in the throughput)."""
+        start_s = self._clock()
+        try:
+            yield
+        finally:
+            self._data_wait_s += self._clock() - start_s
+
+    def window(self, *, step: int, tokens: int) -> Window:
+        """Close the window after `step`, in which `tokens` were trained on, and begin the next."""
+        num_steps = step - self._step
+        assert num_steps > 0, f"no step since the last window (step {step})"
+        now_s = self._clock()
+        training_s = max(now_s - self._start_s - sum(self._paused_s.values()), 1e-9)
+        self._smooth(training_s / num_steps)
+        self._all_paused_s += sum(self._paused_s.values())
+        pause_per_step_s = self._all_paused_s / (step - self._first_step)
+        result = Window(
+            num_steps=num_steps,
+            step_s=training_s / num_steps,
+            tokens_per_s=tokens / training_s,
+            data_wait_s=self._data_wait_s / num_steps,
+            paused_s=self._paused_s,
+            eta_s=max(self._total_steps - step, 0) * (self._smooth_step_s + pause_per_step_s),
+        )
+        self._step, self._start_s = step, now_s
+        self._paused_s, self._data_wait_s = {}, 0.0
+        return result
+
+    def _smooth(self, step_s: float) -> None:
+        """Exponential mean; the first window, slow from warming up, is forgotten once there is a second."""
+        weight = 1.0 if self._num_windows < 2 else _NEWEST
+        self._smooth_step_s += weight * (step_s - self._smooth_step_s)
+        self._num_windows += 1

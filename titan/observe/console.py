@@ -1,0 +1,213 @@
+"""What a person sees while a run goes on: the start-up page, a line for each logged step, and on a terminal a bar.
+
+Lines are columns of fixed width, so that a log file reads as a table; where a terminal is too narrow, whole
+columns are left out, the least telling first. Elsewhere than on a terminal, or without colours, nothing but plain text
+is written. Only rank 0 prints; what the other ranks say goes to their log (runinfo.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from typing import TextIO
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from titan.config.sections import MetricsSection
+from titan.observe.metrics import StepRow, ValidationRow
+from titan.observe.startup import StartupPage
+
+_LOG = logging.getLogger("titan")
+_MAX_WIDTH = 140
+_REFRESH_PER_S = 2  # redrawing takes Python time from the training loop
+
+
+@dataclass(frozen=True)
+class _Column:
+    """text, already padded; order: the highest goes first where space is short; style: of rich."""
+
+    text: str
+    order: int = 0
+    style: str = ""
+
+
+class Console:
+    """Rank 0's voice. `total_steps` scales the bar and the width of the step column."""
+
+    def __init__(
+        self,
+        section: MetricsSection,
+        *,
+        rank: int = 0,
+        total_steps: int,
+        is_terminal: bool | None = None,
+        file: TextIO | None = None,
+        width: int | None = None,
+    ) -> None:
+        """is_terminal, width: found out from `file` (default: stdout) unless given."""
+        out: TextIO = file or sys.stdout
+        if is_terminal is None:
+            is_terminal = out.isatty() and os.environ.get("TERM") != "dumb"
+        self._section = section
+        self._is_rank_0 = rank == 0
+        self._total_steps = total_steps
+        live = is_terminal and not section.disable_color_printing
+        self._console = RichConsole(
+            file=out,
+            force_terminal=live,
+            no_color=None if live else True,
+            width=width or (None if is_terminal else _MAX_WIDTH),
+            highlight=False,
+            markup=False,
+            emoji=False,
+        )
+        self._progress: Progress | None = None
+        self._eta_s: float | None = None
+        self._step = 0
+        self._live = live and self._is_rank_0
+        # Whatever any part of titan logs as a warning is shown by rank 0.
+        self._handler = _Warnings(self) if self._is_rank_0 else logging.NullHandler()
+        _LOG.addHandler(self._handler)
+
+    def startup(self, page: StartupPage) -> None:
+        """Print the page."""
+        self._print(page.render(self._console.width))
+
+    def advance(self, step: int) -> None:
+        """Say that `step` is done; only moves the bar, so call it for every step."""
+        self._step = step
+        if self._live and self._progress is None:
+            self._progress = self._start_bar()
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], completed=step)
+
+    def step(self, row: StepRow) -> None:
+        """One line for a logged step."""
+        self._eta_s = row.eta_s
+        self._print(_fit(self._step_columns(row), self._console.width))
+        self.advance(row.step)
+
+    def validation(self, row: ValidationRow) -> None:
+        """One line for a validation."""
+        columns = [
+            _Column(self._step_column(row.step)),
+            _Column(f"validation loss {row.validation_loss:.4f}", style="bold green"),
+        ]
+        if row.bits_per_byte is not None:
+            columns.append(_Column(f"{row.bits_per_byte:.4f} bits/byte", style="green"))
+        if row.unigram_bits_per_byte is not None:
+            columns.append(_Column(f"(byte frequencies alone: {row.unigram_bits_per_byte:.4f})"))
+        self._print(_fit(columns, self._console.width))
+
+    def message(self, text: str) -> None:
+        """Something worth a line; every rank's log gets it too."""
+        _LOG.info(text)
+        self._print(Text(text))
+
+    def warn(self, text: str) -> None:
+        """Something that should not be so, while the run goes on: as logging.getLogger("titan").warning."""
+        _LOG.warning(text)
+
+    def close(self) -> None:
+        """Take the bar away; the lines stay. More may be printed after."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+        self._live = False
+        _LOG.removeHandler(self._handler)
+
+    def _print(self, text: Text) -> None:
+        if self._is_rank_0:
+            self._console.print(text, soft_wrap=not self._console.is_terminal)
+            self._console.file.flush()
+
+    def _step_column(self, step: int) -> str:
+        separator = "," if self._total_steps < 1_000_000 else ""
+        total = f"{self._total_steps:{separator}}"
+        return f"step {step:>{len(total)}{separator}}/{total}"
+
+    def _step_columns(self, row: StepRow) -> list[_Column]:
+        convention = f"{self._section.mfu_convention}-attn"
+        mfu = "n/a" if row.mfu is None else f"{row.mfu:5.1%} {convention}"
+        return [
+            _Column(self._step_column(row.step), style="cyan"),
+            _Column(f"loss {row.loss:7.4f}", style="bold"),
+            _Column(f"gnorm {_short(row.grad_norm):>6}", order=2),
+            _Column(f"lr {row.lr:.2e}", order=4),
+            _Column(f"{row.tokens_per_s:>9,.0f} tok/s"),
+            _Column(f"mfu {mfu}", order=3),
+            _Column(
+                f"{'rss' if row.memory_kind == 'rss' else 'gpu'} {row.memory_gib:5.2f} GiB", order=5
+            ),
+            _Column(f"data {row.data_wait_s * 1e3:5.1f}ms", order=6),
+            _Column(f"eta {duration(row.eta_s):>8}", order=1),
+        ]
+
+    def _start_bar(self) -> Progress:
+        progress = Progress(
+            TextColumn("training"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TextColumn("step {task.completed:,.0f}/{task.total:,.0f}"),
+            TimeElapsedColumn(),
+            _Eta(self),
+            console=self._console,
+            refresh_per_second=_REFRESH_PER_S,
+            transient=True,
+            expand=True,
+        )
+        progress.add_task("training", total=self._total_steps, completed=self._step)
+        progress.start()
+        return progress
+
+
+class _Warnings(logging.Handler):
+    """Prints warnings and errors of the logger "titan"."""
+
+    def __init__(self, owner: Console) -> None:
+        super().__init__(level=logging.WARNING)
+        self._owner = owner
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = f"{record.levelname.lower()}: {record.getMessage()}"
+        self._owner._print(Text(text, style="yellow"))
+
+
+class _Eta(ProgressColumn):
+    """The same time left as in the lines, not rich's own guess."""
+
+    def __init__(self, owner: Console) -> None:
+        super().__init__()
+        self._owner = owner
+
+    def render(self, task: Task) -> Text:
+        eta_s = self._owner._eta_s
+        return Text("eta " + ("-" if eta_s is None else duration(eta_s)), style="cyan")
+
+
+def duration(seconds: float) -> str:
+    """12:34, 1:02:03 or 4d 05:06."""
+    whole = round(seconds)
+    days, rest = divmod(whole, 86_400)
+    hours, minutes, secs = rest // 3600, rest // 60 % 60, rest % 60
+    if days:
+        return f"{days}d {hours:02}:{minutes:02}"
+    return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"
+
+
+def _short(value: float) -> str:
+    """In six characters, unless it is huge."""
+    return f"{value:.3f}" if value < 100 else f"{value:.5g}" if value < 99_999 else f"{value:.0e}"
+
+
+def _fit(columns: list[_Column], width: int) -> Text:
+    """The columns in a line no wider than `width`, leaving out the highest orders where there is no room."""
+    gap = 2
+    left = list(columns)
+    while sum(len(c.text) + gap for c in left) - gap > width and any(c.order for c in left):
+        left.remove(max(left, key=lambda c: c.order))
+    return Text(" " * gap).join(Text(c.text, style=c.style) for c in left)

@@ -1,0 +1,168 @@
+"""Memory per rank by formula, before anything is built. Imports no torch; used by `titan check` and the start-up page.
+
+The activation count is that of Korthikanti et al., "Reducing Activation Recomputation" (arXiv:2205.05198), section 4,
+redone for a Llama block: RMSNorm instead of LayerNorm, no dropout, SwiGLU, grouped keys and values, and an attention
+kernel that keeps no S x S matrix. What each block keeps for its backward pass, per token and in elements
+(D dim, H query heads, G key/value heads, K head dim, F ffn dim):
+
+    inputs of the two norms                      2 D           / tp (sequence parallel)
+    inputs of q, k, v and of w1, w3              2 D           gathered over tp
+    q, k, v as attention sees them, its output   2 H K + 2 G K / tp
+    w1 x, w3 x, silu(w1 x), their product        4 F           / tp
+
+The rank described is the fullest: the first pipeline stage, whose schedule keeps up to `pp` microbatches alive. It is a
+formula, not a measurement: no allocator fragmentation, no CUDA context (1 to 2 GiB), no communication buffers, no
+document mask, and the categories are added up as if all were at their largest at once.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Protocol
+
+from titan.config.layout import Layout
+from titan.config.sections import ActivationCheckpointSection, JobConfig
+
+_GIB = 2**30
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class ModelSizes(Protocol):
+    """What the formula needs of a model's config (LlamaConfig has it)."""
+
+    @property
+    def dim(self) -> int: ...
+    @property
+    def n_layers(self) -> int: ...
+    @property
+    def n_heads(self) -> int: ...
+    @property
+    def n_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def ffn_dim(self) -> int: ...
+    @property
+    def num_params(self) -> int: ...
+    @property
+    def num_block_params(self) -> int: ...
+    @property
+    def num_embedding_params(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+
+def estimate_memory(
+    config: JobConfig, model_config: ModelSizes, layout: Layout
+) -> dict[str, float]:
+    """GiB on the fullest rank: parameters, gradients, optimizer, activations, logits, unsharded, and their total."""
+    layers = ceil(model_config.n_layers / layout.pp)
+    params = model_config.num_params
+    if layout.pp > 1:
+        params = layers * model_config.num_block_params + model_config.num_embedding_params
+    params_bytes = (
+        params / (layout.tp * layout.dp_shard * layout.cp) * _BYTES[config.training.dtype]
+    )
+    estimate_bytes = {
+        "parameters": params_bytes,
+        "gradients": params_bytes,
+        "optimizer": 2 * params_bytes,  # two moments, as Adam keeps
+        "activations": _activation_bytes(config, model_config, layout, layers=layers),
+        "logits": _logits_bytes(config, model_config, layout),
+        "unsharded": _unsharded_bytes(config, model_config, layout, layers=layers),
+    }
+    estimate = {category: num_bytes / _GIB for category, num_bytes in estimate_bytes.items()}
+    return estimate | {"total": sum(estimate.values())}
+
+
+def _local_tokens(config: JobConfig, layout: Layout) -> float:
+    """Tokens of one forward pass on one rank, before tensor parallelism."""
+    return config.training.local_batch_size * config.training.seq_len / layout.cp
+
+
+def _activation_bytes(
+    config: JobConfig, model: ModelSizes, layout: Layout, *, layers: int
+) -> float:
+    heads, kv_heads = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
+    split = 2 * model.dim + 2 * heads + 2 * kv_heads + 4 * model.ffn_dim
+    whole = split / layout.tp + 2 * model.dim
+    block_input = model.dim / layout.tp
+    # "op" keeps the block's input, attention's output and every second matrix product.
+    products = heads + 2 * kv_heads + 2 * model.dim + 2 * model.ffn_dim
+    by_op = block_input + (heads + products / 2) / layout.tp
+    kept, recomputed = _per_layer(
+        config.activation_checkpoint, whole=whole, by_op=by_op, block_input=block_input
+    )
+    elements = layers * kept * _in_flight(config, layout) + recomputed
+    tokens = _local_tokens(config, layout)
+    return tokens * elements * _BYTES[config.training.mixed_precision_param]
+
+
+def _per_layer(
+    section: ActivationCheckpointSection, *, whole: float, by_op: float, block_input: float
+) -> tuple[float, float]:
+    """Elements per token: kept by each layer on average, and brought back while one layer is recomputed."""
+    if section.mode == "none":
+        return whole, 0.0
+    if section.mode == "full":
+        return block_input, whole
+    if section.mode == "memory_budget":
+        return block_input + section.memory_budget * (whole - block_input), whole
+    if str(section.selective_ac_option).isdigit():
+        every = int(section.selective_ac_option)
+        return (block_input + (every - 1) * whole) / every, whole
+    return by_op, whole
+
+
+def _in_flight(config: JobConfig, layout: Layout) -> float:
+    """Share of the local batch whose activations the first stage holds at once."""
+    size = config.parallelism.pipeline_parallel_microbatch_size
+    num_microbatches = ceil(config.training.local_batch_size / size)
+    if layout.pp == 1 or config.parallelism.pipeline_parallel_schedule == "GPipe":
+        return 1.0
+    return min(layout.pp, num_microbatches) / num_microbatches
+
+
+def _logits_bytes(config: JobConfig, model: ModelSizes, layout: Layout) -> float:
+    """Logits and their gradient in the compute precision, one chunk in float32; none on the first of several stages."""
+    if layout.pp > 1:
+        return 0.0
+    tokens = _local_tokens(config, layout)
+    chunk = min(config.loss.chunk_tokens, tokens)
+    split = 1 if config.parallelism.disable_loss_parallel else layout.tp
+    column_bytes = (
+        2 * tokens * _BYTES[config.training.mixed_precision_param] + chunk * _BYTES["float32"]
+    )
+    return column_bytes * model.vocab_size / split
+
+
+def _unsharded_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, layers: int) -> float:
+    """What exists outside the shards as the backward pass begins, with FSDP2 units of one block and a root.
+
+    Gathered (or cast) parameters: the root's, and with ZeRO-3 those of the block at work and of the next,
+    with ZeRO-2 and DDP those of all blocks. Gradients not yet reduced: of one block and of the output layer;
+    of everything while replicas accumulate. A single rank in the master precision uses parameters as they lie.
+    """
+    training = config.training
+    param_bytes, reduce_bytes = (
+        _BYTES[training.mixed_precision_param],
+        _BYTES[training.mixed_precision_reduce],
+    )
+    is_cast = training.mixed_precision_param != training.dtype
+    is_sharded = layout.dp_shard * layout.cp > 1
+    if not is_sharded and not is_cast and layout.dp_replicate == 1:
+        return 0.0
+    policy = config.parallelism.fsdp_reshard_after_forward
+    keep_all = policy == "never" or (policy == "default" and layout.pp > 1)
+    keep_all = keep_all or (not is_sharded and layout.dp_replicate > 1)
+    blocks = layers if keep_all else min(2, layers)
+    root = model.num_params - model.n_layers * model.num_block_params
+    root = root if layout.pp == 1 else model.num_embedding_params
+    gathered = param_bytes * (root + blocks * model.num_block_params)
+    if not is_sharded and not is_cast:
+        gathered = 0  # torch computes with the parameters themselves
+    unreduced = (param_bytes + reduce_bytes) * model.num_block_params
+    unreduced += param_bytes * model.num_embedding_params
+    if not is_sharded and layout.accumulation > 1:
+        unreduced = reduce_bytes * model.num_params
+    return (gathered + unreduced) / layout.tp

@@ -1,0 +1,218 @@
+"""Rows of numbers, and where they go: metrics.jsonl always, TensorBoard and Weights & Biases where asked.
+
+metrics.jsonl holds one JSON object for each logged step, in order and each step once, also over crashes: on a
+resume at step N the rows after N, written by the run that then crashed, are cut away with any torn last line.
+docs/metrics.md defines every key. A sink that fails (disk full, server down) warns once; training goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from titan.config.sections import MetricsSection
+from titan.observe.runinfo import write_text_atomically
+from titan.observe.sinks import Row, Sink, TensorBoardSink, WandbSink, require_extras
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRow:
+    """One logged step, with the names it has in metrics.jsonl. docs/metrics.md defines each."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    tokens_per_s: float
+    step_s: float
+    eta_s: float
+    data_wait_s: float
+    memory_gib: float
+    memory_active_gib: float | None = None
+    memory_kind: str = "device"
+    tflops: float | None = None
+    mfu: float | None = None
+    validation_s: float = 0.0
+    checkpoint_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationRow:
+    """A validation, done before its step is logged: it becomes part of that step's row."""
+
+    step: int
+    validation_loss: float
+    bits_per_byte: float | None = None
+    unigram_bits_per_byte: float | None = None
+    """What the frequencies of single bytes alone would reach on the same text."""
+
+
+def model_tflops(*, tokens_per_s: float, flops_per_token: float, num_ranks: int) -> float:
+    """TFLOP/s of the model's own operations on each accelerator; recomputation is not counted."""
+    return tokens_per_s * flops_per_token / num_ranks / 1e12
+
+
+class JsonlSink:
+    """metrics.jsonl: appended to, each row one write, so that a crash can tear the last line at most."""
+
+    def __init__(self, path: Path, *, resume_step: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        last = truncate_after(path, step=resume_step) if path.exists() else None
+        # time_s counts from the first start, over every pause and crash since.
+        self._started_unix_s = time.time()
+        if last is not None and None not in (last.get("unix_s"), last.get("time_s")):
+            self._started_unix_s = last["unix_s"] - last["time_s"]
+        self._file = path.open("ab", buffering=0)
+
+    def seconds_since_start(self) -> float:
+        return time.time() - self._started_unix_s
+
+    def write(self, row: Row) -> None:
+        line = (json.dumps(row, allow_nan=False) + "\n").encode()
+        before = os.fstat(self._file.fileno()).st_size
+        try:
+            written = self._file.write(line)
+            if written != len(line):
+                raise OSError(f"only {written} of {len(line)} bytes could be written")
+        except OSError:
+            if os.fstat(self._file.fileno()).st_size > before:
+                self._file.truncate(before)  # leave no half row for the next one to be glued to
+            raise
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def truncate_after(path: Path, *, step: int) -> Row | None:
+    """Keep the whole rows up to `step`, replacing the file at once; the last one kept.
+
+    Where none is kept the file belonged to another run, or to a start that left no checkpoint: it is moved
+    to metrics.previous.jsonl, not thrown away.
+    """
+    kept: list[str] = []
+    last: Row | None = None
+    text = path.read_text(encoding="utf-8", errors="replace")
+    lines = text.splitlines()
+    for line in lines:
+        row = parse_row(line)
+        if row is not None and row["step"] <= step:
+            kept.append(line)
+            last = row
+    if lines and not kept:
+        path.replace(path.with_name(f"{path.stem}.previous{path.suffix}"))
+    elif len(kept) < len(lines) or not text.endswith("\n"):
+        write_text_atomically(path, "".join(line + "\n" for line in kept))
+    return last
+
+
+def parse_row(line: str) -> Row | None:
+    """A row of metrics.jsonl, or None for a torn one."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+class MetricsLog:
+    """All of a rank's sinks as one. Every rank may have one; which ranks write is its business."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        section: MetricsSection,
+        rank: int = 0,
+        resume_step: int = 0,
+        job_config: dict[str, Any] | None = None,
+        warn: Callable[[str], None] | None = None,
+    ) -> None:
+        """Open for a run that goes on after `resume_step` (0: a fresh one).
+
+        job_config is shown by Weights & Biases; `warn` is told once of each sink that fails.
+        Raises MissingExtra, on every rank alike, where a sink that was asked for is not installed.
+        """
+        require_extras(section)
+        self._warn = warn or logging.getLogger("titan").warning
+        self._failed: set[str] = set()
+        self._jsonl: JsonlSink | None = None
+        self._sinks: dict[str, Sink] = {}
+        if rank == 0 or section.save_for_all_ranks:
+            name = "metrics.jsonl" if rank == 0 else f"metrics.rank-{rank}.jsonl"
+            self._open(name, lambda: self._open_jsonl(run_dir / name, resume_step))
+            self._open_extras(run_dir, section, rank, resume_step, job_config or {})
+
+    def write(self, row: StepRow, validation: ValidationRow | None = None) -> None:
+        """Log a step, with the validation done after it."""
+        if not self._sinks:
+            return
+        values: Row = asdict(row)
+        if validation is not None:
+            assert validation.step == row.step, (validation, row.step)
+            values |= asdict(validation)
+        values["time_s"] = round(self._jsonl.seconds_since_start(), 3) if self._jsonl else None
+        values["unix_s"] = round(time.time(), 3)
+        # JSON has no NaN or infinity; null is what every reader takes for "no number".
+        values = {key: None if _is_non_finite(v) else v for key, v in values.items()}
+        for name, sink in self._sinks.items():
+            self._guard(name, lambda sink=sink: sink.write(values))
+
+    def close(self) -> None:
+        for name, sink in self._sinks.items():
+            self._guard(name, sink.close)
+
+    def _open_jsonl(self, path: Path, resume_step: int) -> Sink:
+        self._jsonl = JsonlSink(path, resume_step=resume_step)
+        return self._jsonl
+
+    def _open_extras(
+        self,
+        run_dir: Path,
+        section: MetricsSection,
+        rank: int,
+        resume_step: int,
+        job_config: dict[str, Any],
+    ) -> None:
+        if section.enable_tensorboard:
+            folder = run_dir / section.save_tb_folder
+            folder = folder if not section.save_for_all_ranks else folder / f"rank-{rank}"
+            self._open("TensorBoard", lambda: TensorBoardSink(folder, resume_step=resume_step))
+        if section.enable_wandb and rank == 0:
+            self._open(
+                "Weights & Biases",
+                lambda: WandbSink(
+                    run_dir,
+                    project=section.wandb_project,
+                    run_name=section.wandb_run_name or run_dir.resolve().name,
+                    resume_step=resume_step,
+                    job_config=job_config,
+                ),
+            )
+
+    def _open(self, name: str, build: Callable[[], Sink]) -> None:
+        def add() -> None:
+            self._sinks[name] = build()
+
+        self._guard(name, add)
+
+    def _guard(self, name: str, action: Callable[[], None]) -> None:
+        """Metrics are not worth a training run: whatever a sink raises becomes one warning."""
+        try:
+            action()
+        except Exception as error:
+            if name not in self._failed:
+                self._failed.add(name)
+                reason = f"{type(error).__name__}: {error}"
+                self._warn(f"metrics: {name} cannot be written ({reason}); training goes on")
+
+
+def _is_non_finite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)

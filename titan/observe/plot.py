@@ -1,0 +1,138 @@
+"""`titan plot RUN... [--output FILE.png] [--x step|tokens|time]`: curves of one or several runs in one picture.
+
+Above the loss: training thin, its running mean bold, validations as markers. Below the throughput. Reads nothing but
+metrics.jsonl. Needs the extra `plot` (matplotlib).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from titan.observe.metrics import parse_row
+from titan.observe.sinks import MissingExtra, Row, require
+
+_X_LABELS = {"step": "step", "tokens": "tokens", "time": "hours since the first start"}
+_X_KEYS = {"step": "step", "tokens": "tokens", "time": "time_s"}
+
+
+class PlotError(Exception):
+    """The user's mistake, in a line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run's name in the legend, and its rows."""
+
+    name: str
+    rows: list[Row]
+
+    def points(self, x: str, key: str) -> tuple[list[float], list[float]]:
+        """x and y of every row that has the key."""
+        kept = [r for r in self.rows if r.get(key) is not None and r.get(_X_KEYS[x]) is not None]
+        unit = 3600 if x == "time" else 1
+        return [r[_X_KEYS[x]] / unit for r in kept], [r[key] for r in kept]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; 2 for the user's mistakes."""
+    parser = argparse.ArgumentParser(
+        prog="titan plot", description="Draw loss and throughput of runs to a PNG."
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder, or a metrics.jsonl")
+    parser.add_argument(
+        "--output", metavar="FILE.png", help="default: curves.png in the first run folder"
+    )
+    parser.add_argument("--x", choices=list(_X_KEYS), default="step", help="horizontal axis")
+    arguments = parser.parse_args(argv)
+    try:
+        require("matplotlib", extra="plot", asked_by="titan plot")
+        runs = read_runs([Path(run) for run in arguments.runs])
+        folder = Path(arguments.runs[0])
+        folder = folder.parent if folder.is_file() else folder
+        output = Path(arguments.output or folder / "curves.png")
+        draw(runs, output=output, x=arguments.x)
+    except (PlotError, MissingExtra, OSError) as error:
+        print(f"titan plot: {error}", file=sys.stderr)
+        return 2
+    print(f"wrote {output}")
+    return 0
+
+
+def read_runs(paths: list[Path]) -> list[Run]:
+    """The rows of each run; names are as long as they must be to tell the runs apart."""
+    names = [path.resolve().name for path in paths]
+    if len(set(names)) < len(names):
+        names = [str(path) for path in paths]
+    return [Run(name=n, rows=_read(p)) for n, p in zip(names, paths, strict=True)]
+
+
+def _read(path: Path) -> list[Row]:
+    file = path if path.is_file() else path / "metrics.jsonl"
+    if not file.is_file():
+        near = sorted(p.parent for p in path.parent.glob("*/metrics.jsonl"))[:5]
+        hint = f"; runs near it: {', '.join(map(str, near))}" if near else ""
+        raise PlotError(f"{path}: no metrics.jsonl there, so not the folder of a run{hint}")
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    rows = [row for row in map(parse_row, lines) if row is not None]
+    if not rows:
+        raise PlotError(f"{file}: no step was logged yet")
+    return rows
+
+
+def running_mean(values: list[float]) -> list[float]:
+    """Mean over about a thirtieth of the curve around each point.
+
+    Centred, with a window that shrinks towards both ends, so that it does not lag behind a falling loss.
+    """
+    sums = [0.0, *accumulate(values)]
+    half = len(values) // 60
+    means = []
+    for i in range(len(values)):
+        reach = min(half, i, len(values) - 1 - i)
+        means.append((sums[i + reach + 1] - sums[i - reach]) / (2 * reach + 1))
+    return means
+
+
+def draw(runs: list[Run], *, output: Path, x: str) -> None:
+    """Draw the picture."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    figure = Figure(figsize=(10, 7.5), layout="constrained", dpi=120)
+    FigureCanvasAgg(figure)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    for number, run in enumerate(runs):
+        _draw_run(run, x=x, colour=f"C{number % 10}", loss_axes=upper, speed_axes=lower)
+    upper.set_ylabel("loss (nats per token)")
+    lower.set_ylabel("tokens per second")
+    lower.set_xlabel(_X_LABELS[x])
+    lower.set_ylim(bottom=0)
+    lower.yaxis.set_major_formatter(EngFormatter(sep=""))
+    if x != "time":
+        lower.xaxis.set_major_formatter(EngFormatter(sep=""))
+    for axes in (upper, lower):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    upper.legend(frameon=False)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output, format="png")
+
+
+def _draw_run(run: Run, *, x: str, colour: str, loss_axes: Any, speed_axes: Any) -> None:
+    at, loss = run.points(x, "loss")
+    loss_axes.plot(at, loss, color=colour, linewidth=0.8, alpha=0.35)
+    loss_axes.plot(at, running_mean(loss), color=colour, linewidth=2, label=f"{run.name}: training")
+    at, validation = run.points(x, "validation_loss")
+    if at:
+        label = f"{run.name}: validation (last {validation[-1]:.4f})"
+        loss_axes.plot(
+            at, validation, "o", color=colour, markersize=6, markeredgecolor="white", label=label
+        )
+    at, speed = run.points(x, "tokens_per_s")
+    speed_axes.plot(at, speed, color=colour, linewidth=1.2)

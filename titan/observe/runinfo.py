@@ -1,0 +1,125 @@
+"""What a run folder says about its run: environment.json, status.json and a log for each rank."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import socket
+import subprocess
+import time
+from collections.abc import Iterable
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import titan
+
+State = Literal["running", "done", "stopped", "failed"]
+
+# Variables that change how a run behaves. Names are listed, not excluded: nothing secret can slip through.
+_VARIABLES = (
+    *("OMP_NUM_THREADS", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"),
+    *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_WORKSPACE_CONFIG"),
+    *("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT"),
+)
+_PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_", "PYTORCH_", "FI_", "UCX_")
+_PACKAGES = ("numpy", "pydantic", "tiktoken", "tokenizers", "datasets", "torchao", "triton")
+
+
+def write_text_atomically(path: Path, text: str, *, durable: bool = True) -> None:
+    """Write so that a reader, or a crash, sees the old content or the new and nothing between.
+
+    durable: also over a power failure, which costs a wait for the disk.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def environment(*, device_names: Iterable[str], world_size: int) -> dict[str, Any]:
+    """What one needs to know to run it again: versions, source, machine, settings. For environment.json."""
+    import torch
+
+    return {
+        "titan": titan.__version__,
+        "git": _git_state(Path(titan.__file__).parent),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "packages": {name: version(name) for name in _PACKAGES if find_spec(name)},
+        "platform": platform.platform(),
+        "hostname": socket.gethostname(),
+        "device_names": list(device_names),
+        "world_size": world_size,
+        "variables": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name in _VARIABLES or name.startswith(_PREFIXES)
+        },
+        "written_unix_s": round(time.time(), 3),
+    }
+
+
+def write_environment(run_dir: Path, *, device_names: Iterable[str], world_size: int) -> None:
+    """Write environment.json."""
+    content = environment(device_names=device_names, world_size=world_size)
+    write_text_atomically(run_dir / "environment.json", json.dumps(content, indent=2) + "\n")
+
+
+def write_status(
+    run_dir: Path, *, state: State, exit_code: int | None = None, step: int = 0, reason: str = ""
+) -> None:
+    """Write status.json: where the run stands, and with which code it ended (null while it runs).
+
+    torchrun turns every exit code but 0 into 1; this file keeps the real one.
+    """
+    content = {
+        "state": state,
+        "exit_code": exit_code,
+        "step": step,
+        "reason": reason,
+        "unix_s": round(time.time(), 3),
+    }
+    text = json.dumps(content, indent=2) + "\n"
+    # Written at every logged step while running: training does not wait for the disk.
+    write_text_atomically(run_dir / "status.json", text, durable=state != "running")
+
+
+def open_rank_log(run_dir: Path, rank: int) -> logging.Handler:
+    """Send the logger "titan" of this process to logs/rank-N.log, after what a run before left there.
+
+    Returns the handler; `logging.getLogger("titan").removeHandler` it at the end.
+    """
+    path = run_dir / "logs" / f"rank-{rank}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    logger = logging.getLogger("titan")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    return handler
+
+
+def _git_state(folder: Path) -> dict[str, Any] | None:
+    """Commit of the source tree and whether it has been changed since; None outside a checkout."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+
+    try:
+        # An installed copy may lie inside somebody else's checkout (a virtual environment in a project).
+        git("ls-files", "--error-unmatch", "__init__.py")
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,139 @@
+"""The sinks that need an extra: TensorBoard and Weights & Biases. metrics.py opens them and guards their failures."""
+
+from __future__ import annotations
+
+import netrc
+import os
+import uuid
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from titan.config.sections import MetricsSection
+
+Row = dict[str, Any]
+
+
+class Sink(Protocol):
+    """A place for rows."""
+
+    def write(self, row: Row) -> None: ...
+    def close(self) -> None: ...
+
+
+class MissingExtra(Exception):
+    """An optional package that a setting needs is not installed: the user's to mend, so exit code 2."""
+
+
+def require(package: str, *, extra: str, asked_by: str) -> None:
+    """Raise MissingExtra, with the command that mends it, unless `package` is installed."""
+    if find_spec(package) is None:
+        raise MissingExtra(f"{asked_by} needs {package}: pip install 'titan-pretrain[{extra}]'")
+
+
+def require_extras(section: MetricsSection) -> None:
+    """Check that what the section asks for is installed. Cheap: imports nothing."""
+    if section.enable_tensorboard:
+        require("tensorboard", extra="tensorboard", asked_by="metrics.enable_tensorboard")
+    if section.enable_wandb:
+        require("wandb", extra="wandb", asked_by="metrics.enable_wandb")
+
+
+# Groups of the curves; a key that is not here is not drawn.
+_CURVES = {
+    "loss": "loss/train",
+    "validation_loss": "loss/validation",
+    "bits_per_byte": "loss/validation_bits_per_byte",
+    "grad_norm": "optimizer/grad_norm",
+    "lr": "optimizer/lr",
+    "tokens": "progress/tokens",
+    "tokens_per_s": "throughput/tokens_per_s",
+    "step_s": "throughput/step_s",
+    "tflops": "throughput/tflops",
+    "mfu": "throughput/mfu",
+    "data_wait_s": "throughput/data_wait_s",
+    "validation_s": "throughput/validation_s",
+    "checkpoint_s": "throughput/checkpoint_s",
+    "memory_gib": "memory/gib",
+    "memory_active_gib": "memory/active_gib",
+}
+
+
+def _curves(row: Row) -> dict[str, float]:
+    return {_CURVES[key]: v for key, v in row.items() if key in _CURVES and v is not None}
+
+
+class TensorBoardSink:
+    """Event files. On a resume, events of later steps are hidden (`purge_step`), as rows are cut from metrics.jsonl."""
+
+    def __init__(self, folder: Path, *, resume_step: int) -> None:
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1)
+
+    def write(self, row: Row) -> None:
+        for tag, value in _curves(row).items():
+            self._writer.add_scalar(tag, value, row["step"])
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """Weights & Biases; offline, below <run>/wandb, where no login is found or WANDB_MODE says so.
+
+    The run's id is kept in the run folder, so that a resume goes on with the same curves. Steps are sent as a
+    value, not as W&B's own counter, because that cannot go back to the step a run resumes from.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        project: str,
+        run_name: str,
+        resume_step: int,
+        job_config: dict[str, Any],
+    ) -> None:
+        import wandb
+
+        mode: Any = os.environ.get("WANDB_MODE") or ("online" if _has_login() else "offline")
+        self._run = wandb.init(
+            dir=run_dir,
+            project=project,
+            name=run_name,
+            id=_run_id(run_dir / "wandb" / "run-id.txt", fresh=resume_step == 0),
+            resume="allow" if mode == "online" else None,
+            mode=mode,
+            config=job_config,
+            # console="off": W&B would otherwise take over stdout, and with it the progress bar.
+            settings=wandb.Settings(silent=True, console="off", init_timeout=60),
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, row: Row) -> None:
+        self._run.log({"step": row["step"]} | _curves(row))
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _has_login() -> bool:
+    """Whether W&B would find a key without asking for one at the terminal."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        return netrc.netrc().authenticators("api.wandb.ai") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def _run_id(path: Path, *, fresh: bool) -> str:
+    if not fresh and path.exists():
+        return path.read_text(encoding="utf-8").strip()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    run_id = uuid.uuid4().hex[:8]
+    path.write_text(run_id, encoding="utf-8")
+    return run_id

@@ -1,0 +1,185 @@
+"""The start-up page: what is about to run, on one screen. Built here, printed by console.py and by `titan check`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from textwrap import wrap
+
+from rich.text import Text
+
+from titan.config.layout import AXES, Layout
+from titan.config.sections import JobConfig
+from titan.observe.estimate import ModelSizes, estimate_memory
+from titan.observe.hardware import Hardware
+
+_MAX_WIDTH = 120  # of the page, also on a wide terminal
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartupPage:
+    """What the page says: a heading, and labelled lines in order."""
+
+    title: str
+    description: str = ""
+    lines: dict[str, str] = field(default_factory=dict)
+
+    def render(self, width: int) -> Text:
+        """The page for a console of `width` characters."""
+        margin = max(map(len, self.lines), default=0) + 4
+        page = Text.assemble("\n", (self.title, "bold"), "\n")
+        if self.description:
+            page.append(f"  {self.description}\n", "italic")
+        for label, value in self.lines.items():
+            wrapped = wrap(value, max(min(width, _MAX_WIDTH) - margin, 20))
+            page.append(f"  {label}".ljust(margin), "cyan")
+            page.append(("\n" + " " * margin).join(wrapped) + "\n")
+        return page
+
+
+def startup_page(
+    config: JobConfig,
+    model_config: ModelSizes,
+    layout: Layout,
+    *,
+    run_dir: Path,
+    device_name: str,
+    hardware: Hardware | None,
+    tokenizer: str = "",
+    resume_step: int = 0,
+) -> StartupPage:
+    """The page of a job. tokenizer: its name and size, as in "bytes, 264 tokens"; run_dir: the run folder."""
+    training = config.training
+    resumed = f", resumed after step {resume_step:,}" if resume_step else ""
+    tokens = tokens_per_step(config, layout)
+    return StartupPage(
+        title=f"titan: {config.model.name} {config.model.flavor}, "
+        f"{model_config.num_params:,} parameters",
+        description=config.job.description,
+        lines={
+            "model": _model_line(model_config),
+            "data": _data_line(config) + (f"; tokenizer {tokenizer}" if tokenizer else ""),
+            "layout": layout_line(config, layout),
+            "precision": f"{training.mixed_precision_param} compute, "
+            f"{training.mixed_precision_reduce} gradient reduction, {training.dtype} parameters and optimizer",
+            "tokens per step": tokens_line(config, layout),
+            "steps": f"{training.steps:,}{resumed}; {training.steps * tokens:,} tokens in all",
+            "schedule": schedule_line(config),
+            "memory": memory_line(estimate_memory(config, model_config, layout), hardware),
+            "hardware": _hardware_line(config, device_name, hardware),
+            "written to": outputs_line(config, run_dir),
+        },
+    )
+
+
+def tokens_per_step(config: JobConfig, layout: Layout) -> int:
+    """Tokens of one optimizer step, over all ranks."""
+    sequences = config.training.local_batch_size * layout.dp * layout.accumulation
+    return sequences * config.training.seq_len
+
+
+def tokens_line(config: JobConfig, layout: Layout) -> str:
+    """How the tokens of a step come about."""
+    kind = "data-parallel ranks" if layout.world_size > layout.dp else "ranks"
+    factors = [
+        _count(config.training.local_batch_size, "sequences"),
+        f"{config.training.seq_len:,} tokens",
+        _count(layout.dp, kind),
+    ]
+    if layout.accumulation > 1:
+        factors.append(f"{layout.accumulation:,} accumulation")
+    return f"{' x '.join(factors)} = {tokens_per_step(config, layout):,}"
+
+
+def layout_line(config: JobConfig, layout: Layout) -> str:
+    """Ranks, the axes of the mesh that are longer than 1, and what data parallelism does."""
+    degrees = {axis: getattr(layout, axis) for axis in AXES}
+    mesh = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
+    if layout.dp_shard * layout.cp > 1:
+        policy = config.parallelism.fsdp_reshard_after_forward
+        keeps = policy == "never" or (policy == "default" and layout.pp > 1)
+        how = f"{'HSDP' if layout.dp_replicate > 1 else 'FSDP2'} (ZeRO-{2 if keeps else 3})"
+    else:
+        how = "DDP" if layout.dp_replicate > 1 else ""
+    return "; ".join(
+        filter(None, [_count(layout.world_size, "ranks"), mesh and f"mesh {mesh}", how])
+    )
+
+
+def schedule_line(config: JobConfig) -> str:
+    """Optimizer and learning rate over the run."""
+    section, optimizer = config.lr_scheduler, config.optimizer
+    total = section.total_steps or config.training.steps
+    decay = total - section.warmup_steps
+    if section.decay_ratio is not None:
+        decay = round(total * section.decay_ratio)
+    stable = total - section.warmup_steps - decay
+    parts = [f"{optimizer.name}, peak learning rate {optimizer.lr:g}"]
+    if section.warmup_steps:
+        parts.append(f"{section.warmup_steps:,} steps of warm-up")
+    if stable > 0:
+        parts.append(f"{stable:,} constant")
+    if decay > 0:
+        end = optimizer.lr * section.min_lr_factor
+        parts.append(f"{decay:,} of {section.decay_type} decay to {end:g}")
+    return ", ".join(parts)
+
+
+def memory_line(estimate_gib: dict[str, float], hardware: Hardware | None = None) -> str:
+    """The estimate, how it compares with what the device has, and its categories."""
+    total = f"{_gib(estimate_gib['total'])} GiB a rank by formula"
+    if hardware is not None:
+        total += f", of {hardware.memory_gib:g}"
+        if estimate_gib["total"] > hardware.memory_gib:
+            total += " (does not fit)"
+    parts = [f"{k} {_gib(v)}" for k, v in estimate_gib.items() if k != "total" and v > 0]
+    return f"{total}: {', '.join(parts)}"
+
+
+def outputs_line(config: JobConfig, run_dir: Path) -> str:
+    """The run folder and what will be in it."""
+    inside = ["metrics.jsonl", "logs/"]
+    if config.checkpoint.enable and not config.checkpoint.load_only:
+        inside.append(f"{config.checkpoint.folder}/ every {config.checkpoint.interval:,} steps")
+    if config.metrics.enable_tensorboard:
+        inside.append(f"{config.metrics.save_tb_folder}/")
+    if config.metrics.enable_wandb:
+        inside.append("wandb/")
+    return f"{run_dir} ({', '.join(inside)})"
+
+
+def _model_line(model: ModelSizes) -> str:
+    kv = f" sharing {model.n_kv_heads} key/value heads" if model.n_kv_heads != model.n_heads else ""
+    return (
+        f"{_count(model.n_layers, 'layers')}, dim {model.dim:,}, {_count(model.n_heads, 'heads')}"
+        f"{kv}, ffn {model.ffn_dim:,}, vocabulary {model.vocab_size:,}"
+    )
+
+
+def _data_line(config: JobConfig) -> str:
+    if not config.data.sources:
+        path = config.training.dataset_path
+        return config.training.dataset + (f" ({path})" if path else "")
+    total = sum(source.weight for source in config.data.sources)
+    return ", ".join(
+        " ".join(filter(None, [source.type, getattr(source, "path", "")]))
+        + (f" {source.weight / total:.0%}" if len(config.data.sources) > 1 else "")
+        for source in config.data.sources
+    )
+
+
+def _hardware_line(config: JobConfig, device_name: str, hardware: Hardware | None) -> str:
+    if hardware is None:
+        return f"{device_name}; no profile of its peak, so MFU is n/a"
+    dtype = config.training.mixed_precision_param
+    peak = hardware.peak_flops.get(dtype)
+    said = f"{peak / 1e12:,.0f} TFLOP/s dense {dtype}" if peak else f"no peak for {dtype}"
+    return f"{device_name} ({hardware.name}: {said}); MFU counts {config.metrics.mfu_convention} attention"
+
+
+def _count(number: int, plural: str) -> str:
+    return f"{number:,} {plural[:-1] if number == 1 else plural}"
+
+
+def _gib(value: float) -> str:
+    return f"{value:.3f}" if value < 0.1 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
