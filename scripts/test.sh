@@ -10,7 +10,7 @@ echo "lint: ruff"
 "$bin/ruff" check .
 "$bin/ruff" format --check .
 echo "types: pyright"
-"$bin/pyright" --pythonpath "$PYTHON" --warnings > /tmp/titan-pyright.$$ || { cat /tmp/titan-pyright.$$; rm -f /tmp/titan-pyright.$$; exit 1; }
+"$bin/pyright" --pythonpath "$PYTHON" > /tmp/titan-pyright.$$ || { cat /tmp/titan-pyright.$$; rm -f /tmp/titan-pyright.$$; exit 1; }
 rm -f /tmp/titan-pyright.$$
 echo "tests: pytest"
 exec "$PYTHON" -m pytest "$@"

@@ -1,13 +1,14 @@
 """Several processes on this machine: `titan train --nproc N` is torchrun with the same arguments, made a good citizen.
 
 A signal is passed on to the ranks, not to torchrun, which would give them 30 seconds to save or know nothing of
-SIGUSR1. And torchrun ends with 1 whatever its ranks said; status.json, written by the trainer, keeps
-the real exit code.
+SIGUSR1. torchrun ends with 1 whatever its ranks said; status.json, written by the trainer, keeps the real exit
+code. And where ranks have failed, their own words are enough: torchrun's traceback of itself is left out.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -43,7 +44,7 @@ def launch(argv: Sequence[str], *, num_processes: int, dump_folder: str) -> int:
     """Run `titan.train` in `num_processes` processes; returns the run's exit code."""
     status = Path(dump_folder) / "status.json"
     before = _version(status)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [sys.executable, "-m", "titan.launch", "--standalone"]
     command += [f"--nproc-per-node={num_processes}", "-m", "titan.train", *argv]
     agent = subprocess.Popen(command, env=_environment(num_processes), start_new_session=True)
     handlers = {number: signal.signal(number, _forwarder(agent)) for number in FORWARDED}
@@ -55,6 +56,23 @@ def launch(argv: Sequence[str], *, num_processes: int, dump_folder: str) -> int:
     if code == 0 or _version(status) == before:  # an older run's status says nothing of this one
         return min(abs(code), 1)
     return _exit_code(status)
+
+
+def torchrun(argv: Sequence[str]) -> int:
+    """torchrun itself, in the child process; one line instead of its traceback where a rank has failed."""
+    logging.disable(logging.ERROR)  # torchrun's account of a failed rank
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main
+
+    try:
+        main(list(argv))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:  # it had no chance to say anything
+            name = signal.Signals(-failure.exitcode).name
+            print(f"rank {rank} (pid {failure.pid}) was ended by {name}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _environment(num_processes: int) -> dict[str, str]:
@@ -118,3 +136,7 @@ def _exit_code(status: Path) -> int:
     except (OSError, ValueError):
         return 1
     return content.get("exit_code") or 1
+
+
+if __name__ == "__main__":
+    sys.exit(torchrun(sys.argv[1:]))

@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 from titan.config.load import ConfigError, load_from_argv
 from titan.config.rules import check_to_run
@@ -27,19 +28,27 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(error, file=sys.stderr)
         return EXIT_USER_ERROR
 
-    from titan.trainer import Trainer, UserError
+    from titan.observe.runinfo import write_status
+    from titan.trainer import NonFiniteError, Trainer, UserError
+
+    def fail(error: Exception, code: int) -> int:
+        write_status(
+            Path(config.job.dump_folder), state="failed", exit_code=code, reason=str(error)
+        )
+        print(f"{'' if rank == 0 else f'[rank {rank}] '}{error}", file=sys.stderr)
+        return code
 
     trainer = None
     try:
         trainer = Trainer(config, stop=stop)
         return trainer.run()
     except UserError as error:
-        print(f"{'' if rank == 0 else f'[rank {rank}] '}{error}", file=sys.stderr)
-        return trainer.fail(str(error), EXIT_USER_ERROR) if trainer else EXIT_USER_ERROR
+        return fail(error, EXIT_USER_ERROR)
+    except NonFiniteError as error:
+        return fail(error, EXIT_FAILED)
     except Exception as error:
         traceback.print_exc()
-        reason = f"{type(error).__name__}: {error}"
-        return trainer.fail(reason, EXIT_FAILED) if trainer else EXIT_FAILED
+        return fail(error, EXIT_FAILED)
     finally:
         if trainer:
             trainer.close()

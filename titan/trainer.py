@@ -74,6 +74,8 @@ class Trainer:
         self.rank, self.world_size = _rank_and_world()
         self.run_dir = Path(config.job.dump_folder)
         self.rank_log = open_rank_log(self.run_dir, self.rank)
+        if self.rank == 0:
+            write_status(self.run_dir, state="running")
         self.step, self.tokens_seen = 0, 0
         self.device = self._init_distributed()
         self._seed()
@@ -222,7 +224,9 @@ class Trainer:
         with self.timer.pause("validation"):
             batches = list(self.validation.validation_batches(self.config.validation.steps))
             loss_sum, num_valid = self.program.evaluate(batches)
-            num_bytes = torch.tensor(sum(map(self.validation.num_bytes, batches)), device=self.device)
+            num_bytes = torch.tensor(
+                sum(map(self.validation.num_bytes, batches)), device=self.device
+            )
             if self.program.batch_group is not None:
                 dist.all_reduce(num_bytes, group=self.program.batch_group)
             loss, valid, size = Readback([loss_sum, num_valid, num_bytes]).values()
@@ -313,12 +317,16 @@ class Trainer:
 
     def _init_distributed(self) -> torch.device:
         """Start the process group, on the accelerator if there is one; returns this rank's device."""
-        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        accelerator = (
+            torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        )
         device = torch.device("cpu")
         if accelerator is not None:
             device = torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", 0)))
             torch.accelerator.set_device_index(device.index)
-        store = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        store = (
+            {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        )
         backend = dist.get_default_backend_for_device(device)
         dist.init_process_group(
             backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}",
@@ -341,7 +349,9 @@ class Trainer:
 
     def _build_data(self) -> None:
         config, training = self.config, self.config.training
-        self.tokenizer = build_tokenizer(config.tokenizer, hf_assets_path=config.model.hf_assets_path)
+        self.tokenizer = build_tokenizer(
+            config.tokenizer, hf_assets_path=config.model.hf_assets_path
+        )
         self.sizes = model_config(config.model)
         if self.tokenizer.vocab_size > self.sizes.vocab_size:
             raise DataError(
@@ -350,7 +360,9 @@ class Trainer:
                 f"model.overrides.vocab_size = {self.tokenizer.vocab_size} or take another tokenizer"
             )
         self.dp_rank = axis_rank(self.mesh, "dp_replicate", "dp_shard")
-        self.sequences_per_step = training.local_batch_size * self.layout.dp * self.layout.accumulation
+        self.sequences_per_step = (
+            training.local_batch_size * self.layout.dp * self.layout.accumulation
+        )
         self.tokens_per_step = self.sequences_per_step * training.seq_len
         self.flops_per_token = self.sizes.flops_per_token(
             training.seq_len, causal=config.metrics.mfu_convention == "causal"
@@ -380,7 +392,9 @@ class Trainer:
         self.first_step = self.step + 1
         self.logged_step = self.step
         is_cpu = self.device.type == "cpu"
-        self.device_name = "CPU" if is_cpu else torch.get_device_module(self.device).get_device_name()
+        self.device_name = (
+            "CPU" if is_cpu else torch.get_device_module(self.device).get_device_name()
+        )
         name = config.hardware.name
         hardware = recognise(self.device_name) if name == "auto" else by_name(name)
         precision = config.training.mixed_precision_param
@@ -395,7 +409,9 @@ class Trainer:
         )
         if self.rank == 0:
             (self.run_dir / "config.toml").write_text(to_toml(config))
-            write_environment(self.run_dir, device_names=[self.device_name], world_size=self.world_size)
+            write_environment(
+                self.run_dir, device_names=[self.device_name], world_size=self.world_size
+            )
             write_status(self.run_dir, state="running", step=self.step)
         self.console.startup(
             startup_page(
@@ -418,15 +434,11 @@ class Trainer:
     def _end(self, state: Any, code: int) -> int:
         if state == "stopped":
             name = self.stop.signal_name or "a signal to another rank"
-            self.console.message(f"stopped by {name} after step {self.step:,}; run the same command to go on")
+            self.console.message(
+                f"stopped by {name} after step {self.step:,}; run the same command to go on"
+            )
         if self.rank == 0:
             write_status(self.run_dir, state=state, exit_code=code, step=self.step)
-        return code
-
-    def fail(self, reason: str, code: int) -> int:
-        """Note in status.json why the run failed; returns `code`."""
-        if self.rank == 0:
-            write_status(self.run_dir, state="failed", exit_code=code, step=self.step, reason=reason)
         return code
 
     def close(self) -> None:

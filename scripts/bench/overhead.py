@@ -24,7 +24,9 @@ from titan.optim.optimizers import parameter_groups
 from titan.trainer import Trainer
 
 
-def bare_step(model: torch.nn.Module, *, vocabulary: int, shape: tuple[int, int]) -> Callable[[], None]:
+def bare_step(
+    model: torch.nn.Module, *, vocabulary: int, shape: tuple[int, int]
+) -> Callable[[], None]:
     """One step of the bare loop, as a function without arguments."""
     groups = parameter_groups(model.parameters(), weight_decay=0.1)
     optimizer = torch.optim.AdamW(groups, lr=8e-4, betas=(0.9, 0.95), fused=True)

@@ -37,7 +37,9 @@ def _train(device: str, precision: str, weights: dict[str, torch.Tensor] | None)
         }
     )
     mesh = build_mesh(device)
-    program = build_program(config, device=torch.device(device, 0 if device != "cpu" else None), mesh=mesh)
+    program = build_program(
+        config, device=torch.device(device, 0 if device != "cpu" else None), mesh=mesh
+    )
     parameters = dict(program.model.named_parameters())
     local = {n: p.to_local() if hasattr(p, "to_local") else p for n, p in parameters.items()}
     if weights is not None:  # the devices' generators differ
@@ -62,7 +64,9 @@ def test_losses_and_norms_equal_the_cpu(group: None, precision: str, rtol: float
     cpu = _train("cpu", "float32", None)
     gpu = _train("cuda", precision, cpu["initial"])
     assert gpu["losses"] == pytest.approx(cpu["losses"], rel=rtol)
-    assert gpu["norms"] == pytest.approx(cpu["norms"], rel=rtol * (10 if precision == "float32" else 3))
+    assert gpu["norms"] == pytest.approx(
+        cpu["norms"], rel=rtol * (10 if precision == "float32" else 3)
+    )
 
 
 def test_resume_is_bit_identical(tmp_path: Path) -> None:
@@ -86,5 +90,7 @@ def test_resume_is_bit_identical(tmp_path: Path) -> None:
     run(tmp_path / "parts", 4)
     parts = run(tmp_path / "parts", 8)
     assert [r["step"] for r in parts] == list(range(1, 9))
-    assert [(r["loss"], r["grad_norm"]) for r in parts] == [(r["loss"], r["grad_norm"]) for r in whole]
+    assert [(r["loss"], r["grad_norm"]) for r in parts] == [
+        (r["loss"], r["grad_norm"]) for r in whole
+    ]
     assert whole[-1]["memory_kind"] == "device" and whole[-1]["memory_gib"] > 0

@@ -27,8 +27,22 @@ class ParityTable:
         self.rows: dict[str, str] = {}
         self.expected = 0
 
-    def add(self, name: str, *, ranks: int, accumulation: int, differences: dict[str, float], bound: float) -> None:
-        cells = [name, str(ranks), str(accumulation), *map(_rounded_up, differences.values()), f"{bound:.0e}"]
+    def add(
+        self,
+        name: str,
+        *,
+        ranks: int,
+        accumulation: int,
+        differences: dict[str, float],
+        bound: float,
+    ) -> None:
+        cells = [
+            name,
+            str(ranks),
+            str(accumulation),
+            *map(_rounded_up, differences.values()),
+            f"{bound:.0e}",
+        ]
         self.rows[name + str(accumulation)] = "| " + " | ".join(cells) + " |"
 
     def write(self) -> None:

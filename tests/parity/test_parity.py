@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from pool import Pool
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from pool import Pool
 from titan.config.sections import JobConfig
 from titan.data.packing import IGNORED
 from titan.parallel import build_mesh
@@ -127,7 +127,9 @@ def reference(pool: Pool) -> dict[str, Any]:
 def test_equals_one_process(layout: Layout, reference, pool: Pool, parity_table) -> None:
     parity_table.expected = len(LAYOUTS)
     results = pool.run(layout.ranks, train, layout)
-    assert reference["losses"][-1] < reference["losses"][0]  # it trains: these are not ten idle steps
+    assert (
+        reference["losses"][-1] < reference["losses"][0]
+    )  # it trains: these are not ten idle steps
     differences = {
         "loss": _largest(results, reference, "losses"),
         "norm": _largest(results, reference, "norms"),
@@ -152,7 +154,10 @@ def _largest(results: list[dict[str, Any]], reference: dict[str, Any], what: str
         if isinstance(expected, dict):
             assert result[what].keys() == expected.keys()
             pairs = [
-                (torch.linalg.vector_norm(result[what][n] - e).item(), torch.linalg.vector_norm(e).item())
+                (
+                    torch.linalg.vector_norm(result[what][n] - e).item(),
+                    torch.linalg.vector_norm(e).item(),
+                )
                 for n, e in expected.items()
             ]
         else:

@@ -20,6 +20,7 @@ import json
 import logging
 import re
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,9 @@ def load(path: Path, state: State) -> None:
         raise CheckpointError(
             f"{path} holds other shapes: {_some(other)}: saved from another model?"
         )
-    dcp.load(state, checkpoint_id=str(path))
+    with warnings.catch_warnings():  # that a single process loads alone is no news
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(state, checkpoint_id=str(path), no_dist=not dist.is_initialized())
 
 
 def model_state(model: nn.Module) -> State:

@@ -10,10 +10,7 @@ from torch import nn
 
 from titan.config.sections import AdamSection, AdamWSection, OptimizerSection
 
-_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
-    "AdamW": torch.optim.AdamW,
-    "Adam": torch.optim.Adam,
-}
+_CLASSES = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}
 
 
 def parameter_groups(

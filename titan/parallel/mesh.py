@@ -50,7 +50,7 @@ def submesh(mesh: DeviceMesh, *axes: str, flatten: bool = False) -> DeviceMesh |
     present = tuple(axis for axis in axes if axis in names)
     if not present or axis_size(mesh, *present) == 1:
         return None
-    part = mesh[present] if len(present) > 1 else mesh[present[0]]
+    part = mesh[present] if len(present) > 1 else mesh[present[0]]  # pyright: ignore
     if flatten and len(present) > 1:
         return part._flatten("_".join(present))  # private, but the same in torch 2.11 to 2.15
     return part

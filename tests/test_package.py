@@ -1,0 +1,60 @@
+"""The package as installed: titan.models comes from models/, editable and from a wheel, whatever lies in the user's folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROBE = "import titan, titan.models.llama3 as m; print(titan.__file__); print(m.__file__); print(m.FLAVORS['8B'].num_params)"
+
+
+@pytest.fixture
+def users_folder(tmp_path: Path) -> Path:
+    """A folder that holds a models/ of the user's own."""
+    folder = tmp_path / "project"
+    (folder / "models" / "llama3").mkdir(parents=True)
+    for init in (folder / "models" / "__init__.py", folder / "models" / "llama3" / "__init__.py"):
+        init.write_text("raise RuntimeError('the wrong models')\n")
+    return folder
+
+
+def probe(folder: Path, **variables: str) -> list[str]:
+    command = [sys.executable, "-c", PROBE]
+    environment = {**os.environ, **variables}
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+def test_editable_install(users_folder: Path) -> None:
+    titan, models, parameters = probe(users_folder)
+    assert Path(titan) == ROOT / "titan" / "__init__.py"
+    assert Path(models) == ROOT / "models" / "llama3" / "__init__.py"
+    assert parameters == "8030261248"
+
+
+def test_wheel(users_folder: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    source = tmp_path / "source"  # a copy: building leaves files behind
+    files = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.split()
+    for name in files:
+        if name.startswith(("titan/", "models/", "pyproject.toml", "README.md")):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    subprocess.run([*pip, "install", "--no-deps", "--target", site, source], check=True)
+    titan, models, parameters = probe(users_folder, PYTHONPATH=str(site))
+    assert Path(titan) == site / "titan" / "__init__.py"
+    assert Path(models) == site / "titan" / "models" / "llama3" / "__init__.py"
+    assert parameters == "8030261248"
+    installed = {p.relative_to(site / "titan") for p in (site / "titan").rglob("*.py")}
+    ours = {p.relative_to(ROOT / "titan") for p in (ROOT / "titan").rglob("*.py")}
+    zoo = {Path("models") / p.relative_to(ROOT / "models") for p in (ROOT / "models").rglob("*.py")}
+    assert installed == ours | zoo  # pyproject.toml lists every package
