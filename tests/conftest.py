@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,6 @@ from pool import Pool
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
+def pool() -> Pool:
     """Warm gloo ranks; see pool.py."""
-    ranks = Pool()
-    yield ranks
-    ranks.close()
+    return Pool()

@@ -101,7 +101,6 @@ def test_check_tells_everything_in_the_way() -> None:
     assert [line.split(": ")[1] for line in err[:-1]] == [
         "model.flavor",
         "parallelism.tensor_parallel_degree",
-        "parallelism.tensor_parallel_degree",
     ]
     code, out, err = titan(*argv, "--json")
     assert (code, err) == (2, [])
@@ -191,7 +190,7 @@ import sys
 from titan import launch
 class Popen(launch.subprocess.Popen):
     def __init__(self, command, **kwargs):
-        assert command[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], command
+        assert command[1:5] == ["-m", "titan.launch", "--standalone", "--nproc-per-node=2"], command
         super().__init__([sys.executable, sys.argv[1], *command[5:]], **kwargs)
 launch.subprocess.Popen = Popen
 sys.exit(launch.launch([sys.argv[2]], num_processes=2, dump_folder=sys.argv[2]))

@@ -55,3 +55,24 @@ def test_a_second_backward_pass_is_refused() -> None:
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="one backward pass"):
         loss.backward()
+
+
+def test_logits_are_never_whole_in_fp32() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            for tensor in result if isinstance(result, tuple) else (result,):
+                if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32:
+                    largest = max(largest, tensor.numel())
+            return result
+
+    logits = torch.randn(64, 100, dtype=torch.bfloat16, requires_grad=True)
+    with Watch():
+        loss = cross_entropy_sum(logits, torch.randint(100, (64,)), chunk_tokens=8)
+        loss.backward()
+    assert largest == 8 * 100

@@ -227,8 +227,8 @@ class Trainer:
             num_bytes = torch.tensor(
                 sum(map(self.validation.num_bytes, batches)), device=self.device
             )
-            if self.program.batch_group is not None:
-                dist.all_reduce(num_bytes, group=self.program.batch_group)
+            if self.program.data_group is not None:
+                dist.all_reduce(num_bytes, group=self.program.data_group)
             loss, valid, size = Readback([loss_sum, num_valid, num_bytes]).values()
         return ValidationRow(
             step=self.step,

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .config import FLAVORS, LlamaConfig
+from .plan import TENSOR_PLAN
 
 if TYPE_CHECKING:
     from .model import Llama
 
-__all__ = ["FLAVORS", "LlamaConfig", "build_model"]
+__all__ = ["FLAVORS", "TENSOR_PLAN", "LlamaConfig", "build_model"]
 
 
 def build_model(config: LlamaConfig) -> Llama:

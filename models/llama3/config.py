@@ -49,10 +49,14 @@ class LlamaConfig:
         return RopeScaling(factor=self.rope_factor) if self.rope_factor else None
 
     @property
+    def num_block_norm_params(self) -> int:
+        return 2 * self.dim
+
+    @property
     def num_block_params(self) -> int:
         q_and_o = 2 * self.dim * self.n_heads * self.head_dim
         k_and_v = 2 * self.dim * self.n_kv_heads * self.head_dim
-        return q_and_o + k_and_v + 3 * self.dim * self.ffn_dim + 2 * self.dim
+        return q_and_o + k_and_v + 3 * self.dim * self.ffn_dim + self.num_block_norm_params
 
     @property
     def num_embedding_params(self) -> int:
@@ -71,7 +75,8 @@ class LlamaConfig:
         `causal` counts half of the attention, the part that a causal mask leaves.
         """
         matmul_params = (
-            self.n_layers * (self.num_block_params - 2 * self.dim) + self.num_embedding_params
+            self.n_layers * (self.num_block_params - self.num_block_norm_params)
+            + self.num_embedding_params
         )
         attention = 12 * self.n_layers * self.n_heads * self.head_dim * seq_len
         return 6 * matmul_params + (attention // 2 if causal else attention)

@@ -10,7 +10,7 @@ _TOP = {
     "norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-_BLOCK = {
+BLOCK = {
     "attention_norm": "input_layernorm",
     "attention.wq": "self_attn.q_proj",
     "attention.wk": "self_attn.k_proj",
@@ -23,11 +23,14 @@ _BLOCK = {
 }
 
 
-def hf_name(name: str) -> str:
-    """Name in transformers of one of our parameters. Raises KeyError for a name that is not Llama's."""
+def hf_name(name: str, *, block: dict[str, str] = BLOCK) -> str:
+    """Name in transformers of one of our parameters. Raises KeyError for a name that is not the family's.
+
+    block: names within a block; a family that builds on this one adds its own.
+    """
     if name in _TOP:
         return _TOP[name]
     match = re.fullmatch(r"layers\.(\d+)\.(.+)\.weight", name)
     if match is None:
         raise KeyError(name)
-    return f"model.layers.{match[1]}.{_BLOCK[match[2]]}.weight"
+    return f"model.layers.{match[1]}.{block[match[2]]}.weight"

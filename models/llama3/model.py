@@ -61,15 +61,17 @@ class Attention(nn.Module):
     def forward(
         self, x_BSD: Tensor, cos_sin: tuple[Tensor, Tensor], document_ids_BS: Tensor | None
     ) -> Tensor:
-        # -1 for the number of heads: under tensor parallelism each rank holds some of them.
-        q_BHSK, k_BGSK, v_BGSK = (
-            w(x_BSD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for w in (self.wq, self.wk, self.wv)
-        )
+        q_BHSK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in self.heads(x_BSD))
         o_BHSK = self.inner_attention(
             rotate(q_BHSK, cos_sin), rotate(k_BGSK, cos_sin), v_BGSK, document_ids_BS
         )
         return self.wo(o_BHSK.transpose(1, 2).flatten(-2))
+
+    def heads(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (B, S, H, K), keys and values (B, S, G, K)."""
+        # -1 for the number of heads: under tensor parallelism each rank holds some of them.
+        q, k, v = (w(x_BSD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        return q, k, v
 
 
 class FeedForward(nn.Module):
@@ -88,10 +90,10 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Attention and feed-forward, each normalised before and added to the residual stream."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, *, attention: type[Attention] = Attention) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.attention = Attention(config)
+        self.attention = attention(config)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.feed_forward = FeedForward(config)
 
@@ -105,11 +107,13 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """Token ids to logits."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, *, attention: type[Attention] = Attention) -> None:
         super().__init__()
         self.config = config
         self.tok_embeddings: nn.Module | None = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
+        self.layers = nn.ModuleDict(
+            {str(i): Block(config, attention=attention) for i in range(config.n_layers)}
+        )
         self.norm: nn.Module | None = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output: nn.Module | None = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tied_embeddings:

@@ -574,15 +574,13 @@ def test_two_unreadable_files_are_both_told(tmp_path: Path) -> None:
 
 def test_what_is_not_built_yet_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
-    path.write_text("[parallelism]\ntensor_parallel_degree = 2\n[compile]\nenable = true\n")
+    path.write_text('[checkpoint]\nasync_mode = "async"\n[compile]\nenable = true\n')
     problems = check_supported(load_config(path))
     assert [(p.line, p.key) for p in problems] == [
-        (2, "parallelism.tensor_parallel_degree"),
         (4, "compile.enable"),
+        (2, "checkpoint.async_mode"),
     ]
-    assert problems[0].message.startswith(
-        "2 is not built yet in titan 0.1; use data_parallel_shard_degree"
-    )
+    assert problems[0].message.startswith("true is not built yet in titan 0.1; use false")
     path.write_text(
         "[parallelism]\ndata_parallel_replicate_degree = 2\ndata_parallel_shard_degree = 2\n"
     )

@@ -14,7 +14,7 @@ import pytest
 
 from titan.config import sections as s
 from titan.data.cache import cached_shards, default_cache_folder, exclusive
-from titan.data.packing import Framing
+from titan.data.framing import Framing
 from titan.data.shards import TokenShards
 from titan.data.sources import Documents, open_documents
 from titan.data.tokenizer import bytes_tokenizer

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from titan.data.packing import IGNORED, Framing, pack
+from titan.data.framing import Framing
+from titan.data.packing import IGNORED, pack
 from titan.data.tokenizer import Tokenizer, bytes_tokenizer
 
 # The end of a document; a whole one; the beginning of a third. Seven inputs and the last label.

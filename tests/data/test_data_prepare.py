@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -94,21 +95,21 @@ def test_a_run_that_broke_off_continues_to_the_same_bytes(
     import titan.data.writer as writer
 
     done, folder = 0, tmp_path / "broken"
-    real = writer.write_json
+    real = writer.write_index
 
-    def write_json(*arguments: Any) -> None:
+    def write_index(*arguments: Any) -> None:
         nonlocal done
         done += 1
         if done == writes:
             raise KeyboardInterrupt
         real(*arguments)
 
-    monkeypatch.setattr(writer, "write_json", write_json)
+    monkeypatch.setattr(writer, "write_index", write_index)
     assert prepare(folder, corpus) == 75
     monkeypatch.undo()
     assert not (folder / "index.json").exists()
     with pytest.raises(DataError, match=r"run it again" if writes > 1 else r"no index\.json"):
-        read_index(folder)
+        read_index(folder / "index.json")
     kept = {file.name: file.stat().st_mtime_ns for file in folder.glob("train-*.bin")}
     assert prepare(folder, corpus) == 0
     assert content(folder) == content(prepared)
@@ -164,9 +165,8 @@ def section(prepared: Path) -> tuple[s.TrainingSection, s.DataSection]:
 
 def test_training_and_validating_on_shards(prepared: Path, texts: list[str]) -> None:
     training, data = section(prepared)
-    with build_loader(
-        training, data=data, tokenizer=bytes_tokenizer(), rank=0, world=1, seed=0
-    ) as loader:
+    loader = build_loader(training, data=data, tokenizer=bytes_tokenizer(), rank=0, world=1, seed=0)
+    with closing(loader):
         [batch] = loader.next_step()
     tokens = expected_documents(texts, held_out=False)
     assert batch.tokens_BS.tolist() == [tokens[:32], tokens[32:64]]

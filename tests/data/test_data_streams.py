@@ -12,8 +12,8 @@ import pytest
 
 from titan.data import DataError
 from titan.data.base import NUM_LANES, Layout
-from titan.data.packing import Framing
-from titan.data.streams import StreamSamples, merge_bookmarks
+from titan.data.framing import Framing
+from titan.data.streams import Mark, StreamSamples, merge_bookmarks
 from titan.data.tokenizer import Tokenizer, bytes_tokenizer
 
 SEQ_LEN = 16
@@ -54,7 +54,7 @@ def samples(
 ) -> tuple[StreamSamples, ListStream, Counting]:
     stream, tokenizer = ListStream(texts), Counting()
     made = StreamSamples(
-        stream,
+        stream,  # pyright: ignore[reportArgumentType]
         tokenizer=tokenizer,  # pyright: ignore[reportArgumentType]
         framing=Framing(256, 257),
         seq_len=SEQ_LEN,
@@ -81,9 +81,8 @@ def test_a_short_stream_starts_over_in_another_order() -> None:
     made, stream, _ = samples(texts, shuffle_buffer=30)
     list(made.get(np.arange(40 * NUM_LANES)))
     assert stream.reads > 2 * len(texts)
-    numbered = made._numbered
     [first, second] = [[], []]
-    source = numbered.read(made._numbered.marks[0].__class__())
+    source = made._numbered.read(Mark())
     for part in (first, second):
         part += [next(source)[1] for _ in range(100)]
     assert sorted(first) == sorted(second) == texts

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from titan.config.sections import JobConfig
 from titan.data.loader import Batch
@@ -41,7 +42,7 @@ def _train(device: str, precision: str, weights: dict[str, torch.Tensor] | None)
         config, device=torch.device(device, 0 if device != "cpu" else None), mesh=mesh
     )
     parameters = dict(program.model.named_parameters())
-    local = {n: p.to_local() if hasattr(p, "to_local") else p for n, p in parameters.items()}
+    local = {n: p.to_local() if isinstance(p, DTensor) else p for n, p in parameters.items()}
     if weights is not None:  # the devices' generators differ
         with torch.no_grad():
             for name, value in weights.items():

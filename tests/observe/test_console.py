@@ -113,7 +113,7 @@ def test_plain_text_unless_a_terminal_with_colours() -> None:
         console.step(step_row(1))
         console.validation(ValidationRow(step=1, validation_loss=2.5, bits_per_byte=1.25))
         console.message("saved [bold]x[/bold]")
-        console.warn("careful")
+        logging.getLogger("titan").warning("careful")
 
     file = printed(speak)
     without_colours = printed(
@@ -133,7 +133,7 @@ def test_only_rank_0_prints_but_every_rank_logs(caplog: pytest.LogCaptureFixture
     def speak(console: Console) -> None:
         console.step(step_row(1))
         console.message("hello")
-        console.warn("careful")
+        logging.getLogger("titan").warning("careful")
 
     with caplog.at_level(logging.INFO, logger="titan"):
         assert printed(speak, rank=1, is_terminal=True) == ""

@@ -114,10 +114,11 @@ def test_ranks(tmp_path: Path) -> None:
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_full_disk_warns_once_leaves_no_half_row_and_goes_on(tmp_path: Path) -> None:
+def test_full_disk_warns_once_leaves_no_half_row_and_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     resource = pytest.importorskip("resource")
-    warnings: list[str] = []
-    log = MetricsLog(tmp_path, section=MetricsSection(), warn=warnings.append)
+    log = MetricsLog(tmp_path, section=MetricsSection())
     log.write(step_row(1))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     full_at = (tmp_path / "metrics.jsonl").stat().st_size + 50  # in the middle of the next row
@@ -130,8 +131,8 @@ def test_full_disk_warns_once_leaves_no_half_row_and_goes_on(tmp_path: Path) -> 
     log.write(step_row(4))
     log.close()
     assert [row["step"] for row in rows(tmp_path)] == [1, 4]
-    assert len(warnings) == 1
-    assert "metrics.jsonl cannot be written (OSError: only 50 of " in warnings[0]
+    assert len(caplog.messages) == 1
+    assert "metrics.jsonl cannot be written (OSError: only 50 of " in caplog.messages[0]
 
 
 def test_tensorboard_values_and_resume(tmp_path: Path) -> None:
@@ -153,33 +154,35 @@ def test_tensorboard_values_and_resume(tmp_path: Path) -> None:
     assert "throughput/mfu" not in events.Tags()["scalars"]  # unknown, so not drawn
 
 
-def test_wandb_offline_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_offline_continues_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     section = MetricsSection(enable_wandb=True, wandb_project="p", wandb_run_name="r")
-    warnings: list[str] = []
     for resume_step in (0, 1):
-        log = MetricsLog(tmp_path, section=section, resume_step=resume_step, warn=warnings.append)
+        log = MetricsLog(tmp_path, section=section, resume_step=resume_step)
         log.write(step_row(resume_step + 1))
         log.close()
-    assert warnings == []
+    assert caplog.messages == []
     run_id = (tmp_path / "wandb" / "run-id.txt").read_text()
     files = list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     assert {file.name for file in files} == {f"run-{run_id}.wandb"}
     assert all(b"loss/train" in file.read_bytes() for file in files)
 
 
-def test_a_sink_that_cannot_open_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sink_that_cannot_open_warns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def broken(*_: object, **__: object) -> None:
         raise ConnectionError("server is down")
 
     monkeypatch.setattr("titan.observe.metrics.WandbSink", broken)
-    warnings: list[str] = []
     section = MetricsSection(enable_wandb=True)
-    log = MetricsLog(tmp_path, section=section, warn=warnings.append)
+    log = MetricsLog(tmp_path, section=section)
     log.write(step_row(1))
     log.close()
-    assert warnings == [
+    assert caplog.messages == [
         "metrics: Weights & Biases cannot be written (ConnectionError: server is down); training goes on"
     ]
     assert [row["step"] for row in rows(tmp_path)] == [1]

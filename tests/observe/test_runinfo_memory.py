@@ -9,7 +9,6 @@ import pytest
 import titan
 from titan.observe.memory import peak_memory
 from titan.observe.runinfo import (
-    environment,
     open_rank_log,
     write_environment,
     write_status,
@@ -34,8 +33,9 @@ def test_environment_has_what_matters_and_no_secrets(
     assert "hunter2" not in text
 
 
-def test_git_commit_of_a_checkout() -> None:
-    git = environment(device_names=[], world_size=1)["git"]
+def test_git_commit_of_a_checkout(tmp_path: Path) -> None:
+    write_environment(tmp_path, device_names=[], world_size=1)
+    git = json.loads((tmp_path / "environment.json").read_text())["git"]
     if not (Path(titan.__file__).parents[1] / ".git").exists():
         assert git is None
     elif git is not None:  # git itself may be absent

@@ -42,7 +42,7 @@ def _gradients(kind: str) -> dict[str, torch.Tensor]:
     with torch.device("meta"):
         model = Net()
     if kind == "ddp":
-        apply_ddp(model, mesh=mesh, blocks=model.blocks)
+        apply_ddp(model, mesh=mesh["dp_replicate"], blocks=model.blocks)
     elif kind != "plain":
         apply_fsdp(model, mesh=mesh, blocks=model.blocks, reshard_after_forward=kind != "zero2")
     materialize(model, device="cpu")

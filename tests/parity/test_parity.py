@@ -35,6 +35,7 @@ class Layout:
     degrees: tuple[tuple[str, int], ...] = ()
     accumulation: int = 1
     settings: tuple[tuple[str, Any], ...] = ()
+    documents: bool = True  # two documents in each sequence, and no attention between them
 
     @property
     def ranks(self) -> int:
@@ -44,10 +45,23 @@ class Layout:
         return ranks
 
 
+def tp(n: int, **more: int) -> tuple[tuple[str, int], ...]:
+    return (*more.items(), ("tp", n))
+
+
+def cp(n: int, **more: int) -> tuple[tuple[str, int], ...]:
+    return (*more.items(), ("cp", n))
+
+
+def rotate(method: str) -> tuple[tuple[str, str], ...]:
+    return (("context_parallel_rotate_method", method),)
+
+
 def fsdp(n: int) -> tuple[tuple[str, int], ...]:
     return (("dp_shard", n),)
 
 
+UNBALANCED = (("context_parallel_load_balancer", "none"),)
 NEVER = (("fsdp_reshard_after_forward", "never"),)
 LAYOUTS = [
     Layout("one process", accumulation=2),
@@ -62,6 +76,25 @@ LAYOUTS = [
     Layout("DDP", (("dp_replicate", 2),)),
     Layout("DDP", (("dp_replicate", 2),), accumulation=2),
     Layout("DDP", (("dp_replicate", 2),), accumulation=4),
+    Layout("TP+SP", tp(2)),
+    Layout("TP+SP, whole logits", tp(2), settings=(("disable_loss_parallel", True),)),
+    Layout("TP+SP, 4 ranks on 2 key/value heads", tp(4)),
+    Layout("FSDP2 x TP+SP", tp(2, dp_shard=2)),
+    Layout("DDP x TP+SP", tp(2, dp_replicate=2)),
+    Layout("CP all-gather", cp(2)),
+    Layout("CP ring", cp(2), settings=rotate("ring"), documents=False),
+    Layout("CP ring, 4 ranks", cp(4), settings=rotate("ring"), documents=False),
+    Layout(
+        "CP ring, not balanced",
+        cp(2),
+        settings=(*rotate("ring"), *UNBALANCED),
+        documents=False,
+    ),
+    Layout("CP Ulysses", cp(2), settings=rotate("ulysses")),
+    Layout("CP Ulysses, 4 ranks on 2 key/value heads", cp(4), settings=rotate("ulysses")),
+    Layout("FSDP2 x CP", cp(2, dp_shard=2)),
+    Layout("DDP x CP", cp(2, dp_replicate=2)),
+    Layout("CP x TP+SP", (*cp(2), *tp(2))),
     Layout("HSDP", (("dp_replicate", 2), ("dp_shard", 2))),
     Layout("HSDP", (("dp_replicate", 2), ("dp_shard", 2)), accumulation=2),
 ]
@@ -78,12 +111,12 @@ def global_batch(step: int) -> tuple[Tensor, Tensor, Tensor]:
     return rows[:, :-1], labels, documents
 
 
-def train(layout: Layout) -> dict[str, Any]:
+def train(layout: Layout, precision: str = "float32") -> dict[str, Any]:
     """Run on one rank: losses and norms of each step, whole gradients of the first, whole weights at the end."""
     mesh = build_mesh("cpu", **dict(layout.degrees))
     config = JobConfig.model_validate(
         {
-            "training": {"mixed_precision_param": "float32", "steps": STEPS},
+            "training": {"mixed_precision_param": precision, "steps": STEPS},
             "lr_scheduler": {"warmup_steps": 2},
             "optimizer": {"lr": 1e-3},
             "parallelism": dict(layout.settings),
@@ -104,7 +137,12 @@ def train(layout: Layout) -> dict[str, Any]:
     for step in range(1, STEPS + 1):
         parts = [t.chunk(world * layout.accumulation) for t in global_batch(step)]
         mine = range(rank, world * layout.accumulation, world)
-        batches = [Batch(parts[0][i], parts[1][i], document_ids_BS=parts[2][i]) for i in mine]
+        batches = [
+            Batch(
+                parts[0][i], parts[1][i], document_ids_BS=parts[2][i] if layout.documents else None
+            )
+            for i in mine
+        ]
         report = program.train_step(batches, step=step)
         losses.append(report.loss.item())
         norms.append(report.grad_norm.item())
@@ -119,12 +157,14 @@ def _whole(tensor: Tensor | None) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def reference(pool: Pool) -> dict[str, Any]:
-    return pool.run(1, train, Layout("one process"))[0]
+def references(pool: Pool) -> dict[bool, dict[str, Any]]:
+    """One process, with and without documents."""
+    return {d: pool.run(1, train, Layout("one process", documents=d))[0] for d in (True, False)}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: f"{x.name}-{x.ranks}x{x.accumulation}")
-def test_equals_one_process(layout: Layout, reference, pool: Pool, parity_table) -> None:
+def test_equals_one_process(layout: Layout, references, pool: Pool, parity_table) -> None:
+    reference = references[layout.documents]
     parity_table.expected = len(LAYOUTS)
     results = pool.run(layout.ranks, train, layout)
     assert (
@@ -144,6 +184,22 @@ def test_equals_one_process(layout: Layout, reference, pool: Pool, parity_table)
         differences=differences,
         bound=BOUND,
     )
+
+
+def test_bf16_computes_the_same_on_every_layout(references, pool: Pool) -> None:
+    """bf16 compute, fp32 reduction. Against itself on one process the difference is that of fp32 sums, where a value
+    falls on the other side of a bf16 rounding; against fp32 it is bf16's 8 bits.
+    """
+    reference = references[True]
+    alone = pool.run(1, train, Layout("one process"), "bfloat16")[0]
+    assert alone["gradients"]["norm.weight"].dtype == torch.float32
+    for layout in (Layout("FSDP2", fsdp(2)), Layout("DDP", (("dp_replicate", 2),))):
+        results = pool.run(2, train, layout, "bfloat16")
+        assert _largest(results, alone, "losses") < 1e-4
+        assert _largest(results, alone, "norms") < 2e-3
+        assert _largest(results, reference, "losses") < 1e-3
+        gradients = _largest(results, reference, "gradients")
+        assert 1e-3 < gradients < 4e-2  # and it is bf16 that was used
 
 
 def _largest(results: list[dict[str, Any]], reference: dict[str, Any], what: str) -> float:

@@ -159,7 +159,7 @@ def _check_sequence(config: JobConfig) -> Iterator[Finding]:
     parallel = config.parallelism
     cp, tp = parallel.context_parallel_degree, parallel.tensor_parallel_degree
     # Head-tail balance gives each rank one chunk from either end of the sequence.
-    balance = 2 if cp > 1 and parallel.context_parallel_load_balancer else 1
+    balance = 2 if cp > 1 and parallel.context_parallel_load_balancer == "headtail" else 1
     unit = balance * cp * tp
     lengths = {"training.seq_len": config.training.seq_len}
     if config.validation.enable and config.validation.seq_len:

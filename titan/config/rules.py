@@ -176,6 +176,32 @@ def _check_parallelism(config: JobConfig) -> Iterator[Finding]:
                 "parallelism.enable_async_tensor_parallel",
                 "has no effect with tensor_parallel_degree = 1; set that to 2 or more, or this to false",
             )
+    yield from _check_context(config)
+
+
+def _check_context(config: JobConfig) -> Iterator[Finding]:
+    parallel, key = config.parallelism, "parallelism.context_parallel_rotate_method"
+    if parallel.context_parallel_degree == 1:
+        return
+    method = parallel.context_parallel_rotate_method
+    if parallel.context_parallel_load_balancer == "ptrr":
+        yield (
+            "parallelism.context_parallel_load_balancer",
+            '"ptrr" balances FlexAttention\'s block masks, which are not used here; use "headtail"',
+        )
+    if method in ("ring", "alltoall") and config.data.document_mask:
+        yield (
+            key,
+            f'"{method}" has no document mask; use "allgather" or "ulysses", or data.document_mask = false',
+        )
+    model = resolve_model(config.model)[0]
+    heads = getattr(model, "n_heads", 0) // parallel.tensor_parallel_degree
+    if method == "ulysses" and heads % parallel.context_parallel_degree:
+        yield (
+            key,
+            f'"ulysses" shares each rank\'s {heads} query heads among {parallel.context_parallel_degree} context-parallel '
+            f'ranks, which does not come out even; use "allgather" or "ring"',
+        )
 
 
 def _check_recomputation(config: JobConfig) -> Iterator[Finding]:

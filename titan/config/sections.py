@@ -388,12 +388,14 @@ class ParallelismSection(Section):
     """Names of the modules of each stage."""
     context_parallel_degree: Positive = 1
     """Ranks that split the sequence."""
-    context_parallel_load_balancer: Literal["headtail", "ptrr"] | None = "headtail"
-    """How causal attention's work is balanced over context-parallel ranks."""
+    context_parallel_load_balancer: Literal["headtail", "none", "ptrr"] | None = "headtail"
+    """How causal attention's work is balanced over context-parallel ranks: "headtail" gives each an early and a late
+    part of the sequence, "none" one contiguous part."""
     context_parallel_rotate_method: Literal["allgather", "alltoall", "ring", "ulysses"] = (
         "allgather"
     )
-    """How keys and values travel between context-parallel ranks."""
+    """How context-parallel ranks see each other's keys and values: "allgather" all at once, "ring" (or "alltoall", its name in
+    TorchTitan) from rank to rank, "ulysses" by trading sequence for heads."""
     expert_parallel_degree: Positive = 1
     """Ranks that split the experts."""
     expert_tensor_parallel_degree: Positive = 1

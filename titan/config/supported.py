@@ -17,9 +17,8 @@ from .toml import format_value
 
 # Key, the only value that runs, what to use.
 UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
-    ("parallelism.tensor_parallel_degree", 1, "use data_parallel_shard_degree (FSDP)"),
     ("parallelism.pipeline_parallel_degree", 1, "use data_parallel_shard_degree (FSDP)"),
-    ("parallelism.context_parallel_degree", 1, "use a shorter training.seq_len"),
+    ("parallelism.enable_async_tensor_parallel", False, "use false"),
     ("parallelism.expert_parallel_degree", 1, "use 1"),
     ("parallelism.expert_tensor_parallel_degree", 1, "use 1"),
     ("activation_checkpoint.mode", "none", 'use "none" and a smaller training.local_batch_size'),
@@ -33,7 +32,6 @@ UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
         False,
         "use false: initial weights do not depend on the layout",
     ),
-    ("training.enable_cpu_offload", False, "use more ranks"),
     ("optimizer.early_step_in_backward", False, "use false"),
     ("profiling.enable_profiling", False, "use false"),
     ("profiling.enable_memory_snapshot", False, "use false"),

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from math import gcd
 from typing import Any
 
 import numpy as np
 
-from titan.data.packing import Framing
+from titan.data.framing import Framing
 
 NUM_LANES = 64
 """Parts a stream is dealt out to (streams.py); part of its order, so it never changes."""
@@ -30,20 +29,16 @@ class Layout:
         return self.world * self.batch
 
     def lanes(self, position: int) -> set[int]:
-        """Lanes of the samples this rank will take from `position` on.
-
-        They are position + rank x batch + j plus multiples of the stride, and those multiples reach every
-        lane that is the same modulo gcd(stride, 64).
-        """
-        period = gcd(self.stride, NUM_LANES)
-        wanted = {(position + self.rank * self.batch + j) % period for j in range(self.batch)}
-        return {lane for lane in range(NUM_LANES) if lane % period in wanted}
+        """Lanes of the samples this rank will take from `position` on; after 64 strides they repeat."""
+        own = position + self.rank * self.batch
+        rows = range(self.batch)
+        return {(own + n * self.stride + j) % NUM_LANES for n in range(NUM_LANES) for j in rows}
 
 
 class Samples(ABC):
     """What the loader reads."""
 
-    num_samples: int | None
+    num_samples: int | None = None
     """Length of an epoch; None where it is unknown or endless."""
     framing: Framing
     """The ids that begin and end a document in these samples."""
@@ -55,6 +50,6 @@ class Samples(ABC):
     def seek(self, position: int, *, layout: Layout | None, bookmark: Any) -> None:  # noqa: B027
         """Samples from `position` on will be asked for: those of `layout`, or any where it is None."""
 
-    def bookmark(self) -> Any:
+    def bookmark(self) -> dict[str, Any] | None:
         """What makes a later `seek` to the present place quick; JSON-able; None where nothing does."""
         return None

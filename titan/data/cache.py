@@ -11,7 +11,6 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +23,6 @@ from titan.data.writer import Recipe, write_shards
 logger = logging.getLogger(__name__)
 
 _SHARD_TOKENS = 2**26  # what an interrupted run loses at most
-_POLL_S = 0.1
 
 
 def default_cache_folder() -> Path:
@@ -34,47 +32,28 @@ def default_cache_folder() -> Path:
 
 @contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """Hold the lock of `folder`; waits, saying so once, while a living process holds it."""
+    """Write in `folder`, made where there is none, as the only process; waits for one that does."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("a")
-    except OSError as error:
-        raise DataError(
-            f"cannot write in '{folder}' ({error.strerror}); choose another folder"
-        ) from error
-    with lock:
-        waiting = False
-        while True:
+        with (folder / "lock").open("a") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
             except BlockingIOError:
-                if not waiting:
-                    logger.info("waiting for another process that is tokenising into %s", folder)
-                waiting = True
-                time.sleep(_POLL_S)
-            except OSError as error:
-                raise DataError(
-                    f"the file system of '{folder}' has no locks ({error.strerror}); set data.cache_folder "
-                    "to a folder on another one"
-                ) from error
-        yield
+                logger.info("waiting for another process that is tokenising into %s", folder)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+    except OSError as error:
+        raise DataError(
+            f"cannot fill '{folder}': {error}; choose another folder (for cached text: data.cache_folder), with "
+            "room, on a file system with locks"
+        ) from error
 
 
 def cached_shards(documents: Documents, *, recipe: Recipe, cache_folder: str) -> Path:
     """The folder with the documents' tokens, written first where it is not there yet."""
     root = Path(cache_folder).expanduser() if cache_folder else default_cache_folder()
     folder = root / "tokens" / recipe.key(documents, shard_tokens=_SHARD_TOKENS)
-    if (folder / INDEX).is_file():
-        return folder
-    try:
+    if not (folder / INDEX).is_file():
         with exclusive(folder):
-            if not (folder / INDEX).is_file():
-                logger.info("tokenising %s into %s (once)", documents.name, folder)
-                write_shards(documents, folder=folder, recipe=recipe, shard_tokens=_SHARD_TOKENS)
-    except OSError as error:
-        raise DataError(
-            f"cannot write the token cache '{folder}' ({error.strerror}); set data.cache_folder to a "
-            "folder with room that this user may write"
-        ) from error
+            write_shards(documents, folder=folder, recipe=recipe, shard_tokens=_SHARD_TOKENS)
     return folder

@@ -1,7 +1,6 @@
 """The one exception of this package that is meant for people, and the check for optional packages.
 
-`DataError` says what the user can change; the command line prints its text without a traceback and exits
-with 2. Anything else that escapes titan.data is a defect of ours.
+The command line prints a `DataError` without a traceback and exits with 2.
 """
 
 from __future__ import annotations
@@ -20,6 +19,6 @@ def require(module: str, *, purpose: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise DataError(
-            f"{purpose} needs the package '{module.split('.')[0]}', which cannot be imported ({error}); "
+            f"{purpose} needs '{module}', which cannot be imported ({error}); "
             "install it with: pip install 'titan-pretrain[huggingface]'"
         ) from error

@@ -6,7 +6,7 @@ side = ceil(sqrt(length)), whose round is (left, right) -> (right, (left + F(rig
 again until it is inside ("cycle walking": Black and Rogaway, CT-RSA 2002), which keeps it a bijection.
 
 `Blend` assigns sample i to a source: blocks of 1024 consecutive samples hold exactly the rounded share of each
-source, in an order drawn from the key and the block's number. samples.py is the only caller.
+source, in an order drawn from the key and the block's number.
 """
 
 from __future__ import annotations
@@ -14,16 +14,12 @@ from __future__ import annotations
 import hashlib
 from functools import lru_cache
 from math import isqrt
-from typing import TypeVar
 
 import numpy as np
 
-_WORD = (1 << 64) - 1
-_ROUNDS = (
-    6  # 4 give a pseudorandom permutation from pseudorandom rounds (Luby and Rackoff); 2 to spare
-)
-
-IntOrArray = TypeVar("IntOrArray", int, np.ndarray)
+# 4 give a pseudorandom permutation from pseudorandom rounds (Luby and Rackoff); 2 to spare.
+_ROUNDS = 6
+_BLOCK = 1024
 
 
 def derive_key(*parts: int | str) -> int:
@@ -32,91 +28,63 @@ def derive_key(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
 
 
-def _mix(word: IntOrArray) -> IntOrArray:
-    """The finaliser of SplitMix64 (Steele et al., OOPSLA 2014), on a Python int or a uint64 array alike."""
-    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
-    return word ^ (word >> 31)
+def permute(indices: np.ndarray, *, length: int, key: int) -> np.ndarray:
+    """Where each index goes under the permutation of [0, length) that `key` names; int64 in, int64 out."""
+    assert ((indices >= 0) & (indices < length)).all(), f"indices outside [0, {length})"
+    side = isqrt(length - 1) + 1
+    round_keys = [derive_key(key, "round", number) for number in range(_ROUNDS)]
+    result = _feistel(indices.astype(np.uint64), side=side, round_keys=round_keys)
+    while (outside := result >= length).any():
+        result[outside] = _feistel(result[outside], side=side, round_keys=round_keys)
+    return result.astype(np.int64)
 
 
-@lru_cache(maxsize=256)
-def _round_keys(key: int) -> tuple[int, ...]:
-    return tuple(derive_key(key, "round", number) for number in range(_ROUNDS))
-
-
-def _feistel(index: IntOrArray, *, side: int, key: int) -> IntOrArray:
+def _feistel(index: np.ndarray, *, side: int, round_keys: list[int]) -> np.ndarray:
     left, right = index // side, index % side
-    for round_key in _round_keys(key):
+    for round_key in round_keys:
         left, right = right, (left + _mix(right ^ round_key) % side) % side
     return left * side + right
 
 
-def permute(index: int, *, length: int, key: int) -> int:
-    """Where `index` goes under the permutation of [0, length) that `key` names."""
-    assert 0 <= index < length, f"index {index} is outside [0, {length})"
-    side = isqrt(length - 1) + 1
-    index = _feistel(index, side=side, key=key)
-    while index >= length:
-        index = _feistel(index, side=side, key=key)
-    return index
-
-
-def permute_array(indices: np.ndarray, *, length: int, key: int) -> np.ndarray:
-    """`permute` of each element; int64 in, int64 out."""
-    if not len(indices):
-        return indices.astype(np.int64)
-    assert indices.min() >= 0 and indices.max() < length, f"indices outside [0, {length})"
-    side = isqrt(length - 1) + 1
-    result = _feistel(indices.astype(np.uint64), side=side, key=key)
-    while (outside := result >= length).any():
-        result[outside] = _feistel(result[outside], side=side, key=key)
-    return result.astype(np.int64)
+def _mix(word: np.ndarray) -> np.ndarray:
+    """The finaliser of SplitMix64 (Steele et al., OOPSLA 2014), in the wrapping arithmetic of uint64."""
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB
+    return word ^ (word >> 31)
 
 
 class Blend:
     """Which source sample i comes from, and its number within that source."""
 
-    def __init__(self, weights: list[float], *, key: int, block: int = 1024) -> None:
+    def __init__(self, weights: list[float], *, key: int) -> None:
         """`weights` are relative; a source whose share rounds to nothing still gets one sample a block."""
-        assert 0 < len(weights) <= block
-        self.block = block
-        self.counts = self._shares(weights)
+        assert 0 < len(weights) <= _BLOCK
+        share = np.asarray(weights) / sum(weights) * _BLOCK
+        self.counts = np.ones(len(weights), dtype=np.int64)
+        for _ in range(_BLOCK - len(weights)):
+            self.counts[np.argmax(share - self.counts)] += 1  # to the source that lacks most
         self._key = key
         self._layout = lru_cache(maxsize=8)(self._compute_layout)
 
-    def _shares(self, weights: list[float]) -> np.ndarray:
-        """Samples of each source in a block: rounded down, the rest to the largest remainders."""
-        exact = np.asarray(weights, dtype=np.float64) / sum(weights) * self.block
-        counts = np.maximum(np.floor(exact).astype(np.int64), 1)
-        while (missing := self.block - int(counts.sum())) != 0:
-            # One at a time: where the minimum of 1 took too much, the richest source gives it back.
-            counts[int(np.argmax(exact - counts)) if missing > 0 else int(np.argmax(counts))] += (
-                np.sign(missing)
-            )
-        return counts
-
-    def _compute_layout(self, block_number: int) -> tuple[np.ndarray, np.ndarray]:
+    def _compute_layout(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         """For each sample of a block: its source, and how many of that source precede it in the block."""
-        slots = permute_array(
-            np.arange(self.block),
-            length=self.block,
-            key=derive_key(self._key, "blend", block_number),
-        )
+        key = derive_key(self._key, "blend", block)
+        slots = permute(np.arange(_BLOCK), length=_BLOCK, key=key)
         source = np.searchsorted(np.cumsum(self.counts), slots, side="right")
-        preceding = np.empty(self.block, dtype=np.int64)
+        preceding = np.empty(_BLOCK, dtype=np.int64)
         for number, count in enumerate(self.counts):
             preceding[source == number] = np.arange(count)
         return source, preceding
 
     def locate(self, index: int) -> tuple[int, int]:
         """(source, number within the source) of sample `index`."""
-        block_number, place = divmod(index, self.block)
-        source, preceding = self._layout(block_number)
+        block, place = divmod(index, _BLOCK)
+        source, preceding = self._layout(block)
         chosen = int(source[place])
-        return chosen, block_number * int(self.counts[chosen]) + int(preceding[place])
+        return chosen, block * int(self.counts[chosen]) + int(preceding[place])
 
     def consumed(self, position: int) -> list[int]:
         """How many samples of each source lie before sample `position`."""
-        block_number, place = divmod(position, self.block)
-        inside = np.bincount(self._layout(block_number)[0][:place], minlength=len(self.counts))
-        return [int(n) for n in block_number * self.counts + inside]
+        block, place = divmod(position, _BLOCK)
+        inside = np.bincount(self._layout(block)[0][:place], minlength=len(self.counts))
+        return (block * self.counts + inside).tolist()

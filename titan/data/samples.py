@@ -9,7 +9,7 @@ is kept between calls. A blend asks its sources for their own sample numbers (or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,10 @@ from titan.config import sections as s
 from titan.data.base import Layout, Samples
 from titan.data.cache import cached_shards
 from titan.data.errors import DataError
-from titan.data.order import Blend, derive_key, permute_array
-from titan.data.packing import Framing
+from titan.data.framing import Framing
+from titan.data.order import Blend, derive_key, permute
 from titan.data.shards import TokenShards
-from titan.data.sources import TextStream, in_validation, open_documents
+from titan.data.sources import TextStream, open_documents
 from titan.data.streams import StreamSamples
 from titan.data.tokenizer import Tokenizer
 from titan.data.writer import Recipe
@@ -32,16 +32,10 @@ from titan.data.writer import Recipe
 class ShardSamples(Samples):
     """Samples of memory-mapped token shards."""
 
-    def __init__(self, shards: TokenShards, *, seq_len: int, key: int | None, name: str) -> None:
+    def __init__(self, shards: TokenShards, *, seq_len: int, key: int | None) -> None:
         """`key` names the order of each epoch; None leaves samples as they lie."""
         self.framing = shards.framing
-        length = (shards.num_tokens - 1) // seq_len
-        if length < 1:
-            raise DataError(
-                f"{name} has {shards.num_tokens} tokens, but one sequence needs {seq_len + 1}; "
-                "give it more text or lower seq_len"
-            )
-        self.num_samples = self._length = length
+        self.num_samples = self._length = (shards.num_tokens - 1) // seq_len
         self._shards, self._seq_len, self._key = shards, seq_len, key
 
     def get(self, indices: np.ndarray) -> np.ndarray:
@@ -50,7 +44,7 @@ class ShardSamples(Samples):
             for epoch in np.unique(epochs):
                 now = epochs == epoch
                 key = derive_key(self._key, "epoch", int(epoch))
-                places[now] = permute_array(places[now], length=self._length, key=key)
+                places[now] = permute(places[now], length=self._length, key=key)
         read, size = self._shards.read, self._seq_len
         return np.stack([read(int(place) * size, count=size + 1) for place in places])
 
@@ -58,10 +52,9 @@ class ShardSamples(Samples):
 class SyntheticSamples(Samples):
     """Uniformly random ids, each sample from a generator of its own; framed by nothing."""
 
-    num_samples = None
+    framing = Framing(None, None)
 
     def __init__(self, *, vocab_size: int, seq_len: int, key: int) -> None:
-        self.framing = Framing(None, None)
         self._vocab_size, self._seq_len, self._key = vocab_size, seq_len, key
 
     def get(self, indices: np.ndarray) -> np.ndarray:
@@ -78,36 +71,34 @@ class BlendSamples(Samples):
     def __init__(self, parts: Sequence[Samples], *, weights: list[float], key: int) -> None:
         self._parts = parts
         self._blend = Blend(weights, key=key)
-        lengths = [part.num_samples for part in parts]
-        self.num_samples = None if None in lengths else sum(length or 0 for length in lengths)
-        marking = [part.framing for part in parts if part.framing.marks_boundaries]
+        lengths = [part.num_samples for part in parts if part.num_samples is not None]
+        self.num_samples = sum(lengths) if len(lengths) == len(parts) else None
+        framings = [part.framing for part in parts]
         self.framing = Framing(
-            next((f.bos_id for f in marking if f.bos_id is not None), None),
-            next((f.eos_id for f in marking if f.eos_id is not None), None),
+            next((f.bos_id for f in framings if f.bos_id is not None), None),
+            next((f.eos_id for f in framings if f.eos_id is not None), None),
         )
 
     def seek(self, position: int, *, layout: Layout | None, bookmark: Any) -> None:
-        known = isinstance(bookmark, list) and len(bookmark) == len(self._parts)
-        marks = bookmark if known else [None] * len(self._parts)
-        for part, consumed, mark in zip(
-            self._parts, self._blend.consumed(position), marks, strict=True
-        ):
+        consumed = self._blend.consumed(position)
+        marks = (bookmark or {}).get("parts", [])
+        if len(marks) != len(self._parts):
+            marks = [None] * len(self._parts)
+        for part, number, mark in zip(self._parts, consumed, marks, strict=True):
             # A rank's share of one source within a blend follows no pattern, so every lane is wanted.
-            part.seek(consumed, layout=None, bookmark=mark)
+            part.seek(number, layout=None, bookmark=mark)
 
-    def bookmark(self) -> list[Any] | None:
+    def bookmark(self) -> dict[str, Any] | None:
         marks = [part.bookmark() for part in self._parts]
-        return marks if any(mark is not None for mark in marks) else None
+        return {"parts": marks} if any(marks) else None
 
     def get(self, indices: np.ndarray) -> np.ndarray:
-        places = np.array([self._blend.locate(int(index)) for index in indices])
-        rows: list[np.ndarray] = [np.empty(0)] * len(indices)
+        sources, places = np.array([self._blend.locate(int(index)) for index in indices]).T
+        rows: dict[int, np.ndarray] = {}
         for number, part in enumerate(self._parts):
-            here = np.flatnonzero(places[:, 0] == number)
-            if len(here):
-                for slot, row in zip(here, part.get(places[here, 1]), strict=True):
-                    rows[slot] = row
-        return np.stack(rows)
+            if len(here := np.flatnonzero(sources == number)):
+                rows.update(zip(here.tolist(), part.get(places[here]), strict=True))
+        return np.stack([rows[slot] for slot in range(len(indices))])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,22 +106,23 @@ class SampleOptions:
     """What sources have in common when they become samples."""
 
     tokenizer: Tokenizer
-    framing: Framing
+    data: s.DataSection
     seq_len: int
     split: str
-    validation_fraction: float
-    shuffle: bool
     seed: int
-    cache_folder: str
 
-    def describe(self) -> str:
-        """All that a stream's samples depend on besides the stream and its key."""
-        parts = (self.tokenizer.fingerprint, self.framing, self.seq_len, self.split)
-        return repr((*parts, self.validation_fraction, self.shuffle))
+    @property
+    def recipe(self) -> Recipe:
+        data = self.data
+        return Recipe(
+            tokenizer=self.tokenizer,
+            framing=Framing.of(self.tokenizer, add_bos=data.add_bos, add_eos=data.add_eos),
+            validation_fraction=data.validation_fraction,
+        )
 
 
 def build_samples(sources: Sequence[s.Section], *, options: SampleOptions) -> Samples:
-    """The samples of one source, or the blend of several by their weights."""
+    """The samples of one source, or the blend of several by their weights. Raises DataError."""
     parts = [_open_source(source, number, options) for number, source in enumerate(sources)]
     if len(parts) == 1:
         return parts[0]
@@ -141,62 +133,54 @@ def build_samples(sources: Sequence[s.Section], *, options: SampleOptions) -> Sa
 
 
 def _open_source(section: s.Section, number: int, options: SampleOptions) -> Samples:
+    tokenizer, seq_len, data = options.tokenizer, options.seq_len, options.data
     key = derive_key(options.seed, options.split, number)
     if isinstance(section, s.SyntheticSource):
-        return SyntheticSamples(
-            vocab_size=options.tokenizer.vocab_size, seq_len=options.seq_len, key=key
+        return SyntheticSamples(vocab_size=tokenizer.vocab_size, seq_len=seq_len, key=key)
+    if isinstance(section, s.ShardsSource):
+        shards = TokenShards(Path(section.path).expanduser(), split=options.split)
+        return _shard_samples(shards, key, options, name=f"the shards in '{section.path}'")
+    if options.split == "validation" and not data.validation_fraction:
+        raise DataError(
+            "validation has no text: set data.validation_fraction (0.01 holds out every hundredth document) "
+            "or validation.dataset"
         )
+    recipe = options.recipe
     if isinstance(section, s.HuggingFaceSource) and section.streaming:
+        depends_on = (repr(section), tokenizer.fingerprint, str(recipe.framing), seq_len)
         return StreamSamples(
             TextStream(section),
-            tokenizer=options.tokenizer,
-            framing=options.framing,
-            seq_len=options.seq_len,
-            shuffle_buffer=section.shuffle_buffer if options.shuffle else 0,
+            tokenizer=tokenizer,
+            framing=recipe.framing,
+            seq_len=seq_len,
+            shuffle_buffer=section.shuffle_buffer if data.shuffle else 0,
             seed=key,
-            keep=_keep(options),
-            identity=derive_key(key, repr(section), options.describe()),
+            keep=lambda text: recipe.split_of(text) == options.split,
+            identity=derive_key(key, *depends_on, str(data.validation_fraction), data.shuffle),
         )
-    folder, name = _shard_folder(section, options)
-    shards = TokenShards(folder, split=options.split)
-    _check_shards(shards, options, prepared=isinstance(section, s.ShardsSource))
-    label = f"the {options.split} split of {name}"
-    return ShardSamples(
-        shards, seq_len=options.seq_len, key=key if options.shuffle else None, name=label
-    )
-
-
-def _keep(options: SampleOptions) -> Callable[[str], bool]:
-    wanted = options.split == "validation"
-    return lambda text: in_validation(text, fraction=options.validation_fraction) == wanted
-
-
-def _shard_folder(section: s.Section, options: SampleOptions) -> tuple[Path, str]:
-    if isinstance(section, s.ShardsSource):
-        return Path(section.path).expanduser(), f"the shards in '{section.path}'"
     documents = open_documents(section)
-    recipe = Recipe(
-        tokenizer=options.tokenizer,
-        framing=options.framing,
-        validation_fraction=options.validation_fraction,
-    )
-    return cached_shards(
-        documents, recipe=recipe, cache_folder=options.cache_folder
-    ), documents.name
+    folder = cached_shards(documents, recipe=recipe, cache_folder=data.cache_folder)
+    shards = TokenShards(folder, split=options.split)
+    return _shard_samples(shards, key, options, name=documents.name)
 
 
-def _check_shards(shards: TokenShards, options: SampleOptions, *, prepared: bool) -> None:
-    index = shards.index
-    if index.fingerprint != options.tokenizer.fingerprint:
+def _shard_samples(
+    shards: TokenShards, key: int, options: SampleOptions, *, name: str
+) -> ShardSamples:
+    index, tokenizer = shards.index, options.tokenizer
+    if index.fingerprint != tokenizer.fingerprint:
         raise DataError(
             f"'{shards.folder}' was tokenised with another tokenizer ({index.tokenizer}, {index.vocab_size} ids, "
-            f"{index.fingerprint}) than this job's ({options.tokenizer.kind}, {options.tokenizer.vocab_size} ids, "
-            f"{options.tokenizer.fingerprint}); set [tokenizer] to that one or run `titan prepare` again"
+            f"{index.fingerprint}) than this job's ({tokenizer.kind}, {tokenizer.vocab_size} ids, "
+            f"{tokenizer.fingerprint}); set [tokenizer] to that one or run `titan prepare` again"
         )
-    if options.split == "validation" and not shards.num_tokens:
-        fix = (
-            "prepare it again with --validation-fraction, or set validation.dataset"
-            if prepared
-            else f"raise data.validation_fraction ({options.validation_fraction}), or set validation.dataset"
+    if shards.num_tokens <= options.seq_len:
+        fix = "give it more text or lower seq_len"
+        if options.split == "validation":
+            fix = "raise data.validation_fraction (for shards: prepare it again with --validation-fraction)"
+            fix += ", or set validation.dataset"
+        raise DataError(
+            f"the {options.split} split of {name} has {shards.num_tokens} tokens, but one sequence needs "
+            f"{options.seq_len + 1}; {fix}"
         )
-        raise DataError(f"'{shards.folder}' holds no document for validation; {fix}")
+    return ShardSamples(shards, seq_len=options.seq_len, key=key if options.data.shuffle else None)

@@ -3,41 +3,44 @@
 A folder holds index.json and flat files of little-endian uint16 (uint32 above 65,536 ids): train-00000.bin ...
 and, where documents were held out, validation-00000.bin ... Documents lie one after another, framed by
 begin and end ids; a shard ends at a document's end. index.json is written last: a folder that has one is complete.
+Until then progress.json, of the same form, lists the shards there are.
 The reader maps the files, so that processes on one machine share the pages and opening costs nothing.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
+from pydantic import BaseModel, ValidationError, computed_field
 
 from titan.data.errors import DataError
-from titan.data.packing import Framing
+from titan.data.framing import Framing
 
 FORMAT = "titan-shards-1"
-INDEX = "index.json"
+INDEX, PROGRESS = "index.json", "progress.json"
 SPLITS = ("train", "validation")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shard:
-    """One file: its tokens, the documents they make up, and the bytes of text those were."""
+class Shard(BaseModel):
+    """One file: its tokens, the documents they make up, the bytes of text those were, and how many documents
+    of the source, of all splits, had been read when it was closed.
+    """
 
     file: str
-    tokens: int
-    documents: int
-    bytes: int
+    tokens: int = 0
+    documents: int = 0
+    bytes: int = 0
+    documents_read: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Index:
+class Index(BaseModel):
     """index.json. `key` names what the shards were made from, `bos_id` and `eos_id` what frames a document."""
 
+    format: Literal["titan-shards-1"] = FORMAT
     key: str
     tokenizer: str
     fingerprint: str
@@ -45,14 +48,14 @@ class Index:
     bos_id: int | None
     eos_id: int | None
     splits: dict[str, list[Shard]]
-    format: str = FORMAT
 
+    @computed_field
     @property
-    def dtype(self) -> np.dtype:
-        return token_dtype(self.vocab_size)
+    def dtype(self) -> str:
+        return token_dtype(self.vocab_size).name
 
     def total(self, split: str, field: str = "tokens") -> int:
-        return sum(getattr(shard, field) for shard in self.splits.get(split, []))
+        return sum(getattr(shard, field) for shard in self.splits[split])
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -65,48 +68,32 @@ def temporary_name(path: Path) -> Path:
     return path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
 
 
-def write_json(path: Path, content: dict[str, object]) -> None:
+def write_index(file: Path, index: Index) -> None:
     """Write so that a reader sees the old content or the new, also after a crash."""
-    temporary = temporary_name(path)
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    temporary = temporary_name(file)
+    with temporary.open("w", encoding="utf-8") as opened:
+        opened.write(index.model_dump_json(indent=1))
+        opened.flush()
+        os.fsync(opened.fileno())
+    temporary.replace(file)
 
 
-def write_index(folder: Path, index: Index) -> None:
-    write_json(folder / INDEX, asdict(index) | {"dtype": index.dtype.name})
-
-
-def read_index(folder: Path) -> Index:
-    """index.json of a complete folder; raises DataError where there is none or it is not ours."""
-    file = folder / INDEX
+def read_index(file: Path) -> Index:
+    """index.json of a complete folder, or progress.json; raises DataError where it is not ours or not there."""
     if not file.is_file():
-        unfinished = (folder / "progress.json").is_file()
-        raise DataError(
-            f"'{folder}' holds no token shards: "
-            + (
-                "`titan prepare` did not finish there; run it again"
-                if unfinished
-                else f"no {INDEX} in it"
-            )
+        unfinished = file.with_name(PROGRESS).is_file()
+        why = (
+            "`titan prepare` did not finish there; run it again"
+            if unfinished
+            else f"no {file.name} in it"
         )
+        raise DataError(f"'{file.parent}' holds no token shards: {why}")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        content.pop("dtype")
-        splits = {
-            name: [Shard(**shard) for shard in shards]
-            for name, shards in content.pop("splits").items()
-        }
-        index = Index(**content, splits=splits)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DataError(f"{file}: not an index that `titan prepare` writes ({error})") from error
-    if index.format != FORMAT:
+        return Index.model_validate_json(file.read_text(encoding="utf-8"))
+    except ValidationError as error:
         raise DataError(
-            f"{file}: format '{index.format}', but this version reads '{FORMAT}'; prepare again"
-        )
-    return index
+            f"{file}: not an index that this version of `titan prepare` writes ({error})"
+        ) from error
 
 
 class TokenShards:
@@ -114,21 +101,19 @@ class TokenShards:
 
     def __init__(self, folder: Path, *, split: str) -> None:
         self.folder = folder
-        self.index = read_index(folder)
+        self.index = read_index(folder / INDEX)
         self.framing = Framing(self.index.bos_id, self.index.eos_id)
-        shards = self.index.splits.get(split, [])
-        self._maps = [self._map(shard) for shard in shards]
-        self._ends = np.cumsum([shard.tokens for shard in shards])
-        self.num_tokens = int(self._ends[-1]) if shards else 0
+        self._maps = [self._map(shard) for shard in self.index.splits[split]]
+        self._ends = np.cumsum([len(tokens) for tokens in self._maps], dtype=np.int64)
+        self.num_tokens = self.index.total(split)
 
     def _map(self, shard: Shard) -> np.ndarray:
-        file, dtype = self.folder / shard.file, self.index.dtype
+        file, dtype = self.folder / shard.file, token_dtype(self.index.vocab_size)
         expected = shard.tokens * dtype.itemsize
-        size = file.stat().st_size if file.is_file() else None
-        if size != expected:
-            found = "is missing" if size is None else f"has {size} bytes"
+        found = file.stat().st_size if file.is_file() else 0
+        if found != expected:
             raise DataError(
-                f"{file} {found}, {INDEX} says {expected}; delete the folder and prepare again"
+                f"{file} has {found} bytes, {INDEX} says {expected}; delete the folder and prepare again"
             )
         return np.memmap(file, dtype=dtype, mode="r")
 
@@ -136,12 +121,10 @@ class TokenShards:
         """`count` tokens from `start` as int64, across files where need be."""
         assert start >= 0 and start + count <= self.num_tokens, "read past the last token"
         number = int(np.searchsorted(self._ends, start, side="right"))
-        result = np.empty(count, dtype=np.int64)
-        done = 0
-        while done < count:
-            begin = start + done - (int(self._ends[number - 1]) if number else 0)
-            part = self._maps[number][begin : begin + count - done]
-            result[done : done + len(part)] = part
-            done += len(part)
-            number += 1
-        return result
+        begin = start - (int(self._ends[number - 1]) if number else 0)
+        parts, missing = [], count
+        while missing:
+            parts.append(self._maps[number][begin : begin + missing])
+            missing -= len(parts[-1])
+            number, begin = number + 1, 0
+        return np.concatenate(parts, dtype=np.int64)

@@ -19,7 +19,7 @@ import json
 import sys
 import sysconfig
 import tokenize
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,19 +72,44 @@ def find_files(path: str, *, patterns: list[str]) -> list[Path]:
     return files
 
 
+def open_documents(section: s.Section) -> Documents:
+    """The documents of a source section."""
+    if hasattr(section, "documents"):
+        return section.documents()  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(section, s.StdlibSource):
+        return _from_files("stdlib", _stdlib_files(), _read_python)
+    if isinstance(section, s.TextSource):
+        files = find_files(section.path, patterns=["*.txt", "*.md"])
+        return _from_files("text", files, _read_text)
+    if isinstance(section, s.JsonlSource):
+        files = find_files(section.path, patterns=["*.jsonl", "*.json", "*.jsonl.gz", "*.json.gz"])
+        return _from_files("jsonl", files, _read_jsonl, key=section.text_key)
+    if isinstance(section, s.ParquetSource):
+        files = find_files(section.path, patterns=["*.parquet"])
+        return _from_files("parquet", files, _read_parquet, key=section.text_key)
+    if isinstance(section, s.HuggingFaceSource):
+        stream = TextStream(section)
+        what = section.model_dump(exclude={"weight"})
+        identity: list[object] = ["huggingface", what, stream.fingerprint]
+        return Documents(name=stream.name, identity=identity, read=stream.read)
+    kind = getattr(section, "type", type(section).__name__)
+    raise DataError(f"source '{kind}' holds no text to read")
+
+
 def _from_files(
-    files: list[Path], read: Callable[[Path], Iterator[str]], *, kind: str, **options: str
+    kind: str, files: list[Path], read: Callable[..., Iterator[str]], **options: str
 ) -> Documents:
+    """Documents of the files, each read by `read(file, **options)`."""
     stats = [(str(f.resolve()), f.stat()) for f in files]
     return Documents(
         name=f"{kind} ({len(files)} file{'s' * (len(files) != 1)})",
         identity=[kind, options, [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]],
-        read=lambda: (text for file in files for text in read(file) if text),
+        read=lambda: (text for file in files for text in read(file, **options) if text),
         num_bytes=sum(stat.st_size for _, stat in stats),
     )
 
 
-def _stdlib(section: s.StdlibSource) -> Documents:
+def _stdlib_files() -> list[Path]:
     """Python's own library: every .py file, docstrings and all, in the order of their paths."""
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(
@@ -95,18 +120,12 @@ def _stdlib(section: s.StdlibSource) -> Documents:
             f"this Python ({sys.executable}) keeps no sources of its library in {root}; "
             "set training.dataset to text of your own"
         )
-    return _from_files(files, _read_python, kind="stdlib")
+    return files
 
 
 def _read_python(file: Path) -> Iterator[str]:
     with tokenize.open(file) as lines:  # honours the file's coding line
         yield lines.read()
-
-
-def _text(section: s.TextSource) -> Documents:
-    return _from_files(
-        find_files(section.path, patterns=["*.txt", "*.md"]), _read_text, kind="text"
-    )
 
 
 def _read_text(file: Path) -> Iterator[str]:
@@ -116,12 +135,6 @@ def _read_text(file: Path) -> Iterator[str]:
         raise DataError(
             f"{file}: not UTF-8 at byte {error.start}; convert it (iconv) or leave it out"
         ) from error
-
-
-def _jsonl(section: s.JsonlSource) -> Documents:
-    files = find_files(section.path, patterns=["*.jsonl", "*.json", "*.jsonl.gz", "*.json.gz"])
-    key = section.text_key
-    return _from_files(files, lambda file: _read_jsonl(file, key), kind="jsonl", key=key)
 
 
 def _read_jsonl(file: Path, key: str) -> Iterator[str]:
@@ -138,23 +151,12 @@ def _read_jsonl(file: Path, key: str) -> Iterator[str]:
 
 def _field(row: Any, key: str, *, where: str) -> str:
     """The text of a row; half surrogate pairs, which JSON can spell but UTF-8 cannot, become U+FFFD."""
-    if not isinstance(row, dict) or not isinstance(row.get(key), str):
-        keys = sorted(row) if isinstance(row, dict) else []
-        raise DataError(
-            f"{where}: no text under '{key}'; its fields are {', '.join(keys) or 'none'} (set text_key)"
-        )
-    text: str = row[key]
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
-
-
-def _parquet(section: s.ParquetSource) -> Documents:
-    files = find_files(section.path, patterns=["*.parquet"])
-    key = section.text_key
-    return _from_files(files, lambda file: _read_parquet(file, key), kind="parquet", key=key)
+    fields = row if isinstance(row, dict) else {}
+    text = fields.get(key)
+    if not isinstance(text, str):
+        names = ", ".join(sorted(fields)) or "none"
+        raise DataError(f"{where}: no text under '{key}'; its fields are {names} (set text_key)")
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _read_parquet(file: Path, key: str) -> Iterator[str]:
@@ -174,51 +176,28 @@ def _read_parquet(file: Path, key: str) -> Iterator[str]:
 
 
 class TextStream:
-    """A Hugging Face dataset read while training; `state()` and `read(state)` resume at a place in it."""
+    """A Hugging Face dataset read row by row; `state()` and `read(state)` resume at a place in it."""
 
     def __init__(self, section: s.HuggingFaceSource) -> None:
-        self.name = (
-            f"{section.path}{f' ({section.name})' if section.name else ''} [{section.split}]"
-        )
+        configuration = f" ({section.name})" if section.name else ""
+        self.name = f"{section.path}{configuration} [{section.split}]"
         self._key = section.text_key
-        self._dataset = _load_dataset(section)
+        dataset = _load_dataset(section)
+        self.fingerprint = None if section.streaming else dataset._fingerprint
+        """Names the content, where it was downloaded."""
+        self._dataset = dataset if section.streaming else dataset.to_iterable_dataset()
         self._beginning = self._dataset.state_dict()
 
     def read(self, state: dict[str, Any] | None = None) -> Iterator[str]:
         """Documents from the recorded place, or from the first."""
         # Always said: a dataset that was given a place once starts there ever after.
         self._dataset.load_state_dict(self._beginning if state is None else state)
-        for row in self._dataset:
-            text = _field(row, self._key, where=self.name)
-            if text:
-                yield text
+        texts = (_field(row, self._key, where=self.name) for row in self._dataset)
+        return (text for text in texts if text)
 
     def state(self) -> dict[str, Any]:
         """The place after the document read last, JSON-able."""
         return self._dataset.state_dict()
-
-
-def _huggingface(section: s.HuggingFaceSource) -> Documents:
-    if section.streaming:
-        stream = TextStream(section)
-        return Documents(
-            name=stream.name,
-            identity=["huggingface", section.model_dump(exclude={"weight"})],
-            read=stream.read,
-        )
-    dataset = _load_dataset(section)
-    key = section.text_key
-    name = f"{section.path} [{section.split}]"
-    return Documents(
-        name=name,
-        identity=[
-            "huggingface",
-            section.model_dump(exclude={"weight"}),
-            dataset.num_rows,
-            dataset._fingerprint,
-        ],
-        read=lambda: (text for row in dataset if (text := _field(row, key, where=name))),
-    )
 
 
 def _load_dataset(section: s.HuggingFaceSource) -> Any:
@@ -227,69 +206,38 @@ def _load_dataset(section: s.HuggingFaceSource) -> Any:
         return datasets.load_dataset(
             section.path, name=section.name, split=section.split, streaming=section.streaming
         )
-    except (
-        Exception
-    ) as error:  # the library raises many kinds: not found, no network, unknown split
-        lines = str(error).strip().splitlines()
+    except Exception as error:  # of many kinds: not found, no network, unknown split
+        reason = next(iter(str(error).splitlines()), "")
         raise DataError(
             f"cannot open Hugging Face dataset '{section.path}' (name {section.name!r}, split "
-            f"{section.split!r}): {type(error).__name__}: {lines[0] if lines else ''}. Without a network, set "
+            f"{section.split!r}): {type(error).__name__}: {reason}. Without a network, set "
             "training.dataset_path to a local copy, or training.dataset to local text"
         ) from error
 
 
-_READERS: dict[str, Callable[[Any], Documents]] = {
-    "stdlib": _stdlib,
-    "text": _text,
-    "jsonl": _jsonl,
-    "parquet": _parquet,
-    "huggingface": _huggingface,
-}
-
-
-def open_documents(section: s.Section) -> Documents:
-    """The documents of a source section."""
-    if hasattr(section, "documents"):
-        return section.documents()  # pyright: ignore[reportAttributeAccessIssue]
-    kind = getattr(section, "type", "")
-    if kind not in _READERS:
-        raise DataError(
-            f"source '{kind}' holds no text to read; those that do: {', '.join(_READERS)}"
-        )
-    return _READERS[kind](section)
-
-
-def _local(section: type[Any], name: str) -> Callable[[str | None], s.Section]:
-    def build(path: str | None) -> s.Section:
-        if not path:
-            raise DataError(f'dataset = "{name}" reads local files: set dataset_path beside it')
-        return section(path=path)
-
-    return build
-
-
-_PRESETS: dict[str, Callable[[str | None], s.Section]] = {
-    "stdlib": lambda path: s.StdlibSource(),
-    "synthetic": lambda path: s.SyntheticSource(),
-    "text": _local(s.TextSource, "text"),
-    "jsonl": _local(s.JsonlSource, "jsonl"),
-    "parquet": _local(s.ParquetSource, "parquet"),
-    "shards": _local(s.ShardsSource, "shards"),
-    "c4": lambda path: s.HuggingFaceSource(path=path or "allenai/c4", name="en"),
-    "c4_validation": lambda path: s.HuggingFaceSource(
-        path=path or "allenai/c4", name="en", split="validation"
-    ),
-    "c4_test": lambda path: s.JsonlSource(path=path or "tests/assets/c4_test"),
-    "fineweb-edu": lambda path: s.HuggingFaceSource(
-        path=path or "HuggingFaceFW/fineweb-edu", name="sample-10BT"
-    ),
+# What a dataset's name stands for; an empty path must be set by dataset_path, any other may be.
+_PRESETS: dict[str, s.Section] = {
+    "stdlib": s.StdlibSource(),
+    "synthetic": s.SyntheticSource(),
+    "text": s.TextSource(path=""),
+    "jsonl": s.JsonlSource(path=""),
+    "parquet": s.ParquetSource(path=""),
+    "shards": s.ShardsSource(path=""),
+    "c4": s.HuggingFaceSource(path="allenai/c4", name="en"),
+    "c4_validation": s.HuggingFaceSource(path="allenai/c4", name="en", split="validation"),
+    "c4_test": s.JsonlSource(path="tests/assets/c4_test"),
+    "fineweb-edu": s.HuggingFaceSource(path="HuggingFaceFW/fineweb-edu", name="sample-10BT"),
 }
 
 
 def resolve_sources(dataset: str, *, dataset_path: str | None = None) -> list[s.Section]:
     """The source that `training.dataset` (or `validation.dataset`) names: a preset, or a dataset at the hub."""
     if dataset in _PRESETS:
-        return [_PRESETS[dataset](dataset_path)]
+        preset = _PRESETS[dataset]
+        path = dataset_path or getattr(preset, "path", None)
+        if path == "":
+            raise DataError(f'dataset = "{dataset}" reads local files: set dataset_path beside it')
+        return [preset.model_copy(update={"path": path}) if hasattr(preset, "path") else preset]
     if "/" in dataset and not Path(dataset).expanduser().exists():
         return [s.HuggingFaceSource(path=dataset_path or dataset)]
     close = difflib.get_close_matches(dataset, _PRESETS, n=1)
@@ -312,12 +260,13 @@ def source_of_path(path: str, *, text_key: str) -> s.Section:
     return s.TextSource(path=path)
 
 
-def join_documents(parts: list[Documents]) -> Documents:
-    """Several sources, one after another."""
-    sizes = [part.num_bytes for part in parts]
+def open_all(sections: Sequence[s.Section]) -> Documents:
+    """The documents of several sources, one after another."""
+    parts = [open_documents(section) for section in sections]
+    sizes = [part.num_bytes for part in parts if part.num_bytes is not None]
     return Documents(
         name=", ".join(part.name for part in parts),
         identity=[part.identity for part in parts],
         read=lambda: (text for part in parts for text in part.read()),
-        num_bytes=None if None in sizes else sum(size or 0 for size in sizes),
+        num_bytes=sum(sizes) if len(sizes) == len(parts) else None,
     )

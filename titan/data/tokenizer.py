@@ -44,32 +44,21 @@ class Tokenizer(ABC):
     vocab_size: int
     bos_id: int | None
     eos_id: int | None
+    special_tokens: dict[str, int]
     fingerprint: str
     """Changes whenever the same text could give other ids; part of every cache key."""
 
+    @abstractmethod
     def encode(self, text: str) -> list[int]:
         """Ids of the text alone: no begin or end token is added, none is recognised in the text."""
-        return self.encode_batch([text])[0]
-
-    @abstractmethod
-    def encode_batch(self, texts: Sequence[str], *, num_threads: int = 1) -> list[list[int]]:
-        """`encode` of each text."""
 
     @abstractmethod
     def token_bytes(self, token: int) -> bytes:
         """The bytes of text one token stands for; none for a special token."""
 
-    @abstractmethod
-    def special_tokens(self) -> dict[str, int]:
-        """Names and ids of the special tokens."""
-
-    def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        """The bytes that the ids stand for, special tokens left out."""
-        return b"".join(self.token_bytes(token) for token in ids)
-
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids, special tokens left out; broken UTF-8 shows as U+FFFD."""
-        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+        return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
 
     @cached_property
     def byte_lengths(self) -> np.ndarray:
@@ -78,41 +67,29 @@ class Tokenizer(ABC):
 
 
 class TiktokenTokenizer(Tokenizer):
-    """A tiktoken.Encoding: byte-level BPE by ranks."""
+    """A tiktoken.Encoding: byte-level BPE by ranks; the special tokens follow the last rank."""
 
     def __init__(
         self, ranks: dict[bytes, int], *, kind: str, pattern: str, specials: list[str], source: str
     ) -> None:
-        names = {name: len(ranks) + number for number, name in enumerate(specials)}
+        self.special_tokens = {name: len(ranks) + n for n, name in enumerate(specials)}
         self.kind = kind
         self.vocab_size = len(ranks) + len(specials)
-        self.bos_id, self.eos_id = names[BOS], names[EOS]
+        self.bos_id, self.eos_id = self.special_tokens[BOS], self.special_tokens[EOS]
         self.fingerprint = _fingerprint(kind, source, pattern, *specials)
         self._encoding = tiktoken.Encoding(
-            kind, pat_str=pattern, mergeable_ranks=ranks, special_tokens=names
+            kind, pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.special_tokens
         )
-        self._specials = names
-        self._first_special = len(ranks)
 
-    def encode_batch(self, texts: Sequence[str], *, num_threads: int = 1) -> list[list[int]]:
-        pieces = [list(_pieces(text)) for text in texts]
-        flat = [piece for group in pieces for piece in group]
-        if num_threads > 1 and len(flat) > 1:
-            encoded = iter(self._encoding.encode_ordinary_batch(flat, num_threads=num_threads))
-        else:
-            encoded = map(self._encoding.encode_ordinary, flat)
-        return [
-            [i for _ in group for i in next(encoded)] if len(group) != 1 else next(encoded)
-            for group in pieces
-        ]
+    def encode(self, text: str) -> list[int]:
+        if len(text) <= _MAX_RUN:
+            return self._encoding.encode_ordinary(text)
+        return [i for piece in _pieces(text) for i in self._encoding.encode_ordinary(piece)]
 
     def token_bytes(self, token: int) -> bytes:
-        if token >= self._first_special:
+        if token >= self.vocab_size - len(self.special_tokens):
             return b""
         return self._encoding.decode_single_token_bytes(token)
-
-    def special_tokens(self) -> dict[str, int]:
-        return dict(self._specials)
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -132,38 +109,37 @@ class HuggingFaceTokenizer(Tokenizer):
         self._tokenizer.encode_special_tokens = True  # as text, that is: not recognised in it
         vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self._names = {token: name for name, token in vocab.items()}
-        self._special_ids = {
-            token
-            for token, added in self._tokenizer.get_added_tokens_decoder().items()
-            if added.special
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_tokens = {
+            t.content: number for number, t in sorted(added.items()) if t.special
         }
         self._byte_level = '"ByteLevel"' in json.dumps(json.loads(content).get("decoder"))
         self.vocab_size = max(vocab.values()) + 1
         self.bos_id = _find_special(path.parent, "bos", vocab)
         self.eos_id = _find_special(path.parent, "eos", vocab)
         self.fingerprint = _fingerprint(self.kind, content, self.bos_id, self.eos_id)
+        self._path = path
 
-    def encode_batch(self, texts: Sequence[str], *, num_threads: int = 1) -> list[list[int]]:
-        if num_threads == 1:
-            return [self._tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
-        batch = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoded.ids for encoded in batch]
+    def __reduce__(self) -> tuple[type, tuple[Path]]:
+        # To a worker process as its file: a pickle of the library's would forget encode_special_tokens.
+        return type(self), (self._path,)
+
+    def encode(self, text: str) -> list[int]:
+        # As a batch of one: only for batches does the library let go of the interpreter lock.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def token_bytes(self, token: int) -> bytes:
-        name = self._names.get(token)
-        if name is None or token in self._special_ids:
+        name = self._names.get(token, "")
+        if name in self.special_tokens:
             return b""
         if self._byte_level and all(char in _BYTE_OF_CHAR for char in name):
             return bytes(_BYTE_OF_CHAR[char] for char in name)
         if re.fullmatch(r"<0x[0-9A-F]{2}>", name):  # SentencePiece's byte fallback
             return bytes([int(name[3:5], 16)])
         return name.replace("▁", " ").encode()
-
-    def special_tokens(self) -> dict[str, int]:
-        return {self._names[token]: token for token in sorted(self._special_ids)}
 
 
 def bytes_tokenizer() -> Tokenizer:
@@ -181,9 +157,8 @@ def bytes_tokenizer() -> Tokenizer:
 def tiktoken_tokenizer(path: Path) -> Tokenizer:
     """Llama 3's tokenizer.model: lines of "base64(token) rank", 256 special tokens after the last rank."""
     content = path.read_bytes()
-    ranks = dict(
-        _rank_line(line, where=f"{path}:{n}") for n, line in enumerate(content.splitlines(), 1)
-    )
+    lines = enumerate(content.splitlines(), start=1)
+    ranks = dict(_rank_line(line, where=f"{path}:{number}") for number, line in lines)
     if sorted(ranks.values()) != list(range(len(ranks))) or len(ranks) < 256:
         raise DataError(
             f"tokenizer {path}: its {len(ranks)} ranks are not the numbers from 0 without gaps"
@@ -229,12 +204,16 @@ def build_tokenizer(section: TokenizerSection, *, hf_assets_path: str) -> Tokeni
     return tiktoken_tokenizer(file)
 
 
+def tokenizer_named(value: str) -> Tokenizer:
+    """The tokenizer that a word on a command line means: "bytes", a file or a folder."""
+    section = TokenizerSection(name="bytes") if value == "bytes" else TokenizerSection(path=value)
+    return build_tokenizer(section, hf_assets_path="")
+
+
 def _find_file(folder: Path, kind: str) -> Path:
-    names = {
-        "huggingface": ["tokenizer.json"],
-        "tiktoken": ["tokenizer.model", "original/tokenizer.model"],
-    }
-    wanted = names.get(kind, names["huggingface"] + names["tiktoken"])
+    names = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
+    is_json = {"huggingface": (True,), "tiktoken": (False,), "auto": (True, False)}[kind]
+    wanted = [name for name in names if name.endswith(".json") in is_json]
     for name in wanted:
         if (folder / name).is_file():
             return folder / name
@@ -244,10 +223,10 @@ def _find_file(folder: Path, kind: str) -> Path:
 def _pieces(text: str) -> Iterator[str]:
     """The text in pieces within Llama 3's limits; nearly always the text itself."""
     for start in range(0, len(text), _MAX_CHARS):
-        part = text[start : start + _MAX_CHARS] if len(text) > _MAX_CHARS else text
+        part = text[start : start + _MAX_CHARS]
         begin = 0
-        for match in _LONG_RUN.finditer(part) if len(part) > _MAX_RUN else ():
-            for cut in range(match.start() + _MAX_RUN, match.end(), _MAX_RUN):
+        for run in _LONG_RUN.finditer(part):
+            for cut in range(run.start() + _MAX_RUN, run.end(), _MAX_RUN):
                 yield part[begin:cut]
                 begin = cut
         yield part[begin:]
@@ -259,16 +238,9 @@ def _fingerprint(*parts: object) -> str:
 
 def _find_special(folder: Path, which: str, vocab: dict[str, int]) -> int | None:
     """The id of "bos" or "eos" from the files that may lie beside a tokenizer.json, first hit wins."""
-    for name in (
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "generation_config.json",
-        "config.json",
-    ):
-        file = folder / name
-        if not file.is_file():
-            continue
-        values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    names = ("tokenizer_config", "special_tokens_map", "generation_config", "config")
+    for file in (folder / f"{name}.json" for name in names):
+        values: dict[str, Any] = json.loads(file.read_text("utf-8")) if file.is_file() else {}
         token, number = values.get(f"{which}_token"), values.get(f"{which}_token_id")
         token = token.get("content") if isinstance(token, dict) else token
         number = number[0] if isinstance(number, list) and number else number

@@ -2,9 +2,9 @@
 
 One process reads documents in order and cuts them into chunks; workers tokenise chunks; results come back in order
 and are appended to the open shard of their split. A shard that is full goes from its temporary to its final
-name, then progress.json records, for each split, its shards and the number of documents read when the last was
-closed. A later run reads from the start but tokenises only what no closed shard holds. Shards end at document
-ends and depend on nothing but the documents and the options, so a run killed anywhere continues to the same bytes.
+name, then progress.json says so, with the number of documents read by then. A later run reads from the start but
+tokenises only what no closed shard holds. Shards end at document ends and depend on nothing but the documents
+and the options, so a run killed anywhere continues to the same bytes.
 
 Called by prepare.py (a user's folder) and cache.py (the cache of raw text sources).
 """
@@ -13,25 +13,27 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import multiprocessing
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO, TypeAlias
+from typing import BinaryIO
 
 import numpy as np
 
-from titan.config.sections import TokenizerSection
 from titan.data.errors import DataError
-from titan.data.packing import Framing
+from titan.data.framing import Framing
 from titan.data.shards import (
     FORMAT,
     INDEX,
+    PROGRESS,
     SPLITS,
     Index,
     Shard,
@@ -39,14 +41,12 @@ from titan.data.shards import (
     temporary_name,
     token_dtype,
     write_index,
-    write_json,
 )
 from titan.data.sources import Documents, in_validation
-from titan.data.tokenizer import Tokenizer, build_tokenizer
+from titan.data.tokenizer import Tokenizer
 
-PROGRESS = "progress.json"
-# For each split, the number of documents read when its last shard was closed: those need no work again.
-_Done: TypeAlias = dict[str, int]
+logger = logging.getLogger(__name__)
+
 # Of a chunk: large enough to hide the hand-over, small enough to keep few in memory.
 _CHUNK_DOCUMENTS, _CHUNK_CHARS = 256, 1_000_000
 
@@ -59,6 +59,9 @@ class Recipe:
     framing: Framing
     validation_fraction: float
 
+    def split_of(self, text: str) -> str:
+        return SPLITS[in_validation(text, fraction=self.validation_fraction)]
+
     def key(self, documents: Documents, *, shard_tokens: int) -> str:
         parts = [FORMAT, documents.identity, self.tokenizer.fingerprint, asdict(self.framing)]
         text = json.dumps([*parts, self.validation_fraction, shard_tokens], sort_keys=True)
@@ -70,9 +73,8 @@ class Progress:
     """What was done so far; for the display."""
 
     documents: int = 0
+    chars: int = 0
     tokens: int = 0
-    text_bytes: int = 0
-    shards: int = 0
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,103 @@ class _Document:
     num_bytes: int
 
 
+class _SplitWriter:
+    """The shards of one split, listed in `closed`; the open one has a temporary name until it is full."""
+
+    def __init__(self, folder: Path, *, split: str, limit: int, closed: list[Shard]) -> None:
+        self._folder, self._split, self._limit, self._closed = folder, split, limit, closed
+        self._file: BinaryIO | None = None
+        self._shard = Shard(file="")
+
+    def add(self, document: _Document) -> bool:
+        """Append a document; True where that closed the shard before it, which had no room for it."""
+        tokens = document.tokens
+        full = self._file is not None and self._shard.tokens + len(tokens) > self._limit
+        if full:
+            self.close(documents_read=document.number)
+        if self._file is None:
+            self._shard = Shard(file=f"{self._split}-{len(self._closed):05d}.bin")
+            self._file = temporary_name(self._folder / self._shard.file).open("wb")
+        self._file.write(tokens.tobytes())
+        self._shard.tokens += len(tokens)
+        self._shard.documents += 1
+        self._shard.bytes += document.num_bytes
+        return full
+
+    def close(self, *, documents_read: int) -> None:
+        """Give the open shard, if there is one, its final name, after its bytes are on disk."""
+        if self._file is None:
+            return
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._file, path = None, self._folder / self._shard.file
+        temporary_name(path).replace(path)
+        self._shard.documents_read = documents_read
+        self._closed.append(self._shard)
+
+
+def write_shards(
+    documents: Documents,
+    *,
+    folder: Path,
+    recipe: Recipe,
+    shard_tokens: int,
+    workers: int = 1,
+    report: Callable[[Progress], None] = lambda progress: None,
+) -> Index:
+    """Tokenise `documents` into `folder`, or continue; the caller keeps other processes away.
+
+    workers: processes that tokenise; 1: this process does, with threads.
+    """
+    index = _open_index(folder, key=recipe.key(documents, shard_tokens=shard_tokens), recipe=recipe)
+    if (folder / INDEX).is_file():
+        return index
+    logger.info("tokenising %s into %s", documents.name, folder)
+    for left_over in folder.glob("*.tmp"):
+        left_over.unlink()
+    done = {s: shards[-1].documents_read if shards else 0 for s, shards in index.splits.items()}
+    writers = {
+        split: _SplitWriter(folder, split=split, limit=shard_tokens, closed=closed)
+        for split, closed in index.splits.items()
+    }
+    progress = Progress()
+    for chunk, encoded in _encoded_chunks(documents, recipe, done, workers=workers):
+        for document in encoded:
+            if writers[document.split].add(document):
+                write_index(folder / PROGRESS, index)
+            progress.tokens += len(document.tokens)
+        progress.documents += len(chunk.texts)
+        progress.chars += sum(map(len, chunk.texts))
+        report(progress)
+    for writer in writers.values():
+        writer.close(documents_read=progress.documents)
+    write_index(folder / INDEX, index)
+    (folder / PROGRESS).unlink(missing_ok=True)
+    return index
+
+
+def _open_index(folder: Path, *, key: str, recipe: Recipe) -> Index:
+    """The index of a complete folder, what an interrupted run left of one, or an empty one."""
+    for file in (folder / INDEX, folder / PROGRESS):
+        if file.is_file():
+            index = read_index(file)
+            if index.key != key:
+                raise DataError(
+                    f"'{folder}' holds shards of other text, another tokenizer or other options; "
+                    "choose another folder or delete this one"
+                )
+            return index
+    return Index(
+        key=key,
+        tokenizer=recipe.tokenizer.kind,
+        fingerprint=recipe.tokenizer.fingerprint,
+        vocab_size=recipe.tokenizer.vocab_size,
+        **asdict(recipe.framing),
+        splits={split: [] for split in SPLITS},
+    )
+
+
 def _chunks(documents: Documents) -> Iterator[_Chunk]:
     first, texts, chars = 0, [], 0
     for text in documents.read():
@@ -105,175 +204,35 @@ def _chunks(documents: Documents) -> Iterator[_Chunk]:
         yield _Chunk(first, texts)
 
 
-def _encode(chunk: _Chunk, recipe: Recipe, done: _Done, *, num_threads: int) -> list[_Document]:
-    """Tokenise the documents of a chunk that no closed shard holds."""
-    fraction, dtype = recipe.validation_fraction, token_dtype(recipe.tokenizer.vocab_size)
-    wanted: list[tuple[int, str, str]] = []
+def _encode(chunk: _Chunk, recipe: Recipe, done: dict[str, int]) -> list[_Document]:
+    """Tokenise the documents of a chunk that no closed shard holds: those of number done[split] and above."""
+    dtype = token_dtype(recipe.tokenizer.vocab_size)
+    documents = []
     for number, text in enumerate(chunk.texts, start=chunk.first):
-        if number >= min(done.values()):
-            split = SPLITS[in_validation(text, fraction=fraction)]
-            wanted += [(number, split, text)] if number >= done[split] else []
-    encoded = recipe.tokenizer.encode_batch([text for *_, text in wanted], num_threads=num_threads)
-    return [
-        _Document(
-            number, split, np.array(recipe.framing.wrap(ids), dtype=dtype), len(text.encode())
-        )
-        for (number, split, text), ids in zip(wanted, encoded, strict=True)
-    ]
-
-
-class _SplitWriter:
-    """The shards of one split; the open one has a temporary name until it is full."""
-
-    def __init__(self, folder: Path, *, split: str, limit: int, closed: list[Shard]) -> None:
-        self.closed = closed
-        self._folder, self._split, self._limit = folder, split, limit
-        self._file: BinaryIO | None = None
-        self._tokens = self._documents = self._bytes = 0
-
-    def add(self, document: _Document) -> bool:
-        """Append a document; True where that closed the shard before it, which had no room for it."""
-        full = self._tokens > 0 and self._tokens + len(document.tokens) > self._limit
-        if full:
-            self.close()
-        if self._file is None:
-            self._file = temporary_name(self._path()).open("wb")
-        self._file.write(document.tokens.tobytes())
-        self._tokens += len(document.tokens)
-        self._documents += 1
-        self._bytes += document.num_bytes
-        return full
-
-    def close(self) -> None:
-        """Give the open shard its final name, after its bytes are on disk."""
-        if self._file is None:
-            return
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._file = None
-        path = self._path()
-        temporary_name(path).replace(path)
-        counts = {"tokens": self._tokens, "documents": self._documents, "bytes": self._bytes}
-        self.closed.append(Shard(file=path.name, **counts))
-        self._tokens = self._documents = self._bytes = 0
-
-    def _path(self) -> Path:
-        return self._folder / f"{self._split}-{len(self.closed):05d}.bin"
-
-
-def _load_progress(folder: Path, *, key: str) -> tuple[_Done, dict[str, list[Shard]]]:
-    """Documents done and shards closed of each split, as an interrupted run left them."""
-    file = folder / PROGRESS
-    if not file.is_file():
-        return dict.fromkeys(SPLITS, 0), {split: [] for split in SPLITS}
-    content = json.loads(file.read_text(encoding="utf-8"))
-    if content["key"] != key:
-        raise _other_content(folder)
-    return content["done"], {
-        name: [Shard(**shard) for shard in shards] for name, shards in content["splits"].items()
-    }
-
-
-def _save_progress(folder: Path, *, key: str, done: _Done, closed: dict[str, list[Shard]]) -> None:
-    splits = {split: [asdict(shard) for shard in shards] for split, shards in closed.items()}
-    write_json(folder / PROGRESS, {"key": key, "done": done, "splits": splits})
-
-
-def _other_content(folder: Path) -> DataError:
-    return DataError(
-        f"'{folder}' holds shards of other text, another tokenizer or other options; "
-        "choose another folder or delete this one"
-    )
-
-
-def write_shards(
-    documents: Documents,
-    *,
-    folder: Path,
-    recipe: Recipe,
-    shard_tokens: int,
-    workers: int = 0,
-    tokenizer_section: TokenizerSection | None = None,
-    report: Callable[[Progress], None] = lambda progress: None,
-) -> Index:
-    """Tokenise `documents` into `folder`, or continue; the caller keeps other processes away.
-
-    workers: processes that tokenise; each builds its tokenizer from `tokenizer_section`. 0: this process does,
-    with threads.
-    """
-    key = recipe.key(documents, shard_tokens=shard_tokens)
-    if (folder / INDEX).is_file():
-        index = read_index(folder)
-        if index.key != key:
-            raise _other_content(folder)
-        return index
-    folder.mkdir(parents=True, exist_ok=True)
-    for left_over in folder.glob("*.tmp"):
-        left_over.unlink(missing_ok=True)
-    done, closed = _load_progress(folder, key=key)
-    progress = Progress(shards=sum(map(len, closed.values())))
-    writers = {
-        split: _SplitWriter(folder, split=split, limit=shard_tokens, closed=closed[split])
-        for split in SPLITS
-    }
-    chunks = _encoded_chunks(
-        documents, recipe, dict(done), workers=workers, section=tokenizer_section
-    )
-    for chunk, encoded in chunks:
-        for document in encoded:
-            if writers[document.split].add(document):
-                done[document.split] = document.number
-                progress.shards += 1
-                _save_progress(folder, key=key, done=done, closed=closed)
-            progress.tokens += len(document.tokens)
-        progress.documents = chunk.first + len(chunk.texts)
-        progress.text_bytes += sum(map(len, chunk.texts))
-        report(progress)
-    for writer in writers.values():
-        writer.close()
-    index = _make_index(key, recipe, closed)
-    write_index(folder, index)
-    (folder / PROGRESS).unlink(missing_ok=True)
-    return index
-
-
-def _make_index(key: str, recipe: Recipe, splits: dict[str, list[Shard]]) -> Index:
-    return Index(
-        key=key,
-        tokenizer=recipe.tokenizer.kind,
-        fingerprint=recipe.tokenizer.fingerprint,
-        vocab_size=recipe.tokenizer.vocab_size,
-        bos_id=recipe.framing.bos_id,
-        eos_id=recipe.framing.eos_id,
-        splits={split: shards for split, shards in splits.items() if shards},
-    )
+        if number >= min(done.values()) and number >= done[split := recipe.split_of(text)]:
+            tokens = np.array(recipe.framing.wrap(recipe.tokenizer.encode(text)), dtype)
+            documents.append(_Document(number, split, tokens, len(text.encode())))
+    return documents
 
 
 def _encoded_chunks(
-    documents: Documents,
-    recipe: Recipe,
-    done: _Done,
-    *,
-    workers: int,
-    section: TokenizerSection | None,
+    documents: Documents, recipe: Recipe, done: dict[str, int], *, workers: int
 ) -> Iterator[tuple[_Chunk, list[_Document]]]:
-    """Chunks in order with their tokens; at most 3 chunks a worker are under way."""
-    if not workers:
-        for chunk in _chunks(documents):
-            yield chunk, _encode(chunk, recipe, done, num_threads=min(8, os.cpu_count() or 1))
-        return
-    assert section is not None, "workers build their tokenizer from a section"
-    options = (section, recipe.framing, recipe.validation_fraction, done)
+    """Chunks in order with their tokens; at most 3 chunks a worker or thread are under way."""
+    options = (recipe, done)
+    if workers == 1:
+        num_tasks = min(8, os.cpu_count() or 1)
+        pool = ThreadPoolExecutor(num_tasks)
+        encode = partial(_encode, recipe=recipe, done=done)
+    else:
+        context = multiprocessing.get_context("spawn")  # a fork would copy locks of threads
+        pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=options)
+        num_tasks, encode = workers, _encode_in_worker
     pending: deque[tuple[_Chunk, Future[list[_Document]]]] = deque()
-    context = multiprocessing.get_context("spawn")  # a fork would copy locks of running threads
-    pool = ProcessPoolExecutor(
-        workers, mp_context=context, initializer=_start_worker, initargs=options
-    )
     try:
         for chunk in _chunks(documents):
-            pending.append((chunk, pool.submit(_work, chunk)))
-            if len(pending) >= 3 * workers:
+            pending.append((chunk, pool.submit(encode, chunk)))
+            if len(pending) >= 3 * num_tasks:
                 oldest, future = pending.popleft()
                 yield oldest, future.result()
         for chunk, future in pending:
@@ -284,20 +243,17 @@ def _encoded_chunks(
             f"with fewer than {workers} workers if it repeats"
         ) from error
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        pool.shutdown(cancel_futures=True)
 
 
 # What a worker process keeps between chunks, set once by _start_worker.
-_worker_state: tuple[Recipe, _Done] | None = None
+_worker_options: tuple[Recipe, dict[str, int]]
 
 
-def _start_worker(
-    section: TokenizerSection, framing: Framing, fraction: float, done: _Done
-) -> None:
-    global _worker_state
+def _start_worker(recipe: Recipe, done: dict[str, int]) -> None:
+    global _worker_options
+    _worker_options = recipe, done
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    tokenizer = build_tokenizer(section, hf_assets_path="")
-    _worker_state = Recipe(tokenizer=tokenizer, framing=framing, validation_fraction=fraction), done
 
 
 def _exit_with_parent() -> None:
@@ -308,7 +264,5 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-def _work(chunk: _Chunk) -> list[_Document]:
-    assert _worker_state is not None
-    recipe, done = _worker_state
-    return _encode(chunk, recipe, done, num_threads=1)
+def _encode_in_worker(chunk: _Chunk) -> list[_Document]:
+    return _encode(chunk, *_worker_options)

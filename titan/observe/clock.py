@@ -7,12 +7,12 @@ so that tokens per second say how fast training is; the time left counts them ag
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
-# Weight of the newest window in the smoothed step time.
-_NEWEST = 0.3
+_NEWEST = 0.3  # weight of the newest window in the smoothed step time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +39,8 @@ class StepTimer:
         self._total_steps = total_steps
         self._first_step = self._step = step
         self._start_s = clock()
-        self._paused_s: dict[str, float] = {}
-        self._data_wait_s = 0.0
-        self._all_paused_s = 0.0
-        self._smooth_step_s = 0.0
+        self._spent_s: defaultdict[str, float] = defaultdict(float)
+        self._all_paused_s = self._smooth_step_s = 0.0
         self._num_windows = 0
 
     @contextmanager
@@ -52,40 +50,32 @@ class StepTimer:
         try:
             yield
         finally:
-            self._paused_s[what] = self._paused_s.get(what, 0.0) + self._clock() - start_s
+            self._spent_s[what] += self._clock() - start_s
 
-    @contextmanager
-    def data_wait(self) -> Iterator[None]:
+    def data_wait(self) -> AbstractContextManager[None]:
         """Count the body as waiting for data (it stays in the throughput)."""
-        start_s = self._clock()
-        try:
-            yield
-        finally:
-            self._data_wait_s += self._clock() - start_s
+        return self.pause("data")
 
     def window(self, *, step: int, tokens: int) -> Window:
         """Close the window after `step`, in which `tokens` were trained on, and begin the next."""
         num_steps = step - self._step
         assert num_steps > 0, f"no step since the last window (step {step})"
         now_s = self._clock()
-        training_s = max(now_s - self._start_s - sum(self._paused_s.values()), 1e-9)
-        self._smooth(training_s / num_steps)
-        self._all_paused_s += sum(self._paused_s.values())
+        data_wait_s, paused_s = self._spent_s.pop("data", 0.0), dict(self._spent_s)
+        training_s = max(now_s - self._start_s - sum(paused_s.values()), 1e-9)
+        step_s = training_s / num_steps
+        # An exponential mean; the first window, slow from warming up, is forgotten once there is a second.
+        weight = _NEWEST if self._num_windows > 1 else 1.0
+        self._smooth_step_s += weight * (step_s - self._smooth_step_s)
+        self._all_paused_s += sum(paused_s.values())
         pause_per_step_s = self._all_paused_s / (step - self._first_step)
-        result = Window(
+        self._step, self._start_s, self._num_windows = step, now_s, self._num_windows + 1
+        self._spent_s.clear()
+        return Window(
             num_steps=num_steps,
-            step_s=training_s / num_steps,
+            step_s=step_s,
             tokens_per_s=tokens / training_s,
-            data_wait_s=self._data_wait_s / num_steps,
-            paused_s=self._paused_s,
+            data_wait_s=data_wait_s / num_steps,
+            paused_s=paused_s,
             eta_s=max(self._total_steps - step, 0) * (self._smooth_step_s + pause_per_step_s),
         )
-        self._step, self._start_s = step, now_s
-        self._paused_s, self._data_wait_s = {}, 0.0
-        return result
-
-    def _smooth(self, step_s: float) -> None:
-        """Exponential mean; the first window, slow from warming up, is forgotten once there is a second."""
-        weight = 1.0 if self._num_windows < 2 else _NEWEST
-        self._smooth_step_s += weight * (step_s - self._smooth_step_s)
-        self._num_windows += 1

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from titan.config.sections import MetricsSection
@@ -24,6 +24,7 @@ from titan.observe.startup import StartupPage
 _LOG = logging.getLogger("titan")
 _MAX_WIDTH = 140
 _REFRESH_PER_S = 2  # redrawing takes Python time from the training loop
+_GAP = "  "
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,11 @@ class _Column:
     style: str = ""
 
 
-class Console:
-    """Rank 0's voice. `total_steps` scales the bar and the width of the step column."""
+class Console(logging.Handler):
+    """Rank 0's voice, also for what any part of titan logs as a warning.
+
+    `total_steps` scales the bar and the width of the step column.
+    """
 
     def __init__(
         self,
@@ -49,10 +53,11 @@ class Console:
         width: int | None = None,
     ) -> None:
         """is_terminal, width: found out from `file` (default: stdout) unless given."""
+        super().__init__(level=logging.WARNING)
         out: TextIO = file or sys.stdout
         if is_terminal is None:
             is_terminal = out.isatty() and os.environ.get("TERM") != "dumb"
-        self._section = section
+        self._mfu_convention = section.mfu_convention
         self._is_rank_0 = rank == 0
         self._total_steps = total_steps
         live = is_terminal and not section.disable_color_printing
@@ -65,31 +70,37 @@ class Console:
             markup=False,
             emoji=False,
         )
-        self._progress: Progress | None = None
-        self._eta_s: float | None = None
-        self._step = 0
-        self._live = live and self._is_rank_0
-        # Whatever any part of titan logs as a warning is shown by rank 0.
-        self._handler = _Warnings(self) if self._is_rank_0 else logging.NullHandler()
-        _LOG.addHandler(self._handler)
+        self._bar = self._make_bar() if live and self._is_rank_0 else None
+        _LOG.addHandler(self)
 
     def startup(self, page: StartupPage) -> None:
         """Print the page."""
         self._print(page.render(self._console.width))
 
-    def advance(self, step: int) -> None:
+    def advance(self, step: int, *, eta_s: float | None = None) -> None:
         """Say that `step` is done; only moves the bar, so call it for every step."""
-        self._step = step
-        if self._live and self._progress is None:
-            self._progress = self._start_bar()
-        if self._progress is not None:
-            self._progress.update(self._progress.task_ids[0], completed=step)
+        if self._bar is not None:
+            task = self._bar.tasks[0]
+            eta = task.fields["eta"] if eta_s is None else duration(eta_s)
+            self._bar.start()
+            self._bar.update(task.id, completed=step, eta=eta)
 
     def step(self, row: StepRow) -> None:
         """One line for a logged step."""
-        self._eta_s = row.eta_s
-        self._print(_fit(self._step_columns(row), self._console.width))
-        self.advance(row.step)
+        mfu = "n/a" if row.mfu is None else f"{row.mfu:5.1%} {self._mfu_convention}-attn"
+        memory = "rss" if row.memory_kind == "rss" else "gpu"
+        self._print_columns(
+            _Column(self._step_column(row.step), style="cyan"),
+            _Column(f"loss {row.loss:7.4f}", style="bold"),
+            _Column(f"gnorm {_short(row.grad_norm):>6}", order=2),
+            _Column(f"lr {row.lr:.2e}", order=4),
+            _Column(f"{row.tokens_per_s:>9,.0f} tok/s"),
+            _Column(f"mfu {mfu}", order=3),
+            _Column(f"{memory} {row.memory_gib:5.2f} GiB", order=5),
+            _Column(f"data {row.data_wait_s * 1e3:5.1f}ms", order=6),
+            _Column(f"eta {duration(row.eta_s):>8}", order=1),
+        )
+        self.advance(row.step, eta_s=row.eta_s)
 
     def validation(self, row: ValidationRow) -> None:
         """One line for a validation."""
@@ -101,98 +112,62 @@ class Console:
             columns.append(_Column(f"{row.bits_per_byte:.4f} bits/byte", style="green"))
         if row.unigram_bits_per_byte is not None:
             columns.append(_Column(f"(byte frequencies alone: {row.unigram_bits_per_byte:.4f})"))
-        self._print(_fit(columns, self._console.width))
+        self._print_columns(*columns)
 
     def message(self, text: str) -> None:
         """Something worth a line; every rank's log gets it too."""
         _LOG.info(text)
         self._print(Text(text))
 
-    def warn(self, text: str) -> None:
-        """Something that should not be so, while the run goes on: as logging.getLogger("titan").warning."""
-        _LOG.warning(text)
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a warning or an error of the logger "titan"."""
+        self._print(Text(f"{record.levelname.lower()}: {record.getMessage()}", style="yellow"))
 
     def close(self) -> None:
         """Take the bar away; the lines stay. More may be printed after."""
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
-        self._live = False
-        _LOG.removeHandler(self._handler)
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        _LOG.removeHandler(self)
+        super().close()
 
     def _print(self, text: Text) -> None:
         if self._is_rank_0:
             self._console.print(text, soft_wrap=not self._console.is_terminal)
             self._console.file.flush()
 
+    def _print_columns(self, *columns: _Column) -> None:
+        """In a line, leaving out the columns of the highest orders where there is no room."""
+        left = list(columns)
+        while any(c.order for c in left) and _width(left) > self._console.width:
+            left.remove(max(left, key=lambda c: c.order))
+        self._print(Text(_GAP).join(Text(c.text, style=c.style) for c in left))
+
     def _step_column(self, step: int) -> str:
         separator = "," if self._total_steps < 1_000_000 else ""
         total = f"{self._total_steps:{separator}}"
         return f"step {step:>{len(total)}{separator}}/{total}"
 
-    def _step_columns(self, row: StepRow) -> list[_Column]:
-        convention = f"{self._section.mfu_convention}-attn"
-        mfu = "n/a" if row.mfu is None else f"{row.mfu:5.1%} {convention}"
-        return [
-            _Column(self._step_column(row.step), style="cyan"),
-            _Column(f"loss {row.loss:7.4f}", style="bold"),
-            _Column(f"gnorm {_short(row.grad_norm):>6}", order=2),
-            _Column(f"lr {row.lr:.2e}", order=4),
-            _Column(f"{row.tokens_per_s:>9,.0f} tok/s"),
-            _Column(f"mfu {mfu}", order=3),
-            _Column(
-                f"{'rss' if row.memory_kind == 'rss' else 'gpu'} {row.memory_gib:5.2f} GiB", order=5
-            ),
-            _Column(f"data {row.data_wait_s * 1e3:5.1f}ms", order=6),
-            _Column(f"eta {duration(row.eta_s):>8}", order=1),
-        ]
-
-    def _start_bar(self) -> Progress:
-        progress = Progress(
+    def _make_bar(self) -> Progress:
+        bar = Progress(
             TextColumn("training"),
             BarColumn(bar_width=None),
             TextColumn("{task.percentage:>3.0f}%"),
             TextColumn("step {task.completed:,.0f}/{task.total:,.0f}"),
             TimeElapsedColumn(),
-            _Eta(self),
+            TextColumn("eta {task.fields[eta]}", style="cyan"),
             console=self._console,
             refresh_per_second=_REFRESH_PER_S,
             transient=True,
             expand=True,
         )
-        progress.add_task("training", total=self._total_steps, completed=self._step)
-        progress.start()
-        return progress
-
-
-class _Warnings(logging.Handler):
-    """Prints warnings and errors of the logger "titan"."""
-
-    def __init__(self, owner: Console) -> None:
-        super().__init__(level=logging.WARNING)
-        self._owner = owner
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = f"{record.levelname.lower()}: {record.getMessage()}"
-        self._owner._print(Text(text, style="yellow"))
-
-
-class _Eta(ProgressColumn):
-    """The same time left as in the lines, not rich's own guess."""
-
-    def __init__(self, owner: Console) -> None:
-        super().__init__()
-        self._owner = owner
-
-    def render(self, task: Task) -> Text:
-        eta_s = self._owner._eta_s
-        return Text("eta " + ("-" if eta_s is None else duration(eta_s)), style="cyan")
+        bar.add_task("training", total=self._total_steps, eta="-")
+        return bar
 
 
 def duration(seconds: float) -> str:
     """12:34, 1:02:03 or 4d 05:06."""
-    whole = round(seconds)
-    days, rest = divmod(whole, 86_400)
+    days, rest = divmod(round(seconds), 86_400)
     hours, minutes, secs = rest // 3600, rest // 60 % 60, rest % 60
     if days:
         return f"{days}d {hours:02}:{minutes:02}"
@@ -204,10 +179,5 @@ def _short(value: float) -> str:
     return f"{value:.3f}" if value < 100 else f"{value:.5g}" if value < 99_999 else f"{value:.0e}"
 
 
-def _fit(columns: list[_Column], width: int) -> Text:
-    """The columns in a line no wider than `width`, leaving out the highest orders where there is no room."""
-    gap = 2
-    left = list(columns)
-    while sum(len(c.text) + gap for c in left) - gap > width and any(c.order for c in left):
-        left.remove(max(left, key=lambda c: c.order))
-    return Text(" " * gap).join(Text(c.text, style=c.style) for c in left)
+def _width(columns: list[_Column]) -> int:
+    return len(_GAP.join(c.text for c in columns))

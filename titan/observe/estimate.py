@@ -18,38 +18,17 @@ document mask, and the categories are added up as if all were at their largest a
 from __future__ import annotations
 
 from math import ceil
-from typing import Protocol
+from typing import Any, TypeAlias
 
 from titan.config.layout import Layout
 from titan.config.sections import ActivationCheckpointSection, JobConfig
 
+ModelSizes: TypeAlias = Any
+"""A family's config. Read of it: dim, n_layers, n_heads, n_kv_heads, head_dim, ffn_dim, vocab_size, num_params,
+num_block_params, num_embedding_params."""
+
 _GIB = 2**30
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-class ModelSizes(Protocol):
-    """What the formula needs of a model's config (LlamaConfig has it)."""
-
-    @property
-    def dim(self) -> int: ...
-    @property
-    def n_layers(self) -> int: ...
-    @property
-    def n_heads(self) -> int: ...
-    @property
-    def n_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def ffn_dim(self) -> int: ...
-    @property
-    def num_params(self) -> int: ...
-    @property
-    def num_block_params(self) -> int: ...
-    @property
-    def num_embedding_params(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
 
 
 def estimate_memory(
@@ -60,29 +39,28 @@ def estimate_memory(
     params = model_config.num_params
     if layout.pp > 1:
         params = layers * model_config.num_block_params + model_config.num_embedding_params
-    params_bytes = (
-        params / (layout.tp * layout.dp_shard * layout.cp) * _BYTES[config.training.dtype]
-    )
+    shards = layout.tp * layout.dp_shard * layout.cp
+    params_bytes = params / shards * _BYTES[config.training.dtype]
+    # Of one forward pass on one rank, before tensor parallelism.
+    tokens = config.training.local_batch_size * config.training.seq_len / layout.cp
+    activations = _activation_elements(config, model_config, layout, layers=layers)
+    compute_bytes = _BYTES[config.training.mixed_precision_param]
     estimate_bytes = {
         "parameters": params_bytes,
         "gradients": params_bytes,
         "optimizer": 2 * params_bytes,  # two moments, as Adam keeps
-        "activations": _activation_bytes(config, model_config, layout, layers=layers),
-        "logits": _logits_bytes(config, model_config, layout),
+        "activations": tokens * activations * compute_bytes,
+        "logits": _logits_bytes(config, model_config, layout, tokens=tokens),
         "unsharded": _unsharded_bytes(config, model_config, layout, layers=layers),
     }
-    estimate = {category: num_bytes / _GIB for category, num_bytes in estimate_bytes.items()}
+    estimate: dict[str, float] = {name: size / _GIB for name, size in estimate_bytes.items()}
     return estimate | {"total": sum(estimate.values())}
 
 
-def _local_tokens(config: JobConfig, layout: Layout) -> float:
-    """Tokens of one forward pass on one rank, before tensor parallelism."""
-    return config.training.local_batch_size * config.training.seq_len / layout.cp
-
-
-def _activation_bytes(
+def _activation_elements(
     config: JobConfig, model: ModelSizes, layout: Layout, *, layers: int
 ) -> float:
+    """Per token: what the layers keep for the microbatches in flight, and what one brings back while recomputed."""
     heads, kv_heads = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
     split = 2 * model.dim + 2 * heads + 2 * kv_heads + 4 * model.ffn_dim
     whole = split / layout.tp + 2 * model.dim
@@ -90,28 +68,26 @@ def _activation_bytes(
     # "op" keeps the block's input, attention's output and every second matrix product.
     products = heads + 2 * kv_heads + 2 * model.dim + 2 * model.ffn_dim
     by_op = block_input + (heads + products / 2) / layout.tp
-    kept, recomputed = _per_layer(
-        config.activation_checkpoint, whole=whole, by_op=by_op, block_input=block_input
-    )
-    elements = layers * kept * _in_flight(config, layout) + recomputed
-    tokens = _local_tokens(config, layout)
-    return tokens * elements * _BYTES[config.training.mixed_precision_param]
+    section = config.activation_checkpoint
+    kept = _kept_by_layer(section, whole=whole, by_op=by_op, block_input=block_input)
+    recomputed = 0 if section.mode == "none" else whole
+    return layers * kept * _in_flight(config, layout) + recomputed
 
 
-def _per_layer(
+def _kept_by_layer(
     section: ActivationCheckpointSection, *, whole: float, by_op: float, block_input: float
-) -> tuple[float, float]:
-    """Elements per token: kept by each layer on average, and brought back while one layer is recomputed."""
+) -> float:
+    """Elements per token that each layer keeps, on average."""
     if section.mode == "none":
-        return whole, 0.0
+        return whole
     if section.mode == "full":
-        return block_input, whole
+        return block_input
     if section.mode == "memory_budget":
-        return block_input + section.memory_budget * (whole - block_input), whole
+        return block_input + section.memory_budget * (whole - block_input)
     if str(section.selective_ac_option).isdigit():
         every = int(section.selective_ac_option)
-        return (block_input + (every - 1) * whole) / every, whole
-    return by_op, whole
+        return (block_input + (every - 1) * whole) / every
+    return by_op
 
 
 def _in_flight(config: JobConfig, layout: Layout) -> float:
@@ -123,17 +99,14 @@ def _in_flight(config: JobConfig, layout: Layout) -> float:
     return min(layout.pp, num_microbatches) / num_microbatches
 
 
-def _logits_bytes(config: JobConfig, model: ModelSizes, layout: Layout) -> float:
+def _logits_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, tokens: float) -> float:
     """Logits and their gradient in the compute precision, one chunk in float32; none on the first of several stages."""
     if layout.pp > 1:
         return 0.0
-    tokens = _local_tokens(config, layout)
     chunk = min(config.loss.chunk_tokens, tokens)
-    split = 1 if config.parallelism.disable_loss_parallel else layout.tp
-    column_bytes = (
-        2 * tokens * _BYTES[config.training.mixed_precision_param] + chunk * _BYTES["float32"]
-    )
-    return column_bytes * model.vocab_size / split
+    columns = model.vocab_size / (1 if config.parallelism.disable_loss_parallel else layout.tp)
+    compute_bytes = _BYTES[config.training.mixed_precision_param]
+    return (2 * tokens * compute_bytes + chunk * _BYTES["float32"]) * columns
 
 
 def _unsharded_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, layers: int) -> float:
@@ -144,25 +117,27 @@ def _unsharded_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, la
     of everything while replicas accumulate. A single rank in the master precision uses parameters as they lie.
     """
     training = config.training
-    param_bytes, reduce_bytes = (
-        _BYTES[training.mixed_precision_param],
-        _BYTES[training.mixed_precision_reduce],
-    )
+    param_bytes = _BYTES[training.mixed_precision_param]
+    reduce_bytes = _BYTES[training.mixed_precision_reduce]
     is_cast = training.mixed_precision_param != training.dtype
     is_sharded = layout.dp_shard * layout.cp > 1
-    if not is_sharded and not is_cast and layout.dp_replicate == 1:
+    is_replicated = not is_sharded and layout.dp_replicate > 1
+    if not (is_sharded or is_cast or is_replicated):
         return 0.0
-    policy = config.parallelism.fsdp_reshard_after_forward
-    keep_all = policy == "never" or (policy == "default" and layout.pp > 1)
-    keep_all = keep_all or (not is_sharded and layout.dp_replicate > 1)
-    blocks = layers if keep_all else min(2, layers)
+    blocks = layers if is_replicated or keeps_gathered(config, layout) else min(2, layers)
     root = model.num_params - model.n_layers * model.num_block_params
     root = root if layout.pp == 1 else model.num_embedding_params
     gathered = param_bytes * (root + blocks * model.num_block_params)
-    if not is_sharded and not is_cast:
+    if not (is_sharded or is_cast):
         gathered = 0  # torch computes with the parameters themselves
     unreduced = (param_bytes + reduce_bytes) * model.num_block_params
     unreduced += param_bytes * model.num_embedding_params
     if not is_sharded and layout.accumulation > 1:
         unreduced = reduce_bytes * model.num_params
     return (gathered + unreduced) / layout.tp
+
+
+def keeps_gathered(config: JobConfig, layout: Layout) -> bool:
+    """Whether FSDP keeps gathered parameters for the backward pass (ZeRO-2)."""
+    policy = config.parallelism.fsdp_reshard_after_forward
+    return policy == "never" or (policy == "default" and layout.pp > 1)

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
-GIB = 2**30
+_GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class PeakMemory:
 
     kind: Literal["device", "rss"]
     reserved_gib: float
-    active_gib: float | None
+    active_gib: float | None = None
 
 
 def peak_memory(*, reset: bool = False) -> PeakMemory:
@@ -27,19 +27,16 @@ def peak_memory(*, reset: bool = False) -> PeakMemory:
     import torch
 
     if not torch.accelerator.is_available():
-        return PeakMemory(kind="rss", reserved_gib=_peak_rss_bytes() / GIB, active_gib=None)
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024  # Linux counts in KiB
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return PeakMemory(kind="rss", reserved_gib=peak_bytes / _GIB)
     stats = torch.accelerator.memory_stats()
     if reset:
         torch.accelerator.reset_peak_memory_stats()
     return PeakMemory(
         kind="device",
-        reserved_gib=stats.get("reserved_bytes.all.peak", 0) / GIB,
-        active_gib=stats.get("active_bytes.all.peak", 0) / GIB,
+        reserved_gib=stats.get("reserved_bytes.all.peak", 0) / _GIB,
+        active_gib=stats.get("active_bytes.all.peak", 0) / _GIB,
     )
-
-
-def _peak_rss_bytes() -> int:
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB

@@ -13,13 +13,16 @@ import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from titan.config.sections import MetricsSection
 from titan.observe.runinfo import write_text_atomically
-from titan.observe.sinks import Row, Sink, TensorBoardSink, WandbSink, require_extras
+from titan.observe.sinks import Row, Sink, TensorBoardSink, WandbSink, require
+
+_LOG = logging.getLogger("titan")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,15 +70,11 @@ class JsonlSink:
         path.parent.mkdir(parents=True, exist_ok=True)
         last = truncate_after(path, step=resume_step) if path.exists() else None
         # time_s counts from the first start, over every pause and crash since.
-        self._started_unix_s = time.time()
-        if last is not None and None not in (last.get("unix_s"), last.get("time_s")):
-            self._started_unix_s = last["unix_s"] - last["time_s"]
+        self._started_unix_s = last["unix_s"] - last["time_s"] if last else time.time()
         self._file = path.open("ab", buffering=0)
 
-    def seconds_since_start(self) -> float:
-        return time.time() - self._started_unix_s
-
     def write(self, row: Row) -> None:
+        row = row | {"time_s": round(time.time() - self._started_unix_s, 3)}
         line = (json.dumps(row, allow_nan=False) + "\n").encode()
         before = os.fstat(self._file.fileno()).st_size
         try:
@@ -97,29 +96,25 @@ def truncate_after(path: Path, *, step: int) -> Row | None:
     Where none is kept the file belonged to another run, or to a start that left no checkpoint: it is moved
     to metrics.previous.jsonl, not thrown away.
     """
-    kept: list[str] = []
-    last: Row | None = None
-    text = path.read_text(encoding="utf-8", errors="replace")
-    lines = text.splitlines()
-    for line in lines:
-        row = parse_row(line)
-        if row is not None and row["step"] <= step:
-            kept.append(line)
-            last = row
-    if lines and not kept:
+    rows = read_rows(path)
+    kept = [row for row in rows if row["step"] <= step]
+    if kept:
+        write_text_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
+    elif rows:
         path.replace(path.with_name(f"{path.stem}.previous{path.suffix}"))
-    elif len(kept) < len(lines) or not text.endswith("\n"):
-        write_text_atomically(path, "".join(line + "\n" for line in kept))
-    return last
+    else:
+        path.unlink()
+    return kept[-1] if kept else None
 
 
-def parse_row(line: str) -> Row | None:
-    """A row of metrics.jsonl, or None for a torn one."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a metrics.jsonl, without a torn one."""
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(ValueError):
+            row = json.loads(line)
+            rows += [row] if isinstance(row, dict) and "step" in row else []
+    return rows
 
 
 class MetricsLog:
@@ -133,32 +128,35 @@ class MetricsLog:
         rank: int = 0,
         resume_step: int = 0,
         job_config: dict[str, Any] | None = None,
-        warn: Callable[[str], None] | None = None,
     ) -> None:
         """Open for a run that goes on after `resume_step` (0: a fresh one).
 
-        job_config is shown by Weights & Biases; `warn` is told once of each sink that fails.
+        job_config is shown by Weights & Biases. A sink that fails is a warning in the log, once.
         Raises MissingExtra, on every rank alike, where a sink that was asked for is not installed.
         """
-        require_extras(section)
-        self._warn = warn or logging.getLogger("titan").warning
+        for extra in ("tensorboard", "wandb"):
+            if getattr(section, f"enable_{extra}"):
+                require(extra, extra=extra, asked_by=f"metrics.enable_{extra}")
         self._failed: set[str] = set()
-        self._jsonl: JsonlSink | None = None
         self._sinks: dict[str, Sink] = {}
-        if rank == 0 or section.save_for_all_ranks:
-            name = "metrics.jsonl" if rank == 0 else f"metrics.rank-{rank}.jsonl"
-            self._open(name, lambda: self._open_jsonl(run_dir / name, resume_step))
-            self._open_extras(run_dir, section, rank, resume_step, job_config or {})
+        if rank and not section.save_for_all_ranks:
+            return
+        name = f"metrics.rank-{rank}.jsonl" if rank else "metrics.jsonl"
+        self._open(name, lambda: JsonlSink(run_dir / name, resume_step=resume_step))
+        if section.enable_tensorboard:
+            folder = run_dir / section.save_tb_folder
+            folder = folder / f"rank-{rank}" if section.save_for_all_ranks else folder
+            self._open("TensorBoard", lambda: TensorBoardSink(folder, resume_step=resume_step))
+        if section.enable_wandb and rank == 0:
+            options = {"section": section, "resume_step": resume_step, "job_config": job_config}
+            self._open("Weights & Biases", lambda: WandbSink(run_dir, **options))
 
     def write(self, row: StepRow, validation: ValidationRow | None = None) -> None:
         """Log a step, with the validation done after it."""
-        if not self._sinks:
-            return
         values: Row = asdict(row)
         if validation is not None:
             assert validation.step == row.step, (validation, row.step)
             values |= asdict(validation)
-        values["time_s"] = round(self._jsonl.seconds_since_start(), 3) if self._jsonl else None
         values["unix_s"] = round(time.time(), 3)
         # JSON has no NaN or infinity; null is what every reader takes for "no number".
         values = {key: None if _is_non_finite(v) else v for key, v in values.items()}
@@ -169,39 +167,8 @@ class MetricsLog:
         for name, sink in self._sinks.items():
             self._guard(name, sink.close)
 
-    def _open_jsonl(self, path: Path, resume_step: int) -> Sink:
-        self._jsonl = JsonlSink(path, resume_step=resume_step)
-        return self._jsonl
-
-    def _open_extras(
-        self,
-        run_dir: Path,
-        section: MetricsSection,
-        rank: int,
-        resume_step: int,
-        job_config: dict[str, Any],
-    ) -> None:
-        if section.enable_tensorboard:
-            folder = run_dir / section.save_tb_folder
-            folder = folder if not section.save_for_all_ranks else folder / f"rank-{rank}"
-            self._open("TensorBoard", lambda: TensorBoardSink(folder, resume_step=resume_step))
-        if section.enable_wandb and rank == 0:
-            self._open(
-                "Weights & Biases",
-                lambda: WandbSink(
-                    run_dir,
-                    project=section.wandb_project,
-                    run_name=section.wandb_run_name or run_dir.resolve().name,
-                    resume_step=resume_step,
-                    job_config=job_config,
-                ),
-            )
-
     def _open(self, name: str, build: Callable[[], Sink]) -> None:
-        def add() -> None:
-            self._sinks[name] = build()
-
-        self._guard(name, add)
+        self._guard(name, lambda: self._sinks.update({name: build()}))
 
     def _guard(self, name: str, action: Callable[[], None]) -> None:
         """Metrics are not worth a training run: whatever a sink raises becomes one warning."""
@@ -211,7 +178,7 @@ class MetricsLog:
             if name not in self._failed:
                 self._failed.add(name)
                 reason = f"{type(error).__name__}: {error}"
-                self._warn(f"metrics: {name} cannot be written ({reason}); training goes on")
+                _LOG.warning(f"metrics: {name} cannot be written ({reason}); training goes on")
 
 
 def _is_non_finite(value: Any) -> bool:

@@ -13,11 +13,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from titan.observe.metrics import parse_row
+from titan.observe.metrics import read_rows
 from titan.observe.sinks import MissingExtra, Row, require
 
-_X_LABELS = {"step": "step", "tokens": "tokens", "time": "hours since the first start"}
-_X_KEYS = {"step": "step", "tokens": "tokens", "time": "time_s"}
+_X = ("step", "tokens", "time")
 
 
 class PlotError(Exception):
@@ -33,29 +32,23 @@ class Run:
 
     def points(self, x: str, key: str) -> tuple[list[float], list[float]]:
         """x and y of every row that has the key."""
-        kept = [r for r in self.rows if r.get(key) is not None and r.get(_X_KEYS[x]) is not None]
-        unit = 3600 if x == "time" else 1
-        return [r[_X_KEYS[x]] / unit for r in kept], [r[key] for r in kept]
+        x_key, unit = ("time_s", 3600) if x == "time" else (x, 1)
+        kept = [row for row in self.rows if row.get(key) is not None]
+        return [row[x_key] / unit for row in kept], [row[key] for row in kept]
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command; 2 for the user's mistakes."""
-    parser = argparse.ArgumentParser(
-        prog="titan plot", description="Draw loss and throughput of runs to a PNG."
-    )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder, or a metrics.jsonl")
-    parser.add_argument(
-        "--output", metavar="FILE.png", help="default: curves.png in the first run folder"
-    )
-    parser.add_argument("--x", choices=list(_X_KEYS), default="step", help="horizontal axis")
+    parser = argparse.ArgumentParser(prog="titan plot", description="Loss and throughput as PNG.")
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN", type=Path, help="run folder, or a metrics.jsonl")
+    add("--output", metavar="FILE.png", type=Path, help="default: curves.png in the first run")
+    add("--x", choices=_X, default="step", help="horizontal axis")
     arguments = parser.parse_args(argv)
     try:
         require("matplotlib", extra="plot", asked_by="titan plot")
-        runs = read_runs([Path(run) for run in arguments.runs])
-        folder = Path(arguments.runs[0])
-        folder = folder.parent if folder.is_file() else folder
-        output = Path(arguments.output or folder / "curves.png")
-        draw(runs, output=output, x=arguments.x)
+        output = arguments.output or _metrics_file(arguments.runs[0]).with_name("curves.png")
+        draw(read_runs(arguments.runs), output=output, x=arguments.x)
     except (PlotError, MissingExtra, OSError) as error:
         print(f"titan plot: {error}", file=sys.stderr)
         return 2
@@ -71,14 +64,17 @@ def read_runs(paths: list[Path]) -> list[Run]:
     return [Run(name=n, rows=_read(p)) for n, p in zip(names, paths, strict=True)]
 
 
+def _metrics_file(path: Path) -> Path:
+    return path if path.is_file() else path / "metrics.jsonl"
+
+
 def _read(path: Path) -> list[Row]:
-    file = path if path.is_file() else path / "metrics.jsonl"
+    file = _metrics_file(path)
     if not file.is_file():
         near = sorted(p.parent for p in path.parent.glob("*/metrics.jsonl"))[:5]
         hint = f"; runs near it: {', '.join(map(str, near))}" if near else ""
         raise PlotError(f"{path}: no metrics.jsonl there, so not the folder of a run{hint}")
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    rows = [row for row in map(parse_row, lines) if row is not None]
+    rows = read_rows(file)
     if not rows:
         raise PlotError(f"{file}: no step was logged yet")
     return rows
@@ -100,18 +96,16 @@ def running_mean(values: list[float]) -> list[float]:
 
 def draw(runs: list[Run], *, output: Path, x: str) -> None:
     """Draw the picture."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
     figure = Figure(figsize=(10, 7.5), layout="constrained", dpi=120)
-    FigureCanvasAgg(figure)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     for number, run in enumerate(runs):
         _draw_run(run, x=x, colour=f"C{number % 10}", loss_axes=upper, speed_axes=lower)
     upper.set_ylabel("loss (nats per token)")
     lower.set_ylabel("tokens per second")
-    lower.set_xlabel(_X_LABELS[x])
+    lower.set_xlabel("hours since the first start" if x == "time" else x)
     lower.set_ylim(bottom=0)
     lower.yaxis.set_major_formatter(EngFormatter(sep=""))
     if x != "time":

@@ -44,11 +44,11 @@ def write_text_atomically(path: Path, text: str, *, durable: bool = True) -> Non
     temporary.replace(path)
 
 
-def environment(*, device_names: Iterable[str], world_size: int) -> dict[str, Any]:
-    """What one needs to know to run it again: versions, source, machine, settings. For environment.json."""
+def write_environment(run_dir: Path, *, device_names: Iterable[str], world_size: int) -> None:
+    """Write environment.json: what one needs to know to run it again (versions, source, machine, settings)."""
     import torch
 
-    return {
+    content = {
         "titan": titan.__version__,
         "git": _git_state(Path(titan.__file__).parent),
         "python": platform.python_version(),
@@ -66,12 +66,23 @@ def environment(*, device_names: Iterable[str], world_size: int) -> dict[str, An
         },
         "written_unix_s": round(time.time(), 3),
     }
-
-
-def write_environment(run_dir: Path, *, device_names: Iterable[str], world_size: int) -> None:
-    """Write environment.json."""
-    content = environment(device_names=device_names, world_size=world_size)
     write_text_atomically(run_dir / "environment.json", json.dumps(content, indent=2) + "\n")
+
+
+def _git_state(folder: Path) -> dict[str, Any] | None:
+    """Commit of the source tree and whether it has been changed since; None outside a checkout."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=10)
+
+    try:
+        # An installed copy may lie inside somebody else's checkout (a virtual environment in a project).
+        git("ls-files", "--error-unmatch", "__init__.py")
+        commit, changes = git("rev-parse", "HEAD").strip(), git("status", "--porcelain")
+        return {"commit": commit, "dirty": bool(changes)}
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def write_status(
@@ -81,14 +92,8 @@ def write_status(
 
     torchrun turns every exit code but 0 into 1; this file keeps the real one.
     """
-    content = {
-        "state": state,
-        "exit_code": exit_code,
-        "step": step,
-        "reason": reason,
-        "unix_s": round(time.time(), 3),
-    }
-    text = json.dumps(content, indent=2) + "\n"
+    content = {"state": state, "exit_code": exit_code, "step": step, "reason": reason}
+    text = json.dumps(content | {"unix_s": round(time.time(), 3)}, indent=2) + "\n"
     # Written at every logged step while running: training does not wait for the disk.
     write_text_atomically(run_dir / "status.json", text, durable=state != "running")
 
@@ -106,20 +111,3 @@ def open_rank_log(run_dir: Path, rank: int) -> logging.Handler:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     return handler
-
-
-def _git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit of the source tree and whether it has been changed since; None outside a checkout."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(folder), *arguments]
-        return subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=10
-        ).stdout.strip()
-
-    try:
-        # An installed copy may lie inside somebody else's checkout (a virtual environment in a project).
-        git("ls-files", "--error-unmatch", "__init__.py")
-        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
-    except (OSError, subprocess.SubprocessError):
-        return None

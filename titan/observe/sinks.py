@@ -31,14 +31,6 @@ def require(package: str, *, extra: str, asked_by: str) -> None:
         raise MissingExtra(f"{asked_by} needs {package}: pip install 'titan-pretrain[{extra}]'")
 
 
-def require_extras(section: MetricsSection) -> None:
-    """Check that what the section asks for is installed. Cheap: imports nothing."""
-    if section.enable_tensorboard:
-        require("tensorboard", extra="tensorboard", asked_by="metrics.enable_tensorboard")
-    if section.enable_wandb:
-        require("wandb", extra="wandb", asked_by="metrics.enable_wandb")
-
-
 # Groups of the curves; a key that is not here is not drawn.
 _CURVES = {
     "loss": "loss/train",
@@ -91,18 +83,17 @@ class WandbSink:
         self,
         run_dir: Path,
         *,
-        project: str,
-        run_name: str,
+        section: MetricsSection,
         resume_step: int,
-        job_config: dict[str, Any],
+        job_config: dict[str, Any] | None,
     ) -> None:
         import wandb
 
         mode: Any = os.environ.get("WANDB_MODE") or ("online" if _has_login() else "offline")
         self._run = wandb.init(
             dir=run_dir,
-            project=project,
-            name=run_name,
+            project=section.wandb_project,
+            name=section.wandb_run_name or run_dir.resolve().name,
             id=_run_id(run_dir / "wandb" / "run-id.txt", fresh=resume_step == 0),
             resume="allow" if mode == "online" else None,
             mode=mode,

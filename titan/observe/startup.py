@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
 
@@ -10,7 +10,7 @@ from rich.text import Text
 
 from titan.config.layout import AXES, Layout
 from titan.config.sections import JobConfig
-from titan.observe.estimate import ModelSizes, estimate_memory
+from titan.observe.estimate import ModelSizes, estimate_memory, keeps_gathered
 from titan.observe.hardware import Hardware
 
 _MAX_WIDTH = 120  # of the page, also on a wide terminal
@@ -21,12 +21,12 @@ class StartupPage:
     """What the page says: a heading, and labelled lines in order."""
 
     title: str
-    description: str = ""
-    lines: dict[str, str] = field(default_factory=dict)
+    description: str
+    lines: dict[str, str]
 
     def render(self, width: int) -> Text:
         """The page for a console of `width` characters."""
-        margin = max(map(len, self.lines), default=0) + 4
+        margin = max(map(len, self.lines)) + 4
         page = Text.assemble("\n", (self.title, "bold"), "\n")
         if self.description:
             page.append(f"  {self.description}\n", "italic")
@@ -51,34 +51,64 @@ def startup_page(
     """The page of a job. tokenizer: its name and size, as in "bytes, 264 tokens"; run_dir: the run folder."""
     training = config.training
     resumed = f", resumed after step {resume_step:,}" if resume_step else ""
-    tokens = tokens_per_step(config, layout)
+    sequences = training.local_batch_size * layout.dp * layout.accumulation
+    tokens = sequences * training.seq_len
     return StartupPage(
         title=f"titan: {config.model.name} {config.model.flavor}, "
         f"{model_config.num_params:,} parameters",
         description=config.job.description,
         lines={
-            "model": _model_line(model_config),
-            "data": _data_line(config) + (f"; tokenizer {tokenizer}" if tokenizer else ""),
-            "layout": layout_line(config, layout),
+            "model": _model(model_config),
+            "data": _data(config) + (f"; tokenizer {tokenizer}" if tokenizer else ""),
+            "layout": _layout(config, layout),
             "precision": f"{training.mixed_precision_param} compute, "
             f"{training.mixed_precision_reduce} gradient reduction, {training.dtype} parameters and optimizer",
-            "tokens per step": tokens_line(config, layout),
+            "tokens per step": f"{_factors(config, layout)} = {tokens:,}",
             "steps": f"{training.steps:,}{resumed}; {training.steps * tokens:,} tokens in all",
-            "schedule": schedule_line(config),
-            "memory": memory_line(estimate_memory(config, model_config, layout), hardware),
-            "hardware": _hardware_line(config, device_name, hardware),
-            "written to": outputs_line(config, run_dir),
+            "schedule": _schedule(config),
+            "memory": _memory(estimate_memory(config, model_config, layout), hardware),
+            "hardware": _hardware(config, device_name, hardware),
+            "written to": _outputs(config, run_dir),
         },
     )
 
 
-def tokens_per_step(config: JobConfig, layout: Layout) -> int:
-    """Tokens of one optimizer step, over all ranks."""
-    sequences = config.training.local_batch_size * layout.dp * layout.accumulation
-    return sequences * config.training.seq_len
+def _model(model: ModelSizes) -> str:
+    kv = f" sharing {model.n_kv_heads} key/value heads" if model.n_kv_heads != model.n_heads else ""
+    return (
+        f"{_count(model.n_layers, 'layers')}, dim {model.dim:,}, {_count(model.n_heads, 'heads')}"
+        f"{kv}, ffn {model.ffn_dim:,}, vocabulary {model.vocab_size:,}"
+    )
 
 
-def tokens_line(config: JobConfig, layout: Layout) -> str:
+def _data(config: JobConfig) -> str:
+    sources = config.data.sources
+    if not sources:
+        path = config.training.dataset_path
+        return config.training.dataset + (f" ({path})" if path else "")
+    total = sum(source.weight for source in sources)
+    return ", ".join(
+        f"{source.type} {getattr(source, 'path', '')}".rstrip()
+        + (f" {source.weight / total:.0%}" if len(sources) > 1 else "")
+        for source in sources
+    )
+
+
+def _layout(config: JobConfig, layout: Layout) -> str:
+    """Ranks, the axes of the mesh that are longer than 1, and what data parallelism does."""
+    parts = [_count(layout.world_size, "ranks")]
+    degrees = {axis: getattr(layout, axis) for axis in AXES}
+    if mesh := " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1):
+        parts.append(f"mesh {mesh}")
+    if layout.dp_shard * layout.cp > 1:
+        name = "HSDP" if layout.dp_replicate > 1 else "FSDP2"
+        parts.append(f"{name} (ZeRO-{2 if keeps_gathered(config, layout) else 3})")
+    elif layout.dp_replicate > 1:
+        parts.append("DDP")
+    return "; ".join(parts)
+
+
+def _factors(config: JobConfig, layout: Layout) -> str:
     """How the tokens of a step come about."""
     kind = "data-parallel ranks" if layout.world_size > layout.dp else "ranks"
     factors = [
@@ -88,25 +118,10 @@ def tokens_line(config: JobConfig, layout: Layout) -> str:
     ]
     if layout.accumulation > 1:
         factors.append(f"{layout.accumulation:,} accumulation")
-    return f"{' x '.join(factors)} = {tokens_per_step(config, layout):,}"
+    return " x ".join(factors)
 
 
-def layout_line(config: JobConfig, layout: Layout) -> str:
-    """Ranks, the axes of the mesh that are longer than 1, and what data parallelism does."""
-    degrees = {axis: getattr(layout, axis) for axis in AXES}
-    mesh = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
-    if layout.dp_shard * layout.cp > 1:
-        policy = config.parallelism.fsdp_reshard_after_forward
-        keeps = policy == "never" or (policy == "default" and layout.pp > 1)
-        how = f"{'HSDP' if layout.dp_replicate > 1 else 'FSDP2'} (ZeRO-{2 if keeps else 3})"
-    else:
-        how = "DDP" if layout.dp_replicate > 1 else ""
-    return "; ".join(
-        filter(None, [_count(layout.world_size, "ranks"), mesh and f"mesh {mesh}", how])
-    )
-
-
-def schedule_line(config: JobConfig) -> str:
+def _schedule(config: JobConfig) -> str:
     """Optimizer and learning rate over the run."""
     section, optimizer = config.lr_scheduler, config.optimizer
     total = section.total_steps or config.training.steps
@@ -125,18 +140,27 @@ def schedule_line(config: JobConfig) -> str:
     return ", ".join(parts)
 
 
-def memory_line(estimate_gib: dict[str, float], hardware: Hardware | None = None) -> str:
+def _memory(estimate_gib: dict[str, float], hardware: Hardware | None) -> str:
     """The estimate, how it compares with what the device has, and its categories."""
+    categories = {k: _gib(v) for k, v in estimate_gib.items() if k != "total" and v > 0}
     total = f"{_gib(estimate_gib['total'])} GiB a rank by formula"
     if hardware is not None:
         total += f", of {hardware.memory_gib:g}"
         if estimate_gib["total"] > hardware.memory_gib:
             total += " (does not fit)"
-    parts = [f"{k} {_gib(v)}" for k, v in estimate_gib.items() if k != "total" and v > 0]
-    return f"{total}: {', '.join(parts)}"
+    return f"{total}: {', '.join(f'{name} {gib}' for name, gib in categories.items())}"
 
 
-def outputs_line(config: JobConfig, run_dir: Path) -> str:
+def _hardware(config: JobConfig, device_name: str, hardware: Hardware | None) -> str:
+    if hardware is None:
+        return f"{device_name}; no profile of its peak, so MFU is n/a"
+    dtype = config.training.mixed_precision_param
+    peak = hardware.peak_flops.get(dtype)
+    said = f"{peak / 1e12:,.0f} TFLOP/s dense {dtype}" if peak else f"no peak for {dtype}"
+    return f"{device_name} ({hardware.name}: {said}); MFU counts {config.metrics.mfu_convention} attention"
+
+
+def _outputs(config: JobConfig, run_dir: Path) -> str:
     """The run folder and what will be in it."""
     inside = ["metrics.jsonl", "logs/"]
     if config.checkpoint.enable and not config.checkpoint.load_only:
@@ -146,35 +170,6 @@ def outputs_line(config: JobConfig, run_dir: Path) -> str:
     if config.metrics.enable_wandb:
         inside.append("wandb/")
     return f"{run_dir} ({', '.join(inside)})"
-
-
-def _model_line(model: ModelSizes) -> str:
-    kv = f" sharing {model.n_kv_heads} key/value heads" if model.n_kv_heads != model.n_heads else ""
-    return (
-        f"{_count(model.n_layers, 'layers')}, dim {model.dim:,}, {_count(model.n_heads, 'heads')}"
-        f"{kv}, ffn {model.ffn_dim:,}, vocabulary {model.vocab_size:,}"
-    )
-
-
-def _data_line(config: JobConfig) -> str:
-    if not config.data.sources:
-        path = config.training.dataset_path
-        return config.training.dataset + (f" ({path})" if path else "")
-    total = sum(source.weight for source in config.data.sources)
-    return ", ".join(
-        " ".join(filter(None, [source.type, getattr(source, "path", "")]))
-        + (f" {source.weight / total:.0%}" if len(config.data.sources) > 1 else "")
-        for source in config.data.sources
-    )
-
-
-def _hardware_line(config: JobConfig, device_name: str, hardware: Hardware | None) -> str:
-    if hardware is None:
-        return f"{device_name}; no profile of its peak, so MFU is n/a"
-    dtype = config.training.mixed_precision_param
-    peak = hardware.peak_flops.get(dtype)
-    said = f"{peak / 1e12:,.0f} TFLOP/s dense {dtype}" if peak else f"no peak for {dtype}"
-    return f"{device_name} ({hardware.name}: {said}); MFU counts {config.metrics.mfu_convention} attention"
 
 
 def _count(number: int, plural: str) -> str:

@@ -4,19 +4,22 @@
 
 Inner to outer: what changes a layer's computation comes first, what changes how a block is run (recomputed,
 compiled) next, and the wrapper that gathers parameters around a block's run is last, so that it sees everything
-below it as one unit. This version has the last step; the others take their places here as they land.
+below it as one unit. EP, float8, AC and compile take their places here as they land.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .context import Method, apply_cp
 from .fsdp import apply_ddp, apply_fsdp
-from .mesh import axis_size, submesh
+from .mesh import submesh
+from .tensor import apply_tp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,19 +29,52 @@ class ParallelPlan:
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype = torch.float32
     reshard_after_forward: bool = True
+    cpu_offload: bool = False
+    tensor_plan: Mapping[str, str] = field(default_factory=dict)
+    num_kv_heads: int = 1
+    loss_parallel: bool = True
+    attention_type: type[nn.Module] = nn.Module
+    context_method: Method = "allgather"
+    context_balanced: bool = True
 
 
 def parallelize(
     model: nn.Module, *, mesh: DeviceMesh, blocks: list[nn.Module], plan: ParallelPlan
 ) -> nn.Module:
-    """Apply `plan` to `model` in place over `mesh` (built by `build_mesh`) and return it.
+    """Apply `plan` to a model, or to one pipeline stage of it, in place over `mesh` (built by `build_mesh`)."""
+    tp = submesh(mesh, "tp")
+    if tp is not None:
+        apply_tp(
+            model,
+            mesh=tp,
+            plan=plan.tensor_plan,
+            num_kv_heads=plan.num_kv_heads,
+            loss_parallel=plan.loss_parallel,
+        )
+    cp = submesh(mesh, "cp")
+    if cp is not None:
+        apply_cp(
+            model,
+            mesh=cp,
+            attention_type=plan.attention_type,
+            method=plan.context_method,
+            balanced=plan.context_balanced,
+        )
+    _apply_data_parallel(model, mesh=mesh, blocks=blocks, plan=plan)
+    return model
+
+
+def _apply_data_parallel(
+    model: nn.Module, *, mesh: DeviceMesh, blocks: list[nn.Module], plan: ParallelPlan
+) -> None:
+    """FSDP over dp_shard x cp, replicated over dp_replicate (HSDP); DDP where nothing is sharded.
 
     A single rank without mixed precision stays a plain module. With it, the model is wrapped even for one
     rank: FSDP does the casting, so that one process and many compute in the same precision.
     """
     shard = submesh(mesh, "dp_shard", "cp", flatten=True)
     replicas = submesh(mesh, "dp_replicate")
-    if shard is None and replicas is not None:
+    if shard is None and replicas is not None and not plan.cpu_offload:
         apply_ddp(
             model,
             mesh=replicas,
@@ -47,11 +83,11 @@ def parallelize(
             reduce_dtype=plan.reduce_dtype,
             cast_forward_inputs=False,
         )
-    elif shard is not None or plan.param_dtype is not None:
-        fsdp_mesh = shard or mesh
+    elif shard is not None or plan.param_dtype is not None or plan.cpu_offload:
+        fsdp_mesh = shard or mesh["dp_shard"]
         if replicas is not None:
-            assert axis_size(mesh, "cp") == 1, "HSDP with context parallelism is not built yet"
-            fsdp_mesh = mesh["dp_replicate", "dp_shard"]
+            shard_axis = (fsdp_mesh.mesh_dim_names or ())[0]
+            fsdp_mesh = mesh["dp_replicate", shard_axis]
         apply_fsdp(
             model,
             mesh=fsdp_mesh,
@@ -59,6 +95,6 @@ def parallelize(
             param_dtype=plan.param_dtype,
             reduce_dtype=plan.reduce_dtype,
             reshard_after_forward=plan.reshard_after_forward,
+            cpu_offload=plan.cpu_offload,
             cast_forward_inputs=False,
         )
-    return model

@@ -7,7 +7,8 @@
     tp            parts of each matrix
 
 Ranks are numbered with tp fastest, so that tensor-parallel ranks are neighbours on a node. Axes of size one are
-left out of the mesh (a group of one rank is pure cost); `submesh` knows which are there.
+left out of the mesh (a group of one rank is pure cost), but for dp_shard, on which FSDP does its casting even alone;
+`submesh` knows which are there.
 """
 
 from __future__ import annotations
@@ -30,11 +31,10 @@ def build_mesh(
 ) -> DeviceMesh:
     """The mesh over all ranks of the default process group, which must be initialised.
 
-    Raises ValueError where the degrees do not multiply to the world size (from torch). A mesh with every
-    degree 1 has the one axis dp_shard.
+    Raises ValueError where the degrees do not multiply to the world size (from torch).
     """
     degrees = dict(zip(AXES, (pp, dp_replicate, dp_shard, cp, tp), strict=True))
-    present = {axis: degree for axis, degree in degrees.items() if degree > 1} or {"dp_shard": 1}
+    present = {axis: n for axis, n in degrees.items() if n > 1 or axis == "dp_shard"}
     return init_device_mesh(
         device_type, tuple(present.values()), mesh_dim_names=tuple(present.keys())
     )
@@ -47,8 +47,8 @@ def submesh(mesh: DeviceMesh, *axes: str, flatten: bool = False) -> DeviceMesh |
     """
     names = mesh.mesh_dim_names
     assert names is not None, "the mesh was built with axis names"
-    present = tuple(axis for axis in axes if axis in names)
-    if not present or axis_size(mesh, *present) == 1:
+    present = tuple(axis for axis in axes if axis_size(mesh, axis) > 1)
+    if not present:
         return None
     part = mesh[present] if len(present) > 1 else mesh[present[0]]  # pyright: ignore
     if flatten and len(present) > 1:

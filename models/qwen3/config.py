@@ -1,0 +1,54 @@
+"""Sizes of the dense Qwen3 models (arXiv:2505.09388, table 1, and the models' config.json). Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..llama3.config import LlamaConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3Config(LlamaConfig):
+    """As LlamaConfig, with queries and keys normalised in each head; head_dim is not dim / n_heads."""
+
+    vocab_size: int = 151936
+    head_dim: int = 128
+    norm_eps: float = 1e-6
+    rope_theta: float = 1_000_000.0
+
+    @property
+    def num_block_norm_params(self) -> int:
+        return 2 * self.dim + 2 * self.head_dim
+
+
+def _qwen3(
+    dim: int, n_layers: int, n_heads: int, ffn_dim: int, *, tied_embeddings: bool = False
+) -> Qwen3Config:
+    return Qwen3Config(
+        dim=dim,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=8,
+        ffn_dim=ffn_dim,
+        tied_embeddings=tied_embeddings,
+    )
+
+
+FLAVORS: dict[str, Qwen3Config] = {
+    "debugmodel": Qwen3Config(
+        dim=64,
+        n_layers=8,
+        n_heads=4,
+        n_kv_heads=2,
+        ffn_dim=192,
+        head_dim=32,
+        vocab_size=2048,
+        tied_embeddings=True,
+    ),
+    "0.6B": _qwen3(1024, 28, 16, 3072, tied_embeddings=True),
+    "1.7B": _qwen3(2048, 28, 16, 6144, tied_embeddings=True),
+    "4B": _qwen3(2560, 36, 32, 9728, tied_embeddings=True),
+    "8B": _qwen3(4096, 36, 32, 12288),
+    "14B": _qwen3(5120, 40, 40, 17408),
+    "32B": _qwen3(5120, 64, 64, 25600),
+}

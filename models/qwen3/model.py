@@ -1,0 +1,24 @@
+"""What Qwen3 does otherwise than Llama: each head's queries and keys are normalised before the rotation.
+
+B batch, S sequence, D model, H query heads, G key/value heads, K head dim
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ..llama3.model import Attention as LlamaAttention
+from .config import Qwen3Config
+
+
+class Attention(LlamaAttention):
+    """Llama's attention with RMSNorm over each head's queries and keys (arXiv:2505.09388, section 2)."""
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__(config)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
+
+    def heads(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q_BSHK, k_BSGK, v_BSGK = super().heads(x_BSD)
+        return self.q_norm(q_BSHK), self.k_norm(k_BSGK), v_BSGK

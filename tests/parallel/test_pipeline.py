@@ -1,0 +1,540 @@
+"""Pipelines on gloo ranks: the same numbers as one process, the order and the memory that the schedule promises."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from titan.config.problems import ConfigError
+from titan.observe.pipeline_plot import main
+from titan.parallel import apply_fsdp, build_mesh, initialize, materialize, pipeline
+from titan.parallel.pipeline import Pipeline, plan_pipeline, split_modules, take_stage
+from titan.parallel.schedules import (
+    Action,
+    build_schedule,
+    canonical_schedule,
+    check_schedule,
+    read_schedule,
+    splits_backward,
+    stage_numbers,
+    write_schedule,
+)
+
+LAYERS, WIDTH, VOCABULARY, BATCH, LENGTH = 8, 8, 11, 12, 5
+MULTI = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+SCHEDULES = ("GPipe", "1F1B", *MULTI)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Model(nn.Module):
+    """Only the names of children are those of models/. Positions reach every stage."""
+
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        self.tok_embeddings: nn.Module | None = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleDict({str(i): Layer() for i in range(LAYERS)})
+        self.norm: nn.Module | None = nn.RMSNorm(WIDTH)
+        self.output: nn.Module | None = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.output.weight = self.tok_embeddings.weight
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        if self.tok_embeddings is not None:
+            x = self.tok_embeddings(x)
+        for layer in self.layers.values():
+            x = layer(x)
+            if positions is not None:
+                x = x + 0.01 * positions[..., None]
+        if self.norm is not None:
+            x = self.norm(x)
+        return x if self.output is None else self.output(x)
+
+
+def _weights(model: nn.Module) -> nn.Module:
+    materialize(model, device="cpu")
+    initialize(model, seed=1, std_of=lambda name: None if "norm" in name else 0.3)
+    return model
+
+
+def _meta_model(**options: bool) -> Model:
+    with torch.device("meta"):
+        return Model(**options)
+
+
+def _data(batch: int = BATCH, *, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens, targets = torch.randint(VOCABULARY, (2, batch, LENGTH), generator=generator)
+    return tokens, targets, torch.arange(LENGTH).expand(batch, -1)
+
+
+def _loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def _gradients(*modules: nn.Module) -> dict[str, Tensor]:
+    found = {n: p.grad for module in modules for n, p in module.named_parameters()}
+    missing = [name for name, gradient in found.items() if gradient is None]
+    assert not missing, f"no gradient: {missing}"
+    return {
+        name: (g.full_tensor() if isinstance(g, DTensor) else g).clone()
+        for name, g in found.items()
+        if g is not None
+    }
+
+
+def _reference(num_microbatches: int) -> tuple[list[float], dict[str, Tensor], Tensor]:
+    """Losses of the microbatches, gradients and logits of one process."""
+    model = _weights(_meta_model())
+    tokens, targets, positions = _data()
+    logits = model(tokens, positions)
+    chunks = zip(logits.chunk(num_microbatches), targets.chunk(num_microbatches), strict=True)
+    losses = [_loss_sum(*chunk) for chunk in chunks]
+    (torch.stack(losses).sum() / targets.numel()).backward()
+    return [loss.item() for loss in losses], _gradients(model), logits.detach()
+
+
+class _Recorder:
+    """What a rank's torch stages really do: the order of computations, and how many microbatches' activations are in
+    memory. (Weak references, since saved_tensors_hooks keep what a split backward pass has used alive.)"""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+        self.activations: dict[tuple[int, int], list[StorageWeakRef]] = {}
+        self.peak = 0
+
+    @contextlib.contextmanager
+    def watching(self, stage: nn.Module, key: tuple[int, int]) -> Iterator[None]:
+        """Note the inputs of the stage's weight matrices, which its backward pass needs to the very end. Not
+        those of `up`: they may be torch's receive buffers, which stay."""
+        seen = self.activations[key] = []
+        handles = [
+            module.register_forward_pre_hook(
+                lambda _, inputs: seen.append(StorageWeakRef(inputs[0].untyped_storage()))
+            )
+            for name, module in stage.named_modules()
+            if name.rpartition(".")[2] in ("down", "output")
+        ]
+        yield
+        for handle in handles:
+            handle.remove()
+        self.peak = max(self.peak, self.in_flight())
+
+    def in_flight(self) -> int:
+        kept = self.activations.values()
+        return sum(any(not ref.expired() for ref in references) for references in kept)
+
+    def stage_class(self) -> type:
+        recorder = self
+
+        class Recorded(pipeline._Stage):
+            def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+                recorder.order.append(f"{self.stage_index}F{fwd_chunk_id}")
+                with recorder.watching(self.submod, (self.stage_index, fwd_chunk_id)):
+                    return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+            def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+                kind = "B" if kwargs.get("full_backward", True) else "I"
+                recorder.order.append(f"{self.stage_index}{kind}{bwd_chunk_id}")
+                return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+            def backward_weight_one_chunk(
+                self, bwd_chunk_id: int, *args: Any, **kwargs: Any
+            ) -> None:
+                recorder.order.append(f"{self.stage_index}W{bwd_chunk_id}")
+                super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+        return Recorded
+
+
+def _build(plan: pipeline.PipelinePlan, *, stage_class: type | None = None) -> Pipeline:
+    """The pipeline of this rank, over all ranks."""
+    mesh = init_device_mesh("cpu", (plan.schedule.num_ranks,), mesh_dim_names=("pp",))
+    stages = {
+        number: _weights(take_stage(_meta_model(), plan.modules[number]))
+        for number in plan.schedule.stages_of(mesh.get_local_rank())
+    }
+    built = Pipeline(
+        stages, schedule=plan.schedule, mesh=mesh, device=torch.device("cpu"), loss_fn=_loss_sum
+    )
+    if stage_class is not None:  # as what `Pipeline` builds its stages
+        original, pipeline._Stage = pipeline._Stage, stage_class  # pyright: ignore
+        try:
+            built._runner("train", _data()[0], plan.schedule.num_microbatches)
+        finally:
+            pipeline._Stage = original
+    return built
+
+
+def _run(plan: pipeline.PipelinePlan) -> dict[str, Any]:
+    """Evaluate, train, evaluate with other shapes, train again; what came out of it."""
+    recorder = _Recorder()
+    built = _build(plan, stage_class=recorder.stage_class())
+    tokens, targets, positions = _data()
+    evaluated = built.eval(tokens, targets, positions=positions)
+    logits = built.forward(tokens, num_microbatches=3, positions=positions)
+    losses = built.step(tokens, targets, divide_by=targets.numel(), positions=positions)
+    result = {
+        "order": recorder.order,
+        "peak": recorder.peak,
+        "left": recorder.in_flight(),
+        "evaluated": [loss.item() for loss in evaluated],
+        "losses": [loss.item() for loss in losses],
+        "gradients": _gradients(*built.stages.values()),
+        "logits": logits,
+    }
+    short = _data(2)
+    built.eval(short[0], short[1], num_microbatches=1, positions=None)
+    built.step(tokens, targets, divide_by=torch.tensor(targets.numel()), positions=positions)
+    result["doubled"] = _gradients(*built.stages.values())
+    return result
+
+
+def _relative_error(value: Tensor, expected: Tensor) -> float:
+    return ((value - expected).norm() / expected.norm()).item()
+
+
+def _check(results: list[dict[str, Any]], plan: pipeline.PipelinePlan) -> None:
+    schedule = plan.schedule
+    losses, gradients, logits = _reference(schedule.num_microbatches)
+    found = {name for result in results for name in result["gradients"]}
+    assert found == gradients.keys()
+    for rank, result in enumerate(results):
+        assert result["order"][: len(schedule.order[rank])] == list(map(str, schedule.order[rank]))
+        assert result["peak"] == schedule.peak_in_flight(rank)
+        assert result["left"] == 0, "a training step holds on to activations"
+        for name, gradient in result["gradients"].items():
+            assert _relative_error(gradient, gradients[name]) < 2e-6, name
+            assert _relative_error(result["doubled"][name], 2 * gradients[name]) < 2e-6, name
+        last = schedule.num_stages - 1 in schedule.stages_of(rank)
+        assert result["losses"] == (pytest.approx(losses, rel=2e-6) if last else [])
+        assert result["evaluated"] == (pytest.approx(losses, rel=2e-6) if last else [])
+        if last:
+            torch.testing.assert_close(result["logits"], logits)
+        else:
+            assert result["logits"] is None
+
+
+# Ranks, schedule, microbatches: many, fewer than stages, several stages on the one rank there is.
+CASES = [
+    *((2, name, count) for name in SCHEDULES for count in (4, 6)),
+    (2, "GPipe", 1),
+    (2, "ZBVZeroBubble", 2),
+    (4, "1F1B", 4),
+    (4, "Interleaved1F1B", 6),
+    (4, "ZBVZeroBubble", 12),
+    (1, "LoopedBFS", 3),
+    (1, "DualPipeV", 4),
+]
+
+
+def _plan(case: tuple[int, str, int]) -> pipeline.PipelinePlan:
+    ranks, name, count = case
+    less = (
+        0 if ranks == 4 else 1
+    )  # a stage with the embedding alone would have no activations to count
+    return plan_pipeline(
+        LAYERS,
+        num_ranks=ranks,
+        num_microbatches=count,
+        schedule=name,
+        first_less=less,
+        last_less=less,
+    )
+
+
+def _run_cases(cases: list[tuple[int, str, int]]) -> list[dict[str, Any]]:
+    return [_run(_plan(case)) for case in cases]
+
+
+@pytest.fixture(scope="module")
+def runs(pool) -> dict[tuple[int, str, int], list[dict[str, Any]]]:
+    """What each rank reports of each case; one start of the ranks for all cases that have as many."""
+    found = {}
+    for ranks in sorted({case[0] for case in CASES}):
+        cases = [case for case in CASES if case[0] == ranks]
+        found |= zip(cases, zip(*pool.run(ranks, _run_cases, cases), strict=True), strict=True)
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_ranks_compute_what_one_process_computes(runs, case: tuple[int, str, int]) -> None:
+    _check(runs[case], _plan(case))
+
+
+def test_schedule_from_csv(pool, tmp_path: Path) -> None:
+    file = tmp_path / "mine.csv"
+    # 1F1B with one weight gradient put off, and a stage to spare for rank 1.
+    file.write_text(
+        "0F0,0F1,,0B0,0F2,0I1,0B2,0W1\n,1F0,2F0,2B0,1B0,1F1,2F1,2B1,1B1,1F2,2F2,2I2,1B2,2W2\n"
+    )
+    plan = plan_pipeline(LAYERS, num_ranks=2, num_microbatches=3, csv=file)
+    assert [plan.schedule.stages_of(rank) for rank in (0, 1)] == [[0], [1, 2]]
+    assert plan.schedule.splits_backward
+    _check(pool.run(2, _run, plan), plan)
+
+
+def _with_fsdp(name: str, reshard: bool, shapes: tuple[int, ...]) -> dict[str, Tensor]:
+    """Gradients of batches of several sizes, summed, over 2 pipeline x 2 FSDP ranks."""
+    mesh = build_mesh("cpu", pp=2, dp_shard=2)
+    plan = plan_pipeline(LAYERS, num_ranks=2, num_microbatches=2, schedule=name)
+    stages = {}
+    for number in plan.schedule.stages_of(mesh.get_local_rank("pp")):
+        stage = take_stage(_meta_model(), plan.modules[number])
+        layers: Any = list(stage.layers.values())  # pyright: ignore
+        apply_fsdp(stage, mesh=mesh["dp_shard"], blocks=layers, reshard_after_forward=reshard)
+        stages[number] = _weights(stage)
+    built = Pipeline(
+        stages,
+        schedule=plan.schedule,
+        mesh=mesh["pp"],
+        device=torch.device("cpu"),
+        loss_fn=_loss_sum,
+    )
+    for seed, batch in enumerate(shapes):
+        tokens, targets, _ = _data(batch, seed=seed)
+        half = mesh.get_local_rank("dp_shard")
+        built.step(tokens.chunk(2)[half], targets.chunk(2)[half], divide_by=100)
+        built.eval(tokens.chunk(2)[half], targets.chunk(2)[half])
+    return _gradients(*stages.values())
+
+
+def _fsdp_error(results: list[dict[str, Tensor]], shapes: tuple[int, ...]) -> float:
+    model = _weights(_meta_model())
+    for seed, batch in enumerate(shapes):
+        tokens, targets, _ = _data(batch, seed=seed)
+        (_loss_sum(model(tokens), targets) / 100).backward()
+    expected = _gradients(model)
+    assert {name for result in results for name in result} == expected.keys()
+    return max(_relative_error(g, expected[n]) for result in results for n, g in result.items())
+
+
+FSDP_CASES = (("1F1B", True), ("Interleaved1F1B", True), ("InterleavedZeroBubble", False))
+
+
+def _with_fsdp_cases(shapes: tuple[int, ...]) -> list[dict[str, Tensor]]:
+    return [_with_fsdp(name, reshard, shapes) for name, reshard in FSDP_CASES]
+
+
+def test_with_fsdp_over_batches_of_several_shapes(pool) -> None:
+    """The second shape makes torch look at the stages anew, with gradients of the first in place."""
+    shapes = (8, 16)
+    ranks = pool.run(4, _with_fsdp_cases, shapes)
+    for number, case in enumerate(FSDP_CASES):
+        assert _fsdp_error([results[number] for results in ranks], shapes) < 2e-6, case
+
+
+def test_torch_still_needs_gathered_parameters_to_split_backward(pool) -> None:
+    """Why `splits_backward` is there. Where this fails, torch has been mended, and the rule can go."""
+    results = pool.run(4, _with_fsdp, "InterleavedZeroBubble", True, (8,))
+    assert _fsdp_error(results, (8,)) > 0.1
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 6, 8, 12])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_textbook_bubbles_and_peaks(ranks: int, microbatches: int) -> None:
+    gpipe = build_schedule(
+        "GPipe", num_ranks=ranks, num_stages=ranks, num_microbatches=microbatches
+    )
+    bubble = (ranks - 1) / (microbatches + ranks - 1)
+    assert gpipe.bubble_fraction() == pytest.approx(bubble)
+    assert [gpipe.peak_in_flight(rank) for rank in range(ranks)] == [microbatches] * ranks
+    if microbatches < ranks:
+        return
+    one = build_schedule("1f1b", num_ranks=ranks, num_stages=ranks, num_microbatches=microbatches)
+    assert one.bubble_fraction() == pytest.approx(bubble)
+    peaks = [min(microbatches, ranks - rank) for rank in range(ranks)]
+    assert [one.peak_in_flight(rank) for rank in range(ranks)] == peaks
+
+
+def test_textbook_values_of_the_others() -> None:
+    ranks, count, loops = 4, 8, 2
+    made = {
+        name: build_schedule(
+            name, num_ranks=ranks, num_stages=loops * ranks, num_microbatches=count
+        )
+        for name in MULTI
+    }
+    # Megatron-LM (arXiv:2104.04473): the bubble shrinks by the number of loops.
+    bubble = (ranks - 1) / (loops * count + ranks - 1)
+    assert made["Interleaved1F1B"].bubble_fraction() == pytest.approx(bubble)
+    assert made["LoopedBFS"].bubble_fraction() == pytest.approx(bubble)
+    warm_up = [2 * (ranks - 1 - rank) + (loops - 1) * ranks + 1 for rank in range(ranks)]
+    assert [made["Interleaved1F1B"].peak_in_flight(rank) for rank in range(ranks)] == warm_up
+    assert made["LoopedBFS"].peak_in_flight(0) == loops * count
+    # Zero bubble (arXiv:2401.10241): 1F1B's memory, or that of a V, for a third of the bubble.
+    for name in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
+        assert made[name].bubble_fraction() == pytest.approx(1 / 17)
+    for rank in range(ranks):
+        assert made["ZBVZeroBubble"].peak_in_flight(rank) == 2 * ranks
+        assert made["DualPipeV"].peak_in_flight(rank) == 2 * ranks + 1
+
+
+def test_split_counts_embedding_and_output() -> None:
+    def sizes(*args: int, **options: int) -> list[int]:
+        names = split_modules(*args, **options)
+        assert names[0][0] == "tok_embeddings" and names[-1][-2:] == ["norm", "output"]
+        layers = [name for stage in names for name in stage if name.startswith("layers.")]
+        assert layers == [f"layers.{i}" for i in range(args[0])]
+        return [sum(name.startswith("layers.") for name in stage) for stage in names]
+
+    assert sizes(6, num_stages=1) == [6]
+    assert sizes(6, num_stages=2) == [3, 3]
+    assert sizes(6, num_stages=4) == [1, 2, 2, 1]
+    assert sizes(8, num_stages=4) == [1, 3, 3, 1]
+    assert sizes(9, num_stages=4) == [2, 3, 3, 1]
+    assert sizes(8, num_stages=4, first_less=0, last_less=0) == [2, 2, 2, 2]
+    assert sizes(8, num_stages=8) == [0, 1, 1, 1, 1, 2, 2, 0]
+    assert sizes(126, num_stages=16) == [7, *[8] * 14, 7]  # Llama 3 405B (arXiv:2407.21783)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_stages": 9}, "9 stages are more than .* = 8; use 8 stages or fewer"),
+        ({"num_stages": 4, "first_less": 5}, "stage 0 of 4 .* use 3 or less"),
+        ({"num_stages": 4, "last_less": 5}, "stage 3 of 4 .* norm and output"),
+    ],
+)
+def test_split_that_cannot_be(options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        split_modules(6, **options)
+
+
+def test_plan_takes_names_and_layers_per_stage() -> None:
+    names = [["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]]
+    plan = plan_pipeline(2, num_ranks=2, num_microbatches=2, modules=names)
+    assert plan.modules == names and plan.schedule.name == "1F1B"
+    plan = plan_pipeline(
+        6, num_ranks=2, num_microbatches=4, schedule="interleaved1f1b", layers_per_stage=2
+    )
+    assert plan.schedule.num_stages == 4
+    with pytest.raises(ValueError, match="1 stage on each rank: 2 ranks take 2 stages, not 4"):
+        plan_pipeline(6, num_ranks=2, num_microbatches=4, layers_per_stage=2)
+
+
+def test_take_stage_keeps_names_and_nothing_else() -> None:
+    model = _meta_model()
+    stage = take_stage(model, ["layers.4", "norm", "output"])
+    assert {name.rpartition(".")[0] for name, _ in stage.named_parameters()} == {
+        "layers.4.up",
+        "layers.4.down",
+        "norm",
+        "output",
+    }
+    assert stage.tok_embeddings is None and len(model.layers) == LAYERS
+    with pytest.raises(ValueError, match=r"no module 'layer\.4'; did you mean 'layers\.4'"):
+        take_stage(model, ["layer.4"])
+
+
+def test_tied_embeddings_are_refused_across_stages() -> None:
+    model = _meta_model(tied=True)
+    with pytest.raises(ValueError, match=r"output\.weight is tied"):
+        take_stage(model, ["tok_embeddings", "layers.0"])
+    stage = take_stage(model, ["tok_embeddings", "layers.0", "output"])
+    assert stage.output.weight is stage.tok_embeddings.weight  # pyright: ignore
+
+
+def test_names_and_stage_numbers() -> None:
+    assert canonical_schedule("flexible_interleaved_1f1b") == "Interleaved1F1B"
+    assert canonical_schedule("Flexible-Interleaved-1F1B") == "Interleaved1F1B"
+    assert [name for name in SCHEDULES if splits_backward(name)] == list(MULTI[2:])
+    with pytest.raises(ValueError, match="unknown pipeline schedule '1F2B'; did you mean '1F1B'"):
+        canonical_schedule("1F2B")
+    assert stage_numbers(1, num_ranks=4, stages_per_rank=3) == [1, 5, 9]
+    assert stage_numbers(1, num_ranks=4, stages_per_rank=2, style="v") == [1, 6]
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "microbatches", "message"),
+    [
+        ("1F1B", 4, 3, "use 4 or more"),
+        ("DualPipeV", 8, 6, "use 8 or more"),
+        ("GPipe", 8, 8, "4 stages, not 8"),
+        ("ZBVZeroBubble", 4, 8, "8 stages, not 4"),
+        ("Interleaved1F1B", 6, 8, "4 or 8 would do"),
+        ("InterleavedZeroBubble", 8, 9, "do not divide into 2 rounds; 8 or 10 would do"),
+    ],
+)
+def test_numbers_that_do_not_fit(name: str, stages: int, microbatches: int, message: str) -> None:
+    problem = check_schedule(name, num_ranks=4, num_stages=stages, num_microbatches=microbatches)
+    assert problem is not None and problem.endswith(message)
+
+
+def test_csv_round_trip_and_mistakes(tmp_path: Path) -> None:
+    file = tmp_path / "s.csv"
+    made = build_schedule("DualPipeV", num_ranks=2, num_stages=4, num_microbatches=4)
+    write_schedule(made, file)
+    assert read_schedule(file).order == made.order
+    assert made.order[0][0] == Action(0, "F", 0)
+    for text, message in (
+        ("0F0,0B0\n1F0,1SEND_F0,1B0\n", r"s\.csv:2: '1SEND_F0' is no computation"),
+        ("0F0,0B0\n1F0\n", "microbatch 0 has the actions 'F' in stage 1"),
+        ("0F0,0B0,1B0\n1F0\n", "stage 1 is on ranks"),
+        ("0B0,0F0\n1F0,1B0\n", "microbatch 0 has the actions 'BF' in stage 0"),
+        ("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n", "rank 0 at 0B0, rank 1 at 1F1 would wait for ever"),
+        ("", "no actions"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            read_schedule(file)
+    file.write_text("0F0,0B0\n1F0,1B0\n")
+    with pytest.raises(ValueError, match="for 1 microbatches, and there are 4"):
+        plan_pipeline(2, num_ranks=2, num_microbatches=4, csv=file)
+
+
+JOB = "train_configs/debug_model.toml"
+
+
+def test_command_prints_and_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    files = ["--output", str(tmp_path / "p.png"), "--csv", str(tmp_path / "p.csv")]
+    pp = "--parallelism.pipeline_parallel_degree=2"
+    job = [
+        str(Path(__file__).parents[2] / JOB),
+        pp,
+        "--parallelism.pipeline_parallel_schedule=gpipe",
+    ]
+    assert main([*job, "--microbatches", "3", *files]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("GPipe: 2 ranks, 2 stages, 3 microbatches, bubble 25.0%\n")
+    assert "rank 0  at most 3 in flight  stage 0: tok_embeddings, layers.0 to 3\n" in text
+    assert "rank 0 0F0 0F1 0F2 ·   ·   ·   0B0 ----0B1 ----0B2 ----\n" in text
+    assert "rank 1 ·   1F0 1F1 1F2 1B0 ----1B1 ----1B2 ----·   ·" in text
+    assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
+    assert read_schedule(tmp_path / "p.csv").num_microbatches == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "pipeline_parallel_degree: 1 is no pipeline; set it to 2 or more"),
+        (
+            (
+                "--parallelism.pipeline_parallel_degree=2",
+                "--parallelism.pipeline_parallel_schedule=Interleaved1F1B",
+                "--microbatches=5",
+            ),
+            "5 do not divide into 2 rounds; 4 or 6 would do",
+        ),
+    ],
+)
+def test_command_refuses(options: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        main([str(Path(__file__).parents[2] / JOB), *options])

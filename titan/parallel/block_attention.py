@@ -1,0 +1,129 @@
+"""Attention over one block of keys that also returns its logsumexp, so that blocks can be merged; and its gradient.
+
+torch's public scaled_dot_product_attention keeps the logsumexp to itself. The operators under it give it out and have
+the same schemas in torch 2.11 to 2.15; this file is the only one that calls them. On a CPU: the flash kernel for CPUs.
+On an accelerator: in 16 bits FlashAttention (arXiv:2307.08691) or, where it is faster, cuDNN; else the
+memory-efficient kernel. cuDNN on an H200 took 0.6 of FlashAttention's time (bf16, 64k tokens, 32 heads of 128).
+
+The gradient of a block is exact when it is given the output and the logsumexp of the *whole* row: the kernel
+recomputes the block's probabilities exp(qk - logsumexp), and those are then the whole softmax's.
+
+B batch, S queries, T keys, H query heads, G key/value heads, K head dim
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_aten = torch.ops.aten
+
+# The memory-efficient kernel wants rows of logsumexp padded to this (kAlignLSE in torch's mem_eff_attention).
+_LSE_ALIGNMENT = 32
+
+
+def attend(
+    q_BHSK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Output (B, H, S, K) in q's dtype and natural logsumexp (B, H, S), fp32 (fp64 for fp64).
+
+    causal: query i sees keys 0 .. i, and S equals T. Query head h reads key/value head h // (H // G).
+    """
+    kernel = _choose_kernel(q_BHSK)
+    if kernel == "flash":
+        out_BHSK, lse, *_ = _aten._scaled_dot_product_flash_attention(
+            q_BHSK, k_BGTK, v_BGTK, 0.0, causal
+        )
+        return out_BHSK, lse
+    if kernel == "cudnn":
+        out_BHSK, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
+            q_BHSK, k_BGTK, v_BGTK, None, True, 0.0, causal
+        )
+        return out_BHSK, lse.flatten(2)  # (B, H, S, 1)
+    k_BHTK, v_BHTK = _expand(k_BGTK, q_BHSK.shape[1]), _expand(v_BGTK, q_BHSK.shape[1])
+    if kernel == "cpu":
+        return _aten._scaled_dot_product_flash_attention_for_cpu(
+            q_BHSK, k_BHTK, v_BHTK, 0.0, causal
+        )
+    out_BHSK, lse, *_ = _aten._scaled_dot_product_efficient_attention(
+        q_BHSK, k_BHTK, v_BHTK, None, True, 0.0, causal
+    )
+    return out_BHSK, lse[..., : q_BHSK.shape[2]]
+
+
+def attend_backward(
+    grad_BHSK: Tensor,
+    q_BHSK: Tensor,
+    k_BGTK: Tensor,
+    v_BGTK: Tensor,
+    out_BHSK: Tensor,
+    lse_BHS: Tensor,
+    *,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v by this block, in the shapes and dtype of the inputs.
+
+    grad, out and lse belong to the whole row of keys, of which k and v are one block.
+    """
+    kernel, sizes = _choose_kernel(q_BHSK), (q_BHSK.shape[2], k_BGTK.shape[2])
+    lse_BHS = lse_BHS.contiguous()  # some kernels read it as if it were
+    if kernel == "flash":
+        state = torch.empty(2, dtype=torch.uint64, device=q_BHSK.device)  # of dropout: not read
+        return _aten._scaled_dot_product_flash_attention_backward(
+            grad_BHSK, q_BHSK, k_BGTK, v_BGTK, out_BHSK, lse_BHS, None, None, *sizes, 0.0, causal,
+            state, state,
+        )  # fmt: skip
+    state = torch.empty((), dtype=torch.int64, device=q_BHSK.device)
+    if kernel == "cudnn":
+        return _aten._scaled_dot_product_cudnn_attention_backward(
+            grad_BHSK, q_BHSK, k_BGTK, v_BGTK, out_BHSK, lse_BHS[..., None], state, state, None, None,
+            None, *sizes, 0.0, causal,
+        )  # fmt: skip
+    k_BHTK, v_BHTK = _expand(k_BGTK, q_BHSK.shape[1]), _expand(v_BGTK, q_BHSK.shape[1])
+    if kernel == "cpu":
+        dq_BHSK, dk_BHTK, dv_BHTK = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_BHSK, q_BHSK, k_BHTK, v_BHTK, out_BHSK, lse_BHS, 0.0, causal
+        )
+    else:
+        lse_padded = F.pad(lse_BHS, (0, -sizes[0] % _LSE_ALIGNMENT))
+        dq_BHSK, dk_BHTK, dv_BHTK, _ = _aten._scaled_dot_product_efficient_attention_backward(
+            grad_BHSK, q_BHSK, k_BHTK, v_BHTK, None, out_BHSK, lse_padded, state, state, 0.0,
+            [True, True, True, False], causal,
+        )  # fmt: skip
+    groups = k_BGTK.shape[1]
+    return dq_BHSK, _sum_groups(dk_BHTK, groups), _sum_groups(dv_BHTK, groups)
+
+
+def _choose_kernel(q_BHSK: Tensor) -> Literal["cpu", "flash", "cudnn", "efficient"]:
+    """flash and cudnn take fewer key/value heads than query heads; only efficient takes 32 bits."""
+    if q_BHSK.device.type == "cpu":
+        return "cpu"
+    if q_BHSK.dtype not in (torch.bfloat16, torch.float16):
+        return "efficient"
+    fits = q_BHSK.shape[3] % 8 == 0 and q_BHSK.shape[3] <= 128 and q_BHSK.shape[2] > 1
+    # cuDNN's gradient differs from run to run.
+    if fits and _cudnn_is_faster() and not torch.are_deterministic_algorithms_enabled():
+        return "cudnn"
+    return "flash"
+
+
+@torch.compiler.assume_constant_result
+def _cudnn_is_faster() -> bool:
+    """Where torch's own attention prefers cuDNN: compute capability 9.0 and 10.0, unless switched off."""
+    return (
+        torch.cuda.is_available()
+        and torch.backends.cuda.cudnn_sdp_enabled()
+        and torch.cuda.get_device_capability() in ((9, 0), (10, 0))
+    )
+
+
+def _expand(x_BGTK: Tensor, heads: int) -> Tensor:
+    groups = x_BGTK.shape[1]
+    return x_BGTK if groups == heads else x_BGTK.repeat_interleave(heads // groups, dim=1)
+
+
+def _sum_groups(x_BHTK: Tensor, groups: int) -> Tensor:
+    return x_BHTK if x_BHTK.shape[1] == groups else x_BHTK.unflatten(1, (groups, -1)).sum(dim=2)

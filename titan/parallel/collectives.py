@@ -1,0 +1,72 @@
+"""Collectives that start now and are waited for later, and differentiable ones built on them.
+
+They are torch's functional collectives, taken at the operators: torch.compile and a simulator see both the start and
+the wait, nothing is a tensor subclass that waits at a moment of its own, and the operators are the same in torch 2.11 to
+2.15 while the Python functions above them change names and warn. A group goes by its name.
+
+C ranks of the group; the first dimension is the one that is gathered, scattered or exchanged.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives  # registers the operators
+from torch import Tensor
+
+_c10d = torch.ops._c10d_functional
+
+# Results of `start_...` hold no valid numbers until `wait`.
+wait = _c10d.wait_tensor
+
+
+def start_all_gather(x: Tensor, *, group: str, size: int) -> Tensor:
+    """Concatenation of every rank's x: (C * n, ...) of (n, ...)."""
+    return _c10d.all_gather_into_tensor(x.contiguous(), size, group)
+
+
+def start_reduce_scatter(x: Tensor, *, group: str, size: int) -> Tensor:
+    """This rank's part of the sum over ranks of x: (n, ...) of (C * n, ...)."""
+    return _c10d.reduce_scatter_tensor(x.contiguous(), "sum", size, group)
+
+
+def start_all_to_all(x: Tensor, *, group: str, to: list[int], from_: list[int]) -> Tensor:
+    """Send the first to[0] rows of x to rank 0, the next to[1] to rank 1, ...; get from_[c] rows from rank c."""
+    return _c10d.all_to_all_single(x.contiguous(), from_, to, group)
+
+
+def all_to_all(x: Tensor, *, group: str) -> Tensor:
+    """Row c of x to rank c, for row r of its x; x has a row for each rank. Differentiable."""
+    return _AllToAll.apply(x, group)
+
+
+def all_gather(x: Tensor, *, group: str, size: int) -> Tensor:
+    """Every rank's x, (C, ...) of (...). Differentiable: gradients are summed over ranks, in fp32 at least."""
+    return _AllGather.apply(x, group, size)
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        ones = [1] * x.shape[0]
+        return wait(start_all_to_all(x, group=group, to=ones, from_=ones))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_to_all(grads[0], group=ctx.group), None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str, size: int) -> Tensor:
+        ctx.group, ctx.size = group, size
+        return wait(start_all_gather(x[None], group=group, size=size))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        dtype = grads[0].dtype
+        precise = grads[0].to(torch.promote_types(dtype, torch.float32))
+        mine = wait(start_reduce_scatter(precise, group=ctx.group, size=ctx.size))
+        return mine[0].to(dtype), None, None

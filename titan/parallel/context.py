@@ -1,0 +1,201 @@
+"""Context parallelism: each rank of the cp axis holds a part of every sequence, and only attention communicates.
+
+The caller splits what is laid out along the sequence (tokens, labels, positions, document ids) with
+`shard_sequence`; `apply_cp` puts a `ContextParallelAttention` in place of every attention module, which takes local
+queries, keys and values and returns the local part of attention over the whole sequence. Three methods, all exact:
+
+    ring       keys and values travel from rank to rank behind the computation (ring.py): least memory, and
+               the only one whose transfers hide completely; wants long sequences
+    allgather  all keys and values at once (ring.py): for grouped heads, whose keys and values are few
+    ulysses    DeepSpeed Ulysses (arXiv:2309.14509): two all-to-alls trade sequence for heads, so that a rank runs
+               the wrapped attention over the whole sequence for its share of heads; at most as many ranks as heads
+
+Causal attention gives later positions more work. `balanced` deals each rank an early and a late chunk (head and
+tail, see ring.py) instead of one contiguous part; ring and allgather need it to be fast, Ulysses does not.
+
+B batch, S local positions, T all positions, H query heads, G key/value heads, K head dim, C ranks
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .collectives import all_gather, all_to_all
+from .ring import SequencePart, ring_attention
+
+Method = Literal["ring", "allgather", "ulysses"]
+
+
+def apply_cp(
+    model: nn.Module,
+    *,
+    mesh: DeviceMesh,
+    attention_type: type[nn.Module],
+    method: Method = "ring",
+    balanced: bool = True,
+) -> None:
+    """Replace each `attention_type` in `model`, in place, by one that works on parts of the sequence.
+
+    mesh: the one cp axis. attention_type: a causal attention without parameters, called as forward(q_BHSK,
+    k_BGSK, v_BGSK, document_ids_BS=None). balanced: how the caller splits the sequence. Raises ValueError for an
+    unknown method, or if the model has no such module.
+    """
+    if method not in get_args(Method):
+        raise ValueError(f"context parallel method {method!r}: must be one of {get_args(Method)}")
+    part = SequencePart(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size(), balanced)
+    found = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, attention_type)
+    ]
+    if not found:
+        raise ValueError(
+            f"context parallelism found no {attention_type.__name__} in {type(model).__name__}"
+        )
+    for parent, name, child in found:
+        setattr(parent, name, ContextParallelAttention(child, part=part, method=method))
+
+
+def shard_sequence(tensor: Tensor, *, dim: int, rank: int, size: int, balanced: bool) -> Tensor:
+    """Rank `rank`'s part of `tensor`, which holds the whole sequence along `dim`.
+
+    Raises ValueError where the length does not divide by `size`, or by 2 x size if balanced.
+    """
+    check_divides(tensor.shape[dim], size=size, balanced=balanced)
+    order = _chunks_held(size, balanced)
+    held = order[rank * len(order) // size : (rank + 1) * len(order) // size]
+    return _pick(tensor, dim, held, len(order))
+
+
+def unshard_sequence(tensor: Tensor, *, dim: int, size: int, balanced: bool) -> Tensor:
+    """All ranks' parts, concatenated along `dim` in order of rank, put back into the order of the sequence."""
+    order = _chunks_held(size, balanced)
+    return _pick(tensor, dim, [order.index(chunk) for chunk in range(len(order))], len(order))
+
+
+def check_divides(length: int, *, size: int, balanced: bool) -> None:
+    """Raise ValueError, with the nearest lengths that would do, if `length` cannot be split over `size` ranks."""
+    multiple = 2 * size if balanced else size
+    below = length // multiple * multiple
+    if below != length:
+        near = f"{below} or {below + multiple}" if below else f"{multiple}"
+        why = "2 x ranks, a head and a tail for each" if balanced else "the number of ranks"
+        raise ValueError(
+            f"a sequence of {length} cannot be split over {size} context parallel ranks: its length must be"
+            f" a multiple of {multiple} ({why}); try {near}"
+        )
+
+
+class ContextParallelAttention(nn.Module):
+    """Attention over the whole sequence, from and to this rank's part of it; see the module's docstring."""
+
+    def __init__(self, inner: nn.Module, *, part: SequencePart, method: Method) -> None:
+        super().__init__()
+        self.inner = inner
+        self.part = part
+        self.method = method
+
+    def forward(
+        self, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, document_ids_BS: Tensor | None = None
+    ) -> Tensor:
+        """Local output, (B, H, S, K), for local inputs; document_ids_BS are the local positions' too.
+
+        Raises ValueError for document ids with the ring method, and for heads that Ulysses cannot deal out.
+        """
+        if self.method == "ulysses":
+            return self._ulysses(q_BHSK, k_BGSK, v_BGSK, document_ids_BS)
+        if document_ids_BS is None:
+            gather = self.method == "allgather"
+            return ring_attention(q_BHSK, k_BGSK, v_BGSK, part=self.part, gather=gather)
+        if self.method == "allgather":
+            return self._masked_allgather(q_BHSK, k_BGSK, v_BGSK, document_ids_BS)
+        raise ValueError(
+            "context parallelism by ring has no document mask: use the method 'allgather' or 'ulysses',"
+            " or switch the mask off"
+        )
+
+    def extra_repr(self) -> str:
+        return f"method={self.method}, {self.part.size} ranks, balanced={self.part.balanced}"
+
+    def _masked_allgather(
+        self, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, document_ids_BS: Tensor
+    ) -> Tensor:
+        """Explicit mask over all keys, in the order in which ranks hold them: B x S x T bytes for each layer."""
+        part, length = self.part, q_BHSK.shape[2]
+        # (2, B, G, S, K) -> (C, 2, B, G, S, K)
+        kv = all_gather(torch.stack([k_BGSK, v_BGSK]), group=part.group, size=part.size)
+        k_BGTK, v_BGTK = kv.permute(1, 2, 3, 0, 4, 5).flatten(3, 4).unbind(0)
+        ids_BT = self._gather_ids(document_ids_BS)
+        order = _chunks_held(part.size, part.balanced)
+        positions_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
+        positions_T = _pick(positions_T, 0, order, len(order))
+        positions_S = positions_T[part.rank * length : (part.rank + 1) * length]
+        mask_BST = document_ids_BS[:, :, None] == ids_BT[:, None, :]
+        mask_BST &= positions_S[:, None] >= positions_T
+        return F.scaled_dot_product_attention(
+            q_BHSK,
+            k_BGTK,
+            v_BGTK,
+            attn_mask=mask_BST[:, None],
+            enable_gqa=q_BHSK.shape[1] != k_BGTK.shape[1],
+        )
+
+    def _ulysses(
+        self, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, document_ids_BS: Tensor | None
+    ) -> Tensor:
+        size, balanced = self.part.size, self.part.balanced
+        heads, groups = q_BHSK.shape[1], k_BGSK.shape[1]
+        if heads % size:
+            raise ValueError(
+                f"Ulysses deals out {heads} query heads (of this tensor-parallel rank) to {size} context parallel"
+                f" ranks: their number must be a multiple of it; use the method 'ring' or 'allgather'"
+            )
+        # Fewer key/value heads than ranks, or an uneven number: copies, until each rank gets whole ones.
+        copies = math.lcm(groups, size) // groups
+        if copies > 1:
+            k_BGSK, v_BGSK = (x.repeat_interleave(copies, dim=1) for x in (k_BGSK, v_BGSK))
+        per_rank = [x.unflatten(1, (size, -1)) for x in (q_BHSK, k_BGSK, v_BGSK)]
+        # One all-to-all for all three: (C, B, (H + 2G) / C, S, K), C heads' shares before, parts of T after.
+        parts = all_to_all(torch.cat(per_rank, dim=2).movedim(1, 0), group=self.part.group)
+        whole = parts.movedim(0, 2).flatten(2, 3)
+        whole = unshard_sequence(whole, dim=2, size=size, balanced=balanced)
+        out_BHTK = self.inner(
+            *whole.split([x.shape[2] for x in per_rank], dim=1),
+            None
+            if document_ids_BS is None
+            else unshard_sequence(
+                self._gather_ids(document_ids_BS), dim=1, size=size, balanced=balanced
+            ),
+        )
+        order = _chunks_held(size, balanced)
+        out_BHTK = _pick(out_BHTK, 2, order, len(order))
+        # (C, B, H / C, S, K): parts of T before, C heads' shares after.
+        shares = all_to_all(out_BHTK.unflatten(2, (size, -1)).movedim(2, 0), group=self.part.group)
+        return shares.movedim(0, 1).flatten(1, 2)
+
+    def _gather_ids(self, document_ids_BS: Tensor) -> Tensor:
+        """(B, T), in the order in which ranks hold them."""
+        ids_CBS = all_gather(document_ids_BS, group=self.part.group, size=self.part.size)
+        return ids_CBS.movedim(0, 1).flatten(1, 2)
+
+
+def _chunks_held(size: int, balanced: bool) -> list[int]:
+    """Numbers of the chunks of the sequence in the order in which ranks 0, 1, ... hold them."""
+    if not balanced:
+        return list(range(size))
+    return [chunk for rank in range(size) for chunk in (rank, 2 * size - 1 - rank)]
+
+
+def _pick(tensor: Tensor, dim: int, chunks: list[int], num_chunks: int) -> Tensor:
+    """Those of `num_chunks` equal chunks, one after the other; views and cat, no index to move to the device."""
+    if chunks == list(range(num_chunks)):
+        return tensor
+    pieces = tensor.chunk(num_chunks, dim)
+    return pieces[chunks[0]] if len(chunks) == 1 else torch.cat([pieces[c] for c in chunks], dim)

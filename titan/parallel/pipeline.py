@@ -1,0 +1,370 @@
+"""Pipeline parallelism: a model cut into stages, and the runner that sends microbatches through them.
+
+    plan_pipeline    which modules make up each stage, and which rank does what when (schedules.py)
+    take_stage       a copy of the model with everything foreign to a stage removed
+    Pipeline         trains and evaluates the stages of this rank, which may be parallelised further
+
+The model is any nn.Module whose forward passes over children that are None (embedding, norm, output layer) and loops over
+a ModuleDict of layers; activations go from stage to stage as the first argument of forward. torch's
+torch.distributed.pipelining executes; what it does wrongly, or differently from 2.11 to 2.15, is dealt with here and said
+where. Gradients are plain sums over microbatches, for a loss that is a sum divided by a global count.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import (
+    _Action,
+    _ComputationType,
+    _PipelineScheduleRuntime,
+)
+
+from .schedules import (
+    Action,
+    Schedule,
+    build_schedule,
+    read_schedule,
+    stages_per_rank,
+)
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+_FORWARD = ("FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelinePlan:
+    """The schedule, and the names of each stage's modules."""
+
+    schedule: Schedule
+    modules: list[list[str]]
+
+
+def plan_pipeline(
+    num_layers: int,
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    schedule: str = "1F1B",
+    csv: Path | str | None = None,
+    layers_per_stage: int | None = None,
+    first_less: int = 1,
+    last_less: int = 1,
+    modules: Sequence[Sequence[str]] | None = None,
+) -> PipelinePlan:
+    """Plan a pipeline; raises ValueError, with the nearest numbers that would do.
+
+    csv: a schedule of one's own instead of `schedule`. layers_per_stage: makes as many stages as that takes;
+    None: one or two for each rank, as the schedule has. first_less, last_less: what embedding and output layer count
+    for, in layers. modules: names for each stage, instead of an even split.
+    """
+    made = None
+    if csv:
+        made = read_schedule(csv)
+        num_stages = made.num_stages
+        for found, asked, what in (
+            (made.num_ranks, num_ranks, "ranks"),
+            (made.num_microbatches, num_microbatches, "microbatches"),
+        ):
+            if found != asked:
+                raise ValueError(f"{csv} is a schedule for {found} {what}, and there are {asked}")
+    elif modules:
+        num_stages = len(modules)
+    elif layers_per_stage:
+        num_stages = -(-(num_layers + first_less + last_less) // layers_per_stage)
+    else:
+        num_stages = num_ranks * stages_per_rank(schedule)
+    if modules and len(modules) != num_stages:
+        raise ValueError(
+            f"modules are named for {len(modules)} stages, the schedule has {num_stages}"
+        )
+    # The schedule first: it knows what numbers of stages are possible at all.
+    made = made or build_schedule(
+        schedule, num_ranks=num_ranks, num_stages=num_stages, num_microbatches=num_microbatches
+    )
+    split = [list(names) for names in modules] if modules else None
+    return PipelinePlan(
+        schedule=made,
+        modules=split
+        or split_modules(
+            num_layers, num_stages=num_stages, first_less=first_less, last_less=last_less
+        ),
+    )
+
+
+def split_modules(
+    num_layers: int, *, num_stages: int, first_less: int = 1, last_less: int = 1
+) -> list[list[str]]:
+    """Names of each stage's modules, named as in models/, as even as can be.
+
+    The embedding counts as `first_less` layers, norm and output layer as `last_less`. What does not divide goes
+    one by one to the middle stages, later ones first, since earlier ones hold more microbatches in flight; then to
+    the first stage, and not to the last, which has the logits.
+    """
+    weight = num_layers + first_less + last_less
+    each, rest = divmod(weight, num_stages)
+    if each == 0:
+        raise ValueError(
+            f"{num_stages} stages are more than {num_layers} layers, embedding ({first_less}) and output ({last_less}) "
+            f"= {weight}; use {weight} stages or fewer"
+        )
+    counts = [each] * num_stages
+    for stage in [*range(num_stages - 2, 0, -1), 0][:rest]:
+        counts[stage] += 1
+    counts[0] -= first_less
+    counts[-1] -= last_less
+    for stage, less in ((0, first_less), (num_stages - 1, last_less)):
+        if counts[stage] < 0:
+            raise ValueError(
+                f"stage {stage} of {num_stages} has room for {counts[stage] + less} layers, less than the {less} that "
+                f"{'the embedding counts' if stage == 0 else 'norm and output count'} for; use {each} or less for that, "
+                "or fewer stages"
+            )
+    names = [[] for _ in counts]
+    layers = iter(range(num_layers))
+    for stage, count in enumerate(counts):
+        names[stage] = [f"layers.{next(layers)}" for _ in range(count)]
+    names[0].insert(0, "tok_embeddings")
+    names[-1] += ["norm", "output"]
+    return names
+
+
+def take_stage(model: nn.Module, names: Sequence[str]) -> nn.Module:
+    """A copy of `model` that keeps the modules of these names, under these names, and nothing else.
+
+    names: children ("norm"), or single entries of a child that is a ModuleDict ("layers.3"). Other children become None,
+    other entries are deleted. Cheap on meta, where models are built. Raises ValueError for a name that the model does
+    not have, and for a parameter shared with another stage (tied embeddings).
+    """
+    units = _units(model)
+    for name in names:
+        if name not in units:
+            match = get_close_matches(name, units, n=1)
+            hint = f"; did you mean '{match[0]}'?" if match else f"; it has {', '.join(units)}"
+            raise ValueError(f"the model has no module '{name}'{hint}")
+    kept = {id(p) for name in names for p in units[name].parameters()}
+    for name, unit in units.items():
+        shared = [f"{name}.{n}" for n, p in unit.named_parameters() if id(p) in kept]
+        if name not in names and shared:
+            raise ValueError(
+                f"{shared[0]} is tied to a parameter of another pipeline stage, which would train a copy of its own; "
+                "untie them (model.tied_embeddings = false), or keep both modules in one stage"
+            )
+    stage = copy.deepcopy(model)
+    for child, module in list(stage.named_children()):
+        if isinstance(module, nn.ModuleDict):
+            for entry in [entry for entry in module if f"{child}.{entry}" not in names]:
+                del module[entry]
+        elif child not in names:
+            setattr(stage, child, None)
+    return stage
+
+
+def _units(model: nn.Module) -> dict[str, nn.Module]:
+    """What can be given to a stage, by name."""
+    units: dict[str, nn.Module] = {}
+    for name, child in model.named_children():
+        if isinstance(child, nn.ModuleDict):
+            units |= {f"{name}.{entry}": module for entry, module in child.items()}
+        else:
+            units[name] = child
+    return units
+
+
+class Pipeline:
+    """The stages of this rank, and the steps that train and evaluate the whole pipeline.
+
+    stages: module for each of `schedule.stages_of(rank)`, materialised and parallelised. mesh: the pp axis.
+    loss_fn: (output of the last stage, targets) -> scalar sum. With FSDP and a schedule that splits backward,
+    reshard_after_forward must be False (see `splits_backward`).
+
+    Every rank of the axis calls the same methods with the same batches; who needs what of them is seen to here.
+    Further inputs (positions, document ids) go to forward of every stage by name. All tensors are split into microbatches along
+    their first dimension.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        *,
+        schedule: Schedule,
+        mesh: DeviceMesh,
+        device: torch.device,
+        loss_fn: LossFunction,
+    ) -> None:
+        expected = schedule.stages_of(mesh.get_local_rank())
+        assert sorted(stages) == expected, f"this rank has stages {expected}, not {sorted(stages)}"
+        assert mesh.size() == schedule.num_ranks
+        self.stages = dict(sorted(stages.items()))
+        self.schedule = schedule
+        self.group = mesh.get_group()
+        self.device = device
+        self.loss_fn = loss_fn
+        self.is_first = 0 in stages
+        self.is_last = schedule.num_stages - 1 in stages
+        # torch's buffers have the shapes of the first call: one runner for each shape.
+        self._runners: dict[Any, Any] = {}
+        self._divisor: Tensor | float = 1.0
+        self._sums: list[Tensor] = []
+
+    def step(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        *,
+        divide_by: Tensor | float = 1.0,
+        **inputs: Tensor | None,
+    ) -> list[Tensor]:
+        """Forward and backward; gradients of loss_fn / divide_by are added to those that are there.
+
+        Returns the undivided loss of each microbatch where `is_last`, else nothing.
+        """
+        count = self.schedule.num_microbatches
+        runner = self._runner("train", tokens, count)
+        self._divisor = divide_by
+        self._sums.clear()
+        runner.step(
+            *self._args(tokens),
+            target=self._target(targets),
+            return_outputs=False,
+            **_given(inputs),
+        )
+        # torch may have called the loss once more, to learn shapes.
+        losses = self._sums[-count:]
+        self._sums = []
+        return losses
+
+    @torch.no_grad()
+    def eval(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        *,
+        num_microbatches: int | None = None,
+        **inputs: Tensor | None,
+    ) -> list[Tensor]:
+        """Forward only, any number of microbatches; the loss of each where `is_last`, else nothing."""
+        count = num_microbatches or self.schedule.num_microbatches
+        runner = self._runner("eval", tokens, count)
+        losses: list[Tensor] = []
+        runner.eval(
+            *self._args(tokens),
+            target=self._target(targets),
+            losses=losses,
+            return_outputs=False,
+            **_given(inputs),
+        )
+        return losses
+
+    @torch.no_grad()
+    def forward(
+        self, tokens: Tensor, *, num_microbatches: int = 1, **inputs: Tensor | None
+    ) -> Tensor | None:
+        """Output of the whole model where `is_last`, else None."""
+        runner = self._runner("forward", tokens, num_microbatches)
+        return runner.eval(*self._args(tokens), **_given(inputs))
+
+    def _args(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        return (tokens,) if self.is_first else ()
+
+    def _target(self, targets: Tensor) -> Tensor | None:
+        return targets if self.is_last else None
+
+    def _divided_loss(self, output: Tensor, target: Tensor) -> Tensor:
+        loss_sum = self.loss_fn(output, target)
+        self._sums.append(loss_sum.detach())
+        return loss_sum / self._divisor
+
+    def _runner(
+        self, kind: Literal["train", "eval", "forward"], tokens: Tensor, num_microbatches: int
+    ) -> Any:
+        if len(tokens) % num_microbatches:
+            raise ValueError(
+                f"a batch of {len(tokens)} sequences does not divide into {num_microbatches} microbatches"
+            )
+        key = (kind, num_microbatches, tokens.shape)
+        if key not in self._runners:
+            if kind == "train":
+                self._runners[key] = self._build_training()
+            else:
+                loss_fn = self.loss_fn if kind == "eval" else None
+                self._runners[key] = self._build_forward(num_microbatches, loss_fn)
+        return self._runners[key]
+
+    def _build_training(self) -> Any:
+        """GPipe and 1F1B by torch's classes, which gather FSDP's parameters block by block; all else, which gathers a
+        stage at a time, by the runtime of which torch's other schedules are subclasses."""
+        settings: Any = {"loss_fn": self._divided_loss, "scale_grads": False}
+        count = self.schedule.num_microbatches
+        single = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}.get(self.schedule.name)
+        if single is not None:
+            return single(self._torch_stages()[0], count, **settings)
+        runtime = _PipelineScheduleRuntime(self._torch_stages(), count, **settings)
+        runtime._prepare_schedule_with_comms(_torch_actions(self.schedule.order))
+        return runtime
+
+    def _build_forward(self, num_microbatches: int, loss_fn: LossFunction | None) -> Any:
+        """A breadth-first order, of which only the forward part is kept.
+
+        torch's own eval() runs the backward actions too, as empty shells, and fails on V-shaped schedules. In
+        an order of its own, validation need not have the number of microbatches that training has.
+        """
+        order = [
+            [Action(s, "F", m) for s in stages for m in range(num_microbatches)]
+            + [Action(s, "B", m) for s in reversed(stages) for m in range(num_microbatches)]
+            for stages in map(self.schedule.stages_of, range(self.schedule.num_ranks))
+        ]
+        runtime = _PipelineScheduleRuntime(self._torch_stages(), num_microbatches, loss_fn=loss_fn)
+        runtime._prepare_schedule_with_comms(_torch_actions(order))
+        runtime.pipeline_order_with_comms = {
+            rank: [action for action in actions if action.computation_type.name in _FORWARD]
+            for rank, actions in runtime.pipeline_order_with_comms.items()
+        }
+        return runtime
+
+    def _torch_stages(self) -> list[Any]:
+        return [
+            _Stage(module, number, self.schedule.num_stages, self.device, group=self.group)
+            for number, module in self.stages.items()
+        ]
+
+
+class _Stage(PipelineStage):
+    """torch's stage, mended."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Without messages to itself, which the turn of a V makes on torch 2.11 and which gloo cannot send."""
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Learning the shapes of a new batch (2.13 on) throws FSDP's gradients away, also those of an earlier
+        batch of the same optimizer step; they are kept."""
+        for module in self.submod.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # gathered parameters have no gradients, their shards do
+        gradients = [(parameter, parameter.grad) for parameter in self.submod.parameters()]
+        super()._post_metadata_inference_cleanup()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def _torch_actions(order: Sequence[Sequence[Action]]) -> dict[int, list[_Action | None]]:
+    return {
+        rank: [_Action(a.stage, _ComputationType(a.kind), a.microbatch) for a in actions]
+        for rank, actions in enumerate(order)
+    }
+
+
+def _given(inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    return {name: value for name, value in inputs.items() if value is not None}

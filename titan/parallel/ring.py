@@ -1,0 +1,199 @@
+"""Causal attention of local queries over keys and values that lie on C ranks, exact, forward and backward.
+
+Ring Attention (arXiv:2310.01889) sends keys and values around the ring, each transfer hidden behind the block
+computed meanwhile; in backward their gradients travel with them and arrive home complete. All-gather (Llama 3,
+arXiv:2407.21783 section 3.3.2) fetches all of them at once: one big collective instead of C small ones, hidden
+only behind the own block, and whole keys and values in memory for one layer at a time.
+
+Both visit the same blocks. With the sequence cut in 2C chunks of which rank r holds chunks r (its head) and
+2C-1-r (its tail), so that all ranks have equal work (zig-zag, also called head-tail or striped), rank r sees of
+
+    itself            its own head and tail, causally
+    a rank before it  the head only, with all queries
+    a rank after it   head and tail, with the tail's queries
+
+and with contiguous parts everything before, nothing after. No block but the own one needs a mask. Blocks are merged
+in fp32 by their logsumexp: out = sum_b out_b exp(lse_b - lse).
+
+Transfers are functional collectives (a rotation is an all-to-all in which every rank sends to one only), so that
+torch.compile and a simulator see them, and no point-to-point communicators appear beside the group's own.
+
+B batch, S local positions, T joined key positions, H query heads, G key/value heads, K head dim, N source ranks,
+2 keys and values
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .block_attention import attend, attend_backward
+from .collectives import start_all_gather, start_all_to_all, start_reduce_scatter, wait
+
+
+class SequencePart(NamedTuple):
+    """Which part of the sequence this rank holds: `rank` of `size`, head and tail if `balanced`.
+
+    group: name of the process group of the ranks that hold the others.
+    """
+
+    group: str
+    rank: int
+    size: int
+    balanced: bool
+
+
+class Block(NamedTuple):
+    """What some queries see of some source ranks: slices of their local positions."""
+
+    queries: slice
+    keys: slice
+    causal: bool
+
+
+def ring_attention(
+    q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, *, part: SequencePart, gather: bool
+) -> Tensor:
+    """Causal attention output (B, H, S, K) over the whole sequence. gather: fetch all keys at once, no ring."""
+    return _BlockwiseAttention.apply(q_BHSK, k_BGSK, v_BGSK, part, gather)
+
+
+def visible(sources: range, *, part: SequencePart, length: int) -> Block | None:
+    """What `part` sees of `sources`, all of them before it, after it, or itself; None: nothing.
+
+    length: number of local positions.
+    """
+    everything, half = slice(0, length), length // 2
+    if part.rank in sources:
+        return Block(everything, everything, causal=True)
+    if sources.stop <= part.rank:
+        return Block(everything, slice(0, half) if part.balanced else everything, causal=False)
+    return Block(slice(half, length), everything, causal=False) if part.balanced else None
+
+
+class _BlockwiseAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, part: SequencePart, gather: bool
+    ) -> Tensor:
+        total_BHSK = total_lse_BHS = None
+        precise = torch.promote_types(q_BHSK.dtype, torch.float32)
+        for sources, kv_N2BGSK in _arrivals(torch.stack([k_BGSK, v_BGSK]), part, gather):
+            block = visible(sources, part=part, length=q_BHSK.shape[2])
+            if block is None:
+                continue
+            k_BGTK, v_BGTK = _join(kv_N2BGSK, block.keys)
+            out_BHSK, lse_BHS = attend(
+                q_BHSK[:, :, block.queries], k_BGTK, v_BGTK, causal=block.causal
+            )
+            if total_BHSK is None or total_lse_BHS is None:  # the own block comes first: all rows
+                total_BHSK, total_lse_BHS = out_BHSK.to(precise), lse_BHS.to(precise).contiguous()
+            else:
+                rows = (slice(None), slice(None), block.queries)
+                _merge(total_BHSK[rows], total_lse_BHS[rows], out_BHSK, lse_BHS)
+        assert total_BHSK is not None, "the own block is always visited"
+        # A copy also where the dtype is the same: compiled by torch 2.11, a tensor changed in place that is
+        # returned and saved comes back in backward as it was before the changes.
+        out_BHSK = total_BHSK.to(q_BHSK.dtype, copy=True)
+        ctx.save_for_backward(q_BHSK, k_BGSK, v_BGSK, out_BHSK, total_lse_BHS)
+        ctx.part, ctx.gather = part, gather
+        return out_BHSK
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q_BHSK, k_BGSK, v_BGSK, out_BHSK, lse_BHS = ctx.saved_tensors
+        rows_of = (grads[0].contiguous(), q_BHSK, out_BHSK, lse_BHS)
+        part, gather = ctx.part, ctx.gather
+        dq_BHSK = torch.zeros_like(q_BHSK, dtype=lse_BHS.dtype)
+        gathered: dict[int, Tensor] = {}  # by first source rank
+        traveling = None
+        for sources, kv_N2BGSK in _arrivals(torch.stack([k_BGSK, v_BGSK]), part, gather):
+            block = visible(sources, part=part, length=q_BHSK.shape[2])
+            dkv_N2BGSK = torch.zeros_like(kv_N2BGSK, dtype=lse_BHS.dtype)
+            if block is not None:
+                _add_block_gradient(dq_BHSK, dkv_N2BGSK, kv_N2BGSK, rows_of, block)
+            if gather:
+                gathered[sources.start] = dkv_N2BGSK
+                continue
+            if (
+                traveling is not None
+            ):  # arrived, with what the ranks before added, during this block
+                dkv_N2BGSK += wait(traveling)
+            traveling = _pass_on(dkv_N2BGSK, part)
+        if gather:
+            # Each rank has a share of every rank's gradient: (C, 2, B, G, S, K) -> (1, 2, B, G, S, K).
+            whole = torch.cat([gathered[start] for start in sorted(gathered)])
+            traveling = start_reduce_scatter(whole, group=part.group, size=part.size)
+        assert traveling is not None, "the own block is always visited"
+        dk_BGSK, dv_BGSK = wait(traveling)[0].to(k_BGSK.dtype).unbind(0)
+        return dq_BHSK.to(q_BHSK.dtype), dk_BGSK, dv_BGSK, None, None
+
+
+def _add_block_gradient(
+    dq_BHSK: Tensor,
+    dkv_N2BGSK: Tensor,
+    kv_N2BGSK: Tensor,
+    rows_of: tuple[Tensor, Tensor, Tensor, Tensor],
+    block: Block,
+) -> None:
+    """Add one block's gradients to dq and dkv, in place. rows_of: gradient of the output, q, output, logsumexp."""
+    grad_BHSK, q_BHSK, out_BHSK, lse_BHS = (x[:, :, block.queries] for x in rows_of)
+    k_BGTK, v_BGTK = _join(kv_N2BGSK, block.keys)
+    dq, dk_BGTK, dv_BGTK = attend_backward(
+        grad_BHSK, q_BHSK, k_BGTK, v_BGTK, out_BHSK, lse_BHS, causal=block.causal
+    )
+    dq_BHSK[:, :, block.queries] += dq
+    for i, gradient in enumerate((dk_BGTK, dv_BGTK)):
+        dkv_N2BGSK[:, i, :, :, block.keys] += _split(gradient, kv_N2BGSK.shape[0])
+
+
+def _merge(total_BHSK: Tensor, total_lse_BHS: Tensor, out_BHSK: Tensor, lse_BHS: Tensor) -> None:
+    """Add a block to the totals, in place."""
+    lse = torch.logaddexp(total_lse_BHS, lse_BHS)
+    total_BHSK *= (total_lse_BHS - lse).exp()[..., None]
+    total_BHSK += out_BHSK * (lse_BHS - lse).exp()[..., None]
+    total_lse_BHS.copy_(lse)
+
+
+def _arrivals(kv_2BGSK: Tensor, part: SequencePart, gather: bool) -> Iterator[tuple[range, Tensor]]:
+    """Source ranks and their keys and values (N, 2, B, G, S, K), the own ones first."""
+    own, rank, size = kv_2BGSK[None], part.rank, part.size
+    if gather:
+        # (2, B, G, S, K) on each rank -> (C, 2, B, G, S, K) on all, while the own block is computed.
+        pending = start_all_gather(own, group=part.group, size=size)
+        yield range(rank, rank + 1), own
+        everyone = wait(pending)
+        for sources in (range(rank), range(rank + 1, size)):
+            if len(sources) > 0:
+                yield sources, everyone[sources.start : sources.stop]
+        return
+    held = own
+    for step in range(size):
+        coming = None if step == size - 1 else _pass_on(held, part)
+        source = (rank - step) % size
+        yield range(source, source + 1), held
+        if coming is not None:
+            held = wait(coming)
+
+
+def _pass_on(x: Tensor, part: SequencePart) -> Tensor:
+    """Send x to the next rank and return, at once, what will come from the one before."""
+    to_next, from_previous = [0] * part.size, [0] * part.size
+    to_next[(part.rank + 1) % part.size] = x.shape[0]
+    from_previous[(part.rank - 1) % part.size] = x.shape[0]
+    return start_all_to_all(x, group=part.group, to=to_next, from_=from_previous)
+
+
+def _join(kv_N2BGSK: Tensor, keys: slice) -> tuple[Tensor, Tensor]:
+    """Keys and values of all sources, one after the other: (B, G, T, K) each."""
+    kv_2BGNSK = kv_N2BGSK[..., keys, :].permute(1, 2, 3, 0, 4, 5)
+    k_BGTK, v_BGTK = kv_2BGNSK.flatten(3, 4).unbind(0)
+    return k_BGTK, v_BGTK
+
+
+def _split(x_BGTK: Tensor, num_sources: int) -> Tensor:
+    """The inverse of joining: (N, B, G, S, K)."""
+    return x_BGTK.unflatten(2, (num_sources, -1)).movedim(2, 0)

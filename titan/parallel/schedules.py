@@ -1,0 +1,387 @@
+"""Pipeline schedules: which rank computes what, in which order, and what that costs in idle time and memory.
+
+A pipeline cuts a model into stages and a batch into microbatches. A `Schedule` is, for each rank, the list of
+its actions in order, written as torch and its CSV files write them, stage, kind, microbatch: "0F3" is the forward
+pass of microbatch 3 through stage 0.
+
+    F  forward                               1 unit of time
+    B  backward, whole                       2
+    I  backward, gradients of the input      1   what the previous stage waits for
+    W  backward, gradients of the weights    1   can wait, and so fills bubbles (zero bubble)
+
+GPipe (arXiv:1811.06965), 1F1B (PipeDream-Flush, arXiv:2006.09503), interleaved 1F1B (arXiv:2104.04473), breadth
+first (arXiv:2211.05953), zero bubble and ZBV (arXiv:2401.10241), DualPipeV (arXiv:2412.19437). The orders of all but the first
+two are torch's, asked for without running anything. Nothing here needs a process group, and
+torch is imported only to ask: `titan pipeline` draws, and the simulator and the tests read, what pipeline.py runs.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple
+
+COSTS = {"F": 1, "B": 2, "I": 1, "W": 1}
+_ACTION = r"(\d+)([FBIW])(\d+)"
+_CELL = re.compile(rf"{_ACTION}|\({_ACTION}(;{_ACTION})*\)OVERLAP_F_B")
+
+
+class Action(NamedTuple):
+    """One computation of a rank."""
+
+    stage: int
+    kind: str
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+class Span(NamedTuple):
+    """An action and when it runs, in units of a forward pass of one microbatch through one stage."""
+
+    action: Action
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Order of actions of each rank."""
+
+    name: str
+    num_stages: int
+    num_microbatches: int
+    order: tuple[tuple[Action, ...], ...]
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.order)
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages that a rank computes, first to last."""
+        return sorted({action.stage for action in self.order[rank]})
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether some backward passes are split into I and W. FSDP must then not reshard after forward."""
+        return any(action.kind == "I" for actions in self.order for action in actions)
+
+    def peak_in_flight(self, rank: int) -> int:
+        """The most microbatches whose activations a rank holds at once, each of its stages counted by itself.
+
+        A microbatch is in flight in a stage from its F to its B or W.
+        """
+        peak = current = 0
+        for action in self.order[rank]:
+            current += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
+            peak = max(peak, current)
+        return peak
+
+    def timeline(self) -> list[list[Span]]:
+        """When each action of each rank runs, if each starts as soon as its rank and its inputs are there.
+
+        Raises ValueError for an order in which ranks wait for each other for ever.
+        """
+        ends: dict[Action, int] = {}
+        spans: list[list[Span]] = [[] for _ in self.order]
+        progress = True
+        while progress:
+            progress = False
+            for actions, done in zip(self.order, spans, strict=True):
+                while len(done) < len(actions):
+                    action = actions[len(done)]
+                    ready = self._ready_at(action, ends)
+                    if ready is None:
+                        break
+                    start = max(ready, done[-1].end if done else 0)
+                    ends[action] = start + COSTS[action.kind]
+                    done.append(Span(action, start, ends[action]))
+                    progress = True
+        stuck = [
+            f"rank {rank} at {actions[len(done)]}"
+            for rank, (actions, done) in enumerate(zip(self.order, spans, strict=True))
+            if len(done) < len(actions)
+        ]
+        if stuck:
+            raise ValueError(
+                f"the schedule cannot run: {', '.join(stuck)} would wait for ever; each F needs the F of the stage "
+                "before, each B or I that of the stage after, and each W its I"
+            )
+        return spans
+
+    def bubble_fraction(self) -> float:
+        """Idle part of the ranks' time between the first action and the last."""
+        spans = self.timeline()
+        length = max(rank[-1].end for rank in spans)
+        busy = sum(COSTS[action.kind] for actions in self.order for action in actions)
+        return 1 - busy / (length * self.num_ranks)
+
+    def _ready_at(self, action: Action, ends: dict[Action, int]) -> int | None:
+        """When the inputs of an action are there; None: not known yet."""
+        stage, kind, microbatch = action
+        if kind == "W":
+            return ends.get(Action(stage, "I", microbatch))
+        if kind == "F":
+            return 0 if stage == 0 else ends.get(Action(stage - 1, "F", microbatch))
+        forward = ends.get(Action(stage, "F", microbatch))
+        if stage == self.num_stages - 1 or forward is None:
+            return forward
+        after = (ends.get(Action(stage + 1, kind, microbatch)) for kind in "BI")
+        return next((end for end in after if end is not None), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rules:
+    """stages: how many each rank holds, None for any number. rounds: microbatches go in equal rounds of
+    about as many as there are ranks. fills: there must be a microbatch for each stage."""
+
+    stages: int | None
+    style: Literal["loop", "v"] = "loop"
+    splits: bool = False
+    rounds: bool = False
+    fills: bool = False
+
+
+_SCHEDULES = {
+    "GPipe": _Rules(stages=1),
+    "1F1B": _Rules(stages=1, fills=True),
+    "Interleaved1F1B": _Rules(stages=None, rounds=True),
+    "LoopedBFS": _Rules(stages=None),
+    "InterleavedZeroBubble": _Rules(stages=None, splits=True, rounds=True),
+    "ZBVZeroBubble": _Rules(stages=2, style="v", splits=True),
+    "DualPipeV": _Rules(stages=2, style="v", splits=True, fills=True),
+}
+# torch's Interleaved1F1B has taken over what was once a class of its own: microbatches need not be a multiple of ranks.
+_ALIASES = {"flexibleinterleaved1f1b": "Interleaved1F1B"}
+
+
+def canonical_schedule(name: str) -> str:
+    """The name as this module spells it, for any letter case, with or without hyphens; raises ValueError."""
+    key = name.lower().replace("-", "").replace("_", "")
+    names = {known.lower(): known for known in _SCHEDULES} | _ALIASES
+    if key in names:
+        return names[key]
+    match = get_close_matches(key, names, n=1)
+    hint = f"did you mean '{names[match[0]]}'? There are" if match else "there are"
+    raise ValueError(f"unknown pipeline schedule '{name}'; {hint} {', '.join(_SCHEDULES)}")
+
+
+def splits_backward(name: str) -> bool:
+    """Whether a schedule computes gradients of inputs and weights apart.
+
+    FSDP must then keep parameters gathered between forward and backward (reshard_after_forward=False): torch
+    otherwise computes wrong gradients without a word. And torch.compile and selective activation
+    checkpointing, whose backward pass cannot be split, must be off.
+    """
+    return _SCHEDULES[canonical_schedule(name)].splits
+
+
+def stages_per_rank(name: str) -> int:
+    """How many stages each rank holds unless one says otherwise."""
+    return _SCHEDULES[canonical_schedule(name)].stages or 2
+
+
+def stage_numbers(
+    rank: int, *, num_ranks: int, stages_per_rank: int, style: Literal["loop", "v"] = "loop"
+) -> list[int]:
+    """The stages of a rank. "loop" deals them out in turn; "v" goes down the ranks and back up, so that the first
+    rank has the first stage and the last."""
+    if style == "v":
+        assert stages_per_rank == 2, "a V has two arms"
+        return [rank, 2 * num_ranks - 1 - rank]
+    return [rank + loop * num_ranks for loop in range(stages_per_rank)]
+
+
+def check_schedule(
+    name: str, *, num_ranks: int, num_stages: int, num_microbatches: int
+) -> str | None:
+    """What is wrong with these numbers, and the nearest that would do; None: nothing."""
+    try:
+        name = canonical_schedule(name)
+    except ValueError as error:
+        return str(error)
+    rules = _SCHEDULES[name]
+    if rules.stages and num_stages != rules.stages * num_ranks:
+        plural = "s" * (rules.stages > 1)
+        return (
+            f"schedule {name} has {rules.stages} stage{plural} on each rank: {num_ranks} ranks take "
+            f"{rules.stages * num_ranks} stages, not {num_stages}"
+        )
+    if num_stages % num_ranks:
+        near = [n for n in (num_stages // num_ranks, num_stages // num_ranks + 1) if n]
+        fixes = " or ".join(str(n * num_ranks) for n in near)
+        return f"{num_stages} stages cannot be shared evenly by {num_ranks} ranks; {fixes} would do"
+    if rules.fills and num_microbatches < num_stages:
+        return (
+            f"schedule {name} needs a microbatch for each of its {num_stages} stages, not "
+            f"{num_microbatches}; use {num_stages} or more"
+        )
+    if rules.rounds and not _fits_rounds(num_microbatches, num_ranks):
+        near = [
+            next(n for n in numbers if _fits_rounds(n, num_ranks))
+            for numbers in (range(num_microbatches, 0, -1), range(num_microbatches, 10**9))
+        ]
+        return (
+            f"schedule {name} sends microbatches in equal rounds of {num_ranks} or more, one for each rank: "
+            f"{num_microbatches} do not divide into {num_microbatches // num_ranks} rounds; "
+            f"{near[0]} or {near[1]} would do"
+        )
+    return None
+
+
+def _fits_rounds(num_microbatches: int, num_ranks: int) -> bool:
+    return num_microbatches % max(1, num_microbatches // num_ranks) == 0
+
+
+def build_schedule(
+    name: str, *, num_ranks: int, num_stages: int, num_microbatches: int
+) -> Schedule:
+    """The order of a schedule by name; raises ValueError with what `check_schedule` says."""
+    problem = check_schedule(
+        name, num_ranks=num_ranks, num_stages=num_stages, num_microbatches=num_microbatches
+    )
+    if problem:
+        raise ValueError(problem)
+    name = canonical_schedule(name)
+    if name == "GPipe":
+        order = [_gpipe(rank, num_microbatches) for rank in range(num_ranks)]
+    elif name == "1F1B":
+        order = [
+            _one_forward_one_backward(r, num_ranks, num_microbatches) for r in range(num_ranks)
+        ]
+    else:
+        order = _torch_order(name, num_ranks, num_stages, num_microbatches)
+    return Schedule(
+        name=name,
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        order=tuple(map(tuple, order)),
+    )
+
+
+def _gpipe(stage: int, num_microbatches: int) -> list[Action]:
+    return [Action(stage, kind, m) for kind in "FB" for m in range(num_microbatches)]
+
+
+def _one_forward_one_backward(stage: int, num_stages: int, num_microbatches: int) -> list[Action]:
+    """Not asked of torch, whose list (not its execution) starts the last rank at microbatch 1."""
+    forward = [Action(stage, "F", m) for m in range(num_microbatches)]
+    backward = [Action(stage, "B", m) for m in range(num_microbatches)]
+    ahead = num_stages - 1 - stage
+    steady = [action for pair in zip(forward[ahead:], backward, strict=False) for action in pair]
+    return forward[:ahead] + steady + backward[num_microbatches - ahead :]
+
+
+def _torch_order(
+    name: str, num_ranks: int, num_stages: int, num_microbatches: int
+) -> list[list[Action]]:
+    """The order that torch's class makes at construction, for which it reads a few numbers of its stages."""
+    from torch import nn
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    stages: Any = [
+        SimpleNamespace(
+            stage_index=stage,
+            num_stages=num_stages,
+            group_size=num_ranks,
+            group_rank=0,
+            submod=nn.Module(),
+        )
+        for stage in stage_numbers(
+            0,
+            num_ranks=num_ranks,
+            stages_per_rank=num_stages // num_ranks,
+            style=_SCHEDULES[name].style,
+        )
+    ]
+    made: Any = get_schedule_class(name)(stages, num_microbatches)
+    return [list(_computations(made.pipeline_order[rank])) for rank in range(num_ranks)]
+
+
+def _computations(actions: Iterable[Any]) -> Iterable[Action]:
+    """torch's actions as ours: without idle slots, and the two halves of an overlapped pair one after the other,
+    which is how torch runs them anyway."""
+    for action in actions:
+        if action is None:
+            continue
+        if action.sub_actions is not None:
+            yield from _computations(action.sub_actions)
+        else:
+            kind = action.computation_type.value
+            yield Action(action.stage_index, kind, action.microbatch_index)
+
+
+def read_schedule(file: Path | str) -> Schedule:
+    """A schedule of one's own: a CSV with a line for each rank and an action in each cell; empty cells are idle.
+
+    Sends and receives are added when it runs. Raises ValueError, with file and line, for what cannot run.
+    """
+    file = Path(file)
+    with file.open(newline="", encoding="utf-8") as lines:
+        order = [_read_line(row, place=f"{file}:{n}") for n, row in enumerate(csv.reader(lines), 1)]
+    order = [actions for actions in order if actions]
+    if not order:
+        raise ValueError(
+            f"{file}: no actions in it; expected a line of cells like 0F0,0F1,0B0 for each rank"
+        )
+    schedule = Schedule(
+        name=file.name,
+        num_stages=1 + max(action.stage for actions in order for action in actions),
+        num_microbatches=1 + max(action.microbatch for actions in order for action in actions),
+        order=tuple(order),
+    )
+    _check_complete(schedule, file)
+    try:
+        schedule.timeline()
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+    return schedule
+
+
+def write_schedule(schedule: Schedule, file: Path | str) -> None:
+    """Write what `read_schedule` (and torch) reads: a start for a schedule of one's own."""
+    with Path(file).open("w", newline="", encoding="utf-8") as lines:
+        csv.writer(lines).writerows(schedule.order)
+
+
+def _read_line(row: Sequence[str], *, place: str) -> tuple[Action, ...]:
+    cells = [cell.strip() for cell in row if cell.strip()]
+    for cell in cells:
+        if not _CELL.fullmatch(cell):
+            raise ValueError(
+                f"{place}: '{cell}' is no computation; expected a stage, one of F, B, I, W, and a microbatch, as in "
+                "0F0 (sends, receives and gathering of parameters are added by themselves)"
+            )
+    return tuple(
+        Action(int(s), k, int(m)) for cell in cells for s, k, m in re.findall(_ACTION, cell)
+    )
+
+
+def _check_complete(schedule: Schedule, file: Path) -> None:
+    """Every microbatch passes every stage forward and backward once, and a stage has one rank."""
+    ranks = {
+        stage: rank for rank in range(schedule.num_ranks) for stage in schedule.stages_of(rank)
+    }
+    for rank, actions in enumerate(schedule.order):
+        for action in actions:
+            if ranks[action.stage] != rank:
+                raise ValueError(
+                    f"{file}: stage {action.stage} is on ranks {rank} and {ranks[action.stage]}; a stage has one rank"
+                )
+    kinds: dict[tuple[int, int], str] = {}
+    for actions in schedule.order:
+        for stage, kind, microbatch in actions:
+            kinds[stage, microbatch] = kinds.get((stage, microbatch), "") + kind
+    for stage in range(schedule.num_stages):
+        for microbatch in range(schedule.num_microbatches):
+            if (found := kinds.get((stage, microbatch), "")) not in ("FB", "FIW"):
+                raise ValueError(
+                    f"{file}: microbatch {microbatch} has the actions '{found}' in stage {stage}; expected F and then "
+                    "B, or F, I and W"
+                )
