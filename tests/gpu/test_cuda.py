@@ -39,7 +39,7 @@ def _train(device: str, precision: str, weights: dict[str, torch.Tensor] | None)
     )
     mesh = build_mesh(device)
     program = build_program(
-        config, device=torch.device(device, 0 if device != "cpu" else None), mesh=mesh
+        config, device=torch.device(device if device == "cpu" else f"{device}:0"), mesh=mesh
     )
     parameters = dict(program.model.named_parameters())
     local = {n: p.to_local() if isinstance(p, DTensor) else p for n, p in parameters.items()}

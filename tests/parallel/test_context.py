@@ -1,7 +1,7 @@
 """Context parallelism against one process: output and gradients, every method, and what is refused.
 
-Errors are the largest difference over the largest value. The bounds are those of rounding alone; measured on
-torch 2.13: see each test.
+Errors are the largest difference over the largest value, over output and gradients and through two layers. Measured
+on torch 2.13: float64 up to 1.7e-15, float32 1.0e-6, bfloat16 1.2e-2, with documents 8e-16 and 4.6e-7.
 """
 
 from __future__ import annotations
@@ -120,7 +120,6 @@ def _cases(
 def _check(pool: Any, world: int, dtype: torch.dtype, bound: float, documents: bool) -> None:
     cases = _cases(world, dtype, ("allgather", "ulysses") if documents else METHODS)
     for errors in pool.run(world, _largest_errors, cases, documents):
-        print(f"largest error {max(errors):.1e}")
         for case, error in zip(cases, errors, strict=True):
             assert error < bound, (case, error)
 
@@ -145,26 +144,27 @@ def test_rounding_in_bfloat16(pool) -> None:
     _check(pool, 4, torch.bfloat16, 2e-2, documents=False)
 
 
-def _compiled_error(method: Any, dtype: torch.dtype) -> float:
+def _compiled_errors(method: Any) -> list[float]:
     """Forward and backward of one compiled graph, without a break, against the same uncompiled."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    qkv, grad, _ = _inputs(length=8, heads=4, groups=2, dtype=dtype)
-    results = []
-    for compiled in (False, True):
-        torch._dynamo.reset()
+    errors = []
+    for dtype in (torch.float32, torch.bfloat16):
+        qkv, grad, _ = _inputs(length=8, heads=4, groups=2, dtype=dtype)
         net = Net()
         apply_cp(net, mesh=mesh, attention_type=PlainAttention, method=method)
-        if compiled:
-            net.compile(backend="aot_eager", fullgraph=True)
-        results.append(_gradients(net, qkv, grad, None))
-    return max((a - b).abs().max().item() for a, b in zip(*results, strict=True))
+        expected = _gradients(net, qkv, grad, None)
+        net.compile(backend="aot_eager", fullgraph=True)
+        actual = _gradients(net, qkv, grad, None)
+        pairs = zip(actual, expected, strict=True)
+        errors.append(max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs))
+    return errors
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_compiles_without_a_graph_break(pool, method: str) -> None:
-    """torch 2.11 once gave wrong gradients here in float32, and right ones in bfloat16."""
-    assert max(pool.run(2, _compiled_error, method, torch.float32)) < 1e-5
-    assert max(pool.run(2, _compiled_error, method, torch.bfloat16)) < 1e-1
+    """torch 2.11 gave wrong gradients here, without a word, until the output became a copy of its own."""
+    for float32, bfloat16 in pool.run(2, _compiled_errors, method):
+        assert float32 < 2e-6 and bfloat16 < 2e-2
 
 
 def _axis_error() -> float:

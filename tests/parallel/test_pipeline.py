@@ -16,8 +16,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from titan.config.problems import ConfigError
 from titan.observe.pipeline_plot import main
-from titan.parallel import apply_fsdp, build_mesh, initialize, materialize, pipeline
-from titan.parallel.pipeline import Pipeline, plan_pipeline, split_modules, take_stage
+from titan.parallel import apply_ddp, apply_fsdp, build_mesh, initialize, materialize, pipeline
+from titan.parallel.pipeline import (
+    Pipeline,
+    plan_pipeline,
+    split_modules,
+    take_stage,
+    take_stages,
+)
 from titan.parallel.schedules import (
     Action,
     build_schedule,
@@ -167,10 +173,10 @@ class _Recorder:
 def _build(plan: pipeline.PipelinePlan, *, stage_class: type | None = None) -> Pipeline:
     """The pipeline of this rank, over all ranks."""
     mesh = init_device_mesh("cpu", (plan.schedule.num_ranks,), mesh_dim_names=("pp",))
-    stages = {
-        number: _weights(take_stage(_meta_model(), plan.modules[number]))
-        for number in plan.schedule.stages_of(mesh.get_local_rank())
-    }
+    numbers = plan.schedule.stages_of(mesh.get_local_rank())
+    stages = take_stages(_meta_model(), plan.modules, numbers=numbers)
+    for stage in stages.values():
+        _weights(stage)
     built = Pipeline(
         stages, schedule=plan.schedule, mesh=mesh, device=torch.device("cpu"), loss_fn=_loss_sum
     )
@@ -291,15 +297,20 @@ def test_schedule_from_csv(pool, tmp_path: Path) -> None:
     _check(pool.run(2, _run, plan), plan)
 
 
-def _with_fsdp(name: str, reshard: bool, shapes: tuple[int, ...]) -> dict[str, Tensor]:
-    """Gradients of batches of several sizes, summed, over 2 pipeline x 2 FSDP ranks."""
-    mesh = build_mesh("cpu", pp=2, dp_shard=2)
-    plan = plan_pipeline(LAYERS, num_ranks=2, num_microbatches=2, schedule=name)
+def _with_fsdp(name: str, kind: str, shapes: tuple[int, ...]) -> dict[str, Tensor]:
+    """Gradients of batches of several sizes, summed, over 2 pipeline x 2 data-parallel ranks."""
+    axis = "dp_replicate" if kind == "ddp" else "dp_shard"
+    mesh = build_mesh("cpu", pp=2, **{axis: 2})
+    plan = plan_pipeline(LAYERS, num_ranks=2, num_microbatches=4, schedule=name)
     stages = {}
     for number in plan.schedule.stages_of(mesh.get_local_rank("pp")):
         stage = take_stage(_meta_model(), plan.modules[number])
         layers: Any = list(stage.layers.values())  # pyright: ignore
-        apply_fsdp(stage, mesh=mesh["dp_shard"], blocks=layers, reshard_after_forward=reshard)
+        if kind == "ddp":
+            apply_ddp(stage, mesh=mesh[axis], blocks=layers)
+        else:
+            zero3 = kind == "zero3"
+            apply_fsdp(stage, mesh=mesh[axis], blocks=layers, reshard_after_forward=zero3)
         stages[number] = _weights(stage)
     built = Pipeline(
         stages,
@@ -310,7 +321,7 @@ def _with_fsdp(name: str, reshard: bool, shapes: tuple[int, ...]) -> dict[str, T
     )
     for seed, batch in enumerate(shapes):
         tokens, targets, _ = _data(batch, seed=seed)
-        half = mesh.get_local_rank("dp_shard")
+        half = mesh.get_local_rank(axis)
         built.step(tokens.chunk(2)[half], targets.chunk(2)[half], divide_by=100)
         built.eval(tokens.chunk(2)[half], targets.chunk(2)[half])
     return _gradients(*stages.values())
@@ -326,14 +337,20 @@ def _fsdp_error(results: list[dict[str, Tensor]], shapes: tuple[int, ...]) -> fl
     return max(_relative_error(g, expected[n]) for result in results for n, g in result.items())
 
 
-FSDP_CASES = (("1F1B", True), ("Interleaved1F1B", True), ("InterleavedZeroBubble", False))
+FSDP_CASES = (
+    ("1F1B", "zero3"),
+    ("Interleaved1F1B", "zero3"),
+    ("InterleavedZeroBubble", "zero2"),
+    ("ZBVZeroBubble", "zero3"),  # which the pipeline makes zero2
+    ("DualPipeV", "ddp"),
+)
 
 
 def _with_fsdp_cases(shapes: tuple[int, ...]) -> list[dict[str, Tensor]]:
-    return [_with_fsdp(name, reshard, shapes) for name, reshard in FSDP_CASES]
+    return [_with_fsdp(name, kind, shapes) for name, kind in FSDP_CASES]
 
 
-def test_with_fsdp_over_batches_of_several_shapes(pool) -> None:
+def test_with_data_parallelism_over_batches_of_several_shapes(pool) -> None:
     """The second shape makes torch look at the stages anew, with gradients of the first in place."""
     shapes = (8, 16)
     ranks = pool.run(4, _with_fsdp_cases, shapes)
@@ -341,10 +358,14 @@ def test_with_fsdp_over_batches_of_several_shapes(pool) -> None:
         assert _fsdp_error([results[number] for results in ranks], shapes) < 2e-6, case
 
 
+def _with_fsdp_unmended() -> dict[str, Tensor]:
+    pipeline._prepare_to_split_backward = lambda stage: None
+    return _with_fsdp("InterleavedZeroBubble", "zero3", (8,))
+
+
 def test_torch_still_needs_gathered_parameters_to_split_backward(pool) -> None:
-    """Why `splits_backward` is there. Where this fails, torch has been mended, and the rule can go."""
-    results = pool.run(4, _with_fsdp, "InterleavedZeroBubble", True, (8,))
-    assert _fsdp_error(results, (8,)) > 0.1
+    """Why `_prepare_to_split_backward` is there. Where this fails, torch has been mended, and it can go."""
+    assert _fsdp_error(pool.run(4, _with_fsdp_unmended), (8,)) > 0.1
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 6, 8, 12])
@@ -444,12 +465,34 @@ def test_take_stage_keeps_names_and_nothing_else() -> None:
         take_stage(model, ["layer.4"])
 
 
+def test_every_module_has_one_stage() -> None:
+    model = _meta_model()
+    modules = split_modules(LAYERS, num_stages=2)
+    assert sorted(take_stages(model, modules, numbers=[1])) == [1]
+    forgotten = [modules[0][:-1], modules[1]]
+    with pytest.raises(ValueError, match=r"'layers\.3' is in no stage; put it into one"):
+        take_stages(model, forgotten, numbers=[0])
+    twice = [modules[0], ["layers.0", *modules[1]]]
+    with pytest.raises(ValueError, match=r"'layers\.0' is in stages 0 and 1; put it into one"):
+        take_stages(model, twice, numbers=[0])
+    model.scale = nn.Parameter(torch.empty(1, device="meta"))
+    with pytest.raises(ValueError, match="'scale' lies in no module"):
+        take_stages(model, modules, numbers=[0])
+
+
 def test_tied_embeddings_are_refused_across_stages() -> None:
     model = _meta_model(tied=True)
     with pytest.raises(ValueError, match=r"output\.weight is tied"):
         take_stage(model, ["tok_embeddings", "layers.0"])
     stage = take_stage(model, ["tok_embeddings", "layers.0", "output"])
     assert stage.output.weight is stage.tok_embeddings.weight  # pyright: ignore
+
+
+def test_compiled_stages_are_refused_where_backward_is_split() -> None:
+    stage = take_stage(_meta_model(), ["layers.0"])
+    stage.layers["0"].compile()  # pyright: ignore
+    with pytest.raises(ValueError, match=r"'layers\.0' is compiled"):
+        pipeline._prepare_to_split_backward(stage)
 
 
 def test_names_and_stage_numbers() -> None:

@@ -155,7 +155,7 @@ def draw(schedule: Schedule, *, output: Path) -> None:
 
     timeline = schedule.timeline()
     length = max(spans[-1].end for spans in timeline)
-    width = min(40.0, max(8.0, 0.24 * length))
+    width = min(30.0, max(8.0, 0.24 * length))
     figure = Figure(figsize=(width, 1.6 + 0.5 * len(timeline)), layout="constrained", dpi=120)
     FigureCanvasAgg(figure)
     axes = figure.subplots()

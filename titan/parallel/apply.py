@@ -86,8 +86,9 @@ def _apply_data_parallel(
     elif shard is not None or plan.param_dtype is not None or plan.cpu_offload:
         fsdp_mesh = shard or mesh["dp_shard"]
         if replicas is not None:
-            shard_axis = (fsdp_mesh.mesh_dim_names or ())[0]
-            fsdp_mesh = mesh["dp_replicate", shard_axis]
+            names = fsdp_mesh.mesh_dim_names
+            assert names is not None
+            fsdp_mesh = mesh["dp_replicate", names[-1]]
         apply_fsdp(
             model,
             mesh=fsdp_mesh,

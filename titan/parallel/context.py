@@ -139,13 +139,10 @@ class ContextParallelAttention(nn.Module):
         positions_S = positions_T[part.rank * length : (part.rank + 1) * length]
         mask_BST = document_ids_BS[:, :, None] == ids_BT[:, None, :]
         mask_BST &= positions_S[:, None] >= positions_T
-        return F.scaled_dot_product_attention(
-            q_BHSK,
-            k_BGTK,
-            v_BGTK,
-            attn_mask=mask_BST[:, None],
-            enable_gqa=q_BHSK.shape[1] != k_BGTK.shape[1],
-        )
+        # One copy for each query head: with a mask, the kernels that save memory take no grouped heads.
+        copies = q_BHSK.shape[1] // k_BGTK.shape[1]
+        k_BHTK, v_BHTK = (x.repeat_interleave(copies, dim=1) for x in (k_BGTK, v_BGTK))
+        return F.scaled_dot_product_attention(q_BHSK, k_BHTK, v_BHTK, mask_BST[:, None])
 
     def _ulysses(
         self, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, document_ids_BS: Tensor | None
@@ -166,14 +163,11 @@ class ContextParallelAttention(nn.Module):
         parts = all_to_all(torch.cat(per_rank, dim=2).movedim(1, 0), group=self.part.group)
         whole = parts.movedim(0, 2).flatten(2, 3)
         whole = unshard_sequence(whole, dim=2, size=size, balanced=balanced)
-        out_BHTK = self.inner(
-            *whole.split([x.shape[2] for x in per_rank], dim=1),
-            None
-            if document_ids_BS is None
-            else unshard_sequence(
-                self._gather_ids(document_ids_BS), dim=1, size=size, balanced=balanced
-            ),
-        )
+        ids_BT = None
+        if document_ids_BS is not None:
+            ids_BT = self._gather_ids(document_ids_BS)
+            ids_BT = unshard_sequence(ids_BT, dim=1, size=size, balanced=balanced)
+        out_BHTK = self.inner(*whole.split([x.shape[2] for x in per_rank], dim=1), ids_BT)
         order = _chunks_held(size, balanced)
         out_BHTK = _pick(out_BHTK, 2, order, len(order))
         # (C, B, H / C, S, K): parts of T before, C heads' shares after.

@@ -1,7 +1,7 @@
 """Pipeline parallelism: a model cut into stages, and the runner that sends microbatches through them.
 
     plan_pipeline    which modules make up each stage, and which rank does what when (schedules.py)
-    take_stage       a copy of the model with everything foreign to a stage removed
+    take_stages      copies of the model with everything foreign to a stage removed
     Pipeline         trains and evaluates the stages of this rank, which may be parallelised further
 
 The model is any nn.Module whose forward passes over children that are None (embedding, norm, output layer) and loops over
@@ -13,7 +13,7 @@ where. Gradients are plain sums over microbatches, for a loss that is a sum divi
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -69,38 +70,29 @@ def plan_pipeline(
     None: one or two for each rank, as the schedule has. first_less, last_less: what embedding and output layer count
     for, in layers. modules: names for each stage, instead of an even split.
     """
-    made = None
     if csv:
         made = read_schedule(csv)
-        num_stages = made.num_stages
-        for found, asked, what in (
-            (made.num_ranks, num_ranks, "ranks"),
-            (made.num_microbatches, num_microbatches, "microbatches"),
-        ):
-            if found != asked:
-                raise ValueError(f"{csv} is a schedule for {found} {what}, and there are {asked}")
-    elif modules:
-        num_stages = len(modules)
-    elif layers_per_stage:
-        num_stages = -(-(num_layers + first_less + last_less) // layers_per_stage)
+        found, asked = (made.num_ranks, made.num_microbatches), (num_ranks, num_microbatches)
+        for one, other, what in zip(found, asked, ("ranks", "microbatches"), strict=True):
+            if one != other:
+                raise ValueError(f"{csv} is a schedule for {one} {what}, and there are {other}")
     else:
-        num_stages = num_ranks * stages_per_rank(schedule)
-    if modules and len(modules) != num_stages:
-        raise ValueError(
-            f"modules are named for {len(modules)} stages, the schedule has {num_stages}"
+        if modules:
+            num_stages = len(modules)
+        elif layers_per_stage:
+            num_stages = -(-(num_layers + first_less + last_less) // layers_per_stage)
+        else:
+            num_stages = num_ranks * stages_per_rank(schedule)
+        made = build_schedule(
+            schedule, num_ranks=num_ranks, num_stages=num_stages, num_microbatches=num_microbatches
         )
-    # The schedule first: it knows what numbers of stages are possible at all.
-    made = made or build_schedule(
-        schedule, num_ranks=num_ranks, num_stages=num_stages, num_microbatches=num_microbatches
+    count = made.num_stages
+    if modules and len(modules) != count:
+        raise ValueError(f"modules are named for {len(modules)} stages, {csv} has {count}")
+    names = [list(stage) for stage in modules or ()] or split_modules(
+        num_layers, num_stages=count, first_less=first_less, last_less=last_less
     )
-    split = [list(names) for names in modules] if modules else None
-    return PipelinePlan(
-        schedule=made,
-        modules=split
-        or split_modules(
-            num_layers, num_stages=num_stages, first_less=first_less, last_less=last_less
-        ),
-    )
+    return PipelinePlan(schedule=made, modules=names)
 
 
 def split_modules(
@@ -138,6 +130,26 @@ def split_modules(
     names[0].insert(0, "tok_embeddings")
     names[-1] += ["norm", "output"]
     return names
+
+
+def take_stages(
+    model: nn.Module, modules: Sequence[Sequence[str]], *, numbers: Iterable[int]
+) -> dict[int, nn.Module]:
+    """The stages of these numbers, taken out of `model`; modules: the names of every stage's.
+
+    Raises ValueError unless every module that has parameters is in one stage.
+    """
+    stages_of: dict[str, list[int]] = {}
+    for stage, names in enumerate(modules):
+        for name in names:
+            stages_of.setdefault(name, []).append(stage)
+    for name, unit in _units(model).items():
+        if any(True for _ in unit.parameters()) and len(found := stages_of.get(name, [])) != 1:
+            where = f"in stages {' and '.join(map(str, found))}" if found else "in no stage"
+            raise ValueError(f"module '{name}' is {where}; put it into one")
+    for name, _ in model.named_parameters(recurse=False):
+        raise ValueError(f"parameter '{name}' lies in no module, so no stage could have it")
+    return {number: take_stage(model, modules[number]) for number in numbers}
 
 
 def take_stage(model: nn.Module, names: Sequence[str]) -> nn.Module:
@@ -186,8 +198,8 @@ class Pipeline:
     """The stages of this rank, and the steps that train and evaluate the whole pipeline.
 
     stages: module for each of `schedule.stages_of(rank)`, materialised and parallelised. mesh: the pp axis.
-    loss_fn: (output of the last stage, targets) -> scalar sum. With FSDP and a schedule that splits backward,
-    reshard_after_forward must be False (see `splits_backward`).
+    loss_fn: (output of the last stage, targets) -> scalar sum. Where the schedule splits backward, FSDP keeps
+    parameters gathered between forward and backward (see `splits_backward`), whatever it was told.
 
     Every rank of the axis calls the same methods with the same batches; who needs what of them is seen to here.
     Further inputs (positions, document ids) go to forward of every stage by name. All tensors are split into microbatches along
@@ -206,6 +218,9 @@ class Pipeline:
         expected = schedule.stages_of(mesh.get_local_rank())
         assert sorted(stages) == expected, f"this rank has stages {expected}, not {sorted(stages)}"
         assert mesh.size() == schedule.num_ranks
+        if schedule.splits_backward:
+            for stage in stages.values():
+                _prepare_to_split_backward(stage)
         self.stages = dict(sorted(stages.items()))
         self.schedule = schedule
         self.group = mesh.get_group()
@@ -295,6 +310,8 @@ class Pipeline:
             )
         key = (kind, num_microbatches, tokens.shape)
         if key not in self._runners:
+            if kind == "forward":  # generation calls it with ever longer sequences
+                self._runners = {k: r for k, r in self._runners.items() if k[0] != "forward"}
             if kind == "train":
                 self._runners[key] = self._build_training()
             else:
@@ -357,6 +374,17 @@ class _Stage(PipelineStage):
         super()._post_metadata_inference_cleanup()
         for parameter, gradient in gradients:
             parameter.grad = gradient
+
+
+def _prepare_to_split_backward(stage: nn.Module) -> None:
+    for name, module in stage.named_modules():
+        if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
+            raise ValueError(
+                f"module '{name}' is compiled: torch.compile cannot split its backward pass into inputs and weights, "
+                "as this schedule does; use 1F1B or Interleaved1F1B, or do not compile"
+            )
+        if isinstance(module, FSDPModule) and not isinstance(module, ReplicateModule):
+            module.set_reshard_after_forward(False, recurse=False)
 
 
 def _torch_actions(order: Sequence[Sequence[Action]]) -> dict[int, list[_Action | None]]:
