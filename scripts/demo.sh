@@ -8,11 +8,13 @@ prepare_environment demo
 bin=$(dirname "$PYTHON")
 run=outputs/demo
 rm -rf "$run"
-say() { printf '\n\033[1m$ %s\033[0m\n' "$*"; "$@"; }
+bold= plain=
+if [ -t 1 ]; then bold=$(printf '\033[1m') plain=$(printf '\033[0m'); fi
+say() { printf '\n%s$' "$bold"; printf ' %q' "$@"; printf '%s\n' "$plain"; "$@"; }
 
 say "$bin/titan" train train_configs/demo.toml --nproc 2
 say "$bin/titan" plot "$run" --output "$run/loss.png"
-say "$bin/titan" generate --checkpoint "$run" --prompt "def " --max-new-tokens 300
+say "$bin/titan" generate --checkpoint "$run" --prompt "def " --max-new-tokens 240
 
 cat << END
 

@@ -124,7 +124,7 @@ def test_a_non_finite_loss_stops_with_step_rank_and_samples(tmp_path: Path) -> N
     trainer = Trainer(job(tmp_path, training={"global_batch_size": 4}))
     trainer._one_step()
     with torch.no_grad():
-        trainer.program.model.get_parameter("norm.weight").fill_(float("nan"))
+        trainer.program.parts[0].get_parameter("norm.weight").fill_(float("nan"))
     with pytest.raises(
         NonFiniteError, match=r"step 2: loss nan.*rank 0: samples 4 to 5; rank 0: samples 6 to 7"
     ):
@@ -161,7 +161,9 @@ def test_initial_load_takes_the_weights_only(tmp_path: Path) -> None:
     assert trainer.step == 0 and not trainer.program.optimizer.state
     trainer.close()
     fresh = Trainer(job(tmp_path / "third", debug={"seed": 0}))
-    pairs = zip(trainer.program.model.parameters(), fresh.program.model.parameters(), strict=True)
+    pairs = zip(
+        trainer.program.parts[0].parameters(), fresh.program.parts[0].parameters(), strict=True
+    )
     assert any(not torch.equal(a, b) for a, b in pairs)
     fresh.close()
 

@@ -240,6 +240,10 @@ COMMANDS = {
     "prepare": Command("tokenize text into memory-mapped shards", _elsewhere("titan.data.prepare")),
     "tokenizer": Command("train or inspect a tokenizer", _elsewhere("titan.data.tokenizer_cli")),
     "plot": Command("draw loss and throughput curves of runs", _elsewhere("titan.observe.plot")),
+    "pipeline": Command(
+        "draw a job's pipeline schedule; its bubble, its activations in flight",
+        _elsewhere("titan.observe.pipeline_plot"),
+    ),
     "generate": Command("sample text from a checkpoint", _elsewhere("titan.generate")),
 }
 

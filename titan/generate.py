@@ -47,7 +47,7 @@ def load_model(path: Path, *, device: torch.device) -> tuple[nn.Module, Tokenize
     with torch.device("meta"):
         model = import_family(config.model.name).build_model(model_config(config.model))
     materialize(model, device=device)
-    load(step, model_state(model))
+    load(step, model_state([model]))
     tokenizer = build_tokenizer(config.tokenizer, hf_assets_path=config.model.hf_assets_path)
     return model.eval(), tokenizer, step
 

@@ -12,7 +12,8 @@ One step, with the global batch of B sequences spread over dp ranks and A micro-
     clip, set learning rate, update, zero
 
 Loss and gradients are divided by the one global count before anything is added up, so every layout and every A
-compute the same numbers to rounding.
+compute the same numbers to rounding. Under pipeline parallelism a rank holds one stage or several, and a micro-batch
+is what the pipeline cuts into microbatches of its own.
 """
 
 from __future__ import annotations
@@ -23,16 +24,21 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from titan.batches import LocalBatch, Localizer, MicroBatch, sum_valid
 from titan.config.rules import model_config
-from titan.config.sections import JobConfig, LRSchedulerSection, OptimizerSection
-from titan.data.packing import IGNORED
+from titan.config.sections import (
+    JobConfig,
+    LRSchedulerSection,
+    OptimizerSection,
+    ParallelismSection,
+)
 from titan.loss import VocabularyShard, cross_entropy_sum
 from titan.models.attention import InnerAttention
 from titan.optim.clipping import clip_gradients
@@ -40,9 +46,10 @@ from titan.optim.optimizers import build_optimizer
 from titan.optim.schedule import learning_rate_factor
 from titan.parallel import initialize, materialize
 from titan.parallel.apply import ParallelPlan, parallelize
-from titan.parallel.context import Method, shard_sequence
+from titan.parallel.context import Method
 from titan.parallel.fsdp import set_gradient_sync
 from titan.parallel.mesh import axis_size, submesh
+from titan.parallel.pipeline import Pipeline, plan_pipeline, take_stages
 
 # How the TOML names the methods. "alltoall" is TorchTitan's ring, which rotates by all-to-all.
 _CONTEXT_METHODS: dict[str, Method] = {
@@ -53,25 +60,13 @@ _CONTEXT_METHODS: dict[str, Method] = {
 }
 
 
-class MicroBatch(Protocol):
-    """What a step reads of a batch; titan.data's Batch is one. All int64, (B, S), on any device."""
-
-    @property
-    def tokens_BS(self) -> Tensor: ...
-    @property
-    def labels_BS(self) -> Tensor: ...
-    @property
-    def positions_BS(self) -> Tensor | None: ...
-    @property
-    def document_ids_BS(self) -> Tensor | None: ...
-
-
 @dataclass(frozen=True)
 class StepReport:
     """What a step computed, as scalars on the device; reading one waits for it.
 
     loss: mean over the global batch's valid tokens, in nats. grad_norm: global, before clipping.
-    num_valid: valid tokens of the global batch. local_losses: this rank's sums, one for each micro-batch.
+    num_valid: valid tokens of the global batch. local_losses: this rank's sums, one for each micro-batch; zeros
+    on a pipeline stage that is not the last.
     """
 
     loss: Tensor
@@ -81,80 +76,84 @@ class StepReport:
 
 
 @dataclass(frozen=True)
-class SequenceSplit:
-    """Which part of each sequence this rank holds (context parallelism)."""
+class Groups:
+    """Process groups a step sums over; None where it is one rank.
 
-    rank: int
-    size: int
-    balanced: bool
+    data: ranks with different samples. tokens: with different tokens, context-parallel ones too. loss: those of
+    all pipeline stages. stages: the pipeline.
+    """
 
-    def of(self, tensor_BS: Tensor) -> Tensor:
-        return shard_sequence(
-            tensor_BS, dim=1, rank=self.rank, size=self.size, balanced=self.balanced
+    data: dist.ProcessGroup | None
+    tokens: dist.ProcessGroup | None
+    loss: dist.ProcessGroup | None
+    stages: dist.ProcessGroup | None
+
+    @staticmethod
+    def of(mesh: DeviceMesh) -> Groups:
+        def group(*axes: str) -> dist.ProcessGroup | None:
+            part = submesh(mesh, *axes, flatten=True)
+            return None if part is None else part.get_group()
+
+        return Groups(
+            data=group("dp_replicate", "dp_shard"),
+            tokens=group("dp_replicate", "dp_shard", "cp"),
+            loss=group("pp", "dp_replicate", "dp_shard", "cp"),
+            stages=group("pp"),
         )
-
-
-@dataclass(frozen=True)
-class LocalBatch:
-    """A micro-batch on this rank's device, and of its part of the sequence."""
-
-    tokens_BS: Tensor
-    labels_BS: Tensor
-    positions_BS: Tensor | None
-    document_ids_BS: Tensor | None
 
 
 @dataclass
 class Program:
-    """A model, laid out and with weights, and the steps that train and evaluate it."""
+    """A model, laid out and with weights, and the steps that train and evaluate it.
 
-    model: nn.Module
+    parts: the whole model, or this rank's pipeline stages.
+    """
+
+    parts: list[nn.Module]
+    pipeline: Pipeline | None
     optimizer: torch.optim.Optimizer
     device: torch.device
     mesh: DeviceMesh
-    data_group: dist.ProcessGroup | None  # ranks with different samples; None: one
-    loss_group: (
-        dist.ProcessGroup | None
-    )  # ranks with different tokens: those, and context-parallel ones
-    context: SequenceSplit | None
+    groups: Groups
+    localize: Localizer
+    loss_sum: LossSum
     sync_every_microbatch: bool
     optimizer_section: OptimizerSection
     schedule_section: LRSchedulerSection
     total_steps: int
     max_norm: float
-    chunk_tokens: int
-    vocabulary_shard: VocabularyShard | None  # loss parallel
+    microbatch_size: int
 
     def train_step(self, batches: Sequence[MicroBatch], *, step: int) -> StepReport:
         """Train on this rank's micro-batches of step 1, 2, ...: forward, backward, clip, update."""
-        local = [self._localize(batch) for batch in batches]
-        num_valid = self._sum_over_tokens(sum_valid(local))
+        local = [self.localize(batch) for batch in batches]
+        num_valid = _sum(sum_valid(local), self.groups.tokens)
         losses = []
         for number, batch in enumerate(local):
-            is_last = number == len(batches) - 1
-            set_gradient_sync(self.model, self.sync_every_microbatch or is_last)
-            loss_sum = self._loss_sum(batch)
-            (loss_sum / num_valid).backward()
-            losses.append(loss_sum.detach())
-        grad_norm = clip_gradients(self.model.parameters(), max_norm=self.max_norm)
+            is_last = number == len(local) - 1
+            losses.append(self._forward_backward(batch, num_valid, sync=is_last))
+        parameters = [p for part in self.parts for p in part.parameters()]
+        grad_norm = clip_gradients(parameters, max_norm=self.max_norm, stages=self.groups.stages)
         self.set_learning_rate(step)
         self.optimizer.step()
         self.optimizer.zero_grad()
         local_losses = torch.stack(losses)
-        loss = self._sum_over_tokens(local_losses.sum()) / num_valid
+        loss = _sum(local_losses.sum(), self.groups.loss) / num_valid
         return StepReport(loss, grad_norm, num_valid, local_losses)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor]:
         """Summed loss in nats and number of valid tokens over all ranks' batches, as device scalars."""
-        self.model.eval()
+        for part in self.parts:
+            part.eval()
         loss = torch.zeros((), device=self.device)
         num_valid = torch.zeros((), dtype=torch.int64, device=self.device)
-        for batch in map(self._localize, batches):
-            loss += self._loss_sum(batch)
+        for batch in map(self.localize, batches):
+            loss += self._forward(batch)
             num_valid += sum_valid([batch])
-        self.model.train()
-        return self._sum_over_tokens(loss), self._sum_over_tokens(num_valid)
+        for part in self.parts:
+            part.train()
+        return _sum(loss, self.groups.loss), _sum(num_valid, self.groups.tokens)
 
     def set_learning_rate(self, step: int) -> float:
         """Set and return the learning rate of a step."""
@@ -165,44 +164,49 @@ class Program:
             group["lr"] = self.optimizer_section.lr * factor
         return self.optimizer_section.lr * factor
 
-    def _loss_sum(self, batch: LocalBatch) -> Tensor:
-        logits_BSV = self.model(batch.tokens_BS, batch.positions_BS, batch.document_ids_BS)
+    def _forward_backward(self, batch: LocalBatch, num_valid: Tensor, *, sync: bool) -> Tensor:
+        """Add the gradients of a micro-batch; returns its loss, summed over this rank's tokens."""
+        if self.pipeline is not None:
+            losses = self.pipeline.step(
+                batch.tokens_BS, batch.labels_BS, divide_by=num_valid, **_inputs(batch)
+            )
+            return self._total(losses)
+        (model,) = self.parts
+        set_gradient_sync(model, self.sync_every_microbatch or sync)
+        loss_sum = self.loss_sum(model(batch.tokens_BS, **_inputs(batch)), batch.labels_BS)
+        (loss_sum / num_valid).backward()
+        return loss_sum.detach()
+
+    def _forward(self, batch: LocalBatch) -> Tensor:
+        """Loss of a micro-batch, summed over this rank's tokens."""
+        if self.pipeline is not None:
+            whole, rest = divmod(len(batch.tokens_BS), self.microbatch_size)
+            losses = self.pipeline.eval(
+                batch.tokens_BS,
+                batch.labels_BS,
+                num_microbatches=1 if rest else whole,
+                **_inputs(batch),
+            )
+            return self._total(losses)
+        (model,) = self.parts
+        return self.loss_sum(model(batch.tokens_BS, **_inputs(batch)), batch.labels_BS)
+
+    def _total(self, losses: list[Tensor]) -> Tensor:
+        """The sum, which is nothing but on the last pipeline stage."""
+        return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
+
+
+@dataclass(frozen=True)
+class LossSum:
+    """Logits and labels to the summed loss; `shard` where the logits are split over the vocabulary."""
+
+    chunk_tokens: int
+    shard: VocabularyShard | None
+
+    def __call__(self, logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
         return cross_entropy_sum(
-            logits_BSV,
-            batch.labels_BS,
-            chunk_tokens=self.chunk_tokens,
-            shard=self.vocabulary_shard,
+            logits_BSV, labels_BS, chunk_tokens=self.chunk_tokens, shard=self.shard
         )
-
-    def _sum_over_tokens(self, value: Tensor) -> Tensor:
-        if self.loss_group is not None:
-            dist.all_reduce(value, group=self.loss_group)
-        return value
-
-    def _localize(self, batch: MicroBatch) -> LocalBatch:
-        """On the device, and this rank's part of the sequence."""
-        tokens_BS, positions_BS = batch.tokens_BS, batch.positions_BS
-        if self.context is not None and positions_BS is None:
-            # A part does not know its place.
-            positions_BS = torch.arange(tokens_BS.shape[1]).expand(tokens_BS.shape)
-
-        def local(tensor_BS: Tensor | None) -> Any:
-            if tensor_BS is None:
-                return None
-            part = tensor_BS if self.context is None else self.context.of(tensor_BS)
-            return part.to(self.device, non_blocking=True)
-
-        return LocalBatch(
-            local(tokens_BS),
-            local(batch.labels_BS),
-            local(positions_BS),
-            local(batch.document_ids_BS),
-        )
-
-
-def sum_valid(batches: Sequence[LocalBatch]) -> Tensor:
-    """Labels that are trained on, over the batches; a scalar int64 on their device."""
-    return torch.stack([(batch.labels_BS != IGNORED).sum() for batch in batches]).sum()
 
 
 def build_program(config: JobConfig, *, device: torch.device, mesh: DeviceMesh) -> Program:
@@ -211,40 +215,45 @@ def build_program(config: JobConfig, *, device: torch.device, mesh: DeviceMesh) 
     The default process group must be initialised and `mesh` lie over it. The config must have passed
     titan.config.rules, which is where a user's mistakes are told.
     """
-    training = config.training
+    training, parallel = config.training, config.parallelism
+    family, sizes = import_family(config.model.name), model_config(config.model)
     with torch.device("meta"), _default_dtype(torch_dtype(training.dtype)):
-        family = import_family(config.model.name)
-        sizes = model_config(config.model)
         model = family.build_model(sizes)
-    param_dtype = torch_dtype(training.mixed_precision_param)
-    method = _CONTEXT_METHODS[config.parallelism.context_parallel_rotate_method]
-    # Ulysses runs whole sequences, whose work needs no balancing.
-    balancer = config.parallelism.context_parallel_load_balancer
-    balanced = balancer == "headtail" and method != "ulysses"
-    plan = ParallelPlan(
-        param_dtype=None if training.mixed_precision_param == training.dtype else param_dtype,
-        reduce_dtype=torch_dtype(training.mixed_precision_reduce),
-        reshard_after_forward=config.parallelism.fsdp_reshard_after_forward != "never",
-        cpu_offload=training.enable_cpu_offload,
-        tensor_plan=family.TENSOR_PLAN,
-        num_kv_heads=sizes.n_kv_heads,
-        loss_parallel=not config.parallelism.disable_loss_parallel,
-        attention_type=InnerAttention,
-        context_method=method,
-        context_balanced=balanced,
+    plan = _parallel_plan(config, family=family, num_kv_heads=sizes.n_kv_heads)
+    loss_sum = LossSum(
+        config.loss.chunk_tokens,
+        shard=_vocabulary_shard(mesh, sizes.vocab_size) if plan.loss_parallel else None,
     )
-    parallelize(model, mesh=mesh, blocks=list(model.layers.values()), plan=plan)
-    materialize(model, device=device)
-    initialize(model, seed=config.debug.seed, std_of=model.init_std)
-    cp = submesh(mesh, "cp")
+    pp = submesh(mesh, "pp")
+    num_microbatches = training.local_batch_size // parallel.pipeline_parallel_microbatch_size
+    stages: dict[int, nn.Module] = {0: model}
+    schedule = None
+    if pp is not None:
+        pipeline_plan = _pipeline_plan(parallel, sizes.n_layers, num_microbatches)
+        schedule = pipeline_plan.schedule
+        numbers = schedule.stages_of(pp.get_local_rank())
+        stages = take_stages(model, pipeline_plan.modules, numbers=numbers)
+    for stage in stages.values():
+        parallelize(stage, mesh=mesh, blocks=list(stage.layers.values()), plan=plan)  # pyright: ignore
+        # Offloaded parameters live on the host.
+        materialize(stage, device=torch.device("cpu") if plan.cpu_offload else device)
+        initialize(stage, seed=config.debug.seed, std_of=model.init_std)
+    pipeline = None
+    if pp is not None and schedule is not None:
+        pipeline = Pipeline(stages, schedule=schedule, mesh=pp, device=device, loss_fn=loss_sum)
+    context = submesh(mesh, "cp")
+    parts = list(stages.values())
     return Program(
-        model=model,
-        optimizer=build_optimizer(config.optimizer, model.parameters()),
+        parts=parts,
+        pipeline=pipeline,
+        optimizer=build_optimizer(config.optimizer, [p for m in parts for p in m.parameters()]),
         device=device,
         mesh=mesh,
-        data_group=_group(mesh, "dp_replicate", "dp_shard"),
-        loss_group=_group(mesh, "dp_replicate", "dp_shard", "cp"),
-        context=SequenceSplit(cp.get_local_rank(), cp.size(), balanced) if cp else None,
+        groups=Groups.of(mesh),
+        localize=Localizer(
+            device, context, plan.context_balanced, needs_positions=bool(context or pipeline)
+        ),
+        loss_sum=loss_sum,
         # Sharded gradients are small, whole ones are the size of the model: reduce each micro-batch's, unless
         # the whole ones are there anyway.
         sync_every_microbatch=axis_size(mesh, "dp_shard", "cp") > 1,
@@ -252,14 +261,56 @@ def build_program(config: JobConfig, *, device: torch.device, mesh: DeviceMesh) 
         schedule_section=config.lr_scheduler,
         total_steps=training.steps,
         max_norm=training.max_norm,
-        chunk_tokens=config.loss.chunk_tokens,
-        vocabulary_shard=_vocabulary_shard(mesh, sizes.vocab_size) if plan.loss_parallel else None,
+        microbatch_size=parallel.pipeline_parallel_microbatch_size,
     )
 
 
-def _group(mesh: DeviceMesh, *axes: str) -> dist.ProcessGroup | None:
-    part = submesh(mesh, *axes, flatten=True)
-    return None if part is None else part.get_group()
+def _parallel_plan(config: JobConfig, *, family: ModuleType, num_kv_heads: int) -> ParallelPlan:
+    training, parallel = config.training, config.parallelism
+    same = training.mixed_precision_param == training.dtype
+    method = _CONTEXT_METHODS[parallel.context_parallel_rotate_method]
+    # Under pipeline parallelism a microbatch follows the other: gathering again for each would cost more.
+    reshard = {"always": True, "never": False}.get(
+        parallel.fsdp_reshard_after_forward, parallel.pipeline_parallel_degree == 1
+    )
+    return ParallelPlan(
+        param_dtype=None if same else torch_dtype(training.mixed_precision_param),
+        reduce_dtype=torch_dtype(training.mixed_precision_reduce),
+        reshard_after_forward=reshard,
+        cpu_offload=training.enable_cpu_offload,
+        tensor_plan=family.TENSOR_PLAN,
+        num_kv_heads=num_kv_heads,
+        loss_parallel=not parallel.disable_loss_parallel,
+        attention_type=InnerAttention,
+        context_method=method,
+        # Ulysses runs whole sequences, whose work needs no balancing.
+        context_balanced=parallel.context_parallel_load_balancer == "headtail"
+        and method != "ulysses",
+    )
+
+
+def _pipeline_plan(section: ParallelismSection, num_layers: int, num_microbatches: int) -> Any:
+    return plan_pipeline(
+        num_layers,
+        num_ranks=section.pipeline_parallel_degree,
+        num_microbatches=num_microbatches,
+        schedule=section.pipeline_parallel_schedule,
+        csv=section.pipeline_parallel_schedule_csv,
+        layers_per_stage=section.pipeline_parallel_layers_per_stage,
+        first_less=section.pipeline_parallel_first_stage_less_layers,
+        last_less=section.pipeline_parallel_last_stage_less_layers,
+        modules=section.module_fqns_per_model_part,
+    )
+
+
+def _inputs(batch: LocalBatch) -> dict[str, Tensor | None]:
+    return {"positions_BS": batch.positions_BS, "document_ids_BS": batch.document_ids_BS}
+
+
+def _sum(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    if group is not None:
+        dist.all_reduce(value, group=group)
+    return value
 
 
 def _vocabulary_shard(mesh: DeviceMesh, vocab_size: int) -> VocabularyShard | None:

@@ -227,8 +227,8 @@ class Trainer:
             num_bytes = torch.tensor(
                 sum(map(self.validation.num_bytes, batches)), device=self.device
             )
-            if self.program.data_group is not None:
-                dist.all_reduce(num_bytes, group=self.program.data_group)
+            if self.program.groups.data is not None:
+                dist.all_reduce(num_bytes, group=self.program.groups.data)
             loss, valid, size = Readback([loss_sum, num_valid, num_bytes]).values()
         return ValidationRow(
             step=self.step,
@@ -263,10 +263,10 @@ class Trainer:
 
     def _state(self) -> checkpoints.State:
         """Everything a resumed run needs; see titan/checkpoint/manager.py for the names."""
-        model, optimizer = self.program.model, self.program.optimizer
+        parts, optimizer = self.program.parts, self.program.optimizer
         return {
-            **checkpoints.model_state(model),
-            **checkpoints.optimizer_state(model, optimizer),
+            **checkpoints.model_state(parts),
+            **checkpoints.optimizer_state(parts, optimizer),
             **self._rng_state(),
         }
 
@@ -295,12 +295,12 @@ class Trainer:
         self._load(path, model_only=model_only, exclude=set(section.exclude_from_loading))
 
     def _load(self, path: Path, *, model_only: bool, exclude: set[str]) -> None:
-        model, optimizer = self.program.model, self.program.optimizer
-        checkpoints.load(path, checkpoints.model_state(model))
+        parts, optimizer = self.program.parts, self.program.optimizer
+        checkpoints.load(path, checkpoints.model_state(parts))
         if model_only:
             return
         if "optimizer" not in exclude:
-            checkpoints.load(path, checkpoints.empty_optimizer_state(path, model, optimizer))
+            checkpoints.load(path, checkpoints.empty_optimizer_state(path, parts, optimizer))
         metadata = checkpoints.read_metadata(path)
         if "train_state" not in exclude:
             self.step, self.tokens_seen = metadata["step"], metadata["tokens"]

@@ -65,7 +65,7 @@ def main() -> None:
             }
         )
         trainer = Trainer(config)
-        bare = bare_step(copy.deepcopy(trainer.program.model), vocabulary=2048, shape=shape)
+        bare = bare_step(copy.deepcopy(trainer.program.parts[0]), vocabulary=2048, shape=shape)
         times: dict[str, list[float]] = {"titan": [], "bare": []}
         for round_number in range(args.rounds + 1):
             for name, step in (("titan", trainer._one_step), ("bare", bare)):
@@ -79,7 +79,7 @@ def main() -> None:
     print(
         json.dumps(
             {
-                "parameters": sum(p.numel() for p in trainer.program.model.parameters()),
+                "parameters": sum(p.numel() for p in trainer.program.parts[0].parameters()),
                 "threads": torch.get_num_threads(),
                 "steps_each": len(times["bare"]),
                 "titan_ms": round(medians["titan"] * 1e3, 2),

@@ -397,13 +397,13 @@ WORLD = [
         16,
         f"{PARALLEL}pipeline_parallel_degree = 16\n[training]\nlocal_batch_size = 16\n",
         "job.toml:2: parallelism.pipeline_parallel_degree",
-        "need at least 16 layers, the model has 8; use 8",
+        "16 stages are more than 8 layers",
     ),
     (
         4,
         f"{PARALLEL}pipeline_parallel_degree = 4\n[training]\nlocal_batch_size = 2\n",
         "job.toml:4: training.local_batch_size",
-        "fewer than 4 pipeline ranks; use 4 or more",
+        "needs a microbatch for each of its 4 stages, not 2; use 4 or more",
     ),
     (
         2,
@@ -415,7 +415,7 @@ WORLD = [
         2,
         f"{PARALLEL}pipeline_parallel_degree = 2\npipeline_parallel_layers_per_stage = 4\n",
         "job.toml:3: parallelism.pipeline_parallel_layers_per_stage",
-        "make 3 stages",
+        "2 ranks take 2 stages, not 3",
     ),
 ]
 ALIASES = [

@@ -41,7 +41,7 @@ def _train(device: str, precision: str, weights: dict[str, torch.Tensor] | None)
     program = build_program(
         config, device=torch.device(device if device == "cpu" else f"{device}:0"), mesh=mesh
     )
-    parameters = dict(program.model.named_parameters())
+    parameters = dict(program.parts[0].named_parameters())
     local = {n: p.to_local() if isinstance(p, DTensor) else p for n, p in parameters.items()}
     if weights is not None:  # the devices' generators differ
         with torch.no_grad():

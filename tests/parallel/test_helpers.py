@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titan.parallel import apply_ddp, apply_fsdp, build_mesh, initialize, materialize, submesh
-from titan.parallel.initialize import canonical_name
 from titan.parallel.mesh import axis_rank, axis_size
+from titan.parallel.weights import canonical_name
 
 
 class Net(nn.Module):

@@ -20,7 +20,6 @@ from titan.parallel import apply_ddp, apply_fsdp, build_mesh, initialize, materi
 from titan.parallel.pipeline import (
     Pipeline,
     plan_pipeline,
-    split_modules,
     take_stage,
     take_stages,
 )
@@ -34,6 +33,7 @@ from titan.parallel.schedules import (
     stage_numbers,
     write_schedule,
 )
+from titan.parallel.stages import split_modules
 
 LAYERS, WIDTH, VOCABULARY, BATCH, LENGTH = 8, 8, 11, 12, 5
 MULTI = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")

@@ -21,6 +21,7 @@ import logging
 import re
 import shutil
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from titan.config.sections import CheckpointSection
-from titan.parallel.initialize import canonical_name
+from titan.parallel.weights import canonical_name
 
 logger = logging.getLogger("titan")
 State = dict[str, Tensor]
@@ -154,44 +155,52 @@ def load(path: Path, state: State) -> None:
         dcp.load(state, checkpoint_id=str(path), no_dist=not dist.is_initialized())
 
 
-def model_state(model: nn.Module) -> State:
-    """The model's weights under their plain names; a shared parameter (tied embeddings) appears once."""
+def model_state(parts: Sequence[nn.Module]) -> State:
+    """Weights of a model, or of its pipeline stages on this rank, under their plain names; a shared parameter (tied
+    embeddings) appears once."""
     state: State = {}
     seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            state[f"model.{canonical_name(name)}"] = tensor.detach()
+    for part in parts:
+        for name, tensor in part.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                state[f"model.{canonical_name(name)}"] = tensor.detach()
     return state
 
 
-def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+def _named_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    return {canonical_name(name): p for part in parts for name, p in part.named_parameters()}
+
+
+def optimizer_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> State:
     """The optimizer's tensors, named by the parameter they belong to."""
     state: State = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in _named_parameters(parts).items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                state[f"optimizer.{canonical_name(name)}.{key}"] = value
+                state[f"optimizer.{name}.{key}"] = value
     return state
 
 
-def empty_optimizer_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+def empty_optimizer_state(
+    path: Path, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer
+) -> State:
     """Allocate the optimizer state that a checkpoint holds, laid out like the parameters, to be loaded into."""
     stored = stored_shapes(path)
-    names = {f"optimizer.{canonical_name(n)}.": p for n, p in model.named_parameters()}
+    parameters = _named_parameters(parts)
     for full_key, (shape, dtype) in stored.items():
         if not full_key.startswith("optimizer."):
             continue
-        prefix, key = full_key.rsplit(".", 1)
-        parameter = names.get(prefix + ".")
-        if parameter is None:
-            raise CheckpointError(f"{path} holds {full_key}, which this model has not")
+        name, key = full_key.removeprefix("optimizer.").rsplit(".", 1)
+        parameter = parameters.get(name)
+        if parameter is None:  # of another pipeline stage
+            continue
         if shape == parameter.shape:
             value = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         else:  # a step count, the same on every rank
             value = torch.empty(shape, dtype=dtype, device=_step_device(parameter, optimizer))
         optimizer.state[parameter][key] = value
-    return optimizer_state(model, optimizer)
+    return optimizer_state(parts, optimizer)
 
 
 def _step_device(parameter: Tensor, optimizer: torch.optim.Optimizer) -> torch.device:

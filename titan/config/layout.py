@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from titan.parallel.stages import plan_stages
+
 from .model import resolve_model
 from .problems import ConfigError, Finding, Problem
-from .sections import JobConfig
+from .sections import JobConfig, ParallelismSection
 
 # Axis and key of its degree, outermost first.
 AXES = {
@@ -23,19 +25,6 @@ AXES = {
     "dp_shard": "parallelism.data_parallel_shard_degree",
     "cp": "parallelism.context_parallel_degree",
     "tp": "parallelism.tensor_parallel_degree",
-}
-# Schedules, and how many stages each rank holds unless layers_per_stage says otherwise.
-SCHEDULES = {
-    "1F1B": 1,
-    "GPipe": 1,
-    "PipelineScheduleSingle": 1,
-    "Interleaved1F1B": 2,
-    "FlexibleInterleaved1F1B": 2,
-    "LoopedBFS": 2,
-    "InterleavedZeroBubble": 2,
-    "ZBVZeroBubble": 2,
-    "DualPipeV": 2,
-    "PipelineScheduleMulti": 2,
 }
 
 
@@ -84,11 +73,6 @@ def check_layout(config: JobConfig, *, world_size: int) -> list[Problem]:
     ]
     findings += _check_heads(config, model)
     return [config.origin.problem(key, message) for key, message in findings]
-
-
-def stages_per_rank(schedule: str) -> int | None:
-    """For a schedule's name in any letter case; None for one that does not exist."""
-    return {name.lower(): stages for name, stages in SCHEDULES.items()}.get(schedule.lower())
 
 
 def _degrees(config: JobConfig) -> dict[str, int]:
@@ -197,45 +181,46 @@ def _check_stages(config: JobConfig, model: Any) -> Iterator[Finding]:
     pp, size = parallel.pipeline_parallel_degree, parallel.pipeline_parallel_microbatch_size
     if pp == 1:
         return
-    key = "parallelism.pipeline_parallel_degree"
-    layers = getattr(model, "n_layers", 0)
-    stages = pp * (stages_per_rank(parallel.pipeline_parallel_schedule) or 1)
-    if per_stage := parallel.pipeline_parallel_layers_per_stage:
-        less = (
-            parallel.pipeline_parallel_first_stage_less_layers
-            + parallel.pipeline_parallel_last_stage_less_layers
-        )
-        stages = -(-(layers + less) // per_stage)
-        if stages % pp:
-            yield (
-                "parallelism.pipeline_parallel_layers_per_stage",
-                f"{layers} layers in stages of {per_stage} make {stages} stages, which {pp} pipeline ranks cannot "
-                f"share evenly; use {-(-(layers + less) // (pp * max(1, stages // pp)))}",
-            )
-    if layers and layers < stages:
-        yield (
-            key,
-            (
-                f"{stages} pipeline stages ({pp} ranks, schedule {parallel.pipeline_parallel_schedule}) need at least "
-                f"{stages} layers, the model has {layers}; use {max(1, pp * layers // stages)} or fewer"
-            ),
-        )
     if training.local_batch_size % size:
         near = _either(_around(training.local_batch_size, size))
         yield (
             "training.local_batch_size",
-            (
-                f"{training.local_batch_size} is not a multiple of pipeline_parallel_microbatch_size {size}; {near} would do"
-            ),
+            f"{training.local_batch_size} is not a multiple of pipeline_parallel_microbatch_size {size}; {near} would do",
         )
-    elif training.local_batch_size // size < pp:
+        return
+    if getattr(model, "tied_embeddings", False):
         yield (
-            "training.local_batch_size",
-            (
-                f"{training.local_batch_size} sequences make {training.local_batch_size // size} microbatches of {size}, "
-                f"fewer than {pp} pipeline ranks; use {pp * size} or more"
-            ),
+            "parallelism.pipeline_parallel_degree",
+            "the model's output layer is its embedding, and pipeline parallelism would put them on two ranks; use 1, or "
+            "model.overrides.tied_embeddings = false",
         )
+    try:
+        plan_stages(
+            getattr(model, "n_layers", 0),
+            num_ranks=pp,
+            num_microbatches=training.local_batch_size // size,
+            schedule=parallel.pipeline_parallel_schedule,
+            csv=parallel.pipeline_parallel_schedule_csv,
+            layers_per_stage=parallel.pipeline_parallel_layers_per_stage,
+            first_less=parallel.pipeline_parallel_first_stage_less_layers,
+            last_less=parallel.pipeline_parallel_last_stage_less_layers,
+            modules=parallel.module_fqns_per_model_part,
+        )
+    except (ValueError, OSError) as error:
+        yield _blamed(parallel, str(error)), str(error)
+
+
+def _blamed(parallel: ParallelismSection, problem: str) -> str:
+    """The key to change where stages, schedule and batch do not go together."""
+    if parallel.pipeline_parallel_schedule_csv:
+        return "parallelism.pipeline_parallel_schedule_csv"
+    if "microbatch" in problem:
+        return "training.local_batch_size"
+    if parallel.module_fqns_per_model_part:
+        return "parallelism.module_fqns_per_model_part"
+    if parallel.pipeline_parallel_layers_per_stage:
+        return "parallelism.pipeline_parallel_layers_per_stage"
+    return "parallelism.pipeline_parallel_degree"
 
 
 def _around(value: int, unit: int) -> list[int]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from titan.observe.hardware import HARDWARE
+from titan.parallel.schedules import canonical_schedule, splits_backward
 
-from .layout import SCHEDULES, Layout, check_layout, resolve_layout, stages_per_rank
+from .layout import Layout, check_layout, resolve_layout
 from .model import model_config, resolve_model
 from .problems import ConfigError, Finding, Problem, choose
 from .sections import JobConfig
@@ -160,11 +161,29 @@ def _check_precision(config: JobConfig) -> Iterator[Finding]:
 def _check_parallelism(config: JobConfig) -> Iterator[Finding]:
     parallel = config.parallelism
     schedule = parallel.pipeline_parallel_schedule
-    if stages_per_rank(schedule) is None:
-        yield (
-            "parallelism.pipeline_parallel_schedule",
-            f'unknown schedule "{schedule}"{choose(schedule, SCHEDULES)}',
-        )
+    try:
+        canonical_schedule(schedule)
+    except ValueError as error:
+        yield "parallelism.pipeline_parallel_schedule", str(error)
+        return
+    if parallel.pipeline_parallel_degree > 1 and splits_backward(schedule):
+        if parallel.fsdp_reshard_after_forward == "always":
+            yield (
+                "parallelism.fsdp_reshard_after_forward",
+                f'"always" with schedule {schedule}, which splits the backward pass, makes torch compute wrong gradients; '
+                'use "default" or "never"',
+            )
+        if config.compile.enable and "model" in config.compile.components:
+            yield (
+                "compile.enable",
+                f"schedule {schedule} splits the backward pass, which compiled blocks cannot; use false, or 1F1B",
+            )
+        if config.activation_checkpoint.mode in ("selective", "memory_budget"):
+            yield (
+                "activation_checkpoint.mode",
+                f'"{config.activation_checkpoint.mode}" keeps no graph for schedule {schedule}, which splits the backward '
+                'pass; use "full" or "none", or 1F1B',
+            )
     if parallel.enable_async_tensor_parallel:
         if not (config.compile.enable and "model" in config.compile.components):
             yield (

@@ -17,37 +17,42 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[Tensor], *, max_norm: float) -> Tensor:
+def clip_gradients(
+    parameters: Iterable[Tensor], *, max_norm: float, stages: dist.ProcessGroup | None = None
+) -> Tensor:
     """Scale all gradients in place so that their global L2 norm is at most max_norm; returns the norm before that.
 
     The norm is a scalar fp32 tensor on the gradients' device, the same on every rank of their meshes; nothing
-    is copied to the host. A non-finite norm makes the gradients non-finite, which the caller sees in the norm.
+    is copied to the host. stages: pipeline ranks, whose parameters are others. A non-finite norm makes the gradients non-finite, which the caller sees in the norm.
     """
     locals_by_axes: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
             grad, groups = _local_gradient(parameter)
             locals_by_axes[groups].append(grad)
-    norm = global_norm(locals_by_axes)
+    square = sum_of_squares(locals_by_axes)
+    if stages is not None:
+        dist.all_reduce(square, group=stages)
+    norm = square.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for grads in locals_by_axes.values():
         torch._foreach_mul_(grads, scale)
     return norm
 
 
-def global_norm(locals_by_axes: dict[tuple[dist.ProcessGroup, ...], list[Tensor]]) -> Tensor:
-    """L2 norm over local gradients, keyed by the process groups over which their squares must be summed."""
+def sum_of_squares(locals_by_axes: dict[tuple[dist.ProcessGroup, ...], list[Tensor]]) -> Tensor:
+    """Over local gradients, keyed by the process groups over which their squares must be summed."""
     assert locals_by_axes, "no parameter has a gradient"
     squares = []
     for groups, grads in locals_by_axes.items():
-        square = _sum_of_squares(grads)
+        square = _local_sum_of_squares(grads)
         for group in groups:
             dist.all_reduce(square, group=group)
         squares.append(square)
-    return torch.stack(squares).sum().sqrt()
+    return torch.stack(squares).sum()
 
 
-def _sum_of_squares(grads: list[Tensor]) -> Tensor:
+def _local_sum_of_squares(grads: list[Tensor]) -> Tensor:
     if grads[0].device.type == "cpu":
         # torch's norm kernel on a CPU adds up one by one: off by 1e-5 at a million elements. sum() adds pairwise.
         return torch.stack([grad.float().square().sum() for grad in grads]).sum()

@@ -1,12 +1,31 @@
-"""Parallelize helpers: each takes any nn.Module and a DeviceMesh, and imports neither a trainer nor a config."""
+"""Parallelize helpers: each takes any nn.Module and a DeviceMesh, and imports neither a trainer nor a config.
 
-from .context import apply_cp, shard_sequence
-from .fsdp import apply_ddp, apply_fsdp
-from .initialize import initialize, materialize
-from .mesh import axis_rank, axis_size, build_mesh, submesh
-from .tensor import apply_tp
+Names are imported when they are first used: `titan.parallel.schedules`, which the checks of a job file need, imports no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .context import apply_cp, shard_sequence
+    from .fsdp import apply_ddp, apply_fsdp
+    from .mesh import axis_rank, axis_size, build_mesh, submesh
+    from .pipeline import Pipeline, plan_pipeline, take_stages
+    from .tensor import apply_tp
+    from .weights import initialize, materialize
+
+_MODULES = {
+    "context": ("apply_cp", "shard_sequence"),
+    "fsdp": ("apply_ddp", "apply_fsdp"),
+    "mesh": ("axis_rank", "axis_size", "build_mesh", "submesh"),
+    "pipeline": ("Pipeline", "plan_pipeline", "take_stages"),
+    "tensor": ("apply_tp",),
+    "weights": ("initialize", "materialize"),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
+    "Pipeline",
     "apply_cp",
     "apply_ddp",
     "apply_fsdp",
@@ -16,6 +35,14 @@ __all__ = [
     "build_mesh",
     "initialize",
     "materialize",
+    "plan_pipeline",
     "shard_sequence",
     "submesh",
+    "take_stages",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"titan.parallel has no {name}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -16,7 +16,6 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -32,13 +31,8 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-from .schedules import (
-    Action,
-    Schedule,
-    build_schedule,
-    read_schedule,
-    stages_per_rank,
-)
+from .schedules import Action, Schedule, build_schedule
+from .stages import plan_stages
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 _FORWARD = ("FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
@@ -52,84 +46,19 @@ class PipelinePlan:
     modules: list[list[str]]
 
 
-def plan_pipeline(
-    num_layers: int,
-    *,
-    num_ranks: int,
-    num_microbatches: int,
-    schedule: str = "1F1B",
-    csv: Path | str | None = None,
-    layers_per_stage: int | None = None,
-    first_less: int = 1,
-    last_less: int = 1,
-    modules: Sequence[Sequence[str]] | None = None,
-) -> PipelinePlan:
-    """Plan a pipeline; raises ValueError, with the nearest numbers that would do.
-
-    csv: a schedule of one's own instead of `schedule`. layers_per_stage: makes as many stages as that takes;
-    None: one or two for each rank, as the schedule has. first_less, last_less: what embedding and output layer count
-    for, in layers. modules: names for each stage, instead of an even split.
-    """
-    if csv:
-        made = read_schedule(csv)
-        found, asked = (made.num_ranks, made.num_microbatches), (num_ranks, num_microbatches)
-        for one, other, what in zip(found, asked, ("ranks", "microbatches"), strict=True):
-            if one != other:
-                raise ValueError(f"{csv} is a schedule for {one} {what}, and there are {other}")
-    else:
-        if modules:
-            num_stages = len(modules)
-        elif layers_per_stage:
-            num_stages = -(-(num_layers + first_less + last_less) // layers_per_stage)
-        else:
-            num_stages = num_ranks * stages_per_rank(schedule)
-        made = build_schedule(
-            schedule, num_ranks=num_ranks, num_stages=num_stages, num_microbatches=num_microbatches
-        )
-    count = made.num_stages
-    if modules and len(modules) != count:
-        raise ValueError(f"modules are named for {len(modules)} stages, {csv} has {count}")
-    names = [list(stage) for stage in modules or ()] or split_modules(
-        num_layers, num_stages=count, first_less=first_less, last_less=last_less
+def plan_pipeline(num_layers: int, **settings: Any) -> PipelinePlan:
+    """Plan a pipeline: `titan.parallel.stages.plan_stages` says with what settings and errors."""
+    stages = plan_stages(num_layers, **settings)
+    return PipelinePlan(
+        schedule=stages.custom
+        or build_schedule(
+            stages.schedule,
+            num_ranks=stages.num_ranks,
+            num_stages=len(stages.modules),
+            num_microbatches=stages.num_microbatches,
+        ),
+        modules=stages.modules,
     )
-    return PipelinePlan(schedule=made, modules=names)
-
-
-def split_modules(
-    num_layers: int, *, num_stages: int, first_less: int = 1, last_less: int = 1
-) -> list[list[str]]:
-    """Names of each stage's modules, named as in models/, as even as can be.
-
-    The embedding counts as `first_less` layers, norm and output layer as `last_less`. What does not divide goes
-    one by one to the middle stages, later ones first, since earlier ones hold more microbatches in flight; then to
-    the first stage, and not to the last, which has the logits.
-    """
-    weight = num_layers + first_less + last_less
-    each, rest = divmod(weight, num_stages)
-    if each == 0:
-        raise ValueError(
-            f"{num_stages} stages are more than {num_layers} layers, embedding ({first_less}) and output ({last_less}) "
-            f"= {weight}; use {weight} stages or fewer"
-        )
-    counts = [each] * num_stages
-    for stage in [*range(num_stages - 2, 0, -1), 0][:rest]:
-        counts[stage] += 1
-    counts[0] -= first_less
-    counts[-1] -= last_less
-    for stage, less in ((0, first_less), (num_stages - 1, last_less)):
-        if counts[stage] < 0:
-            raise ValueError(
-                f"stage {stage} of {num_stages} has room for {counts[stage] + less} layers, less than the {less} that "
-                f"{'the embedding counts' if stage == 0 else 'norm and output count'} for; use {each} or less for that, "
-                "or fewer stages"
-            )
-    names = [[] for _ in counts]
-    layers = iter(range(num_layers))
-    for stage, count in enumerate(counts):
-        names[stage] = [f"layers.{next(layers)}" for _ in range(count)]
-    names[0].insert(0, "tok_embeddings")
-    names[-1] += ["norm", "output"]
-    return names
 
 
 def take_stages(

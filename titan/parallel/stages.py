@@ -1,0 +1,113 @@
+"""Which modules make up which pipeline stage. Imports no torch: the checks of a job file ask the same questions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .schedules import Schedule, check_schedule, read_schedule, stages_per_rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """Names of each stage's modules, and the schedule they go with; `custom` where it was read from a file."""
+
+    modules: list[list[str]]
+    schedule: str
+    custom: Schedule | None
+    num_ranks: int
+    num_microbatches: int
+
+
+def plan_stages(
+    num_layers: int,
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    schedule: str = "1F1B",
+    csv: Path | str | None = None,
+    layers_per_stage: int | None = None,
+    first_less: int = 1,
+    last_less: int = 1,
+    modules: Sequence[Sequence[str]] | None = None,
+) -> StagePlan:
+    """Plan the stages; raises ValueError, with the nearest numbers that would do.
+
+    csv: a schedule of one's own instead of `schedule`. layers_per_stage: makes as many stages as that takes;
+    None: one or two for each rank, as the schedule has. first_less, last_less: what embedding and output layer count
+    for, in layers. modules: names for each stage, instead of an even split.
+    """
+    custom = read_schedule(csv) if csv else None
+    if custom:
+        num_stages = custom.num_stages
+        for found, asked, what in (
+            (custom.num_ranks, num_ranks, "ranks"),
+            (custom.num_microbatches, num_microbatches, "microbatches"),
+        ):
+            if found != asked:
+                raise ValueError(f"{csv} is a schedule for {found} {what}, and there are {asked}")
+    elif modules:
+        num_stages = len(modules)
+    elif layers_per_stage:
+        num_stages = -(-(num_layers + first_less + last_less) // layers_per_stage)
+    else:
+        num_stages = num_ranks * stages_per_rank(schedule)
+    if modules and len(modules) != num_stages:
+        raise ValueError(
+            f"modules are named for {len(modules)} stages, the schedule has {num_stages}"
+        )
+    # The schedule first: it knows what numbers of stages are possible at all.
+    problem = not custom and check_schedule(
+        schedule, num_ranks=num_ranks, num_stages=num_stages, num_microbatches=num_microbatches
+    )
+    if problem:
+        raise ValueError(problem)
+    return StagePlan(
+        modules=[list(names) for names in modules]
+        if modules
+        else split_modules(
+            num_layers, num_stages=num_stages, first_less=first_less, last_less=last_less
+        ),
+        schedule=schedule,
+        custom=custom,
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+    )
+
+
+def split_modules(
+    num_layers: int, *, num_stages: int, first_less: int = 1, last_less: int = 1
+) -> list[list[str]]:
+    """Names of each stage's modules, named as in models/, as even as can be.
+
+    The embedding counts as `first_less` layers, norm and output layer as `last_less`. What does not divide goes
+    one by one to the middle stages, later ones first, since earlier ones hold more microbatches in flight; then to
+    the first stage, and not to the last, which has the logits.
+    """
+    weight = num_layers + first_less + last_less
+    each, rest = divmod(weight, num_stages)
+    if each == 0:
+        raise ValueError(
+            f"{num_stages} stages are more than {num_layers} layers, embedding ({first_less}) and output ({last_less}) "
+            f"= {weight}; use {weight} stages or fewer"
+        )
+    counts = [each] * num_stages
+    for stage in [*range(num_stages - 2, 0, -1), 0][:rest]:
+        counts[stage] += 1
+    counts[0] -= first_less
+    counts[-1] -= last_less
+    for stage, less in ((0, first_less), (num_stages - 1, last_less)):
+        if counts[stage] < 0:
+            raise ValueError(
+                f"stage {stage} of {num_stages} has room for {counts[stage] + less} layers, less than the {less} that "
+                f"{'the embedding counts' if stage == 0 else 'norm and output count'} for; use {each} or less for that, "
+                "or fewer stages"
+            )
+    names = [[] for _ in counts]
+    layers = iter(range(num_layers))
+    for stage, count in enumerate(counts):
+        names[stage] = [f"layers.{next(layers)}" for _ in range(count)]
+    names[0].insert(0, "tok_embeddings")
+    names[-1] += ["norm", "output"]
+    return names
