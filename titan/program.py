@@ -34,6 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan.batches import LocalBatch, Localizer, MicroBatch, sum_valid
 from titan.config.rules import model_config
 from titan.config.sections import (
+    ActivationCheckpointSection,
     JobConfig,
     LRSchedulerSection,
     OptimizerSection,
@@ -234,7 +235,7 @@ def build_program(config: JobConfig, *, device: torch.device, mesh: DeviceMesh) 
         numbers = schedule.stages_of(pp.get_local_rank())
         stages = take_stages(model, pipeline_plan.modules, numbers=numbers)
     for stage in stages.values():
-        parallelize(stage, mesh=mesh, blocks=list(stage.layers.values()), plan=plan)  # pyright: ignore
+        parallelize(stage, mesh=mesh, plan=plan)
         # Offloaded parameters live on the host.
         materialize(stage, device=torch.device("cpu") if plan.cpu_offload else device)
         initialize(stage, seed=config.debug.seed, std_of=model.init_std)
@@ -283,10 +284,20 @@ def _parallel_plan(config: JobConfig, *, family: ModuleType, num_kv_heads: int) 
         loss_parallel=not parallel.disable_loss_parallel,
         attention_type=InnerAttention,
         context_method=method,
+        recompute_every=_recompute_every(config.activation_checkpoint),
+        recompute_keep_ops=config.activation_checkpoint.mode == "selective"
+        and config.activation_checkpoint.selective_ac_option == "op",
         # Ulysses runs whole sequences, whose work needs no balancing.
         context_balanced=parallel.context_parallel_load_balancer == "headtail"
         and method != "ulysses",
     )
+
+
+def _recompute_every(section: ActivationCheckpointSection) -> int:
+    option = section.selective_ac_option
+    if section.mode == "none":
+        return 0
+    return 1 if section.mode == "full" or option == "op" else int(option)
 
 
 def _pipeline_plan(section: ParallelismSection, num_layers: int, num_microbatches: int) -> Any:

@@ -15,6 +15,7 @@ from titan.config.sections import JobConfig
 from titan.data.packing import IGNORED
 from titan.parallel import build_mesh
 from titan.parallel.mesh import axis_rank, axis_size
+from titan.parallel.weights import canonical_name
 from titan.program import build_program
 
 STEPS, GLOBAL_BATCH, SEQUENCE, VOCABULARY = 10, 8, 64, 2048
@@ -35,6 +36,8 @@ class Layout:
     degrees: tuple[tuple[str, int], ...] = ()
     accumulation: int = 1
     settings: tuple[tuple[str, Any], ...] = ()
+    recompute: str = "none"
+    offload: bool = False
     documents: bool = True  # two documents in each sequence, and no attention between them
 
     @property
@@ -45,24 +48,20 @@ class Layout:
         return ranks
 
 
-def tp(n: int, **more: int) -> tuple[tuple[str, int], ...]:
-    return (*more.items(), ("tp", n))
+def tp(n: int) -> tuple[tuple[str, int], ...]:
+    return (("tp", n),)
 
 
-def pp(n: int, **more: int) -> tuple[tuple[str, int], ...]:
-    return (("pp", n), *more.items())
+def pp(n: int) -> tuple[tuple[str, int], ...]:
+    return (("pp", n),)
 
 
 def schedule(name: str) -> tuple[tuple[str, str], ...]:
     return (("pipeline_parallel_schedule", name),)
 
 
-def cp(n: int, **more: int) -> tuple[tuple[str, int], ...]:
-    return (*more.items(), ("cp", n))
-
-
-def rotate(method: str) -> tuple[tuple[str, str], ...]:
-    return (("context_parallel_rotate_method", method),)
+def cp(n: int) -> tuple[tuple[str, int], ...]:
+    return (("cp", n),)
 
 
 def fsdp(n: int) -> tuple[tuple[str, int], ...]:
@@ -71,58 +70,84 @@ def fsdp(n: int) -> tuple[tuple[str, int], ...]:
 
 UNBALANCED = (("context_parallel_load_balancer", "none"),)
 NEVER = (("fsdp_reshard_after_forward", "never"),)
+RING = (("context_parallel_rotate_method", "ring"),)
+ULYSSES = (("context_parallel_rotate_method", "ulysses"),)
+ZERO_BUBBLE = (("pipeline_parallel_schedule", "InterleavedZeroBubble"),)
+REPLICAS = (("dp_replicate", 2),)
 LAYOUTS = [
+    # Data parallelism and accumulation
     Layout("one process", accumulation=2),
     Layout("one process", accumulation=4),
     Layout("FSDP2, ZeRO-3", fsdp(2)),
     Layout("FSDP2, ZeRO-3", fsdp(2), accumulation=2),
     Layout("FSDP2, ZeRO-3", fsdp(2), accumulation=4),
+    Layout("FSDP2, ZeRO-3", fsdp(4)),
+    Layout("FSDP2, ZeRO-3", fsdp(4), accumulation=2),
+    Layout("FSDP2, ZeRO-3", fsdp(8)),
     Layout("FSDP2, ZeRO-2", fsdp(2), settings=NEVER),
-    Layout("FSDP2, ZeRO-3, 4 ranks", fsdp(4)),
-    Layout("FSDP2, ZeRO-3, 4 ranks", fsdp(4), accumulation=2),
-    Layout("FSDP2, ZeRO-2, 4 ranks", fsdp(4), settings=NEVER),
-    Layout("DDP", (("dp_replicate", 2),)),
-    Layout("DDP", (("dp_replicate", 2),), accumulation=2),
-    Layout("DDP", (("dp_replicate", 2),), accumulation=4),
+    Layout("FSDP2, ZeRO-2", fsdp(4), settings=NEVER),
+    Layout("FSDP2, parameters on the host", fsdp(2), offload=True),
+    Layout("DDP", REPLICAS),
+    Layout("DDP", REPLICAS, accumulation=2),
+    Layout("DDP", REPLICAS, accumulation=4),
+    Layout("HSDP", (*REPLICAS, *fsdp(2))),
+    Layout("HSDP", (*REPLICAS, *fsdp(2)), accumulation=2),
+    # Tensor parallelism
     Layout("TP+SP", tp(2)),
+    Layout("TP+SP", tp(2), accumulation=2),
     Layout("TP+SP, whole logits", tp(2), settings=(("disable_loss_parallel", True),)),
-    Layout("TP+SP, 4 ranks on 2 key/value heads", tp(4)),
-    Layout("FSDP2 x TP+SP", tp(2, dp_shard=2)),
-    Layout("DDP x TP+SP", tp(2, dp_replicate=2)),
+    Layout("TP+SP, more ranks than key/value heads", tp(4)),
+    Layout("FSDP2 x TP+SP", (*fsdp(2), *tp(2))),
+    Layout("FSDP2 x TP+SP", (*fsdp(2), *tp(2)), accumulation=2),
+    Layout("FSDP2 x TP+SP", (*fsdp(4), *tp(2))),
+    Layout("FSDP2 x TP+SP", (*fsdp(2), *tp(4))),
+    Layout("DDP x TP+SP", (*REPLICAS, *tp(2))),
+    Layout("HSDP x TP+SP", (*REPLICAS, *fsdp(2), *tp(2))),
+    # Context parallelism
     Layout("CP all-gather", cp(2)),
-    Layout("CP ring", cp(2), settings=rotate("ring"), documents=False),
-    Layout("CP ring, 4 ranks", cp(4), settings=rotate("ring"), documents=False),
-    Layout(
-        "CP ring, not balanced",
-        cp(2),
-        settings=(*rotate("ring"), *UNBALANCED),
-        documents=False,
-    ),
-    Layout("CP Ulysses", cp(2), settings=rotate("ulysses")),
-    Layout("CP Ulysses, 4 ranks on 2 key/value heads", cp(4), settings=rotate("ulysses")),
-    Layout("FSDP2 x CP", cp(2, dp_shard=2)),
-    Layout("DDP x CP", cp(2, dp_replicate=2)),
+    Layout("CP all-gather, not balanced", cp(2), settings=UNBALANCED),
+    Layout("CP ring", cp(2), settings=RING, documents=False),
+    Layout("CP ring", cp(4), settings=RING, documents=False),
+    Layout("CP ring, not balanced", cp(2), settings=(*RING, *UNBALANCED), documents=False),
+    Layout("CP Ulysses", cp(2), settings=ULYSSES),
+    Layout("CP Ulysses, more ranks than key/value heads", cp(4), settings=ULYSSES),
+    Layout("FSDP2 x CP", (*fsdp(2), *cp(2))),
+    Layout("FSDP2 x CP ring", (*fsdp(2), *cp(2)), settings=RING, documents=False),
+    Layout("DDP x CP", (*REPLICAS, *cp(2))),
+    Layout("HSDP x CP", (*REPLICAS, *fsdp(2), *cp(2))),
     Layout("CP x TP+SP", (*cp(2), *tp(2))),
+    Layout("CP ring x TP+SP", (*cp(2), *tp(2)), settings=RING, documents=False),
+    Layout("FSDP2 x CP x TP+SP", (*fsdp(2), *cp(2), *tp(2))),
+    # Pipeline parallelism
     Layout("PP 1F1B", pp(2)),
+    Layout("PP 1F1B", pp(2), accumulation=2),
+    Layout("PP 1F1B", pp(4)),
     Layout("PP GPipe", pp(2), settings=schedule("GPipe")),
     Layout("PP interleaved 1F1B", pp(2), settings=schedule("Interleaved1F1B")),
     Layout("PP looped BFS", pp(2), settings=schedule("LoopedBFS")),
-    Layout("PP interleaved zero bubble", pp(2), settings=schedule("InterleavedZeroBubble")),
+    Layout("PP interleaved zero bubble", pp(2), settings=ZERO_BUBBLE),
     Layout("PP ZBV zero bubble", pp(2), settings=schedule("ZBVZeroBubble")),
     Layout("PP DualPipeV", pp(2), settings=schedule("DualPipeV")),
-    Layout("PP 1F1B", pp(2), accumulation=2),
-    Layout("PP 1F1B, 4 ranks", pp(4)),
-    Layout("PP x FSDP2", pp(2, dp_shard=2)),
-    Layout("PP x TP+SP", (*pp(2), *tp(2))),
+    Layout("PP interleaved 1F1B", pp(4), settings=schedule("Interleaved1F1B")),
+    Layout("PP x FSDP2", (*pp(2), *fsdp(2))),
+    Layout("PP x FSDP2", (*pp(2), *fsdp(2)), accumulation=2),
+    Layout("PP interleaved zero bubble x FSDP2", (*pp(2), *fsdp(2)), settings=ZERO_BUBBLE),
+    Layout("PP DualPipeV x FSDP2", (*pp(2), *fsdp(2)), settings=schedule("DualPipeV")),
+    Layout("PP x DDP", (*pp(2), *REPLICAS)),
+    Layout("PP x HSDP", (*pp(2), *REPLICAS, *fsdp(2))),
     Layout("PP x CP", (*pp(2), *cp(2))),
-    Layout(
-        "PP interleaved zero bubble x FSDP2",
-        pp(2, dp_shard=2),
-        settings=schedule("InterleavedZeroBubble"),
-    ),
-    Layout("PP x FSDP2 x TP+SP", (*pp(2, dp_shard=2), *tp(2))),
-    Layout("HSDP", (("dp_replicate", 2), ("dp_shard", 2))),
-    Layout("HSDP", (("dp_replicate", 2), ("dp_shard", 2)), accumulation=2),
+    Layout("PP x TP+SP", (*pp(2), *tp(2))),
+    Layout("PP x DDP x TP+SP", (*pp(2), *REPLICAS, *tp(2))),
+    Layout("PP x FSDP2 x TP+SP", (*pp(2), *fsdp(2), *tp(2))),
+    Layout("PP x CP x TP+SP, FSDP2 over CP", (*pp(2), *cp(2), *tp(2))),
+    # Activation checkpointing
+    Layout("one process, full AC", recompute="full"),
+    Layout("one process, selective AC", recompute="selective"),
+    Layout("FSDP2, full AC", fsdp(2), recompute="full"),
+    Layout("FSDP2 x TP+SP, selective AC", (*fsdp(2), *tp(2)), recompute="selective"),
+    Layout("CP x TP+SP, full AC", (*cp(2), *tp(2)), recompute="full"),
+    Layout("PP x FSDP2, selective AC", (*pp(2), *fsdp(2)), recompute="selective"),
+    Layout("PP zero bubble, full AC", pp(2), settings=ZERO_BUBBLE, recompute="full"),
 ]
 
 
@@ -145,6 +170,7 @@ def train(layout: Layout, precision: str = "float32") -> dict[str, Any]:
             "training": {
                 "mixed_precision_param": precision,
                 "steps": STEPS,
+                "enable_cpu_offload": layout.offload,
                 "local_batch_size": GLOBAL_BATCH
                 // (axis_size(mesh, "dp_replicate", "dp_shard") * layout.accumulation),
             },
@@ -152,6 +178,7 @@ def train(layout: Layout, precision: str = "float32") -> dict[str, Any]:
             # AdamW divides a gradient by its own size: with the usual eps of 1e-8, an element whose gradient is next to
             # nothing takes its rounding error as a full step, on one process as well as on many.
             "optimizer": {"lr": 1e-3, "eps": 1e-6},
+            "activation_checkpoint": {"mode": layout.recompute},
             "parallelism": {
                 "pipeline_parallel_degree": dict(layout.degrees).get("pp", 1),
                 **dict(layout.settings),
@@ -160,7 +187,9 @@ def train(layout: Layout, precision: str = "float32") -> dict[str, Any]:
         }
     )
     program = build_program(config, device=torch.device("cpu"), mesh=mesh)
-    parameters = {n: p for part in program.parts for n, p in part.named_parameters()}
+    parameters = {
+        canonical_name(n): p for part in program.parts for n, p in part.named_parameters()
+    }
     gradients: dict[str, Tensor] = {}
 
     def keep_gradients(*_: Any) -> None:
@@ -216,7 +245,7 @@ def test_equals_one_process(layout: Layout, references, pool: Pool, parity_table
     assert max(differences.values()) < BOUND, differences
     parity_table.add(
         layout.name,
-        ranks=layout.ranks,
+        mesh=" x ".join(f"{axis} {n}" for axis, n in layout.degrees) or "-",
         accumulation=layout.accumulation,
         differences=differences,
         bound=BOUND,
@@ -230,7 +259,7 @@ def test_bf16_computes_the_same_on_every_layout(references, pool: Pool) -> None:
     reference = references[True]
     alone = pool.run(1, train, Layout("one process"), "bfloat16")[0]
     assert alone["gradients"]["norm.weight"].dtype == torch.float32
-    for layout in (Layout("FSDP2", fsdp(2)), Layout("DDP", (("dp_replicate", 2),))):
+    for layout in (Layout("FSDP2", fsdp(2)), Layout("DDP", REPLICAS)):
         results = pool.run(2, train, layout, "bfloat16")
         assert _largest(results, alone, "losses") < 1e-4
         assert _largest(results, alone, "norms") < 2e-3

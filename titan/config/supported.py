@@ -20,7 +20,6 @@ UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
     ("parallelism.enable_async_tensor_parallel", False, "use false"),
     ("parallelism.expert_parallel_degree", 1, "use 1"),
     ("parallelism.expert_tensor_parallel_degree", 1, "use 1"),
-    ("activation_checkpoint.mode", "none", 'use "none" and a smaller training.local_batch_size'),
     ("compile.enable", False, "use false"),
     ("model.converters", [], "use []"),
     ("checkpoint.async_mode", "disabled", 'use "disabled"'),
@@ -40,6 +39,13 @@ UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
 def check_supported(config: JobConfig) -> list[Problem]:
     """A problem for each setting that would need a feature still to be built."""
     problems = []
+    if config.activation_checkpoint.mode == "memory_budget":
+        problems.append(
+            config.origin.problem(
+                "activation_checkpoint.mode",
+                f'"memory_budget" is not built yet in titan {__version__[:3]}; use "selective" or "full"',
+            )
+        )
     for key, runs, instead in UNSUPPORTED:
         value = reduce(lambda part, name: getattr(part, name, runs), key.split("."), config)
         if value != runs:

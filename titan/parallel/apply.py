@@ -4,7 +4,7 @@
 
 Inner to outer: what changes a layer's computation comes first, what changes how a block is run (recomputed,
 compiled) next, and the wrapper that gathers parameters around a block's run is last, so that it sees everything
-below it as one unit. EP, float8, AC and compile take their places here as they land.
+below it as one unit. EP, float8 and compile take their places here as they land.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .activation import apply_ac
 from .context import Method, apply_cp
 from .fsdp import apply_ddp, apply_fsdp
 from .mesh import submesh
@@ -36,12 +37,15 @@ class ParallelPlan:
     attention_type: type[nn.Module] = nn.Module
     context_method: Method = "allgather"
     context_balanced: bool = True
+    recompute_every: int = 0  # blocks; 0: none
+    recompute_keep_ops: bool = False
 
 
-def parallelize(
-    model: nn.Module, *, mesh: DeviceMesh, blocks: list[nn.Module], plan: ParallelPlan
-) -> nn.Module:
-    """Apply `plan` to a model, or to one pipeline stage of it, in place over `mesh` (built by `build_mesh`)."""
+def parallelize(model: nn.Module, *, mesh: DeviceMesh, plan: ParallelPlan) -> nn.Module:
+    """Apply `plan` to a model, or to one pipeline stage of it, in place over `mesh` (built by `build_mesh`).
+
+    The model's blocks are the children of its `layers`.
+    """
     tp = submesh(mesh, "tp")
     if tp is not None:
         apply_tp(
@@ -60,6 +64,9 @@ def parallelize(
             method=plan.context_method,
             balanced=plan.context_balanced,
         )
+    if plan.recompute_every:
+        apply_ac(model, every=plan.recompute_every, keep_ops=plan.recompute_keep_ops)
+    blocks = list(model.get_submodule("layers").children())
     _apply_data_parallel(model, mesh=mesh, blocks=blocks, plan=plan)
     return model
 

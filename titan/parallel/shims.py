@@ -13,9 +13,12 @@ import torch.distributed as dist
 # DDP on FSDP2's machinery. Not the older function of the same name in torch.distributed._composable, which
 # wraps DistributedDataParallel and loses its parameters under tensor parallelism.
 from torch.distributed._composable.replicate_with_fsdp import replicate
+
+# Leaves state_dict's names alone; parameters' names get a part, see weights.canonical_name.
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-__all__ = ["replicate", "set_timeout"]
+__all__ = ["checkpoint_wrapper", "replicate", "set_timeout"]
 
 
 def set_timeout(timeout: timedelta) -> None:

@@ -1,0 +1,94 @@
+"""Pipeline stages and attention kernels on one accelerator, against the CPU in fp32."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from titan.loss import cross_entropy_sum
+from titan.models.attention import InnerAttention
+from titan.models.llama3 import FLAVORS, build_model
+from titan.parallel import build_mesh, initialize
+from titan.parallel.pipeline import Pipeline, plan_pipeline, take_stages
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
+]
+BACKENDS = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+@pytest.fixture(scope="module")
+def group():
+    torch.accelerator.set_device_index(0)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"])
+def test_stages_on_one_device_equal_the_whole_model_on_a_cpu(group: None, schedule: str) -> None:
+    sizes = dataclasses.replace(FLAVORS["debugmodel"], n_layers=4)
+    whole = build_model(sizes)
+    initialize(whole, seed=0, std_of=whole.init_std)
+    rows = torch.randint(sizes.vocab_size, (4, 65), generator=torch.Generator().manual_seed(0))
+    tokens, labels = rows[:, :-1], rows[:, 1:]
+    expected = cross_entropy_sum(whole(tokens), labels, chunk_tokens=64)
+    (expected / 256).backward()
+
+    plan = plan_pipeline(4, num_ranks=1, num_microbatches=4, schedule=schedule)
+    device = torch.device("cuda:0")
+    numbers = plan.schedule.stages_of(0)
+    assert len(numbers) == 2
+    stages = take_stages(whole, plan.modules, numbers=numbers)
+    for stage in stages.values():
+        stage.to(device).zero_grad()
+    pipeline = Pipeline(
+        stages,
+        schedule=plan.schedule,
+        mesh=build_mesh("cuda")["dp_shard"],
+        device=device,
+        loss_fn=lambda logits, target: cross_entropy_sum(logits, target, chunk_tokens=64),
+    )
+    losses = pipeline.step(tokens.to(device), labels.to(device), divide_by=256.0)
+    assert len(losses) == 4
+    torch.testing.assert_close(sum(losses).cpu(), expected.detach(), rtol=1e-5, atol=0)
+    gradients = {n: p.grad for stage in stages.values() for n, p in stage.named_parameters()}
+    for name, parameter in whole.named_parameters():
+        gradient, reference = gradients[name], parameter.grad
+        assert gradient is not None and reference is not None
+        error = (gradient.cpu() - reference).norm() / reference.norm()
+        assert error < 1e-5, name
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_attention_kernels_equal_the_cpu(backend: SDPBackend, kv_heads: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 8, 256, 64), (2, kv_heads, 256, 64), (2, kv_heads, 256, 64)]
+    inputs = [torch.randn(s, generator=generator).bfloat16() for s in shapes]
+    reference = [x.float().requires_grad_() for x in inputs]
+    ours = [x.cuda().requires_grad_() for x in inputs]
+    expected = InnerAttention()(*reference)
+    if backend == SDPBackend.EFFICIENT_ATTENTION and kv_heads != 8:
+        pytest.skip("the memory-efficient kernel takes no grouped heads")
+    with sdpa_kernel(backend):
+        output = InnerAttention()(*ours)
+    weight = torch.randn(expected.shape, generator=generator)
+    (expected * weight).sum().backward()
+    (output.float() * weight.cuda()).sum().backward()
+    pairs = [(output.detach(), expected.detach())]
+    pairs += [(a.grad, b.grad) for a, b in zip(ours, reference, strict=True)]
+    for ours_, theirs in pairs:
+        assert ours_ is not None and theirs is not None
+        error = (ours_.float().cpu() - theirs).norm() / theirs.norm()
+        assert error < 1e-2  # bf16 has 8 bits
