@@ -284,6 +284,9 @@ def _parallel_plan(config: JobConfig, *, family: ModuleType, num_kv_heads: int) 
         loss_parallel=not parallel.disable_loss_parallel,
         attention_type=InnerAttention,
         context_method=method,
+        compile_backend=config.compile.backend
+        if config.compile.enable and "model" in config.compile.components
+        else "",
         recompute_every=_recompute_every(config.activation_checkpoint),
         recompute_keep_ops=config.activation_checkpoint.mode == "selective"
         and config.activation_checkpoint.selective_ac_option == "op",

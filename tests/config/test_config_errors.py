@@ -574,13 +574,13 @@ def test_two_unreadable_files_are_both_told(tmp_path: Path) -> None:
 
 def test_what_is_not_built_yet_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
-    path.write_text('[checkpoint]\nasync_mode = "async"\n[compile]\nenable = true\n')
+    path.write_text('[checkpoint]\nasync_mode = "async"\n[model]\nconverters = "float8"\n')
     problems = check_supported(load_config(path))
     assert [(p.line, p.key) for p in problems] == [
-        (4, "compile.enable"),
+        (4, "model.converters"),
         (2, "checkpoint.async_mode"),
     ]
-    assert problems[0].message.startswith("true is not built yet in titan 0.1; use false")
+    assert problems[0].message == '["float8"] is not built yet in titan 0.1; use []'
     path.write_text(
         "[parallelism]\ndata_parallel_replicate_degree = 2\ndata_parallel_shard_degree = 2\n"
     )

@@ -85,13 +85,17 @@ def test_everything_in_the_way_of_a_run_is_told_at_once() -> None:
         {
             "parallelism": {"tensor_parallel_degree": 3},
             "validation": {"enable": True},
-            "compile": {"enable": True},
+            "checkpoint": {"async_mode": "async"},
         }
     )
     with pytest.raises(ConfigError) as caught:
         check_to_run(config, world_size=8)
     keys = {problem.key for problem in caught.value.problems}
-    assert keys == {"parallelism.tensor_parallel_degree", "validation.dataset", "compile.enable"}
+    assert keys == {
+        "parallelism.tensor_parallel_degree",
+        "validation.dataset",
+        "checkpoint.async_mode",
+    }
 
 
 def test_model_overrides() -> None:

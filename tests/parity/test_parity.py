@@ -37,6 +37,7 @@ class Layout:
     accumulation: int = 1
     settings: tuple[tuple[str, Any], ...] = ()
     recompute: str = "none"
+    compiled: str = ""
     offload: bool = False
     documents: bool = True  # two documents in each sequence, and no attention between them
 
@@ -74,6 +75,7 @@ RING = (("context_parallel_rotate_method", "ring"),)
 ULYSSES = (("context_parallel_rotate_method", "ulysses"),)
 ZERO_BUBBLE = (("pipeline_parallel_schedule", "InterleavedZeroBubble"),)
 REPLICAS = (("dp_replicate", 2),)
+TRACED = "aot_eager"
 LAYOUTS = [
     # Data parallelism and accumulation
     Layout("one process", accumulation=2),
@@ -148,6 +150,14 @@ LAYOUTS = [
     Layout("CP x TP+SP, full AC", (*cp(2), *tp(2)), recompute="full"),
     Layout("PP x FSDP2, selective AC", (*pp(2), *fsdp(2)), recompute="selective"),
     Layout("PP zero bubble, full AC", pp(2), settings=ZERO_BUBBLE, recompute="full"),
+    # Compiled blocks: by inductor once, elsewhere by the tracer alone, which has the same traps and is quick
+    Layout("one process, compiled by inductor", compiled="inductor"),
+    Layout("FSDP2, compiled", fsdp(2), compiled=TRACED),
+    Layout("FSDP2 x TP+SP, compiled", (*fsdp(2), *tp(2)), compiled=TRACED),
+    Layout("TP+SP, compiled, full AC", tp(2), compiled=TRACED, recompute="full"),
+    Layout("TP+SP, compiled, selective AC", tp(2), compiled=TRACED, recompute="selective"),
+    Layout("CP ring, compiled", cp(2), settings=RING, documents=False, compiled=TRACED),
+    Layout("PP x FSDP2, compiled", (*pp(2), *fsdp(2)), compiled=TRACED),
 ]
 
 
@@ -179,6 +189,7 @@ def train(layout: Layout, precision: str = "float32") -> dict[str, Any]:
             # nothing takes its rounding error as a full step, on one process as well as on many.
             "optimizer": {"lr": 1e-3, "eps": 1e-6},
             "activation_checkpoint": {"mode": layout.recompute},
+            "compile": {"enable": bool(layout.compiled), "backend": layout.compiled or "inductor"},
             "parallelism": {
                 "pipeline_parallel_degree": dict(layout.degrees).get("pp", 1),
                 **dict(layout.settings),

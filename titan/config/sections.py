@@ -458,7 +458,7 @@ class CompileSection(Section):
     enable: bool = False
     """Compile."""
     components: list[Literal["model", "loss"]] = ["model", "loss"]
-    """What is compiled."""
+    """"model": each block. "loss" is accepted from TorchTitan's files; the loss is chunked by hand and not compiled."""
     backend: str = "inductor"
     """Compiler backend."""
 

@@ -20,7 +20,6 @@ UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
     ("parallelism.enable_async_tensor_parallel", False, "use false"),
     ("parallelism.expert_parallel_degree", 1, "use 1"),
     ("parallelism.expert_tensor_parallel_degree", 1, "use 1"),
-    ("compile.enable", False, "use false"),
     ("model.converters", [], "use []"),
     ("checkpoint.async_mode", "disabled", 'use "disabled"'),
     ("checkpoint.initial_load_in_hf", False, "use a checkpoint that titan wrote"),

@@ -4,7 +4,11 @@
 
 Inner to outer: what changes a layer's computation comes first, what changes how a block is run (recomputed,
 compiled) next, and the wrapper that gathers parameters around a block's run is last, so that it sees everything
-below it as one unit. EP, float8 and compile take their places here as they land.
+below it as one unit. EP and float8 take their places here as they land.
+
+AC and compile change places where whole blocks are recomputed: torch 2.13 cannot compile a recomputed block whose
+weights are DTensors (TP), while a compiled block can be recomputed like any other. Selective by operation needs the
+compiler to see what is kept, and stays inside.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .activation import apply_ac
+from .compile import apply_compile, detach_collective
 from .context import Method, apply_cp
 from .fsdp import apply_ddp, apply_fsdp
 from .mesh import submesh
@@ -39,6 +44,7 @@ class ParallelPlan:
     context_balanced: bool = True
     recompute_every: int = 0  # blocks; 0: none
     recompute_keep_ops: bool = False
+    compile_backend: str = ""  # "": not compiled
 
 
 def parallelize(model: nn.Module, *, mesh: DeviceMesh, plan: ParallelPlan) -> nn.Module:
@@ -64,8 +70,16 @@ def parallelize(model: nn.Module, *, mesh: DeviceMesh, plan: ParallelPlan) -> nn
             method=plan.context_method,
             balanced=plan.context_balanced,
         )
-    if plan.recompute_every:
-        apply_ac(model, every=plan.recompute_every, keep_ops=plan.recompute_keep_ops)
+    if plan.recompute_every and plan.recompute_keep_ops:
+        apply_ac(model, keep_ops=True)
+    if plan.compile_backend:
+        apply_compile(model, backend=plan.compile_backend)
+        if tp is not None:
+            for name, style in plan.tensor_plan.items():
+                if style == "vocab_embedding":
+                    detach_collective(getattr(model, name))
+    if plan.recompute_every and not plan.recompute_keep_ops:
+        apply_ac(model, every=plan.recompute_every)
     blocks = list(model.get_submodule("layers").children())
     _apply_data_parallel(model, mesh=mesh, blocks=blocks, plan=plan)
     return model
