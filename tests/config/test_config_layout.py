@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -109,3 +110,64 @@ def test_model_overrides() -> None:
     assert model_config(ModelSection(overrides={"head_dim": 32})).head_dim == 32
     with pytest.raises(ConfigError, match="did you mean 'n_layers'"):
         model_config(ModelSection(overrides={"nlayers": 2}))
+
+
+ZERO_BUBBLE = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "InterleavedZeroBubble"}
+
+
+@pytest.mark.parametrize(
+    ("sections", "key", "fragment"),
+    [
+        (
+            {"parallelism": {**ZERO_BUBBLE, "fsdp_reshard_after_forward": "always"}},
+            "parallelism.fsdp_reshard_after_forward",
+            "torch compute wrong gradients",
+        ),
+        (
+            {"parallelism": ZERO_BUBBLE, "activation_checkpoint": {"mode": "selective"}},
+            "activation_checkpoint.mode",
+            'use "full" or "none", or 1F1B',
+        ),
+        (
+            {"parallelism": ZERO_BUBBLE, "compile": {"enable": True}},
+            "compile.enable",
+            "use false, or 1F1B",
+        ),
+        (
+            {
+                "parallelism": {
+                    "context_parallel_degree": 2,
+                    "context_parallel_load_balancer": "ptrr",
+                }
+            },
+            "parallelism.context_parallel_load_balancer",
+            'use "headtail"',
+        ),
+        (
+            {
+                "parallelism": {
+                    "context_parallel_degree": 2,
+                    "context_parallel_rotate_method": "ring",
+                },
+                "data": {"document_mask": True},
+            },
+            "parallelism.context_parallel_rotate_method",
+            'use "allgather" or "ulysses"',
+        ),
+        (
+            {
+                "parallelism": {
+                    "context_parallel_degree": 8,
+                    "context_parallel_rotate_method": "ulysses",
+                }
+            },
+            "parallelism.context_parallel_rotate_method",
+            "4 query heads among 8",
+        ),
+    ],
+)
+def test_pairs_that_cannot_be_right_are_refused(
+    sections: dict[str, Any], key: str, fragment: str
+) -> None:
+    [problem] = check(JobConfig.model_validate(sections))
+    assert problem.key == key and fragment in problem.message

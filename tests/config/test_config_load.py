@@ -146,6 +146,7 @@ def test_later_wins(tmp_path: Path) -> None:
             "converters",
             ["float8", "quantize.linear.float8"],
         ),
+        ("model.converters=[]", "model", "converters", []),
         ("model.overrides.n_layers=4", "model", "overrides", {"n_layers": 4}),
         ("model.overrides={n_layers=4}", "model", "overrides", {"n_layers": 4}),
     ],

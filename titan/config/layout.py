@@ -16,7 +16,7 @@ from titan.parallel.stages import plan_stages
 
 from .model import resolve_model
 from .problems import ConfigError, Finding, Problem
-from .sections import JobConfig, ParallelismSection
+from .sections import JobConfig
 
 # Axis and key of its degree, outermost first.
 AXES = {
@@ -69,9 +69,9 @@ def check_layout(config: JobConfig, *, world_size: int) -> list[Problem]:
     findings = [*_check_world(config, world_size)] or [
         *_check_batch(config, world_size),
         *_check_sequence(config),
-        *_check_stages(config, model),
+        *_check_stages(config, model, world_size),
     ]
-    findings += _check_heads(config, model)
+    findings += _check_matrices(config, model, world_size)
     return [config.origin.problem(key, message) for key, message in findings]
 
 
@@ -121,9 +121,7 @@ def _fitting(degree: int, *, rest: int, world_size: int, is_open: bool) -> list[
         return []
     share = world_size // rest
     fitting = [d for d in range(1, share + 1) if share % d == 0] if is_open else [share]
-    below = [d for d in fitting if d < degree][-1:]
-    above = [d for d in fitting if d > degree][:1]
-    return below + above
+    return _nearest(degree, fitting)
 
 
 def _check_batch(config: JobConfig, world_size: int) -> Iterator[Finding]:
@@ -142,41 +140,53 @@ def _check_batch(config: JobConfig, world_size: int) -> Iterator[Finding]:
 def _check_sequence(config: JobConfig) -> Iterator[Finding]:
     parallel = config.parallelism
     cp, tp = parallel.context_parallel_degree, parallel.tensor_parallel_degree
-    # Head-tail balance gives each rank one chunk from either end of the sequence.
-    balance = 2 if cp > 1 and parallel.context_parallel_load_balancer == "headtail" else 1
-    unit = balance * cp * tp
+    # Head-tail balance gives each rank one chunk from either end of the sequence; Ulysses needs no balance.
+    balanced = (
+        cp > 1
+        and parallel.context_parallel_load_balancer == "headtail"
+        and parallel.context_parallel_rotate_method != "ulysses"
+    )
+    unit = (2 if balanced else 1) * cp * tp
     lengths = {"training.seq_len": config.training.seq_len}
     if config.validation.enable and config.validation.seq_len:
         lengths["validation.seq_len"] = config.validation.seq_len
     for key, length in lengths.items():
         if length % unit:
-            made = " x ".join([*["2"] * (balance == 2), f"cp {cp}", f"tp {tp}"])
+            made = " x ".join([*["2"] * balanced, f"cp {cp}", f"tp {tp}"])
             yield (
                 key,
                 f"{length} is not a multiple of {made} = {unit}; {_either(_around(length, unit))} would do",
             )
 
 
-def _check_heads(config: JobConfig, model: Any) -> Iterator[Finding]:
-    tp, key = config.parallelism.tensor_parallel_degree, "parallelism.tensor_parallel_degree"
-    heads, kv_heads = getattr(model, "n_heads", 0), getattr(model, "n_kv_heads", 0)
+def _check_matrices(config: JobConfig, model: Any, world_size: int) -> Iterator[Finding]:
+    """Whether the model's matrices can be split over the tensor-parallel ranks."""
+    tp = config.parallelism.tensor_parallel_degree
+    reasons = [*_uneven(model, tp)]
+    if not reasons:
+        return
+    fitting = [d for d in range(1, getattr(model, "n_heads", tp) + 1) if not [*_uneven(model, d)]]
+    near = _nearest(tp, _fitting_world(fitting, config, axis="tp", world_size=world_size))
+    for reason in reasons:
+        yield "parallelism.tensor_parallel_degree", f"{reason}; {_either(near)} would do"
+
+
+def _uneven(model: Any, tp: int) -> Iterator[str]:
+    """Why `tp` ranks cannot share the model's matrices; a family without these fields is not asked."""
+    names = ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
+    heads, kv_heads, width, vocabulary = (getattr(model, name, 0) for name in names)
     if heads % tp:
-        near = _fitting(tp, rest=1, world_size=heads, is_open=True)
-        yield key, f"{tp} does not divide the model's {heads} heads; {_either(near)} would do"
+        yield f"{tp} does not divide the model's {heads} heads"
     elif kv_heads % tp and tp % max(1, kv_heads):
-        near = [
-            d
-            for d in range(1, heads + 1)
-            if heads % d == 0 and (kv_heads % d == 0 or d % kv_heads == 0)
-        ]
-        listed = ", ".join(map(str, near))
-        yield (
-            key,
-            f"{tp} neither divides the model's {kv_heads} key/value heads nor is a multiple of them; use one of {listed}",
-        )
+        yield f"{tp} neither divides the model's {kv_heads} key/value heads nor is a multiple of them"
+    if width % tp:
+        yield f"{tp} does not divide the model's ffn_dim {width}"
+    each = -(-vocabulary // tp)
+    if vocabulary and (tp - 1) * each >= vocabulary:  # the last part may be shorter, but not empty
+        yield f"{tp} ranks cannot share a vocabulary of {vocabulary}, {each} each and some for the last"
 
 
-def _check_stages(config: JobConfig, model: Any) -> Iterator[Finding]:
+def _check_stages(config: JobConfig, model: Any, world_size: int) -> Iterator[Finding]:
     parallel, training = config.parallelism, config.training
     pp, size = parallel.pipeline_parallel_degree, parallel.pipeline_parallel_microbatch_size
     if pp == 1:
@@ -194,33 +204,102 @@ def _check_stages(config: JobConfig, model: Any) -> Iterator[Finding]:
             "the model's output layer is its embedding, and pipeline parallelism would put them on two ranks; use 1, or "
             "model.overrides.tied_embeddings = false",
         )
+    layers = getattr(model, "n_layers", 0)
+    if problem := _stage_problem(config, layers):
+        yield _blame(config, layers, problem, world_size)
+
+
+def _stage_problem(config: JobConfig, num_layers: int, **changes: int) -> str | None:
+    """Why stages, schedule and batch do not go together, with other values for some keys; None: they do."""
+    values = _stage_values(config) | changes
+    if values["pipeline_parallel_degree"] == 1:
+        return None
     try:
         plan_stages(
-            getattr(model, "n_layers", 0),
-            num_ranks=pp,
-            num_microbatches=training.local_batch_size // size,
-            schedule=parallel.pipeline_parallel_schedule,
-            csv=parallel.pipeline_parallel_schedule_csv,
-            layers_per_stage=parallel.pipeline_parallel_layers_per_stage,
-            first_less=parallel.pipeline_parallel_first_stage_less_layers,
-            last_less=parallel.pipeline_parallel_last_stage_less_layers,
-            modules=parallel.module_fqns_per_model_part,
+            num_layers,
+            num_ranks=values["pipeline_parallel_degree"],
+            num_microbatches=values["local_batch_size"]
+            // values["pipeline_parallel_microbatch_size"],
+            schedule=values["pipeline_parallel_schedule"],
+            csv=values["pipeline_parallel_schedule_csv"],
+            layers_per_stage=values["pipeline_parallel_layers_per_stage"],
+            first_less=values["pipeline_parallel_first_stage_less_layers"],
+            last_less=values["pipeline_parallel_last_stage_less_layers"],
+            modules=values["module_fqns_per_model_part"],
         )
     except (ValueError, OSError) as error:
-        yield _blamed(parallel, str(error)), str(error)
+        return str(error)
+    return None
 
 
-def _blamed(parallel: ParallelismSection, problem: str) -> str:
-    """The key to change where stages, schedule and batch do not go together."""
+def _stage_values(config: JobConfig) -> dict[str, Any]:
+    return dict(config.parallelism) | {"local_batch_size": config.training.local_batch_size}
+
+
+def _blame(config: JobConfig, num_layers: int, problem: str, world_size: int) -> Finding:
+    """The key to change where stages, schedule and batch do not go together, and to what."""
+    parallel = config.parallelism
     if parallel.pipeline_parallel_schedule_csv:
-        return "parallelism.pipeline_parallel_schedule_csv"
+        return "parallelism.pipeline_parallel_schedule_csv", problem
+    if parallel.module_fqns_per_model_part and "microbatch" not in problem:
+        return "parallelism.module_fqns_per_model_part", problem
+    key = "parallelism.pipeline_parallel_degree"
     if "microbatch" in problem:
-        return "training.local_batch_size"
-    if parallel.module_fqns_per_model_part:
-        return "parallelism.module_fqns_per_model_part"
-    if parallel.pipeline_parallel_layers_per_stage:
-        return "parallelism.pipeline_parallel_layers_per_stage"
-    return "parallelism.pipeline_parallel_degree"
+        key = "training.local_batch_size"
+    elif "embedding counts" in problem:
+        key = "parallelism.pipeline_parallel_first_stage_less_layers"
+    elif "output count" in problem:
+        key = "parallelism.pipeline_parallel_last_stage_less_layers"
+    elif parallel.pipeline_parallel_layers_per_stage:
+        key = "parallelism.pipeline_parallel_layers_per_stage"
+    fix = _stage_fix(config, num_layers, key, world_size)
+    if not fix:  # no one number of that key mends it; fewer ranks do
+        key = "parallelism.pipeline_parallel_degree"
+        fix = _stage_fix(config, num_layers, key, world_size)
+    return key, f"{problem.partition('; ')[0]}; {fix}"
+
+
+def _stage_fix(config: JobConfig, num_layers: int, key: str, world_size: int) -> str | None:
+    """The nearest values of `key` with which stages, schedule and batch go together, if a number can mend it."""
+    values, name = _stage_values(config), key.rpartition(".")[2]
+    value, pp = values[name], config.parallelism.pipeline_parallel_degree
+    size = config.parallelism.pipeline_parallel_microbatch_size
+    candidates = (
+        {
+            "local_batch_size": range(size, value + 2 * pp * num_layers * size + 1, size),
+            "pipeline_parallel_degree": range(1, pp),
+            "pipeline_parallel_layers_per_stage": range(1, 2 * num_layers + 1),
+            "pipeline_parallel_first_stage_less_layers": range(value),
+            "pipeline_parallel_last_stage_less_layers": range(value),
+        }
+        if isinstance(value, int)
+        else {}
+    )
+    fitting = [
+        candidate
+        for candidate in candidates.get(name, ())
+        if not _stage_problem(config, num_layers, **{name: candidate})
+    ]
+    if name == "pipeline_parallel_degree":
+        fitting = _fitting_world(fitting, config, axis="pp", world_size=world_size)
+    near = _nearest(value, fitting) if fitting else []
+    if name == "local_batch_size" and near and near[0] > value:
+        return f"use {near[0]} or more"
+    return f"{_either(near)} would do" if near else None
+
+
+def _fitting_world(
+    degrees: list[int], config: JobConfig, *, axis: str, world_size: int
+) -> list[int]:
+    """Those of an axis's degrees that divide what the other axes leave of the world; all, where none does."""
+    others = _degrees(config) | {axis: 1}
+    rest = prod(degree for degree in others.values() if degree != -1)
+    return [d for d in degrees if world_size % (rest * d) == 0] or degrees
+
+
+def _nearest(value: int, fitting: list[int]) -> list[int]:
+    """Of ascending numbers, the neighbours of `value`."""
+    return [n for n in fitting if n < value][-1:] + [n for n in fitting if n > value][:1]
 
 
 def _around(value: int, unit: int) -> list[int]:

@@ -12,7 +12,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import ValidationError
 
@@ -176,8 +177,10 @@ def _read_overrides(overrides: Iterable[str]) -> Layer:
 def _override_value(key: str, text: str) -> Any:
     """`text` as TOML, else as it stands; for a key that holds text, as it stands unless quoted."""
     field = field_at(tuple(key.split(".")))
-    members = get_args(field.annotation) or (field.annotation,) if field else ()
-    is_text = bool(members) and all(
+    annotation = field.annotation if field else None
+    is_union = get_origin(annotation) in (Union, UnionType)
+    members = get_args(annotation) if is_union else (annotation,)
+    is_text = field is not None and all(
         m in (str, type(None)) or get_origin(m) is Literal for m in members
     )
     try:

@@ -208,18 +208,23 @@ def _check_context(config: JobConfig) -> Iterator[Finding]:
             "parallelism.context_parallel_load_balancer",
             '"ptrr" balances FlexAttention\'s block masks, which are not used here; use "headtail"',
         )
-    if method in ("ring", "alltoall") and config.data.document_mask:
+    model = resolve_model(config.model)[0]
+    # Heads that do not divide by tp are check_layout's to tell.
+    heads, rest = divmod(getattr(model, "n_heads", 0), parallel.tensor_parallel_degree)
+    uneven = not rest and heads % parallel.context_parallel_degree
+    masked = config.data.document_mask
+    or_ulysses, or_ring = "" if uneven else ' or "ulysses"', "" if masked else ' or "ring"'
+    if method in ("ring", "alltoall") and masked:
         yield (
             key,
-            f'"{method}" has no document mask; use "allgather" or "ulysses", or data.document_mask = false',
+            f'"{method}" has no document mask; use "allgather"{or_ulysses}, '
+            "or data.document_mask = false",
         )
-    model = resolve_model(config.model)[0]
-    heads = getattr(model, "n_heads", 0) // parallel.tensor_parallel_degree
-    if method == "ulysses" and heads % parallel.context_parallel_degree:
+    if method == "ulysses" and uneven:
         yield (
             key,
             f'"ulysses" shares each rank\'s {heads} query heads among {parallel.context_parallel_degree} context-parallel '
-            f'ranks, which does not come out even; use "allgather" or "ring"',
+            f'ranks, which does not come out even; use "allgather"{or_ring}',
         )
 
 
