@@ -47,6 +47,7 @@ from titan.optim.optimizers import build_optimizer
 from titan.optim.schedule import learning_rate_factor
 from titan.parallel import initialize, materialize
 from titan.parallel.apply import ParallelPlan, parallelize
+from titan.parallel.async_tp import Rewrites, enable_async_tp
 from titan.parallel.context import Method
 from titan.parallel.fsdp import set_gradient_sync
 from titan.parallel.mesh import axis_size, submesh
@@ -124,6 +125,7 @@ class Program:
     total_steps: int
     max_norm: float
     microbatch_size: int
+    async_tp: Rewrites | None  # what the compiler made of it
 
     def train_step(self, batches: Sequence[MicroBatch], *, step: int) -> StepReport:
         """Train on this rank's micro-batches of step 1, 2, ...: forward, backward, clip, update."""
@@ -225,6 +227,10 @@ def build_program(config: JobConfig, *, device: torch.device, mesh: DeviceMesh) 
         config.loss.chunk_tokens,
         shard=_vocabulary_shard(mesh, sizes.vocab_size) if plan.loss_parallel else None,
     )
+    tp = submesh(mesh, "tp")
+    async_tp = None
+    if tp is not None and parallel.enable_async_tensor_parallel:
+        async_tp = enable_async_tp(tp.get_group())
     pp = submesh(mesh, "pp")
     num_microbatches = training.local_batch_size // parallel.pipeline_parallel_microbatch_size
     stages: dict[int, nn.Module] = {0: model}
@@ -263,6 +269,7 @@ def build_program(config: JobConfig, *, device: torch.device, mesh: DeviceMesh) 
         total_steps=training.steps,
         max_norm=training.max_norm,
         microbatch_size=parallel.pipeline_parallel_microbatch_size,
+        async_tp=async_tp,
     )
 
 
@@ -279,6 +286,7 @@ def _parallel_plan(config: JobConfig, *, family: ModuleType, num_kv_heads: int) 
         reduce_dtype=torch_dtype(training.mixed_precision_reduce),
         reshard_after_forward=reshard,
         cpu_offload=training.enable_cpu_offload,
+        prefetch=parallel.fsdp_prefetch,
         tensor_plan=family.TENSOR_PLAN,
         num_kv_heads=num_kv_heads,
         loss_parallel=not parallel.disable_loss_parallel,

@@ -44,6 +44,7 @@ from titan.observe.sinks import MissingExtra
 from titan.observe.startup import startup_page
 from titan.parallel import build_mesh
 from titan.parallel.mesh import axis_rank
+from titan.parallel.shims import set_timeout
 from titan.program import StepReport, build_program
 from titan.readback import Readback
 from titan.signals import EXIT_DONE, EXIT_STOPPED, StopRequest
@@ -134,8 +135,8 @@ class Trainer:
         validate = config.validation.enable and (last or step % config.validation.freq == 0)
         save = self.checkpoints.should_save(step, last_step=steps)
         results = self._read(all_of_them=log or validate or save)
-        if step == 1 or step == self.first_step:
-            self._set_timeout(config.comm.train_timeout_seconds)
+        if step == self.first_step:
+            self._after_first_step()
         self.console.advance(step)
         validation = self._validate() if validate else None
         if save:
@@ -336,10 +337,16 @@ class Trainer:
         )
         return device
 
-    def _set_timeout(self, seconds: int) -> None:
-        from titan.parallel.shims import set_timeout
-
-        set_timeout(timedelta(seconds=seconds))
+    def _after_first_step(self) -> None:
+        """Everything is set up and compiled: from now on a collective that takes long is one that hangs."""
+        set_timeout(timedelta(seconds=self.config.comm.train_timeout_seconds))
+        rewrites = self.program.async_tp
+        if rewrites is not None:
+            self.console.message(str(rewrites))
+            if rewrites.num_graphs and not rewrites.fired:
+                logging.getLogger("titan").warning(
+                    "async TP is on, but nothing was rewritten: communication is not hidden"
+                )
 
     def _seed(self) -> None:
         torch.manual_seed(self.config.debug.seed)

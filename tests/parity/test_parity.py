@@ -88,6 +88,7 @@ LAYOUTS = [
     Layout("FSDP2, ZeRO-3", fsdp(8)),
     Layout("FSDP2, ZeRO-2", fsdp(2), settings=NEVER),
     Layout("FSDP2, ZeRO-2", fsdp(4), settings=NEVER),
+    Layout("FSDP2, two blocks ahead", fsdp(2), settings=(("fsdp_prefetch", 2),)),
     Layout("FSDP2, parameters on the host", fsdp(2), offload=True),
     Layout("DDP", REPLICAS),
     Layout("DDP", REPLICAS, accumulation=2),

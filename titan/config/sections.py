@@ -364,6 +364,8 @@ class ParallelismSection(Section):
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """"always" frees gathered parameters after the forward pass (ZeRO-3), "never" keeps them for the backward pass
     (ZeRO-2); "default" is "always", but "never" under pipeline parallelism."""
+    fsdp_prefetch: NonNegative = 0
+    """Blocks whose parameters FSDP gathers ahead, at the cost of their memory; 0: the next one, when the host gets there."""
     tensor_parallel_degree: Positive = 1
     """Ranks that split each layer's matrices."""
     disable_loss_parallel: bool = False

@@ -17,7 +17,6 @@ from .toml import format_value
 
 # Key, the only value that runs, what to use.
 UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
-    ("parallelism.enable_async_tensor_parallel", False, "use false"),
     ("parallelism.expert_parallel_degree", 1, "use 1"),
     ("parallelism.expert_tensor_parallel_degree", 1, "use 1"),
     ("model.converters", [], "use []"),

@@ -44,7 +44,7 @@ def apply_ac(
     blocks = model.get_submodule(container)
     for place, (name, block) in enumerate(list(blocks.named_children()), 1):
         if place % every == 0:
-            settings = {"context_fn": _selective} if keep_ops else {}
+            settings: dict[str, Any] = {"context_fn": _selective} if keep_ops else {}
             wrapped = checkpoint_wrapper(block, preserve_rng_state=False, **settings)
             blocks.register_module(name, wrapped)
 

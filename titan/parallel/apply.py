@@ -36,6 +36,7 @@ class ParallelPlan:
     reduce_dtype: torch.dtype = torch.float32
     reshard_after_forward: bool = True
     cpu_offload: bool = False
+    prefetch: int = 0
     tensor_plan: Mapping[str, str] = field(default_factory=dict)
     num_kv_heads: int = 1
     loss_parallel: bool = True
@@ -62,7 +63,8 @@ def parallelize(model: nn.Module, *, mesh: DeviceMesh, plan: ParallelPlan) -> nn
             loss_parallel=plan.loss_parallel,
         )
     cp = submesh(mesh, "cp")
-    if cp is not None:
+    has_blocks = any(True for _ in model.get_submodule("layers").children())
+    if cp is not None and has_blocks:  # a pipeline stage of the embedding alone has no attention
         apply_cp(
             model,
             mesh=cp,
@@ -118,5 +120,6 @@ def _apply_data_parallel(
             reduce_dtype=plan.reduce_dtype,
             reshard_after_forward=plan.reshard_after_forward,
             cpu_offload=plan.cpu_offload,
+            prefetch=plan.prefetch,
             cast_forward_inputs=False,
         )

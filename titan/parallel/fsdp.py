@@ -39,6 +39,7 @@ def apply_fsdp(
     reshard_after_forward: bool = True,
     cpu_offload: bool = False,
     cast_forward_inputs: bool = True,
+    prefetch: int = 0,
 ) -> None:
     """Shard `model` in place over `mesh`: one axis (FSDP) or two (replicate, shard: HSDP).
 
@@ -47,7 +48,8 @@ def apply_fsdp(
     any case, since its backward pass comes next. param_dtype: what parameters are gathered and computed in;
     None: as they are. reduce_dtype is always set: torch's own default changed in 2.15. cast_forward_inputs:
     cast floating-point inputs of each unit to param_dtype; a model that passes fp32 tables to its blocks
-    wants False.
+    wants False. prefetch: blocks gathered ahead, in the forward and in the backward pass; 0: as FSDP does by itself,
+    the next one when the host gets there.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=cast_forward_inputs
@@ -68,6 +70,11 @@ def apply_fsdp(
         model, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False
     )
     sum_gradients(model)
+    for place, unit in enumerate(units if prefetch else ()):
+        assert isinstance(unit, FSDPModule)
+        unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + prefetch])  # pyright: ignore
+        behind = units[max(0, place - prefetch) : place]
+        unit.set_modules_to_backward_prefetch(behind[::-1])  # pyright: ignore
 
 
 def apply_ddp(
