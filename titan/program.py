@@ -18,7 +18,7 @@ is what the pipeline cuts into microbatches of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -145,7 +145,7 @@ class Program:
         return StepReport(loss, grad_norm, num_valid, local_losses)
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor]:
+    def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[Tensor, Tensor]:
         """Summed loss in nats and number of valid tokens over all ranks' batches, as device scalars."""
         for part in self.parts:
             part.eval()

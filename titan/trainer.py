@@ -16,6 +16,7 @@ import logging
 import math
 import os
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -31,7 +32,8 @@ from titan.config.render import to_toml
 from titan.config.rules import model_config, resolve_layout
 from titan.config.sections import JobConfig
 from titan.data import DataError
-from titan.data.loader import build_loader, build_validation_loader, merge_states
+from titan.data.loader import Loader, build_loader, build_validation_loader, merge_states
+from titan.data.packing import Batch
 from titan.data.statistics import unigram_bits_per_byte
 from titan.data.tokenizer import build_tokenizer
 from titan.observe.clock import StepTimer
@@ -222,12 +224,16 @@ class Trainer:
 
     def _validate(self) -> ValidationRow:
         assert self.validation is not None, "rules.py demands validation data"
+        sizes: list[int] = []
+
+        def batches(loader: Loader) -> Iterator[Batch]:
+            for batch in loader.validation_batches(self.config.validation.steps):
+                sizes.append(loader.num_bytes(batch))
+                yield batch
+
         with self.timer.pause("validation"):
-            batches = list(self.validation.validation_batches(self.config.validation.steps))
-            loss_sum, num_valid = self.program.evaluate(batches)
-            num_bytes = torch.tensor(
-                sum(map(self.validation.num_bytes, batches)), device=self.device
-            )
+            loss_sum, num_valid = self.program.evaluate(batches(self.validation))
+            num_bytes = torch.tensor(sum(sizes), device=self.device)
             if self.program.groups.data is not None:
                 dist.all_reduce(num_bytes, group=self.program.groups.data)
             loss, valid, size = Readback([loss_sum, num_valid, num_bytes]).values()

@@ -147,6 +147,7 @@ def test_later_wins(tmp_path: Path) -> None:
             ["float8", "quantize.linear.float8"],
         ),
         ("model.converters=[]", "model", "converters", []),
+        ("validation.steps=-1", "validation", "steps", -1),  # TorchTitan: all of the text
         ("model.overrides.n_layers=4", "model", "overrides", {"n_layers": 4}),
         ("model.overrides={n_layers=4}", "model", "overrides", {"n_layers": 4}),
     ],

@@ -273,6 +273,15 @@ def test_validation_repeats_and_wraps(corpus: Path, cache: str) -> None:
     assert all(torch.equal(a.tokens_BS, b.tokens_BS) for a, b in zip(first, second, strict=True))
 
 
+def test_validation_of_all_the_text_ends_after_one_pass(corpus: Path, cache: str) -> None:
+    data = Job(s.JsonlSource(path=str(corpus)), cache=cache, validation_fraction=0.02).data
+    loader = validation_loader(data)
+    length = loader.samples.num_samples
+    assert length is not None
+    batches = list(loader.validation_batches(-1))
+    assert (len(batches) - 1) * 4 < length <= len(batches) * 4
+
+
 def test_validation_on_a_stream_reads_it_once(
     hub: Path, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,6 +289,8 @@ def test_validation_on_a_stream_reads_it_once(
     data = Job(s.HuggingFaceSource(path=str(hub)), cache=cache, validation_fraction=0.2).data
     loader = validation_loader(data)
     first = list(loader.validation_batches(3))
+    with pytest.raises(DataError, match="a stream has no end"):
+        loader.validation_batches(-1)
     monkeypatch.setattr(loader.samples, "get", None)
     assert all(a is b for a, b in zip(first, loader.validation_batches(3), strict=True))
 

@@ -520,8 +520,9 @@ class ValidationSection(Section):
     """Tokens per sequence; unset: training.seq_len."""
     freq: Positive = 100
     """Steps between two validations."""
-    steps: Positive = 10
-    """Forward passes of each validation: fixed, so that it cannot hang, and over the same samples each time."""
+    steps: PositiveOrAuto = 10
+    """Forward passes of each validation: fixed, so that it cannot hang, and over the same samples each time. -1: as many as
+    cover the validation text once, which must be finite."""
 
 
 class DebugSection(Section):

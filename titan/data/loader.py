@@ -93,14 +93,24 @@ class Loader:
     def validation_batches(self, steps: int) -> Iterator[Batch]:
         """`steps` batches from the beginning of the samples: the same each time, a short text starting over.
 
-        For a loader of its own, not the one that trains. The batches are kept, so that a stream is read once.
+        -1: as many as cover the text once; raises DataError for a stream. For a loader of its own, not the one
+        that trains. Batches of a stream are kept, so that it is read once.
         """
         assert self._steps is None, "validation rewinds the samples; use a separate loader"
-        if len(self._validation) != steps:
-            self.samples.seek(0, layout=self.layout, bookmark=None)
-            begins = [step * self.layout.stride for step in range(steps)]
-            self._validation = [self._make_batch(begin) for begin in begins]
-        return iter(self._validation)
+        is_stream = self.samples.num_samples is None
+        if steps == -1:
+            if self.samples.num_samples is None:
+                raise DataError(
+                    "validation.steps = -1 wants all of the text, and a stream has no end; give a number"
+                )
+            steps = -(-self.samples.num_samples // self.layout.stride)
+        if is_stream and len(self._validation) == steps:
+            return iter(self._validation)
+        self.samples.seek(0, layout=self.layout, bookmark=None)
+        batches = (self._make_batch(step * self.layout.stride) for step in range(steps))
+        if is_stream:
+            self._validation = list(batches)
+        return iter(self._validation) if is_stream else batches
 
     def num_bytes(self, batch: Batch) -> int:
         """Bytes of text that the valid labels of a batch (on the CPU) stand for: loss / ln 2 / this is bits a byte."""
