@@ -5,6 +5,7 @@ The config is read and checked before torch is imported, so that a mistake in it
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import traceback
@@ -28,17 +29,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(error, file=sys.stderr)
         return EXIT_USER_ERROR
 
+    from titan.observe.failure import describe_failure, record_collectives
     from titan.observe.runinfo import write_status
     from titan.trainer import NonFiniteError, Trainer, UserError
 
+    record_collectives(config.comm.trace_buf_size)
+    trainer = None
+
     def fail(error: Exception, code: int) -> int:
-        write_status(
-            Path(config.job.dump_folder), state="failed", exit_code=code, reason=str(error)
-        )
-        print(f"{'' if rank == 0 else f'[rank {rank}] '}{error}", file=sys.stderr)
+        step = trainer.step if trainer else 0
+        reason = describe_failure(error, rank=rank, step=step) or str(error)
+        folder = Path(config.job.dump_folder)
+        write_status(folder, state="failed", exit_code=code, step=step, reason=reason)
+        logging.getLogger("titan").error(reason)
+        print(f"{'' if rank == 0 else f'[rank {rank}] '}{reason}", file=sys.stderr)
         return code
 
-    trainer = None
     try:
         trainer = Trainer(config, stop=stop)
         return trainer.run()

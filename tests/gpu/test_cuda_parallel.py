@@ -61,7 +61,9 @@ def test_stages_on_one_device_equal_the_whole_model_on_a_cpu(group: None, schedu
     )
     losses = pipeline.step(tokens.to(device), labels.to(device), divide_by=256.0)
     assert len(losses) == 4
-    torch.testing.assert_close(torch.stack(losses).sum().cpu(), expected.detach(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        torch.stack(losses).sum().cpu(), expected.detach(), rtol=1e-5, atol=0
+    )
     gradients = {n: p.grad for stage in stages.values() for n, p in stage.named_parameters()}
     for name, parameter in whole.named_parameters():
         gradient, reference = gradients[name], parameter.grad

@@ -211,7 +211,7 @@ def _check_stages(config: JobConfig, model: Any, world_size: int) -> Iterator[Fi
 
 def _stage_problem(config: JobConfig, num_layers: int, **changes: int) -> str | None:
     """Why stages, schedule and batch do not go together, with other values for some keys; None: they do."""
-    values = _stage_values(config) | changes
+    values: dict[str, Any] = {**_stage_values(config), **changes}
     if values["pipeline_parallel_degree"] == 1:
         return None
     try:

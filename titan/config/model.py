@@ -58,6 +58,7 @@ def families() -> list[str]:
     return sorted({*built_in, *(entry.name for entry in entry_points(group="titan.models"))})
 
 
+@cache
 def family(name: str) -> ModuleType:
     """The package of a model family; raises `KeyError` for one that is not installed."""
     if name not in families():

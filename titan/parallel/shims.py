@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from datetime import timedelta
-from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-def micro_pipeline_module() -> ModuleType:
+def micro_pipeline_module() -> Any:
     """Where inductor looks up the pass `micro_pipeline_tp_pass` (by name, at each graph)."""
     from torch._inductor.fx_passes import post_grad
 

@@ -1,0 +1,225 @@
+"""A checkpoint saved under one layout goes on under any other: the same tensors to the bit, the same loss curve."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from pool import Pool
+from titan.checkpoint import manager as checkpoints
+from titan.config.rules import check_to_run, resolve_layout
+from titan.config.sections import JobConfig
+from titan.parallel import build_mesh
+from titan.parallel.mesh import axis_rank, axis_size
+from titan.program import Program, build_program
+from titan.trainer import Trainer
+
+GLOBAL_BATCH, SEQUENCE, VOCABULARY = 8, 32, 512
+KEYS = {
+    "pp": "pipeline_parallel_degree",
+    "dp_replicate": "data_parallel_replicate_degree",
+    "dp_shard": "data_parallel_shard_degree",
+    "cp": "context_parallel_degree",
+    "tp": "tensor_parallel_degree",
+}
+Degrees = dict[str, int]
+LAYOUTS: dict[str, Degrees] = {
+    "one process": {},
+    "FSDP2": {"dp_shard": 2},
+    "DDP": {"dp_replicate": 2, "dp_shard": 1},
+    "TP": {"tp": 2},
+    "PP": {"pp": 2},
+    "CP": {"cp": 2},
+    "FSDP2 x TP": {"dp_shard": 2, "tp": 2},
+}
+LEGS: list[Degrees] = [{"dp_shard": 4}, {"tp": 2, "pp": 2}, {"cp": 2, "dp_shard": 2}, {}]
+LEG_STEPS = 3
+STEPS = LEG_STEPS * len(LEGS)
+
+
+def job(degrees: Degrees, *, folder: Path, steps: int, seed: int = 0) -> JobConfig:
+    """The debug model, smaller, with the same global batch under every layout."""
+    dp = degrees.get("dp_replicate", 1) * degrees.get("dp_shard", 1)
+    return JobConfig.model_validate(
+        {
+            "job": {"dump_folder": str(folder)},
+            "model": {"overrides": {"n_layers": 4, "vocab_size": VOCABULARY}},
+            "training": {
+                "dataset": "synthetic",
+                "seq_len": SEQUENCE,
+                "local_batch_size": GLOBAL_BATCH // dp,
+                "steps": steps,
+                "mixed_precision_param": "float32",
+            },
+            # An element whose gradient is next to nothing must not take its rounding error as a full step.
+            "optimizer": {"lr": 1e-3, "eps": 1e-6},
+            "lr_scheduler": {"warmup_steps": 2, "total_steps": STEPS},
+            "parallelism": {KEYS[axis]: degree for axis, degree in degrees.items()},
+            "checkpoint": {"interval": LEG_STEPS},
+            "metrics": {"log_freq": 1},
+            "debug": {"seed": seed},
+        }
+    )
+
+
+def ranks(degrees: Degrees) -> int:
+    world = 1
+    for degree in degrees.values():
+        world *= degree
+    return world
+
+
+# ---- the loss curve --------------------------------------------------------------------------------
+
+
+class PoolTrainer(Trainer):
+    """On the pool's process group, which is there already."""
+
+    def _init_distributed(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def run_leg(degrees: Degrees, folder: Path, steps: int) -> tuple[int, int]:
+    """Train up to `steps` from the run folder's newest checkpoint; the first step, and samples read by the end."""
+    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    config = job(degrees, folder=folder, steps=steps)
+    check_to_run(config, world_size=dist.get_world_size())
+    trainer = PoolTrainer(config)
+    first = trainer.step + 1
+    assert trainer.loader.state_dict()["position"] == (first - 1) * GLOBAL_BATCH
+    assert trainer.run() == 0
+    position = trainer.loader.state_dict()["position"]
+    dist.destroy_process_group = lambda *_: None  # the pool still needs it
+    trainer.close()
+    return first, position
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def stored(path: Path) -> checkpoints.State:
+    """Everything in a checkpoint but random states."""
+    shapes = checkpoints.stored_shapes(path)
+    state = {k: torch.empty(s, dtype=d) for k, (s, d) in shapes.items() if not k.startswith("rng.")}
+    checkpoints.load(path, state)
+    return state
+
+
+def test_the_loss_curve_goes_on_under_other_layouts(pool: Pool, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert pool.run(1, run_leg, {}, whole, STEPS) == [(1, STEPS * GLOBAL_BATCH)]
+    for number, degrees in enumerate(LEGS):
+        end = (number + 1) * LEG_STEPS
+        result = pool.run(ranks(degrees), run_leg, degrees, parts, end)
+        assert set(result) == {(end - LEG_STEPS + 1, end * GLOBAL_BATCH)}
+    expected, found = rows(whole), rows(parts)
+    assert [row["step"] for row in found] == list(range(1, STEPS + 1))
+    assert [row["tokens"] for row in found] == [row["tokens"] for row in expected]
+    assert [row["lr"] for row in found] == [row["lr"] for row in expected]
+    for key in ("loss", "grad_norm"):
+        assert [row[key] for row in found] == pytest.approx([r[key] for r in expected], rel=1e-5)
+    assert expected[-1]["loss"] < expected[0]["loss"] - 0.01  # these were not twelve idle steps
+    states = [stored(folder / "checkpoint" / f"step-{STEPS}") for folder in (whole, parts)]
+    assert states[0].keys() == states[1].keys()
+    for name, value in states[0].items():
+        difference = torch.linalg.vector_norm(states[1][name] - value)
+        assert difference <= 1e-5 * torch.linalg.vector_norm(value), name
+
+
+# ---- every layout into every other -----------------------------------------------------------------
+
+
+def build(degrees: Degrees, folder: Path, *, seed: int) -> Program:
+    config = job(degrees, folder=folder, steps=STEPS, seed=seed)
+    layout = resolve_layout(config, dist.get_world_size())
+    mesh = build_mesh("cpu", **{axis: getattr(layout, axis) for axis in KEYS})
+    return build_program(config, device=torch.device("cpu"), mesh=mesh)
+
+
+def train_a_step(program: Program) -> None:
+    world = axis_size(program.mesh, "dp_replicate", "dp_shard")
+    rank = axis_rank(program.mesh, "dp_replicate", "dp_shard")
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(VOCABULARY, (GLOBAL_BATCH, SEQUENCE + 1), generator=generator)
+    mine = rows.chunk(world)[rank]
+    batch: Any = SimpleNamespace(
+        tokens_BS=mine[:, :-1], labels_BS=mine[:, 1:], positions_BS=None, document_ids_BS=None
+    )
+    program.train_step([batch], step=1)
+
+
+def whole_state(state: checkpoints.State) -> checkpoints.State:
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+        for name, value in state.items()
+    }
+
+
+def save_under(degrees: Degrees, folder: Path) -> checkpoints.State:
+    """Train a step and save; returns what was in memory, gathered (of this rank's pipeline stage)."""
+    program = build(degrees, folder, seed=0)
+    train_a_step(program)
+    state = checkpoints.model_state(program.parts)
+    state |= checkpoints.optimizer_state(program.parts, program.optimizer)
+    section = job(degrees, folder=folder, steps=STEPS).checkpoint
+    checkpoints.CheckpointManager(section, run_dir=folder).save(1, state, metadata={})
+    return whole_state(state)
+
+
+def load_under(degrees: Degrees, folders: list[Path]) -> list[set[str]]:
+    """Load each folder's checkpoint into other weights and compare with what was saved; the names compared."""
+    compared = []
+    program = build(degrees, folders[0], seed=1)
+    for folder in folders:
+        saved: dict[str, Tensor] = torch.load(folder / "expected.pt")
+        path = folder / "checkpoint" / "step-1"
+        program.optimizer.state.clear()
+        with torch.no_grad():
+            for part in program.parts:
+                for parameter in part.parameters():
+                    parameter.fill_(float("nan"))
+        checkpoints.load(path, checkpoints.model_state(program.parts))
+        empty = checkpoints.empty_optimizer_state(path, program.parts, program.optimizer)
+        checkpoints.load(path, empty)
+        state = checkpoints.model_state(program.parts)
+        state |= checkpoints.optimizer_state(program.parts, program.optimizer)
+        loaded = whole_state(state)
+        different = [n for n, value in loaded.items() if not torch.equal(value, saved[n])]
+        assert not different, f"{folder.name}: {different}"
+        compared.append(set(loaded))
+    train_a_step(program)  # what was loaded can be trained
+    return compared
+
+
+@pytest.fixture(scope="module")
+def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[Path, set[str]]:
+    """A run folder for each layout, with a checkpoint and `expected.pt`, and the names of its tensors."""
+    folders: dict[Path, set[str]] = {}
+    for name, degrees in LAYOUTS.items():
+        folder = tmp_path_factory.mktemp(name.replace(" ", "-"))
+        state: checkpoints.State = {}
+        for result in pool.run(ranks(degrees), save_under, degrees, folder):
+            for key, value in result.items():
+                assert torch.equal(state.setdefault(key, value), value)  # ranks agree
+        torch.save(state, folder / "expected.pt")
+        folders[folder] = set(state)
+    return folders
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_loads_into_any_other(layout: str, saved, pool: Pool) -> None:
+    degrees = LAYOUTS[layout]
+    results = pool.run(ranks(degrees), load_under, degrees, list(saved))
+    for number, names in enumerate(saved.values()):
+        assert any(name.endswith(".exp_avg_sq") for name in names)
+        assert set().union(*(result[number] for result in results)) == names

@@ -1,0 +1,443 @@
+"""Layouts against an oracle: what cannot run is refused, with fixes that mend it; what can run is accepted.
+
+The oracle (`broken_rules`) is plain arithmetic on what the techniques need, and shares nothing with titan.config. Thousands
+of layouts are drawn, most of them sound but for one or two settings. All this happens in a process that cannot
+import torch, so there can be no process group either.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pool import Pool
+from titan.config.layout import resolve_layout
+from titan.config.problems import ConfigError, Problem
+from titan.config.rules import check_to_run
+from titan.config.sections import JobConfig
+
+NUM_LAYOUTS = 2000
+PREFIX = "parallelism."
+DEGREES = {
+    "pp": f"{PREFIX}pipeline_parallel_degree",
+    "dp_replicate": f"{PREFIX}data_parallel_replicate_degree",
+    "dp_shard": f"{PREFIX}data_parallel_shard_degree",
+    "cp": f"{PREFIX}context_parallel_degree",
+    "tp": f"{PREFIX}tensor_parallel_degree",
+}
+TP, PP, ROTATE = DEGREES["tp"], DEGREES["pp"], f"{PREFIX}context_parallel_rotate_method"
+BALANCER, RESHARD = f"{PREFIX}context_parallel_load_balancer", f"{PREFIX}fsdp_reshard_after_forward"
+SCHEDULE, MICROBATCH = (
+    f"{PREFIX}pipeline_parallel_schedule",
+    f"{PREFIX}pipeline_parallel_microbatch_size",
+)
+PER_STAGE = f"{PREFIX}pipeline_parallel_layers_per_stage"
+FIRST = f"{PREFIX}pipeline_parallel_first_stage_less_layers"
+LAST = f"{PREFIX}pipeline_parallel_last_stage_less_layers"
+BATCH, GLOBAL, LENGTH = (
+    "training.local_batch_size",
+    "training.global_batch_size",
+    "training.seq_len",
+)
+VALIDATION = "validation.seq_len"
+ALL_KEYS = (
+    *DEGREES.values(),
+    *(ROTATE, BALANCER, RESHARD, SCHEDULE, PER_STAGE, FIRST, LAST),
+    *(BATCH, GLOBAL, LENGTH, VALIDATION),
+)
+# Stages on each rank (0: any number), a microbatch for each stage, equal rounds of microbatches, backward in two parts.
+SCHEDULES = {
+    "GPipe": (1, False, False, False),
+    "1F1B": (1, True, False, False),
+    "Interleaved1F1B": (0, False, True, False),
+    "LoopedBFS": (0, False, False, False),
+    "InterleavedZeroBubble": (0, False, True, True),
+    "ZBVZeroBubble": (2, False, False, True),
+    "DualPipeV": (2, True, False, True),
+}
+
+
+@dataclass
+class Case:
+    """A job's settings by key, the fields of its model, and a number of ranks."""
+
+    world: int
+    settings: dict[str, Any]
+    model: dict[str, Any] = field(default_factory=dict)
+
+    def get(self, key: str, default: Any) -> Any:
+        return self.settings.get(key, default)
+
+    def config(self) -> JobConfig:
+        sections: dict[str, dict[str, Any]] = {"model": {"overrides": self.model}}
+        for key, value in self.settings.items():
+            section, _, name = key.partition(".")
+            sections.setdefault(section, {})[name] = value
+        return JobConfig.model_validate(sections)
+
+    def problems(self) -> list[Problem]:
+        try:
+            check_to_run(self.config(), world_size=self.world)
+        except ConfigError as error:
+            return error.problems
+        return []
+
+    def __str__(self) -> str:
+        return f"{self.world} ranks, {self.settings}, model {self.model}"
+
+
+# ---- the oracle ------------------------------------------------------------------------------------
+
+
+def broken_rules(case: Case) -> set[str]:
+    """Names of the rules that a layout breaks; none: it can run."""
+    world = _world_rules(case)
+    if world:
+        return world
+    return {
+        *_batch_rules(case),
+        *_tensor_rules(case),
+        *_context_rules(case),
+        *_pipeline_rules(case),
+    }
+
+
+def _world_rules(case: Case) -> set[str]:
+    degrees = {axis: case.get(key, 1) for axis, key in DEGREES.items()}
+    degrees["dp_shard"] = case.get(DEGREES["dp_shard"], -1)
+    used = 1
+    for degree in degrees.values():
+        used *= degree if degree > 0 else 1
+    sound = case.world % used == 0 if degrees["dp_shard"] == -1 else case.world == used
+    return set() if sound else {"world"}
+
+
+def _batch_rules(case: Case) -> set[str]:
+    total = case.get(GLOBAL, -1)
+    data_ranks = case.world // (case.get(PP, 1) * case.get(DEGREES["cp"], 1) * case.get(TP, 1))
+    return {"global batch"} if total > 0 and total % (case.get(BATCH, 8) * data_ranks) else set()
+
+
+def _tensor_rules(case: Case) -> set[str]:
+    tp, heads, kv_heads = case.get(TP, 1), case.model["n_heads"], case.model["n_kv_heads"]
+    broken = set()
+    whole_heads = heads % tp == 0
+    if not whole_heads:
+        broken.add("heads")
+    # Each rank has whole key/value heads, or one of them that it shares with other ranks.
+    elif not (kv_heads % tp == 0 or tp % kv_heads == 0):
+        broken.add("kv heads")
+    if case.model["ffn_dim"] % tp:
+        broken.add("ffn")
+    rows = [0] * tp
+    size = (case.model["vocab_size"] + tp - 1) // tp
+    for word in range(case.model["vocab_size"]):
+        rows[word // size] += 1
+    if 0 in rows:  # torch cannot look up in nothing
+        broken.add("vocabulary")
+    return broken
+
+
+def _context_rules(case: Case) -> set[str]:
+    cp, tp = case.get(DEGREES["cp"], 1), case.get(TP, 1)
+    method, broken = case.get(ROTATE, "allgather"), set()
+    masked, balancer = case.get("data.document_mask", False), case.get(BALANCER, "headtail")
+    # One chunk, or two with head-tail balance, for each cp rank, and each chunk is split over tp.
+    unit = tp * cp * (2 if cp > 1 and method != "ulysses" and balancer == "headtail" else 1)
+    if case.get(LENGTH, 2048) % unit:
+        broken.add("length")
+    if case.get("validation.enable", False) and case.get(VALIDATION, unit) % unit:
+        broken.add("validation length")
+    if cp > 1 and balancer == "ptrr":
+        broken.add("balancer")
+    if cp > 1 and method in ("ring", "alltoall") and masked:
+        broken.add("mask")
+    heads = case.model["n_heads"]
+    if cp > 1 and method == "ulysses" and heads % tp == 0 and heads // tp % cp:
+        broken.add("ulysses")
+    return broken
+
+
+def _pipeline_rules(case: Case) -> set[str]:
+    pp, size = case.get(PP, 1), case.get(MICROBATCH, 1)
+    if pp == 1:
+        return set()
+    own, fills, rounds, splits = SCHEDULES[case.get(SCHEDULE, "1F1B")]
+    broken = set()
+    if splits and case.get(RESHARD, "default") == "always":
+        broken.add("reshard")
+    if case.get(BATCH, 8) % size:
+        return broken | {"microbatch size"}
+    if case.model.get("tied_embeddings"):
+        broken.add("tied")
+    microbatches = case.get(BATCH, 8) // size
+    first, last = case.get(FIRST, 1), case.get(LAST, 1)
+    weight = case.model["n_layers"] + first + last
+    stages = (own or 2) * pp
+    if per_stage := case.get(PER_STAGE, 0):
+        stages = (weight + per_stage - 1) // per_stage
+    if stages % pp or (own and stages != own * pp):
+        return broken | {"stages"}
+    if fills and microbatches < stages:
+        return broken | {"microbatches"}
+    if rounds and microbatches > pp and microbatches % (microbatches // pp):
+        return broken | {"microbatches"}
+    # Spread evenly, a stage that has the embedding or the output must have room for what it counts. What is left over
+    # goes to the middle first.
+    each, left = weight // stages, weight % stages
+    room_first = each + (left > stages - 2 if stages > 1 else left)
+    if each == 0 or first > room_first or last > each:
+        broken.add("stages")
+    return broken
+
+
+# ---- what titan says, told apart ------------------------------------------------------------------
+
+SAID = {
+    "world": r"is not whole|but there are \d+ ranks",
+    "global batch": r"is not a multiple of local_batch_size",
+    "heads": r"does not divide the model's \d+ heads",
+    "kv heads": r"neither divides the model's",
+    "ffn": r"does not divide the model's ffn_dim",
+    "vocabulary": r"cannot share a vocabulary",
+    "length": r"is not a multiple of (2 x )?cp",
+    "balancer": r"block masks",
+    "mask": r"has no document mask",
+    "ulysses": r"does not come out even",
+    "reshard": r"wrong gradients",
+    "microbatch size": r"pipeline_parallel_microbatch_size",
+    "tied": r"output layer is its embedding",
+    "microbatches": r"needs a microbatch|equal rounds",
+    "stages": r"on each rank:|shared evenly|are more than|has room for",
+}
+
+
+def rule_of(problem: Problem) -> str:
+    (rule,) = [name for name, words in SAID.items() if re.search(words, problem.message)]
+    return "validation length" if rule == "length" and problem.key == VALIDATION else rule
+
+
+def fixes_in(problem: Problem) -> list[tuple[str, Any]]:
+    """Key and value of each change that a message proposes; "ranks" for the number of them."""
+    proposal = problem.message.rpartition("; ")[2]
+    assert re.search(r"would do|use |set ", proposal), problem
+    fixes: list[tuple[str, Any]] = []
+    for part in re.split(r", (?:or )?", proposal):
+        name = re.search(r"(?:\w+\.)*(\w+) = ", part)
+        if ranks := re.match(r"([\d or]+?) ranks?\b", part):
+            fixes += [("ranks", int(n)) for n in re.findall(r"\d+", ranks[1])]
+            continue
+        key = problem.key
+        if name:
+            full = name[0].removesuffix(" = ")
+            key = full if "." in full else next(k for k in ALL_KEYS if k.endswith(f".{full}"))
+            part = part[name.end() :]
+        values = re.findall(r'"(\w+)"|\b(\d+)\b|\b(true|false)\b', part)
+        fixes += [(key, s or (int(n) if n else b == "true")) for s, n, b in values]
+    assert fixes, problem
+    return fixes
+
+
+def mended(case: Case, key: str, value: Any) -> Case:
+    if key == "ranks":
+        return Case(value, case.settings, case.model)
+    if key.startswith("model.overrides."):
+        return Case(case.world, case.settings, case.model | {key.rpartition(".")[2]: value})
+    return Case(case.world, case.settings | {key: value}, case.model)
+
+
+# ---- drawing layouts -------------------------------------------------------------------------------
+
+
+def draw(random: random.Random) -> Case:
+    """A layout that mostly fits: numbers are made from each other, and now and then one is not."""
+
+    def pick(*values: Any) -> Any:
+        return random.choice(values)
+
+    def seldom(chance: float = 0.12) -> bool:
+        return random.random() < chance
+
+    pp, replicate, cp, tp = (
+        pick(1, 1, 2, 4, 3),
+        pick(1, 1, 2, 3),
+        pick(1, 1, 2, 4),
+        pick(1, 1, 2, 4, 3),
+    )
+    shard, size = pick(1, 1, 2, 4), pick(1, 1, 2)
+    world = pp * replicate * shard * cp * tp
+    if seldom():
+        world += pick(-1, 1, 2)
+    world = max(1, min(world, 64))
+    kv_heads = pick(1, 2, 3, 4)
+    model = {
+        "dim": 48 * 16,
+        "n_layers": pick(2, 4, 8, 16, 13),
+        "n_heads": kv_heads * pick(1, 2, 4, 3),
+        "n_kv_heads": kv_heads,
+        "head_dim": 16,
+        "ffn_dim": 96 + (pick(1, 2, 3) if seldom() else 0),
+        "vocab_size": pick(2048, 258, 259) if not seldom(0.08) else pick(3, 5, 9),
+    }
+    if seldom(0.03):
+        model["tied_embeddings"] = True
+    microbatches = pp * pick(1, 2, 4) if not seldom() else pick(1, 3, 5, 7)
+    settings: dict[str, Any] = {
+        DEGREES["dp_shard"]: -1 if not seldom(0.2) else shard,
+        BATCH: size * microbatches + (seldom(0.05) and size > 1),
+        LENGTH: 2 * cp * tp * pick(1, 2, 5) + (pick(1, cp, tp, 2) if seldom() else 0),
+        "training.mixed_precision_param": "float32",
+    }
+    degrees = {PP: pp, DEGREES["dp_replicate"]: replicate, DEGREES["cp"]: cp, TP: tp}
+    settings |= {key: degree for key, degree in degrees.items() if degree > 1}
+    _draw_methods(settings, pick, seldom, unit=2 * cp * tp, size=size)
+    if seldom(0.3):
+        settings[GLOBAL] = settings[BATCH] * replicate * shard * pick(1, 2, 3) + (
+            pick(1, 4) if seldom() else 0
+        )
+    return Case(world, settings, model)
+
+
+def _draw_methods(
+    settings: dict[str, Any], pick: Any, seldom: Any, *, unit: int, size: int
+) -> None:
+    if DEGREES["cp"] in settings:
+        settings[ROTATE] = pick("allgather", "ring", "alltoall", "ulysses")
+        settings[BALANCER] = pick("headtail", "headtail", "none") if not seldom(0.05) else "ptrr"
+        settings["data.document_mask"] = seldom(0.25)
+    if PP in settings:
+        settings[SCHEDULE] = pick(*SCHEDULES)
+        settings[MICROBATCH] = size
+        settings[RESHARD] = pick("default", "never") if not seldom() else "always"
+        if seldom(0.2):
+            settings[PER_STAGE] = pick(1, 2, 3, 5)
+        if seldom(0.2):
+            settings[FIRST], settings[LAST] = pick(0, 1, 2, 4), pick(0, 1, 2, 4)
+    if seldom(0.15):
+        settings["validation.enable"], settings["validation.dataset"] = True, "synthetic"
+        settings[VALIDATION] = unit * pick(1, 3) + (pick(1, 2) if seldom(0.3) else 0)
+
+
+# ---- the checks, in a process without torch ---------------------------------------------------------
+
+
+def compare() -> Counter[str]:
+    """Draw and compare; how often each rule was broken, and how many layouts were accepted and refused."""
+    seen: Counter[str] = Counter()
+    source = random.Random(0)
+    for _ in range(NUM_LAYOUTS):
+        case = draw(source)
+        expected, problems = broken_rules(case), case.problems()
+        found = {rule_of(problem) for problem in problems}
+        if expected == {"world"}:  # of rules that do not need the world, titan tells as well
+            found = found & {"world"}
+        assert found == expected, f"{case}: {expected} expected, titan says {problems}"
+        seen["refused" if expected else "accepted"] += 1
+        seen.update(expected)
+        if not expected:
+            layout = resolve_layout(case.config(), case.world)
+            assert layout.world_size == case.world
+        for problem in problems:
+            assert problem.key in ALL_KEYS and problem.message.count("\n") == 0
+            for key, value in fixes_in(problem):
+                after = {rule_of(p) for p in mended(case, key, value).problems()}
+                assert rule_of(problem) not in after, f"{case}: {problem}: {key} = {value} does not"
+    return seen
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, int]:
+    """What `compare` returns in a process where torch cannot be imported."""
+    script = (
+        "import json, sys; sys.modules['torch'] = None; sys.path += sys.argv[1:]\n"
+        "import test_bad_layouts; print(json.dumps(test_bad_layouts.compare()))"
+    )
+    here = Path(__file__).parent
+    command = [sys.executable, "-c", script, str(here), str(here.parent)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout)
+
+
+def test_refuses_what_the_oracle_refuses_and_nothing_else(seen: dict[str, int]) -> None:
+    assert seen["refused"] >= 60 and seen["accepted"] >= 300
+    assert seen["refused"] + seen["accepted"] == NUM_LAYOUTS
+
+
+@pytest.mark.parametrize("rule", [*SAID, "validation length"])
+def test_every_rule_was_broken_several_times(rule: str, seen: dict[str, int]) -> None:
+    assert seen[rule] >= 5
+
+
+# ---- what is accepted runs -------------------------------------------------------------------------
+
+
+def run_a_step(case: Case) -> list[float]:
+    """Loss and gradient norm of a step, and a validation loss, on one rank of the pool."""
+    import torch
+
+    from titan.parallel import build_mesh
+    from titan.program import build_program
+
+    config = case.config()
+    layout = resolve_layout(config, case.world)
+    mesh = build_mesh("cpu", **{axis: getattr(layout, axis) for axis in DEGREES})
+    program = build_program(config, device=torch.device("cpu"), mesh=mesh)
+
+    def batch(length: int) -> Any:
+        rows = torch.randint(
+            case.model["vocab_size"], (config.training.local_batch_size, length + 1)
+        )
+        ids = (torch.arange(length) >= length // 2).long().expand(len(rows), -1)
+        return SimpleNamespace(
+            tokens_BS=rows[:, :-1],
+            labels_BS=rows[:, 1:],
+            positions_BS=None,
+            document_ids_BS=ids if config.data.document_mask else None,
+        )
+
+    batches = [batch(config.training.seq_len) for _ in range(layout.accumulation)]
+    report = program.train_step(batches, step=1)
+    length = config.validation.seq_len or config.training.seq_len
+    loss, num_valid = program.evaluate([batch(length)])
+    return [report.loss.item(), report.grad_norm.item(), (loss / num_valid).item()]
+
+
+def accepted(count: int) -> list[Case]:
+    """Layouts of few ranks that the oracle accepts; the first has pipeline stages without attention, under CP."""
+    odd = {DEGREES["cp"]: 2, PP: 2, SCHEDULE: "InterleavedZeroBubble", LENGTH: 8}
+    small = {
+        "dim": 64,
+        "n_layers": 2,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "ffn_dim": 96,
+        "vocab_size": 258,
+    }
+    cases, source = (
+        [Case(4, odd | {"training.mixed_precision_param": "float32"}, small)],
+        random.Random(7),
+    )
+    while len(cases) < count:
+        case = draw(source)
+        if 1 < case.world <= 4 and case.model["n_layers"] <= 8 and not broken_rules(case):
+            cases.append(case)
+    return cases
+
+
+@pytest.mark.parametrize("count", [6, pytest.param(80, marks=pytest.mark.slow)])
+def test_what_is_accepted_runs(count: int, pool: Pool) -> None:
+    for case in accepted(count):
+        assert not case.problems()
+        for numbers in pool.run(case.world, run_a_step, case):
+            assert all(0 < number < 100 for number in numbers), case
