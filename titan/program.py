@@ -142,6 +142,8 @@ class Program:
         self.optimizer.zero_grad()
         local_losses = torch.stack(losses)
         loss = _sum(local_losses.sum(), self.groups.loss) / num_valid
+        # Of offloaded parameters, the norm is on the host.
+        grad_norm = grad_norm.to(self.device, non_blocking=True)
         return StepReport(loss, grad_norm, num_valid, local_losses)
 
     @torch.no_grad()

@@ -70,6 +70,27 @@ def test_losses_and_norms_equal_the_cpu(group: None, precision: str, rtol: float
     )
 
 
+def test_parameters_on_the_host(tmp_path: Path) -> None:
+    config = JobConfig.model_validate(
+        {
+            "job": {"dump_folder": str(tmp_path)},
+            "training": {
+                "seq_len": 128,
+                "steps": 4,
+                "dataset": "synthetic",
+                "enable_cpu_offload": True,
+            },
+            "lr_scheduler": {"warmup_steps": 2},
+        }
+    )
+    trainer = Trainer(config)
+    try:
+        assert {p.device.type for p in trainer.program.parts[0].parameters()} == {"cpu"}
+        assert trainer.run() == 0
+    finally:
+        trainer.close()
+
+
 def test_resume_is_bit_identical(tmp_path: Path) -> None:
     def run(folder: Path, steps: int) -> list[dict[str, Any]]:
         config = JobConfig.model_validate(
