@@ -256,3 +256,17 @@ def test_accelerators_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch)
     for visible, count in {"0,2": 2, "": 0, "-1": 0}.items():
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert launch.count_accelerators() == count
+
+
+def test_check_says_whether_it_fits() -> None:
+    job = ["check", "train_configs/llama3_1b.toml", "--hardware"]
+    code, out, _ = titan(*job, "h200-sxm")
+    assert code == 0 and any(line.startswith("fits: 51") for line in out.splitlines()), out
+    code, out, _ = titan(*job, "a100-40g", "--json")
+    facts = json.loads(out)
+    assert code == 0 and facts["fits"] is False and facts["hardware"] == "a100-40g"
+    code, _, err = titan(*job, "h200")
+    assert code == 2
+    assert err[0].startswith(
+        "command line: hardware.name: unknown hardware \"h200\"; did you mean 'h200-sxm'?"
+    )

@@ -114,16 +114,21 @@ def train(argv: list[str]) -> int:
 
 
 def check(argv: list[str]) -> int:
-    parser = _parser("check", f"{JOB} [--world-size N] [--json]")
+    parser = _parser("check", f"{JOB} [--world-size N] [--hardware H] [--json]")
     parser.add_argument(
         "--world-size", type=_positive, default=1, metavar="N", help="ranks in all; default: 1"
     )
     parser.add_argument("--json", action="store_true", help="the answer as JSON")
+    parser.add_argument(
+        "--hardware", metavar="H", help="a profile: will it fit? As --hardware.name=H"
+    )
     options, job = parser.parse_known_args(argv)
     from titan.config.problems import ConfigError
 
+    if options.hardware:
+        job.append(f"--hardware.name={options.hardware}")
     try:
-        config = _load(job, options=["--world-size", "--json"])
+        config = _load(job, options=["--world-size", "--hardware", "--json"])
         layout = _check_to_run(config, world_size=options.world_size)
     except ConfigError as error:
         if not options.json:
@@ -174,8 +179,12 @@ def _facts(config: JobConfig, layout: Layout) -> dict[str, Any]:
     """What `titan check` says, as data."""
     from titan.config.model import model_config
     from titan.observe.estimate import estimate_memory
+    from titan.observe.hardware import by_name
 
     model, training = model_config(config.model), config.training
+    memory_gib = estimate_memory(config, model, layout)
+    named = config.hardware.name != "auto"
+    available_gib = by_name(config.hardware.name).memory_gib if named else None
     sequences = training.local_batch_size * layout.dp * layout.accumulation
     return {
         "world_size": layout.world_size,
@@ -189,8 +198,11 @@ def _facts(config: JobConfig, layout: Layout) -> dict[str, Any]:
         "global_batch_size": sequences,
         "seq_len": training.seq_len,
         "tokens_per_step": sequences * training.seq_len,
-        "memory_gib": estimate_memory(config, model, layout),
+        "memory_gib": memory_gib,
         "memory_method": "formula",
+        "hardware": config.hardware.name if named else None,
+        "hardware_memory_gib": available_gib,
+        "fits": None if available_gib is None else memory_gib["total"] <= available_gib,
     }
 
 
@@ -202,6 +214,11 @@ def _page(facts: dict[str, Any]) -> str:
         f"{facts['local_batch_size']} sequences x {facts['seq_len']:,} tokens x "
         f"{layout['dp_replicate'] * layout['dp_shard']} data-parallel ranks x {layout['accumulation']} accumulation"
     )
+    verdict = []
+    if facts["fits"] is not None:
+        total, available = facts["memory_gib"]["total"], facts["hardware_memory_gib"]
+        answer = "fits" if facts["fits"] else "DOES NOT FIT"
+        verdict = [f"{answer}: {total:.1f} of {available:.1f} GiB on {facts['hardware']}"]
     memory = [f"    {name:<12} {gib:10.3f}" for name, gib in facts["memory_gib"].items()]
     return "\n".join(
         [
@@ -210,6 +227,7 @@ def _page(facts: dict[str, Any]) -> str:
             f"step     {batch} = {facts['tokens_per_step']:,} tokens",
             "memory   GiB on the fullest rank, by formula (not measured)",
             *memory,
+            *verdict,
             "no problems",
         ]
     )
