@@ -67,10 +67,11 @@ def torchrun(argv: Sequence[str]) -> int:
     try:
         main(list(argv))
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode < 0:  # it had no chance to say anything
-            name = signal.Signals(-failure.exitcode).name
-            print(f"rank {rank} (pid {failure.pid}) was ended by {name}", file=sys.stderr)
+        for rank, failure in error.failures.items():
+            # Killed, it had no chance to say anything; SIGTERM is torchrun's own, to the ranks that are left.
+            if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:
+                name = signal.Signals(-failure.exitcode).name
+                print(f"rank {rank} (pid {failure.pid}) was ended by {name}", file=sys.stderr)
         return 1
     return 0
 
