@@ -258,9 +258,19 @@ COMMANDS = {
     "prepare": Command("tokenize text into memory-mapped shards", _elsewhere("titan.data.prepare")),
     "tokenizer": Command("train or inspect a tokenizer", _elsewhere("titan.data.tokenizer_cli")),
     "plot": Command("draw loss and throughput curves of runs", _elsewhere("titan.observe.plot")),
+    "profile": Command(
+        "read a profiler trace: where a step's time went, by kind of work and by module",
+        _elsewhere("titan.observe.trace_report"),
+    ),
     "pipeline": Command(
         "draw a job's pipeline schedule; its bubble, its activations in flight",
         _elsewhere("titan.observe.pipeline_plot"),
+    ),
+    "verify": Command(
+        "is a checkpoint what was saved? Names the damaged file", _elsewhere("titan.checkpoint.verify")
+    ),
+    "convert": Command(
+        "Hugging Face folders to checkpoints, and back", _elsewhere("titan.checkpoint.convert_cli")
     ),
     "generate": Command("sample text from a checkpoint", _elsewhere("titan.generate")),
 }

@@ -1,25 +1,29 @@
-"""Cross entropy in chunks: logits exist whole only in the model's precision, never in fp32.
+"""Output layer and cross entropy in chunks: neither logits nor their gradient exist whole.
 
 Over N positions with vocabulary V, the plain loss in bf16 training holds N x V logits in bf16, again in fp32, and
-their log-probabilities in fp32: ten bytes a logit. Here each chunk of rows goes to fp32 by itself, and its gradient
-(softmax minus one-hot) is worked out there and then, in the logits' precision: four bytes a logit in all, and
-the backward pass only scales what is there. (The idea is known from Liger Kernel, arXiv:2410.10989.)
+their log-probabilities in fp32: ten bytes a logit, 78 GiB for Llama 3's vocabulary and 65,536 tokens. Here C positions at a time go
+through the output layer and the loss, and their gradient (softmax minus one-hot) goes back through the output layer there
+and then: what is kept is the gradient of the output layer's input and weight, which the backward pass only scales. The three matrix
+products are those of the plain loss. (Known from Liger Kernel, arXiv:2410.10989, and Cut Cross-Entropy, arXiv:2411.09009.)
+
+Logits that someone else computed are accepted as well, and then only fp32 copies are kept to a chunk.
 
 Under tensor parallelism the logits may stay split over the vocabulary: ranks then exchange three numbers a row, not
 the row (Megatron-LM, arXiv:1909.08053, section 3).
 
-N positions, C of a chunk, V vocabulary, or this rank's part of it
+N positions, C of a chunk, D model, V vocabulary, or this rank's part of it
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from titan.data.packing import IGNORED
 
@@ -32,79 +36,180 @@ class VocabularyShard:
     start: int
 
 
+def _statistics(logits_CV: Tensor, column_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp of each row and the logit in its column, both in fp32."""
+    lse_C = torch.logsumexp(logits_CV.float(), dim=-1)
+    return lse_C, logits_CV.gather(1, column_C[:, None])[:, 0].float()
+
+
+def _gradient(
+    logits_CV: Tensor, lse_C: Tensor, column_C: Tensor, is_valid_C: Tensor, is_mine_C: Tensor
+) -> Tensor:
+    """Of the summed loss in the logits, in their dtype: softmax, less one where the target is; no row that is not valid."""
+    p_CV = (logits_CV - lse_C[:, None]).exp_().mul_(is_valid_C[:, None])  # in fp32, as lse is
+    columns_V = torch.arange(logits_CV.shape[1], device=logits_CV.device)
+    is_target_CV = (columns_V == column_C[:, None]) & is_mine_C[:, None]
+    return p_CV.add_(is_target_CV, alpha=-1).to(logits_CV.dtype)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The two elementwise parts, which a compiler may fuse."""
+
+    statistics: Callable[..., tuple[Tensor, Tensor]] = _statistics
+    gradient: Callable[..., Tensor] = _gradient
+
+    @staticmethod
+    def compiled(backend: str) -> Kernels:
+        """Both through torch.compile; compilation happens at the first call."""
+        options: dict[str, Any] = {"backend": backend, "fullgraph": True}
+        return Kernels(torch.compile(_statistics, **options), torch.compile(_gradient, **options))
+
+
+@dataclass(frozen=True)
+class _Settings:
+    num_chunks: int
+    shard: VocabularyShard | None
+    kernels: Kernels
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
+    """input_ND: what the output layer of weight_VD gets; without weight_VD it is the logits."""
+
     @staticmethod
     def forward(
-        ctx: Any, logits_NV: Tensor, labels_N: Tensor, chunk: int, shard: VocabularyShard | None
+        ctx: Any, input_ND: Tensor, weight_VD: Tensor | None, labels_N: Tensor, settings: _Settings
     ) -> Tensor:
-        loss = torch.zeros((), dtype=torch.float32, device=logits_NV.device)
-        grad_NV = torch.empty_like(logits_NV) if ctx.needs_input_grad[0] else None
-        for begin in range(0, logits_NV.shape[0], chunk):
-            rows = slice(begin, begin + chunk)
-            valid_C = labels_N[rows] != IGNORED
-            log_p_CV = F.log_softmax(logits_NV[rows], dim=-1, dtype=torch.float32)
-            target_C, is_mine_C = labels_N[rows].clamp(min=0), valid_C
-            if shard is not None:
-                target_C = target_C - shard.start
-                is_mine_C = valid_C & (target_C >= 0) & (target_C < log_p_CV.shape[1])
-                target_C = target_C.clamp(0, log_p_CV.shape[1] - 1)
-            log_p_target_C = log_p_CV.gather(1, target_C[:, None])[:, 0]
-            scale_C = valid_C.float()  # of this rank's softmax in that of the whole vocabulary
-            if shard is not None:
-                log_p_target_C, correction_C = _across_ranks(
-                    logits_NV[rows], log_p_CV, log_p_target_C, is_mine_C, shard.group
-                )
-                scale_C = scale_C * correction_C.exp()
-            loss -= log_p_target_C.masked_fill(~valid_C, 0.0).sum()
-            if grad_NV is not None:
-                p_CV = log_p_CV.exp_().mul_(scale_C[:, None])
-                p_CV.scatter_add_(1, target_C[:, None], -is_mine_C.float()[:, None])
-                grad_NV[rows] = p_CV
-        ctx.grad_NV = grad_NV
+        loss = torch.zeros((), dtype=torch.float32, device=input_ND.device)
+        differentiate = any(ctx.needs_input_grad)
+        d_input_ND = torch.empty_like(input_ND) if differentiate else None
+        d_weight_VD = None
+        if weight_VD is not None and ctx.needs_input_grad[1]:  # a sum over chunks: in fp32
+            d_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
+        inputs = input_ND.chunk(settings.num_chunks)
+        d_inputs = inputs if d_input_ND is None else d_input_ND.chunk(settings.num_chunks)
+        for input_CD, d_input_CD, labels_C in zip(
+            inputs, d_inputs, labels_N.chunk(settings.num_chunks), strict=True
+        ):
+            logits_CV = input_CD if weight_VD is None else input_CD @ weight_VD.T
+            chunk_loss, d_logits_CV = _one_chunk(
+                logits_CV, labels_C, settings=settings, differentiate=differentiate
+            )
+            loss += chunk_loss
+            if d_logits_CV is None:
+                continue
+            if weight_VD is None:
+                d_input_CD.copy_(d_logits_CV)
+                continue
+            torch.mm(d_logits_CV, weight_VD, out=d_input_CD)
+            if d_weight_VD is not None:
+                d_weight_VD += d_logits_CV.T @ input_CD
+        ctx.gradients = (d_input_ND, d_weight_VD)
+        ctx.weight_dtype = None if weight_VD is None else weight_VD.dtype
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        grad_NV, ctx.grad_NV = ctx.grad_NV, None
-        if grad_NV is None:
-            raise RuntimeError("this loss keeps its gradient for one backward pass only")
-        return (
-            grad_NV.mul_(grad_output),
-            None,
-            None,
-            None,
-        )  # in place: the largest tensor of the step
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        d_input_ND, d_weight_VD = ctx.gradients
+        if ctx.weight_dtype is None:  # in place: the largest tensor of the step
+            ctx.gradients = (None, None)
+            if d_input_ND is None:
+                raise RuntimeError("this loss keeps its gradient for one backward pass only")
+            return d_input_ND.mul_(grad_output), None, None, None
+        if d_weight_VD is not None:
+            out = torch.empty_like(d_weight_VD, dtype=ctx.weight_dtype)
+            d_weight_VD = torch.mul(d_weight_VD, grad_output, out=out)
+        # A schedule that splits the backward pass comes here twice: for the input, and for the weight.
+        return d_input_ND * grad_output, d_weight_VD, None, None
+
+
+def _one_chunk(
+    logits_CV: Tensor, labels_C: Tensor, *, settings: _Settings, differentiate: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Summed loss of a chunk, a scalar in fp32, and its gradient in the logits."""
+    shard, kernels = settings.shard, settings.kernels
+    is_valid_C = labels_C != IGNORED
+    column_C, is_mine_C = labels_C.clamp(min=0), is_valid_C
+    if shard is not None:
+        column_C = column_C - shard.start
+        is_mine_C = is_valid_C & (column_C >= 0) & (column_C < logits_CV.shape[1])
+        column_C = column_C.clamp(0, logits_CV.shape[1] - 1)
+    lse_C, target_logit_C = kernels.statistics(logits_CV, column_C)
+    if shard is not None:
+        lse_C, target_logit_C = _across_ranks(lse_C, target_logit_C, is_mine_C, shard.group)
+    loss = (lse_C - target_logit_C).masked_fill(~is_valid_C, 0.0).sum()
+    if not differentiate:
+        return loss, None
+    return loss, kernels.gradient(logits_CV, lse_C, column_C, is_valid_C, is_mine_C)
 
 
 def _across_ranks(
-    logits_CV: Tensor,
-    log_p_CV: Tensor,
-    log_p_target_C: Tensor,
-    is_mine_C: Tensor,
-    group: dist.ProcessGroup,
+    lse_C: Tensor, target_logit_C: Tensor, is_mine_C: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of the target in the whole vocabulary, and what to add to this rank's log-probabilities.
+    """Log-sum-exp over the whole vocabulary, and the target's logit, from those of this rank's part.
 
     Two all-reduces of one and two numbers a row: the largest log-sum-exp; then the sums of the ranks'
     exponentials and of the target's logit, which one rank has.
     """
-    lse_C = logits_CV.amax(dim=-1).float() - log_p_CV.amax(dim=-1)
     largest_C = lse_C.clone()
     dist.all_reduce(largest_C, op=dist.ReduceOp.MAX, group=group)
-    target_logit_C = torch.where(is_mine_C, log_p_target_C + lse_C, 0.0)
-    sums_2C = torch.stack([(lse_C - largest_C).exp(), target_logit_C])
+    sums_2C = torch.stack([(lse_C - largest_C).exp(), torch.where(is_mine_C, target_logit_C, 0.0)])
     dist.all_reduce(sums_2C, group=group)
-    whole_C = largest_C + sums_2C[0].log()
-    return sums_2C[1] - whole_C, lse_C - whole_C
+    return largest_C + sums_2C[0].log(), sums_2C[1]
 
 
 def cross_entropy_sum(
-    logits: Tensor, labels: Tensor, *, chunk_tokens: int, shard: VocabularyShard | None = None
+    input: Tensor,
+    labels: Tensor,
+    *,
+    chunk_tokens: int,
+    weight: Tensor | None = None,
+    shard: VocabularyShard | None = None,
+    kernels: Kernels | None = None,
 ) -> Tensor:
     """Sum of the cross entropy in nats over the valid labels, a scalar in fp32, the same on every rank of a shard.
 
-    logits (..., V) in any floating dtype, or this rank's columns (..., V/tp) with `shard`; labels (...) int64
-    in the whole vocabulary, IGNORED where not trained on. Differentiable once in the logits.
+    input (..., D) of an output layer whose weight is (V, D), or without `weight` the logits (..., V), in any floating
+    dtype; with `shard`, weight and logits are this rank's rows (V/tp, D) and columns (..., V/tp), and the gradient of
+    `input` is this rank's part of a sum over the ranks. labels (...) int64 in the whole vocabulary, IGNORED where not
+    trained on. Differentiable once in input and weight.
     """
-    logits_NV = logits.reshape(-1, logits.shape[-1])
-    return _ChunkedCrossEntropy.apply(logits_NV, labels.reshape(-1), chunk_tokens, shard)  # pyright: ignore[reportReturnType]
+    input_ND = input.reshape(-1, input.shape[-1])
+    settings = _Settings(-(-len(input_ND) // chunk_tokens), shard, kernels or Kernels())
+    return _ChunkedCrossEntropy.apply(input_ND, weight, labels.reshape(-1), settings)  # pyright: ignore[reportReturnType]
+
+
+def leave_output_to_loss(output: nn.Module) -> None:
+    """Make the output layer hand its input on, so that the loss can apply its weight in chunks."""
+    output.forward = _hand_on
+
+
+def _hand_on(x: Tensor) -> Tensor:
+    return x
+
+
+@dataclass(frozen=True)
+class LossSum:
+    """A model's output and labels to the summed loss.
+
+    chunk_tokens: positions at a time. shard: where logits are split over the vocabulary. output: the layer that
+    was left to the loss; None: the model's output are logits.
+    """
+
+    chunk_tokens: int
+    shard: VocabularyShard | None = None
+    output: nn.Module | None = None
+    kernels: Kernels = Kernels()
+
+    def __call__(self, input: Tensor, labels_BS: Tensor) -> Tensor:
+        # FSDP's root, which the output layer is part of, stays gathered after its forward pass.
+        weight = None if self.output is None else self.output.get_parameter("weight")
+        with torch.profiler.record_function("titan: loss"):  # a module's range, to `titan profile`
+            return cross_entropy_sum(
+                input,
+                labels_BS,
+                chunk_tokens=self.chunk_tokens,
+                weight=weight.to_local() if isinstance(weight, DTensor) else weight,
+                shard=self.shard,
+                kernels=self.kernels,
+            )

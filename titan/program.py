@@ -9,7 +9,7 @@ One step, with the global batch of B sequences spread over dp ranks and A micro-
 
     valid tokens of the global batch      one all-reduce
     A x (forward, loss / valid, backward) loss summed over tokens; gradients summed over ranks (FSDP, DDP)
-    clip, set learning rate, update, zero
+    clip, update, zero                    or each parameter in the backward pass (optim/early.py)
 
 Loss and gradients are divided by the one global count before anything is added up, so every layout and every A
 compute the same numbers to rounding. Under pipeline parallelism a rank holds one stage or several, and a micro-batch
@@ -32,23 +32,28 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan.batches import LocalBatch, Localizer, MicroBatch, sum_valid
+from titan.config.quantize import quantize_section
 from titan.config.rules import model_config
 from titan.config.sections import (
     ActivationCheckpointSection,
+    CompileSection,
+    Float8Section,
     JobConfig,
     LRSchedulerSection,
-    OptimizerSection,
     ParallelismSection,
 )
-from titan.loss import VocabularyShard, cross_entropy_sum
+from titan.loss import Kernels, LossSum, VocabularyShard, leave_output_to_loss
 from titan.models.attention import InnerAttention
 from titan.optim.clipping import clip_gradients
+from titan.optim.early import EarlyStep
 from titan.optim.optimizers import build_optimizer
 from titan.optim.schedule import learning_rate_factor
 from titan.parallel import initialize, materialize
 from titan.parallel.apply import ParallelPlan, parallelize
 from titan.parallel.async_tp import Rewrites, enable_async_tp
+from titan.parallel.compile import CompileLog
 from titan.parallel.context import Method
+from titan.parallel.float8 import Conversion, apply_float8, precompute_scales
 from titan.parallel.fsdp import set_gradient_sync
 from titan.parallel.mesh import axis_size, submesh
 from titan.parallel.pipeline import Pipeline, plan_pipeline, take_stages
@@ -114,32 +119,37 @@ class Program:
     parts: list[nn.Module]
     pipeline: Pipeline | None
     optimizer: torch.optim.Optimizer
+    early_step: EarlyStep | None
     device: torch.device
     mesh: DeviceMesh
     groups: Groups
     localize: Localizer
     loss_sum: LossSum
     sync_every_microbatch: bool
-    optimizer_section: OptimizerSection
     schedule_section: LRSchedulerSection
     total_steps: int
     max_norm: float
     microbatch_size: int
     async_tp: Rewrites | None  # what the compiler made of it
+    compile_log: CompileLog | None
+    float8: list[Conversion]  # which layers compute in 8 bits
+    precompute_scales: bool
 
     def train_step(self, batches: Sequence[MicroBatch], *, step: int) -> StepReport:
         """Train on this rank's micro-batches of step 1, 2, ...: forward, backward, clip, update."""
+        self._compute_scales()
         local = [self.localize(batch) for batch in batches]
         num_valid = _sum(sum_valid(local), self.groups.tokens)
+        self.set_learning_rate(step)
+        if self.compile_log is not None:
+            torch.compiler.cudagraph_mark_step_begin()  # outputs of the last step may be overwritten
         losses = []
         for number, batch in enumerate(local):
             is_last = number == len(local) - 1
+            if self.early_step is not None:
+                self.early_step.active = is_last
             losses.append(self._forward_backward(batch, num_valid, sync=is_last))
-        parameters = [p for part in self.parts for p in part.parameters()]
-        grad_norm = clip_gradients(parameters, max_norm=self.max_norm, stages=self.groups.stages)
-        self.set_learning_rate(step)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        grad_norm = self._update()
         local_losses = torch.stack(losses)
         loss = _sum(local_losses.sum(), self.groups.loss) / num_valid
         # Of offloaded parameters, the norm is on the host.
@@ -149,6 +159,7 @@ class Program:
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[Tensor, Tensor]:
         """Summed loss in nats and number of valid tokens over all ranks' batches, as device scalars."""
+        self._compute_scales()
         for part in self.parts:
             part.eval()
         loss = torch.zeros((), device=self.device)
@@ -160,14 +171,32 @@ class Program:
             part.train()
         return _sum(loss, self.groups.loss), _sum(num_valid, self.groups.tokens)
 
+    def _compute_scales(self) -> None:
+        if self.precompute_scales:
+            for part in self.parts:
+                precompute_scales(part)
+
     def set_learning_rate(self, step: int) -> float:
-        """Set and return the learning rate of a step."""
+        """Set each group's learning rate for a step, its own peak times the schedule; returns that of the first."""
         factor = learning_rate_factor(
             step, section=self.schedule_section, total_steps=self.total_steps
         )
         for group in self.optimizer.param_groups:
-            group["lr"] = self.optimizer_section.lr * factor
-        return self.optimizer_section.lr * factor
+            group["lr"] = group["initial_lr"] * factor
+        return self.optimizer.param_groups[0]["lr"]
+
+    def _update(self) -> Tensor:
+        """Clip, update and zero, as far as the backward pass has not; returns the global norm of the gradients."""
+        if self.early_step is not None:
+            return self.early_step.finish()
+        parameters = [p for part in self.parts for p in part.parameters()]
+        with torch.profiler.record_function("titan: clip"):
+            grad_norm = clip_gradients(
+                parameters, max_norm=self.max_norm, stages=self.groups.stages
+            )
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return grad_norm
 
     def _forward_backward(self, batch: LocalBatch, num_valid: Tensor, *, sync: bool) -> Tensor:
         """Add the gradients of a micro-batch; returns its loss, summed over this rank's tokens."""
@@ -201,19 +230,6 @@ class Program:
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
 
 
-@dataclass(frozen=True)
-class LossSum:
-    """Logits and labels to the summed loss; `shard` where the logits are split over the vocabulary."""
-
-    chunk_tokens: int
-    shard: VocabularyShard | None
-
-    def __call__(self, logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
-        return cross_entropy_sum(
-            logits_BSV, labels_BS, chunk_tokens=self.chunk_tokens, shard=self.shard
-        )
-
-
 def build_program(config: JobConfig, *, device: torch.device, mesh: DeviceMesh) -> Program:
     """Build model, parallelism, loss, optimizer and schedule; weights are drawn from debug.seed.
 
@@ -225,11 +241,10 @@ def build_program(config: JobConfig, *, device: torch.device, mesh: DeviceMesh) 
     with torch.device("meta"), _default_dtype(torch_dtype(training.dtype)):
         model = family.build_model(sizes)
     plan = _parallel_plan(config, family=family, num_kv_heads=sizes.n_kv_heads)
-    loss_sum = LossSum(
-        config.loss.chunk_tokens,
-        shard=_vocabulary_shard(mesh, sizes.vocab_size) if plan.loss_parallel else None,
-    )
+    if plan.output_in_loss:
+        leave_output_to_loss(model.output)
     tp = submesh(mesh, "tp")
+    float8 = _convert(config, model, plan=plan, mesh=mesh)
     async_tp = None
     if tp is not None and parallel.enable_async_tensor_parallel:
         async_tp = enable_async_tp(tp.get_group())
@@ -247,15 +262,32 @@ def build_program(config: JobConfig, *, device: torch.device, mesh: DeviceMesh) 
         # Offloaded parameters live on the host.
         materialize(stage, device=torch.device("cpu") if plan.cpu_offload else device)
         initialize(stage, seed=config.debug.seed, std_of=model.init_std)
+    last = stages[max(stages)]
+    loss_sum = LossSum(
+        config.loss.chunk_tokens,
+        shard=_vocabulary_shard(mesh, sizes.vocab_size) if plan.loss_parallel else None,
+        output=getattr(last, "output", None) if plan.output_in_loss else None,
+        kernels=Kernels.compiled(config.compile.backend)
+        if config.compile.enable and "loss" in config.compile.components
+        else Kernels(),
+    )
+    num_blocks = sum(len(stage.get_submodule("layers")) for stage in stages.values())  # pyright: ignore
     pipeline = None
     if pp is not None and schedule is not None:
         pipeline = Pipeline(stages, schedule=schedule, mesh=pp, device=device, loss_fn=loss_sum)
     context = submesh(mesh, "cp")
     parts = list(stages.values())
+    optimizer = build_optimizer(
+        config.optimizer,
+        [named for part in parts for named in part.named_parameters()],
+        seed=config.debug.seed,
+    )
+    early = getattr(config.optimizer, "early_step_in_backward", False)
     return Program(
         parts=parts,
         pipeline=pipeline,
-        optimizer=build_optimizer(config.optimizer, [p for m in parts for p in m.parameters()]),
+        optimizer=optimizer,
+        early_step=EarlyStep(optimizer) if early else None,
         device=device,
         mesh=mesh,
         groups=Groups.of(mesh),
@@ -266,12 +298,18 @@ def build_program(config: JobConfig, *, device: torch.device, mesh: DeviceMesh) 
         # Sharded gradients are small, whole ones are the size of the model: reduce each micro-batch's, unless
         # the whole ones are there anyway.
         sync_every_microbatch=axis_size(mesh, "dp_shard", "cp") > 1,
-        optimizer_section=config.optimizer,
         schedule_section=config.lr_scheduler,
         total_steps=training.steps,
         max_norm=training.max_norm,
         microbatch_size=parallel.pipeline_parallel_microbatch_size,
         async_tp=async_tp,
+        compile_log=_compile_log(config.compile, num_blocks),
+        float8=float8,
+        # Under TP always: FSDP alone would take the maximum of a rank's part, and the numbers would depend on the layout.
+        precompute_scales=_gathers_float8(config, mesh)
+        and (
+            config.quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp or tp is not None
+        ),
     )
 
 
@@ -279,6 +317,9 @@ def _parallel_plan(config: JobConfig, *, family: ModuleType, num_kv_heads: int) 
     training, parallel = config.training, config.parallelism
     same = training.mixed_precision_param == training.dtype
     method = _CONTEXT_METHODS[parallel.context_parallel_rotate_method]
+    compiled = config.compile.components if config.compile.enable else []
+    ac = config.activation_checkpoint
+    by_op = ac.mode == "selective" and ac.selective_ac_option == "op"
     # Under pipeline parallelism a microbatch follows the other: gathering again for each would cost more.
     reshard = {"always": True, "never": False}.get(
         parallel.fsdp_reshard_after_forward, parallel.pipeline_parallel_degree == 1
@@ -292,25 +333,64 @@ def _parallel_plan(config: JobConfig, *, family: ModuleType, num_kv_heads: int) 
         tensor_plan=family.TENSOR_PLAN,
         num_kv_heads=num_kv_heads,
         loss_parallel=not parallel.disable_loss_parallel,
+        output_in_loss=config.loss.chunk_output and not parallel.disable_loss_parallel,
         attention_type=InnerAttention,
         context_method=method,
-        compile_backend=config.compile.backend
-        if config.compile.enable and "model" in config.compile.components
-        else "",
-        recompute_every=_recompute_every(config.activation_checkpoint),
-        recompute_keep_ops=config.activation_checkpoint.mode == "selective"
-        and config.activation_checkpoint.selective_ac_option == "op",
+        compile_backend=config.compile.backend if "model" in compiled else "",
+        compile_mode=config.compile.mode,
+        memory_budget=ac.memory_budget if ac.mode == "memory_budget" else 1.0,
+        recompute_every=_recompute_every(ac),
+        recompute_keep=tuple(ac.op_keep) if by_op else (),
+        recompute_keep_modules=tuple(ac.op_keep_modules) if by_op else (),
+        preserve_rng_state=ac.preserve_rng_state,
+        offload_activations=ac.cpu_offload,
         # Ulysses runs whole sequences, whose work needs no balancing.
         context_balanced=parallel.context_parallel_load_balancer == "headtail"
         and method != "ulysses",
     )
 
 
+def _convert(
+    config: JobConfig, model: nn.Module, *, plan: ParallelPlan, mesh: DeviceMesh
+) -> list[Conversion]:
+    """Convert linear layers to float8 or MXFP8, if the job asks for it."""
+    section = quantize_section(config)
+    if section is None:
+        return []
+    return apply_float8(
+        model,
+        recipe=section.recipe_name or "tensorwise",
+        filter_fqns=section.filter_fqns,
+        emulate=section.emulate,
+        keep={"output": "the loss applies it (loss.chunk_output)"} if plan.output_in_loss else {},
+        fsdp_all_gather=_gathers_float8(config, mesh),
+        tensor_plan=plan.tensor_plan,
+        tp=axis_size(mesh, "tp"),
+        num_kv_heads=plan.num_kv_heads,
+    )
+
+
+def _gathers_float8(config: JobConfig, mesh: DeviceMesh) -> bool:
+    """Asked for, and there are parameters to gather."""
+    section = quantize_section(config)
+    return (
+        isinstance(section, Float8Section)
+        and section.enable_fsdp_float8_all_gather
+        and axis_size(mesh, "dp_shard", "cp") > 1
+    )
+
+
 def _recompute_every(section: ActivationCheckpointSection) -> int:
     option = section.selective_ac_option
-    if section.mode == "none":
+    if section.mode in ("none", "memory_budget"):
         return 0
     return 1 if section.mode == "full" or option == "op" else int(option)
+
+
+def _compile_log(section: CompileSection, num_blocks: int) -> CompileLog | None:
+    names = {"model": f"{num_blocks} blocks", "loss": "the loss"}
+    what = [names[component] for component in section.components]
+    return CompileLog(" and ".join(what)) if section.enable and what else None
 
 
 def _pipeline_plan(section: ParallelismSection, num_layers: int, num_microbatches: int) -> Any:

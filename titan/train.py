@@ -29,9 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(error, file=sys.stderr)
         return EXIT_USER_ERROR
 
+    _set_compile_cache(config.compile.cache_folder)
     from titan.observe.failure import describe_failure, record_collectives
     from titan.observe.runinfo import write_status
-    from titan.trainer import NonFiniteError, Trainer, UserError
+    from titan.trainer import NonFiniteError, SaveFailed, Trainer, UserError
 
     record_collectives(config.comm.trace_buf_size)
     trainer = None
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return trainer.run()
     except UserError as error:
         return fail(error, EXIT_USER_ERROR)
-    except NonFiniteError as error:
+    except (NonFiniteError, SaveFailed) as error:
         return fail(error, EXIT_FAILED)
     except Exception as error:
         traceback.print_exc()
@@ -58,6 +59,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         if trainer:
             trainer.close()
+
+
+def _set_compile_cache(folder: str) -> None:
+    """Where inductor keeps programs; it reads this once, when it is imported. Its own default lies in /tmp, which a restart may
+    find empty."""
+    from titan.data.cache import default_cache_folder
+
+    if folder or "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        path = Path(folder) if folder else default_cache_folder() / "compile"
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(path.absolute())
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import logging
 import math
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -26,8 +26,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from titan.checkpoint import huggingface
 from titan.checkpoint import manager as checkpoints
-from titan.checkpoint.manager import CheckpointError, CheckpointManager
+from titan.checkpoint.export import Export, export_state, tokenizer_files
+from titan.checkpoint.files import Location, as_location
+from titan.checkpoint.huggingface import HFModel
+from titan.checkpoint.manager import CheckpointError, CheckpointManager, SaveFailed
+from titan.config.quantize import quantize_section
 from titan.config.render import to_toml
 from titan.config.rules import model_config, resolve_layout
 from titan.config.sections import JobConfig
@@ -41,17 +46,20 @@ from titan.observe.console import Console
 from titan.observe.hardware import by_name, recognise
 from titan.observe.memory import peak_memory
 from titan.observe.metrics import MetricsLog, StepRow, ValidationRow, model_tflops
+from titan.observe.profiler import Profiler
 from titan.observe.runinfo import open_rank_log, write_environment, write_status
 from titan.observe.sinks import MissingExtra
 from titan.observe.startup import startup_page
 from titan.parallel import build_mesh
+from titan.parallel.activation import KeepError
+from titan.parallel.float8 import Float8Error, require_hardware, table
 from titan.parallel.mesh import axis_rank
 from titan.parallel.shims import set_timeout
-from titan.program import StepReport, build_program
+from titan.program import StepReport, build_program, torch_dtype
 from titan.readback import Readback
 from titan.signals import EXIT_DONE, EXIT_STOPPED, StopRequest
 
-UserError = (DataError, CheckpointError, MissingExtra)
+UserError = (DataError, CheckpointError, MissingExtra, Float8Error, KeepError)
 
 
 class NonFiniteError(RuntimeError):
@@ -65,7 +73,18 @@ class Pending:
     step: int
     first_sample: int
     report: StepReport
-    readback: Readback  # loss, gradient norm, whether some rank was asked to stop
+    readback: Readback  # the fields of a Result
+
+
+@dataclass(frozen=True)
+class Result:
+    """What every rank knows of a step; flags are above zero if some rank says so."""
+
+    loss: float
+    grad_norm: float
+    stop: float  # asked to stop
+    save: float  # a save is due by the clock
+    save_failed: float  # in the background, noticed in this step
 
 
 class Trainer:
@@ -80,8 +99,12 @@ class Trainer:
         if self.rank == 0:
             write_status(self.run_dir, state="running")
         self.step, self.tokens_seen = 0, 0
+        self.hf_model = _hf_model(config)
         self.device = self._init_distributed()
         self._seed()
+        quantize = quantize_section(config)
+        if quantize and not quantize.emulate:
+            require_hardware(quantize.recipe_name or "tensorwise", self.device)
         self.layout = resolve_layout(config, self.world_size)
         self.mesh = build_mesh(
             self.device.type,
@@ -99,6 +122,8 @@ class Trainer:
         self.max_pending = 0 if self.device.type == "cpu" else 1
         self._resume()
         self._open_outputs()
+        if config.checkpoint.async_mode == "async_with_pinned_mem":
+            self.program.optimizer.register_step_pre_hook(self._before_update)
 
     # ---- the loop ------------------------------------------------------------------------------
 
@@ -108,11 +133,18 @@ class Trainer:
         if self.step >= steps:
             self.console.message(f"nothing to do: step {self.step:,} of {steps:,} is done")
             return self._end("done", EXIT_DONE)
+        if self.config.checkpoint.create_seed_checkpoint:
+            if self.step == 0 and self.resumed_from is None:
+                self._save(final=True)
+            return self._end("done", EXIT_DONE)
         gc.disable()  # collected on all ranks at once, every gc_freq steps
         try:
             while self.step < steps:
                 if self._one_step():
                     return self._end("stopped", EXIT_STOPPED)
+        except torch.OutOfMemoryError:
+            self.profiler.out_of_memory()
+            raise
         finally:
             gc.enable()
         return self._end("done", EXIT_DONE)
@@ -124,12 +156,14 @@ class Trainer:
         step = self.step
         if step % config.training.gc_freq == 0:
             gc.collect(1)
+        with self.timer.pause("profiling"):
+            self.profiler.begin(step)
         first_sample = self.loader.state_dict()["position"]
         with self.timer.data_wait():
             batches = self.loader.next_step()
         report = self.program.train_step(batches, step=step)
         self.tokens_seen += self.tokens_per_step
-        scalars = [report.loss, report.grad_norm, self._any_rank_asked_to_stop()]
+        scalars = [report.loss, report.grad_norm, *self._flags()]
         self.pending.append(Pending(step, first_sample, report, Readback(scalars)))
 
         last = step == steps
@@ -137,30 +171,35 @@ class Trainer:
         validate = config.validation.enable and (last or step % config.validation.freq == 0)
         save = self.checkpoints.should_save(step, last_step=steps)
         results = self._read(all_of_them=log or validate or save)
+        stop = any(result.stop for result in results)
+        if self.checkpoints.can_save and (stop or any(result.save for result in results)):
+            save = True
+            results += self._read(all_of_them=True)
+        with self.timer.pause("profiling"):
+            self.profiler.end()
         if step == self.first_step:
             self._after_first_step()
         self.console.advance(step)
         validation = self._validate() if validate else None
         if save:
-            self._save(last=last)
+            self._save(final=last or stop)
         if log or validation:
             self._log(results[-1], validation)
-        if not any(stop for _, _, stop in results) or last:
-            return False
-        self._read(all_of_them=True)
-        if not save and self.checkpoints.can_save:
-            self._save(last=False)
-        return True
+            self._warn_of_compilations()
+        return stop and not last
 
-    def _read(self, *, all_of_them: bool) -> list[tuple[float, float, bool]]:
-        """Results (loss, gradient norm, stop) of the steps that are due. Raises NonFiniteError."""
+    def _read(self, *, all_of_them: bool) -> list[Result]:
+        """Results of the steps that are due. Raises NonFiniteError and SaveFailed, on all ranks in the same step."""
         results = []
         while len(self.pending) > (0 if all_of_them else self.max_pending):
             done = self.pending.popleft()
-            loss, grad_norm, stop = done.readback.values()
+            result = Result(*done.readback.values())
+            loss, grad_norm = result.loss, result.grad_norm
             if not (math.isfinite(loss) and math.isfinite(grad_norm)):
                 raise NonFiniteError(self._describe_non_finite(done, loss, grad_norm))
-            results.append((loss, grad_norm, stop > 0))
+            if result.save_failed and self.config.checkpoint.on_failure == "stop":
+                raise SaveFailed('a checkpoint could not be saved, and on_failure = "stop"')
+            results.append(result)
         return results
 
     def _describe_non_finite(self, done: Pending, loss: float, grad_norm: float) -> str:
@@ -186,11 +225,15 @@ class Trainer:
 
     # ---- what is due now and then --------------------------------------------------------------
 
-    def _log(self, result: tuple[float, float, bool], validation: ValidationRow | None) -> None:
+    def _warn_of_compilations(self) -> None:
+        log = self.program.compile_log
+        for warning in log.warnings() if log is not None else ():
+            logging.getLogger("titan").warning(f"step {self.step}: {warning}")
+
+    def _log(self, result: Result, validation: ValidationRow | None) -> None:
         num_steps = self.step - self.logged_step
         window = self.timer.window(step=self.step, tokens=num_steps * self.tokens_per_step)
         self.logged_step = self.step
-        loss, grad_norm, _ = result
         tflops = model_tflops(
             tokens_per_s=window.tokens_per_s,
             flops_per_token=self.flops_per_token,
@@ -199,8 +242,8 @@ class Trainer:
         memory = peak_memory(reset=True)
         row = StepRow(
             step=self.step,
-            loss=loss,
-            grad_norm=grad_norm,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
             lr=self.program.optimizer.param_groups[0]["lr"],
             tokens=self.tokens_seen,
             tokens_per_s=window.tokens_per_s,
@@ -244,27 +287,67 @@ class Trainer:
             unigram_bits_per_byte=self.unigram_bits_per_byte if self.rank == 0 else None,
         )
 
-    def _save(self, *, last: bool) -> None:
+    def _save(self, *, final: bool) -> None:
+        """Save this step. final: the run ends with it, so that it has to succeed, and is waited for."""
         section = self.config.checkpoint
+        last = self.step == self.config.training.steps
         with self.timer.pause("checkpoint"):
-            path = self.checkpoints.save(
-                self.step,
-                self._state(),
-                metadata={
-                    "format": 1,
-                    "step": self.step,
-                    "tokens": self.tokens_seen,
-                    "data": self._data_state(),
-                },
-                model_only=last and section.last_save_model_only,
-            )
-        self.console.message(f"saved {path}")
+            try:
+                self.checkpoints.save(
+                    self.step,
+                    self._state(),
+                    metadata={
+                        "format": 1,
+                        "step": self.step,
+                        "tokens": self.tokens_seen,
+                        "data": self._data_state(),
+                        "config": to_toml(self.config),
+                    },
+                    model_only=last and section.last_save_model_only,
+                    wait=final,
+                )
+            except SaveFailed as error:
+                if final or section.on_failure == "stop":
+                    raise
+                self.checkpoints.failed(error)
+            if last and section.last_save_in_hf:
+                self._export()
+        self._tell_of_saves()
 
-    def _any_rank_asked_to_stop(self) -> torch.Tensor:
-        flag = torch.tensor(float(self.stop.requested), device=self.device)
+    def _export(self) -> None:
+        """The weights as a Hugging Face folder."""
+        assert self.hf_model is not None, "made at the start where it is wanted"
+        config, folder = self.config, self.run_dir / "huggingface" / f"step-{self.step}"
+        made = Export(
+            self.hf_model,
+            torch_dtype(config.checkpoint.export_dtype),
+            bos_id=self.tokenizer.bos_id,
+            eos_id=self.tokenizer.eos_id,
+            seq_len=config.training.seq_len,
+            assets=tokenizer_files(config.tokenizer.path or config.model.hf_assets_path),
+        )
+        state = checkpoints.model_state(self.program.parts)
+        export_state(folder, state, made, ranks=self.checkpoints.ranks)
+        self.console.message(f"saved {folder} for transformers")
+
+    def _before_update(self, *_: Any) -> None:
+        """A copy of the state that is still being made must be whole before the state changes."""
+        with self.timer.pause("checkpoint"):
+            self.checkpoints.staging.before_update()
+
+    def _tell_of_saves(self) -> None:
+        for text in self.checkpoints.take_news():
+            self.console.message(text)
+
+    def _flags(self) -> Iterable[torch.Tensor]:
+        """What any rank knows that all must act upon in the same step: stop, save and save_failed of a Result."""
+        save_failed = not self.checkpoints.poll()
+        self._tell_of_saves()
+        flags = [self.stop.requested, self.checkpoints.is_due_by_time(), save_failed]
+        agreed = torch.tensor(flags, dtype=torch.float32, device=self.device)
         if self.world_size > 1:
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return flag
+            dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+        return agreed.unbind()
 
     # ---- state ---------------------------------------------------------------------------------
 
@@ -274,7 +357,7 @@ class Trainer:
         return {
             **checkpoints.model_state(parts),
             **checkpoints.optimizer_state(parts, optimizer),
-            **self._rng_state(),
+            **checkpoints.rng_state(self.rank, self.device),
         }
 
     def _data_state(self) -> dict[str, Any]:
@@ -283,42 +366,48 @@ class Trainer:
         dist.all_gather_object(states, (self.dp_rank, self.loader.state_dict()))
         return merge_states(list(dict(states).values()))
 
-    def _rng_state(self) -> checkpoints.State:
-        state = {f"rng.rank-{self.rank}.cpu": torch.get_rng_state()}
-        if self.device.type != "cpu":
-            module = torch.get_device_module(self.device)
-            state[f"rng.rank-{self.rank}.{self.device.type}"] = module.get_rng_state()
-        return state
-
     def _resume(self) -> None:
         """Load the newest checkpoint of the run folder, or where there is none the one to start from."""
         section = self.config.checkpoint
         path, model_only = self.checkpoints.step_to_resume(), False
+        if path is None and section.enable and section.initial_load_in_hf:
+            assert self.hf_model is not None, "made at the start where it is wanted"
+            path = Path(section.initial_load_path or self.config.model.hf_assets_path)
+            state = checkpoints.model_state(self.program.parts)
+            huggingface.load(path, state, model=self.hf_model, ranks=self.checkpoints.ranks)
+            self.resumed_from = path
+            return
         if path is None and section.enable and section.initial_load_path:
-            path, model_only = Path(section.initial_load_path), section.initial_load_model_only
+            path, model_only = (
+                as_location(section.initial_load_path),
+                section.initial_load_model_only,
+            )
+            self.checkpoints.require_whole(path)
         self.resumed_from = path
         if path is None:
             return
         self._load(path, model_only=model_only, exclude=set(section.exclude_from_loading))
 
-    def _load(self, path: Path, *, model_only: bool, exclude: set[str]) -> None:
+    def _load(self, path: Location, *, model_only: bool, exclude: set[str]) -> None:
         parts, optimizer = self.program.parts, self.program.optimizer
         checkpoints.load(path, checkpoints.model_state(parts))
         if model_only:
             return
-        if "optimizer" not in exclude:
-            checkpoints.load(path, checkpoints.empty_optimizer_state(path, parts, optimizer))
         metadata = checkpoints.read_metadata(path)
+        step, steps = metadata["step"], self.config.training.steps
+        if metadata.get("model_only") and step < steps:
+            raise CheckpointError(
+                f"{path} holds weights only, so that the run cannot go on to step {steps}; resume from an earlier "
+                "step with checkpoint.load_step, or begin a new run with checkpoint.initial_load_path"
+            )
+        has_optimizer = step > 0 and not metadata.get("model_only")
+        if has_optimizer and "optimizer" not in exclude:
+            checkpoints.load(path, checkpoints.empty_optimizer_state(path, parts, optimizer))
         if "train_state" not in exclude:
-            self.step, self.tokens_seen = metadata["step"], metadata["tokens"]
+            self.step, self.tokens_seen = step, metadata["tokens"]
         if "dataloader" not in exclude:
             self.loader.load_state_dict(metadata["data"])
-        stored = checkpoints.stored_shapes(path)
-        rng = {name: value for name, value in self._rng_state().items() if name in stored}
-        checkpoints.load(path, rng)  # ranks that the saving run did not have keep their seed
-        for name, value in rng.items():
-            kind = name.rsplit(".", 1)[1]
-            (torch if kind == "cpu" else torch.get_device_module(kind)).set_rng_state(value)
+        checkpoints.load_rng_state(path, self.rank, self.device)
 
     # ---- setting up and ending -----------------------------------------------------------------
 
@@ -346,6 +435,8 @@ class Trainer:
     def _after_first_step(self) -> None:
         """Everything is set up and compiled: from now on a collective that takes long is one that hangs."""
         set_timeout(timedelta(seconds=self.config.comm.train_timeout_seconds))
+        if self.program.compile_log is not None:
+            self.console.message(self.program.compile_log.summary())
         rewrites = self.program.async_tp
         if rewrites is not None:
             self.console.message(str(rewrites))
@@ -438,11 +529,30 @@ class Trainer:
                 resume_step=self.step,
             )
         )
+        quantize = quantize_section(config)
+        if quantize:
+            recipe = quantize.recipe_name or "tensorwise"
+            self.console.message(
+                table(
+                    self.program.float8,
+                    recipe=recipe,
+                    emulated=quantize.emulate,
+                    compiled=config.compile.enable and "model" in config.compile.components,
+                )
+            )
         if self.resumed_from:
             self.console.message(f"starting from {self.resumed_from}")
         if config.job.print_config:
             self.console.message(to_toml(config))
         self.timer = StepTimer(total_steps=config.training.steps, step=self.step)
+        self.profiler = Profiler(
+            config.profiling,
+            run_dir=self.run_dir,
+            rank=self.rank,
+            device=self.device,
+            parts=self.program.parts,
+            say=self.console.message,
+        )
 
     def _end(self, state: Any, code: int) -> int:
         if state == "stopped":
@@ -456,6 +566,8 @@ class Trainer:
 
     def close(self) -> None:
         """End threads, files and the process group."""
+        self.checkpoints.close()
+        self.profiler.close()
         self.loader.close()
         self.console.close()
         self.metrics.close()
@@ -463,6 +575,14 @@ class Trainer:
         self.rank_log.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _hf_model(config: JobConfig) -> HFModel | None:
+    """The model in Hugging Face's terms, where the job needs it: known at the start, rather than after the last step."""
+    section = config.checkpoint
+    if not (section.initial_load_in_hf or section.last_save_in_hf):
+        return None
+    return HFModel.of(config.model.name, model_config(config.model))
 
 
 def _rank_and_world() -> tuple[int, int]:

@@ -9,7 +9,6 @@ the ratio is that of the medians.
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import statistics
 import tempfile
@@ -19,6 +18,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from titan.config.model import family, model_config
 from titan.config.sections import JobConfig
 from titan.optim.optimizers import parameter_groups
 from titan.trainer import Trainer
@@ -65,7 +65,9 @@ def main() -> None:
             }
         )
         trainer = Trainer(config)
-        bare = bare_step(copy.deepcopy(trainer.program.parts[0]), vocabulary=2048, shape=shape)
+        sizes = model_config(config.model)
+        model = family(config.model.name).build_model(sizes)
+        bare = bare_step(model, vocabulary=sizes.vocab_size, shape=shape)
         times: dict[str, list[float]] = {"titan": [], "bare": []}
         for round_number in range(args.rounds + 1):
             for name, step in (("titan", trainer._one_step), ("bare", bare)):

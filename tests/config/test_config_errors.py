@@ -191,7 +191,7 @@ RANGES = [
     (
         "[training]\nmax_norm = -1.0\n",
         "job.toml:2: training.max_norm",
-        "must be greater than 0, got -1.0",
+        "must be at least 0, got -1.0",
     ),
     (
         "[training]\nmax_norm = nan\n",
@@ -307,6 +307,45 @@ RULES = [
         "no layer is converted",
     ),
     (
+        "[model]\nconverters = ['quantize.linear.mx', 'float8']\n",
+        "job.toml:2: model.converters",
+        "a layer is converted once",
+    ),
+    (
+        "[model]\nconverters = ['float8']\n[quantize.linear.mx]\nemulate = true\n",
+        "job.toml:4: quantize.linear.mx.emulate",
+        'set model.converters = ["quantize.linear.mx"]',
+    ),
+    (
+        "[model]\nconverters = ['float8']\n[quantize.linear.float8]\n"
+        "recipe_name = 'rowwise'\nenable_fsdp_float8_all_gather = true\n",
+        "job.toml:5: quantize.linear.float8.enable_fsdp_float8_all_gather",
+        'recipe_name = "tensorwise"',
+    ),
+    (
+        "[model]\nconverters = ['float8']\n[quantize.linear.float8]\n"
+        "precompute_float8_dynamic_scale_for_fsdp = true\n",
+        "job.toml:4: quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
+        "set enable_fsdp_float8_all_gather = true",
+    ),
+    (
+        "[model]\nconverters = ['float8']\n[training]\nenable_cpu_offload = true\n[quantize.linear.float8]\n"
+        "enable_fsdp_float8_all_gather = true\nprecompute_float8_dynamic_scale_for_fsdp = true\n",
+        "job.toml:7: quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
+        "training.enable_cpu_offload = false",
+    ),
+    (
+        "[model]\nconverters = ['float8']\n[quantize.linear.float8]\n"
+        "recipe_name = 'rowwise_with_gw_hp'\nfilter_fqns = ['auto_filter_small_kn']\n",
+        "job.toml:5: quantize.linear.float8.filter_fqns",
+        'recipe_name = "rowwise"',
+    ),
+    (
+        "[model]\nconverters = ['float8']\n[training]\nseq_len = 1001\nlocal_batch_size = 2\n",
+        "job.toml:4: training.seq_len",
+        "2002 tokens at once, which in 8 bits must divide by 16; use 992",
+    ),
+    (
         "[parallelism]\npipeline_parallel_schedule = '1F2B'\n",
         "job.toml:2: parallelism.pipeline_parallel_schedule",
         "'1F1B'",
@@ -332,9 +371,14 @@ RULES = [
         "no folder to load from",
     ),
     (
-        "[checkpoint]\nlast_save_in_hf = true\n",
+        "[checkpoint]\nlast_save_in_hf = true\nload_only = true\n",
         "job.toml:2: checkpoint.last_save_in_hf",
-        "last_save_model_only = true",
+        "load_only = false",
+    ),
+    (
+        "[checkpoint]\ninitial_load_in_hf = true\ninitial_load_path = 'x'\ninitial_load_model_only = false\n",
+        "job.toml:4: checkpoint.initial_load_model_only",
+        "initial_load_model_only = true",
     ),
     (
         "[checkpoint]\nexclude_from_loading = ['optimiser']\n",
@@ -342,6 +386,37 @@ RULES = [
         "'optimizer'",
     ),
     ("[hardware]\nname = 'h100'\n", "job.toml:2: hardware.name", "h100-sxm"),
+    (
+        "[optimizer]\nstochastic_rounding = true\n",
+        "job.toml:2: optimizer.stochastic_rounding",
+        'use false, or dtype = "bfloat16"',
+    ),
+    (
+        "[optimizer]\nname = 'AdamW8bit'\n[parallelism]\ntensor_parallel_degree = 16\n",
+        "job.toml:2: optimizer.name",
+        'use a degree of 1, 2, 4 or 8, or "AdamW" with state_dtype = "bfloat16"',
+    ),
+    (
+        "[optimizer]\nearly_step_in_backward = true\n",
+        "job.toml:2: optimizer.early_step_in_backward",
+        "training.max_norm = 1 would clip; set max_norm = 0",
+    ),
+    (
+        "[training]\nmax_norm = 0.0\n[optimizer]\nearly_step_in_backward = true\n"
+        "[parallelism]\npipeline_parallel_degree = 2\n",
+        "job.toml:4: optimizer.early_step_in_backward",
+        "later microbatches still need them; use false, or pipeline_parallel_degree = 1",
+    ),
+    (
+        "[training]\nmax_norm = 0.0\nenable_cpu_offload = true\n[optimizer]\nearly_step_in_backward = true\n",
+        "job.toml:5: optimizer.early_step_in_backward",
+        "use false, or training.enable_cpu_offload = false",
+    ),
+    (
+        "[training]\nmax_norm = 0.0\n[optimizer]\nname = 'Muon'\nearly_step_in_backward = true\n",
+        "job.toml:5: optimizer.early_step_in_backward",
+        'use false, or name = "AdamW"',
+    ),
 ]
 PARALLEL = "[parallelism]\n"
 WORLD = [
@@ -443,8 +518,8 @@ ALIASES = [
         "torchrun --max-restarts",
     ),
     (
-        "[quantize.linear.mx]\nrecipe_name = 'mxfp8'\n",
-        "job.toml:2: quantize.linear.mx.recipe_name",
+        "[quantize.grouped_mm.mx]\nrecipe_name = 'mxfp8'\nfqns = ['experts']\n",
+        "job.toml:1: quantize.grouped_mm.mx",
         "use [quantize.linear.float8]",
     ),
     ('[fault_tolerance]\n"a.b" = 1\n', 'job.toml:2: fault_tolerance."a.b"', "remove the section"),
@@ -574,13 +649,13 @@ def test_two_unreadable_files_are_both_told(tmp_path: Path) -> None:
 
 def test_what_is_not_built_yet_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
-    path.write_text('[checkpoint]\nasync_mode = "async"\n[model]\nconverters = "float8"\n')
+    path.write_text('[checkpoint]\nasync_mode = "async"\n[parallelism]\nexpert_parallel_degree = 2\n')
     problems = check_supported(load_config(path))
     assert [(p.line, p.key) for p in problems] == [
-        (4, "model.converters"),
+        (4, "parallelism.expert_parallel_degree"),
         (2, "checkpoint.async_mode"),
     ]
-    assert problems[0].message == '["float8"] is not built yet in titan 0.1; use []'
+    assert problems[0].message == "2 is not built yet in titan 0.1; use 1"
     path.write_text(
         "[parallelism]\ndata_parallel_replicate_degree = 2\ndata_parallel_shard_degree = 2\n"
     )

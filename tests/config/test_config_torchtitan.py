@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from titan.config.load import load_config
+from titan.config.load import ConfigError, load_config
 from titan.config.rules import check, check_layout
 from titan.config.sections import JobConfig
 
@@ -153,6 +153,40 @@ steps = 10
 [debug]
 seed = 1
 deterministic = false
+"""
+
+# Keys of v0.2.2 that titan has no use for, at their defaults there.
+UNUSED_KEYS = """
+[model]
+print_after_conversion = false
+[training]
+gc_debug = false
+[parallelism]
+pipeline_parallel_expert_parallel_overlap = true
+expert_parallel_comm_backend = "standard"
+[checkpoint]
+enable_ft_dataloader_checkpoints = true
+initial_load_in_hf_quantized = false
+[activation_checkpoint]
+per_op_sac_force_recompute_mm_shapes_by_fqns = ["moe.router.gate"]
+early_stop = false
+visualize_memory_budget_pareto = false
+determinism_check = "default"
+debug = false
+[quantize.grouped_mm.float8]
+fqns = []
+[quantize.grouped_mm.mx]
+recipe_name = "mxfp8"
+fqns = []
+[comm]
+mode = "default"
+[memory_estimation]
+enable = false
+[validation.dataloader]
+num_workers = 2
+[debug]
+deterministic_warn_only = false
+moe_force_load_balance = false
 """
 
 # Shaped like the Llama 3 files of v0.2.2, and of the releases before it.
@@ -336,6 +370,23 @@ def test_every_key_loads_as_written(tmp_path: Path) -> None:
         ["layers.1", "norm", "output"],
     ]
     assert config.quantize.linear.float8.filter_fqns == ["output"]
+
+
+def test_unused_keys_are_ignored_at_their_defaults_and_refused_otherwise(tmp_path: Path) -> None:
+    config = load_text(UNUSED_KEYS, tmp_path)
+    assert config == JobConfig()
+    assert len(config.origin.warnings) == 18 and all(
+        " is ignored: " in warning for warning in config.origin.warnings
+    )
+    asked = UNUSED_KEYS.replace('mode = "default"', 'mode = "fake_backend"')
+    asked = asked.replace("early_stop = false", "early_stop = true").replace('["moe', '["')
+    with pytest.raises(ConfigError) as caught:
+        load_text(asked, tmp_path)
+    assert sorted(problem.key for problem in caught.value.problems) == [
+        "activation_checkpoint.early_stop",
+        "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns",
+        "comm.mode",
+    ]
 
 
 def test_old_debug_model(tmp_path: Path) -> None:

@@ -7,13 +7,17 @@ import pytest
 from titan.config.layout import Layout
 from titan.config.sections import (
     ActivationCheckpointSection,
+    AdamW8bitSection,
+    AdamWSection,
     JobConfig,
     LossSection,
+    MuonSection,
+    OptimizerSection,
     ParallelismSection,
     TrainingSection,
 )
 from titan.models.llama3.config import FLAVORS, LlamaConfig
-from titan.observe.estimate import estimate_memory
+from titan.observe.estimate import activation_elements, estimate_memory
 
 GIB = 2**30
 
@@ -42,6 +46,31 @@ def test_states_of_8b_on_8_ranks() -> None:
     )
 
 
+def test_states_of_each_optimizer() -> None:
+    """Of the 8B model, whose blocks hold 6,979,584,000 parameters."""
+    model, blocks = FLAVORS["8B"], 6_979_584_000
+    rest = model.num_params - blocks
+
+    def gib(optimizer: OptimizerSection, dtype: Any = "float32") -> dict[str, float]:
+        config = job(dtype=dtype, max_norm=0.0).model_copy(update={"optimizer": optimizer})
+        return {k: v * GIB for k, v in estimate_memory(config, model, layout()).items()}
+
+    def kept(optimizer: OptimizerSection, dtype: Any = "float32") -> float:
+        return gib(optimizer, dtype)["optimizer"]
+
+    assert kept(AdamWSection()) == pytest.approx(8 * model.num_params)
+    assert kept(AdamWSection(state_dtype="bfloat16")) == pytest.approx(4 * model.num_params)
+    assert kept(AdamWSection(), "bfloat16") == pytest.approx(4 * model.num_params)
+    mixed = AdamWSection(stochastic_rounding=True, state_dtype="float32")
+    assert kept(mixed, "bfloat16") == pytest.approx(8 * model.num_params)
+    # Two codes of a byte, and two scales of four bytes for 256 of them.
+    assert kept(AdamW8bitSection()) == pytest.approx((2 + 8 / 256) * model.num_params)
+    assert kept(MuonSection()) == pytest.approx(4 * blocks + 8 * rest)
+    # Gradients of the largest FSDP unit: the root, with embedding and output layer.
+    early = gib(AdamWSection(early_step_in_backward=True))
+    assert early["gradients"] == pytest.approx(4 * rest)
+
+
 def test_activations_counted_by_hand() -> None:
     """Two layers of dim 8, 4 heads and 2 key/value heads of 2, ffn 16; 3 sequences of 10 tokens in bf16."""
     model = LlamaConfig(dim=8, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=16, vocab_size=32)
@@ -49,9 +78,40 @@ def test_activations_counted_by_hand() -> None:
     inputs_of_norms, inputs_of_products = 2 * 8, 2 * 8
     q_and_output, k_and_v, feed_forward = 2 * 8, 2 * 4, 4 * 16
     per_token = inputs_of_norms + inputs_of_products + q_and_output + k_and_v + feed_forward
-    assert estimate["activations"] == pytest.approx(2 * 30 * per_token * 2 / GIB)
-    # Logits and their gradient in bf16, and as all 30 tokens are one chunk, once in fp32.
-    assert estimate["logits"] == pytest.approx(30 * 32 * (2 + 2 + 4) / GIB)
+    last_norm_and_output = 2 * 8
+    assert estimate["activations"] == pytest.approx(
+        30 * (2 * per_token + last_norm_and_output) * 2 / GIB
+    )
+    # Logits and their gradient in bf16, and as all 30 tokens are one chunk, once in fp32; the gradient of the output
+    # layer's weight in fp32 and a product to be added to it in bf16; the gradient of its input.
+    assert estimate["logits"] == pytest.approx(
+        (30 * 32 * (2 + 2 + 4) + 8 * 32 * (4 + 2) + 30 * 8 * 2) / GIB
+    )
+
+
+def test_chunked_output_never_holds_all_logits() -> None:
+    """Llama 3's vocabulary over 65,536 tokens: 31 GiB of logits and gradients, or 4."""
+    config = job(local_batch_size=8, seq_len=8192)
+    whole = config.model_copy(update={"loss": LossSection(chunk_tokens=1024, chunk_output=False)})
+    in_chunks, at_once = (
+        estimate_memory(c, FLAVORS["8B"], layout(dp_shard=8))["logits"] for c in (config, whole)
+    )
+    assert at_once == pytest.approx((2 * 65536 * 2 + 1024 * 4) * 128256 / GIB)
+    assert in_chunks < 0.15 * at_once
+
+
+def test_what_op_keeps_follows_its_list() -> None:
+    model = LlamaConfig(dim=8, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=16, vocab_size=32)
+    kept = {}
+    for op_keep in (["attention"], ["matmul", "attention"], ["matmul/2", "attention"]):
+        section = ActivationCheckpointSection(mode="selective", op_keep=op_keep)
+        config = JobConfig(activation_checkpoint=section)
+        kept[op_keep[0]] = activation_elements(config, model, layout(), layers=1)[0] - 2 * 8
+    assert kept == {
+        "attention": 8 + 8,  # the block's input and attention's output
+        "matmul": 16 + (8 + 4 + 4 + 8 + 16 + 16 + 8),
+        "matmul/2": 16 + (8 + 4 + 16 + 8),  # q, v, w1, w2
+    }
 
 
 def test_full_recomputation_keeps_block_inputs_and_one_block() -> None:
@@ -59,8 +119,9 @@ def test_full_recomputation_keeps_block_inputs_and_one_block() -> None:
     none = estimate_memory(job(), model, layout())["activations"]
     full = estimate_memory(job(mode="full"), model, layout())["activations"]
     op = estimate_memory(job(mode="selective"), model, layout())["activations"]
-    block_inputs = model.n_layers * 8 * 2048 * model.dim * 2 / GIB
-    assert full == pytest.approx(block_inputs + none / model.n_layers)
+    units = 8 * 2048 * model.dim * 2 / GIB
+    block_inputs, last = model.n_layers * units, 2 * units
+    assert full == pytest.approx(block_inputs + last + (none - last) / model.n_layers)
     assert full < op < none
 
 

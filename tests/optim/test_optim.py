@@ -56,7 +56,7 @@ def test_implementations_agree(implementation: str) -> None:
     twin = copy.deepcopy(model)
     ours = build_optimizer(
         AdamWSection.model_validate({"implementation": implementation, "lr": 0.01}),
-        model.parameters(),
+        model.named_parameters(),
     )
     reference = torch.optim.AdamW(
         parameter_groups(twin.parameters(), weight_decay=0.1),

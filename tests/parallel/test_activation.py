@@ -10,9 +10,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titan.config.rules import KEEP_GROUPS
+from titan.config.sections import ActivationCheckpointSection
 from titan.models.llama3 import FLAVORS, build_model
 from titan.parallel import initialize
-from titan.parallel.activation import apply_ac
+from titan.parallel.activation import DEFAULT_KEEP, GROUPS, KeepError, apply_ac
+from titan.parallel.compile import apply_compile
+from titan.parallel.offload import apply_offload
 
 LAYERS = 4
 
@@ -27,18 +31,31 @@ class Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def run(**mode: Any) -> tuple[Counter[str], float, list[torch.Tensor]]:
-    """Calls of a forward and backward pass, the loss, the gradients."""
+def debug_model() -> Any:
     model = build_model(dataclasses.replace(FLAVORS["debugmodel"], n_layers=LAYERS))
     initialize(model, seed=0, std_of=model.init_std)
+    return model
+
+
+def run(**mode: Any) -> tuple[Counter[str], float, list[torch.Tensor]]:
+    model = debug_model()
     if mode:
         apply_ac(model, **mode)
-    tokens = torch.arange(64).view(2, 32)
+    return step(model)
+
+
+def step(model: Any) -> tuple[Counter[str], float, list[torch.Tensor]]:
+    """Calls of a forward and backward pass, the loss, the gradients."""
     with Count() as count:
-        loss = model(tokens).square().mean()
-        loss.backward()
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    return count.calls, loss.item(), gradients
+        loss, gradients = train(model)
+    return count.calls, loss, gradients
+
+
+def train(model: Any) -> tuple[float, list[torch.Tensor]]:
+    tokens = torch.arange(64).view(2, 32)
+    loss = model(tokens).square().mean()
+    loss.backward()
+    return loss.item(), [p.grad for p in model.parameters() if p.grad is not None]
 
 
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
@@ -52,9 +69,15 @@ PER_BLOCK = 6
         ({"every": 1}, PER_BLOCK * LAYERS, LAYERS),
         ({"every": 2}, PER_BLOCK * LAYERS // 2, LAYERS // 2),
         # Kept: q, v, w1, w2 (the 1st, 3rd, 5th, 7th) and attention; run again: k, o, w3.
-        ({"keep_ops": True}, 3 * LAYERS, 0),
+        ({"keep": DEFAULT_KEEP}, 3 * LAYERS, 0),
+        ({"keep": ["matmul/3", "attention"]}, 4 * LAYERS, 0),  # kept: q, o, w2
+        ({"keep": ["aten.mm"]}, 0, LAYERS),
+        ({"keep": ["attention"]}, PER_BLOCK * LAYERS, 0),
+        # k and v are run again, w1 and w3 are in a module that is kept; o is recomputed for what follows it.
+        ({"keep": ["attention"], "keep_modules": ["feed_forward.w*", "*.wq"]}, 3 * LAYERS, 0),
+        ({"keep_modules": ["attention"]}, 2 * LAYERS, 0),
     ],
-    ids=["full", "every second block", "op"],
+    ids=["full", "every 2nd block", "op", "every 3rd", "all", "attention", "modules", "a module"],
 )
 def test_what_is_recomputed(mode: dict[str, Any], products: int, attentions: int) -> None:
     plain, plain_loss, plain_gradients = run()
@@ -64,3 +87,89 @@ def test_what_is_recomputed(mode: dict[str, Any], products: int, attentions: int
     assert loss == plain_loss
     assert len(gradients) == len(plain_gradients)
     assert all(torch.equal(a, b) for a, b in zip(gradients, plain_gradients, strict=True))
+
+
+def test_kept_modules_under_the_compiler() -> None:
+    """There the policy learns from the graph which module an operation belongs to."""
+    plain, plain_loss, plain_gradients = run()
+    model = debug_model()
+    apply_ac(model, keep=["attention"], keep_modules=["feed_forward.w*"])
+    apply_compile(model, backend="aot_eager", fullgraph=True)
+    train(model)  # compiles
+    model.zero_grad()
+    # Under a dispatch mode nothing is compiled: the profiler counts.
+    with torch.profiler.profile() as profile:
+        loss, gradients = train(model)
+    calls = Counter(event.name for event in profile.events() or [])
+    assert calls["aten::mm"] - plain["mm"] == 4 * LAYERS  # q, k, v, o
+    assert calls[f"aten::{ATTENTION}"] == plain[ATTENTION]
+    assert loss == plain_loss
+    assert all(torch.equal(a, b) for a, b in zip(gradients, plain_gradients, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ({"keep": ["aten.nonesuch"]}, "torch has no operation 'aten.nonesuch'.*matmul"),
+        ({"keep": ["matmal"]}, "torch has no operation 'matmal'"),
+        ({"keep_modules": ["mlp.*"]}, "no module of a block matches 'mlp.*'.*feed_forward.w1"),
+    ],
+)
+def test_what_does_not_exist_cannot_be_kept(mode: dict[str, Any], message: str) -> None:
+    with pytest.raises(KeepError, match=message):
+        apply_ac(debug_model(), **mode)
+
+
+def test_the_default_list_is_the_config_s() -> None:
+    section = ActivationCheckpointSection()
+    assert tuple(section.op_keep) == DEFAULT_KEEP
+    assert set(GROUPS) == set(KEEP_GROUPS)
+
+
+UNIT = 2 * 32 * 64 * 4  # bytes of (B, S, D) in fp32
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_offloaded_activations(recomputed: bool, compiled: bool) -> None:
+    """The same bits; copies are gone after the backward pass; of recomputed blocks only the input is copied."""
+    _, plain_loss, plain_gradients = run()
+    model = debug_model()
+    if compiled:
+        apply_compile(model, backend="aot_eager", fullgraph=True)
+    if recomputed:
+        apply_ac(model)
+    offloader = apply_offload(model, smallest_bytes=0)
+    for _ in range(2):
+        model.zero_grad()
+        loss, gradients = train(model)
+        assert loss == plain_loss
+        assert all(torch.equal(a, b) for a, b in zip(gradients, plain_gradients, strict=True))
+        assert offloader.latest is not None and offloader.latest() is None
+    if recomputed:
+        assert offloader.num_bytes == 2 * (LAYERS - 1) * UNIT
+    else:  # at least the inputs of norms and matrix products, and the feed-forward's four
+        assert offloader.num_bytes > 2 * (LAYERS - 1) * 8 * UNIT
+
+
+def test_offloading_leaves_parameters_and_small_tensors() -> None:
+    model = debug_model()
+    offloader = apply_offload(model, smallest_bytes=UNIT + 1)
+    packed: list[Any] = []
+    run_of = offloader.run
+
+    def spy(block: torch.nn.Module) -> Any:
+        run = run_of(block)
+        pack = run.pack
+        run.pack = lambda tensor: packed.append((tensor, pack(tensor))) or packed[-1][1]  # pyright: ignore
+        return run
+
+    offloader.run = spy  # pyright: ignore
+    train(model)
+    addresses = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    stayed = [t for t, result in packed if isinstance(result, torch.Tensor)]
+    assert any(t.untyped_storage().data_ptr() in addresses for t in stayed)
+    for tensor, result in packed:
+        if not isinstance(result, torch.Tensor):
+            assert tensor.untyped_storage().data_ptr() not in addresses
+            assert tensor.untyped_storage().nbytes() > UNIT

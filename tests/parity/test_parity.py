@@ -1,237 +1,24 @@
-"""One process, FSDP2, HSDP and DDP, with and without accumulation: the same losses, norms, gradients and weights."""
+"""Every layout computes the same losses, norms, gradients and weights as one process; docs/parity.md is written from it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from layouts import (
+    BOUND,
+    LAYOUTS,
+    REPLICAS,
+    Layout,
+    differences,
+    fsdp,
+    largest,
+    mesh_name,
+    train,
+)
 from pool import Pool
-from titan.config.sections import JobConfig
-from titan.data.packing import IGNORED
-from titan.parallel import build_mesh
-from titan.parallel.mesh import axis_rank, axis_size
-from titan.parallel.weights import canonical_name
-from titan.program import build_program
-
-STEPS, GLOBAL_BATCH, SEQUENCE, VOCABULARY = 10, 8, 64, 2048
-BOUND = 1e-5
-
-
-@dataclass(frozen=True)
-class Batch:
-    tokens_BS: Tensor
-    labels_BS: Tensor
-    positions_BS: Tensor | None = None
-    document_ids_BS: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Layout:
-    name: str
-    degrees: tuple[tuple[str, int], ...] = ()
-    accumulation: int = 1
-    settings: tuple[tuple[str, Any], ...] = ()
-    recompute: str = "none"
-    compiled: str = ""
-    offload: bool = False
-    documents: bool = True  # two documents in each sequence, and no attention between them
-
-    @property
-    def ranks(self) -> int:
-        ranks = 1
-        for _, degree in self.degrees:
-            ranks *= degree
-        return ranks
-
-
-def tp(n: int) -> tuple[tuple[str, int], ...]:
-    return (("tp", n),)
-
-
-def pp(n: int) -> tuple[tuple[str, int], ...]:
-    return (("pp", n),)
-
-
-def schedule(name: str) -> tuple[tuple[str, str], ...]:
-    return (("pipeline_parallel_schedule", name),)
-
-
-def cp(n: int) -> tuple[tuple[str, int], ...]:
-    return (("cp", n),)
-
-
-def fsdp(n: int) -> tuple[tuple[str, int], ...]:
-    return (("dp_shard", n),)
-
-
-UNBALANCED = (("context_parallel_load_balancer", "none"),)
-NEVER = (("fsdp_reshard_after_forward", "never"),)
-RING = (("context_parallel_rotate_method", "ring"),)
-ULYSSES = (("context_parallel_rotate_method", "ulysses"),)
-ZERO_BUBBLE = (("pipeline_parallel_schedule", "InterleavedZeroBubble"),)
-REPLICAS = (("dp_replicate", 2),)
-TRACED = "aot_eager"
-LAYOUTS = [
-    # Data parallelism and accumulation
-    Layout("one process", accumulation=2),
-    Layout("one process", accumulation=4),
-    Layout("FSDP2, ZeRO-3", fsdp(2)),
-    Layout("FSDP2, ZeRO-3", fsdp(2), accumulation=2),
-    Layout("FSDP2, ZeRO-3", fsdp(2), accumulation=4),
-    Layout("FSDP2, ZeRO-3", fsdp(4)),
-    Layout("FSDP2, ZeRO-3", fsdp(4), accumulation=2),
-    Layout("FSDP2, ZeRO-3", fsdp(8)),
-    Layout("FSDP2, ZeRO-2", fsdp(2), settings=NEVER),
-    Layout("FSDP2, ZeRO-2", fsdp(4), settings=NEVER),
-    Layout("FSDP2, two blocks ahead", fsdp(2), settings=(("fsdp_prefetch", 2),)),
-    Layout("FSDP2, parameters on the host", fsdp(2), offload=True),
-    Layout("DDP", REPLICAS),
-    Layout("DDP", REPLICAS, accumulation=2),
-    Layout("DDP", REPLICAS, accumulation=4),
-    Layout("HSDP", (*REPLICAS, *fsdp(2))),
-    Layout("HSDP", (*REPLICAS, *fsdp(2)), accumulation=2),
-    # Tensor parallelism
-    Layout("TP+SP", tp(2)),
-    Layout("TP+SP", tp(2), accumulation=2),
-    Layout("TP+SP, whole logits", tp(2), settings=(("disable_loss_parallel", True),)),
-    Layout("TP+SP, more ranks than key/value heads", tp(4)),
-    Layout("FSDP2 x TP+SP", (*fsdp(2), *tp(2))),
-    Layout("FSDP2 x TP+SP", (*fsdp(2), *tp(2)), accumulation=2),
-    Layout("FSDP2 x TP+SP", (*fsdp(4), *tp(2))),
-    Layout("FSDP2 x TP+SP", (*fsdp(2), *tp(4))),
-    Layout("DDP x TP+SP", (*REPLICAS, *tp(2))),
-    Layout("HSDP x TP+SP", (*REPLICAS, *fsdp(2), *tp(2))),
-    # Context parallelism
-    Layout("CP all-gather", cp(2)),
-    Layout("CP all-gather, not balanced", cp(2), settings=UNBALANCED),
-    Layout("CP ring", cp(2), settings=RING, documents=False),
-    Layout("CP ring", cp(4), settings=RING, documents=False),
-    Layout("CP ring, not balanced", cp(2), settings=(*RING, *UNBALANCED), documents=False),
-    Layout("CP Ulysses", cp(2), settings=ULYSSES),
-    Layout("CP Ulysses, more ranks than key/value heads", cp(4), settings=ULYSSES),
-    Layout("FSDP2 x CP", (*fsdp(2), *cp(2))),
-    Layout("FSDP2 x CP ring", (*fsdp(2), *cp(2)), settings=RING, documents=False),
-    Layout("DDP x CP", (*REPLICAS, *cp(2))),
-    Layout("HSDP x CP", (*REPLICAS, *fsdp(2), *cp(2))),
-    Layout("CP x TP+SP", (*cp(2), *tp(2))),
-    Layout("CP ring x TP+SP", (*cp(2), *tp(2)), settings=RING, documents=False),
-    Layout("FSDP2 x CP x TP+SP", (*fsdp(2), *cp(2), *tp(2))),
-    # Pipeline parallelism
-    Layout("PP 1F1B", pp(2)),
-    Layout("PP 1F1B", pp(2), accumulation=2),
-    Layout("PP 1F1B", pp(4)),
-    Layout("PP GPipe", pp(2), settings=schedule("GPipe")),
-    Layout("PP interleaved 1F1B", pp(2), settings=schedule("Interleaved1F1B")),
-    Layout("PP looped BFS", pp(2), settings=schedule("LoopedBFS")),
-    Layout("PP interleaved zero bubble", pp(2), settings=ZERO_BUBBLE),
-    Layout("PP ZBV zero bubble", pp(2), settings=schedule("ZBVZeroBubble")),
-    Layout("PP DualPipeV", pp(2), settings=schedule("DualPipeV")),
-    Layout("PP interleaved 1F1B", pp(4), settings=schedule("Interleaved1F1B")),
-    Layout("PP x FSDP2", (*pp(2), *fsdp(2))),
-    Layout("PP x FSDP2", (*pp(2), *fsdp(2)), accumulation=2),
-    Layout("PP interleaved zero bubble x FSDP2", (*pp(2), *fsdp(2)), settings=ZERO_BUBBLE),
-    Layout("PP DualPipeV x FSDP2", (*pp(2), *fsdp(2)), settings=schedule("DualPipeV")),
-    Layout("PP x DDP", (*pp(2), *REPLICAS)),
-    Layout("PP x HSDP", (*pp(2), *REPLICAS, *fsdp(2))),
-    Layout("PP x CP", (*pp(2), *cp(2))),
-    Layout("PP x TP+SP", (*pp(2), *tp(2))),
-    Layout("PP x DDP x TP+SP", (*pp(2), *REPLICAS, *tp(2))),
-    Layout("PP x FSDP2 x TP+SP", (*pp(2), *fsdp(2), *tp(2))),
-    Layout("PP x CP x TP+SP, FSDP2 over CP", (*pp(2), *cp(2), *tp(2))),
-    # Activation checkpointing
-    Layout("one process, full AC", recompute="full"),
-    Layout("one process, selective AC", recompute="selective"),
-    Layout("FSDP2, full AC", fsdp(2), recompute="full"),
-    Layout("FSDP2 x TP+SP, selective AC", (*fsdp(2), *tp(2)), recompute="selective"),
-    Layout("CP x TP+SP, full AC", (*cp(2), *tp(2)), recompute="full"),
-    Layout("PP x FSDP2, selective AC", (*pp(2), *fsdp(2)), recompute="selective"),
-    Layout("PP zero bubble, full AC", pp(2), settings=ZERO_BUBBLE, recompute="full"),
-    # Compiled blocks: by inductor once, elsewhere by the tracer alone, which has the same traps and is quick
-    Layout("one process, compiled by inductor", compiled="inductor"),
-    Layout("FSDP2, compiled", fsdp(2), compiled=TRACED),
-    Layout("FSDP2 x TP+SP, compiled", (*fsdp(2), *tp(2)), compiled=TRACED),
-    Layout("TP+SP, compiled, full AC", tp(2), compiled=TRACED, recompute="full"),
-    Layout("TP+SP, compiled, selective AC", tp(2), compiled=TRACED, recompute="selective"),
-    Layout("CP ring, compiled", cp(2), settings=RING, documents=False, compiled=TRACED),
-    Layout("PP x FSDP2, compiled", (*pp(2), *fsdp(2)), compiled=TRACED),
-]
-
-
-def global_batch(step: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, labels and document ids of a step; sequences have very different numbers of valid labels."""
-    generator = torch.Generator().manual_seed(step)
-    rows = torch.randint(VOCABULARY, (GLOBAL_BATCH, SEQUENCE + 1), generator=generator)
-    labels = rows[:, 1:].clone()
-    for sequence in range(GLOBAL_BATCH):
-        labels[sequence, : 7 * sequence] = IGNORED
-    documents = (torch.arange(SEQUENCE) >= 20).long().expand(GLOBAL_BATCH, -1)
-    return rows[:, :-1], labels, documents
-
-
-def train(layout: Layout, precision: str = "float32") -> dict[str, Any]:
-    """Run on one rank: losses and norms of each step, whole gradients of the first, whole weights at the end."""
-    mesh = build_mesh("cpu", **dict(layout.degrees))
-    config = JobConfig.model_validate(
-        {
-            "training": {
-                "mixed_precision_param": precision,
-                "steps": STEPS,
-                "enable_cpu_offload": layout.offload,
-                "local_batch_size": GLOBAL_BATCH
-                // (axis_size(mesh, "dp_replicate", "dp_shard") * layout.accumulation),
-            },
-            "lr_scheduler": {"warmup_steps": 2},
-            # AdamW divides a gradient by its own size: with the usual eps of 1e-8, an element whose gradient is next to
-            # nothing takes its rounding error as a full step, on one process as well as on many.
-            "optimizer": {"lr": 1e-3, "eps": 1e-6},
-            "activation_checkpoint": {"mode": layout.recompute},
-            "compile": {"enable": bool(layout.compiled), "backend": layout.compiled or "inductor"},
-            "parallelism": {
-                "pipeline_parallel_degree": dict(layout.degrees).get("pp", 1),
-                **dict(layout.settings),
-            },
-            "loss": {"chunk_tokens": 100},
-        }
-    )
-    program = build_program(config, device=torch.device("cpu"), mesh=mesh)
-    parameters = {
-        canonical_name(n): p for part in program.parts for n, p in part.named_parameters()
-    }
-    gradients: dict[str, Tensor] = {}
-
-    def keep_gradients(*_: Any) -> None:
-        if not gradients:
-            gradients.update({n: _whole(p.grad) for n, p in parameters.items()})
-
-    program.optimizer.register_step_pre_hook(keep_gradients)
-    world = axis_size(mesh, "dp_replicate", "dp_shard")
-    rank = axis_rank(mesh, "dp_replicate", "dp_shard")
-    losses, norms = [], []
-    for step in range(1, STEPS + 1):
-        parts = [t.chunk(world * layout.accumulation) for t in global_batch(step)]
-        mine = range(rank, world * layout.accumulation, world)
-        batches = [
-            Batch(
-                parts[0][i], parts[1][i], document_ids_BS=parts[2][i] if layout.documents else None
-            )
-            for i in mine
-        ]
-        report = program.train_step(batches, step=step)
-        losses.append(report.loss.item())
-        norms.append(report.grad_norm.item())
-    weights = {n: _whole(p).clone() for n, p in parameters.items()}
-    return {"losses": losses, "norms": norms, "gradients": gradients, "weights": weights}
-
-
-def _whole(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 @pytest.fixture(scope="module")
@@ -244,22 +31,13 @@ def references(pool: Pool) -> dict[bool, dict[str, Any]]:
 def test_equals_one_process(layout: Layout, references, pool: Pool, parity_table) -> None:
     reference = references[layout.documents]
     parity_table.expected = len(LAYOUTS)
-    results = pool.run(layout.ranks, train, layout)
-    assert (
-        reference["losses"][-1] < reference["losses"][0]
-    )  # it trains: these are not ten idle steps
-    differences = {
-        "loss": _largest(results, reference, "losses"),
-        "norm": _largest(results, reference, "norms"),
-        "gradients": _largest(results, reference, "gradients"),
-        "weights": _largest(results, reference, "weights"),
-    }
-    assert max(differences.values()) < BOUND, differences
+    found = differences(pool.run(layout.ranks, train, layout), reference)
+    assert max(found.values()) < BOUND, found
     parity_table.add(
         layout.name,
-        mesh=" x ".join(f"{axis} {n}" for axis, n in layout.degrees) or "-",
+        mesh=mesh_name(layout),
         accumulation=layout.accumulation,
-        differences=differences,
+        differences=found,
         bound=BOUND,
     )
 
@@ -273,30 +51,8 @@ def test_bf16_computes_the_same_on_every_layout(references, pool: Pool) -> None:
     assert alone["gradients"]["norm.weight"].dtype == torch.float32
     for layout in (Layout("FSDP2", fsdp(2)), Layout("DDP", REPLICAS)):
         results = pool.run(2, train, layout, "bfloat16")
-        assert _largest(results, alone, "losses") < 1e-4
-        assert _largest(results, alone, "norms") < 2e-3
-        assert _largest(results, reference, "losses") < 1e-3
-        gradients = _largest(results, reference, "gradients")
+        assert largest(results, alone, "losses") < 1e-4
+        assert largest(results, alone, "norms") < 2e-3
+        assert largest(results, reference, "losses") < 1e-3
+        gradients = largest(results, reference, "gradients")
         assert 1e-3 < gradients < 4e-2  # and it is bf16 that was used
-
-
-def _largest(results: list[dict[str, Any]], reference: dict[str, Any], what: str) -> float:
-    """Largest relative difference over ranks and over steps or parameters."""
-    expected = reference[what]
-    if isinstance(expected, dict):
-        assert set().union(*(result[what] for result in results)) == expected.keys()
-    largest = 0.0
-    for result in results:
-        if isinstance(expected, dict):
-            pairs = [
-                (
-                    torch.linalg.vector_norm(result[what][n] - e).item(),
-                    torch.linalg.vector_norm(e).item(),
-                )
-                for n, e in expected.items()
-                if n in result[what]  # else it is another pipeline stage's
-            ]
-        else:
-            pairs = [(abs(a - b), abs(b)) for a, b in zip(result[what], expected, strict=True)]
-        largest = max(largest, *(difference / size for difference, size in pairs))
-    return largest

@@ -1,17 +1,8 @@
-"""Saving and resuming with PyTorch's distributed checkpoint (DCP).
+"""When to save, in which way, what to keep, and what to resume from. commit.py writes; manifest.py says what is whole.
 
-    checkpoint/step-N/    complete: appears under this name by one rename, after every rank has written its part
-    checkpoint/.saving-N/ being written; left by a crash, and removed by the next save
-
-A checkpoint is a flat dictionary of tensors, whose names do not depend on the layout; DCP stores the shards and
-puts them together again under any other layout:
-
-    model.<parameter>                 weights
-    optimizer.<parameter>.<state>     moments and step counts
-    rng.rank-<r>.<device>             random states, of each rank
-
-Only tensors are given to DCP, since it would write anything else as a pickle. What is not a tensor (step, tokens
-seen, position in the data) is in titan.json beside them.
+A save that fails is reported at once and costs nothing but itself: older steps are only deleted after a new one is
+committed, and the next one is tried when it is due. A step that is damaged is set aside, in capital letters, and the newest whole
+one is used; where none is left, the run does not start.
 """
 
 from __future__ import annotations
@@ -19,37 +10,73 @@ from __future__ import annotations
 import json
 import logging
 import re
-import shutil
-import warnings
-from collections.abc import Sequence
+import time
+from concurrent.futures import Future
+from functools import cached_property
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
 
+from titan.checkpoint import CheckpointError, SaveFailed
+from titan.checkpoint import commit as committing
+from titan.checkpoint.commit import TITAN_JSON, Ranks
+from titan.checkpoint.files import Location, as_location, files_of, join
+from titan.checkpoint.manifest import NAME as MANIFEST
+from titan.checkpoint.manifest import Damage, describe, find_damage
+from titan.checkpoint.staging import Staging
+from titan.checkpoint.state import (
+    empty_optimizer_state,
+    load_rng_state,
+    model_state,
+    optimizer_state,
+    rng_state,
+)
+from titan.checkpoint.tensors import METADATA, State, load, reason, stored_shapes
 from titan.config.sections import CheckpointSection
-from titan.parallel.weights import canonical_name
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointManager",
+    "SaveFailed",
+    "State",
+    "empty_optimizer_state",
+    "list_steps",
+    "load",
+    "load_rng_state",
+    "model_state",
+    "optimizer_state",
+    "read_metadata",
+    "rng_state",
+    "stored_shapes",
+]
 
 logger = logging.getLogger("titan")
-State = dict[str, Tensor]
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that was asked for is not there or does not fit; the message is for the user."""
+_WAIT_AT_CLOSE_S = 60  # for a save in the background, when the run has failed
 
 
 class CheckpointManager:
-    """Saves and loads the steps of one run folder."""
+    """Saves and loads the steps of one run folder; all ranks make one and call it together."""
 
     def __init__(self, section: CheckpointSection, *, run_dir: Path) -> None:
         self.section = section
-        self.folder = run_dir / section.folder
+        remote = "://" in section.folder
+        self.folder = as_location(section.folder) if remote else run_dir / section.folder
+        self.staging = Staging(overlap=section.async_mode == "async_with_pinned_mem")
+        self.background: Future[str] | None = None  # gives what to say of the save under way
+        self.background_step = 0
+        self.news: list[str] = []  # for the console
+        self.saved_at = time.monotonic()
+
+    @cached_property
+    def ranks(self) -> Ranks:
+        return Ranks()
+
+    # ---- when ----------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """The complete checkpoints, oldest first."""
+        """The committed checkpoints, oldest first."""
         return list_steps(self.folder)
 
     @property
@@ -57,168 +84,218 @@ class CheckpointManager:
         return self.section.enable and not self.section.load_only
 
     def should_save(self, step: int, *, last_step: int) -> bool:
-        """Whether a checkpoint is due after this step."""
+        """Whether a checkpoint is due after this step, by its number."""
         first = step == 1 and self.section.enable_first_step_checkpoint
         return self.can_save and (first or step == last_step or step % self.section.interval == 0)
 
+    def is_due_by_time(self) -> bool:
+        """By this rank's clock: the ranks have to agree on it."""
+        minutes = self.section.interval_minutes
+        return self.can_save and 0 < minutes * 60 <= time.monotonic() - self.saved_at
+
+    # ---- saving --------------------------------------------------------------------------------
+
     def save(
-        self, step: int, state: State, *, metadata: dict[str, Any], model_only: bool = False
-    ) -> Path:
-        """Write step-N; all ranks call this together. `metadata` is kept beside it as JSON."""
-        final, temporary = self.folder / f"step-{step}", self.folder / f".saving-{step}"
-        if _is_main():
-            for stale in self.folder.glob(".saving-*"):
-                shutil.rmtree(stale)
-            temporary.mkdir(parents=True)
-        _barrier()
+        self,
+        step: int,
+        state: State,
+        *,
+        metadata: dict[str, Any],
+        model_only: bool = False,
+        wait: bool = True,
+    ) -> Location:
+        """Save step N, in the background if `async_mode` and not `wait` say so. `metadata` is kept beside it as JSON.
+
+        Raises SaveFailed on all ranks: where it waits, of this save; of one in the background, `poll` tells.
+        """
+        if self.background is not None:
+            start = time.monotonic()
+            if not self.poll(wait=True) and self.section.on_failure == "stop":
+                raise SaveFailed(f"step {self.background_step} could not be saved")
+            waited_s = time.monotonic() - start
+            if waited_s > 1:
+                self.news.append(f"step {step} had to wait {waited_s:.1f} s for the save before it")
+        self.saved_at = time.monotonic()
         if model_only:
             dtype = getattr(torch, self.section.export_dtype)
             state = {k: v.to(dtype) for k, v in state.items() if k.startswith("model.")}
-        dcp.save(state, checkpoint_id=str(temporary))
-        if _is_main():
-            (temporary / "titan.json").write_text(json.dumps(metadata, indent=2) + "\n")
-            if final.exists():  # the run was taken back to an earlier step and got here again
-                shutil.rmtree(final)
-            temporary.rename(final)
-            self._remove_old()
-        _barrier()
-        return final
+            metadata = metadata | {"model_only": True}
+        if wait or self.section.async_mode == "disabled":
+            self.news.append(self._write(step, state, metadata))
+        else:
+            finish, ranks = self.staging.begin(state), self.ranks
+            done: Future[str] = Future()
 
-    def step_to_resume(self) -> Path | None:
-        """The folder to resume from, or None for a fresh start. Raises CheckpointError for a missing load_step."""
+            def work() -> None:
+                copies: State = {}
+                try:
+                    ranks.together(lambda: copies.update(finish()))
+                    done.set_result(self._write(step, copies, metadata))
+                except BaseException as error:
+                    done.set_exception(error)
+
+            self.background, self.background_step = done, step
+            Thread(target=work, name=f"save step {step}", daemon=True).start()
+        return join(self.folder, f"step-{step}")
+
+    def poll(self, *, wait: bool = False, timeout_s: float | None = None) -> bool:
+        """Look after the save in the background. False: it has failed, which is told here, on this rank's own clock."""
+        if self.background is None or not (wait or self.background.done()):
+            return True
+        done, self.background = self.background, None
+        try:
+            self.news.append(done.result(timeout=timeout_s))
+        except SaveFailed as error:
+            return self.failed(error)
+        return True
+
+    def take_news(self) -> list[str]:
+        """What has happened since the last call, for the console."""
+        news, self.news = self.news, []
+        return news
+
+    def failed(self, error: SaveFailed) -> bool:
+        logger.error(
+            f"{error}. Earlier checkpoints are as they were; the next save is tried when it is due."
+        )
+        return False
+
+    def close(self) -> None:
+        """Let a save in the background end, if it can."""
+        try:
+            self.poll(wait=True, timeout_s=_WAIT_AT_CLOSE_S)
+        except TimeoutError:
+            logger.error(f"step {self.background_step}: the save in the background was given up")
+
+    def _write(self, step: int, state: State, metadata: dict[str, Any]) -> str:
+        start = time.monotonic()
+        path = committing.write(
+            state, folder=self.folder, step=step, metadata=metadata, ranks=self.ranks
+        )
+        text = f"saved {path} in {time.monotonic() - start:.2f} s"
+        if self.ranks.rank == 0:
+            self._remove_old()
+        return text
+
+    def _remove_old(self) -> None:
+        keep, every = self.section.keep_latest_k, self.section.keep_every_n_steps
+        for step in self.steps()[:-keep] if keep else []:
+            if every and step % every == 0:
+                continue
+            try:
+                committing.remove(join(self.folder, f"step-{step}"))
+            except OSError as error:
+                logger.warning(f"step {step} could not be deleted: {reason(error)}")
+
+    # ---- resuming ------------------------------------------------------------------------------
+
+    def step_to_resume(self) -> Location | None:
+        """The folder to resume from, verified, or None for a fresh start. Raises CheckpointError where there are
+        checkpoints, but not the one that is wanted, or none that is whole."""
         if not self.section.enable:
             return None
-        steps = self.steps()
-        wanted = self.section.load_step
+        steps, wanted = self.steps(), self.section.load_step
         if wanted == -1:
-            return self.folder / f"step-{steps[-1]}" if steps else None
+            return self._newest_whole(steps)
         if wanted not in steps:
             raise CheckpointError(
                 f"checkpoint.load_step: there is no step {wanted} in {self.folder}; there is "
                 + (", ".join(map(str, steps)) if steps else "none at all")
             )
-        return self.folder / f"step-{wanted}"
+        path = join(self.folder, f"step-{wanted}")
+        self.require_whole(path)
+        return path
 
-    def _remove_old(self) -> None:
-        keep = self.section.keep_latest_k
-        for step in self.steps()[:-keep] if keep else []:
-            doomed = self.folder / f".removing-{step}"
-            (self.folder / f"step-{step}").rename(
-                doomed
-            )  # half a checkpoint never has a step's name
-            shutil.rmtree(doomed)
+    def require_whole(self, path: Location) -> None:
+        """Raises CheckpointError if a checkpoint that was asked for by name is damaged, or cannot be verified."""
+        if damages := self._find_damage(path):
+            raise CheckpointError(f"{path} is damaged: {describe(damages)}{_hint(damages)}")
+
+    def _newest_whole(self, steps: list[int]) -> Location | None:
+        damaged: dict[int, list[Damage]] = {}
+        for step in reversed(steps):
+            path = join(self.folder, f"step-{step}")
+            if found := self._find_damage(path):
+                damaged[step] = found
+                continue
+            for bad, damages in damaged.items():
+                self._set_aside(bad, damages, instead=step)
+            return path
+        if damaged:
+            newest = max(damaged)
+            raise CheckpointError(
+                f"{self.folder}: NO CHECKPOINT IS WHOLE (step {', '.join(map(str, sorted(damaged)))}); step {newest}: "
+                f"{describe(damaged[newest])}{_hint(damaged[newest])}"
+            )
+        self._say_what_else_is_there()
+        return None
+
+    def _find_damage(self, path: Location) -> list[Damage]:
+        """On all ranks the same; each looks at its share of the blocks."""
+        if self.section.verify == "off":
+            return []
+        mine = find_damage(path, part=self.ranks.rank, parts=self.ranks.size)
+        return [damage for found in self.ranks.gather(mine) for damage in found]
+
+    def _set_aside(self, step: int, damages: list[Damage], *, instead: int) -> None:
+        """Under a name that no finder takes for a step; of a remote one, only the manifest."""
+        logger.error(
+            f"CHECKPOINT STEP {step} IS DAMAGED AND NOT USED: {describe(damages)}. "
+            f"RESUMING FROM STEP {instead}."
+        )
+        path, files = join(self.folder, f"step-{step}"), files_of(self.folder)
+
+        def rename() -> None:
+            old, new = path, join(self.folder, f"damaged-{step}")
+            if not files.has_rename:
+                old, new = join(path, MANIFEST), join(path, f"damaged-{MANIFEST}")
+            if files.exists(new):
+                files.remove(new)
+            files.rename(old, new)
+
+        try:
+            self.ranks.on_main(rename)
+        except SaveFailed as error:
+            logger.warning(f"{path} could not be set aside: {error}")
+
+    def _say_what_else_is_there(self) -> None:
+        parent = self.folder.parent if isinstance(self.folder, Path) else None
+        others = (
+            [f"{path}" for path in sorted(parent.glob("*")) if list_steps(path)] if parent else []
+        )
+        names = files_of(self.folder).names(self.folder)
+        if names or others:
+            logger.warning(
+                f"a fresh start: {self.folder} holds no checkpoint to resume from"
+                + (f", but {', '.join(names[:5])}" if names else "")
+                + (f"; there are checkpoints in {', '.join(others)}" if others else "")
+            )
 
 
-def read_metadata(path: Path) -> dict[str, Any]:
+def _hint(damages: list[Damage]) -> str:
+    missing = any(d.file == MANIFEST and d.reason.startswith("cannot be read") for d in damages)
+    text = '. Without a manifest nothing can be verified; checkpoint.verify = "off" loads it all the same'
+    return text if missing else ""
+
+
+def read_metadata(path: Location) -> dict[str, Any]:
     """What `save` was given as metadata."""
     try:
-        return json.loads((path / "titan.json").read_text())
+        with files_of(path).open(join(path, TITAN_JSON), "rb") as stream:
+            return json.load(stream)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not a checkpoint of titan: {error}") from error
 
 
-def list_steps(folder: Path) -> list[int]:
-    """Steps with a complete checkpoint in a folder, oldest first."""
-    found = (re.fullmatch(r"step-(\d+)", path.name) for path in folder.glob("step-*"))
-    return sorted(int(m[1]) for m in found if m and (folder / m[0] / ".metadata").exists())
-
-
-def stored_shapes(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape and dtype of every tensor in a checkpoint."""
-    try:
-        metadata = dcp.FileSystemReader(str(path)).read_metadata().state_dict_metadata
-    except OSError as error:
-        raise CheckpointError(f"{path} is not a checkpoint: {error}") from error
-    return {k: (m.size, m.properties.dtype) for k, m in metadata.items() if hasattr(m, "size")}  # pyright: ignore
-
-
-def load(path: Path, state: State) -> None:
-    """Fill the tensors of `state`, whatever their layout, from a checkpoint; all ranks call this together.
-
-    Raises CheckpointError naming the tensors that are missing or have another shape.
-    """
-    stored = stored_shapes(path)
-    missing = [name for name in state if name not in stored]
-    if missing:
-        raise CheckpointError(f"{path} lacks {_some(missing)}: saved from another model?")
-    other = [
-        f"{k} {tuple(stored[k][0])} (wanted {tuple(v.shape)})"
-        for k, v in state.items()
-        if stored[k][0] != v.shape
-    ]
-    if other:
-        raise CheckpointError(
-            f"{path} holds other shapes: {_some(other)}: saved from another model?"
-        )
-    with warnings.catch_warnings():  # that a single process loads alone is no news
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(state, checkpoint_id=str(path), no_dist=not dist.is_initialized())
-
-
-def model_state(parts: Sequence[nn.Module]) -> State:
-    """Weights of a model, or of its pipeline stages on this rank, under their plain names; a shared parameter (tied
-    embeddings) appears once."""
-    state: State = {}
-    seen: set[int] = set()
-    for part in parts:
-        for name, tensor in part.state_dict(keep_vars=True).items():
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                state[f"model.{canonical_name(name)}"] = tensor.detach()
-    return state
-
-
-def _named_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
-    return {canonical_name(name): p for part in parts for name, p in part.named_parameters()}
-
-
-def optimizer_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> State:
-    """The optimizer's tensors, named by the parameter they belong to."""
-    state: State = {}
-    for name, parameter in _named_parameters(parts).items():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                state[f"optimizer.{name}.{key}"] = value
-    return state
-
-
-def empty_optimizer_state(
-    path: Path, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer
-) -> State:
-    """Allocate the optimizer state that a checkpoint holds, laid out like the parameters, to be loaded into."""
-    stored = stored_shapes(path)
-    parameters = _named_parameters(parts)
-    for full_key, (shape, dtype) in stored.items():
-        if not full_key.startswith("optimizer."):
-            continue
-        name, key = full_key.removeprefix("optimizer.").rsplit(".", 1)
-        parameter = parameters.get(name)
-        if parameter is None:  # of another pipeline stage
-            continue
-        if shape == parameter.shape:
-            value = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-        else:  # a step count, the same on every rank
-            value = torch.empty(shape, dtype=dtype, device=_step_device(parameter, optimizer))
-        optimizer.state[parameter][key] = value
-    return optimizer_state(parts, optimizer)
-
-
-def _step_device(parameter: Tensor, optimizer: torch.optim.Optimizer) -> torch.device:
-    """Where torch's optimizers keep scalars: with the parameter if fused or capturable, else on the host."""
-    group = optimizer.param_groups[0]
-    on_device = group.get("fused") or group.get("capturable")
-    return parameter.device if on_device else torch.device("cpu")
-
-
-def _some(names: list[str]) -> str:
-    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + rest
-
-
-def _is_main() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
+def list_steps(folder: Location) -> list[int]:
+    """Steps with a committed checkpoint in a folder, oldest first."""
+    files = files_of(folder)
+    # Local steps are committed by their name; what titan wrote before it wrote manifests is to be found, and refused.
+    marks = (MANIFEST, METADATA) if files.has_rename else (MANIFEST,)
+    found = []
+    for name in files.names(folder):
+        step = join(folder, name)
+        match = re.fullmatch(r"step-(\d+)", name)
+        if match and any(files.exists(join(step, mark)) for mark in marks):
+            found.append(int(match[1]))
+    return sorted(found)

@@ -34,6 +34,8 @@ RENAMED: dict[str, str] = {
     "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
     "checkpoint.enable_checkpoint": "checkpoint.enable",
     "checkpoint.model_weights_only": "checkpoint.last_save_model_only",
+    "checkpoint.last_save_model_weights_only": "checkpoint.last_save_model_only",
+    "checkpoint.initial_load_model_weights_only": "checkpoint.initial_load_model_only",
     "job.print_args": "job.print_config",
     "validation.enabled": "validation.enable",
     "metrics.enable_color_printing": "metrics.disable_color_printing",
@@ -42,6 +44,10 @@ RENAMED: dict[str, str] = {
 
 DROPPED: dict[str, str] = {
     "job.use_for_integration_test": "it has no effect",
+    "job.save_config_file": "config.toml in the run folder is always written",
+    "validation.dataloader": "validation reads as [training.dataloader] says",
+    "quantize.grouped_mm.mx.recipe_name": "only linear layers can be converted",
+    "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": "torchao chooses the kernel",
 }
 
 REFUSED: dict[str, str] = {
@@ -55,7 +61,6 @@ REFUSED: dict[str, str] = {
     "experimental": "titan has no [experimental] section; its keys stand in [parallelism]",
     "fault_tolerance": "a killed run resumes from its newest checkpoint: use torchrun --max-restarts, and remove "
     "the section",
-    "quantize.linear.mx": "use [quantize.linear.float8]",
     "quantize.grouped_mm": "only linear layers can be converted: use [quantize.linear.float8]",
     "memory_estimation": "use `titan check`, which estimates memory without a GPU",
     "model.print_after_conversion": "the start-up page shows the model; remove the key",
@@ -66,11 +71,30 @@ REFUSED: dict[str, str] = {
     "parallelism.enable_compiled_autograd": "use [compile] enable = true",
     "checkpoint.interval_type": "intervals are counted in steps; remove the key",
     "checkpoint.enable_ft_dataloader_checkpoints": "the data position is in every checkpoint; remove the key",
-    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": "use selective_ac_option",
+    "checkpoint.initial_load_in_hf_quantized": "convert the weights to bfloat16 first",
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": "use op_keep",
+    "activation_checkpoint.early_stop": "titan has no such switch; remove the key",
+    "activation_checkpoint.visualize_memory_budget_pareto": "titan has no such switch; remove the key",
+    "activation_checkpoint.determinism_check": "titan has no such switch; remove the key",
+    "activation_checkpoint.debug": "titan has no such switch; remove the key",
+    "training.gc_debug": "titan has no such switch; remove the key",
+    "parallelism.pipeline_parallel_expert_parallel_overlap": "titan has no such switch; remove the key",
+    "parallelism.expert_parallel_comm_backend": "tokens travel by all-to-all; remove the key",
+    "comm.mode": "use `titan check`, which needs no GPU",
+    "debug.deterministic_warn_only": "use deterministic, which raises an error",
 }
 
 # What refused keys hold when they ask for nothing, besides false and empty values.
-_HARMLESS = {"model.norm_type": "rmsnorm", "checkpoint.interval_type": "steps"}
+_HARMLESS: dict[str, Any] = {
+    "model.norm_type": "rmsnorm",
+    "checkpoint.interval_type": "steps",
+    "checkpoint.enable_ft_dataloader_checkpoints": True,
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": ["moe.router.gate"],
+    "activation_checkpoint.determinism_check": "default",
+    "parallelism.pipeline_parallel_expert_parallel_overlap": True,
+    "parallelism.expert_parallel_comm_backend": "standard",
+    "comm.mode": "default",
+}
 
 
 def _unless_boolean(convert: Callable[[bool], Any]) -> Callable[[Any], Any]:

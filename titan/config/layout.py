@@ -62,6 +62,9 @@ def resolve_layout(config: JobConfig, world_size: int) -> Layout:
     return Layout(**degrees, accumulation=accumulation)
 
 
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+
+
 def check_layout(config: JobConfig, *, world_size: int) -> list[Problem]:
     """Everything about the config that does not fit `world_size` ranks."""
     model = resolve_model(config.model)[0]
@@ -72,6 +75,14 @@ def check_layout(config: JobConfig, *, world_size: int) -> list[Problem]:
         *_check_stages(config, model, world_size),
     ]
     findings += _check_matrices(config, model, world_size)
+    if world_size > 1 and config.compile.enable and config.compile.mode in CUDA_GRAPHS:
+        findings.append(
+            (
+                "compile.mode",
+                f'"{config.compile.mode}" replays CUDA graphs, which is for one rank only; '
+                'use "max-autotune-no-cudagraphs"',
+            )
+        )
     return [config.origin.problem(key, message) for key, message in findings]
 
 

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from titan.observe.hardware import HARDWARE
 from titan.parallel.schedules import canonical_schedule, splits_backward
 
-from .layout import Layout, check_layout, resolve_layout
+from .layout import CUDA_GRAPHS, Layout, check_layout, resolve_layout
 from .model import model_config, resolve_model
 from .problems import ConfigError, Finding, Problem, choose
+from .quantize import check_converters
 from .sections import JobConfig
 from .supported import check_supported
 
@@ -27,7 +28,7 @@ __all__ = [
     "resolve_layout",
 ]
 
-FLOAT8 = ("quantize.linear.float8", "float8")
+KEEP_GROUPS = ("matmul", "attention", "network", "scales")
 LOCAL_PRESETS = ("text", "jsonl", "parquet", "shards")
 EMBEDDED_PRESETS = ("stdlib", "synthetic")
 
@@ -53,9 +54,13 @@ def check(config: JobConfig) -> list[Problem]:
         _check_data,
         _check_validation,
         _check_precision,
+        _check_optimizer,
+        check_converters,
         _check_parallelism,
         _check_recomputation,
+        _check_compile,
         _check_checkpoint,
+        _check_profiling,
     )
     findings = [finding for rule in rules for finding in rule(config)]
     return [config.origin.problem(key, message) for key, message in findings]
@@ -132,30 +137,53 @@ def _check_validation(config: JobConfig) -> Iterator[Finding]:
 
 
 def _check_precision(config: JobConfig) -> Iterator[Finding]:
-    training, float8 = config.training, config.quantize.linear.float8
+    training = config.training
     if (training.mixed_precision_param, training.mixed_precision_reduce) == ("float32", "bfloat16"):
         yield (
             "training.mixed_precision_reduce",
             '"bfloat16" would round gradients that mixed_precision_param = "float32" computes exactly; use "float32"',
         )
-    unknown = [name for name in config.model.converters if name not in FLOAT8]
-    for name in unknown:
+
+
+def _check_optimizer(config: JobConfig) -> Iterator[Finding]:
+    optimizer, training, parallel = config.optimizer, config.training, config.parallelism
+    if getattr(optimizer, "stochastic_rounding", False) and training.dtype != "bfloat16":
         yield (
-            "model.converters",
-            f'unknown converter "{name}"{choose(name, FLOAT8)}',
+            "optimizer.stochastic_rounding",
+            f'is for bf16 weights, and training.dtype = "{training.dtype}" keeps every update; use false, or dtype = "bfloat16"',
         )
-    if not any(name in FLOAT8 for name in config.model.converters):
-        # Not recipe_name or filter_fqns: files keep them with the converter commented out.
-        for name in (
-            "enable_fsdp_float8_all_gather",
-            "precompute_float8_dynamic_scale_for_fsdp",
-            "emulate",
-        ):
-            if getattr(float8, name):
-                yield (
-                    f"quantize.linear.float8.{name}",
-                    f'has no effect, as no layer is converted; set model.converters = ["{FLOAT8[0]}"], or remove it',
-                )
+    if optimizer.name == "AdamW8bit" and 8 % parallel.tensor_parallel_degree:
+        yield (
+            "optimizer.name",
+            f'"AdamW8bit" quantizes blocks of an eighth of a row or less, which tensor_parallel_degree = '
+            f'{parallel.tensor_parallel_degree} would cut; use a degree of 1, 2, 4 or 8, or "AdamW" with state_dtype = "bfloat16"',
+        )
+    if not getattr(optimizer, "early_step_in_backward", False):
+        return
+    key = "optimizer.early_step_in_backward"
+    if training.max_norm:
+        yield (
+            key,
+            f"updates parameters before the global norm is known by which training.max_norm = {training.max_norm:g} "
+            "would clip; set max_norm = 0 (the norm is still reported), or use false",
+        )
+    if parallel.pipeline_parallel_degree > 1:
+        yield (
+            key,
+            "would update a stage's parameters while later microbatches still need them; "
+            "use false, or pipeline_parallel_degree = 1",
+        )
+    if training.enable_cpu_offload:
+        yield (
+            key,
+            "would read gradients that may still be on their way to the host; use false, or training.enable_cpu_offload = false",
+        )
+    if optimizer.name == "Muon":
+        yield (
+            key,
+            '"Muon" shares whole batches of matrices out over the ranks, so it needs all of their gradients; '
+            'use false, or name = "AdamW"',
+        )
 
 
 def _check_parallelism(config: JobConfig) -> Iterator[Finding]:
@@ -236,6 +264,27 @@ def _check_recomputation(config: JobConfig) -> Iterator[Finding]:
             "activation_checkpoint.selective_ac_option",
             f'expected "op" or a number such as 2, got "{option}"',
         )
+    by_op = section.mode == "selective" and option == "op"
+    for entry in section.op_keep:
+        name, slash, every = entry.partition("/")
+        if (name not in KEEP_GROUPS and "." not in name) or (slash and not every.isdecimal()):
+            yield (
+                "activation_checkpoint.op_keep",
+                f'"{entry}" is no operation such as "aten.mm" and no group{choose(name, KEEP_GROUPS)}; '
+                'either may end in "/2"',
+            )
+    if by_op and not section.op_keep and not section.op_keep_modules:
+        yield "activation_checkpoint.op_keep", 'keeps nothing; use mode = "full"'
+    if section.op_keep_modules and not by_op:
+        yield (
+            "activation_checkpoint.op_keep_modules",
+            'needs mode = "selective" and selective_ac_option = "op"; set these, or remove it',
+        )
+    if section.cpu_offload and by_op:
+        yield (
+            "activation_checkpoint.cpu_offload",
+            'cannot move what mode = "selective" with "op" keeps; use mode = "full" or "none"',
+        )
     if section.mode == "memory_budget" and not (
         config.compile.enable and "model" in config.compile.components
     ):
@@ -243,6 +292,30 @@ def _check_recomputation(config: JobConfig) -> Iterator[Finding]:
             "activation_checkpoint.mode",
             '"memory_budget" is kept by the compiler; set compile.enable = true with the component model, '
             'or use "selective" or "full"',
+        )
+
+
+def _check_compile(config: JobConfig) -> Iterator[Finding]:
+    mode = config.compile.mode
+    if mode == "default" or not config.compile.enable:
+        return
+    if config.compile.backend != "inductor":
+        yield "compile.mode", f'is a mode of inductor; use "default" with "{config.compile.backend}"'
+    if mode not in CUDA_GRAPHS:
+        return
+    # A graph replays on fixed addresses: gathered or cast parameters get new ones in each step.
+    training = config.training
+    without = 'use "max-autotune-no-cudagraphs" or "default"'
+    if training.dtype != training.mixed_precision_param:
+        yield (
+            "compile.mode",
+            f'"{mode}" replays CUDA graphs, which parameters cast from {training.dtype} to '
+            f"{training.mixed_precision_param} in each step rule out; {without}",
+        )
+    if config.activation_checkpoint.mode != "none" or config.activation_checkpoint.cpu_offload:
+        yield (
+            "compile.mode",
+            f'"{mode}" replays CUDA graphs, whose memory recomputation would overwrite; {without}',
         )
 
 
@@ -255,8 +328,14 @@ def _check_checkpoint(config: JobConfig) -> Iterator[Finding]:
             "checkpoint.initial_load_in_hf",
             "there is no folder to load from; set checkpoint.initial_load_path or model.hf_assets_path",
         )
-    if section.last_save_in_hf and not section.last_save_model_only:
-        yield "checkpoint.last_save_in_hf", "holds weights only; set last_save_model_only = true"
+    if section.initial_load_in_hf and not section.initial_load_model_only:
+        yield (
+            "checkpoint.initial_load_model_only",
+            "a Hugging Face folder holds weights only; set initial_load_model_only = true",
+        )
+    if section.last_save_in_hf and (section.load_only or not section.enable):
+        off = "load_only = false" if section.load_only else "enable = true"
+        yield "checkpoint.last_save_in_hf", f"nothing is saved in this job; set checkpoint.{off}"
     parts = ("optimizer", "lr_scheduler", "dataloader", "train_state")
     for name in section.exclude_from_loading:
         if name not in parts:
@@ -264,3 +343,22 @@ def _check_checkpoint(config: JobConfig) -> Iterator[Finding]:
                 "checkpoint.exclude_from_loading",
                 f'unknown part "{name}"{choose(name, parts)}',
             )
+
+
+def _check_profiling(config: JobConfig) -> Iterator[Finding]:
+    section, steps = config.profiling, config.training.steps
+    if not section.enable_profiling:
+        return
+    needed = section.profiler_warmup + section.profiler_active
+    if section.profile_freq < needed:
+        yield (
+            "profiling.profile_freq",
+            f"{section.profile_freq} steps cannot hold profiler_warmup = {section.profiler_warmup} and "
+            f"profiler_active = {section.profiler_active}; use {needed} or more",
+        )
+    elif section.profile_freq > steps:
+        yield (
+            "profiling.profile_freq",
+            f"{section.profile_freq}, but the run ends at training.steps = {steps}: no trace would be written; "
+            f"use {max(needed, steps)}" + (f" and training.steps = {needed}" if steps < needed else ""),
+        )

@@ -63,17 +63,17 @@ class ProfilingSection(Section):
     """PyTorch profiler traces and memory snapshots."""
 
     enable_profiling: bool = False
-    """Record a profiler trace every profile_freq steps."""
+    """Record a profiler trace every profile_freq steps; `titan profile` says where the step went."""
     save_traces_folder: str = "traces"
     """Folder of the traces, below the run folder."""
     profile_freq: Positive = 10
-    """Steps between two traces."""
+    """Steps between two traces, and between two memory snapshots."""
     profiler_active: Positive = 1
     """Steps recorded in each trace."""
     profiler_warmup: NonNegative = 3
     """Steps the profiler runs before it records."""
     enable_memory_snapshot: bool = False
-    """Write the CUDA allocator's history with each trace."""
+    """Write the CUDA allocator's history every profile_freq steps, and when memory runs out."""
     save_memory_snapshot_folder: str = "memory_snapshot"
     """Folder of the snapshots, below the run folder."""
 
@@ -113,7 +113,8 @@ class ModelSection(Section):
     hf_assets_path: str = ""
     """Folder with the tokenizer (tokenizer.json or tokenizer.model) and, for conversion, safetensors and config.json."""
     converters: StrList = []
-    """Model conversions: "quantize.linear.float8" (also spelt "float8")."""
+    """Model conversions: "quantize.linear.float8" (also spelt "float8") or "quantize.linear.mx", as the sections of these
+    names say."""
 
 
 class TokenizerSection(Section):
@@ -126,10 +127,10 @@ class TokenizerSection(Section):
     """File or folder; empty: model.hf_assets_path."""
 
 
-class AdamWSection(Section):
-    """AdamW (Loshchilov and Hutter, arXiv:1711.05101). Norms, biases and other vectors are not decayed."""
+class AdamOptions(Section):
+    """What the optimizers below share."""
 
-    name: Literal["AdamW"] = "AdamW"
+    name: str
     lr: Annotated[float, Field(gt=0)] = 8e-4
     """Peak learning rate."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -141,9 +142,21 @@ class AdamWSection(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Decoupled weight decay, applied to matrices only."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """How the update is computed: one fused kernel, multi-tensor operations, or a loop."""
+    """How Adam's update is computed: one fused kernel, multi-tensor operations, or a loop. Where torch has no fused kernel (bf16
+    moments of fp32 weights, 8 bits, stochastic rounding) it is compiled, which takes seconds at the first step; the other two are a loop."""
+    stochastic_rounding: bool = False
+    """Round bf16 weights (training.dtype = "bfloat16") up or down at random, right on average, so that small updates count
+    without fp32 master weights."""
     early_step_in_backward: bool = False
-    """Update each parameter as soon as its gradient is ready."""
+    """Update each parameter, and free its gradient, as soon as that is ready (needs training.max_norm = 0)."""
+
+
+class AdamWSection(AdamOptions):
+    """AdamW (Loshchilov and Hutter, arXiv:1711.05101). Norms, biases and other vectors are not decayed."""
+
+    name: Literal["AdamW"] = "AdamW"  # pyright: ignore[reportIncompatibleVariableOverride]
+    state_dtype: DType | None = None
+    """Precision the moments are kept in; unset: that of the parameters. The update is computed in fp32 whatever it is."""
 
 
 class AdamSection(AdamWSection):
@@ -152,6 +165,31 @@ class AdamSection(AdamWSection):
     name: Literal["Adam"] = "Adam"  # pyright: ignore[reportIncompatibleVariableOverride]
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """L2 penalty added to the gradient of matrices."""
+
+
+class AdamW8bitSection(AdamOptions):
+    """AdamW with moments in 8 bits (arXiv:2110.02861): 2 bytes a parameter rather than 8. Vectors keep fp32."""
+
+    name: Literal["AdamW8bit"] = "AdamW8bit"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class MuonSection(AdamOptions):
+    """Muon (kellerjordan.github.io/posts/muon, arXiv:2502.16982) for the matrices of the blocks: momentum, orthogonalized. AdamW for
+    embedding, output layer and norms; beta1, beta2, eps and implementation are AdamW's."""
+
+    name: Literal["Muon"] = "Muon"  # pyright: ignore[reportIncompatibleVariableOverride]
+    lr: Annotated[float, Field(gt=0)] = 8e-4
+    """Peak learning rate. Updates are scaled to the size of AdamW's, whose learning rate serves."""
+    adam_lr: Annotated[float | None, Field(gt=0)] = None
+    """Peak learning rate of AdamW's part; unset: lr."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay of the momentum."""
+    nesterov: bool = True
+    """Look one step ahead: orthogonalize the gradient and the momentum mixed."""
+    ns_steps: Annotated[int, Field(ge=1, le=20)] = 5
+    """Iterations of Newton-Schulz."""
+    ns_dtype: DType = "bfloat16"
+    """Precision of Newton-Schulz, and of the shards that are sent for it."""
 
 
 class LRSchedulerSection(Section):
@@ -197,8 +235,8 @@ class TrainingSection(Section):
     -1: local_batch_size x data-parallel degree (no accumulation)."""
     seq_len: Positive = 2048
     """Tokens per sequence."""
-    max_norm: Annotated[float, Field(gt=0)] = 1.0
-    """Gradients are scaled down to this global L2 norm."""
+    max_norm: Annotated[float, Field(ge=0)] = 1.0
+    """Gradients are scaled down to this global L2 norm; 0: they are not, and the norm is only reported."""
     steps: Positive = 10_000
     """Optimizer steps of the whole run."""
     enable_cpu_offload: bool = False
@@ -217,8 +255,11 @@ class TrainingSection(Section):
 class LossSection(Section):
     """Cross entropy, summed over the valid tokens of the global batch in fp32 and divided by their number."""
 
+    chunk_output: bool = True
+    """Compute the output layer together with the loss, a chunk at a time, so that logits are never held whole; otherwise they are, in
+    the compute precision. Applies unless parallelism.disable_loss_parallel gathers the logits."""
     chunk_tokens: Positive = 2048
-    """Tokens whose logits are held in fp32 at a time."""
+    """Tokens whose logits are held in fp32 at a time (with chunk_output, at all)."""
 
 
 class DocumentOptions(Section):
@@ -300,7 +341,7 @@ def _members(group: str, *builtin: type[Section]) -> Any:
 
 
 if TYPE_CHECKING:
-    OptimizerSection = AdamWSection | AdamSection
+    OptimizerSection = AdamWSection | AdamSection | AdamW8bitSection | MuonSection
     SourceSection = (
         StdlibSource
         | SyntheticSource
@@ -312,7 +353,7 @@ if TYPE_CHECKING:
     )
 else:
     OptimizerSection = Annotated[
-        _members("titan.optimizers", AdamWSection, AdamSection),
+        _members("titan.optimizers", AdamWSection, AdamSection, AdamW8bitSection, MuonSection),
         Field(discriminator="name"),
         BeforeValidator(
             lambda value: {"name": "AdamW"} | value if isinstance(value, dict) else value
@@ -410,25 +451,34 @@ class CheckpointSection(Section):
     enable: bool = True
     """Save checkpoints, and resume from the newest one in the run folder."""
     folder: str = "checkpoint"
-    """Folder of the checkpoints, below the run folder."""
+    """Folder of the checkpoints, below the run folder; or a URL that fsspec knows: "s3://bucket/run", "gs://...", "file:///..."."""
     interval: Positive = 500
     """Steps between two saves; the last step is always saved."""
+    interval_minutes: Annotated[float, Field(ge=0)] = 0
+    """Also save when the last save is that many minutes ago; 0: no."""
     initial_load_path: str | None = None
     """A checkpoint (its step-N folder) to start from where the run folder has none."""
     initial_load_model_only: bool = True
     """Take only the weights from initial_load_path, not the optimizer, schedule and data position."""
     initial_load_in_hf: bool = False
-    """initial_load_path (or model.hf_assets_path) is a Hugging Face folder."""
+    """initial_load_path (or, without one, model.hf_assets_path) is a Hugging Face folder: config.json and safetensors."""
     last_save_model_only: bool = False
     """The last save holds only the weights, in export_dtype."""
     last_save_in_hf: bool = False
-    """The last save is a Hugging Face folder."""
+    """After the last save, also write the weights as a Hugging Face folder, <run>/huggingface/step-N, in export_dtype."""
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Precision of a model-only save."""
+    """Precision of a model-only save and of a Hugging Face folder."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """Save while training goes on."""
+    """Write while training goes on, one save at a time: "async" copies the state to the host first; "async_with_pinned_mem" copies it
+    during the next step's forward and backward passes, into buffers that it keeps. The last save is always waited for."""
+    on_failure: Literal["continue", "stop"] = "continue"
+    """When a save fails (a full disk): train on and try at the next interval, or end the run. The last save must succeed."""
+    verify: Literal["strict", "off"] = "strict"
+    """Before resuming, compare every file with the manifest written with it. "off" loads checkpoints without a manifest."""
     keep_latest_k: NonNegative = 10
     """Checkpoints kept; 0 keeps all."""
+    keep_every_n_steps: NonNegative = 0
+    """Checkpoints of steps that this divides are kept for ever; 0: none are."""
     load_step: Annotated[int, Field(ge=-1)] = -1
     """Step to resume from; -1: the newest."""
     exclude_from_loading: StrList = []
@@ -436,20 +486,27 @@ class CheckpointSection(Section):
     enable_first_step_checkpoint: bool = False
     """Also save after the first step, to find out early that saving works."""
     create_seed_checkpoint: bool = False
-    """Not needed here: initial weights do not depend on the layout."""
+    """Save the initial weights as step-0 and end. Not needed here, since they do not depend on the layout."""
     load_only: bool = False
     """Resume, but save nothing."""
 
 
 class ActivationCheckpointSection(Section):
-    """Recompute activations in the backward pass rather than keep them."""
+    """Recompute activations in the backward pass rather than keep them; docs/memory.md has formulas and measurements."""
 
     mode: Literal["none", "selective", "full", "memory_budget"] = "none"
-    """What is recomputed."""
+    """What is recomputed: nothing; what selective_ac_option says; every block whole; or what the compiler chooses."""
     selective_ac_option: str | Positive = "op"
-    """"op": recompute what is cheap; a number n: every n-th layer whole."""
+    """"op": everything but the operations of op_keep; a number n: every n-th block whole."""
+    op_keep: StrList = ["matmul/2", "attention", "network", "scales"]
+    """Operations whose results "op" keeps: names such as "aten.mm", or groups: "matmul", "attention", "network" (reduce-scatter and
+    all-to-all), "scales" (of float8). With "/2" only every second one in a block, with "/3" every third."""
+    op_keep_modules: StrList = []
+    """Modules whose matrix products and attention "op" keeps besides, as patterns of names within a block: "feed_forward.w*"."""
     memory_budget: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Share of the activations the compiler may keep."""
+    """Share of a block's activations that the compiler may keep: 1 is all, 0 is the block's input."""
+    cpu_offload: bool = False
+    """Copy activations to the host until the backward pass needs them: those of all blocks, or with mode "full" their inputs."""
     preserve_rng_state: bool = False
     """Restore random states for the recomputation."""
 
@@ -460,28 +517,49 @@ class CompileSection(Section):
     enable: bool = False
     """Compile."""
     components: list[Literal["model", "loss"]] = ["model", "loss"]
-    """"model": each block. "loss" is accepted from TorchTitan's files; the loss is chunked by hand and not compiled."""
+    """"model": each block; "loss": the elementwise part of the loss."""
     backend: str = "inductor"
     """Compiler backend."""
+    mode: Literal["default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"] = (
+        "default"
+    )
+    """inductor's: "max-autotune-no-cudagraphs" measures which kernels are the fastest, "reduce-overhead" replays CUDA graphs (one rank
+    in one precision only), "max-autotune" does both."""
+    cache_folder: str = ""
+    """Where compiled programs are kept, so that a restart is quick; empty: titan/compile in the user's cache folder."""
 
 
 class Float8Section(Section):
-    """Float8 matrix products through torchao."""
+    """Float8 matrix products through torchao, where model.converters has "quantize.linear.float8"; see docs/float8.md."""
 
     enable_fsdp_float8_all_gather: bool = False
-    """Gather parameters in float8."""
+    """Gather parameters in float8: half of bf16's bytes (recipe "tensorwise")."""
     precompute_float8_dynamic_scale_for_fsdp: bool = False
-    """Compute all scales in one reduction after the optimizer step."""
+    """Find the scales of all gathered parameters in one reduction a step, not one for each. Always so with tensor parallelism."""
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
-    """Scaling recipe."""
-    filter_fqns: StrList = []
-    """Layers (parts of their names) left in high precision."""
+    """What shares a scale: the whole tensor (the fastest), or each row and column (more exact), "_with_gw_hp" with the weight's
+    gradient in high precision (the most exact). Unset: "tensorwise"."""
+    filter_fqns: StrList = ["output"]
+    """Parts of the names of layers left in high precision. [] converts the output layer too, whose rounding goes straight into the
+    loss. "auto_filter_small_kn": layers too small to gain, by torchao's measurements."""
     emulate: bool = False
-    """Emulate float8 on hardware without it."""
+    """Compute the same numbers slowly on hardware without float8, a CPU too."""
+
+
+class MXSection(Section):
+    """MXFP8 matrix products through torchao, where model.converters has "quantize.linear.mx": a scale for each 32 values in a row."""
+
+    recipe_name: Literal["mxfp8_cublas", "mxfp8_cublas_rceil"] = "mxfp8_cublas"
+    """How a scale is rounded to a power of two: down, or ("_rceil") up, so that no value is cut off."""
+    filter_fqns: StrList = ["output"]
+    """Parts of the names of layers left in high precision."""
+    emulate: bool = False
+    """Compute the same numbers slowly on hardware without MXFP8, a CPU too."""
 
 
 class QuantizeLinearSection(Section):
     float8: Float8Section = Float8Section()
+    mx: MXSection = MXSection()
 
 
 class QuantizeSection(Section):

@@ -10,7 +10,7 @@ kernel that keeps no S x S matrix. What each block keeps for its backward pass, 
     q, k, v as attention sees them, its output   2 H K + 2 G K / tp
     w1 x, w3 x, silu(w1 x), their product        4 F           / tp
 
-The rank described is the fullest: the first pipeline stage, whose schedule keeps up to `pp` microbatches alive. It is a
+docs/memory.md holds it against what an allocator counts. The rank described is the fullest: the first pipeline stage, whose schedule keeps up to `pp` microbatches alive. It is a
 formula, not a measurement: no allocator fragmentation, no CUDA context (1 to 2 GiB), no communication buffers, no
 document mask, and the categories are added up as if all were at their largest at once.
 """
@@ -41,15 +41,21 @@ def estimate_memory(
         params = layers * model_config.num_block_params + model_config.num_embedding_params
     shards = layout.tp * layout.dp_shard * layout.cp
     params_bytes = params / shards * _BYTES[config.training.dtype]
+    in_blocks = layers * model_config.num_block_params
+    moments_bytes = in_blocks * _moment_bytes(config, in_blocks=True)
+    moments_bytes += (params - in_blocks) * _moment_bytes(config, in_blocks=False)
+    at_once = 1.0
+    if getattr(config.optimizer, "early_step_in_backward", False) and layout.accumulation == 1:
+        at_once = max(model_config.num_block_params, params - in_blocks) / params  # one FSDP unit's
     # Of one forward pass on one rank, before tensor parallelism.
     tokens = config.training.local_batch_size * config.training.seq_len / layout.cp
-    activations = _activation_elements(config, model_config, layout, layers=layers)
+    kept, recomputed = activation_elements(config, model_config, layout, layers=layers)
     compute_bytes = _BYTES[config.training.mixed_precision_param]
     estimate_bytes = {
         "parameters": params_bytes,
-        "gradients": params_bytes,
-        "optimizer": 2 * params_bytes,  # two moments, as Adam keeps
-        "activations": tokens * activations * compute_bytes,
+        "gradients": params_bytes * at_once,
+        "optimizer": moments_bytes / shards,
+        "activations": tokens * (kept + recomputed) * compute_bytes,
         "logits": _logits_bytes(config, model_config, layout, tokens=tokens),
         "unsharded": _unsharded_bytes(config, model_config, layout, layers=layers),
     }
@@ -57,37 +63,58 @@ def estimate_memory(
     return estimate | {"total": sum(estimate.values())}
 
 
-def _activation_elements(
+def _moment_bytes(config: JobConfig, *, in_blocks: bool) -> float:
+    """What the optimizer keeps of a parameter. Norms are taken for matrices: they are few."""
+    optimizer, dtype = config.optimizer, config.training.dtype
+    if optimizer.name == "AdamW8bit":
+        return 2 * (1 + _BYTES["float32"] / 256)  # a scale for each block
+    if optimizer.name == "Muon" and in_blocks:
+        return _BYTES[dtype]
+    return 2 * _BYTES[getattr(optimizer, "state_dtype", None) or dtype]
+
+
+def activation_elements(
     config: JobConfig, model: ModelSizes, layout: Layout, *, layers: int
-) -> float:
-    """Per token: what the layers keep for the microbatches in flight, and what one brings back while recomputed."""
+) -> tuple[float, float]:
+    """Per token: what is kept for the microbatches in flight, and what one layer brings back while recomputed."""
     heads, kv_heads = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
     split = 2 * model.dim + 2 * heads + 2 * kv_heads + 4 * model.ffn_dim
     whole = split / layout.tp + 2 * model.dim
-    block_input = model.dim / layout.tp
-    # "op" keeps the block's input, attention's output and every second matrix product.
-    products = heads + 2 * kv_heads + 2 * model.dim + 2 * model.ffn_dim
-    by_op = block_input + (heads + products / 2) / layout.tp
     section = config.activation_checkpoint
-    kept = _kept_by_layer(section, whole=whole, by_op=by_op, block_input=block_input)
-    recomputed = 0 if section.mode == "none" else whole
-    return layers * kept * _in_flight(config, layout) + recomputed
+    by_layer = _kept_by_layer(section, model, tp=layout.tp, whole=whole)
+    kept = layers * by_layer * _in_flight(config, layout)
+    if layout.pp == 1:  # inputs of the last norm and of the output layer
+        kept += model.dim / layout.tp + model.dim
+    return kept, 0 if section.mode == "none" else whole
 
 
 def _kept_by_layer(
-    section: ActivationCheckpointSection, *, whole: float, by_op: float, block_input: float
+    section: ActivationCheckpointSection, model: ModelSizes, *, tp: int, whole: float
 ) -> float:
     """Elements per token that each layer keeps, on average."""
+    block_input = model.dim / tp
     if section.mode == "none":
         return whole
-    if section.mode == "full":
-        return block_input
     if section.mode == "memory_budget":
         return block_input + section.memory_budget * (whole - block_input)
-    if str(section.selective_ac_option).isdigit():
-        every = int(section.selective_ac_option)
-        return (block_input + (every - 1) * whole) / every
-    return by_op
+    if section.mode == "selective" and section.selective_ac_option == "op":
+        return block_input + _kept_by_op(section.op_keep, model) / tp
+    every = int(section.selective_ac_option) if section.mode == "selective" else 1
+    return (block_input + (every - 1) * whole) / every
+
+
+def _kept_by_op(op_keep: list[str], model: ModelSizes) -> float:
+    """Results of attention and of matrix products that the list keeps; other operations are not counted."""
+    heads, kv_heads = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
+    dim, ffn = model.dim, model.ffn_dim
+    # As they run: q, k, v, o, w1, w3, w2.
+    products = [heads, kv_heads, kv_heads, dim, ffn, ffn, dim]
+    results = {"matmul": products, "aten.mm": products, "attention": [heads]}
+    kept = 0
+    for entry in op_keep:
+        name, _, every = entry.partition("/")
+        kept += sum(results.get(name, [])[:: int(every or 1)])
+    return kept
 
 
 def _in_flight(config: JobConfig, layout: Layout) -> float:
@@ -100,13 +127,27 @@ def _in_flight(config: JobConfig, layout: Layout) -> float:
 
 
 def _logits_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, tokens: float) -> float:
-    """Logits and their gradient in the compute precision, one chunk in float32; none on the first of several stages."""
+    """Logits and their gradient, and one chunk in float32; none on the first of several stages.
+
+    In the compute precision: of a chunk, with the gradients of the output layer's input and, in float32, of its
+    weight; or of all tokens, where the output layer is not computed in chunks.
+    """
     if layout.pp > 1:
         return 0.0
     chunk = min(config.loss.chunk_tokens, tokens)
-    columns = model.vocab_size / (1 if config.parallelism.disable_loss_parallel else layout.tp)
+    is_whole = config.parallelism.disable_loss_parallel
+    columns = model.vocab_size / (1 if is_whole else layout.tp)
     compute_bytes = _BYTES[config.training.mixed_precision_param]
-    return (2 * tokens * compute_bytes + chunk * _BYTES["float32"]) * columns
+    fp32_chunk = chunk * columns * _BYTES["float32"]
+    if is_whole or not config.loss.chunk_output:
+        return 2 * tokens * columns * compute_bytes + fp32_chunk
+    weight = model.dim * columns * (_BYTES["float32"] + compute_bytes)
+    return (
+        2 * chunk * columns * compute_bytes
+        + fp32_chunk
+        + weight
+        + tokens * model.dim * compute_bytes
+    )
 
 
 def _unsharded_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, layers: int) -> float:

@@ -62,7 +62,7 @@ def startup_page(
             "data": _data(config) + (f"; tokenizer {tokenizer}" if tokenizer else ""),
             "layout": _layout(config, layout),
             "precision": f"{training.mixed_precision_param} compute, "
-            f"{training.mixed_precision_reduce} gradient reduction, {training.dtype} parameters and optimizer",
+            f"{training.mixed_precision_reduce} gradient reduction, {_states(config)}",
             "tokens per step": f"{_factors(config, layout)} = {tokens:,}",
             "steps": f"{training.steps:,}{resumed}; {training.steps * tokens:,} tokens in all",
             "schedule": _schedule(config),
@@ -138,6 +138,15 @@ def _schedule(config: JobConfig) -> str:
         end = optimizer.lr * section.min_lr_factor
         parts.append(f"{decay:,} of {section.decay_type} decay to {end:g}")
     return ", ".join(parts)
+
+
+def _states(config: JobConfig) -> str:
+    """How parameters and the optimizer's moments are kept."""
+    optimizer, dtype = config.optimizer, config.training.dtype
+    moments = getattr(optimizer, "state_dtype", None) or dtype
+    moments = "8-bit" if optimizer.name == "AdamW8bit" else moments
+    rounding = " rounded stochastically" if getattr(optimizer, "stochastic_rounding", False) else ""
+    return f"{dtype} parameters{rounding}, {moments} optimizer"
 
 
 def _memory(estimate_gib: dict[str, float], hardware: Hardware | None) -> str:

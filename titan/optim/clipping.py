@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
 
 @torch.no_grad()
@@ -21,6 +21,7 @@ def clip_gradients(
     parameters: Iterable[Tensor], *, max_norm: float, stages: dist.ProcessGroup | None = None
 ) -> Tensor:
     """Scale all gradients in place so that their global L2 norm is at most max_norm; returns the norm before that.
+    max_norm = 0 scales nothing.
 
     The norm is a scalar fp32 tensor on the gradients' device, the same on every rank of their meshes; nothing
     is copied to the host. stages: pipeline ranks, whose parameters are others. A non-finite norm makes the gradients non-finite, which the caller sees in the norm.
@@ -28,47 +29,47 @@ def clip_gradients(
     locals_by_axes: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
-            grad, groups = _local_gradient(parameter)
+            grad, groups = local_gradient(parameter)
             locals_by_axes[groups].append(grad)
-    square = sum_of_squares(locals_by_axes)
+    square = reduce_squares({k: local_sum_of_squares(v) for k, v in locals_by_axes.items()})
     if stages is not None:
         dist.all_reduce(square, group=stages)
     norm = square.sqrt()
+    if not max_norm:
+        return norm
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for grads in locals_by_axes.values():
         torch._foreach_mul_(grads, scale)
     return norm
 
 
-def sum_of_squares(locals_by_axes: dict[tuple[dist.ProcessGroup, ...], list[Tensor]]) -> Tensor:
-    """Over local gradients, keyed by the process groups over which their squares must be summed."""
-    assert locals_by_axes, "no parameter has a gradient"
-    squares = []
-    for groups, grads in locals_by_axes.items():
-        square = _local_sum_of_squares(grads)
+def reduce_squares(local_by_groups: dict[tuple[dist.ProcessGroup, ...], Tensor]) -> Tensor:
+    """Global sum of squares from local ones, keyed by the process groups over which they must be summed."""
+    assert local_by_groups, "no parameter has a gradient"
+    for groups, square in local_by_groups.items():
         for group in groups:
             dist.all_reduce(square, group=group)
-        squares.append(square)
-    return torch.stack(squares).sum()
+    return torch.stack(list(local_by_groups.values())).sum()
 
 
-def _local_sum_of_squares(grads: list[Tensor]) -> Tensor:
+def local_sum_of_squares(grads: list[Tensor]) -> Tensor:
+    """In fp32, of this rank's parts."""
     if grads[0].device.type == "cpu":
         # torch's norm kernel on a CPU adds up one by one: off by 1e-5 at a million elements. sum() adds pairwise.
         return torch.stack([grad.float().square().sum() for grad in grads]).sum()
     return torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).square().sum()
 
 
-def _local_gradient(parameter: Tensor) -> tuple[Tensor, tuple[dist.ProcessGroup, ...]]:
-    """This rank's part of a gradient, and the groups over which it is sharded."""
+def local_gradient(parameter: Tensor) -> tuple[Tensor, tuple[dist.ProcessGroup, ...]]:
+    """This rank's part of a gradient, laid out like the parameter, and the groups over which it is sharded."""
     grad = parameter.grad
     assert grad is not None
     if not isinstance(grad, DTensor):
         return grad, ()
-    if any(isinstance(placement, Partial) for placement in grad.placements):
-        # Tensor parallelism leaves the gradients of replicated parameters as unfinished sums.
-        whole = [Replicate() if isinstance(p, Partial) else p for p in grad.placements]
-        grad = grad.redistribute(placements=whole)
+    assert isinstance(parameter, DTensor)
+    if grad.placements != parameter.placements:
+        # Tensor parallelism leaves some gradients as unfinished sums.
+        grad = grad.redistribute(placements=parameter.placements)
         parameter.grad = grad
     mesh = grad.device_mesh
     groups = tuple(

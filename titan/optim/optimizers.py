@@ -1,16 +1,34 @@
-"""Building the optimizer from its section: matrices are decayed, norms and biases are not."""
+"""Building the optimizer from its section: matrices are decayed, norms and biases are not.
+
+    AdamW, Adam   torch's fused kernel where weights and moments share a precision; else adam.py
+    AdamW8bit     adam.py, moments in 8 bits
+    Muon          muon.py for the matrices of the blocks, AdamW for the rest
+
+Groups keep their own peak learning rate as "initial_lr" (torch's name for it), which the schedule scales.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from titan.config.sections import AdamSection, AdamWSection, OptimizerSection
+from titan.config.sections import (
+    AdamOptions,
+    AdamSection,
+    AdamW8bitSection,
+    AdamWSection,
+    MuonSection,
+    OptimizerSection,
+)
+from titan.parallel.float8 import plain
+from titan.parallel.weights import canonical_name
 
-_CLASSES = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}
+from .adam import CompactAdam
+from .muon import Muon
+from .rounding import Dice
 
 
 def parameter_groups(
@@ -26,18 +44,111 @@ def parameter_groups(
 
 
 def build_optimizer(
-    section: OptimizerSection, parameters: Iterable[nn.Parameter]
+    section: OptimizerSection,
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    *,
+    seed: int = 0,
 ) -> torch.optim.Optimizer:
     """The optimizer a section asks for. A section registered by a third party builds its own:
-    it has a method `build(parameters) -> torch.optim.Optimizer`.
+    it has a method `build(parameters) -> torch.optim.Optimizer`. seed: of stochastic rounding.
     """
-    if not isinstance(section, AdamWSection | AdamSection):
-        return section.build(parameters)
-    return _CLASSES[section.name](
-        parameter_groups(parameters, weight_decay=section.weight_decay),
-        lr=section.lr,
-        betas=(section.beta1, section.beta2),
-        eps=section.eps,
-        fused=section.implementation == "fused",
-        foreach=section.implementation == "foreach",
+    named = {canonical_name(name): p for name, p in named_parameters if p.requires_grad}
+    if not isinstance(section, AdamOptions):
+        optimizer = section.build(list(named.values()))
+    elif isinstance(section, MuonSection):
+        optimizer = _muon(section, named, seed=seed)
+    else:
+        optimizer = _adam(section, named, lr=section.lr, seed=seed)
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", group["lr"])
+    return optimizer
+
+
+def allocate_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Give every parameter the state that its first step would, to load a checkpoint into; False: not one of ours."""
+    if isinstance(optimizer, Muon):
+        for matrix in optimizer.param_groups[0]["params"]:
+            optimizer.init_state(matrix)
+        return allocate_state(optimizer.others)
+    is_torchs = isinstance(optimizer, torch.optim.Adam) and not optimizer.defaults["amsgrad"]
+    if not (is_torchs or isinstance(optimizer, CompactAdam)):
+        return False
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(optimizer, CompactAdam):
+                optimizer.init_state(parameter)
+                continue
+            device = parameter.device if group["fused"] else "cpu"
+            optimizer.state[parameter] = {
+                "step": torch.tensor(0.0, device=device),
+                "exp_avg": torch.zeros_like(plain(parameter)),
+                "exp_avg_sq": torch.zeros_like(plain(parameter)),
+            }
+    return True
+
+
+def _adam(
+    section: AdamOptions, named: Mapping[str, nn.Parameter], *, lr: float, seed: int
+) -> torch.optim.Optimizer:
+    groups = parameter_groups(named.values(), weight_decay=section.weight_decay)
+    options: dict[str, Any] = {
+        "lr": lr,
+        "betas": (section.beta1, section.beta2),
+        "eps": section.eps,
+    }
+    decoupled = not isinstance(section, AdamSection)
+    weight_dtypes = {p.dtype for p in named.values()}
+    state_dtype = _state_dtype(section)
+    if not section.stochastic_rounding and (state_dtype is None or weight_dtypes == {state_dtype}):
+        return (torch.optim.AdamW if decoupled else torch.optim.Adam)(
+            groups,
+            fused=section.implementation == "fused",
+            foreach=section.implementation == "foreach",
+            **options,
+        )
+    return CompactAdam(
+        groups,
+        state_dtype=state_dtype or weight_dtypes.pop(),
+        decoupled=decoupled,
+        dice=_dice(section, named, seed=seed),
+        compiled=section.implementation == "fused",
+        **options,
     )
+
+
+def _muon(
+    section: MuonSection, named: Mapping[str, nn.Parameter], *, seed: int
+) -> torch.optim.Optimizer:
+    """Blocks are what lies in `layers`, the one name that every model family shares."""
+    in_blocks = {k: p for k, p in named.items() if k.startswith("layers.") and p.ndim == 2}
+    rest = {name: p for name, p in named.items() if name not in in_blocks}
+    adam_lr = section.lr if section.adam_lr is None else section.adam_lr
+    others = _adam(section, rest, lr=adam_lr, seed=seed)
+    if not in_blocks:  # a pipeline stage of the embedding alone
+        return others
+    return Muon(
+        list(in_blocks.values()),
+        others=others,
+        lr=section.lr,
+        weight_decay=section.weight_decay,
+        momentum=section.momentum,
+        nesterov=section.nesterov,
+        ns_steps=section.ns_steps,
+        ns_dtype=getattr(torch, section.ns_dtype),
+        dice=_dice(section, in_blocks, seed=seed),
+    )
+
+
+def _state_dtype(section: AdamOptions) -> torch.dtype | None:
+    if isinstance(section, AdamW8bitSection):
+        return torch.uint8
+    name = section.state_dtype if isinstance(section, AdamWSection) else None
+    return getattr(torch, name) if name else None
+
+
+def _dice(
+    section: AdamOptions, named: Mapping[str, nn.Parameter], *, seed: int
+) -> dict[Tensor, Dice] | None:
+    if not section.stochastic_rounding:
+        return None
+    return {p: Dice(p, seed=seed, name=name) for name, p in named.items()}

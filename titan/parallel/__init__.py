@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .context import apply_cp, shard_sequence
+    from .float8 import apply_float8
     from .fsdp import apply_ddp, apply_fsdp
     from .mesh import axis_rank, axis_size, build_mesh, submesh
     from .pipeline import Pipeline, plan_pipeline, take_stages
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "context": ("apply_cp", "shard_sequence"),
+    "float8": ("apply_float8",),
     "fsdp": ("apply_ddp", "apply_fsdp"),
     "mesh": ("axis_rank", "axis_size", "build_mesh", "submesh"),
     "pipeline": ("Pipeline", "plan_pipeline", "take_stages"),
@@ -28,6 +30,7 @@ __all__ = [
     "Pipeline",
     "apply_cp",
     "apply_ddp",
+    "apply_float8",
     "apply_fsdp",
     "apply_tp",
     "axis_rank",

@@ -2,8 +2,11 @@
 
     full       keep each block's input, recompute the block (arXiv:1604.06174)
     every n    full, for every n-th block only
-    op         keep what is expensive to recompute, recompute the rest (selective, arXiv:2205.05198): of a block's
-               matrix products every second one, counted in the order they run; attention; what came over the network
+    by op      keep what is expensive to recompute, recompute the rest (selective, arXiv:2205.05198)
+
+What "by op" keeps is a list of operations, each by its name ("aten.mm") or as one of the groups below, and with "/2" only
+every second one of them, counted in the order they run in a block. The default list keeps, of a Llama block: q, v, w1 and w2,
+attention, and what came over the network; and runs again: k, o and w3, and everything elementwise.
 
 Recomputation runs the same kernels on the same inputs, so losses and gradients are the same bits.
 """
@@ -11,55 +14,134 @@ Recomputation runs the same kernels on the same inputs, so losses and gradients 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from .shims import checkpoint_wrapper
+from .shims import checkpoint_wrapper, traced_module_path
 
-# Kept under "op", besides matrix products: attention by any kernel, and results of collectives.
-_KEPT_OPS = (
-    "aten._scaled_dot_product_flash_attention",
-    "aten._scaled_dot_product_flash_attention_for_cpu",
-    "aten._scaled_dot_product_efficient_attention",
-    "aten._scaled_dot_product_cudnn_attention",
-    "aten._scaled_dot_product_attention_math",
-    "_c10d_functional.reduce_scatter_tensor",
-    "_c10d_functional.all_to_all_single",
-)
-_MATRIX_PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm")
+GROUPS: dict[str, tuple[str, ...]] = {
+    "matmul": ("aten.mm", "aten.addmm", "aten.bmm", "aten._scaled_mm"),
+    "attention": (
+        "aten._scaled_dot_product_flash_attention",
+        "aten._scaled_dot_product_flash_attention_for_cpu",
+        "aten._scaled_dot_product_efficient_attention",
+        "aten._scaled_dot_product_cudnn_attention",
+        "aten._scaled_dot_product_attention_math",
+    ),
+    # Not all-gathers: their results are large, and gathering again overlaps with what is recomputed before.
+    "network": ("_c10d_functional.reduce_scatter_tensor", "_c10d_functional.all_to_all_single"),
+    # The largest absolute values that float8 scales by: a few numbers each, for a pass over the tensor.
+    "scales": ("aten.max", "aten.amax"),
+}
+DEFAULT_KEEP = ("matmul/2", "attention", "network", "scales")
+
+
+class KeepError(ValueError):
+    """An operation or a module to be kept does not exist; the message is for the user."""
 
 
 def apply_ac(
-    model: nn.Module, *, container: str = "layers", every: int = 1, keep_ops: bool = False
+    model: nn.Module,
+    *,
+    container: str = "layers",
+    every: int = 1,
+    keep: Sequence[str] = (),
+    keep_modules: Sequence[str] = (),
+    preserve_rng_state: bool = False,
 ) -> None:
     """Wrap every `every`-th block in `model.<container>` (a ModuleDict or ModuleList), in place.
 
-    keep_ops: selective by operation. Blocks count by their place in the container, also on a pipeline stage.
+    keep: operations whose results are kept, as above; none: full. keep_modules: patterns of module names within a block
+    ("feed_forward.w*") whose matrix products and attention are kept besides, and not counted. Blocks count by their place in
+    the container, also on a pipeline stage. preserve_rng_state: recompute with the random numbers of the forward pass;
+    for blocks that draw some (dropout).
+    Raises KeepError for an operation that torch does not have and for a pattern that no module of a block matches.
     """
+    rules = dict(_rule(entry) for entry in keep)
     blocks = model.get_submodule(container)
     for place, (name, block) in enumerate(list(blocks.named_children()), 1):
         if place % every == 0:
-            settings: dict[str, Any] = {"context_fn": _selective} if keep_ops else {}
-            wrapped = checkpoint_wrapper(block, preserve_rng_state=False, **settings)
+            settings: dict[str, Any] = {}
+            if rules or keep_modules:
+                # A partial of a function: torch.compile accepts no method here.
+                settings["context_fn"] = partial(_contexts, _Selection(block, rules, keep_modules))
+            wrapped = checkpoint_wrapper(block, preserve_rng_state=preserve_rng_state, **settings)
             blocks.register_module(name, wrapped)
 
 
-def _selective() -> Any:
-    """The two contexts of one block's forward pass and of its recomputation, which count matrix products alike."""
-    counts: Counter[tuple[str, bool]] = Counter()
+def _rule(entry: str) -> tuple[tuple[str, ...], int]:
+    """ "matmul/2" -> the operations, 2."""
+    name, _, every = entry.partition("/")
+    operations = GROUPS.get(name, (name,))
+    if name not in GROUPS:
+        namespace, _, operation = name.partition(".")
+        if not operation or not hasattr(getattr(torch.ops, namespace), operation):
+            raise KeepError(
+                f"torch has no operation '{name}'; use a name like aten.mm, or one of {', '.join(GROUPS)}"
+            )
+    return operations, int(every or 1)
 
-    def policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        name = str(func).rsplit(".", 1)[0]
-        if name in _MATRIX_PRODUCTS:
-            counts["product", ctx.is_recompute] += 1
-            keep = counts["product", ctx.is_recompute] % 2 == 1
-        else:
-            keep = name in _KEPT_OPS
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)
+class _Selection:
+    """What one block keeps of its results."""
+
+    def __init__(
+        self, block: nn.Module, rules: dict[tuple[str, ...], int], keep_modules: Sequence[str]
+    ) -> None:
+        self.rules = {name: (names, every) for names, every in rules.items() for name in names}
+        self.keep_modules = keep_modules
+        self.depth = 0  # of modules to be kept that are running
+        for pattern in keep_modules:
+            names = [name for name, _ in block.named_modules() if name]
+            matching = [name for name in names if fnmatchcase(name, pattern)]
+            if not matching:
+                raise KeepError(
+                    f"no module of a block matches '{pattern}'; it has {', '.join(names)}"
+                )
+            for name in matching:
+                block.get_submodule(name).register_forward_pre_hook(self._enter)
+                block.get_submodule(name).register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, *_: Any) -> None:
+        if (
+            not torch.compiler.is_compiling()
+        ):  # a compiler is asked where it is, see _in_kept_module
+            self.depth += 1
+
+    def _leave(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.depth -= 1
+
+    def _in_kept_module(self) -> bool:
+        if self.depth:
+            return True
+        names = traced_module_path() if self.keep_modules else ()
+        return any(fnmatchcase(n, pattern) for n in names for pattern in self.keep_modules)
+
+    def policy(self) -> Any:
+        """For one forward pass and its recomputation, which count alike."""
+        counts: Counter[tuple[tuple[str, ...], bool]] = Counter()
+
+        def policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            name = str(func).rsplit(".", 1)[0]
+            expensive = name in GROUPS["matmul"] or name in GROUPS["attention"]
+            if expensive and self._in_kept_module():
+                return CheckpointPolicy.MUST_SAVE
+            if name not in self.rules:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+            group, every = self.rules[name]
+            counts[group, ctx.is_recompute] += 1
+            keep = (counts[group, ctx.is_recompute] - 1) % every == 0
+            return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return policy
+
+
+def _contexts(selection: _Selection) -> Any:
+    return create_selective_checkpoint_contexts(selection.policy())

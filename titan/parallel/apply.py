@@ -1,14 +1,17 @@
 """The one place that says in which order techniques are applied to a model.
 
-    pipeline split -> TP/SP -> CP -> EP -> float8 -> AC -> compile -> FSDP / HSDP / DDP
+    float8 -> pipeline split -> TP/SP -> CP -> EP -> AC -> compile -> FSDP / HSDP / DDP
 
 Inner to outer: what changes a layer's computation comes first, what changes how a block is run (recomputed,
 compiled) next, and the wrapper that gathers parameters around a block's run is last, so that it sees everything
-below it as one unit. EP and float8 take their places here as they land.
+below it as one unit. EP takes its place here as it lands.
+
+Float8 comes before the split, in titan/program.py and not here: tensor parallelism and FSDP must find layers and weights that know
+how to cast themselves, and the decision which layers are converted is one for the whole model.
 
 AC and compile change places where whole blocks are recomputed: torch 2.13 cannot compile a recomputed block whose
 weights are DTensors (TP), while a compiled block can be recomputed like any other. Selective by operation needs the
-compiler to see what is kept, and stays inside.
+compiler to see what is kept, and stays inside. Offloading of activations goes around both: it moves what they leave.
 """
 
 from __future__ import annotations
@@ -21,10 +24,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .activation import apply_ac
-from .compile import apply_compile, detach_collective
+from .compile import CompileMode, apply_compile, detach_collective
 from .context import Method, apply_cp
 from .fsdp import apply_ddp, apply_fsdp
 from .mesh import submesh
+from .offload import apply_offload
 from .tensor import apply_tp
 
 
@@ -40,12 +44,18 @@ class ParallelPlan:
     tensor_plan: Mapping[str, str] = field(default_factory=dict)
     num_kv_heads: int = 1
     loss_parallel: bool = True
+    output_in_loss: bool = False
     attention_type: type[nn.Module] = nn.Module
     context_method: Method = "allgather"
     context_balanced: bool = True
     recompute_every: int = 0  # blocks; 0: none
-    recompute_keep_ops: bool = False
+    recompute_keep: tuple[str, ...] = ()  # operations; (): whole blocks are recomputed
+    recompute_keep_modules: tuple[str, ...] = ()
+    preserve_rng_state: bool = False
+    offload_activations: bool = False
     compile_backend: str = ""  # "": not compiled
+    compile_mode: CompileMode = "default"
+    memory_budget: float = 1.0
 
 
 def parallelize(model: nn.Module, *, mesh: DeviceMesh, plan: ParallelPlan) -> nn.Module:
@@ -61,6 +71,7 @@ def parallelize(model: nn.Module, *, mesh: DeviceMesh, plan: ParallelPlan) -> nn
             plan=plan.tensor_plan,
             num_kv_heads=plan.num_kv_heads,
             loss_parallel=plan.loss_parallel,
+            output_in_loss=plan.output_in_loss,
         )
     cp = submesh(mesh, "cp")
     has_blocks = any(True for _ in model.get_submodule("layers").children())
@@ -72,16 +83,29 @@ def parallelize(model: nn.Module, *, mesh: DeviceMesh, plan: ParallelPlan) -> nn
             method=plan.context_method,
             balanced=plan.context_balanced,
         )
-    if plan.recompute_every and plan.recompute_keep_ops:
-        apply_ac(model, keep_ops=True)
+    by_op = bool(plan.recompute_keep or plan.recompute_keep_modules)
+    if plan.recompute_every and by_op:
+        apply_ac(
+            model,
+            keep=plan.recompute_keep,
+            keep_modules=plan.recompute_keep_modules,
+            preserve_rng_state=plan.preserve_rng_state,
+        )
     if plan.compile_backend:
-        apply_compile(model, backend=plan.compile_backend)
+        apply_compile(
+            model,
+            backend=plan.compile_backend,
+            mode=plan.compile_mode,
+            memory_budget=plan.memory_budget,
+        )
         if tp is not None:
             for name, style in plan.tensor_plan.items():
                 if style == "vocab_embedding":
                     detach_collective(getattr(model, name))
-    if plan.recompute_every and not plan.recompute_keep_ops:
-        apply_ac(model, every=plan.recompute_every)
+    if plan.recompute_every and not by_op:
+        apply_ac(model, every=plan.recompute_every, preserve_rng_state=plan.preserve_rng_state)
+    if plan.offload_activations:
+        apply_offload(model)
     blocks = list(model.get_submodule("layers").children())
     _apply_data_parallel(model, mesh=mesh, blocks=blocks, plan=plan)
     return model

@@ -7,26 +7,54 @@ with the name in the message, and not in the middle of a run.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.fx.traceback as fx_traceback
+from torch import Tensor, nn
 
 # DDP on FSDP2's machinery. Not the older function of the same name in torch.distributed._composable, which
 # wraps DistributedDataParallel and loses its parameters under tensor parallelism.
 from torch.distributed._composable.replicate_with_fsdp import replicate
 
+# A collective's result that may still be under way.
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
 # Leaves state_dict's names alone; parameters' names get a part, see weights.canonical_name.
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    ActivationWrapper,
+    checkpoint_wrapper,
+)
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+# Where a shard lies in the whole tensor; DCP's own planner asks it too.
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+# Keeps a freed storage's address from being given to another.
+from torch.multiprocessing.reductions import StorageWeakRef
+
 __all__ = [
+    "ActivationWrapper",
+    "CompileEvent",
+    "StorageWeakRef",
     "checkpoint_wrapper",
+    "compile_events",
+    "compute_local_shape_and_global_offset",
+    "dump_memory_history",
     "enable_symmetric_memory",
+    "enclose_calls",
     "micro_pipeline_module",
+    "record_memory_history",
     "replicate",
+    "set_memory_budget",
     "set_timeout",
+    "traced_module_path",
+    "waited",
 ]
 
 
@@ -47,6 +75,60 @@ def enable_symmetric_memory(group: dist.ProcessGroup) -> None:
         _symmetric_memory.enable_symm_mem_for_group(group.group_name)
 
 
+def waited(tensor: Tensor) -> Tensor:
+    """The plain tensor of a collective's result, after it has arrived; any other tensor as it is."""
+    return tensor.trigger_wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def traced_module_path() -> list[str]:
+    """Names, within the module that torch.compile was given or that it recomputes, of the modules whose operation it is tracing
+    now, outermost first; nothing outside of tracing."""
+    stack = fx_traceback.current_meta.get("nn_module_stack") or {}
+    paths = [path for path, _ in stack.values()]
+    return [path.removeprefix(f"{paths[0]}.") for path in paths[1:]]
+
+
+def set_memory_budget(share: float) -> None:
+    """Share of the activations, 0 to 1, that graphs compiled from now on may keep for their backward pass."""
+    from torch._functorch import config
+
+    config.activation_memory_budget = share
+
+
+@dataclass(frozen=True)
+class CompileEvent:
+    """One compilation. name: function, file and line; of a backward pass: nothing. seconds: of the whole compilation."""
+
+    name: str
+    seconds: float
+    is_forward: bool
+    from_cache: bool
+    recompile_reason: str
+    graph_breaks: tuple[str, ...]
+    failure: str
+
+
+def compile_events() -> list[tuple[Any, CompileEvent]]:
+    """What torch._dynamo compiled in this process so far (the newest 64), each with a key of its own."""
+    from torch._dynamo import utils
+
+    events = []
+    for m in utils.get_compilation_metrics():
+        file = Path(m.co_filename or "").name
+        where = f"{m.co_name} ({file}:{m.co_firstlineno})" if m.co_name else ""
+        event = CompileEvent(
+            name=where,
+            seconds=(m.duration_us or 0) / 1e6,
+            is_forward=bool(m.is_forward),
+            from_cache=bool(m.aotautograd_local_cache_hit_count),
+            recompile_reason=m.recompile_reason or "",
+            graph_breaks=tuple(m.restart_reasons or ()),
+            failure=m.fail_reason or "",
+        )
+        events.append(((m.compile_id, m.is_forward, m.start_time_us), event))
+    return events
+
+
 def set_timeout(timeout: timedelta) -> None:
     """Set the time limit of every process group's collectives from now on.
 
@@ -54,3 +136,36 @@ def set_timeout(timeout: timedelta) -> None:
     """
     for group in dist.distributed_c10d._world.pg_map:
         _set_pg_timeout(timeout, group)
+
+
+def enclose_calls(module: nn.Module, *, name: str) -> tuple[bool, Callable[[], None]]:
+    """Run every call of `module`, its hooks and compiled code too, in a profiler range, from outside.
+
+    torch looks for a compiled call first, and takes any function; a hook would be compiled with the module. Returns
+    whether the module is compiled, and what undoes it.
+    """
+    compiled = module.__dict__.get("_compiled_call_impl")
+    call = compiled or module._call_impl
+
+    def enclosed(*args: Any, **kwargs: Any) -> Any:
+        with torch.profiler.record_function(name):
+            return call(*args, **kwargs)
+
+    def undo() -> None:
+        if compiled is None:
+            del module.__dict__["_compiled_call_impl"]
+        else:
+            module.__dict__["_compiled_call_impl"] = compiled
+
+    module.__dict__["_compiled_call_impl"] = enclosed
+    return compiled is not None, undo
+
+
+def record_memory_history(max_entries: int) -> None:
+    """Keep the newest allocations of the CUDA allocator from now on, with their stacks."""
+    torch.cuda.memory._record_memory_history(max_entries=max_entries)
+
+
+def dump_memory_history(path: Path) -> None:
+    """Write what `record_memory_history` has kept, and what is allocated now, as a pickle."""
+    torch.cuda.memory._dump_snapshot(str(path))

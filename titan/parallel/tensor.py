@@ -12,7 +12,8 @@ model names a style for each module; nothing in the model changes. With S the se
                                    the one head that its query heads read
     rows             rows /tp      (B, S, F/tp) -> (B, S/tp, D), reduce-scatter
     head_norm        whole         (B, S, H/tp, K) -> same: norms within each rank's heads
-    vocab_output     columns V/tp  (B, S/tp, D) -> (B, S, V/tp) for the vocabulary-parallel loss, or (B, S, V)
+    vocab_output     columns V/tp  (B, S/tp, D) -> (B, S, V/tp) for the vocabulary-parallel loss, or (B, S, V);
+                                   -> (B, S, D) where the loss applies the weight
 """
 
 from __future__ import annotations
@@ -40,18 +41,24 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from .float8 import cast_before_gather, is_tensorwise, rows_style
+
 SEQUENCE_DIM = 1
 
 
 class GatherSequence(ParallelStyle):
-    """The module's first argument is gathered over the sequence; a DTensor goes in, so that the gradients of its
-    uses add up before the one reduce-scatter."""
+    """The module's first argument is gathered over the sequence, in float8 where the layers that read it cast it anyway; a
+    DTensor goes in, so that the gradients of its uses add up before the one reduce-scatter."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        cast = cast_before_gather(module, device_mesh)
+
         def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             x = args[0]
             if not isinstance(x, DTensor):
                 x = DTensor.from_local(x, device_mesh, (Shard(SEQUENCE_DIM),), run_check=False)
+            if cast is not None:
+                x = cast(x)
             return (x.redistribute(placements=(Replicate(),)), *args[1:])
 
         module.register_forward_pre_hook(gather)
@@ -80,6 +87,25 @@ class ReplicatedHeads(ParallelStyle):
         return distribute_module(module, device_mesh, replicate, _accept_replicated, keep_head)  # pyright: ignore
 
 
+class GatherForLoss(ParallelStyle):
+    """The output layer where the loss applies its weight: rows V/tp of it, and what goes in comes out gathered.
+
+    Each rank's gradient is that of its part of the vocabulary: a part of a sum, reduced and scattered on the way back.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            x: DTensor = args[0].redistribute(placements=(Replicate(),))
+            return (x.to_local(grad_placements=(Partial(),)), *args[1:])
+
+        weight = distribute_tensor(
+            module.get_parameter("weight"), device_mesh, [Shard(0)], src_data_rank=None
+        )
+        module.register_parameter("weight", nn.Parameter(weight))
+        module.register_forward_pre_hook(gather)
+        return module
+
+
 def _accept_replicated(_: nn.Module, args: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
     x = args[0]
     return (
@@ -96,13 +122,14 @@ def apply_tp(
     plan: Mapping[str, str],
     num_kv_heads: int,
     loss_parallel: bool = True,
+    output_in_loss: bool = False,
 ) -> None:
     """Split `model` in place over the one axis of `mesh`.
 
     plan: pattern of module names (`layers.*.attention.wq`) -> style, from the table above; the first pattern
     that matches counts. Modules that no pattern matches stay as they are, whole on each rank. Patterns
     without a module are fine: a pipeline stage holds some of the model. loss_parallel: the output layer's
-    logits stay split over the vocabulary. Shared parameters stay shared.
+    logits stay split over the vocabulary. output_in_loss: the loss applies the output layer's weight. Shared parameters stay shared.
 
     The sequence must divide by the number of ranks, and so must query heads; key/value heads must divide by it or
     it by them. Raises KeyError for an unknown style.
@@ -121,7 +148,9 @@ def apply_tp(
         "columns": ColwiseParallel,
         "kv_columns": ColwiseParallel if kv_split else lambda: ReplicatedHeads(num_kv_heads),
         "rows": lambda: RowwiseParallel(output_layouts=Shard(SEQUENCE_DIM)),
-        "vocab_output": lambda: ColwiseParallel(
+        "vocab_output": GatherForLoss
+        if output_in_loss
+        else lambda: ColwiseParallel(
             input_layouts=Shard(SEQUENCE_DIM),
             output_layouts=Shard(-1) if loss_parallel else Replicate(),
         ),
@@ -129,7 +158,9 @@ def apply_tp(
     shared = _shared_parameters(model)
     for name, module in list(model.named_modules()):
         style = next((s for pattern, s in plan.items() if fnmatchcase(name, pattern)), None)
-        if style is not None:
+        if style == "rows" and is_tensorwise(module):
+            parallelize_module(module, mesh, rows_style(mesh, sequence_dim=SEQUENCE_DIM))
+        elif style is not None:
             parallelize_module(module, mesh, styles[style]())
     for (first, first_name), *others in shared:
         for module, name in others:

@@ -1,0 +1,309 @@
+"""Speed and memory of a training step on one accelerator: titan, TorchTitan, and a bare PyTorch loop, on the same model.
+
+    python scripts/bench/steps.py --model 1B --variants eager,compile --against titan,torchtitan,bare --json OUT.json
+
+Each run is a process of its own, and runs alternate (titan, TorchTitan, bare, titan, ...), so that what the machine does meanwhile
+hits all of them. Same for all: Llama 3's shapes with an output layer of its own (TorchTitan's model ties nothing), batch, random
+tokens of 258 kinds, bf16 compute with fp32 weights, fused AdamW, clipping; loss and norm are read every few steps only, which is when the
+clock is read. The first steps are not counted; a run's figure is the median of its windows, a row's the median of its runs.
+
+    titan         `python -m titan.train` on the job file
+    torchtitan    `python -m torchtitan.train` on the same job file, its step untouched; torchtitan_spec.py says what is put in
+    bare          bare_loop.py, what one would write without a framework
+
+A variant is made of parts: eager, or compile, and with it ac (full) or sac (selective), and float8 (tensorwise). OUT.json gathers the runs
+of several calls and those in it are not repeated, so that a long table can be measured in short calls; no run
+is begun that would probably not end within --limit-s.
+
+TorchTitan 0.2.2 as wheels on top of a Python 3.12 with torch 2.11, triton, tensorboard, tokenizers, einops, pillow, fsspec, pandas, pyarrow and
+huggingface-hub, each fetched by `pip download --no-deps`: torchtitan 0.2.2, torchdata 0.11.0, datasets 5.2.0, dill 0.4.1,
+multiprocess 0.70.19, tyro 1.0.17, docstring-parser 0.18.0, typeguard 4.6.0; for float8 torchao 0.18.0. titan itself needs pydantic
+with pydantic-core, annotated-types and typing-inspection, rich, tiktoken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from titan.config.model import model_config
+from titan.config.sections import ModelSection
+from titan.config.toml import format_value
+from titan.observe.hardware import recognise
+from titan.observe.metrics import read_rows
+
+HERE = Path(__file__).resolve().parent
+NUM_TOKENS = 258  # kinds of token in the random batches: those of titan's byte tokenizer
+
+
+@dataclass(frozen=True)
+class Model:
+    """A flavor of Llama 3, what is changed of it, and the batch that fits an H200 (141 GB) with whole logits in fp32."""
+
+    flavor: str
+    batch: int
+    overrides: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def section(self) -> dict[str, Any]:
+        return {"flavor": self.flavor, "overrides": {**self.overrides, "tied_embeddings": False}}
+
+    @property
+    def sizes(self) -> Any:
+        return model_config(ModelSection.model_validate(self.section))
+
+
+MODELS = {
+    "1B": Model("1B", 2),
+    "3B": Model("3B", 1),
+    "8B-blocks": Model("8B", 2, {"n_layers": 8}),  # 8B's blocks, as many as fit with AdamW in fp32
+    "debugmodel": Model("debugmodel", 2),
+}
+PARTS: dict[str, dict[str, dict[str, Any]]] = {
+    "eager": {},
+    "compile": {"compile": {"enable": True}},
+    "ac": {"activation_checkpoint": {"mode": "full"}},
+    "sac": {"activation_checkpoint": {"mode": "selective"}},
+    "float8": {"model": {"converters": ["quantize.linear.float8"]}},
+}
+COMMANDS = {
+    "titan": ["-m", "titan.train", "job.toml", "titan.toml"],
+    "torchtitan": [
+        *("-m", "torchtitan.train", "--job.config_file=job.toml"),
+        "--experimental.custom_import=torchtitan_spec",
+    ],
+    "bare": [str(HERE / "bare_loop.py"), "job.toml", "titan.toml"],
+}
+
+
+def write_job(folder: Path, args: argparse.Namespace, variant: str) -> None:
+    """job.toml, which titan and TorchTitan read alike, and titan.toml, titan's own words for the model and the tokens."""
+    sections: dict[str, dict[str, Any]] = {
+        "job": {"dump_folder": "."},
+        "model": {"name": "llama3", "flavor": args.model},
+        "optimizer": {"name": "AdamW", "lr": 3e-4, "implementation": "fused"},
+        "lr_scheduler": {"warmup_steps": 1},
+        "training": {
+            "dataset": "synthetic",
+            "local_batch_size": args.batch,
+            "seq_len": args.seq_len,
+            "steps": args.warm_up + args.steps,
+        },
+        # TorchTitan's defaults differ from titan's here: neither restores random states, both leave the output layer in bf16.
+        "activation_checkpoint": {
+            "mode": "none",
+            "selective_ac_option": "op",
+            "preserve_rng_state": False,
+        },
+        "quantize.linear.float8": {"filter_fqns": ["output"]},
+        "compile": {"enable": False},
+        "metrics": {"log_freq": math.gcd(args.warm_up, args.steps)},
+        "checkpoint": {"enable": False},
+    }
+    for part in variant.split("+"):
+        for section, keys in PARTS[part].items():
+            sections[section] |= keys
+    own = {"model": MODELS[args.model].section, "tokenizer": {"name": "bytes"}}
+    for name, content in (("job.toml", sections), ("titan.toml", own)):
+        lines = []
+        for section, keys in content.items():
+            lines += [f"[{section}]", *(f"{k} = {format_value(v)}" for k, v in keys.items())]
+        (folder / name).write_text("\n".join(lines) + "\n")
+
+
+def run(
+    folder: Path, args: argparse.Namespace, contestant: str, *, limit_s: float
+) -> dict[str, Any]:
+    """Run a contestant's process on the job in `folder`; its figures, or what it failed with."""
+    environment = {
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": str(args.cache.resolve()),
+        "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
+        **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},
+        **{"MASTER_ADDR": "localhost", "MASTER_PORT": "0"},  # any free port
+    }
+    begin = time.monotonic()
+    with (folder / "log.txt").open("w") as log:
+        code = subprocess.run(
+            [sys.executable, *COMMANDS[contestant]],
+            **{"cwd": folder, "env": environment, "stdout": log, "stderr": log, "timeout": limit_s},
+        ).returncode
+    wall_s = round(time.monotonic() - begin, 1)
+    if code:
+        text = (folder / "log.txt").read_text(errors="replace")
+        out_of_memory = "out of memory" in text or "OutOfMemoryError" in text
+        tail = "\n".join(text.splitlines()[-20:])
+        return {"wall_s": wall_s, "error": "out of memory" if out_of_memory else tail}
+    rows = [row for row in read_rows(folder / "metrics.jsonl") if row["step"] > args.warm_up]
+    return {
+        "wall_s": wall_s,
+        "tokens_per_s": statistics.median(row["tokens_per_s"] for row in rows),
+        "windows": [round(row["tokens_per_s"], 1) for row in rows],
+        "reserved_gib": max(row["memory_gib"] for row in rows),
+        "active_gib": max(row["memory_active_gib"] or 0 for row in rows) or None,
+        "loss": rows[-1]["loss"],
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Where and with what these runs are made."""
+    device = "CPU"
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        device = subprocess.run(query, capture_output=True, text=True).stdout.strip() or device
+    return {
+        "device": device,
+        "python": sys.version.split()[0],
+        **{name: _version(name) for name in ("torch", "torchao", "torchtitan")},
+        "PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", ""),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def table(results: dict[str, Any]) -> str:
+    """The runs of a file as Markdown, one row for each model, batch, variant and contestant."""
+    hardware = recognise(results["machine"]["device"])
+    peak = hardware.peak_flops.get("bfloat16") if hardware else None
+    rows: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for entry in results["runs"]:
+        keys = ("model", "seq_len", "batch", "variant", "contestant")
+        rows.setdefault(tuple(entry[key] for key in keys), []).append(entry)
+    speeds = {
+        row: statistics.median(run["tokens_per_s"] for run in runs)
+        for row, runs in rows.items()
+        if not any("error" in run for run in runs)
+    }
+    lines = [
+        "| model | sequence | batch | variant | | tokens/s (least to most of the runs) | MFU, full attention | MFU, causal | reserved, GiB "
+        "| active, GiB | titan / this |",
+        "|---" * 11 + "|",
+    ]
+    for row, runs in rows.items():
+        start = "| " + " | ".join(map(str, row)) + " | "
+        if row not in speeds:
+            error = next(run["error"] for run in runs if "error" in run)
+            lines.append(f"{start}{error.splitlines()[-1].replace('|', '/')} | | | | | |")
+            continue
+        speed, of_runs = speeds[row], [run["tokens_per_s"] for run in runs]
+        flops = [MODELS[row[0]].sizes.flops_per_token(row[1], causal=c) for c in (False, True)]
+        mfu = [f"{speed * f / peak:.1%}" if peak else "-" for f in flops]
+        memory = [[run[key] or 0 for run in runs] for key in ("reserved_gib", "active_gib")]
+        of_titan = speeds.get((*row[:-1], "titan"))
+        cells = [
+            f"{speed:,.0f} ({min(of_runs):,.0f} to {max(of_runs):,.0f})",
+            *mfu,
+            *(f"{max(gib):.1f}" if max(gib) else "-" for gib in memory),
+            f"{of_titan / speed:.3f}" if of_titan else "-",
+        ]
+        lines.append(f"{start}{' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def measure(args: argparse.Namespace, results: dict[str, Any], folder: Path) -> None:
+    """Add the runs that are missing to `results`, writing the file after each."""
+    end = time.monotonic() + args.limit_s
+    expected_s: dict[tuple[str, str], float] = {}
+    for variant, number, contestant in product(args.variants, range(args.rounds), args.against):
+        key = {
+            name: getattr(args, name) for name in ("model", "batch", "seq_len", "warm_up", "steps")
+        }
+        key |= {"variant": variant, "contestant": contestant, "round": number}
+        if any(key.items() <= done.items() for done in results["runs"]):
+            continue
+        name = f"{variant}, round {number + 1}, {contestant}"
+        left_s = end - time.monotonic()
+        if left_s < expected_s.get((variant, contestant), 30):
+            print(f"{name}, and what follows: no time left; run the same command again")
+            return
+        where = folder / f"{variant}-{number}-{contestant}"
+        where.mkdir(parents=True)
+        write_job(where, args, variant)
+        try:
+            figures = run(where, args, contestant, limit_s=left_s)
+        except subprocess.TimeoutExpired:
+            print(f"{name}: stopped after {left_s:.0f} s (--limit-s); run the same command again")
+            return
+        expected_s[variant, contestant] = 1.1 * figures["wall_s"]
+        results["runs"].append(key | figures)
+        args.json.write_text(json.dumps(results, indent=1) + "\n")
+        said = figures.get("error") or f"{figures['tokens_per_s']:,.0f} tokens/s"
+        print(f"{name}: {said} ({figures['wall_s']:.0f} s)", flush=True)
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    def one_of(known: dict[str, Any], separator: str = "") -> Any:
+        def names(text: str) -> list[str]:
+            chosen = text.split(",")
+            for name in chosen:
+                for part in name.split(separator) if separator else [name]:
+                    if part not in known:
+                        raise argparse.ArgumentTypeError(f"{part!r}: use {', '.join(known)}")
+            return chosen
+
+        return names
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", choices=MODELS, default="1B")
+    add("--variants", type=one_of(PARTS, "+"), default="eager,compile,compile+sac,compile+float8")
+    add("--against", type=one_of(COMMANDS), default="titan,torchtitan,bare")
+    add("--json", type=Path, required=True, help="where the runs are gathered")
+    add("--batch", type=int, help="sequences a step; default: what fits an H200")
+    add("--seq-len", type=int, default=8192)
+    add("--rounds", type=int, default=3, help="runs of each row")
+    add("--warm-up", type=int, default=5, help="steps that are not counted")
+    add("--steps", type=int, default=20, help="steps that are counted")
+    add("--limit-s", type=float, default=560, help="seconds this call may take")
+    add("--cache", type=Path, default=Path(tempfile.gettempdir()) / "titan-steps-inductor")
+    add("--keep", type=Path, help="keep the runs' folders, with their logs, here")
+    args = parser.parse_args(argv)
+    args.batch = args.batch or MODELS[args.model].batch
+    if min(args.warm_up, args.steps) < 1:
+        parser.error("--warm-up and --steps must be at least 1: the first step compiles")
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    if "torchtitan" in args.against and find_spec("torchtitan") is None:
+        print(
+            "torchtitan is not installed and is left out; the top of this script says what it needs"
+        )
+        args.against.remove("torchtitan")
+    results: dict[str, Any] = {"machine": machine(), "runs": []}
+    if args.json.exists():
+        before = json.loads(args.json.read_text())
+        if before["machine"] != results["machine"]:
+            sys.exit(
+                f"{args.json}: runs of {before['machine']}, and this is {results['machine']}; name another file"
+            )
+        results = before
+    with tempfile.TemporaryDirectory() as folder:
+        measure(args, results, args.keep.resolve() if args.keep else Path(folder))
+    print(f"\n{results['machine']}\n\n{table(results)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""scripts/bench/steps.py: the job that all are given, runs of titan and the bare loop, and the table's numbers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import runpy
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from titan.config.load import load_config
+from titan.config.rules import check_to_run
+
+STEPS = runpy.run_path(str(Path(__file__).parents[2] / "scripts/bench/steps.py"))
+TINY = ["--model", "debugmodel", "--seq-len", "16", "--rounds", "1", "--warm-up", "1"]
+
+
+def arguments(*more: str) -> argparse.Namespace:
+    return STEPS["parse"](["--json", "unused.json", *more])
+
+
+def runs(path: Path, contestants: str, *more: str) -> list[dict[str, Any]]:
+    options = ["--against", contestants, "--variants", "eager", "--json", str(path)]
+    STEPS["main"]([*TINY, *options, *more])
+    return json.loads(path.read_text())["runs"]
+
+
+def test_titan_and_the_bare_loop_train_and_are_not_run_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, keep = tmp_path / "out.json", ["--steps", "2", "--keep", str(tmp_path / "runs")]
+    first = runs(out, "titan,bare", *keep)
+    assert [run["contestant"] for run in first] == ["titan", "bare"]
+    for run in first:
+        assert len(run["windows"]) == 2 and run["tokens_per_s"] > 0 and run["reserved_gib"] > 0.1
+        assert 7 < run["loss"] < 9  # log(2048) = 7.6
+    lines = (tmp_path / "runs/eager-0-bare/metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in lines]
+    assert losses == sorted(losses, reverse=True) and losses[0] - losses[2] > 0.005  # one batch
+    assert runs(out, "titan,bare", *keep) == first  # its folders would be in the way
+    assert f"| bare | {first[1]['tokens_per_s']:,.0f} (" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(find_spec("torchtitan") is None, reason="torchtitan is not installed")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="TorchTitan needs an accelerator")
+def test_torchtitan_trains(tmp_path: Path) -> None:
+    (run,) = runs(tmp_path / "out.json", "torchtitan", "--steps", "2")
+    assert "error" not in run and 7 < run["loss"] < 9 and len(run["windows"]) == 2
+
+
+def test_no_time_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    STEPS["main"]([*TINY, "--against", "bare", "--json", str(tmp_path / "o"), "--limit-s", "1"])
+    assert "no time left" in capsys.readouterr().out
+
+
+def test_the_job_of_a_variant(tmp_path: Path) -> None:
+    args = arguments("--model", "8B-blocks", "--steps", "20", "--warm-up", "5")
+    STEPS["write_job"](tmp_path, args, "compile+sac+float8")
+    config = load_config(tmp_path / "job.toml", overlays=[tmp_path / "titan.toml"])
+    check_to_run(config, world_size=1)
+    assert config.origin.warnings == []
+    assert config.compile.enable and config.model.converters == ["quantize.linear.float8"]
+    ac = config.activation_checkpoint
+    assert (ac.mode, ac.selective_ac_option) == ("selective", "op")
+    training = config.training
+    assert (training.local_batch_size, training.seq_len, training.steps) == (2, 8192, 25)
+    assert config.metrics.log_freq == 5 and not config.checkpoint.enable
+    assert config.model.overrides == {"n_layers": 8, "tied_embeddings": False}
+    STEPS["write_job"](tmp_path, args, "eager")
+    config = load_config(tmp_path / "job.toml", overlays=[tmp_path / "titan.toml"])
+    assert not config.compile.enable and config.activation_checkpoint.mode == "none"
+
+
+def test_sizes() -> None:
+    counts = {name: model.sizes.num_params for name, model in STEPS["MODELS"].items()}
+    embedding = 128256 * 2048
+    assert counts["1B"] == 1_235_814_400 + embedding  # untied
+    assert counts["8B-blocks"] == 8_030_261_248 - 24 * 218_112_000
+    assert counts["3B"] == 3_212_749_824 + 128256 * 3072
+
+
+def test_the_table_by_hand() -> None:
+    key = {"model": "1B", "seq_len": 8192, "batch": 2, "variant": "compile"}
+    memory = {"reserved_gib": 50.04, "active_gib": 45.0}
+    speeds = {"titan": (48_000.0, 50_000.0, 52_000.0), "bare": (40_000.0, 40_000.0, 41_000.0)}
+    entries = [
+        {**key, "contestant": name, "tokens_per_s": speed, **memory}
+        for name, of_runs in speeds.items()
+        for speed in of_runs
+    ]
+    entries.append({**key, "contestant": "torchtitan", "error": "out of memory"})
+    text = STEPS["table"]({"machine": {"device": "NVIDIA H200"}, "runs": entries})
+    # 6 x (16 layers x (2 x 2048 x 2048 + 2 x 2048 x 512 + 3 x 2048 x 8192) + 128256 x 2048) for the products with weights
+    products = 6 * (16 * (2 * 2048**2 + 2 * 2048 * 512 + 3 * 2048 * 8192) + 128256 * 2048)
+    attention = 12 * 16 * 2048 * 8192
+    full, causal = (50_000 * (products + a) / 989e12 for a in (attention, attention / 2))
+    assert text.splitlines()[2:] == [
+        f"| 1B | 8192 | 2 | compile | titan | 50,000 (48,000 to 52,000) | {full:.1%} | {causal:.1%} | 50.0 | 45.0 | 1.000 |",
+        f"| 1B | 8192 | 2 | compile | bare | 40,000 (40,000 to 41,000) | {0.8 * full:.1%} | {0.8 * causal:.1%} | 50.0 | 45.0 | 1.250 |",
+        "| 1B | 8192 | 2 | compile | torchtitan | out of memory | | | | | |",
+    ]
+
+
+def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        arguments("--variants", "compile+sacc")
+    assert "'sacc': use eager, compile, ac, sac, float8" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        arguments("--warm-up", "0")
+    other = tmp_path / "out.json"
+    other.write_text(json.dumps({"machine": {"device": "another"}, "runs": []}))
+    with pytest.raises(SystemExit, match="name another file"):
+        runs(other, "titan")

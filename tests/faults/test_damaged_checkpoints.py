@@ -1,0 +1,367 @@
+"""Damaged files are found before they are used, and what was saved before is used instead."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from pool import Pool
+from titan.checkpoint import verify
+from titan.checkpoint.manager import CheckpointError, CheckpointManager, list_steps, load
+from titan.checkpoint.manifest import find_damage
+from titan.config.sections import CheckpointSection, JobConfig
+from titan.trainer import Trainer
+
+FILES = [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json", "titan.json"]
+STEPS = (10, 20, 30)
+
+
+def section(**settings: Any) -> CheckpointSection:
+    return CheckpointSection.model_validate(settings)
+
+
+def state_of(step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {f"model.{i}": torch.randn(40, 50, generator=generator) for i in range(8)}
+
+
+def save_steps(folder: Path) -> None:
+    os.environ["RANK"] = str(dist.get_rank())
+    manager = CheckpointManager(section(), run_dir=folder)
+    for step in STEPS:
+        manager.save(step, state_of(step), metadata={"step": step})
+
+
+@pytest.fixture(scope="module")
+def pristine(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pristine")
+    pool.run(2, save_steps, folder)
+    return folder
+
+
+@pytest.fixture
+def run_dir(pristine: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pristine, tmp_path / "run"))
+
+
+def step_dir(run_dir: Path, step: int = 30) -> Path:
+    return run_dir / "checkpoint" / f"step-{step}"
+
+
+def files_found(folder: Path) -> set[str]:
+    return {damage.file for damage in find_damage(folder)}
+
+
+def test_what_was_saved_is_whole(run_dir: Path) -> None:
+    assert sorted(p.name for p in step_dir(run_dir).iterdir()) == FILES
+    assert not any(find_damage(step_dir(run_dir, step)) for step in STEPS)
+    assert sorted(p.name for p in (run_dir / "checkpoint").iterdir()) == [
+        f"step-{s}" for s in STEPS
+    ]
+
+
+def test_a_thousand_flipped_bits(run_dir: Path) -> None:
+    dice = random.Random(0)
+    originals = {name: (step_dir(run_dir) / name).read_bytes() for name in FILES}
+    for number in range(1000):
+        name = FILES[number % len(FILES)]
+        bad = bytearray(originals[name])
+        bad[dice.randrange(len(bad))] ^= 1 << dice.randrange(8)
+        (step_dir(run_dir) / name).write_bytes(bad)
+        assert files_found(step_dir(run_dir)) == {name}
+        (step_dir(run_dir) / name).write_bytes(originals[name])
+    assert not find_damage(step_dir(run_dir))
+
+
+def test_a_hundred_zeroed_pages_and_a_hundred_truncations(run_dir: Path) -> None:
+    dice = random.Random(1)
+    originals = {name: (step_dir(run_dir) / name).read_bytes() for name in FILES}
+    for number in range(200):
+        name = FILES[number % len(FILES)]
+        good = originals[name]
+        place = dice.randrange(len(good)) // 4096 * 4096
+        zeroed = good[:place] + bytes(min(4096, len(good) - place)) + good[place + 4096 :]
+        bad = zeroed if number < 100 else good[: dice.randrange(len(good))]
+        assert bad != good
+        (step_dir(run_dir) / name).write_bytes(bad)
+        assert files_found(step_dir(run_dir)) == {name}
+        (step_dir(run_dir) / name).write_bytes(good)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file(name: str, run_dir: Path) -> None:
+    (step_dir(run_dir) / name).unlink()
+    assert files_found(step_dir(run_dir)) == {name}
+
+
+def test_swapped_files_and_files_of_another_step(run_dir: Path) -> None:
+    first, second = (step_dir(run_dir) / f"__{i}_0.distcp" for i in (0, 1))
+    for name in FILES:
+        other = Path(shutil.copytree(step_dir(run_dir), run_dir / "other" / "step-30"))
+        shutil.copy(step_dir(run_dir, 20) / name, other / name)
+        assert files_found(other) == {name}
+        shutil.rmtree(other)
+    first.rename(first.with_name("x"))
+    second.rename(first)
+    first.with_name("x").rename(second)
+    assert files_found(step_dir(run_dir)) == {first.name, second.name}
+    renamed = step_dir(run_dir, 20).rename(step_dir(run_dir, 50))
+    assert [str(d) for d in find_damage(renamed)] == ["manifest.json: belongs to step 20"]
+
+
+def test_the_byte_range_is_named(tmp_path: Path) -> None:
+    manager = CheckpointManager(section(), run_dir=tmp_path)
+    manager.save(1, {"model.x": torch.zeros(9 * 2**20)}, metadata={})
+    file = step_dir(tmp_path, 1) / "__0_0.distcp"
+    with file.open("r+b") as stream:
+        stream.seek(20_000_000)
+        stream.write(b"x")
+    assert [str(d) for d in find_damage(step_dir(tmp_path, 1))] == [
+        "__0_0.distcp: bytes 16,777,216 to 33,554,431 are not what was saved"
+    ]
+
+
+# ---- what a run does about it ----------------------------------------------------------------------
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "a flipped bit": lambda step: flip(step / "__1_0.distcp"),
+    "no manifest": lambda step: (step / "manifest.json").unlink(),
+    "no titan.json": lambda step: (step / "titan.json").unlink(),
+    "no metadata": lambda step: (step / ".metadata").unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_newest_whole_step_is_used(
+    damage: str, run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (20, 30):
+        DAMAGES[damage](step_dir(run_dir, step))
+    path = CheckpointManager(section(), run_dir=run_dir).step_to_resume()
+    assert path == step_dir(run_dir, 10)
+    assert "STEP 30 IS DAMAGED AND NOT USED" in caplog.text
+    assert "RESUMING FROM STEP 10" in caplog.text
+    assert list_steps(run_dir / "checkpoint") == [10]
+    assert (run_dir / "checkpoint" / "damaged-30").is_dir()
+    found = {"model.0": torch.empty(40, 50)}
+    load(path, found)
+    assert torch.equal(found["model.0"], state_of(10)["model.0"])
+
+
+def resume(run_dir: Path) -> tuple[Any, list[str]]:
+    os.environ["RANK"] = str(dist.get_rank())
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore
+    logging.getLogger("titan").addHandler(handler)
+    return CheckpointManager(section(), run_dir=run_dir).step_to_resume(), heard
+
+
+def test_all_ranks_agree_though_each_looks_at_a_part(run_dir: Path, pool: Pool) -> None:
+    flip(step_dir(run_dir) / "__1_0.distcp")
+    results = pool.run(3, resume, run_dir)
+    assert {path for path, _ in results} == {step_dir(run_dir, 20)}
+    assert all("STEP 30 IS DAMAGED" in heard[0] for _, heard in results)
+
+
+def test_where_none_is_whole_the_run_does_not_start(run_dir: Path) -> None:
+    for step in STEPS:
+        flip(step_dir(run_dir, step) / "titan.json")
+    for _ in range(2):  # nor the second time
+        with pytest.raises(
+            CheckpointError, match=r"NO CHECKPOINT IS WHOLE .step 10, 20, 30.*titan"
+        ):
+            CheckpointManager(section(), run_dir=run_dir).step_to_resume()
+    assert list_steps(run_dir / "checkpoint") == list(STEPS)
+
+
+def test_without_a_manifest_nothing_is_loaded_unless_told(run_dir: Path) -> None:
+    for step in STEPS:
+        (step_dir(run_dir, step) / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r'cannot be read.*checkpoint\.verify = "off"'):
+        CheckpointManager(section(), run_dir=run_dir).step_to_resume()
+    manager = CheckpointManager(section(verify="off"), run_dir=run_dir)
+    assert manager.step_to_resume() == step_dir(run_dir)
+
+
+def test_a_damaged_step_asked_for_by_number_is_an_error(run_dir: Path) -> None:
+    flip(step_dir(run_dir, 20) / ".metadata")
+    with pytest.raises(CheckpointError, match=r"step-20 is damaged: \.metadata: bytes 0 to"):
+        CheckpointManager(section(load_step=20), run_dir=run_dir).step_to_resume()
+
+
+def test_a_fresh_start_says_what_it_found(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert CheckpointManager(section(folder="other"), run_dir=run_dir).step_to_resume() is None
+    assert "a fresh start" in caplog.text and f"in {run_dir}/checkpoint" in caplog.text
+
+
+def test_titan_verify(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = step_dir(run_dir)
+    assert verify.main([str(step)]) == 0 and f"{step} is whole" in capsys.readouterr().out
+    flip(step / "__0_0.distcp")
+    assert verify.main([str(step)]) == 1
+    assert "__0_0.distcp: bytes 0 to" in capsys.readouterr().out
+    assert verify.main([str(step), "--json"]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert not answer["whole"] and answer["damages"][0]["file"] == "__0_0.distcp"
+    assert verify.main([str(run_dir / "nothing")]) == 2
+
+
+def test_titan_verify_imports_no_torch(run_dir: Path) -> None:
+    code = (
+        "import sys; from titan.cli import main; code = main(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    command = [sys.executable, "-c", code, "verify", str(step_dir(run_dir))]
+    assert subprocess.run(command, capture_output=True).returncode == 0
+
+
+def test_a_training_run_falls_back_bit_for_bit(tmp_path: Path) -> None:
+    def run(folder: Path, steps: int) -> list[tuple[int, float]]:
+        config = JobConfig.model_validate(
+            {
+                "job": {"dump_folder": str(folder)},
+                "model": {"overrides": {"n_layers": 1}},
+                "training": {"dataset": "synthetic", "seq_len": 32, "steps": steps},
+                "lr_scheduler": {"warmup_steps": 2, "total_steps": 6},
+                "metrics": {"log_freq": 1},
+                "checkpoint": {"interval": 2},
+            }
+        )
+        trainer = Trainer(config)
+        assert trainer.run() == 0
+        trainer.close()
+        rows = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [(row["step"], row["loss"]) for row in rows]
+
+    run(tmp_path / "damaged", 4)
+    flip(step_dir(tmp_path / "damaged", 4) / "__0_0.distcp")
+    assert run(tmp_path / "damaged", 6) == run(tmp_path / "whole", 6)
+
+
+# ---- what a checkpoint must not do -----------------------------------------------------------------
+
+
+class Bomb:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.mark),)
+
+
+def dotted_name(mark: Path) -> bytes:
+    """`os.mkdir` found as an attribute of an allowed module: hand-written, since pickle does not write such names."""
+
+    def text(value: str) -> bytes:
+        return pickle.SHORT_BINUNICODE + bytes([len(value)]) + value.encode()
+
+    call = text("torch.distributed.checkpoint.metadata") + text("os.mkdir") + pickle.STACK_GLOBAL
+    return b"\x80\x04" + call + text(str(mark)) + pickle.TUPLE1 + pickle.REDUCE + b"."
+
+
+def harmless(step: Path) -> Any:
+    return pickle.loads((step / ".metadata").read_bytes())
+
+
+def bomb_in_metadata(step: Path, mark: Path) -> bytes:
+    metadata = harmless(step)
+    metadata.planner_data = Bomb(mark)
+    return pickle.dumps(metadata)
+
+
+def class_changed(step: Path, mark: Path) -> bytes:
+    """A pickle that would change what an allowed class does."""
+    name = "torch.distributed.checkpoint.metadata\nMetadataIndex\n"
+    return b"c" + name.encode() + b"N}(X\x08\x00\x00\x00__hash__NumNutb."
+
+
+def path_out(step: Path, mark: Path, *, path: str = "../step-20/__0_0.distcp") -> bytes:
+    metadata = harmless(step)
+    for info in metadata.storage_data.values():
+        info.relative_path = path
+    return pickle.dumps(metadata)
+
+
+METADATA: dict[str, tuple[Callable[[Path, Path], bytes], str]] = {
+    "a bomb": (bomb_in_metadata, r"refers to (posix|os|nt)\.mkdir"),
+    "nothing but a bomb": (lambda _, m: pickle.dumps(Bomb(m)), r"refers to (posix|os|nt)\.mkdir"),
+    "a dotted name": (lambda _, mark: dotted_name(mark), r"refers to .*metadata\.os\.mkdir"),
+    "a changed class": (class_changed, "refused"),
+    "a path upwards": (path_out, "outside of the checkpoint"),
+    "an absolute path": (lambda s, m: path_out(s, m, path="/etc/passwd"), "outside"),
+    "no pickle": (lambda *_: b"hello", "refused"),
+    "another pickle": (lambda *_: pickle.dumps([1, 2]), "is no Metadata"),
+}
+
+
+@pytest.mark.parametrize("attack", METADATA)
+def test_metadata_runs_nothing(attack: str, run_dir: Path, tmp_path: Path) -> None:
+    step, mark = step_dir(run_dir), tmp_path / "executed"
+    make, refusal = METADATA[attack]
+    (step / ".metadata").write_bytes(make(step, mark))
+    with pytest.raises(CheckpointError, match=refusal) as caught:
+        load(step, {"model.0": torch.empty(40, 50)})
+    assert "\n" not in str(caught.value) and str(step / ".metadata") in str(caught.value)
+    assert not mark.exists()
+
+
+def test_an_entry_that_torch_would_unpickle_is_refused(tmp_path: Path) -> None:
+    dcp.save({"x": torch.ones(2), "bytes": 3}, checkpoint_id=tmp_path / "step", no_dist=True)
+    with pytest.raises(CheckpointError, match='"bytes" is a pickled object'):
+        load(tmp_path / "step", {"x": torch.empty(2)})
+
+
+def test_bombs_in_the_other_files_run_nothing(run_dir: Path, tmp_path: Path) -> None:
+    mark, step = tmp_path / "executed", step_dir(run_dir)
+    for name in FILES:
+        (step / name).write_bytes(pickle.dumps(Bomb(mark)))
+    assert files_found(step) == {"manifest.json"}
+    with pytest.raises(CheckpointError, match=r"cannot be read|is refused"):
+        load(step, {"model.0": torch.empty(40, 50)})
+    metadata = step_dir(run_dir, 20) / ".metadata"
+    shutil.copy(metadata, step)
+    with pytest.raises(
+        CheckpointError, match="cannot be read"
+    ):  # the bomb lies where a tensor should
+        load(step, {"model.0": torch.empty(40, 50)})
+    assert not mark.exists()
+
+
+def test_metadata_reads_back_as_torch_wrote_it(run_dir: Path) -> None:
+    from titan.checkpoint.tensors import read_metadata
+
+    theirs, ours = harmless(step_dir(run_dir)), read_metadata(step_dir(run_dir))
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+    assert ours.storage_data == theirs.storage_data
+
+
+def test_what_plain_dcp_wrote_is_read(tmp_path: Path) -> None:
+    value = torch.arange(12.0).reshape(3, 4).bfloat16()
+    dcp.save({"x": value}, checkpoint_id=tmp_path / "step", no_dist=True)
+    found = {"x": torch.empty(3, 4, dtype=torch.bfloat16)}
+    load(tmp_path / "step", found)
+    assert torch.equal(found["x"], value)

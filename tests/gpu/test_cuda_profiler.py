@@ -1,0 +1,48 @@
+"""A trace recorded on a GPU, and a memory snapshot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from titan.config.sections import JobConfig
+from titan.observe.trace_report import read_report
+from titan.trainer import Trainer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def test_trace_and_snapshot(tmp_path: Path) -> None:
+    config = JobConfig.model_validate(
+        {
+            "job": {"dump_folder": str(tmp_path)},
+            "training": {"seq_len": 128, "steps": 4, "dataset": "synthetic"},
+            "lr_scheduler": {"warmup_steps": 2},
+            "checkpoint": {"enable": False},
+            "profiling": {
+                "enable_profiling": True,
+                "enable_memory_snapshot": True,
+                "profile_freq": 4,
+            },
+        }
+    )
+    trainer = Trainer(config)
+    try:
+        assert trainer.run() == 0
+    finally:
+        trainer.close()
+    report = read_report(tmp_path / "traces/step-4/rank-0.json.gz")
+    assert report.device == "gpu"
+    assert sum(report.parts_s.values()) == pytest.approx(report.step_s)
+    assert sum(row["total"] for row in report.modules_s.values()) == pytest.approx(report.step_s)
+    for part in ("matmul", "attention", "elementwise", "optimizer"):
+        assert report.parts_s[part] > 0, part
+    for i in range(8):
+        row = report.modules_s[f"layers.{i}.attention"]
+        assert row["forward"] > 0 and row["backward"] > 0
+    assert (tmp_path / "memory_snapshot/step-4/rank-0.pickle").stat().st_size > 10_000

@@ -1,0 +1,141 @@
+"""Newton-Schulz and Muon against torch's, and the exchange of matrices against slicing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from pool import Pool
+from titan.config.sections import MuonSection
+from titan.optim.muon import Muon, collect, cuts_of, give_back, newton_schulz
+from titan.optim.optimizers import build_optimizer
+from titan.parallel import build_mesh
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (12, 40), (40, 12)])
+def test_newton_schulz_evens_singular_values_and_keeps_the_vectors(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    matrices = torch.randn(3, *shape, dtype=torch.float64)
+    result = newton_schulz(matrices, steps=5)
+    for x, y in zip(matrices, result, strict=True):
+        u, s, vt = torch.linalg.svd(x, full_matrices=False)
+        values = u.T @ y @ vt.T  # diagonal, where the singular vectors are the same
+        torch.testing.assert_close(values, torch.diag(values.diag()), rtol=0, atol=1e-9)
+        kept = s / s.norm() > 0.01  # smaller ones need more steps
+        assert ((values.diag() > 0.6) & (values.diag() < 1.25))[kept].all()
+
+
+def test_a_matrix_of_zeros_stays_one() -> None:
+    assert torch.equal(newton_schulz(torch.zeros(1, 4, 8), steps=5), torch.zeros(1, 4, 8))
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_equals_torch_s_muon(nesterov: bool) -> None:
+    """Both in bf16, with the same products. torch's takes one parameter at a time, ours too on one process."""
+    generator = torch.Generator().manual_seed(0)
+    ours = {
+        f"layers.0.{name}": nn.Parameter(torch.randn(shape, generator=generator))
+        for name, shape in {"a": (32, 48), "b": (48, 32), "c": (16, 16)}.items()
+    }
+    vector = nn.Parameter(torch.ones(8))
+    theirs = {name: nn.Parameter(p.detach().clone()) for name, p in ours.items()}
+    section = MuonSection(lr=0.01, nesterov=nesterov, weight_decay=0.1)
+    optimizer = build_optimizer(section, [*ours.items(), ("norm.weight", vector)])
+    reference = torch.optim.Muon(
+        theirs.values(),
+        lr=0.01,
+        nesterov=nesterov,
+        weight_decay=0.1,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    for step in range(5):
+        generator = torch.Generator().manual_seed(step)
+        for name, parameter in ours.items():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+            theirs[name].grad = parameter.grad.clone()
+        optimizer.step()
+        reference.step()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=1e-6)
+
+
+def test_updates_are_of_the_size_of_adam_s() -> None:
+    for shape in ((64, 64), (64, 512), (512, 64)):
+        parameter = nn.Parameter(torch.zeros(shape))
+        others = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
+        optimizer = Muon([parameter], others=others, lr=1.0, weight_decay=0.0)
+        parameter.grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        optimizer.step()
+        # Less for a square one, which has small singular values, and they need more steps.
+        assert 0.15 < parameter.detach().square().mean().sqrt().item() < 0.22
+
+
+def test_who_gets_what() -> None:
+    """Matrices of the blocks, and AdamW's two groups for the rest, each with a peak learning rate of its own."""
+    shapes = {
+        "tok_embeddings.weight": (32, 8),
+        "layers.0.attention.wq.weight": (8, 8),
+        "layers.0.attention_norm.weight": (8,),
+        "output.weight": (32, 8),
+    }
+    named = {name: nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
+    optimizer = build_optimizer(MuonSection(lr=0.02, adam_lr=0.003), named.items())
+    names = {id(p): name for name, p in named.items()}
+    matrices, decayed, vectors = (
+        [names[id(p)] for p in group["params"]] for group in optimizer.param_groups
+    )
+    assert matrices == ["layers.0.attention.wq.weight"]
+    assert decayed == ["tok_embeddings.weight", "output.weight"]
+    assert vectors == ["layers.0.attention_norm.weight"]
+    assert [g["initial_lr"] for g in optimizer.param_groups] == [0.02, 0.003, 0.003]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for p in named.values():
+        p.grad = torch.ones_like(p)
+    optimizer.step()  # a learning rate set in the groups is that of both parts
+    assert all(torch.equal(p, torch.ones_like(p)) for p in named.values())
+
+
+def exchange(shape: tuple[int, int], placements: list[str], num: int) -> list[Tensor]:
+    """How whole each rank's matrices are, and whether its shards come back as they were."""
+    mesh = build_mesh("cpu", dp_shard=2, tp=2)
+    places = [{"r": Replicate(), "0": Shard(0), "1": Shard(1)}[p] for p in placements]
+    matrices = [
+        torch.arange(shape[0] * shape[1], dtype=torch.float32).view(shape) + 1000 * i
+        for i in range(num)
+    ]
+    shards = [distribute_tensor(m, mesh, places, src_data_rank=None) for m in matrices]
+    x = before = torch.stack([s.to_local() for s in shards])
+    counts = []
+    for cut in cuts_of(shards[0]):
+        n, ranks = len(x), cut.group.size()
+        counts.append([n // ranks + (r < n % ranks) for r in range(ranks)])
+        x = collect(x, cut, counts=counts[-1])
+    whole = x.clone()
+    for cut in reversed(cuts_of(shards[0])):
+        x = give_back(x, cut, counts=counts.pop())
+    assert torch.equal(x, before)
+    return list(whole)
+
+
+@pytest.mark.parametrize("shape", [(8, 6), (5, 3), (1, 7)])  # even, uneven, and ranks with none
+@pytest.mark.parametrize("placements", ["00", "01", "10", "0r", "r1"])
+def test_every_matrix_is_whole_on_one_rank(
+    shape: tuple[int, int], placements: str, pool: Pool
+) -> None:
+    results = pool.run(4, exchange_each, shape, placements)
+    for num in (1, 3, 4):
+        whole = [m for result in results for m in result[num]]
+        copies = 2 if "r" in placements else 1  # replicas do the same work
+        assert len(whole) == num * copies
+        firsts = sorted(m[0, 0].item() for m in whole)
+        assert firsts == sorted([1000.0 * i for i in range(num)] * copies)
+        for m in whole:
+            expected = torch.arange(shape[0] * shape[1]).view(shape) + m[0, 0]
+            assert torch.equal(m, expected)
+
+
+def exchange_each(shape: tuple[int, int], placements: str) -> dict[int, list[Tensor]]:
+    return {num: exchange(shape, list(placements), num) for num in (1, 3, 4)}

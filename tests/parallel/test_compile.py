@@ -1,0 +1,165 @@
+"""What the compiler did is told: programs, seconds, recompilations, graph breaks; and a restart finds the cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.exc import Unsupported
+
+from titan.models.llama3 import FLAVORS, build_model
+from titan.parallel import initialize
+from titan.parallel.compile import CompileLog, apply_compile
+from titan.parallel.offload import apply_offload
+from titan.train import _set_compile_cache
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def debug_model(layers: int) -> nn.Module:
+    model = build_model(dataclasses.replace(FLAVORS["debugmodel"], n_layers=layers))
+    initialize(model, seed=0, std_of=model.init_std)
+    return model
+
+
+def step(model: nn.Module, tokens: int = 32) -> None:
+    model(torch.arange(2 * tokens).view(2, tokens)).square().mean().backward()
+
+
+def test_equal_blocks_are_compiled_once() -> None:
+    model = debug_model(layers=4)
+    log = CompileLog("4 blocks")
+    apply_compile(model, backend="aot_eager")
+    step(model)
+    assert re.fullmatch(r"compiled 4 blocks: 1 program, \d+\.\d s", log.summary())
+    step(model)
+    assert log.summary().startswith("compiled 4 blocks: 1 program,")
+    assert list(log.warnings()) == []
+
+
+def test_a_recompilation_is_told_once_with_its_reason() -> None:
+    model = debug_model(layers=2)
+    log = CompileLog("2 blocks")
+    apply_compile(model, backend="aot_eager")
+    step(model)
+    assert list(log.warnings()) == []
+    step(model, tokens=48)
+    (warning,) = log.warnings()
+    assert warning.startswith("recompiled forward (model.py:")
+    assert "size mismatch at index 1. expected 32, actual 48" in warning
+    assert list(log.warnings()) == []
+    assert "2 programs" in log.summary()
+
+
+class Breaking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        torch._dynamo.graph_break()
+        return x.relu()
+
+
+def model_that_breaks() -> nn.Module:
+    model = nn.Module()
+    model.layers = nn.ModuleList([Breaking(), Breaking()])
+    return model
+
+
+def test_a_graph_break_is_told_with_its_reason() -> None:
+    model = model_that_breaks()
+    log = CompileLog("2 blocks")
+    apply_compile(model, backend="aot_eager")
+    for block in model.get_submodule("layers").children():
+        block(torch.randn(2, 4)).sum().backward()
+    (warning,) = log.warnings()
+    assert warning.startswith("graph break in forward (test_compile.py:")
+    assert "User-inserted graph break" in warning and "\n" not in warning
+
+
+def test_fullgraph_makes_a_graph_break_an_error() -> None:
+    model = model_that_breaks()
+    apply_compile(model, backend="aot_eager", fullgraph=True)
+    with pytest.raises(Unsupported, match="graph_break"):
+        next(model.get_submodule("layers").children())(torch.randn(2, 4))
+
+
+def test_memory_budget() -> None:
+    """All of what a block needs again is kept, some of it, or nothing but what came in."""
+    saved: dict[float, int] = {}
+    for budget in (1.0, 0.5, 0.0):
+        torch.compiler.reset()
+        model = debug_model(layers=2)
+        apply_compile(model, backend="aot_eager_decomp_partition", memory_budget=budget)
+        offloader = apply_offload(model, smallest_bytes=2**10)  # counts what the first block saves
+        step(model)
+        saved[budget] = offloader.num_bytes
+    apply_compile(debug_model(layers=1))  # sets the budget back to 1
+    block_input = 2 * 32 * 64 * 4
+    rotations = 2 * 32 * 8 * 4
+    assert saved[0.0] == block_input + rotations
+    assert saved[0.0] < saved[0.5] < 0.7 * saved[1.0]
+    assert saved[1.0] > 8 * block_input
+
+
+def test_the_cache_s_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As asked; else the environment's; else the user's cache folder."""
+    variable = "TORCHINDUCTOR_CACHE_DIR"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(variable, "/environment")
+    _set_compile_cache("")
+    assert os.environ[variable] == "/environment"
+    monkeypatch.delenv(variable)
+    _set_compile_cache("")
+    assert os.environ[variable] == str(tmp_path / "titan" / "compile")
+    _set_compile_cache(str(tmp_path / "programs"))
+    assert os.environ[variable] == str(tmp_path / "programs")
+
+
+def test_a_restart_takes_its_programs_from_the_cache(tmp_path: Path) -> None:
+    settings = [
+        "--training.steps=2",
+        "--training.local_batch_size=1",
+        "--training.seq_len=32",
+        "--training.dataset=synthetic",
+        "--lr_scheduler.warmup_steps=0",
+        "--model.overrides.n_layers=2",
+        "--checkpoint.enable=false",
+        "--compile.enable=true",
+    ]
+    settings.append(f"--compile.cache_folder={tmp_path / 'programs'}")
+    lines, losses = [], []
+    for run in ("first", "second"):
+        out = tmp_path / run
+        job = ["train_configs/debug_model.toml", *settings, f"--job.dump_folder={out}"]
+        result = subprocess.run(
+            [sys.executable, "-m", "titan.train", *job],
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert result.returncode == 0, result.stderr
+        lines.append(re.search(r"compiled 2 blocks and the loss: .*", result.stdout))
+        rows = (out / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(row)["loss"] for row in rows])
+    first, second = (line.group() if line else "" for line in lines)
+    assert re.search(r": 3 programs, \d+\.\d s$", first), first
+    assert re.search(r"3 from the cache$", second), second
+    assert any((tmp_path / "programs").iterdir())
+    assert losses[0] == losses[1]

@@ -1,0 +1,149 @@
+"""Writing one checkpoint: it is whole, or it does not exist.
+
+    .saving-N/            a name that no finder takes for a step
+      __0_0.distcp ...    each rank writes and hashes its tensors, and makes the files durable
+      .metadata           rank 0: which tensor lies where
+      titan.json          rank 0: step, tokens, data position, config
+      manifest.json       rank 0, when it has the hashes of all ranks: what each file must be
+    step-N/               by one rename, made durable; only now are older steps deleted
+
+No rank reads, or relies on seeing, another's files. Where there is no atomic rename (object stores), files go to step-N/ itself,
+and the manifest, written last, is the commit: a remote step without one does not exist.
+
+If anything fails on any rank, every rank gets SaveFailed, what was written is removed, and older steps are as they were.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from titan.checkpoint import SaveFailed
+from titan.checkpoint.files import Location, die_at, files_of, join
+from titan.checkpoint.manifest import NAME as MANIFEST
+from titan.checkpoint.manifest import HashingStream, write_manifest
+from titan.checkpoint.tensors import State, Writer, reason
+
+T = TypeVar("T")
+TITAN_JSON = "titan.json"
+# Ranks wait for the slowest disk. A rank that dies is noticed at once, whatever the limit.
+TIMEOUT = timedelta(minutes=30)
+
+
+class Ranks:
+    """The ranks that save and load together, in a gloo group of their own: a save in the background must not share the
+    training's groups, whose collectives would then be called from two threads. Made on all ranks together."""
+
+    def __init__(self) -> None:
+        self.size = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank = dist.get_rank() if self.size > 1 else 0
+        self.group: Any = dist.new_group(backend="gloo", timeout=TIMEOUT) if self.size > 1 else None
+
+    def gather(self, value: T) -> list[T]:
+        """Everyone's values, on every rank."""
+        values: list[Any] = [value] * self.size
+        if self.group is not None:
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def together(self, work: Callable[[], T]) -> list[T]:
+        """Everyone's results. If it failed on any rank, SaveFailed on all of them."""
+        failure, result = "", None
+        try:
+            result = work()
+        except Exception as error:
+            failure = f"rank {self.rank}: {reason(error)}"
+        outcomes = self.gather((failure, result))
+        if failures := [failure for failure, _ in outcomes if failure]:
+            raise SaveFailed(failures[0])
+        return [result for _, result in outcomes]  # pyright: ignore[reportReturnType]
+
+    def on_main(self, work: Callable[[], T]) -> T | None:
+        """Rank 0 alone does it, and all know how it went; rank 0's result, on rank 0."""
+        return self.together(lambda: work() if self.rank == 0 else None)[0]
+
+
+def write(
+    state: State, *, folder: Location, step: int, metadata: dict[str, Any], ranks: Ranks
+) -> Location:
+    """Write step N into a folder of checkpoints; all ranks call this together. Raises SaveFailed on all or none."""
+    files = files_of(folder)
+    final = join(folder, f"step-{step}")
+    target = join(folder, f".saving-{step}") if files.has_rename else final
+
+    def clear() -> None:
+        for name in files.names(folder):
+            if name.startswith((".saving-", ".removing-")):  # left by a crash
+                files.remove(join(folder, name))
+        if not files.has_rename:
+            remove(final)
+        files.make_folder(target)
+
+    def commit(entries: dict[str, Any]) -> None:
+        die_at("manifest", target)
+        write_manifest(target, entries, step=step)
+        if files.has_rename:
+            files.persist_folder(target)
+            die_at("rename", target)
+            hidden = join(folder, f".removing-{step}")
+            if files.exists(final):  # the run was taken back to an earlier step and got here again
+                files.rename(final, hidden)
+                die_at("replace", target)
+            files.rename(target, final)
+            die_at("renamed", final)
+            if files.exists(hidden):
+                files.remove(hidden)
+
+    try:
+        ranks.on_main(clear)
+        entries = _write_files(state, target, metadata, ranks)
+        ranks.on_main(lambda: commit(entries))
+    except (SaveFailed, dcp.CheckpointException) as error:
+        if ranks.rank == 0:
+            with suppress(OSError):
+                files.remove(target)
+        raise SaveFailed(f"step {step} could not be saved: {reason(error)}") from error
+    return final
+
+
+def _write_files(
+    state: State, target: Location, metadata: dict[str, Any], ranks: Ranks
+) -> dict[str, Any]:
+    """Everything but the manifest; entries of all ranks' files."""
+    die_at("data", target)
+    writer = Writer(target)
+    dcp.save(state, storage_writer=writer, process_group=ranks.group, no_dist=ranks.size == 1)
+    die_at("written", target)
+
+    def titan_json() -> dict[str, Any]:
+        files = files_of(target)
+        with files.open(join(target, TITAN_JSON), "wb") as stream:
+            hashing = HashingStream(stream)
+            hashing.write((json.dumps(metadata, indent=1) + "\n").encode())
+            files.persist(stream)
+        return {TITAN_JSON: hashing.entry()}
+
+    mine = ranks.together(lambda: writer.entries | (titan_json() if ranks.rank == 0 else {}))
+    return {name: entry for entries in mine for name, entry in entries.items()}
+
+
+def remove(step: Location) -> None:
+    """Delete a step; it stops existing at once, and half of one never has its name."""
+    files = files_of(step)
+    if isinstance(step, Path):
+        hidden = step.with_name(f".removing-{step.name}")
+        files.rename(step, hidden)
+        die_at("delete", step)
+        files.remove(hidden)
+    elif files.exists(step):
+        if files.exists(join(step, MANIFEST)):
+            files.remove(join(step, MANIFEST))
+        die_at("delete", step)
+        files.remove(step)

@@ -1,0 +1,129 @@
+"""Files of checkpoints: in a local or shared folder (a path), or anywhere fsspec reaches (a URL: s3://, gs://, memory://).
+
+Local files survive a power cut once `persist` has returned. Object stores have neither that nor an atomic rename, but what
+they hold is whole: an object appears when its stream is closed. No torch here: `titan verify` uses it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import IO, Any
+
+Location = str | Path  # of a folder: a path, or a URL, which has to stay a string
+
+
+def join(location: Location, name: str) -> Location:
+    return location / name if isinstance(location, Path) else f"{location.rstrip('/')}/{name}"
+
+
+def name_of(location: Location) -> str:
+    return str(location).rstrip("/").rsplit("/", 1)[-1]
+
+
+def as_location(text: str) -> Location:
+    return text if "://" in text else Path(text)
+
+
+def files_of(location: Location) -> Files:
+    return RemoteFiles(str(location)) if "://" in str(location) else Files()
+
+
+def die_at(point: str, location: Location) -> None:
+    """Tests end this process here, as the kernel or a power cut would: TITAN_KILL_SAVE=POINT:RANK:STEP."""
+    if wanted := os.environ.get("TITAN_KILL_SAVE"):
+        step = name_of(location).rsplit("-", 1)[-1]
+        if wanted == f"{point}:{os.environ.get('RANK', '0')}:{step}":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Files:
+    """A local or shared file system."""
+
+    has_rename = True
+
+    def open(self, location: Location, mode: str) -> IO[bytes]:
+        return Path(location).open(mode)
+
+    def exists(self, location: Location) -> bool:
+        return Path(location).exists()
+
+    def names(self, folder: Location) -> list[str]:
+        """What lies in a folder, sorted; nothing where there is none."""
+        return sorted(p.name for p in Path(folder).iterdir()) if Path(folder).is_dir() else []
+
+    def size(self, location: Location) -> int:
+        return Path(location).stat().st_size
+
+    def make_folder(self, folder: Location) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+
+    def remove(self, location: Location) -> None:
+        """A file, or a folder with all that is in it."""
+        path = Path(location)
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def rename(self, old: Location, new: Location) -> None:
+        """Atomic and, when this returns, durable."""
+        Path(old).rename(new)
+        self.persist_folder(Path(new).parent)
+
+    def persist(self, stream: IO[bytes]) -> None:
+        stream.flush()
+        os.fsync(stream.fileno())
+
+    def persist_folder(self, folder: Location) -> None:
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def write(self, location: Location, data: bytes) -> None:
+        with self.open(location, "wb") as stream:
+            stream.write(data)
+            self.persist(stream)
+
+
+class RemoteFiles(Files):
+    """Whatever fsspec knows by this URL's scheme."""
+
+    has_rename = False
+
+    def __init__(self, url: str) -> None:
+        import fsspec  # torch brings it; a scheme may need a package of its own, which its message names
+
+        self.system: Any = fsspec.core.url_to_fs(url)[0]
+        self.system.invalidate_cache()  # listings of another process's files
+
+    def open(self, location: Location, mode: str) -> IO[bytes]:
+        return self.system.open(str(location), mode)
+
+    def exists(self, location: Location) -> bool:
+        return self.system.exists(str(location))
+
+    def names(self, folder: Location) -> list[str]:
+        try:
+            return sorted(map(name_of, self.system.ls(str(folder), detail=False)))
+        except FileNotFoundError:
+            return []
+
+    def size(self, location: Location) -> int:
+        return self.system.size(str(location))
+
+    def make_folder(self, folder: Location) -> None:
+        self.system.makedirs(str(folder), exist_ok=True)
+
+    def remove(self, location: Location) -> None:
+        self.system.rm(str(location), recursive=True)
+
+    def rename(self, old: Location, new: Location) -> None:
+        self.system.mv(str(old), str(new))
+
+    def persist(self, stream: IO[bytes]) -> None:
+        """Closing the stream is all there is."""
+
+    def persist_folder(self, folder: Location) -> None:
+        """Nothing to do."""

@@ -1,0 +1,151 @@
+"""manifest.json: what a checkpoint's files must hold to the bit, and what is wrong with them if they do not.
+
+A file is hashed in blocks of 16 MiB (xxh3, 128 bits), while it is written: so the hash is of what was meant, not of what
+the disk gave back, and later a damaged block can be told from its neighbours, and blocks be shared out over ranks. The
+manifest holds a hash of itself, and only one spelling of it is accepted. It guards against accidents, not against people.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import IO, Any
+
+from xxhash import xxh3_128
+
+from titan.checkpoint.files import Location, files_of, join, name_of
+
+NAME = "manifest.json"
+BLOCK_BYTES = 16 * 2**20
+Entry = dict[str, Any]  # of a file: {"bytes": its size, "blocks": [a hash for each block]}
+
+
+@dataclass(frozen=True, order=True)
+class Damage:
+    """What is wrong with a file; with its bytes from `first` up to `last`, if that is known."""
+
+    file: str
+    reason: str
+    first: int = 0
+    last: int = 0
+
+    def __str__(self) -> str:
+        where = f" bytes {self.first:,} to {self.last - 1:,}" if self.last else ""
+        return f"{self.file}:{where} {self.reason}"
+
+
+class HashingStream:
+    """Writes to a stream and hashes what it writes."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream, self._hash = stream, xxh3_128()
+        self._bytes, self._blocks = 0, []
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self._stream.write(view)
+        rest = view
+        while len(rest):
+            room = BLOCK_BYTES - self._bytes % BLOCK_BYTES
+            part, rest = rest[:room], rest[room:]
+            self._hash.update(part)
+            self._bytes += len(part)
+            if self._bytes % BLOCK_BYTES == 0:
+                self._end_block()
+        return len(view)
+
+    def tell(self) -> int:
+        return self._bytes
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Whoever opened the stream underneath closes it."""
+
+    def entry(self) -> Entry:
+        """After the last write."""
+        if self._bytes % BLOCK_BYTES:
+            self._end_block()
+        return {"bytes": self._bytes, "blocks": self._blocks}
+
+    def _end_block(self) -> None:
+        self._blocks.append(self._hash.hexdigest())
+        self._hash.reset()
+
+
+def render(content: dict[str, Any]) -> bytes:
+    """A manifest's bytes; `content` without its hash."""
+    body = {name: value for name, value in content.items() if name != "hash"}
+    digest = xxh3_128(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    return (json.dumps(body | {"hash": digest}, indent=1, sort_keys=True) + "\n").encode()
+
+
+def write_manifest(folder: Location, entries: dict[str, Entry], *, step: int) -> None:
+    content = {"format": 1, "step": step, "block_bytes": BLOCK_BYTES, "files": entries}
+    files_of(folder).write(join(folder, NAME), render(content))
+
+
+def find_damage(folder: Location, *, part: int = 0, parts: int = 1) -> list[Damage]:
+    """What is wrong with a checkpoint; of its blocks, looks only at each `parts`-th, so that ranks share the work."""
+    files = files_of(folder)
+    try:
+        with files.open(join(folder, NAME), "rb") as stream:
+            text = stream.read()
+    except OSError as error:
+        return [Damage(NAME, f"cannot be read ({error.strerror or 'it is missing'})")]
+    try:
+        content = json.loads(text)
+        if render(content) != text:
+            raise ValueError
+        entries: dict[str, Entry] = content["files"]
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return [Damage(NAME, "is not what was saved")]
+    name = name_of(folder)
+    if name.startswith("step-") and name != f"step-{content['step']}":
+        return [Damage(NAME, f"belongs to step {content['step']}")]
+    found, number = [], 0
+    for file in sorted(entries):
+        blocks = entries[file]["blocks"] or [None]  # an empty file still has a size
+        mine = [i for i in range(len(blocks)) if (number + i) % parts == part]
+        number += len(blocks)
+        if mine:
+            found += _check_file(join(folder, file), file, entries[file], mine)
+    return found
+
+
+def _check_file(
+    location: Location, file: str, entry: Entry, blocks: list[int]
+) -> Iterator[Damage] | list[Damage]:
+    files, expected = files_of(location), entry["bytes"]
+    try:
+        size = files.size(location)
+        if size != expected:
+            return [Damage(file, f"has {size:,} bytes, not the {expected:,} that were saved")]
+        with files.open(location, "rb") as stream:
+            return list(_check_blocks(stream, file, entry, blocks))
+    except OSError as error:
+        return [Damage(file, f"cannot be read ({error.strerror or 'it is missing'})")]
+
+
+def _check_blocks(
+    stream: IO[bytes], file: str, entry: Entry, blocks: list[int]
+) -> Iterator[Damage]:
+    for number in blocks if entry["blocks"] else []:
+        first = number * BLOCK_BYTES
+        stream.seek(first)
+        data = stream.read(BLOCK_BYTES)
+        if xxh3_128(data).hexdigest() != entry["blocks"][number]:
+            last = min(first + BLOCK_BYTES, entry["bytes"])
+            yield Damage(file, "are not what was saved", first, last)
+
+
+def describe(damages: Iterable[Damage]) -> str:
+    """In a line."""
+    texts = list(dict.fromkeys(map(str, sorted(damages))))
+    return "; ".join(texts[:3]) + (f"; and {len(texts) - 3} more" if len(texts) > 3 else "")
+
+
+def as_json(damages: Iterable[Damage]) -> list[dict[str, Any]]:
+    return [asdict(damage) for damage in sorted(damages)]

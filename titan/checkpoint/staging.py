@@ -1,0 +1,90 @@
+"""A copy of the state in host memory, which is written while training goes on.
+
+    async                   copied at once, into fresh memory
+    async_with_pinned_mem   copied while the next step's forward and backward passes run, into buffers that are kept from
+                            save to save, pinned where there is an accelerator
+
+In the second, whoever changes the state next has to wait for the copy: a hook before the optimizer's step does. On an accelerator
+it makes the stream wait, not the host; on a CPU the copying is the writer's thread's work.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from titan.checkpoint.tensors import State
+
+
+class Staging:
+    """Makes the copies of one rank; there is one at a time."""
+
+    def __init__(self, *, overlap: bool) -> None:
+        self._overlap = overlap
+        self._buffers: State = {}
+        self._pending: Callable[[], object] | None = None
+
+    def begin(self, state: State) -> Callable[[], State]:
+        """Copy `state`, or begin to; the result, called on the writer's thread, gives the finished copy."""
+        copies = {name: self._buffer(name, value) for name, value in state.items()}
+        if not self._overlap:
+            _copy(state, copies)
+            return lambda: copies
+        self._buffers = copies
+        devices = {value.device for value in state.values()} - {torch.device("cpu")}
+        if devices:
+            return self._on_stream(state, copies, devices.pop())
+        copied = threading.Event()
+        self._pending = copied.wait
+
+        def finish() -> State:
+            try:
+                _copy(state, copies)
+            finally:
+                copied.set()
+            return copies
+
+        return finish
+
+    def before_update(self, *_: Any) -> None:
+        """Training is about to change the state: not before it is copied. A hook for optimizers."""
+        if self._pending is not None:
+            self._pending()
+            self._pending = None
+
+    def _on_stream(self, state: State, copies: State, device: torch.device) -> Callable[[], State]:
+        module = torch.get_device_module(device)
+        stream, training = module.Stream(device), module.current_stream(device)
+        stream.wait_stream(training)
+        with module.stream(stream):
+            _copy(state, copies)
+        copied = stream.record_event()
+        self._pending = lambda: module.current_stream(device).wait_event(copied)
+
+        def finish() -> State:
+            copied.synchronize()
+            return copies
+
+        return finish
+
+    def _buffer(self, name: str, value: Tensor) -> Tensor:
+        old = self._buffers.get(name)
+        if old is not None and (old.shape, old.dtype) == (value.shape, value.dtype):
+            return old
+        pinned = self._overlap and value.device.type != "cpu"
+        return torch.empty_like(value, device="cpu", pin_memory=pinned)
+
+
+@torch.no_grad()
+def _copy(state: State, copies: State) -> None:
+    for name, value in state.items():
+        _local(copies[name]).copy_(_local(value), non_blocking=True)
+
+
+def _local(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value

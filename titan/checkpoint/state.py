@@ -1,0 +1,120 @@
+"""What a checkpoint holds: a flat dictionary of tensors, whose names do not depend on the layout.
+
+    model.<parameter>                 weights
+    optimizer.<parameter>.<state>     moments and step counts
+    rng.rank-<r>.<generator>          random states, of each rank
+
+DCP stores the shards and puts them together again under any other layout. Only tensors are given to it, since it
+would write anything else as a pickle; what is not a tensor is in titan.json beside them.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from titan.checkpoint.files import Location
+from titan.checkpoint.tensors import State, load, stored_shapes
+from titan.optim.optimizers import allocate_state
+from titan.parallel.float8 import plain
+from titan.parallel.weights import canonical_name
+
+
+def model_state(parts: Sequence[nn.Module]) -> State:
+    """Weights of a model, or of its pipeline stages on this rank, under their plain names; a shared parameter (tied
+    embeddings) appears once."""
+    state: State = {}
+    seen: set[int] = set()
+    for part in parts:
+        for name, tensor in part.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                state[f"model.{canonical_name(name)}"] = plain(tensor.detach())
+    return state
+
+
+def _named_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    return {canonical_name(name): p for part in parts for name, p in part.named_parameters()}
+
+
+def optimizer_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> State:
+    """The optimizer's tensors, named by the parameter they belong to."""
+    state: State = {}
+    for name, parameter in _named_parameters(parts).items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                state[f"optimizer.{name}.{key}"] = value
+    return state
+
+
+def empty_optimizer_state(
+    path: Location, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer
+) -> State:
+    """Allocate the optimizer's state, laid out like the parameters, to be loaded into: what the optimizer wants to have,
+    or of one that is not ours, what the checkpoint holds."""
+    if allocate_state(optimizer):
+        return optimizer_state(parts, optimizer)
+    stored = stored_shapes(path)
+    parameters = _named_parameters(parts)
+    for full_key, (shape, dtype) in stored.items():
+        if not full_key.startswith("optimizer."):
+            continue
+        name, key = full_key.removeprefix("optimizer.").rsplit(".", 1)
+        parameter = parameters.get(name)
+        if parameter is None:  # of another pipeline stage
+            continue
+        if shape == parameter.shape:
+            value = torch.empty_like(plain(parameter), dtype=dtype, requires_grad=False)
+        else:  # a step count, the same on every rank
+            value = torch.empty(shape, dtype=dtype, device=_step_device(parameter, optimizer))
+        optimizer.state[parameter][key] = value
+    return optimizer_state(parts, optimizer)
+
+
+def _step_device(parameter: Tensor, optimizer: torch.optim.Optimizer) -> torch.device:
+    """Where torch's optimizers keep scalars: with the parameter if fused or capturable, else on the host."""
+    group = optimizer.param_groups[0]
+    on_device = group.get("fused") or group.get("capturable")
+    return parameter.device if on_device else torch.device("cpu")
+
+
+def rng_state(rank: int, device: torch.device) -> State:
+    """Random states of this rank: torch's, on the host and on the device, Python's and numpy's."""
+    kind, numbers, *_, pos, has_gauss, cached = np.random.get_state(legacy=True)
+    states = {
+        "cpu": torch.get_rng_state(),
+        "python": _to_bytes(random.getstate()),
+        "numpy": _to_bytes([kind, numbers.tolist(), pos, has_gauss, cached]),  # pyright: ignore
+    }
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state()
+    return {f"rng.rank-{rank}.{name}": value for name, value in states.items()}
+
+
+def load_rng_state(path: Location, rank: int, device: torch.device) -> None:
+    """Restore them; a rank that the saving run did not have keeps its seed. All ranks call this together."""
+    stored = stored_shapes(path)
+    names = [name for name in rng_state(rank, device) if name in stored]
+    state = {name: torch.empty(stored[name][0], dtype=stored[name][1]) for name in names}
+    load(path, state)
+    for name, value in state.items():
+        generator = name.rsplit(".", 1)[1]
+        if generator == "python":
+            version, numbers, gauss = json.loads(bytes(value.tolist()))
+            random.setstate((version, tuple(numbers), gauss))
+        elif generator == "numpy":
+            kind, numbers, *rest = json.loads(bytes(value.tolist()))
+            np.random.set_state((kind, np.array(numbers, dtype=np.uint32), *rest))
+        else:
+            module = torch if generator == "cpu" else torch.get_device_module(generator)
+            module.set_rng_state(value)
+
+
+def _to_bytes(value: object) -> Tensor:
+    """As JSON: loading it runs nothing."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)

@@ -1,0 +1,146 @@
+"""Tensors in and out of a checkpoint's folder: DCP's reader and writer, on our files.
+
+What the writer writes is hashed on its way; what the reader reads as metadata goes through safe.py.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata
+
+from titan.checkpoint import CheckpointError, safe
+from titan.checkpoint.files import Location, die_at, files_of, join, name_of
+from titan.checkpoint.manifest import Entry, HashingStream
+
+State = dict[str, Tensor]
+METADATA = ".metadata"
+# That a single process saves and loads alone is no news. For good: a background thread cannot do so for a moment.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+
+class _Folder(FileSystem):
+    """DCP's view of one folder. Paths are strings, since a Path would spoil a URL."""
+
+    def __init__(self, location: Location) -> None:
+        self.location, self.files = location, files_of(location)
+        self.entries: dict[str, Entry] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
+        # The metadata needs no temporary name of its own: nothing in this folder counts before its manifest.
+        name = name_of(os.fspath(path)).removesuffix(".tmp")
+        with self.files.open(join(self.location, name), mode) as stream:
+            if mode == "rb":
+                yield stream
+                return
+            hashing = HashingStream(stream)
+            yield hashing
+            die_at("unsynced", self.location)
+            self.files.persist(stream)
+            self.entries[name] = hashing.entry()
+
+    def concat_path(self, path: str | os.PathLike, suffix: str) -> str:
+        return f"{path}/{suffix}"
+
+    def init_path(self, path: str | os.PathLike) -> str:
+        return str(path)
+
+    def mkdir(self, path: str | os.PathLike) -> None:
+        self.files.make_folder(self.location)
+
+    def exists(self, path: str | os.PathLike) -> bool:
+        return False  # the folder is fresh
+
+    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+        """See create_stream."""
+
+
+class Writer(dcp.FileSystemWriter):
+    """Writes into a fresh folder; `entries` are then the manifest's, of the files that this rank has written."""
+
+    def __init__(self, location: Location) -> None:
+        super().__init__(str(location), sync_files=False)  # ours are, as they are closed
+        self.fs = self.folder = _Folder(location)
+        self.path = str(location)
+
+    @property
+    def entries(self) -> dict[str, Entry]:
+        return self.folder.entries
+
+
+class Reader(dcp.FileSystemReader):
+    """Reads tensors, and never runs what a file says."""
+
+    def __init__(self, location: Location) -> None:
+        super().__init__(str(location))
+        self.fs = self.folder = _Folder(location)
+        self.path = str(location)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return read_metadata(self.folder.location)
+
+
+def read_metadata(location: Location) -> Metadata:
+    """DCP's metadata of a checkpoint."""
+    path = join(location, METADATA)
+    try:
+        with files_of(location).open(path, "rb") as stream:
+            return safe.read_metadata(stream, name=str(path))
+    except OSError as error:
+        raise CheckpointError(f"{location} is not a checkpoint: {error}") from error
+
+
+def stored_shapes(location: Location) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shape and dtype of every tensor in a checkpoint."""
+    metadata: Any = read_metadata(location).state_dict_metadata
+    return {name: (entry.size, entry.properties.dtype) for name, entry in metadata.items()}
+
+
+def load(location: Location, state: State) -> None:
+    """Fill the tensors of `state`, whatever their layout, from a checkpoint; all ranks call this together.
+
+    Raises CheckpointError naming the tensors that are missing or have another shape, or saying why files are refused.
+    """
+    stored = stored_shapes(location)
+    missing = [name for name in state if name not in stored]
+    if missing:
+        raise CheckpointError(
+            f"{location} lacks {_some(missing)}: saved from another model or optimizer?"
+        )
+    other = [
+        f"{k} {tuple(stored[k][0])} (wanted {tuple(v.shape)})"
+        for k, v in state.items()
+        if stored[k][0] != v.shape
+    ]
+    if other:
+        raise CheckpointError(
+            f"{location} holds other shapes: {_some(other)}: saved from another model?"
+        )
+    try:
+        dcp.load(state, storage_reader=Reader(location), no_dist=not dist.is_initialized())
+    except dcp.CheckpointException as error:  # a BaseException
+        raise CheckpointError(f"{location} cannot be read: {reason(error)}") from error
+
+
+def reason(error: BaseException) -> str:
+    """Why it failed, in a line; of DCP's exception, the first rank's own reason."""
+    if isinstance(error, dcp.CheckpointException) and error.failures:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        return f"rank {rank}: {reason(cause)}"
+    text = str(error).strip().splitlines()
+    return text[0] if text else type(error).__name__
+
+
+def _some(names: list[str]) -> str:
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + rest

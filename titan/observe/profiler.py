@@ -1,0 +1,157 @@
+"""Recording: traces of torch's profiler and snapshots of the CUDA allocator, every profile_freq steps.
+
+    step        1 ............. 6 | 7  8  9 | 10    profile_freq 10, profiler_warmup 3, profiler_active 1
+    profiler    off               | warm-up | recorded, then <run>/traces/step-10/rank-R.json.gz
+
+While steps are recorded, each block, each of its children and what lies around the blocks runs in a range of its name
+(a compiled block as a whole); titan.program names loss and clipping, torch the optimizer. The backward pass needs no
+ranges, the profiler links its operators to the forward ones. Between traces nothing of this is there. `titan profile`
+(trace_report.py) reads a trace.
+
+A trace begins with the device idle, so that its step has all of its own work and none of another's.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerAction, ProfilerActivity, profile
+
+from titan.config.sections import ProfilingSection
+from titan.observe.trace import MODULE
+from titan.parallel.shims import dump_memory_history, enclose_calls, record_memory_history
+from titan.parallel.weights import canonical_name
+
+# A block, a child of one, a module beside the blocks.
+_NAMED = re.compile(r"layers\.\w+(\.\w+)?|(?!layers$)\w+")
+_MAX_ALLOCATIONS = 100_000  # newest ones in a snapshot; TorchTitan's number
+
+
+class Profiler:
+    """Call `begin` and `end` around each step. `say` prints a line; `parts` is the model, or this rank's stages of it."""
+
+    def __init__(
+        self,
+        section: ProfilingSection,
+        *,
+        run_dir: Path,
+        rank: int,
+        device: torch.device,
+        parts: Iterable[nn.Module],
+        say: Callable[[str], None],
+    ) -> None:
+        self._section, self._rank, self._device, self._say = section, rank, device, say
+        self._traces_dir = run_dir / section.save_traces_folder
+        self._snapshots_dir = run_dir / section.save_memory_snapshot_folder
+        self._parts, self._step = list(parts), 0
+        self._ranges: list[Callable[[], None]] = []  # each takes a module's range away
+        self._profile: profile | None = None  # each trace has one of its own
+        self._snapshots = section.enable_memory_snapshot and device.type == "cuda"
+        if self._snapshots:
+            record_memory_history(_MAX_ALLOCATIONS)
+        elif section.enable_memory_snapshot:
+            say(f"no memory snapshots: they are the CUDA allocator's, and this is a {device.type}")
+
+    def begin(self, step: int) -> None:
+        """Step 1, 2, ... begins: warm up or record, if it is time to."""
+        self._step = step
+        action = self._action(step)
+        if not self._section.enable_profiling or action is ProfilerAction.NONE:
+            return
+        if action is not ProfilerAction.WARMUP and not self._ranges:
+            if self._device.type != "cpu":
+                torch.accelerator.synchronize()
+            self._ranges = name_modules(self._parts)
+        if self._profile is None:
+            self._profile = self._make_profile(step)
+            self._profile.start()
+        else:
+            self._profile.step()
+
+    def end(self) -> None:
+        """The step is done: write what is due."""
+        if self._step % self._section.profile_freq:
+            return
+        if self._profile is not None:
+            self._profile.step()  # which writes the trace
+            self.close()
+        if self._snapshots:
+            self._write_snapshot(f"step-{self._step}")
+
+    def out_of_memory(self) -> None:
+        """Write what the allocator held when it failed, whichever step it was."""
+        if self._snapshots:
+            self._write_snapshot(f"step-{self._step}-out-of-memory")
+
+    def close(self) -> None:
+        """End recording. A trace that is not complete is not written."""
+        for remove in self._ranges:
+            remove()
+        self._ranges = []
+        if self._profile is not None:
+            self._profile.on_trace_ready = None
+            self._profile.stop()
+            self._profile = None
+
+    def _make_profile(self, first: int) -> profile:
+        """A profiler for steps `first` to the next multiple of profile_freq."""
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it prints a line at each start and stop
+        activities = [ProfilerActivity.CPU]
+        if self._device.type in ("cuda", "xpu"):
+            activities.append(getattr(ProfilerActivity, self._device.type.upper()))
+        last = first + -first % self._section.profile_freq
+        return profile(
+            activities=activities,
+            schedule=lambda n: (
+                self._action(first + n) if first + n <= last else ProfilerAction.NONE
+            ),
+            on_trace_ready=self._write_trace,
+        )
+
+    def _action(self, step: int) -> ProfilerAction:
+        """What the profiler does in a step, which counts from 1."""
+        section = self._section
+        left = -step % section.profile_freq  # steps until the trace is written
+        if left == 0:
+            return ProfilerAction.RECORD_AND_SAVE
+        if left < section.profiler_active:
+            return ProfilerAction.RECORD
+        if left < section.profiler_active + section.profiler_warmup:
+            return ProfilerAction.WARMUP
+        return ProfilerAction.NONE
+
+    def _write_trace(self, recording: profile) -> None:
+        path = self._traces_dir / f"step-{self._step}" / f"rank-{self._rank}.json.gz"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        recording.export_chrome_trace(str(path))
+        self._say(f"wrote {path}: see `titan profile`")
+
+    def _write_snapshot(self, folder: str) -> None:
+        path = self._snapshots_dir / folder / f"rank-{self._rank}.pickle"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        dump_memory_history(path)
+        self._say(f"wrote {path}; drop it on https://pytorch.org/memory_viz")
+
+
+def name_modules(parts: Iterable[nn.Module]) -> list[Callable[[], None]]:
+    """Give each block, the children of blocks, and the modules around the blocks a range; returns what takes each away.
+
+    Nothing inside a compiled block has one: what is compiled must not change.
+    """
+    undo = []
+    for part in parts:
+        compiled: list[str] = []
+        for wrapped_name, module in part.named_modules():
+            name = canonical_name(wrapped_name + ".")[:-1]
+            if not _NAMED.fullmatch(name) or wrapped_name.startswith(tuple(compiled)):
+                continue
+            is_compiled, remove = enclose_calls(module, name=MODULE + name)
+            undo.append(remove)
+            if is_compiled:
+                compiled.append(wrapped_name + ".")
+    return undo

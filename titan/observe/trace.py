@@ -1,0 +1,240 @@
+"""Reading a trace of torch's profiler: what a step's time went to, by kind of work and by module.
+
+    intervals   what the hardware did from when to when: kernels of a GPU's streams; on a CPU each operator's self time,
+                which is the time it was the innermost event of its thread
+    place       the module whose range (profiler.py) encloses the operator, or for a kernel the operator that launched
+                it; a backward operator belongs to the forward one that the profiler links it to
+    sweep       at each instant the step's time goes to the work under way, in even shares; to communication only where
+                there is no work (exposed); to the host where there is neither. So the parts add up to the step
+
+Knows no torch, so that it answers at once. Integers are nanoseconds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, NamedTuple
+
+from titan.observe.trace_kinds import (
+    COMMUNICATION,
+    HOST,
+    PARTS,
+    kind_of_kernel,
+    kind_of_operator,
+    surroundings,
+)
+
+MODULE = "titan: "  # a module's range is called so, and then by the module's name
+ELSEWHERE = "(elsewhere)"
+PHASES = ("forward", "recompute", "backward")
+_NODE = "autograd::engine::evaluate_function"
+_KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
+_ON_HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
+
+
+@dataclass(slots=True, eq=False)
+class Event:
+    """An event of a host thread, and its place. phase: of PHASES, or "" outside forward and backward."""
+
+    name: str
+    is_operator: bool
+    thread: Any
+    begin: int
+    end: int
+    parent: Event | None = None
+    module: str = ""
+    phase: str = ""
+    within: frozenset[str] = frozenset()
+
+
+class Interval(NamedTuple):
+    """Something was at work for one of PARTS, at the place of `event`."""
+
+    begin: int
+    end: int
+    part: str
+    event: Event
+
+
+@dataclass
+class Report:
+    """Seconds of one step, the mean of num_steps. parts_s adds up to step_s, and so do the totals of modules_s.
+
+    communication_hidden_s: behind work, so in no part. calls: kernels or operators of a step. modules_s: by module in
+    the order of the forward pass, then by PHASES and "total".
+    """
+
+    device: str
+    num_steps: int
+    step_s: float
+    parts_s: dict[str, float]
+    communication_hidden_s: float
+    calls: dict[str, float]
+    modules_s: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+def analyse(raw: list[dict[str, Any]]) -> Report:
+    """The report of a trace's events, as chrome's format has them."""
+    events, by_correlation = _host_events(raw)
+    self_times = _nest(events)
+    _find_places(events, links=_links(raw, events))
+    nowhere = Event("", False, None, 0, 0)
+    intervals = [
+        Interval(*_span(kernel), kind_of_kernel(kernel["name"], launch.within), launch)
+        for kernel in raw
+        if kernel["cat"] in _KERNELS
+        for launch in [by_correlation.get(kernel.get("args", {}).get("correlation"), nowhere)]
+    ]
+    is_gpu = bool(intervals)
+    calls = Counter(interval.part for interval in intervals)
+    if not is_gpu:
+        parts = {e: kind_of_operator(e.name, e.within, is_operator=e.is_operator) for e in events}
+        outer = [e for e in events if e.parent is None or COMMUNICATION not in e.parent.within]
+        calls = Counter(parts[e] for e in outer)  # a step of a collective is no call of its own
+        intervals = [Interval(start, stop, parts[e], e) for e, start, stop in self_times]
+    steps = [event for event in events if event.name.startswith("ProfilerStep#")]
+    begin, end = min(e.begin for e in steps or events), max(e.end for e in steps or events)
+    if is_gpu:  # the device finishes after the host
+        end = max(end, *(interval.end for interval in intervals))
+    times, hidden = _sweep(intervals, begin, end)
+    num_steps = len(steps) or 1
+    scale = 1e-9 / num_steps
+    report = Report(
+        device="gpu" if is_gpu else "cpu",
+        num_steps=num_steps,
+        step_s=(end - begin) * scale,
+        parts_s=dict.fromkeys(PARTS, 0.0),
+        communication_hidden_s=hidden * scale,
+        calls={part: calls[part] / num_steps for part in PARTS if part != HOST},
+        modules_s={
+            name: dict.fromkeys([*PHASES, "total"], 0.0)
+            for name in dict.fromkeys([*(e.module for e in events if e.module), ELSEWHERE])
+        },
+    )
+    for (part, module, phase), time in times.items():
+        report.parts_s[part] += time * scale
+        for column in filter(None, (phase, "total")):
+            report.modules_s[module or ELSEWHERE][column] += time * scale
+    return report
+
+
+def _span(record: dict[str, Any]) -> tuple[int, int]:
+    begin = round(record["ts"] * 1000)
+    return begin, begin + round(record.get("dur", 0) * 1000)
+
+
+def _host_events(raw: list[dict[str, Any]]) -> tuple[list[Event], dict[int, Event]]:
+    """Events of the host's threads by beginning, outer ones first; and launches by correlation id."""
+    events, by_correlation = [], {}
+    for record in raw:
+        if record["ph"] == "X" and record["cat"] in _ON_HOST:
+            thread = (record["pid"], record["tid"])
+            event = Event(record["name"], record["cat"] == "cpu_op", thread, *_span(record))
+            events.append(event)
+            if "correlation" in record.get("args", {}):
+                by_correlation[record["args"]["correlation"]] = event
+    return sorted(events, key=lambda event: (event.begin, -event.end)), by_correlation
+
+
+def _nest(events: list[Event]) -> list[tuple[Event, int, int]]:
+    """Set each event's parent; returns the stretches in which an event was the innermost of its thread."""
+    stretches = []
+    stacks: defaultdict[Any, list[Event]] = defaultdict(list)
+    since: dict[Any, int] = {}  # up to where a thread's time is given away
+
+    def advance(thread: Any, to: int) -> None:
+        stack = stacks[thread]
+        while stack and since[thread] < to:
+            event = stack[-1]
+            until = min(event.end, to)
+            if until > since[thread]:
+                stretches.append((event, since[thread], until))
+                since[thread] = until
+            if event.end <= to:
+                stack.pop()
+
+    for event in events:
+        advance(event.thread, event.begin)
+        stack = stacks[event.thread]
+        event.parent = stack[-1] if stack else None
+        stack.append(event)
+        since[event.thread] = event.begin
+    for thread, stack in stacks.items():
+        advance(thread, max(event.end for event in stack))
+    return stretches
+
+
+def _links(raw: list[dict[str, Any]], events: list[Event]) -> dict[Event, Event]:
+    """Backward node to the forward operator that made it, by the profiler's flow events."""
+    # Of several that begin together the innermost, which comes last.
+    at = {(event.thread, event.begin): event for event in events if event.is_operator}
+    forward, links = {}, {}
+    flows = [record for record in raw if record["cat"] == "fwdbwd"]
+    for record in sorted(flows, key=lambda record: record["ph"], reverse=True):  # "s", then "f"
+        event = at.get(((record["pid"], record["tid"]), _span(record)[0]))
+        if record["ph"] == "s":
+            forward[record["id"]] = event
+        elif event is not None and (source := forward.get(record["id"])) is not None:
+            is_inner = event.parent is not None and event.parent.name.startswith(_NODE)
+            links[event.parent if is_inner else event] = source
+    return links
+
+
+def _find_places(events: list[Event], *, links: dict[Event, Event]) -> None:
+    """Set module, phase and surroundings of each event. Parents come before children, forward before backward."""
+    newest: dict[Any, str] = {}  # module of each thread's last backward node
+    for event in events:
+        if event.parent is not None:
+            event.module, event.phase = event.parent.module, event.parent.phase
+            event.within = event.parent.within
+        if kind := surroundings(event.name, is_operator=event.is_operator):
+            event.within |= {kind}
+        if event.name.startswith(MODULE):
+            event.module = event.name.removeprefix(MODULE)
+            # A module that runs within the backward pass is recomputed (activation checkpointing).
+            event.phase = "recompute" if event.phase in ("backward", "recompute") else "forward"
+        elif event.name.startswith("Optimizer."):
+            event.module, event.phase = "optimizer", ""
+        elif event in links or event.name.startswith(_NODE):
+            event.phase = "backward"
+            # What is linked to nothing adds up a gradient that the node before has made.
+            source = links.get(event)
+            event.module = source.module if source else newest.get(event.thread, event.module)
+            newest[event.thread] = event.module
+
+
+def _sweep(
+    intervals: list[Interval], begin: int, end: int
+) -> tuple[dict[tuple[str, str, str], float], int]:
+    """Time of (part, module, phase), which adds up to end - begin; and that of hidden communication."""
+    edges = []
+    for number, interval in enumerate(intervals):
+        start, stop = max(interval.begin, begin), min(interval.end, end)
+        if start < stop:
+            edges += [(start, number), (stop, number)]
+    times: defaultdict[tuple[str, str, str], float] = defaultdict(float)
+    work: dict[int, Interval] = {}
+    communication: dict[int, Interval] = {}
+    host: dict[int, Interval] = {}
+    now, hidden = begin, 0
+    for at, number in [*sorted(edges), (end, -1)]:
+        elapsed, now = at - now, at
+        if elapsed and work:
+            for one in work.values():
+                times[one.part, one.event.module, one.event.phase] += elapsed / len(work)
+            hidden += elapsed if communication else 0
+        elif elapsed:
+            # gloo's threads know no module, but the main thread waits for them in one.
+            there = chain(communication.values(), host.values())
+            module, phase = next(
+                ((i.event.module, i.event.phase) for i in there if i.event.module), ("", "")
+            )
+            times[COMMUNICATION if communication else HOST, module, phase] += elapsed
+        if number >= 0:
+            interval = intervals[number]
+            active = {COMMUNICATION: communication, HOST: host}.get(interval.part, work)
+            if active.pop(number, None) is None:  # its first edge
+                active[number] = interval
+    return dict(times), hidden

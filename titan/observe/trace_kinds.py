@@ -1,0 +1,81 @@
+"""What a kernel or an operator in a trace is: matrix product, attention, elementwise, copy, optimizer, communication, host.
+
+Told by names, since a trace has nothing else: torch's operators, and the kernels of cuBLAS, CUTLASS, cuDNN, FlashAttention,
+Triton and NCCL. What no rule knows is elementwise, the kind with the most names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Set
+
+COMMUNICATION, HOST = "communication_exposed", "host_idle"
+PARTS = {
+    "matmul": "matrix products",
+    "attention": "attention",
+    "elementwise": "elementwise, norms, casts, reductions",
+    "copies": "copies, memory",
+    "optimizer": "optimizer",
+    COMMUNICATION: "communication, exposed",
+    HOST: "host, idle",
+}
+
+_ATTENTION = re.compile(r"attention|scaled_?dot_?product|sdpa|fmha|flash", re.I)
+_COMMUNICATION = re.compile(r"nccl|^gloo:|c10d|symm_mem|multimem|(one|two)_shot", re.I)
+_GENERATED = re.compile(r"triton_(poi|red|per)_")  # inductor names loops after what it fused
+_GEMM = re.compile(r"gemm|gemv|nvjet|matmul|cutlass|xmma|splitk|_mm_|_mm\b|triton_tem_", re.I)
+_COPY = re.compile(r"mem(cpy|set)|copy|catarray|chunk_cat|fillfunctor|fill_kernel", re.I)
+_CAST = re.compile(r"float\d+\w*_copy_kernel")  # a change of dtype is a copy too, to torch
+
+_PRODUCT = re.compile(r"\w*mm(_\w+)?|mv|addmv|dot|\w*linear_(pointwise|unary|binary)|mkldnn_linear")
+_COPIES = re.compile(r"\w*copy_?(in|out)?_?|clone|(chunk_)?cat|stack|(fill|zero)_|repeat")
+# Views, allocation, and operators made of others: their own time is the host's bookkeeping.
+_BOOKKEEPING = re.compile(
+    r"as_strided|_?(unsafe_)?view(_as)?|_?reshape(_alias)?|transpose|t|numpy_T|movedim|permute|expand(_as)?|(un)?squeeze|"
+    r"select|slice|narrow|chunk|split(_with_sizes)?|(un)?flatten|unbind|detach|alias|lift_fresh|to|contiguous|result_type|"
+    r"resolve_(conj|neg)|linear|matmul|(new_)?(empty|zeros|ones|full)(_like|_strided)?|item|set_|resize_|record_stream"
+)
+
+
+def surroundings(name: str, *, is_operator: bool) -> str:
+    """What an event makes of everything within it: "optimizer", "attention", "cast", COMMUNICATION; "": nothing."""
+    if _COMMUNICATION.search(name):
+        return COMMUNICATION
+    if name.startswith("Optimizer."):
+        return "optimizer"
+    if is_operator and _ATTENTION.search(name):  # a module may be called so as well
+        return "attention"
+    return "cast" if name == "aten::_to_copy" else ""
+
+
+def kind_of_kernel(name: str, within: Set[str]) -> str:
+    """A key of PARTS. within: the surroundings of its launch."""
+    if _COMMUNICATION.search(name):
+        return COMMUNICATION
+    if "optimizer" in within:
+        return "optimizer"
+    if _GENERATED.match(name):
+        return "elementwise"
+    if "attention" in within or _ATTENTION.search(name):
+        return "attention"
+    if _COPY.search(name):
+        is_cast = _CAST.search(name) or ("cast" in within and not name.startswith("Mem"))
+        return "elementwise" if is_cast else "copies"
+    return "matmul" if _GEMM.search(name) else "elementwise"
+
+
+def kind_of_operator(name: str, within: Set[str], *, is_operator: bool) -> str:
+    """A key of PARTS, for its self time. within: its surroundings, its own included."""
+    if COMMUNICATION in within:
+        return COMMUNICATION
+    namespace, _, operator = name.rpartition("::")
+    computes = is_operator and namespace and "autograd" not in namespace
+    # The own time of inductor's graphs is that of its loops.
+    if not (computes or "CompiledFxGraph" in name) or _BOOKKEEPING.fullmatch(operator):
+        return HOST
+    for kind in ("optimizer", "attention"):
+        if kind in within:
+            return kind
+    if _PRODUCT.fullmatch(operator):
+        return "matmul"
+    return "copies" if _COPIES.fullmatch(operator) and "cast" not in within else "elementwise"

@@ -1,0 +1,184 @@
+"""Adam and AdamW that keep less between steps: moments in bf16 or 8 bits, weights in bf16.
+
+torch's fused kernel, the default, wants weights, gradients and moments in one precision. Here every update is
+computed in fp32, and what is kept is small:
+
+    bf16 moments          4 bytes a parameter rather than 8
+    8-bit moments         2 and a little (eightbit.py); vectors, and rows that make no blocks, keep fp32
+    stochastic rounding   bf16 weights with no fp32 master (rounding.py)
+
+Everything is done element by element on this rank's shard, and depends on the element's place in the whole
+parameter, not on the layout: one process and any mesh compute the same bits from the same gradients. That is why this is not
+torchao.optim, whose blocks run over a rank's shard and whose random numbers are the rank's own: replicas that
+hold different shards of something else would drift apart. tests/optim/test_small_states.py holds the two
+against each other where they should agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from titan.parallel.float8 import plain
+
+from .eightbit import block_size, dequantize, levels, quantize
+from .rounding import Dice, Throw, store
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class CompactAdam(torch.optim.Optimizer):
+    """state_dtype: of the moments; uint8 means 8 bits in blocks. decoupled: AdamW's weight decay, else Adam's.
+
+    dice: for each parameter that is rounded stochastically. compiled: one kernel per update, by torch.compile (a shape
+    changes nothing; the first step takes seconds); otherwise one kernel per operation.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Any],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        state_dtype: torch.dtype,
+        decoupled: bool = True,
+        dice: Mapping[Tensor, Dice] | None = None,
+        compiled: bool = False,
+    ) -> None:
+        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self.levels: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self.state_dtype, self.decoupled, self.dice = state_dtype, decoupled, dice or {}
+        self.compute = torch.compile(_compute, dynamic=True) if compiled else _compute
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+
+    def init_state(self, parameter: Tensor) -> None:
+        """Zeros, laid out like the parameter; plain tensors, so that a checkpoint needs to know nothing of them."""
+        state, parameter = self.state[parameter], plain(parameter)
+        state["step"] = torch.tensor(0.0)
+        for name in MOMENTS:
+            block = block_size(parameter.shape) if self.state_dtype == torch.uint8 else 0
+            if block:
+                state[f"{name}_codes"] = torch.zeros_like(parameter, dtype=torch.uint8)
+                state[f"{name}_scale"] = _zeros_of_blocks(parameter, block)
+            else:
+                exact = torch.float32 if self.state_dtype == torch.uint8 else self.state_dtype
+                state[name] = torch.zeros_like(parameter, dtype=exact)
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            self.init_state(parameter)
+        state["step"] += 1
+        step, (beta1, beta2) = state["step"].item(), group["betas"]  # a host tensor: nothing waits
+        decay = group["weight_decay"]
+        numbers = {
+            "lr": group["lr"] / (1 - beta1**step),
+            "correction": (1 - beta2**step) ** 0.5,
+            "eps": group["eps"],
+            "decay": group["lr"] * decay if self.decoupled else decay,
+            "exp_avg": 1 - beta1,
+            "exp_avg_sq": 1 - beta2,
+        }
+        dice = self.dice.get(parameter)
+        # Vectors are small, and would be compiled anew.
+        compute = self.compute if parameter.ndim > 1 else _compute
+        compute(
+            local(parameter),
+            local(parameter.grad),
+            {name: local(value) for name, value in state.items() if name != "step"},
+            # Tensors on the host, for numbers would be compiled in.
+            {name: torch.tensor(x, dtype=torch.float64) for name, x in numbers.items()},
+            decoupled=self.decoupled,
+            throw=None if dice is None else dice.throw(int(step)),
+            maps=self._maps(parameter.device),
+        )
+
+    def _maps(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        if self.state_dtype != torch.uint8:
+            return None
+        if device not in self.levels:
+            self.levels[device] = levels(device)
+        return self.levels[device]
+
+
+def _compute(
+    parameter: Tensor,
+    grad: Tensor,
+    state: dict[str, Tensor],
+    numbers: dict[str, Tensor],
+    *,
+    decoupled: bool,
+    throw: Throw | None,
+    maps: tuple[Tensor, Tensor] | None,
+) -> None:
+    """One update in fp32, of local tensors in place."""
+    x, grad = parameter.float(), grad.float()
+    if decoupled:
+        x = x - numbers["decay"] * x
+    else:
+        grad = grad + numbers["decay"] * x
+    targets = (grad, grad.square())
+    moments = []
+    for i, name in enumerate(MOMENTS):
+        before = _read(state, name, maps[i] if maps else None)
+        after = before + numbers[name] * (targets[i] - before)
+        _write(state, name, after, maps[i] if maps else None)
+        moments.append(after)
+    denominator = moments[1].sqrt() / numbers["correction"] + numbers["eps"]
+    store(parameter, x - numbers["lr"] * (moments[0] / denominator), throw)
+
+
+def _read(state: dict[str, Tensor], name: str, levels: Tensor | None) -> Tensor:
+    if name in state:
+        return state[name].float()
+    assert levels is not None
+    return dequantize(state[f"{name}_codes"], state[f"{name}_scale"], levels)
+
+
+def _write(state: dict[str, Tensor], name: str, value: Tensor, levels: Tensor | None) -> None:
+    if name in state:
+        state[name].copy_(value)
+        return
+    assert levels is not None
+    codes, scale = quantize(value, state[f"{name}_scale"].shape[-1], levels)
+    state[f"{name}_codes"].copy_(codes)
+    state[f"{name}_scale"].copy_(scale)
+
+
+def local(tensor: Tensor | None) -> Tensor:
+    """This rank's shard, sharing its memory (under no_grad)."""
+    assert tensor is not None
+    tensor = plain(tensor)
+    # Not a Parameter, whose shape torch.compile would take for a constant.
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _zeros_of_blocks(parameter: Tensor, block: int) -> Tensor:
+    """fp32 zeros with a number for each block of each row, laid out like the parameter."""
+    shape = (*parameter.shape[:-1], parameter.shape[-1] // block)
+    mine = local(parameter)
+    assert mine.shape[-1] % block == 0, "rules.py refuses tensor parallel degrees that cut a block"
+    zeros = torch.zeros(*mine.shape[:-1], mine.shape[-1] // block, device=mine.device)
+    if not isinstance(parameter, DTensor):
+        return zeros
+    strides = torch.empty(shape, device="meta").stride()
+    placed = DTensor.from_local(
+        zeros,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=strides,
+    )
+    return placed.to(parameter.device)  # of offloaded parameters, from_local takes it to the mesh's

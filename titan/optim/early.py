@@ -1,0 +1,53 @@
+"""The optimizer's step in the backward pass: each parameter is updated, and its gradient freed, as soon as it is there.
+
+So the gradients of the whole model never exist at once (LOMO, arXiv:2306.09782): with FSDP those of one block do. What
+it costs: the global norm is known only when every update is made, so that nothing can be clipped by it.
+
+Hooks run when a gradient is accumulated; FSDP2 calls them with reduced, sharded gradients. Any optimizer that
+updates parameters one by one will do.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .clipping import local_gradient, local_sum_of_squares, reduce_squares
+
+
+class EarlyStep:
+    """Takes over an optimizer's steps. `active` is to be set before a backward pass: whether it completes the gradients
+    (the last micro-batch) or only adds to them.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.active = optimizer, False
+        self._squares: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.register_post_accumulate_grad_hook(partial(self._update, group))
+
+    @torch.no_grad()
+    def _update(self, group: dict[str, Any], parameter: Tensor) -> None:
+        if not self.active:
+            return
+        grad, groups = local_gradient(parameter)
+        self._squares[groups].append(local_sum_of_squares([grad]))
+        all_groups = self.optimizer.param_groups
+        self.optimizer.param_groups = [{**group, "params": [parameter]}]
+        try:
+            self.optimizer.step()
+        finally:
+            self.optimizer.param_groups = all_groups
+        parameter.grad = None
+
+    def finish(self) -> Tensor:
+        """The global gradient norm of the step that ended, as `clip_gradients` gives it."""
+        squares = {groups: torch.stack(parts).sum() for groups, parts in self._squares.items()}
+        self._squares.clear()
+        return reduce_squares(squares).sqrt()

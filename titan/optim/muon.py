@@ -1,0 +1,197 @@
+"""Muon: momentum whose singular values are made equal, for the matrices of the blocks (Jordan et al., 2024,
+kellerjordan.github.io/posts/muon). Everything else (embedding, output layer, norms) is another optimizer's.
+
+    M <- beta M + (1 - beta) G                        kept: one moment rather than Adam's two
+    U <- NewtonSchulz(G + beta (M - G))               U S V^T -> about U V^T; without `nesterov`, of M
+    W <- (1 - lr decay) W - lr 0.2 sqrt(max(R, C)) U  the update's elements are as large as AdamW's, so that
+                                                      its learning rate serves (arXiv:2502.16982, section 2.2)
+
+Newton-Schulz needs whole matrices, and ranks hold shards. Each rank takes whole matrices of its own from a batch
+of them: per axis of the mesh that cuts matrices, one all-to-all makes shards of N matrices into whole ones, N / ranks on
+each, and another takes the updates back. No rank does what another does, but for replicas (DDP, HSDP), whose
+shards nobody else's work could save sending.
+
+N matrices of a batch, n of this rank; R rows, r of a shard; C columns
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from titan.parallel.float8 import plain
+
+from .adam import local
+from .rounding import Dice, store
+
+# a X + b (X X^T) X + c (X X^T)^2 X lifts small singular values fast and leaves those near 1 within 0.7 .. 1.2 (Jordan).
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+class Muon(torch.optim.Optimizer):
+    """matrices: two-dimensional. others: the optimizer of the remaining parameters; its groups are also this one's.
+
+    ns_dtype: precision of Newton-Schulz, and of what is sent. dice: for each matrix that is rounded stochastically.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[Tensor],
+        *,
+        others: torch.optim.Optimizer,
+        lr: float,
+        weight_decay: float,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        ns_dtype: torch.dtype = torch.bfloat16,
+        dice: Mapping[Tensor, Dice] | None = None,
+    ) -> None:
+        super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay})
+        self.momentum, self.nesterov = momentum, nesterov
+        self.ns_steps, self.ns_dtype, self.dice = ns_steps, ns_dtype, dice or {}
+        self.others = others
+        # The same dictionaries: a learning rate is set once.
+        self.param_groups += others.param_groups
+        others.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        group = self.param_groups[0]
+        for batch in _batches([p for p in group["params"] if p.grad is not None]):
+            self._update(batch, lr=group["lr"], weight_decay=group["weight_decay"])
+        self.others.step()
+
+    def _update(self, batch: list[Tensor], *, lr: float, weight_decay: float) -> None:
+        """Matrices of one shape and layout."""
+        cuts = cuts_of(batch[0])
+        x = torch.stack([self._momentum(p).to(self.ns_dtype) for p in batch])
+        counts = []
+        for cut in cuts:
+            counts.append(_share_out(len(x), cut.group.size()))
+            x = collect(x, cut, counts=counts[-1])
+        x = newton_schulz(x, steps=self.ns_steps)
+        for cut in reversed(cuts):
+            x = give_back(x, cut, counts=counts.pop())
+        scale = 0.2 * math.sqrt(max(batch[0].shape))
+        for parameter, update in zip(batch, x, strict=True):
+            dice, step = self.dice.get(parameter), self.state[parameter]["step"]
+            mine = local(parameter)
+            new = mine.float() * (1 - lr * weight_decay) - lr * scale * update.float()
+            store(mine, new, None if dice is None else dice.throw(int(step)))
+
+    def init_state(self, matrix: Tensor) -> None:
+        """Zeros, laid out like the matrix."""
+        self.state[matrix]["step"] = torch.tensor(0.0)  # on the host
+        self.state[matrix]["momentum"] = torch.zeros_like(plain(matrix))
+
+    def _momentum(self, parameter: Tensor) -> Tensor:
+        """The local shard of what is to be orthogonalized."""
+        state, grad = self.state[parameter], local(parameter.grad)
+        if not state:
+            self.init_state(parameter)
+        state["step"] += 1
+        average = local(state["momentum"]).lerp_(grad, 1 - self.momentum)
+        return grad.lerp(average, self.momentum) if self.nesterov else average
+
+
+def newton_schulz(x_NRC: Tensor, *, steps: int) -> Tensor:
+    """Matrices with the same singular vectors and singular values near 1, in the dtype of x."""
+    if x_NRC.shape[-2] > x_NRC.shape[-1]:  # the products of the short side are smaller
+        return newton_schulz(x_NRC.mT, steps=steps).mT
+    a, b, c = COEFFICIENTS
+    x = x_NRC / x_NRC.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one mesh axis splits a matrix: along `dim`, `size` long before the cut, in parts of `part`, the last ones shorter."""
+
+    group: dist.ProcessGroup
+    dim: int
+    size: int
+
+    @property
+    def part(self) -> int:
+        return -(-self.size // self.group.size())
+
+    def length(self) -> int:
+        """Of this rank's part."""
+        return max(0, min(self.part, self.size - self.group.rank() * self.part))
+
+
+def cuts_of(parameter: Tensor) -> list[Cut]:
+    """The last cut first, which is the order in which they are mended."""
+    if not isinstance(parameter, DTensor):
+        return []
+    axes = [i for i, place in enumerate(parameter.placements) if not isinstance(place, Replicate)]
+    # FSDP cuts what tensor parallelism has cut; DTensor calls that strided where it is the same dimension.
+    axes.sort(key=lambda i: hasattr(parameter.placements[i], "split_factor"))
+    cuts, shape = [], list(parameter.shape)
+    for axis in axes:
+        dim: int = parameter.placements[axis].dim  # pyright: ignore
+        cuts.append(Cut(parameter.device_mesh.get_group(axis), dim=dim, size=shape[dim]))
+        shape[dim] = cuts[-1].length()
+    return cuts[::-1]
+
+
+def collect(x_NrC: Tensor, cut: Cut, *, counts: list[int]) -> Tensor:
+    """Shards of N matrices to this rank's n whole ones; rank k gets counts[k]. (Or r columns.)"""
+    ranks, n = cut.group.size(), counts[cut.group.rank()]
+    sent = _pad(x_NrC, dim=cut.dim, size=cut.part)
+    received = sent.new_empty(ranks * n, *sent.shape[1:])
+    _all_to_all(received, sent, [n] * ranks, counts, cut.group)
+    whole = received.unflatten(0, (ranks, n)).movedim(0, 1 + cut.dim)
+    return whole.flatten(1 + cut.dim, 2 + cut.dim).narrow(1 + cut.dim, 0, cut.size)
+
+
+def give_back(x_nRC: Tensor, cut: Cut, *, counts: list[int]) -> Tensor:
+    """The way back: this rank's n whole matrices to its shards of all N."""
+    ranks, n = cut.group.size(), counts[cut.group.rank()]
+    whole = _pad(x_nRC, dim=cut.dim, size=cut.part * ranks)
+    parts = whole.unflatten(1 + cut.dim, (ranks, cut.part)).movedim(1 + cut.dim, 0)
+    sent = parts.flatten(0, 1)
+    received = sent.new_empty(sum(counts), *sent.shape[1:])
+    _all_to_all(received, sent, counts, [n] * ranks, cut.group)
+    return received.narrow(1 + cut.dim, 0, cut.length())
+
+
+def _all_to_all(
+    received: Tensor, sent: Tensor, ours: list[int], theirs: list[int], group: dist.ProcessGroup
+) -> None:
+    dist.all_to_all_single(received, sent.contiguous(), ours, theirs, group=group)
+
+
+def _pad(x_NRC: Tensor, *, dim: int, size: int) -> Tensor:
+    missing = size - x_NRC.shape[1 + dim]
+    if not missing:
+        return x_NRC
+    return F.pad(x_NRC, (0, 0, 0, missing) if dim == 0 else (0, missing))
+
+
+def _share_out(num: int, ranks: int) -> list[int]:
+    return [num // ranks + (rank < num % ranks) for rank in range(ranks)]
+
+
+def _batches(matrices: list[Any]) -> Iterator[list[Any]]:
+    """Matrices of one shape and layout, as many at a time as ranks cut them: each has one to orthogonalize."""
+    alike = defaultdict(list)
+    for matrix in matrices:
+        alike[matrix.shape, getattr(matrix, "placements", ())].append(matrix)
+    for same in alike.values():
+        size = math.prod(cut.group.size() for cut in cuts_of(same[0]))
+        for start in range(0, len(same), size):
+            yield same[start : start + size]

@@ -1,0 +1,159 @@
+"""Activations wait for the backward pass in host memory.
+
+What a block saves for its backward pass is copied to the host while later blocks compute, and back while the backward pass of the
+block after it runs. It pays where the copies are shorter than the computation they hide behind: long sequences, wide
+models. With full activation checkpointing, block inputs are all there is to copy.
+
+Values do not change. Parameters stay where they are, and so does what is too small to be worth a copy. A storage is copied once,
+however many views of it are saved.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+
+from .shims import ActivationWrapper, StorageWeakRef, waited
+
+_SMALLEST_BYTES = 2**14
+
+
+def apply_offload(
+    model: nn.Module, *, container: str = "layers", smallest_bytes: int = _SMALLEST_BYTES
+) -> Offloader:
+    """Wrap every block in `model.<container>` but the last, whose backward pass comes at once, in place.
+
+    smallest_bytes: storages below this size stay on the device. Goes around activation checkpointing and
+    compilation, inside FSDP.
+    """
+    offloader = Offloader(smallest_bytes)
+    blocks = model.get_submodule(container)
+    for name, block in list(blocks.named_children())[:-1]:
+        blocks.register_module(name, _Offloaded(block, offloader))
+    return offloader
+
+
+class Offloader:
+    """Shared by the blocks of a model. num_bytes: copied to the host so far."""
+
+    def __init__(self, smallest_bytes: int) -> None:
+        self.smallest_bytes = smallest_bytes
+        self.num_bytes = 0
+        self.stream: torch.Stream | None = None
+        self.latest: weakref.ref[_Run] | None = None
+
+    def run(self, block: nn.Module) -> _Run:
+        """For one forward pass of `block`: says what its saved tensors become, and remembers the run before."""
+        run = _Run(self, block, before=self.latest)
+        self.latest = weakref.ref(run)
+        return run
+
+    def copy_stream(self, device: torch.device) -> torch.Stream | None:
+        if self.stream is None and device.type != "cpu":
+            self.stream = torch.Stream(device)
+        return self.stream
+
+
+class _Run:
+    """One forward pass of one block, until its backward pass; only what autograd saved of it keeps it alive."""
+
+    def __init__(
+        self, offloader: Offloader, block: nn.Module, *, before: weakref.ref[_Run] | None
+    ) -> None:
+        self.offloader, self.before = offloader, before
+        self.copies: dict[tuple[int, int], _Copy] = {}
+        parameters = (p.to_local() if isinstance(p, DTensor) else p for p in block.parameters())
+        self.resident = {p.untyped_storage()._cdata for p in parameters}
+
+    def pack(self, tensor: Tensor) -> Any:
+        if isinstance(tensor, DTensor):
+            spec = (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+            return self.pack(waited(tensor.to_local())), spec
+        tensor = waited(tensor)
+        if type(tensor) not in (Tensor, nn.Parameter):
+            return tensor
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < self.offloader.smallest_bytes or storage._cdata in self.resident:
+            return tensor
+        key = (storage._cdata, tensor._version)  # what was written to since is another copy
+        if key not in self.copies:
+            self.copies[key] = _Copy(storage, self.offloader.copy_stream(tensor.device))
+            self.offloader.num_bytes += storage.nbytes()
+        view = (tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+        return self.copies[key], view
+
+    def unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        what, how = packed
+        if not isinstance(what, _Copy):
+            mesh, placements, shape, stride = how
+            return DTensor.from_local(
+                self.unpack(what), mesh, placements, run_check=False, shape=shape, stride=stride
+            )
+        self.begin_restoring()
+        if (before := self.before and self.before()) is not None:
+            before.begin_restoring()
+        dtype, *place = how
+        return torch.empty(0, dtype=dtype, device=what.device).set_(what.restored(), *place)  # pyright: ignore
+
+    def begin_restoring(self) -> None:
+        for copy in self.copies.values():
+            copy.begin_restoring()
+
+
+class _Copy:
+    """A storage's bytes on the host, and on the device again from when they are asked for.
+
+    On an accelerator both ways go through page-locked memory on a stream of their own; the host waits for neither.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage, stream: torch.Stream | None) -> None:
+        self.device, self.stream = storage.device, stream
+        self.original = StorageWeakRef(storage)  # as long as this lives, no other has its address
+        self.on_device: Tensor | None = None
+        self.ready: torch.Event | None = None
+        flat = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)  # pyright: ignore
+        if stream is None:
+            self.host = flat.clone()
+            return
+        self.host = torch.empty_like(flat, device="cpu", pin_memory=True)
+        stream.wait_stream(torch.accelerator.current_stream(self.device))
+        with stream:
+            self.host.copy_(flat, non_blocking=True)
+        flat.record_stream(stream)  # its memory is not given away before it is copied
+
+    def begin_restoring(self) -> None:
+        if self.on_device is None and self.stream is None:
+            self.on_device = self.host.clone()
+        elif self.on_device is None and self.stream is not None:
+            with self.stream:
+                self.on_device = self.host.to(self.device, non_blocking=True)
+            self.ready = self.stream.record_event()
+
+    def restored(self) -> torch.UntypedStorage:
+        """The bytes on the device, there before what the current stream does next."""
+        assert self.on_device is not None
+        if self.ready is not None:
+            current = torch.accelerator.current_stream(self.device)
+            current.wait_event(self.ready)
+            self.on_device.record_stream(current)
+        return self.on_device.untyped_storage()
+
+
+class _Offloaded(ActivationWrapper):
+    def __init__(self, block: nn.Module, offloader: Offloader) -> None:
+        super().__init__(block)
+        self._offloader = offloader
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._checkpoint_wrapped_module(*args, **kwargs)
+        run = self._offloader.run(self._checkpoint_wrapped_module)
+        with saved_tensors_hooks(run.pack, run.unpack):
+            return self._checkpoint_wrapped_module(*args, **kwargs)
