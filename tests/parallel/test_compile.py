@@ -17,6 +17,7 @@ from torch._dynamo.exc import Unsupported
 
 from titan.models.llama3 import FLAVORS, build_model
 from titan.parallel import initialize
+from titan.parallel.activation import DEFAULT_KEEP, apply_ac
 from titan.parallel.compile import CompileLog, apply_compile
 from titan.parallel.offload import apply_offload
 from titan.train import _set_compile_cache
@@ -39,10 +40,15 @@ def step(model: nn.Module, tokens: int = 32) -> None:
     model(torch.arange(2 * tokens).view(2, tokens)).square().mean().backward()
 
 
-def test_equal_blocks_are_compiled_once() -> None:
+@pytest.mark.parametrize("recomputed", ["", "by op", "whole"])
+def test_equal_blocks_are_compiled_once(recomputed: str) -> None:
     model = debug_model(layers=4)
     log = CompileLog("4 blocks")
+    if recomputed == "by op":
+        apply_ac(model, keep=DEFAULT_KEEP, keep_modules=["attention.wk"])
     apply_compile(model, backend="aot_eager")
+    if recomputed == "whole":
+        apply_ac(model)
     step(model)
     assert re.fullmatch(r"compiled 4 blocks: 1 program, \d+\.\d s", log.summary())
     step(model)

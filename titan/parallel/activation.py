@@ -13,6 +13,7 @@ Recomputation runs the same kernels on the same inputs, so losses and gradients 
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -63,14 +64,19 @@ def apply_ac(
     for blocks that draw some (dropout).
     Raises KeepError for an operation that torch does not have and for a pattern that no module of a block matches.
     """
-    rules = dict(_rule(entry) for entry in keep)
+    # torch.compile would warn, in five lines, that in-place operations must not be recomputed; blocks have none.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+    selection = _Selection(keep, keep_modules)
+    # One for all blocks, or torch.compile would compile each by itself; and a partial of a function, for it takes no method.
+    context_fn = partial(_contexts, selection)
     blocks = model.get_submodule(container)
     for place, (name, block) in enumerate(list(blocks.named_children()), 1):
         if place % every == 0:
             settings: dict[str, Any] = {}
-            if rules or keep_modules:
-                # A partial of a function: torch.compile accepts no method here.
-                settings["context_fn"] = partial(_contexts, _Selection(block, rules, keep_modules))
+            if keep or keep_modules:
+                selection.watch(block)
+                # With modules to watch a recomputation runs to its end, so that it leaves what it has entered.
+                settings = {"context_fn": context_fn, "early_stop": not keep_modules}
             wrapped = checkpoint_wrapper(block, preserve_rng_state=preserve_rng_state, **settings)
             blocks.register_module(name, wrapped)
 
@@ -89,15 +95,17 @@ def _rule(entry: str) -> tuple[tuple[str, ...], int]:
 
 
 class _Selection:
-    """What one block keeps of its results."""
+    """What blocks keep of their results."""
 
-    def __init__(
-        self, block: nn.Module, rules: dict[tuple[str, ...], int], keep_modules: Sequence[str]
-    ) -> None:
+    def __init__(self, keep: Sequence[str], keep_modules: Sequence[str]) -> None:
+        rules = dict(_rule(entry) for entry in keep)
         self.rules = {name: (names, every) for names, every in rules.items() for name in names}
         self.keep_modules = keep_modules
         self.depth = 0  # of modules to be kept that are running
-        for pattern in keep_modules:
+
+    def watch(self, block: nn.Module) -> None:
+        """Know when the modules of a block that are to be kept run."""
+        for pattern in self.keep_modules:
             names = [name for name, _ in block.named_modules() if name]
             matching = [name for name in names if fnmatchcase(name, pattern)]
             if not matching:
@@ -106,7 +114,7 @@ class _Selection:
                 )
             for name in matching:
                 block.get_submodule(name).register_forward_pre_hook(self._enter)
-                block.get_submodule(name).register_forward_hook(self._leave, always_call=True)
+                block.get_submodule(name).register_forward_hook(self._leave)
 
     def _enter(self, *_: Any) -> None:
         if (
