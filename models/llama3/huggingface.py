@@ -1,9 +1,18 @@
-"""Parameter names of `transformers`' LlamaForCausalLM. Only names differ: layouts of the tensors are the same,
-since `rotate` in model.py pairs channels as transformers does (halves, not neighbours)."""
+"""Llama as `transformers` writes it (LlamaForCausalLM): names of parameters, and config.json both ways. Imports no torch.
+
+Only names differ, tensors are the same: `rotate` in model.py pairs channel i with i + K/2, as transformers does.
+Meta's original files (consolidated.*.pth) pair neighbours, and would need their wq and wk permuted.
+"""
 
 from __future__ import annotations
 
 import re
+from typing import Any, TypeVar
+
+from .config import LlamaConfig, RopeScaling
+
+ARCHITECTURE, MODEL_TYPE = "LlamaForCausalLM", "llama"
+_Config = TypeVar("_Config", bound=LlamaConfig)
 
 _TOP = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
@@ -21,6 +30,24 @@ BLOCK = {
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
 }
+# Our field, theirs, and what transformers takes where config.json does not say; ... where it must.
+FIELDS: tuple[tuple[str, str, Any], ...] = (
+    ("dim", "hidden_size", ...),
+    ("n_layers", "num_hidden_layers", ...),
+    ("n_heads", "num_attention_heads", ...),
+    ("ffn_dim", "intermediate_size", ...),
+    ("vocab_size", "vocab_size", ...),
+    ("norm_eps", "rms_norm_eps", 1e-6),
+    ("tied_embeddings", "tie_word_embeddings", False),
+)
+# What transformers can do and this model cannot: the only value of each that is this model.
+_ONLY: dict[str, Any] = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "quantization_config": None,
+}
 
 
 def hf_name(name: str, *, block: dict[str, str] = BLOCK) -> str:
@@ -34,3 +61,85 @@ def hf_name(name: str, *, block: dict[str, str] = BLOCK) -> str:
     if match is None:
         raise KeyError(name)
     return f"model.layers.{match[1]}.{block[match[2]]}.weight"
+
+
+def hf_config(config: LlamaConfig) -> dict[str, Any]:
+    """The config.json of these sizes, in the spelling that transformers 4 and 5 both read."""
+    scaling = config.rope_scaling
+    rope = scaling and {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_context,
+    }
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": MODEL_TYPE,
+        **{theirs: getattr(config, ours) for ours, theirs, _ in FIELDS},
+        "num_key_value_heads": config.n_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": 131_072 if scaling else 8192,  # as Llama 3.1 and 3 have it
+        "rope_theta": config.rope_theta,
+        "rope_scaling": rope,
+        "initializer_range": config.init_std,
+        **{key: value for key, value in _ONLY.items() if key in ("hidden_act", "attention_bias")},
+    }
+
+
+def read_config(hf: dict[str, Any]) -> LlamaConfig:
+    """The sizes a config.json says. Raises ValueError, for people, where it says something else than Llama 3."""
+    heads = hf.get("num_attention_heads")
+    return read_sizes(hf, LlamaConfig, n_kv_heads=heads, head_dim=0)
+
+
+def read_sizes(
+    hf: dict[str, Any], kind: type[_Config], *, n_kv_heads: Any, head_dim: int
+) -> _Config:
+    """A family's config dataclass from config.json; n_kv_heads and head_dim are what transformers takes by default."""
+    for key, only in _ONLY.items():
+        if hf.get(key, only) != only:
+            raise ValueError(f"{key} is {hf[key]!r}; titan's model has {only!r} and nothing else")
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    fields = (
+        *FIELDS,
+        ("n_kv_heads", "num_key_value_heads", n_kv_heads),
+        ("head_dim", "head_dim", head_dim),
+        ("rope_theta", "rope_theta", rope.get("rope_theta", 10_000.0)),
+    )
+    sizes: dict[str, Any] = {"rope_factor": _rope_factor(rope)}
+    for ours, theirs, default in fields:
+        value = hf.get(theirs, default)
+        value = default if value is None else value  # "head_dim": null
+        if value is ...:
+            raise ValueError(f"{theirs} is missing")
+        wanted = type(getattr(_EXAMPLE, ours))
+        if type(value) is not wanted and not (wanted is float and type(value) is int):
+            raise ValueError(f"{theirs} is {value!r}, which is not a valid {wanted.__name__}")
+        sizes[ours] = wanted(value)
+    return kind(**sizes)
+
+
+_EXAMPLE = LlamaConfig(dim=2, n_layers=1, n_heads=1, n_kv_heads=1, ffn_dim=1)
+
+
+def _rope_factor(rope: dict[str, Any]) -> float:
+    """`LlamaConfig.rope_factor` of a rope_scaling (transformers 4) or rope_parameters (5)."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return 0.0
+    try:
+        scaling = RopeScaling(
+            factor=float(rope["factor"]),
+            low_freq_factor=rope["low_freq_factor"],
+            high_freq_factor=rope["high_freq_factor"],
+            original_context=rope["original_max_position_embeddings"],
+        )
+    except (KeyError, TypeError, ValueError):
+        scaling = None
+    if kind != "llama3" or scaling is None or scaling != RopeScaling(factor=scaling.factor):
+        raise ValueError(
+            f"rope_scaling is {rope}; titan's model has Llama 3.1's and no other: {RopeScaling(factor=8.0)}, "
+            "with any factor"
+        )
+    return scaling.factor

@@ -1,0 +1,560 @@
+"""Hugging Face folders both ways: tensors to the bit, transformers' logits, what a rank reads, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from pool import Pool, RankFailed
+from titan import cli
+from titan.checkpoint import SaveFailed, convert_cli, export, huggingface
+from titan.checkpoint import manager as checkpoints
+from titan.checkpoint.commit import Ranks
+from titan.checkpoint.export import Export, export_state
+from titan.checkpoint.huggingface import INDEX, HFModel, model_keys, open_folder, read_sizes
+from titan.config.load import load_config
+from titan.config.model import model_config
+from titan.config.rules import check_to_run, resolve_layout
+from titan.config.sections import CheckpointSection, JobConfig
+from titan.parallel import build_mesh, materialize
+from titan.program import build_program, import_family
+from titan.trainer import Trainer
+
+transformers = pytest.importorskip("transformers")
+
+Degrees = dict[str, int]
+KEYS = {
+    "pp": "pipeline_parallel_degree",
+    "dp_replicate": "data_parallel_replicate_degree",
+    "dp_shard": "data_parallel_shard_degree",
+    "tp": "tensor_parallel_degree",
+}
+ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_theta": 500_000.0,
+}
+
+
+def save_source(folder: Path, *, name: str, tied: bool) -> Path:
+    """A small model of transformers' own, several files, with a tokenizer's files."""
+    sizes: dict[str, Any] = {
+        "vocab_size": 301,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.2,
+        "max_position_embeddings": 16384,
+    }
+    torch.manual_seed(0)
+    if name == "llama3":
+        config = transformers.LlamaConfig(**sizes, rope_parameters=ROPE)
+        model = transformers.LlamaForCausalLM(config)
+    else:
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
+    for key, value in model.named_parameters():
+        if "norm" in key:  # all ones otherwise, which would hide a norm that is not loaded
+            torch.nn.init.uniform_(value, 0.5, 1.5)
+    model.save_pretrained(folder, max_shard_size="100KB")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Path]:
+    made = {}
+    for name in ("llama3", "qwen3"):
+        for tied in (True, False):
+            folder = tmp_path_factory.mktemp(f"{name}-{'tied' if tied else 'untied'}")
+            made[name, tied] = save_source(folder, name=name, tied=tied)
+    return made
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def logits(folder: Path) -> Tensor:
+    """Of transformers, which must find every weight and no other."""
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, dtype=torch.float32
+    )
+    assert not any(info.values()), info
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+TOKENS = torch.arange(200).reshape(2, 100) % 300
+
+
+def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name, tensor in a.items():
+        assert tensor.dtype == b[name].dtype
+        assert torch.equal(tensor, b[name]), name
+
+
+# ---- under a layout --------------------------------------------------------------------------------
+
+
+def job(source: Path, degrees: Degrees, *, folder: Path, **checkpoint: Any) -> JobConfig:
+    name, sizes = read_sizes(open_folder(source))
+    return JobConfig.model_validate(
+        {
+            "job": {"dump_folder": str(folder)},
+            "model": model_keys(name, sizes),
+            "training": {
+                "dataset": "synthetic",
+                "seq_len": 32,
+                "local_batch_size": 2,
+                "global_batch_size": 8,
+                "steps": 2,
+                "mixed_precision_param": "float32",
+            },
+            "parallelism": {KEYS[axis]: degree for axis, degree in degrees.items()},
+            "checkpoint": checkpoint,
+            "lr_scheduler": {"warmup_steps": 1},
+            "metrics": {"log_freq": 1},
+        }
+    )
+
+
+class Counted:
+    """safe_open, counting the bytes of each slice that is taken."""
+
+    slices: list[int] = []  # noqa: RUF012
+    real = safetensors.safe_open
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.file = Counted.real(*args, **kwargs)
+
+    def __enter__(self) -> Counted:
+        self.file.__enter__()
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        self.file.__exit__(*args)
+
+    def keys(self) -> list[str]:
+        return self.file.keys()
+
+    def get_slice(self, name: str) -> Any:
+        return CountedSlice(self.file.get_slice(name))
+
+
+class CountedSlice:
+    def __init__(self, stored: Any) -> None:
+        self.stored = stored
+        self.get_shape, self.get_dtype = stored.get_shape, stored.get_dtype
+
+    def __getitem__(self, where: Any) -> Tensor:
+        tensor = self.stored[where]
+        Counted.slices.append(tensor.nbytes)
+        return tensor
+
+
+def through_titan(source: Path, degrees: Degrees, folder: Path) -> tuple[int, int, int]:
+    """Load a Hugging Face folder, save and load a checkpoint, export; bytes read and held, and the largest slice."""
+    config = job(source, degrees, folder=folder)
+    check_to_run(config, world_size=dist.get_world_size())
+    layout = resolve_layout(config, dist.get_world_size())
+    mesh = build_mesh("cpu", **{axis: getattr(layout, axis) for axis in (*KEYS, "cp")})
+    program = build_program(config, device=torch.device("cpu"), mesh=mesh)
+    state = checkpoints.model_state(program.parts)
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in state.values()]
+
+    model = HFModel.of(config.model.name, model_config(config.model))
+    safetensors.safe_open, Counted.slices = Counted, []  # pyright: ignore
+    huggingface.load(source, state, model=model, ranks=Ranks())
+    safetensors.safe_open = Counted.real
+
+    manager = checkpoints.CheckpointManager(CheckpointSection(), run_dir=folder)
+    step = manager.save(1, state, metadata={"step": 1, "tokens": 0})
+    with torch.no_grad():
+        for part in program.parts:
+            for parameter in part.parameters():
+                parameter.fill_(float("nan"))
+    checkpoints.load(step, state)
+    out = Export(model, torch.float32, file_bytes=60_000, seq_len=32)
+    export_state(folder / "out", state, out, ranks=Ranks())
+    return sum(Counted.slices), sum(t.nbytes for t in local), max(Counted.slices)
+
+
+FSDP_TP, PP_FSDP = {"dp_shard": 2, "tp": 2}, {"pp": 2, "dp_shard": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "tied", "degrees"),
+    [
+        ("llama3", True, FSDP_TP),
+        ("llama3", False, FSDP_TP),
+        ("qwen3", True, FSDP_TP),
+        ("qwen3", False, FSDP_TP),
+        ("llama3", False, PP_FSDP),
+    ],
+    ids=str,
+)
+def test_round_trip(
+    name: str, tied: bool, degrees: Degrees, sources, pool: Pool, tmp_path: Path
+) -> None:
+    source = sources[name, tied]
+    results = pool.run(4, through_titan, source, degrees, tmp_path)
+    whole = tensors(source)
+    assert_same(whole, tensors(tmp_path / "out"))
+    assert torch.equal(logits(source), logits(tmp_path / "out"))
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
+    model_bytes = sum(t.nbytes for t in whole.values())
+    largest = max(t.nbytes for t in whole.values())
+    for read, held, largest_slice in results:
+        assert read == held <= model_bytes * 0.6  # its own part, once
+        assert largest_slice <= largest * 151 / 301  # of an odd number of rows, the larger half
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3"])
+def test_our_logits_are_theirs(name: str, sources) -> None:
+    source = sources[name, False]
+    _, sizes = read_sizes(open_folder(source))
+    with torch.device("meta"):
+        ours = import_family(name).build_model(sizes)
+    materialize(ours, device="cpu")
+    state = checkpoints.model_state([ours])
+    huggingface.load(source, state, model=HFModel.of(name, sizes), ranks=Ranks())
+    with torch.no_grad():
+        torch.testing.assert_close(ours(TOKENS), logits(source), rtol=1e-5, atol=1e-5)
+
+
+# ---- training --------------------------------------------------------------------------------------
+
+
+class PoolTrainer(Trainer):
+    """On the pool's process group, which is there already."""
+
+    def _init_distributed(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def train(config: JobConfig) -> None:
+    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    check_to_run(config, world_size=dist.get_world_size())
+    trainer = PoolTrainer(config)
+    assert trainer.run() == 0
+    dist.destroy_process_group = lambda *_: None  # the pool still needs it
+    trainer.close()
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_training_from_and_to_a_folder(sources, pool: Pool, tmp_path: Path) -> None:
+    source = sources["qwen3", False]
+    assert convert_cli.main(["from-hf", str(source), str(tmp_path / "step")]) == 0
+    by_step, by_folder, drawn = (tmp_path / name for name in ("a", "b", "c"))
+    step = str(tmp_path / "step" / "checkpoint" / "step-0")
+    hf = {"initial_load_in_hf": True, "initial_load_path": str(source)}
+    last = {"last_save_in_hf": True, "last_save_model_only": True, "export_dtype": "bfloat16"}
+    pool.run(2, train, job(source, {}, folder=by_step, initial_load_path=step))
+    pool.run(2, train, job(source, {"pp": 2}, folder=by_folder, **hf, **last))
+    pool.run(1, train, job(source, {}, folder=drawn, enable=False))
+    assert losses(by_step) == pytest.approx(losses(by_folder), rel=1e-5)
+    assert (
+        abs(losses(by_step)[0] - losses(drawn)[0]) > 0.01
+    )  # as those of the drawn weights are not
+    saved = tensors(by_folder / "huggingface" / "step-2")
+    model = HFModel.of("qwen3", model_config(job(source, {}, folder=drawn).model))
+    stored = {
+        f"model.{ours}": torch.empty(shape, dtype=torch.bfloat16)
+        for ours, shape in model.shapes.items()
+    }
+    checkpoints.load(by_folder / "checkpoint" / "step-2", stored)
+    assert_same(saved, {model.names[k.removeprefix("model.")]: v for k, v in stored.items()})
+
+
+def test_another_model_than_the_jobs(sources, pool: Pool, tmp_path: Path) -> None:
+    hf = {"initial_load_in_hf": True, "initial_load_path": str(sources["llama3", True])}
+    config = job(sources["llama3", False], {}, folder=tmp_path, **hf)
+    with pytest.raises(RankFailed) as failure:
+        pool.run(2, train, config)
+    told = "config.json: tied_embeddings is True, the job's is False; set model.name"
+    assert str(failure.value).count(f"CheckpointError: {sources['llama3', True]}/{told}") == 2
+
+
+# ---- the command -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3"])
+def test_command_there_and_back(
+    name: str, sources, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, there, back = sources[name, True], tmp_path / "there", tmp_path / "back"
+    with_tokenizer = tmp_path / "source"
+    with_tokenizer.mkdir()
+    for file in source.iterdir():
+        (with_tokenizer / file.name).write_bytes(file.read_bytes())
+    write_tokenizer(with_tokenizer)
+    assert convert_cli.main(["from-hf", str(with_tokenizer), str(there)]) == 0
+    assert load_config(there / "config.toml").model.name == name
+    argv = ["to-hf", f"{there}/checkpoint/step-0", str(back)]
+    assert convert_cli.main([*argv, "--dtype", "bfloat16", "--max-shard-size", "30KB"]) == 0
+    assert "in bfloat16" in capsys.readouterr().out
+    expected = {key: value.bfloat16() for key, value in tensors(source).items()}
+    assert_same(tensors(back), expected)
+    files = [load_file(file) for file in back.glob("*.safetensors")]
+    assert all(len(f) == 1 or sum(t.nbytes for t in f.values()) <= 30_000 for f in files)
+    index = json.loads((back / INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in expected.values())
+    ours, theirs = (json.loads((f / "config.json").read_text()) for f in (back, source))
+    for key in ("architectures", "hidden_size", "head_dim", "tie_word_embeddings", "rms_norm_eps"):
+        assert ours[key] == theirs[key]
+    assert (ours["bos_token_id"], ours["eos_token_id"]) == (1, 2)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(back)
+    assert tokenizer.encode("a b") == [3, 4]
+    again = tmp_path / "again"
+    assert convert_cli.main(["to-hf", str(there), str(again)]) == 0
+    assert_same(tensors(again), tensors(source))
+    assert torch.equal(logits(again), logits(source))
+
+
+def write_tokenizer(folder: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3, "b": 4}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+LLAMA_32_1B = {  # as published, shortened
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {**ROPE, "factor": 32.0},
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "vocab_size": 128256,
+}
+LLAMA_31_8B = {
+    **LLAMA_32_1B,
+    "head_dim": None,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "rope_scaling": ROPE,
+    "tie_word_embeddings": False,
+}
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+@pytest.mark.parametrize(
+    ("published", "flavor", "overrides"),
+    [
+        (LLAMA_32_1B, "1B", {}),
+        (LLAMA_31_8B, "8B", {"rope_factor": 8.0}),
+        (QWEN3_06B, "0.6B", {}),
+        (
+            QWEN3_06B | {"head_dim": 64, "num_hidden_layers": 3},
+            "0.6B",
+            {"n_layers": 3, "head_dim": 64},
+        ),
+    ],
+    ids=["Llama 3.2 1B", "Llama 3.1 8B", "Qwen3 0.6B", "head_dim as derived"],
+)
+def test_published_configs_are_our_flavors(
+    published: dict[str, Any], flavor: str, overrides: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = huggingface.HFFolder(tmp_path, published, {})
+    name, sizes = read_sizes(folder)
+    keys = model_keys(name, sizes)
+    assert (keys["flavor"], keys.get("overrides", {})) == (flavor, overrides)
+    hooks = huggingface._hooks(name)
+    assert hooks is not None and hooks.read_config(hooks.hf_config(sizes)) == sizes
+
+
+# ---- what is refused -------------------------------------------------------------------------------
+
+
+class Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return Path.touch, (self.path,)
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    config = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+
+
+def change_tensor(folder: Path, name: str, value: Tensor | None) -> None:
+    """Replace, add or (None) remove a tensor, in the index too."""
+    index = json.loads((folder / INDEX).read_text())
+    file = folder / index["weight_map"].setdefault(name, min(index["weight_map"].values()))
+    held = load_file(file)
+    held.pop(name, None)
+    if value is None:
+        del index["weight_map"][name]
+    else:
+        held[name] = value
+    save_file(held, file, metadata={"format": "pt"})
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def point_outside(folder: Path) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["lm_head.weight"] = "../secret.safetensors"
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def only_pickles(folder: Path) -> None:
+    for file in [*folder.glob("*.safetensors"), folder / INDEX]:
+        file.unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(folder / "executed")))
+
+
+def truncate(folder: Path) -> None:
+    file = sorted(folder.glob("*.safetensors"))[0]
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+NORM, Q = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
+REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no config": (lambda f: (f / "config.json").unlink(), "config.json: missing"),
+    "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json: cannot be"),
+    "architecture": (
+        lambda f: change_config(f, architectures=["GPT2LMHeadModel"]),
+        "architecture GPT2LMHeadModel is none of LlamaForCausalLM, Qwen3ForCausalLM",
+    ),
+    "activation": (lambda f: change_config(f, hidden_act="gelu"), "hidden_act is 'gelu'"),
+    "bias": (lambda f: change_config(f, attention_bias=True), "attention_bias is True"),
+    "rope": (
+        lambda f: change_config(f, rope_parameters={"rope_type": "yarn", "factor": 4.0}),
+        "rope_scaling is {'rope_type': 'yarn', 'factor': 4.0}; titan's model has Llama 3.1's",
+    ),
+    "no size": (lambda f: change_config(f, hidden_size=...), "config.json: hidden_size is missing"),
+    "odd size": (lambda f: change_config(f, hidden_size="64"), "hidden_size is '64', which"),
+    "missing tensor": (
+        lambda f: change_tensor(f, NORM, None),
+        f"{INDEX}: tensor {NORM} is missing",
+    ),
+    "odd tensor": (
+        lambda f: change_tensor(f, "model.extra.weight", torch.zeros(2)),
+        ".safetensors: tensor model.extra.weight is not one of LlamaForCausalLM",
+    ),
+    "shape": (
+        lambda f: change_tensor(f, Q, torch.zeros(64, 64)),
+        f"tensor {Q} has shape [64, 64]; the sizes in config.json make it [128, 64]",
+    ),
+    "quantized": (
+        lambda f: change_tensor(f, Q, torch.zeros(128, 64, dtype=torch.float8_e4m3fn)),
+        f"tensor {Q} is F8_E4M3; quantized weights",
+    ),
+    "truncated": (truncate, ".safetensors: not a whole safetensors file"),
+    "missing file": (lambda f: min(f.glob("*.safetensors")).unlink(), "missing, but"),
+    "path in the index": (point_outside, "weight_map does not name safetensors files of this"),
+    "pickles": (only_pickles, "pytorch_model.bin is a pickle, which can run any code"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_in_a_line_that_names_it(
+    case: str, sources, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    for file in sources["llama3", False].iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    change, told = REFUSED[case]
+    change(folder)
+    assert convert_cli.main(["from-hf", str(folder), str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"titan convert: {folder}")
+    assert told in error
+    assert not (tmp_path / "out").exists()
+    assert not (folder / "executed").exists()
+
+
+def test_a_step_of_another_model(sources, tmp_path: Path, capsys) -> None:
+    there = tmp_path / "there"
+    assert convert_cli.main(["from-hf", str(sources["llama3", True]), str(there)]) == 0
+    config = there / "config.toml"
+    config.write_text(config.read_text().replace("n_layers = 2", "n_layers = 3"))
+    assert convert_cli.main(["to-hf", str(there), str(tmp_path / "out")]) == 2
+    assert "step-0 lacks model." in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["there"]
+
+
+def test_nothing_is_overwritten(sources, tmp_path: Path, capsys) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    source = str(sources["llama3", False])
+    assert cli.main(["convert", "from-hf", source, str(tmp_path / "out")]) == 2
+    assert "out is there already" in capsys.readouterr().err
+    assert convert_cli.main(["from-hf", f"{source}-no", str(tmp_path / "new")]) == 2
+    assert "there is no such folder" in capsys.readouterr().err
+
+
+def test_a_failed_export_leaves_what_was_there(
+    sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_disk(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    name, sizes = read_sizes(open_folder(sources["llama3", False]))
+    model = HFModel.of(name, sizes)
+    state = {f"model.{key}": torch.zeros(shape) for key, shape in model.shapes.items()}
+    out, before = tmp_path / "out", Export(model, torch.float32)
+    export_state(out, state, before, ranks=Ranks())
+    expected = tensors(out)
+    monkeypatch.setattr(export, "_write_file", full_disk)
+    with pytest.raises(SaveFailed, match=r"out: the Hugging Face folder was not written.*No space"):
+        export_state(out, {k: v + 1 for k, v in state.items()}, before, ranks=Ranks())
+    assert_same(tensors(out), expected)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]

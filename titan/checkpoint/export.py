@@ -1,0 +1,205 @@
+"""A model as a Hugging Face folder that `transformers` loads as it is: safetensors, index, config.json, tokenizer.
+
+    OUT/.saving-NAME/    being written; becomes OUT/NAME by one rename
+
+Under any layout: the tensors are dealt into files in the model's order, a file holding only tensors that the same
+ranks have (a pipeline stage's). These ranks gather them one after the other, and take turns at being the one that keeps
+and writes a file, which it does in the background. So a rank has at most two files of the model in host memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from titan.checkpoint import SaveFailed
+from titan.checkpoint.commit import Ranks
+from titan.checkpoint.files import Files
+from titan.checkpoint.huggingface import INDEX, HFModel
+from titan.checkpoint.tensors import State
+from titan.config.model import model_config
+from titan.config.sections import ModelSection
+from titan.data.tokenizer import Tokenizer
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+DEFAULT_FILE_BYTES = 5_000_000_000
+Fetch = Callable[[Sequence[str], bool], State]
+
+
+@dataclass(frozen=True)
+class Export:
+    """What to write: a model, in which precision, in files of which size.
+
+    bos_id, eos_id: the tokenizer's. seq_len: trained on. assets: files that go along.
+    """
+
+    model: HFModel
+    dtype: torch.dtype
+    file_bytes: int = DEFAULT_FILE_BYTES
+    bos_id: int | None = None
+    eos_id: int | None = None
+    seq_len: int = 0
+    assets: list[Path] = field(default_factory=list)
+
+    @staticmethod
+    def of(
+        section: ModelSection,
+        *,
+        tokenizer: Tokenizer,
+        tokenizer_path: str,
+        seq_len: int,
+        dtype: torch.dtype,
+        file_bytes: int = DEFAULT_FILE_BYTES,
+    ) -> Export:
+        """Of a job's model. Raises CheckpointError where it has no Hugging Face form, DataError without safetensors."""
+        return Export(
+            HFModel.of(section.name, model_config(section)),
+            dtype,
+            file_bytes,
+            bos_id=tokenizer.bos_id,
+            eos_id=tokenizer.eos_id,
+            seq_len=seq_len,
+            assets=tokenizer_files(tokenizer_path or section.hf_assets_path),
+        )
+
+    def config(self) -> dict[str, Any]:
+        """config.json."""
+        config = self.model.hooks.hf_config(self.model.sizes)
+        return {
+            **config,
+            "max_position_embeddings": max(config["max_position_embeddings"], self.seq_len),
+            "bos_token_id": self.bos_id,
+            "eos_token_id": self.eos_id,
+            "torch_dtype": str(self.dtype).removeprefix("torch."),
+        }
+
+    def num_bytes(self, name: str) -> int:
+        return self.model.shapes[name].numel() * self.dtype.itemsize
+
+
+def tokenizer_files(where: str) -> list[Path]:
+    """The tokenizer's files in (or beside) tokenizer.path or model.hf_assets_path; none of the embedded one."""
+    if not where:
+        return []
+    path = Path(where).expanduser()
+    folder = path if path.is_dir() else path.parent
+    files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    return files if files and files[0].name in ("tokenizer.json", "tokenizer.model") else []
+
+
+def export_state(folder: Path, state: State, export: Export, *, ranks: Ranks) -> None:
+    """Write the weights "model.<parameter>" of a running job; all ranks call this together. Raises SaveFailed on all."""
+
+    def gather(names: Sequence[str], keep: bool) -> State:
+        kept: State = {}
+        for name in names:
+            tensor = state[f"model.{name}"].to(export.dtype)
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if keep:
+                kept[name] = whole.cpu()
+        return kept
+
+    held = [f"model.{name}" in state for name in export.model.names]
+    everyones = ranks.gather(bytes(held))
+    ranks_of = {
+        name: [rank for rank, held in enumerate(everyones) if held[number]]
+        for number, name in enumerate(export.model.names)
+    }
+    write_folder(folder, export, fetch=gather, ranks_of=ranks_of, ranks=ranks)
+
+
+def write_folder(
+    folder: Path, export: Export, *, fetch: Fetch, ranks_of: dict[str, list[int]], ranks: Ranks
+) -> None:
+    """Write a folder, or replace it. fetch(names, keep) is called by all ranks that have these tensors, and gives the one
+    that is to keep them whole tensors on the host."""
+    temporary = folder.with_name(f".saving-{folder.name}")
+    files = plan_files(export, ranks_of)
+    file_names = [f"model-{n + 1:05}-of-{len(files):05}.safetensors" for n in range(len(files))]
+
+    def begin() -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+
+    def commit() -> None:
+        _write_texts(temporary, export, dict(zip(file_names, files, strict=True)))
+        if folder.exists():
+            shutil.rmtree(folder)
+        Files().rename(temporary, folder)
+
+    try:
+        ranks.on_main(begin)
+        writes: list[Future[None]] = []
+        with ThreadPoolExecutor(1) as background:
+            for number, names in enumerate(files):
+                holders = ranks_of[names[0]]
+                if ranks.rank not in holders:
+                    continue
+                keep = ranks.rank == holders[number % len(holders)]
+                wait(writes if keep else [])  # one file behind, no more
+                kept = fetch(names, keep)
+                if keep:
+                    tensors = {export.model.names[name]: kept[name] for name in names}
+                    path = temporary / file_names[number]
+                    writes.append(background.submit(_write_file, path, tensors))
+        ranks.together(lambda: [write.result() for write in writes])
+        ranks.on_main(commit)
+    except SaveFailed as error:
+        raise SaveFailed(f"{folder}: the Hugging Face folder was not written: {error}") from error
+    finally:
+        if ranks.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)  # has another name, if all went well
+
+
+def plan_files(export: Export, ranks_of: dict[str, list[int]]) -> list[list[str]]:
+    """Our names, in the model's order, dealt into files: of one set of ranks each, and of the size asked for."""
+    files: list[list[str]] = []
+    size = 0
+    for name in export.model.names:
+        full = size + export.num_bytes(name) > export.file_bytes
+        if not files or full or ranks_of[name] != ranks_of[files[-1][0]]:
+            files.append([])
+            size = 0
+        files[-1].append(name)
+        size += export.num_bytes(name)
+    return files
+
+
+def _write_file(file: Path, tensors: State) -> None:
+    from safetensors.torch import save_file
+
+    save_file({k: v.contiguous() for k, v in tensors.items()}, file, metadata={"format": "pt"})
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())
+
+
+def _write_texts(folder: Path, export: Export, files: dict[str, list[str]]) -> None:
+    """Index, config.json and the tokenizer's files."""
+    model = export.model
+    weight_map = {model.names[name]: file for file, names in files.items() for name in names}
+    total = sum(map(export.num_bytes, model.names))
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    for name, value in ((INDEX, index), ("config.json", export.config())):
+        Files().write(folder / name, (json.dumps(value, indent=2) + "\n").encode())
+    for asset in export.assets:
+        Files().write(folder / asset.name, asset.read_bytes())
+    Files().persist_folder(folder)

@@ -1,0 +1,263 @@
+"""Weights from a Hugging Face folder: config.json and safetensors, as `transformers` writes them (docs/huggingface.md).
+
+`load` fills a model under any layout. Rank 0 checks the folder (which model, which tensors, which shapes: headers only);
+then each rank maps the files that hold something of its shards and copies these slices. No rank ever has more
+of the model than its own part and one slice of one tensor, and nothing is sent. Pickles (.bin, .pth) are never opened.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from titan.checkpoint import CheckpointError
+from titan.checkpoint.commit import Ranks
+from titan.checkpoint.tensors import State
+from titan.config.model import families, family, model_config
+from titan.config.sections import ModelSection
+from titan.config.toml import format_value
+from titan.data.errors import require
+from titan.parallel.shims import compute_local_shape_and_global_offset
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_DTYPES = ("F32", "BF16", "F16")
+_DERIVED = ".rotary_emb.inv_freq"  # stored by old versions of transformers, computed by everyone
+
+
+@dataclass(frozen=True)
+class HFModel:
+    """One of our models, and what transformers calls it.
+
+    hooks: the family's huggingface.py. names: ours to theirs, in the model's order. shapes: by our names.
+    A tied output layer is not among them.
+    """
+
+    name: str
+    sizes: Any
+    hooks: ModuleType
+    names: dict[str, str]
+    shapes: dict[str, torch.Size]
+
+    @staticmethod
+    def of(name: str, sizes: Any) -> HFModel:
+        """The model of a family with these sizes. Raises CheckpointError, or DataError where safetensors is missing."""
+        require("safetensors", purpose="reading and writing Hugging Face folders")
+        hooks = _hooks(name)
+        if hooks is None:
+            raise CheckpointError(
+                f'model family "{name}" has no Hugging Face form: its package has no huggingface.py'
+            )
+        with torch.device("meta"):
+            model = family(name).build_model(sizes)
+        shapes = {ours: p.shape for ours, p in model.named_parameters()}
+        return HFModel(name, sizes, hooks, {ours: hooks.hf_name(ours) for ours in shapes}, shapes)
+
+
+@dataclass(frozen=True)
+class HFFolder:
+    """A folder that transformers could load: config.json, and the file of each tensor."""
+
+    path: Path
+    config: dict[str, Any]
+    files: dict[str, Path]
+
+
+def open_folder(path: Path) -> HFFolder:
+    """Read config.json and the index. Raises CheckpointError naming the file that is missing or no good."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: there is no such folder")
+    config = _read_json(path / "config.json")
+    if (path / INDEX).is_file():
+        files = _read_json(path / INDEX).get("weight_map")
+        if not isinstance(files, dict) or not all(map(_is_plain_name, files.values())):
+            raise CheckpointError(
+                f"{path / INDEX}: its weight_map does not name safetensors files of this folder"
+            )
+        for name in sorted(set(files.values())):
+            if not (path / name).is_file():
+                raise CheckpointError(f"{path / name}: missing, but {INDEX} names it")
+        return HFFolder(path, config, {tensor: path / name for tensor, name in files.items()})
+    if (path / SINGLE).is_file():
+        return HFFolder(path, config, dict.fromkeys(_headers(path / SINGLE), path / SINGLE))
+    pickles = [p.name for p in sorted(path.iterdir()) if p.suffix in (".bin", ".pth", ".pt")]
+    reason = (
+        f". {pickles[0]} is a pickle, which can run any code when it is loaded, and is not opened: save the model "
+        "as safetensors (transformers: save_pretrained)"
+        if pickles
+        else ""
+    )
+    raise CheckpointError(f"{path}: neither {INDEX} nor {SINGLE} is here{reason}")
+
+
+def read_sizes(folder: HFFolder) -> tuple[str, Any]:
+    """Our family and sizes for a folder. Raises CheckpointError where no family is meant, or the family cannot do it."""
+    known = {h.ARCHITECTURE: (name, h) for name in families() if (h := _hooks(name))}
+    by_type = {h.MODEL_TYPE: h.ARCHITECTURE for _, h in known.values()}
+    config = folder.config
+    listed = config.get("architectures") or [by_type.get(str(config.get("model_type")))]
+    architecture = listed[0] if isinstance(listed, list) and len(listed) == 1 else listed
+    if not isinstance(architecture, str) or architecture not in known:
+        raise CheckpointError(
+            f"{folder.path / 'config.json'}: architecture {architecture} is none of {', '.join(known)}"
+        )
+    name, hooks = known[architecture]
+    try:
+        return name, hooks.read_config(config)
+    except ValueError as error:
+        raise CheckpointError(f"{folder.path / 'config.json'}: {error}") from error
+
+
+def check_folder(path: Path, model: HFModel) -> HFFolder:
+    """The folder, if it holds this very model. Raises CheckpointError naming what differs."""
+    folder = open_folder(path)
+    name, sizes = read_sizes(folder)
+    differences = _differences(sizes, model.sizes)
+    if name != model.name or differences:
+        what = f"the model is {name}, the job's is {model.name}"
+        if name == model.name:
+            what = ", ".join(
+                f"{key} is {value}, the job's is {getattr(model.sizes, key)}"
+                for key, value in differences.items()
+            )
+        keys = model_keys(name, sizes).items()
+        fix = ", ".join(f"model.{key} = {format_value(value)}" for key, value in keys)
+        raise CheckpointError(f"{path / 'config.json'}: {what}; set {fix}")
+    if problems := list(_problems(folder, model)):
+        rest = f"\n{len(problems) - 5} more" if len(problems) > 5 else ""
+        raise CheckpointError("\n".join(problems[:5]) + rest)
+    return folder
+
+
+def load(path: Path, state: State, *, model: HFModel, ranks: Ranks) -> None:
+    """Fill the tensors "model.<parameter>" of `state`, in their own precision; all ranks call this together."""
+    from safetensors import safe_open
+
+    folder = _check_on_main(path, model, ranks)
+    by_file: dict[Path, list[str]] = defaultdict(list)
+    for ours in (key.removeprefix("model.") for key in state):
+        by_file[folder.files[model.names[ours]]].append(ours)
+    for file, names in by_file.items():
+        with safe_open(file, framework="pt") as stored:
+            for ours in names:
+                _fill(state[f"model.{ours}"], stored.get_slice(model.names[ours]))
+
+
+def model_keys(name: str, sizes: Any) -> dict[str, Any]:
+    """The keys of [model] that mean these sizes: the nearest flavor, and the rest as overrides."""
+    flavors = family(name).FLAVORS
+    flavor = min(flavors, key=lambda key: len(_differences(sizes, flavors[key])))
+    overrides = _differences(sizes, flavors[flavor])
+    if overrides and sizes.head_dim * sizes.n_heads != sizes.dim:
+        overrides["head_dim"] = sizes.head_dim  # else it would be derived
+    keys = {"name": name, "flavor": flavor} | ({"overrides": overrides} if overrides else {})
+    assert not _differences(sizes, model_config(ModelSection.model_validate(keys)))
+    return keys
+
+
+def _check_on_main(path: Path, model: HFModel, ranks: Ranks) -> HFFolder:
+    """`check_folder` by rank 0, for all."""
+    found: list[HFFolder | CheckpointError | None] = [None]
+    if ranks.rank == 0:
+        try:
+            found[0] = check_folder(path, model)
+        except CheckpointError as error:
+            found[0] = error
+    if ranks.group is not None:
+        dist.broadcast_object_list(found, src=0, group=ranks.group)
+    if not isinstance(found[0], HFFolder):
+        raise found[0] or AssertionError("rank 0 found neither a folder nor a fault")
+    return found[0]
+
+
+def _fill(tensor: Tensor, stored: Any) -> None:
+    """Copy what a tensor holds of the whole from a slice of a file."""
+    if not isinstance(tensor, DTensor):
+        tensor.copy_(stored[:])
+        return
+    sizes, offsets = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    if 0 not in sizes:  # more ranks than rows: some hold nothing
+        where = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
+        tensor.to_local().copy_(stored[where])
+
+
+def _problems(folder: HFFolder, model: HFModel) -> Iterator[str]:
+    """What is wrong with the tensors of a folder, each told with its file."""
+    wanted = {theirs: model.shapes[ours] for ours, theirs in model.names.items()}
+    source = folder.path / (INDEX if (folder.path / INDEX).is_file() else SINGLE)
+    for name in wanted.keys() - folder.files.keys():
+        yield f"{source}: tensor {name} is missing"
+    tied = {model.hooks.hf_name("output.weight")} if model.sizes.tied_embeddings else set()
+    for name in folder.files.keys() - wanted.keys() - tied:
+        if not name.endswith(_DERIVED):
+            yield f"{folder.files[name]}: tensor {name} is not one of {model.hooks.ARCHITECTURE}"
+    for file in sorted(set(folder.files.values())):
+        headers = _headers(file)
+        for name in (n for n in wanted if folder.files.get(n) == file):
+            if name not in headers:
+                yield f"{file}: tensor {name} is missing, but {INDEX} says it is here"
+                continue
+            shape, dtype = headers[name]
+            if shape != (expected := list(wanted[name])):
+                yield f"{file}: tensor {name} has shape {shape}; the sizes in config.json make it {expected}"
+            elif dtype not in _DTYPES:
+                yield f"{file}: tensor {name} is {dtype}; quantized weights must be converted to bfloat16 first"
+
+
+def _headers(file: Path) -> dict[str, tuple[list[int], str]]:
+    """Shape and dtype of each tensor of a safetensors file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as stored:
+            slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118
+            return {name: (s.get_shape(), s.get_dtype()) for name, s in slices.items()}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: not a whole safetensors file: {error}") from error
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{file}: missing; a Hugging Face folder says with it which model it is"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file}: holds {type(value).__name__}, not an object")
+    return value
+
+
+def _is_plain_name(name: Any) -> bool:
+    """A safetensors file of this folder, and no path out of it."""
+    return isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
+
+
+def _differences(sizes: Any, other: Any) -> dict[str, Any]:
+    """Fields in which two models are not the same model; how they were initialised does not count."""
+    names = (f.name for f in dataclasses.fields(sizes) if f.name != "init_std")
+    values = {name: getattr(sizes, name) for name in names}
+    return {name: value for name, value in values.items() if getattr(other, name, None) != value}
+
+
+def _hooks(name: str) -> ModuleType | None:
+    """A family's huggingface.py, if it has one that is complete (docs/architecture.md)."""
+    name = f"{family(name).__name__}.huggingface"
+    module = import_module(name) if find_spec(name) else None
+    return module if hasattr(module, "read_config") else None
