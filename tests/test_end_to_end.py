@@ -56,6 +56,18 @@ def test_stopped_and_continued_run_has_every_step_once(run_dir: Path) -> None:
     assert (run_dir / "logs" / "rank-1.log").exists()
 
 
+def test_a_finished_run_is_resumed_as_nothing(run_dir: Path) -> None:
+    def files() -> dict[Path, tuple[int, int]]:
+        return {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in run_dir.rglob("*")}
+
+    before = files()
+    for options in ((), ("--nproc", "2"), ("--nproc", "2", "--max-restarts", "1")):
+        again = titan("train", str(run_dir / "config.toml"), *options)
+        assert (again.returncode, again.stderr) == (0, "")
+        assert again.stdout == "nothing to do: all 60 steps are done\n"
+    assert files() == before
+
+
 def test_no_process_is_left(run_dir: Path) -> None:
     ours = [
         path

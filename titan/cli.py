@@ -93,23 +93,44 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}")
+    return int(text)
+
+
 def train(argv: list[str]) -> int:
-    parser = _parser("train", f"{JOB} [--nproc N]")
+    parser = _parser("train", f"{JOB} [--nproc N] [--max-restarts R]")
     parser.add_argument(
         "--nproc",
         type=_positive,
         metavar="N",
         help="processes on this machine; default: one per accelerator, else one",
     )
+    parser.add_argument(
+        "--max-restarts",
+        type=_whole,
+        default=0,
+        metavar="R",
+        help="times to go on from the newest checkpoint after a process has failed; default: 0",
+    )
     options, job = parser.parse_known_args(argv)
     if "RANK" not in os.environ:  # else torchrun has started this very process
         from titan.launch import count_accelerators, launch
 
         num_processes = options.nproc or max(1, count_accelerators())
-        config = _load(job, options=["--nproc"])
+        config = _load(job, options=["--nproc", "--max-restarts"])
         _check_to_run(config, world_size=num_processes)
-        if num_processes > 1:
-            return launch(job, num_processes=num_processes, dump_folder=config.job.dump_folder)
+        if num_processes > 1 or options.max_restarts:
+            code = import_module("titan.train").before_start(config)
+            if code is not None:
+                return code
+            return launch(
+                job,
+                num_processes=num_processes,
+                dump_folder=config.job.dump_folder,
+                max_restarts=options.max_restarts,
+            )
     return import_module("titan.train").main(job)
 
 
@@ -267,7 +288,8 @@ COMMANDS = {
         _elsewhere("titan.observe.pipeline_plot"),
     ),
     "verify": Command(
-        "is a checkpoint what was saved? Names the damaged file", _elsewhere("titan.checkpoint.verify")
+        "is a checkpoint what was saved? Names the damaged file",
+        _elsewhere("titan.checkpoint.verify"),
     ),
     "convert": Command(
         "Hugging Face folders to checkpoints, and back", _elsewhere("titan.checkpoint.convert_cli")

@@ -2,32 +2,105 @@
 
 SIGTERM and SIGUSR1 come from schedulers, SIGINT from a person, whose second Ctrl-C ends the program at once. The
 handlers are installed before torch is imported, which takes seconds in which a signal would be deadly.
+
+A Python handler does not run while the main thread waits inside a collective, which may be for ever: another rank
+can be gone. So C's own handler also writes the signal's number into a pipe (signal.set_wakeup_fd), and a thread
+that reads it ends the process when the grace time is over.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
 from types import FrameType
 
 EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR, EXIT_STOPPED = 0, 1, 2, 75
+STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_REPORT_S = 5  # for the last words of a process that ends: its disk may be what hangs
+_PR_SET_PDEATHSIG = 1
 
 
 class StopRequest:
-    """Whether, and by which signal, this process was asked to stop."""
+    """Whether, and by which signal, this process was asked to stop; and the end of its patience."""
 
     def __init__(self) -> None:
         self.signal_name = ""
+        self.seen = ""  # by the thread, which sees what the main thread may not
+        self.exit_code: int | None = None  # the run has ended well, and only has to leave
+        self._grace_s = 0.0
+        self._report: Callable[[], None] = lambda: None
+        self._armed, self._disarmed = threading.Event(), threading.Event()
 
     def install(self) -> StopRequest:
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        for number in STOPPING:
             signal.signal(number, self._remember)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=(reader,), name="signals", daemon=True).start()
         return self
 
     @property
     def requested(self) -> bool:
         return bool(self.signal_name)
 
+    def allow(self, grace_s: float, *, report: Callable[[], None]) -> None:
+        """From now on: end the process that long after the first signal, also one that has come already. `report` is called
+        in a thread of its own, and must neither wait for the main thread nor import anything."""
+        self._grace_s, self._report = grace_s, report
+        self._armed.set()
+
+    def disarm(self) -> None:
+        """The process leaves by itself."""
+        self._disarmed.set()
+
     def _remember(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.requested:
             raise KeyboardInterrupt
         self.signal_name = signal.Signals(number).name
+
+    def _watch(self, reader: int) -> None:
+        while (number := os.read(reader, 1)[0]) not in STOPPING:
+            pass
+        deadline = time.monotonic()
+        self.seen = signal.Signals(number).name
+        self._armed.wait()
+        deadline += self._grace_s
+        if not self._disarmed.wait(max(0, deadline - time.monotonic())):
+            code = EXIT_FAILED if self.exit_code is None else self.exit_code
+            leave(for_agent(code), self._report)
+
+
+def leave(code: int, report: Callable[[], None], *, within_s: float = _REPORT_S) -> None:
+    """End the process at once, after its last words, whatever its other threads do."""
+    words = threading.Thread(target=report, name="last words", daemon=True)
+    words.start()
+    words.join(within_s)
+    os._exit(code)
+
+
+def has_agent() -> bool:
+    """Whether torchrun, or `titan train --nproc`, has started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def for_agent(code: int) -> int:
+    """The exit code of a rank that was told to stop. torchrun --max-restarts would start it again unless it ends with 0;
+    status.json has the real one."""
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
+    return EXIT_DONE if has_agent() and restarts else code
+
+
+def die_with_parent() -> None:
+    """No rank outlives its agent, else it would train on, and save, beside the run that takes its place. Linux only."""
+    if not sys.platform.startswith("linux"):
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has died in between
+        os._exit(EXIT_FAILED)

@@ -1,10 +1,12 @@
 """`torchrun -m titan.train JOB.toml [OVERLAY.toml ...] [--section.key=value ...]`: one rank of a run.
 
-The config is read and checked before torch is imported, so that a mistake in it is told within a second.
+The config is read and checked before torch is imported, so that a mistake in it is told within a second. So is what
+else can be known by then: that the run is finished, or goes on already in another process.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import sys
@@ -14,33 +16,117 @@ from pathlib import Path
 
 from titan.config.load import ConfigError, load_from_argv
 from titan.config.rules import check_to_run
-from titan.signals import EXIT_FAILED, EXIT_USER_ERROR, StopRequest
+from titan.config.sections import JobConfig
+from titan.lease import Lease, LeaseHeld
+from titan.observe.runinfo import read_status, write_status
+from titan.observe.stacks import dump_stacks, main_thread, stacks_file
+from titan.signals import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_USER_ERROR,
+    StopRequest,
+    die_with_parent,
+    for_agent,
+    has_agent,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train; returns the exit code (docs/architecture.md lists them)."""
     stop = StopRequest().install()
+    try:
+        code = _train(sys.argv[1:] if argv is None else argv, stop)
+    finally:
+        stop.disarm()
+    return for_agent(code) if stop.requested else code
+
+
+def before_start(config: JobConfig) -> int | None:
+    """An exit code, where there is nothing to start: the run is finished, which changes no file, or goes on elsewhere."""
+    rank = int(os.environ.get("RANK", 0))
+    if is_finished(config):
+        if rank == 0:
+            print(f"nothing to do: all {config.training.steps:,} steps are done")
+        return EXIT_DONE
+    try:
+        Lease(Path(config.job.dump_folder)).require_free()
+    except LeaseHeld as error:
+        return _refuse(error)
+    return None
+
+
+def is_finished(config: JobConfig) -> bool:
+    """Whether this run ended well, and its last checkpoint is there."""
+    run_dir, section = Path(config.job.dump_folder), config.checkpoint
+    status = read_status(run_dir)
+    step = status.get("step")
+    if status.get("state") != "done" or not isinstance(step, int) or step < config.training.steps:
+        return False
+    last = run_dir / section.folder / f"step-{step}"
+    return section.enable and section.load_step == -1 and last.is_dir()
+
+
+def _refuse(error: LeaseHeld) -> int:
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(error, file=sys.stderr)
+    return EXIT_USER_ERROR
+
+
+def _train(argv: Sequence[str], stop: StopRequest) -> int:
     rank = int(os.environ.get("RANK", 0))
     try:
-        config = load_from_argv(sys.argv[1:] if argv is None else argv)
+        config = load_from_argv(argv)
         check_to_run(config, world_size=int(os.environ.get("WORLD_SIZE", 1)))
     except ConfigError as error:
         if rank == 0:  # every rank reads the same file
             print(error, file=sys.stderr)
         return EXIT_USER_ERROR
+    if (code := before_start(config)) is not None:
+        return code
+    lease = Lease(Path(config.job.dump_folder))
+    try:
+        if rank == 0:
+            lease.acquire()
+        return _train_alone(config, stop)
+    except LeaseHeld as error:
+        return _refuse(error)
+    finally:
+        lease.release()
 
+
+def _train_alone(config: JobConfig, stop: StopRequest) -> int:
+    """One rank of the only run in its folder."""
+    rank, folder = int(os.environ.get("RANK", 0)), Path(config.job.dump_folder)
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    if rank == 0 and restarts:
+        allowed = os.environ["TORCHELASTIC_MAX_RESTARTS"]
+        print(f"started again by torchrun, {restarts} of {allowed} times", file=sys.stderr)
     _set_compile_cache(config.compile.cache_folder)
+    trainer = None
+
+    def too_late() -> None:
+        at, stacks = main_thread(), stacks_file(folder, rank)
+        reason = (
+            f"{stop.seen} asked rank {rank} to stop, but the fault_tolerance.grace_seconds = "
+            f"{config.fault_tolerance.grace_seconds} are over: it is in {at.text}. "
+        )
+        saved = stop.exit_code is not None
+        reason += "All is saved" if saved else "The last checkpoint is from before"
+        dump_stacks(stacks, reason)
+        if not saved:
+            step = trainer.step if trainer else 0
+            write_status(folder, state="failed", exit_code=EXIT_FAILED, step=step, reason=reason)
+        print(f"{reason}. Stacks of all threads: {stacks}", file=sys.stderr, flush=True)
+
+    stop.allow(config.fault_tolerance.grace_seconds, report=too_late)
     from titan.observe.failure import describe_failure, record_collectives
-    from titan.observe.runinfo import write_status
     from titan.trainer import NonFiniteError, SaveFailed, Trainer, UserError
 
     record_collectives(config.comm.trace_buf_size)
-    trainer = None
 
     def fail(error: Exception, code: int) -> int:
         step = trainer.step if trainer else 0
         reason = describe_failure(error, rank=rank, step=step) or str(error)
-        folder = Path(config.job.dump_folder)
         write_status(folder, state="failed", exit_code=code, step=step, reason=reason)
         logging.getLogger("titan").error(reason)
         print(f"{'' if rank == 0 else f'[rank {rank}] '}{reason}", file=sys.stderr)
@@ -72,6 +158,9 @@ def _set_compile_cache(folder: str) -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.enable()
+    if has_agent():
+        die_with_parent()
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()

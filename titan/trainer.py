@@ -15,6 +15,7 @@ import gc
 import logging
 import math
 import os
+import random
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -23,14 +24,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from titan.checkpoint import huggingface
 from titan.checkpoint import manager as checkpoints
-from titan.checkpoint.export import Export, export_state, tokenizer_files
+from titan.checkpoint.commit import TIMEOUT
+from titan.checkpoint.export import Export, export_state
 from titan.checkpoint.files import Location, as_location
-from titan.checkpoint.huggingface import HFModel
 from titan.checkpoint.manager import CheckpointError, CheckpointManager, SaveFailed
 from titan.config.quantize import quantize_section
 from titan.config.render import to_toml
@@ -58,6 +60,7 @@ from titan.parallel.shims import set_timeout
 from titan.program import StepReport, build_program, torch_dtype
 from titan.readback import Readback
 from titan.signals import EXIT_DONE, EXIT_STOPPED, StopRequest
+from titan.watchdog import Watchdog
 
 UserError = (DataError, CheckpointError, MissingExtra, Float8Error, KeepError)
 
@@ -99,7 +102,6 @@ class Trainer:
         if self.rank == 0:
             write_status(self.run_dir, state="running")
         self.step, self.tokens_seen = 0, 0
-        self.hf_model = _hf_model(config)
         self.device = self._init_distributed()
         self._seed()
         quantize = quantize_section(config)
@@ -116,12 +118,20 @@ class Trainer:
         )
         self.program = build_program(config, device=self.device, mesh=self.mesh)
         self._build_data()
+        self.hugging_face = self._hugging_face()
         self.checkpoints = CheckpointManager(config.checkpoint, run_dir=self.run_dir)
         self.pending: deque[Pending] = deque()
         # On a CPU the results are there as soon as the step returns.
         self.max_pending = 0 if self.device.type == "cpu" else 1
         self._resume()
         self._open_outputs()
+        self._tell_of_saves()  # that some are damaged, too
+        self.watchdog = Watchdog(
+            config.fault_tolerance.step_timeout_seconds,
+            run_dir=self.run_dir,
+            rank=self.rank,
+            world_size=self.world_size,
+        )
         if config.checkpoint.async_mode == "async_with_pinned_mem":
             self.program.optimizer.register_step_pre_hook(self._before_update)
 
@@ -154,6 +164,8 @@ class Trainer:
         config, steps = self.config, self.config.training.steps
         self.step += 1
         step = self.step
+        set_up_s = config.comm.init_timeout_seconds if step == self.first_step else 0
+        self.watchdog.begin(step, extra_s=set_up_s)
         if step % config.training.gc_freq == 0:
             gc.collect(1)
         with self.timer.pause("profiling"):
@@ -177,6 +189,7 @@ class Trainer:
             results += self._read(all_of_them=True)
         with self.timer.pause("profiling"):
             self.profiler.end()
+        self.watchdog.end()
         if step == self.first_step:
             self._after_first_step()
         self.console.advance(step)
@@ -316,19 +329,25 @@ class Trainer:
 
     def _export(self) -> None:
         """The weights as a Hugging Face folder."""
-        assert self.hf_model is not None, "made at the start where it is wanted"
-        config, folder = self.config, self.run_dir / "huggingface" / f"step-{self.step}"
-        made = Export(
-            self.hf_model,
-            torch_dtype(config.checkpoint.export_dtype),
-            bos_id=self.tokenizer.bos_id,
-            eos_id=self.tokenizer.eos_id,
-            seq_len=config.training.seq_len,
-            assets=tokenizer_files(config.tokenizer.path or config.model.hf_assets_path),
-        )
+        assert self.hugging_face is not None, "made at the start where it is wanted"
+        set_timeout(TIMEOUT)  # ranks wait for the slowest disk, and the run is over
+        folder = self.run_dir / "huggingface" / f"step-{self.step}"
         state = checkpoints.model_state(self.program.parts)
-        export_state(folder, state, made, ranks=self.checkpoints.ranks)
+        export_state(folder, state, self.hugging_face, ranks=self.checkpoints.ranks)
         self.console.message(f"saved {folder} for transformers")
+
+    def _hugging_face(self) -> Export | None:
+        """The model in Hugging Face's terms, if the job needs it: known at the start, and not after the last step."""
+        config, section = self.config, self.config.checkpoint
+        if not (section.initial_load_in_hf or section.last_save_in_hf):
+            return None
+        return Export.of(
+            config.model,
+            tokenizer=self.tokenizer,
+            tokenizer_path=config.tokenizer.path,
+            seq_len=config.training.seq_len,
+            dtype=torch_dtype(section.export_dtype),
+        )
 
     def _before_update(self, *_: Any) -> None:
         """A copy of the state that is still being made must be whole before the state changes."""
@@ -371,10 +390,11 @@ class Trainer:
         section = self.config.checkpoint
         path, model_only = self.checkpoints.step_to_resume(), False
         if path is None and section.enable and section.initial_load_in_hf:
-            assert self.hf_model is not None, "made at the start where it is wanted"
+            assert self.hugging_face is not None, "made above, where it is wanted"
+            model, ranks = self.hugging_face.model, self.checkpoints.ranks
             path = Path(section.initial_load_path or self.config.model.hf_assets_path)
             state = checkpoints.model_state(self.program.parts)
-            huggingface.load(path, state, model=self.hf_model, ranks=self.checkpoints.ranks)
+            huggingface.load(path, state, model=model, ranks=ranks)
             self.resumed_from = path
             return
         if path is None and section.enable and section.initial_load_path:
@@ -434,7 +454,9 @@ class Trainer:
 
     def _after_first_step(self) -> None:
         """Everything is set up and compiled: from now on a collective that takes long is one that hangs."""
-        set_timeout(timedelta(seconds=self.config.comm.train_timeout_seconds))
+        saving = self.checkpoints.ranks.group if self.config.checkpoint.enable else None
+        limit = timedelta(seconds=self.config.comm.train_timeout_seconds)
+        set_timeout(limit, but_not_of=saving)
         if self.program.compile_log is not None:
             self.console.message(self.program.compile_log.summary())
         rewrites = self.program.async_tp
@@ -446,7 +468,10 @@ class Trainer:
                 )
 
     def _seed(self) -> None:
-        torch.manual_seed(self.config.debug.seed)
+        seed = self.config.debug.seed
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
         if self.config.debug.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
@@ -562,10 +587,12 @@ class Trainer:
             )
         if self.rank == 0:
             write_status(self.run_dir, state=state, exit_code=code, step=self.step)
+        self.stop.exit_code = code
         return code
 
     def close(self) -> None:
         """End threads, files and the process group."""
+        self.watchdog.close()
         self.checkpoints.close()
         self.profiler.close()
         self.loader.close()
@@ -575,14 +602,6 @@ class Trainer:
         self.rank_log.close()
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _hf_model(config: JobConfig) -> HFModel | None:
-    """The model in Hugging Face's terms, where the job needs it: known at the start, rather than after the last step."""
-    section = config.checkpoint
-    if not (section.initial_load_in_hf or section.last_save_in_hf):
-        return None
-    return HFModel.of(config.model.name, model_config(config.model))
 
 
 def _rank_and_world() -> tuple[int, int]:

@@ -40,7 +40,11 @@ LAYOUTS: dict[str, Degrees] = {
     "PP": {"pp": 2},
     "CP": {"cp": 2},
     "FSDP2 x TP": {"dp_shard": 2, "tp": 2},
+    "HSDP": {"dp_replicate": 2, "dp_shard": 2},
+    "FSDP2 on 4": {"dp_shard": 4},
+    "PP x TP": {"pp": 2, "tp": 2},
 }
+SLOW = ("HSDP", "FSDP2 on 4", "PP x TP")  # to load into; the default run saves under all ten
 LEGS: list[Degrees] = [{"dp_shard": 4}, {"tp": 2, "pp": 2}, {"cp": 2, "dp_shard": 2}, {}]
 LEG_STEPS = 3
 STEPS = LEG_STEPS * len(LEGS)
@@ -216,7 +220,10 @@ def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[Path, se
     return folders
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in LAYOUTS],
+)
 def test_any_layout_loads_into_any_other(layout: str, saved, pool: Pool) -> None:
     degrees = LAYOUTS[layout]
     results = pool.run(ranks(degrees), load_under, degrees, list(saved))

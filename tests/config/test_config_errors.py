@@ -515,14 +515,23 @@ ALIASES = [
     (
         "[fault_tolerance]\nenable = true\n",
         "job.toml:2: fault_tolerance.enable",
-        "torchrun --max-restarts",
+        "titan train --max-restarts",
     ),
     (
         "[quantize.grouped_mm.mx]\nrecipe_name = 'mxfp8'\nfqns = ['experts']\n",
         "job.toml:1: quantize.grouped_mm.mx",
         "use [quantize.linear.float8]",
     ),
-    ('[fault_tolerance]\n"a.b" = 1\n', 'job.toml:2: fault_tolerance."a.b"', "remove the section"),
+    (
+        '[memory_estimation]\n"a.b" = 1\n',
+        'job.toml:2: memory_estimation."a.b"',
+        "use `titan check`",
+    ),
+    (
+        "[fault_tolerance]\nstep_timeout_seconds = 95\n",
+        "job.toml:2: fault_tolerance.step_timeout_seconds",
+        "comm.train_timeout_seconds = 100 ends the ranks before their stacks are written; use 85, or raise",
+    ),
     (
         "[experimental]\ncustom_import = 'x'\n",
         "job.toml:2: experimental.custom_import",
@@ -649,11 +658,13 @@ def test_two_unreadable_files_are_both_told(tmp_path: Path) -> None:
 
 def test_what_is_not_built_yet_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
-    path.write_text('[checkpoint]\nasync_mode = "async"\n[parallelism]\nexpert_parallel_degree = 2\n')
+    path.write_text(
+        "[parallelism]\nexpert_tensor_parallel_degree = 3\nexpert_parallel_degree = 2\n"
+    )
     problems = check_supported(load_config(path))
     assert [(p.line, p.key) for p in problems] == [
-        (4, "parallelism.expert_parallel_degree"),
-        (2, "checkpoint.async_mode"),
+        (3, "parallelism.expert_parallel_degree"),
+        (2, "parallelism.expert_tensor_parallel_degree"),
     ]
     assert problems[0].message == "2 is not built yet in titan 0.1; use 1"
     path.write_text(

@@ -84,9 +84,8 @@ def test_tensor_parallel_may_exceed_the_key_value_heads() -> None:
 def test_everything_in_the_way_of_a_run_is_told_at_once() -> None:
     config = JobConfig.model_validate(
         {
-            "parallelism": {"tensor_parallel_degree": 3},
+            "parallelism": {"tensor_parallel_degree": 3, "expert_parallel_degree": 2},
             "validation": {"enable": True},
-            "checkpoint": {"async_mode": "async"},
         }
     )
     with pytest.raises(ConfigError) as caught:
@@ -95,7 +94,7 @@ def test_everything_in_the_way_of_a_run_is_told_at_once() -> None:
     assert keys == {
         "parallelism.tensor_parallel_degree",
         "validation.dataset",
-        "checkpoint.async_mode",
+        "parallelism.expert_parallel_degree",
     }
 
 

@@ -402,7 +402,7 @@ def test_old_debug_model(tmp_path: Path) -> None:
     warnings = [w.removeprefix(f"{tmp_path}/job.toml:") for w in config.origin.warnings]
     line = DEBUG_MODEL.splitlines().index("batch_size = 8") + 1
     assert f"{line}: training.batch_size is now training.local_batch_size" in warnings
-    assert len(warnings) == 22
+    assert len(warnings) == 23
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def test_the_newest_whole_step_is_used(
     for step in (20, 30):
         DAMAGES[damage](step_dir(run_dir, step))
     path = CheckpointManager(section(), run_dir=run_dir).step_to_resume()
-    assert path == step_dir(run_dir, 10)
+    assert path is not None and path == step_dir(run_dir, 10)
     assert "STEP 30 IS DAMAGED AND NOT USED" in caplog.text
     assert "RESUMING FROM STEP 10" in caplog.text
     assert list_steps(run_dir / "checkpoint") == [10]
@@ -237,7 +237,9 @@ def test_titan_verify_imports_no_torch(run_dir: Path) -> None:
     assert subprocess.run(command, capture_output=True).returncode == 0
 
 
-def test_a_training_run_falls_back_bit_for_bit(tmp_path: Path) -> None:
+def test_a_training_run_falls_back_bit_for_bit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def run(folder: Path, steps: int) -> list[tuple[int, float]]:
         config = JobConfig.model_validate(
             {
@@ -257,7 +259,10 @@ def test_a_training_run_falls_back_bit_for_bit(tmp_path: Path) -> None:
 
     run(tmp_path / "damaged", 4)
     flip(step_dir(tmp_path / "damaged", 4) / "__0_0.distcp")
-    assert run(tmp_path / "damaged", 6) == run(tmp_path / "whole", 6)
+    capsys.readouterr()
+    resumed = run(tmp_path / "damaged", 6)
+    assert "CHECKPOINT STEP 4 IS DAMAGED AND NOT USED: __0_0" in capsys.readouterr().out
+    assert resumed == run(tmp_path / "whole", 6)
 
 
 # ---- what a checkpoint must not do -----------------------------------------------------------------

@@ -105,7 +105,10 @@ def write(
         ranks.on_main(clear)
         entries = _write_files(state, target, metadata, ranks)
         ranks.on_main(lambda: commit(entries))
-    except (SaveFailed, dcp.CheckpointException) as error:
+    except (
+        RuntimeError,
+        dcp.CheckpointException,
+    ) as error:  # the first, of gloo too: a rank has died
         if ranks.rank == 0:
             with suppress(OSError):
                 files.remove(target)
@@ -118,7 +121,7 @@ def _write_files(
 ) -> dict[str, Any]:
     """Everything but the manifest; entries of all ranks' files."""
     die_at("data", target)
-    writer = Writer(target)
+    writer = Writer(target, state)
     dcp.save(state, storage_writer=writer, process_group=ranks.group, no_dist=ranks.size == 1)
     die_at("written", target)
 

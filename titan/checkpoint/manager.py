@@ -65,7 +65,7 @@ class CheckpointManager:
         self.folder = as_location(section.folder) if remote else run_dir / section.folder
         self.staging = Staging(overlap=section.async_mode == "async_with_pinned_mem")
         self.background: Future[str] | None = None  # gives what to say of the save under way
-        self.background_step = 0
+        self.background_step, self.blocked_s = 0, 0.0
         self.news: list[str] = []  # for the console
         self.saved_at = time.monotonic()
 
@@ -108,8 +108,8 @@ class CheckpointManager:
 
         Raises SaveFailed on all ranks: where it waits, of this save; of one in the background, `poll` tells.
         """
+        start = time.monotonic()
         if self.background is not None:
-            start = time.monotonic()
             if not self.poll(wait=True) and self.section.on_failure == "stop":
                 raise SaveFailed(f"step {self.background_step} could not be saved")
             waited_s = time.monotonic() - start
@@ -136,6 +136,7 @@ class CheckpointManager:
 
             self.background, self.background_step = done, step
             Thread(target=work, name=f"save step {step}", daemon=True).start()
+            self.blocked_s = time.monotonic() - start
         return join(self.folder, f"step-{step}")
 
     def poll(self, *, wait: bool = False, timeout_s: float | None = None) -> bool:
@@ -144,9 +145,11 @@ class CheckpointManager:
             return True
         done, self.background = self.background, None
         try:
-            self.news.append(done.result(timeout=timeout_s))
-        except SaveFailed as error:
+            text = done.result(timeout=timeout_s)
+        except RuntimeError as error:
             return self.failed(error)
+        blocked_s = self.blocked_s + self.staging.waited_s
+        self.news.append(f"{text}, of which training stood still for {blocked_s:.3f} s")
         return True
 
     def take_news(self) -> list[str]:
@@ -154,9 +157,9 @@ class CheckpointManager:
         news, self.news = self.news, []
         return news
 
-    def failed(self, error: SaveFailed) -> bool:
+    def failed(self, error: RuntimeError) -> bool:
         logger.error(
-            f"{error}. Earlier checkpoints are as they were; the next save is tried when it is due."
+            f"{reason(error)}. Earlier checkpoints are as they were; the next save is tried when it is due."
         )
         return False
 
@@ -164,8 +167,8 @@ class CheckpointManager:
         """Let a save in the background end, if it can."""
         try:
             self.poll(wait=True, timeout_s=_WAIT_AT_CLOSE_S)
-        except TimeoutError:
-            logger.error(f"step {self.background_step}: the save in the background was given up")
+        except Exception as error:  # a timeout's class depends on Python's version
+            logger.error(f"step {self.background_step} is given up: {reason(error)}")
 
     def _write(self, step: int, state: State, metadata: dict[str, Any]) -> str:
         start = time.monotonic()
@@ -239,7 +242,7 @@ class CheckpointManager:
 
     def _set_aside(self, step: int, damages: list[Damage], *, instead: int) -> None:
         """Under a name that no finder takes for a step; of a remote one, only the manifest."""
-        logger.error(
+        self._announce(
             f"CHECKPOINT STEP {step} IS DAMAGED AND NOT USED: {describe(damages)}. "
             f"RESUMING FROM STEP {instead}."
         )
@@ -258,6 +261,11 @@ class CheckpointManager:
         except SaveFailed as error:
             logger.warning(f"{path} could not be set aside: {error}")
 
+    def _announce(self, text: str) -> None:
+        """To the log at once, and to the console, which opens after a run has resumed."""
+        logger.warning(text)
+        self.news.append(text)
+
     def _say_what_else_is_there(self) -> None:
         parent = self.folder.parent if isinstance(self.folder, Path) else None
         others = (
@@ -265,7 +273,7 @@ class CheckpointManager:
         )
         names = files_of(self.folder).names(self.folder)
         if names or others:
-            logger.warning(
+            self._announce(
                 f"a fresh start: {self.folder} holds no checkpoint to resume from"
                 + (f", but {', '.join(names[:5])}" if names else "")
                 + (f"; there are checkpoints in {', '.join(others)}" if others else "")

@@ -11,6 +11,7 @@ it makes the stream wait, not the host; on a CPU the copying is the writer's thr
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -28,9 +29,11 @@ class Staging:
         self._overlap = overlap
         self._buffers: State = {}
         self._pending: Callable[[], object] | None = None
+        self.waited_s = 0.0  # by the last `before_update` that had to
 
     def begin(self, state: State) -> Callable[[], State]:
         """Copy `state`, or begin to; the result, called on the writer's thread, gives the finished copy."""
+        self.waited_s = 0.0
         copies = {name: self._buffer(name, value) for name, value in state.items()}
         if not self._overlap:
             _copy(state, copies)
@@ -54,8 +57,9 @@ class Staging:
     def before_update(self, *_: Any) -> None:
         """Training is about to change the state: not before it is copied. A hook for optimizers."""
         if self._pending is not None:
+            start = time.monotonic()
             self._pending()
-            self._pending = None
+            self._pending, self.waited_s = None, time.monotonic() - start
 
     def _on_stream(self, state: State, copies: State, device: torch.device) -> Callable[[], State]:
         module = torch.get_device_module(device)

@@ -68,8 +68,11 @@ class _Folder(FileSystem):
 class Writer(dcp.FileSystemWriter):
     """Writes into a fresh folder; `entries` are then the manifest's, of the files that this rank has written."""
 
-    def __init__(self, location: Location) -> None:
+    def __init__(self, location: Location, state: State) -> None:
         super().__init__(str(location), sync_files=False)  # ours are, as they are closed
+        if all(value.device.type == "cpu" for value in state.values()):
+            # Copying ahead from the device would wait for its default stream, which is training's.
+            self.per_thread_copy_ahead = 0
         self.fs = self.folder = _Folder(location)
         self.path = str(location)
 

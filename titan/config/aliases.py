@@ -42,12 +42,17 @@ RENAMED: dict[str, str] = {
     "metrics.rank_0_only": "metrics.save_for_all_ranks",
 }
 
+_TORCHFT = (
+    *("process_group", "process_group_timeout_ms", "replica_id", "group_size"),
+    *("min_replica_size", "semi_sync_method"),
+)
 DROPPED: dict[str, str] = {
     "job.use_for_integration_test": "it has no effect",
     "job.save_config_file": "config.toml in the run folder is always written",
     "validation.dataloader": "validation reads as [training.dataloader] says",
     "quantize.grouped_mm.mx.recipe_name": "only linear layers can be converted",
     "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": "torchao chooses the kernel",
+    **{f"fault_tolerance.{key}": "torchft is not used" for key in _TORCHFT},
 }
 
 REFUSED: dict[str, str] = {
@@ -59,8 +64,8 @@ REFUSED: dict[str, str] = {
     "titan.sources)",
     "experimental.pipeline_parallel_split_points": "use parallelism.module_fqns_per_model_part",
     "experimental": "titan has no [experimental] section; its keys stand in [parallelism]",
-    "fault_tolerance": "a killed run resumes from its newest checkpoint: use torchrun --max-restarts, and remove "
-    "the section",
+    "fault_tolerance.enable": "a killed run resumes from its newest checkpoint: use `titan train --max-restarts`, and remove "
+    "the key",
     "quantize.grouped_mm": "only linear layers can be converted: use [quantize.linear.float8]",
     "memory_estimation": "use `titan check`, which estimates memory without a GPU",
     "model.print_after_conversion": "the start-up page shows the model; remove the key",

@@ -29,6 +29,7 @@ __all__ = [
 ]
 
 KEEP_GROUPS = ("matmul", "attention", "network", "scales")
+STACKS_S = 15  # from a step's time limit to the stacks of all ranks; titan/watchdog.py
 LOCAL_PRESETS = ("text", "jsonl", "parquet", "shards")
 EMBEDDED_PRESETS = ("stdlib", "synthetic")
 
@@ -61,6 +62,7 @@ def check(config: JobConfig) -> list[Problem]:
         _check_compile,
         _check_checkpoint,
         _check_profiling,
+        _check_fault_tolerance,
     )
     findings = [finding for rule in rules for finding in rule(config)]
     return [config.origin.problem(key, message) for key, message in findings]
@@ -300,7 +302,10 @@ def _check_compile(config: JobConfig) -> Iterator[Finding]:
     if mode == "default" or not config.compile.enable:
         return
     if config.compile.backend != "inductor":
-        yield "compile.mode", f'is a mode of inductor; use "default" with "{config.compile.backend}"'
+        yield (
+            "compile.mode",
+            f'is a mode of inductor; use "default" with "{config.compile.backend}"',
+        )
     if mode not in CUDA_GRAPHS:
         return
     # A graph replays on fixed addresses: gathered or cast parameters get new ones in each step.
@@ -336,6 +341,21 @@ def _check_checkpoint(config: JobConfig) -> Iterator[Finding]:
     if section.last_save_in_hf and (section.load_only or not section.enable):
         off = "load_only = false" if section.load_only else "enable = true"
         yield "checkpoint.last_save_in_hf", f"nothing is saved in this job; set checkpoint.{off}"
+    every = section.keep_every_n_steps
+    if every % section.interval:
+        yield (
+            "checkpoint.keep_every_n_steps",
+            f"is no multiple of interval = {section.interval}, so that most of these steps are never saved; use "
+            f"{max(1, round(every / section.interval)) * section.interval}, or 0",
+        )
+    if section.create_seed_checkpoint and (section.load_only or not section.enable):
+        yield (
+            "checkpoint.create_seed_checkpoint",
+            "is a save, which enable = false and load_only = true forbid; use false",
+        )
+    for key in ("folder", "initial_load_path"):
+        if "://" in (url := getattr(section, key) or "") and (reason := _unreachable(url)):
+            yield f"checkpoint.{key}", f'"{url}": {reason}'
     parts = ("optimizer", "lr_scheduler", "dataloader", "train_state")
     for name in section.exclude_from_loading:
         if name not in parts:
@@ -343,6 +363,17 @@ def _check_checkpoint(config: JobConfig) -> Iterator[Finding]:
                 "checkpoint.exclude_from_loading",
                 f'unknown part "{name}"{choose(name, parts)}',
             )
+
+
+def _unreachable(url: str) -> str:
+    """Why fsspec does not know this kind of URL, if so."""
+    from fsspec import get_filesystem_class  # only for those who have a URL
+
+    try:
+        get_filesystem_class(url.split("://", 1)[0])
+    except (ImportError, ValueError) as error:
+        return str(error)
+    return ""
 
 
 def _check_profiling(config: JobConfig) -> Iterator[Finding]:
@@ -360,5 +391,18 @@ def _check_profiling(config: JobConfig) -> Iterator[Finding]:
         yield (
             "profiling.profile_freq",
             f"{section.profile_freq}, but the run ends at training.steps = {steps}: no trace would be written; "
-            f"use {max(needed, steps)}" + (f" and training.steps = {needed}" if steps < needed else ""),
+            f"use {max(needed, steps)}"
+            + (f" and training.steps = {needed}" if steps < needed else ""),
+        )
+
+
+def _check_fault_tolerance(config: JobConfig) -> Iterator[Finding]:
+    limit = config.fault_tolerance.step_timeout_seconds
+    collective = config.comm.train_timeout_seconds
+    if limit and limit + STACKS_S > collective:
+        lower = f"use {collective - STACKS_S}, or raise" if collective > STACKS_S else "raise"
+        yield (
+            "fault_tolerance.step_timeout_seconds",
+            f"comm.train_timeout_seconds = {collective} ends the ranks before their stacks are written; {lower} "
+            f"comm.train_timeout_seconds to {limit + STACKS_S}",
         )

@@ -454,7 +454,7 @@ class CheckpointSection(Section):
     """Folder of the checkpoints, below the run folder; or a URL that fsspec knows: "s3://bucket/run", "gs://...", "file:///..."."""
     interval: Positive = 500
     """Steps between two saves; the last step is always saved."""
-    interval_minutes: Annotated[float, Field(ge=0)] = 0
+    interval_minutes: Annotated[float, Field(ge=0)] = 0.0
     """Also save when the last save is that many minutes ago; 0: no."""
     initial_load_path: str | None = None
     """A checkpoint (its step-N folder) to start from where the run folder has none."""
@@ -583,6 +583,17 @@ class CommSection(Section):
     """Beginning of a dump's file name; the rank follows."""
 
 
+class FaultToleranceSection(Section):
+    """What ends a run that is told to stop, or hangs; docs/fault-tolerance.md."""
+
+    grace_seconds: Positive = 120
+    """After SIGTERM, SIGUSR1 or SIGINT: seconds to finish the step and save. Then the process ends, with the stacks of its threads
+    in logs/. Shorter than what the scheduler grants between this signal and SIGKILL."""
+    step_timeout_seconds: NonNegative = 0
+    """A step that takes longer (the first: by comm.init_timeout_seconds more) ends the run, with the stacks of all ranks in logs/ and
+    the rank to look at in status.json; 0: no limit. Saves and validation have no part in it."""
+
+
 class ValidationSection(Section):
     """Loss on held-out text."""
 
@@ -639,6 +650,7 @@ class JobConfig(Section):
     compile: CompileSection = CompileSection()
     quantize: QuantizeSection = QuantizeSection()
     comm: CommSection = CommSection()
+    fault_tolerance: FaultToleranceSection = FaultToleranceSection()
     hardware: HardwareSection = HardwareSection()
     debug: DebugSection = DebugSection()
 

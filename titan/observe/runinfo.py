@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import titan
 
-State = Literal["running", "done", "stopped", "failed"]
+State = Literal["running", "done", "stopped", "failed", "hung"]
 
 # Variables that change how a run behaves. Names are listed, not excluded: nothing secret can slip through.
 _VARIABLES = (
@@ -96,6 +96,15 @@ def write_status(
     text = json.dumps(content | {"unix_s": round(time.time(), 3)}, indent=2) + "\n"
     # Written at every logged step while running: training does not wait for the disk.
     write_text_atomically(run_dir / "status.json", text, durable=state != "running")
+
+
+def read_status(run_dir: Path) -> dict[str, Any]:
+    """What write_status wrote last; empty where there is nothing that makes sense."""
+    try:
+        content = json.loads((run_dir / "status.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def open_rank_log(run_dir: Path, rank: int) -> logging.Handler:

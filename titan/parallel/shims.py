@@ -129,13 +129,14 @@ def compile_events() -> list[tuple[Any, CompileEvent]]:
     return events
 
 
-def set_timeout(timeout: timedelta) -> None:
-    """Set the time limit of every process group's collectives from now on.
+def set_timeout(timeout: timedelta, *, but_not_of: dist.ProcessGroup | None = None) -> None:
+    """Set the time limit of every process group's collectives from now on, but for one group's.
 
     gloo's sends and receives (pipeline parallelism on a CPU) keep the limit that their group was made with.
     """
     for group in dist.distributed_c10d._world.pg_map:
-        _set_pg_timeout(timeout, group)
+        if group is not but_not_of:
+            _set_pg_timeout(timeout, group)
 
 
 def enclose_calls(module: nn.Module, *, name: str) -> tuple[bool, Callable[[], None]]:

@@ -1,0 +1,224 @@
+"""What a save costs: how long training stands still in each mode, how long the save takes, and where that time goes.
+
+    python scripts/bench/checkpoint.py                    # the modes, side by side
+    python scripts/bench/checkpoint.py --shares           # hashing, fsync and manifest as shares of a save
+    python scripts/bench/checkpoint.py --process          # DCP writing in a thread or in a process of its own
+
+The same Llama in every mode, fp32 with AdamW, synthetic data, one process (the accelerator if there is one). Each mode is a run of
+its own, its saves far enough apart not to meet. Blocked: seconds of training lost at the save itself and, pinned, before the
+next update. Lost in all: the time of a run's steps less that of as many steps of a run that saves nothing, per save.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from titan.checkpoint import commit, manifest
+from titan.checkpoint.files import Files
+from titan.checkpoint.manager import CheckpointManager
+from titan.checkpoint.staging import Staging
+from titan.config.sections import CheckpointSection, JobConfig
+from titan.trainer import Trainer
+
+MODES = ("disabled", "async", "async_with_pinned_mem")
+
+
+def job(folder: Path, args: argparse.Namespace, **checkpoint: Any) -> JobConfig:
+    return JobConfig.model_validate(
+        {
+            "job": {"dump_folder": str(folder)},
+            "model": {
+                "overrides": {"dim": args.dim, "ffn_dim": 4 * args.dim, "n_layers": args.layers}
+            },
+            "training": {
+                "dataset": "synthetic",
+                "local_batch_size": 1,
+                "seq_len": args.seq_len,
+                "steps": 1_000_000,
+                "mixed_precision_param": "float32",
+            },
+            "metrics": {"log_freq": 1_000_000, "enable_tensorboard": False},
+            "checkpoint": {"interval": 1_000_000, "keep_latest_k": 1} | checkpoint,
+        }
+    )
+
+
+class Spent:
+    """Seconds, by what for; functions are timed by being wrapped."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    def wrap(self, owner: Any, method: str, name: str) -> None:
+        inner = getattr(owner, method)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self.seconds[name] += time.perf_counter() - start
+
+        setattr(owner, method, timed)
+
+
+def measure(mode: str, args: argparse.Namespace) -> tuple[list[float], float, float]:
+    """Seconds blocked by each save; seconds a save takes in all; seconds of all steps."""
+    checkpoint = {"enable": False} if mode == "none" else {"async_mode": mode}
+    with (
+        tempfile.TemporaryDirectory(dir=args.folder) as folder,
+        redirect_stdout(io.StringIO()),
+    ):
+        trainer = Trainer(job(Path(folder), args, **checkpoint))
+        blocked: list[float] = []
+        manager, spent = trainer.checkpoints, Spent()
+        spent.wrap(manager, "_write", "save")
+
+        def step() -> None:
+            trainer._one_step()
+            if trainer.device.type != "cpu":
+                torch.accelerator.synchronize()
+
+        for _ in range(3):
+            step()
+        start = time.perf_counter()
+        for number in range(args.saves * args.every):
+            if mode != "none" and number % args.every == 0:
+                before = time.perf_counter()
+                manager.save(trainer.step, trainer._state(), metadata={}, wait=False)
+                blocked.append(time.perf_counter() - before)
+            waited = trainer.timer._spent_s["checkpoint"]
+            step()
+            if blocked:
+                blocked[-1] += trainer.timer._spent_s["checkpoint"] - waited
+        manager.poll(wait=True)
+        total = time.perf_counter() - start
+        trainer.close()
+    # The first save allocates buffers, and warms caches.
+    return blocked[1:], spent.seconds["save"] / args.saves, total
+
+
+def compare_modes(args: argparse.Namespace) -> None:
+    _, _, plain = measure("none", args)
+    print(f"{args.saves * args.every} steps that save nothing: {plain:.1f} s")
+    print(f"{'mode':<24}{'blocked s':>11}{'ratio':>8}{'save s':>9}{'lost in all s':>15}")
+    first = None
+    for mode in MODES:
+        blocked, took, total = measure(mode, args)
+        median = statistics.median(blocked)
+        first = first or median
+        lost = (total - plain) / args.saves
+        print(f"{mode:<24}{median:>11.4f}{first / median:>8.1f}{took:>9.3f}{lost:>15.3f}")
+
+
+def state_of(args: argparse.Namespace) -> dict[str, torch.Tensor]:
+    return {f"model.{i}": torch.randn(4 * 2**20) for i in range(args.mib // 16)}
+
+
+def shares(args: argparse.Namespace) -> None:
+    """Of a synchronous save, in one process."""
+    spent = Spent()
+    spent.wrap(manifest.HashingStream, "write", "writing, and hashing")
+    spent.wrap(Files, "persist", "fsync of files")
+    spent.wrap(Files, "persist_folder", "fsync of folders")
+    spent.wrap(commit, "write_manifest", "manifest")
+    state, totals = state_of(args), []
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        manager = CheckpointManager(CheckpointSection(keep_latest_k=1), run_dir=Path(folder))
+        for step in range(args.saves):
+            start = time.perf_counter()
+            manager.save(step, state, metadata={})
+            totals.append(time.perf_counter() - start)
+    start = time.perf_counter()
+    for value in state.values():
+        manifest.xxh3_128(value.numpy()).hexdigest()  # pyright: ignore
+    hashing, total = time.perf_counter() - start, sum(totals) / len(totals)
+    rows = {name: seconds / args.saves for name, seconds in spent.seconds.items()}
+    rows["hashing alone"] = hashing
+    print(f"a save of {args.mib} MiB: {total:.3f} s")
+    for name, seconds in rows.items():
+        print(f"  {name:<22}{seconds:>8.4f} s {seconds / total:>6.1%}")
+
+
+def thread_or_process(args: argparse.Namespace) -> None:
+    """Python's share of a background save disturbs training in the same process: how much?"""
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29599"}
+    dist.init_process_group("gloo", rank=0, world_size=1)
+    state, weight = state_of(args), torch.randn(256, 256)
+
+    def work() -> float:
+        """Steps a second of many small operations, as launching kernels is, in the next second."""
+        end, count = time.perf_counter() + 1, 0
+        while time.perf_counter() < end:
+            for _ in range(20):
+                weight.add(1.0)
+            count += 1
+        return count
+
+    def with_dcp(kind: Any) -> Callable[[Path], object]:
+        return lambda folder: dcp.async_save(
+            state, checkpoint_id=str(folder), async_checkpointer_type=kind
+        )
+
+    def ours(folder: Path) -> None:
+        section = CheckpointSection(async_mode="async_with_pinned_mem")
+        manager = CheckpointManager(section, run_dir=folder)
+        manager.staging = staging
+        manager.save(1, state, metadata={}, wait=False)
+        staging.before_update()
+
+    staging = Staging(overlap=True)
+    ways = {"titan, pinned": ours}
+    ways |= {f"DCP, {kind.value}": with_dcp(kind) for kind in AsyncCheckpointerType}
+    figures: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    for round in range(args.saves + 1):  # in turns, since a machine's other load comes and goes
+        for name, save in ways.items():
+            with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+                undisturbed, start = work(), time.perf_counter()
+                save(Path(folder))
+                blocked = time.perf_counter() - start
+                figures[name].append((blocked, work() / undisturbed))
+                time.sleep(1)  # until it is written
+            if round == 0:
+                figures[name].clear()  # starts processes, allocates buffers
+    for name, pairs in figures.items():
+        blocked, speed = (statistics.median(column) for column in zip(*pairs, strict=True))
+        print(
+            f"{name:<16} blocked {blocked:.3f} s; then {speed:.0%} of the undisturbed speed for 1 s"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--dim", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--seq-len", type=int, default=64)
+    parser.add_argument("--saves", type=int, default=6)
+    parser.add_argument("--every", type=int, default=12, help="steps from save to save")
+    parser.add_argument("--mib", type=int, default=400, help="of the other two")
+    parser.add_argument("--folder", help="where to save; default: the system's temporary folder")
+    parser.add_argument("--shares", action="store_true")
+    parser.add_argument("--process", action="store_true")
+    args = parser.parse_args()
+    (shares if args.shares else thread_or_process if args.process else compare_modes)(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Saving in the background on several ranks: sharded state, bit for bit, and nobody waits for anybody in the wrong group."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pool import Pool
+from titan.checkpoint.manager import CheckpointManager, list_steps, load, stored_shapes
+from titan.checkpoint.manifest import find_damage
+from titan.config.sections import CheckpointSection, JobConfig
+from titan.trainer import Trainer
+
+
+class PoolTrainer(Trainer):
+    """On the pool's process group, which is there already."""
+
+    def _init_distributed(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def train(folder: Path, mode: str, steps: int, parallelism: dict[str, int]) -> None:
+    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    config = JobConfig.model_validate(
+        {
+            "job": {"dump_folder": str(folder)},
+            "model": {"overrides": {"n_layers": 2}},
+            "training": {
+                "dataset": "synthetic",
+                "seq_len": 16,
+                "local_batch_size": 2,
+                "steps": steps,
+                "mixed_precision_param": "float32",
+            },
+            "parallelism": parallelism,
+            "lr_scheduler": {"warmup_steps": 2, "total_steps": 6},
+            "metrics": {"log_freq": 1},
+            "checkpoint": {"interval": 1, "async_mode": mode, "keep_latest_k": 0},
+        }
+    )
+    trainer = PoolTrainer(config)
+    assert trainer.run() == 0
+    dist.destroy_process_group = lambda *_: None  # the pool still needs it
+    trainer.close()
+
+
+def numbers(folder: Path) -> list[tuple[float, ...]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
+
+
+def stored(path: Path) -> dict[str, torch.Tensor]:
+    state = {name: torch.empty(s, dtype=d) for name, (s, d) in stored_shapes(path).items()}
+    load(path, state)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("mode", "parallelism"),
+    [
+        ("async", {"data_parallel_shard_degree": 2}),
+        ("async_with_pinned_mem", {"data_parallel_shard_degree": 2}),
+        ("async_with_pinned_mem", {"tensor_parallel_degree": 2}),
+    ],
+)
+def test_resumed_equals_uninterrupted(
+    mode: str, parallelism: dict[str, int], pool: Pool, tmp_path: Path
+) -> None:
+    whole, parts, sync = (tmp_path / name for name in ("whole", "parts", "sync"))
+    pool.run(2, train, whole, mode, 6, parallelism)
+    for steps in (3, 6):
+        pool.run(2, train, parts, mode, steps, parallelism)
+    pool.run(2, train, sync, "disabled", 6, parallelism)
+    assert numbers(parts) == numbers(whole) == numbers(sync)
+    assert list_steps(whole / "checkpoint") == [1, 2, 3, 4, 5, 6]
+    for step in range(1, 7):
+        paths = [folder / "checkpoint" / f"step-{step}" for folder in (sync, whole, parts)]
+        assert not any(find_damage(path) for path in paths)
+        expected, *others = map(stored, paths)
+        for found in others:
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def save_while_training(folder: Path) -> int:
+    """Collectives of both at once, many of them; the sum says that none got another's data."""
+    os.environ["RANK"] = str(dist.get_rank())
+    manager = CheckpointManager(
+        CheckpointSection(async_mode="async", keep_latest_k=3), run_dir=folder
+    )
+    total = torch.zeros(())
+    state: dict[str, Any] = {"model.x": torch.ones(100_000)}
+    for step in range(1, 6):
+        manager.save(step, state, metadata={}, wait=False)
+        while manager.background is not None:
+            value = torch.tensor(float(dist.get_rank() + 1))
+            dist.all_reduce(value)
+            total += value - 3
+            going = torch.tensor(float(not manager.background.done()))
+            dist.all_reduce(going)  # the ranks stop together
+            if going == 0:
+                assert manager.poll()
+    return int(total)
+
+
+def test_training_goes_on_in_its_own_group(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(2, save_while_training, tmp_path) == [0, 0]
+    assert list_steps(tmp_path / "checkpoint") == [3, 4, 5]

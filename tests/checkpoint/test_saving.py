@@ -1,0 +1,400 @@
+"""When and where a run saves, what it keeps, and that a resumed run is the uninterrupted one, to the bit."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from titan.checkpoint import verify
+from titan.checkpoint.commit import remove
+from titan.checkpoint.files import files_of
+from titan.checkpoint.manager import (
+    CheckpointError,
+    CheckpointManager,
+    SaveFailed,
+    list_steps,
+    load,
+    load_rng_state,
+    read_metadata,
+    rng_state,
+    stored_shapes,
+)
+from titan.checkpoint.staging import Staging
+from titan.config.load import load_config
+from titan.config.rules import check
+from titan.config.sections import CheckpointSection, JobConfig
+from titan.signals import StopRequest
+from titan.trainer import Trainer
+
+CPU = torch.device("cpu")
+
+
+def job(folder: Path, **changes: dict[str, Any]) -> JobConfig:
+    """Six steps of a one-layer model."""
+    sections: dict[str, dict[str, Any]] = {
+        "job": {"dump_folder": str(folder)},
+        "model": {"overrides": {"n_layers": 1}},
+        "training": {
+            "dataset": "synthetic",
+            "seq_len": 16,
+            "local_batch_size": 2,
+            "steps": 6,
+            "mixed_precision_param": "float32",
+        },
+        "lr_scheduler": {"warmup_steps": 2, "total_steps": 6},
+        "metrics": {"log_freq": 1},
+        "checkpoint": {"interval": 2},
+    }
+    for name, change in changes.items():
+        sections[name] = sections.get(name, {}) | change
+    return JobConfig.model_validate(sections)
+
+
+def run(config: JobConfig) -> int:
+    trainer = Trainer(config)
+    try:
+        return trainer.run()
+    finally:
+        trainer.close()
+
+
+def numbers(folder: Path) -> list[tuple[float, ...]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row["loss"], row["grad_norm"], row["tokens"]) for row in rows]
+
+
+def stored(path: Path) -> dict[str, torch.Tensor]:
+    state = {name: torch.empty(s, dtype=d) for name, (s, d) in stored_shapes(path).items()}
+    load(path, state)
+    return state
+
+
+# ---- resumed = uninterrupted -----------------------------------------------------------------------
+
+PLAIN = {"implementation": "foreach"}
+WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "AdamW": ("disabled", {"name": "AdamW"}, {}),
+    "AdamW, async": ("async", {"name": "AdamW"}, {}),
+    "AdamW, pinned": ("async_with_pinned_mem", {"name": "AdamW"}, {}),
+    "Adam": ("async", {"name": "Adam"}, {}),
+    "AdamW in bf16": ("async", PLAIN | {"name": "AdamW", "state_dtype": "bfloat16"}, {}),
+    "AdamW8bit": ("async_with_pinned_mem", PLAIN | {"name": "AdamW8bit"}, {}),
+    "Muon": ("async_with_pinned_mem", {"name": "Muon"}, {}),
+    "stochastic rounding": (
+        "async",
+        PLAIN | {"name": "AdamW", "stochastic_rounding": True},
+        {"dtype": "bfloat16", "mixed_precision_param": "bfloat16"},
+    ),
+    "early step": (
+        "async_with_pinned_mem",
+        {"name": "AdamW", "early_step_in_backward": True},
+        {"max_norm": 0.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_resumed_equals_uninterrupted_bit_for_bit(way: str, tmp_path: Path) -> None:
+    mode, optimizer, training = WAYS[way]
+    training = job(tmp_path).training.model_dump(include={"dataset", "seq_len"}) | training
+    common = {"local_batch_size": 2, "mixed_precision_param": "float32"}
+    settings: dict[str, Any] = {
+        "optimizer": optimizer,
+        "checkpoint": {"interval": 1, "async_mode": mode},
+    }
+
+    def config(name: str, steps: int) -> JobConfig:
+        return job(tmp_path / name, training=common | training | {"steps": steps}, **settings)
+
+    run(config("whole", 6))
+    run(config("parts", 3))
+    # What was written while training went on is the state of its own step, and not of the next one.
+    run(config("parts", 6))
+    assert numbers(tmp_path / "parts") == numbers(tmp_path / "whole")
+    for step in (2, 6):
+        whole, parts = (
+            stored(tmp_path / name / "checkpoint" / f"step-{step}") for name in ("whole", "parts")
+        )
+        assert whole.keys() == parts.keys()
+        assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    reference = job(tmp_path / "sync", training=common | training | {"steps": 3}, **settings)
+    reference = reference.model_copy(
+        update={"checkpoint": CheckpointSection(interval=1, async_mode="disabled")}
+    )
+    run(reference)
+    sync = stored(tmp_path / "sync" / "checkpoint" / "step-2")
+    whole = stored(tmp_path / "whole" / "checkpoint" / "step-2")
+    assert all(torch.equal(sync[n], whole[n]) for n in sync if not n.startswith("rng."))
+
+
+def test_every_generator_goes_on_where_it_was(tmp_path: Path) -> None:
+    manager = CheckpointManager(CheckpointSection(), run_dir=tmp_path)
+
+    def draw() -> list[float]:
+        return [random.gauss(0, 1), np.random.normal(), torch.randn(()).item()]
+
+    draw()  # gauss and normal have now half a pair in store
+    path = manager.save(1, rng_state(0, CPU), metadata={})
+    expected = [draw() for _ in range(3)]
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    load_rng_state(path, 0, CPU)
+    assert [draw() for _ in range(3)] == expected
+    before = draw()
+    load_rng_state(path, 7, CPU)  # the saving run had no such rank
+    assert draw() != before and draw() not in expected
+
+
+def test_what_is_beside_the_tensors(tmp_path: Path) -> None:
+    run(job(tmp_path))
+    metadata = read_metadata(tmp_path / "checkpoint" / "step-4")
+    assert (metadata["step"], metadata["tokens"]) == (4, 4 * 2 * 16)
+    (tmp_path / "again.toml").write_text(metadata["config"])
+    assert load_config(tmp_path / "again.toml") == job(tmp_path)
+
+
+# ---- when, and what is kept ------------------------------------------------------------------------
+
+
+def test_some_steps_are_kept_for_ever(tmp_path: Path) -> None:
+    section = CheckpointSection(keep_latest_k=2, keep_every_n_steps=30)
+    manager = CheckpointManager(section, run_dir=tmp_path)
+    for step in range(10, 110, 10):
+        manager.save(step, {"model.x": torch.ones(2)}, metadata={})
+    assert manager.steps() == [30, 60, 90, 100]
+
+
+def test_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    manager = CheckpointManager(CheckpointSection(interval_minutes=2), run_dir=tmp_path)
+    now[0] += 119
+    assert not manager.is_due_by_time()
+    now[0] += 1
+    assert manager.is_due_by_time()
+    manager.save(1, {"model.x": torch.ones(2)}, metadata={})
+    assert not manager.is_due_by_time()
+    never = CheckpointManager(CheckpointSection(), run_dir=tmp_path)
+    now[0] += 1e9
+    assert not never.is_due_by_time()
+
+
+def test_a_run_saves_by_the_clock(tmp_path: Path) -> None:
+    trainer = Trainer(job(tmp_path, checkpoint={"interval": 100, "interval_minutes": 60}))
+    for step in range(1, 5):
+        if step == 3:
+            trainer.checkpoints.saved_at -= 3600
+        trainer._one_step()
+    trainer.close()
+    assert list_steps(tmp_path / "checkpoint") == [3]
+
+
+def test_blocking_time_is_in_the_metrics_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(job(tmp_path))
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["checkpoint_s"] > 0 for row in rows] == [False, True] * 3
+    assert capsys.readouterr().out.count(f"saved {tmp_path}/checkpoint/step-") == 3
+    run(job(tmp_path / "async", checkpoint={"interval": 2, "async_mode": "async"}))
+    said = re.findall(
+        r"saved .* in ([\d.]+) s, of which .* for ([\d.]+) s", capsys.readouterr().out
+    )
+    assert len(said) == 2 and all(0 <= float(blocked) < 10 for _, blocked in said)
+
+
+def test_the_seed_checkpoint(tmp_path: Path) -> None:
+    run(job(tmp_path / "seed", checkpoint={"create_seed_checkpoint": True}))
+    assert list_steps(tmp_path / "seed" / "checkpoint") == [0]
+    run(job(tmp_path / "seed"))
+    run(job(tmp_path / "plain"))
+    assert numbers(tmp_path / "seed") == numbers(tmp_path / "plain")
+
+
+def test_a_save_of_weights_only_ends_a_run(tmp_path: Path) -> None:
+    only = {"last_save_model_only": True, "interval": 4}
+    run(job(tmp_path, checkpoint=only))
+    assert run(job(tmp_path, checkpoint=only)) == 0  # a finished run: nothing to do
+    with pytest.raises(CheckpointError, match=r"step-6 holds weights only, so .* to step 8"):
+        Trainer(job(tmp_path, training={"dataset": "synthetic", "seq_len": 16, "steps": 8}))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"interval": 500, "keep_every_n_steps": 750},
+            "keep_every_n_steps: is no multiple of .*1000",
+        ),
+        ({"create_seed_checkpoint": True, "load_only": True}, "create_seed_checkpoint: is a save"),
+        ({"folder": "s4://bucket/run"}, "folder: .*s4://bucket/run.*not known"),
+    ],
+)
+def test_settings_that_contradict(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    problems = check(job(tmp_path, checkpoint=settings))
+    assert len(problems) == 1 and re.search(message, str(problems[0]))
+
+
+# ---- saves that fail, in a run ---------------------------------------------------------------------
+
+MODES = pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
+
+
+def break_save(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
+    from titan.checkpoint import manager
+
+    write = manager.committing.write
+
+    def fail(*args: Any, step: int, **settings: Any) -> Any:
+        if step in steps:
+            raise SaveFailed(f"step {step} could not be saved: rank 0: no room")
+        return write(*args, step=step, **settings)
+
+    monkeypatch.setattr(manager.committing, "write", fail)
+
+
+@MODES
+def test_training_goes_on_when_a_save_fails(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(job(tmp_path / "plain"))
+    break_save(monkeypatch, 4)
+    assert run(job(tmp_path / "run", checkpoint={"interval": 2, "async_mode": mode})) == 0
+    assert list_steps(tmp_path / "run" / "checkpoint") == [2, 6]
+    assert numbers(tmp_path / "run") == numbers(tmp_path / "plain")
+    assert capsys.readouterr().out.count("step 4 could not be saved: rank 0: no room") == 1
+
+
+@MODES
+def test_or_stops(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_save(monkeypatch, 2)
+    settings = {"interval": 2, "async_mode": mode, "on_failure": "stop"}
+    with pytest.raises(SaveFailed):
+        run(job(tmp_path, checkpoint=settings))
+    assert not list_steps(tmp_path / "checkpoint")
+
+
+@MODES
+def test_the_last_save_has_to_succeed(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_save(monkeypatch, 6)
+    with pytest.raises(SaveFailed, match="no room"):
+        run(job(tmp_path, checkpoint={"interval": 2, "async_mode": mode}))
+    assert list_steps(tmp_path / "checkpoint") == [2, 4]
+
+
+@MODES
+def test_a_stop_request_waits_for_its_save(mode: str, tmp_path: Path) -> None:
+    stop = StopRequest()
+    trainer = Trainer(job(tmp_path, checkpoint={"interval": 3, "async_mode": mode}), stop=stop)
+    for _ in range(2):
+        trainer._one_step()
+    stop.signal_name = "SIGTERM"
+    assert trainer.run() == 75
+    assert list_steps(tmp_path / "checkpoint") == [3]
+    trainer.close()
+
+
+# ---- copies ----------------------------------------------------------------------------------------
+
+
+def test_buffers_are_kept_and_the_copy_is_of_its_own_step() -> None:
+    staging = Staging(overlap=True)
+    weight = torch.zeros(1000)
+    addresses = set()
+    for step in range(3):
+        weight.fill_(step)
+        finish = staging.begin({"x": weight})
+        copies = finish()  # the writer's thread
+        staging.before_update()
+        weight.fill_(-1)
+        assert copies["x"].eq(step).all()
+        addresses.add(copies["x"].data_ptr())
+    assert len(addresses) == 1
+    fresh = Staging(overlap=False).begin({"x": weight})
+    weight.fill_(7)
+    assert fresh()["x"].eq(-1).all()
+
+
+def test_an_update_waits_until_the_copy_is_made() -> None:
+    staging, weight = Staging(overlap=True), torch.zeros(10)
+    finish = staging.begin({"x": weight})
+
+    def update() -> None:
+        staging.before_update()
+        weight.fill_(1)
+
+    training = Thread(target=update)
+    training.start()
+    training.join(timeout=0.2)
+    assert training.is_alive() and weight.eq(0).all()
+    copies = finish()
+    training.join(timeout=10)
+    assert copies["x"].eq(0).all() and weight.eq(1).all()
+
+
+# ---- remote folders --------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["memory", "file"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"memory://{tmp_path}/run" if request.param == "memory" else f"file://{tmp_path}/remote"
+
+
+def test_a_remote_step_is_committed_by_its_manifest(url: str, tmp_path: Path) -> None:
+    section = CheckpointSection(folder=url, keep_latest_k=2)
+    manager = CheckpointManager(section, run_dir=tmp_path)
+    for step in (1, 2, 3):
+        manager.save(step, {"model.x": torch.full((5,), float(step))}, metadata={"step": step})
+    assert manager.steps() == [2, 3]
+    path = manager.step_to_resume()
+    assert path is not None and path == f"{url}/step-3" and read_metadata(path) == {"step": 3}
+    found = {"model.x": torch.empty(5)}
+    load(path, found)
+    assert found["model.x"].eq(3).all()
+    assert verify.main([str(path)]) == 0
+    files = files_of(path)
+    files.remove(f"{path}/manifest.json")  # as a save that was killed leaves it
+    assert manager.steps() == [2]
+    manager.save(3, {"model.x": torch.full((5,), 4.0)}, metadata={"step": 3})
+    assert manager.steps() == [2, 3]
+    remove(f"{url}/step-2")
+    assert manager.steps() == [3] and "step-2" not in files.names(url)
+
+
+def test_a_damaged_remote_step_is_set_aside(
+    url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = CheckpointManager(CheckpointSection(folder=url), run_dir=tmp_path)
+    for step in (1, 2):
+        manager.save(step, {"model.x": torch.ones(5)}, metadata={})
+    with files_of(url).open(f"{url}/step-2/titan.json", "wb") as stream:
+        stream.write(b"{ }")
+    assert manager.step_to_resume() == f"{url}/step-1"
+    assert "CHECKPOINT STEP 2 IS DAMAGED" in caplog.text and manager.steps() == [1]
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_run_with_a_remote_folder_resumes(url: str, mode: str, tmp_path: Path) -> None:
+    settings = {"interval": 3, "folder": url, "async_mode": mode}
+    stop = StopRequest()
+    trainer = Trainer(job(tmp_path / "parts", checkpoint=settings), stop=stop)
+    for _ in range(3):
+        trainer._one_step()
+    trainer.close()
+    run(job(tmp_path / "parts", checkpoint=settings))
+    run(job(tmp_path / "whole"))
+    assert numbers(tmp_path / "parts") == numbers(tmp_path / "whole")
+    assert list_steps(url) == [3, 6]

@@ -1,0 +1,29 @@
+"""titan.train whose rank 1 hangs in its third step, in the way that HANG says; for torchrun."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+
+from titan import train
+from titan.data.loader import Loader
+from titan.data.packing import Batch
+
+calls = 0
+next_step = Loader.next_step
+
+
+def hang(self: Loader) -> list[Batch]:
+    global calls
+    calls += 1
+    if calls == 3 and os.environ["RANK"] == "1":
+        if os.environ["HANG"] == "locked":
+            ctypes.PyDLL(None).sleep(1000)  # PyDLL does not let go of the interpreter's lock
+        time.sleep(1000)
+    return next_step(self)
+
+
+if __name__ == "__main__":
+    Loader.next_step = hang
+    os._exit(train.main())

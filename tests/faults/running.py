@@ -1,0 +1,93 @@
+"""A run in processes of its own, that a test watches and strikes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+CLI = ["-m", "titan.cli", "train"]
+START_S = 150
+
+
+class Run:
+    """The debug model, made smaller, in `folder`; `program` is what Python runs."""
+
+    def __init__(
+        self, folder: Path, *settings: str, program: list[str] = CLI, **variables: str
+    ) -> None:
+        self.folder, self.messages = folder, folder.parent / "messages.txt"
+        command = [sys.executable, *program, "train_configs/debug_model.toml"]
+        command += [f"--job.dump_folder={folder}", "--training.dataset=synthetic"]
+        command += ["--model.overrides.n_layers=2", "--training.seq_len=32", "--metrics.log_freq=1"]
+        environment = dict(os.environ) | variables
+        with self.messages.open("a") as messages:
+            self.process = subprocess.Popen(
+                [*command, *settings], cwd=ROOT, stdout=messages, stderr=messages, env=environment
+            )
+
+    def wait_until(self, ready: Callable[[], bool], *, within_s: float = START_S) -> None:
+        deadline = time.monotonic() + within_s
+        while not ready():
+            assert self.process.poll() is None and time.monotonic() < deadline, self.said()
+            time.sleep(0.02)
+
+    def wait_until_training(self, *, step: int = 2) -> None:
+        self.wait_until(lambda: bool(self.steps()) and self.steps()[-1] >= step)
+
+    def end(self, *, within_s: float = START_S) -> int:
+        """Its exit code."""
+        return self.process.wait(timeout=within_s)
+
+    def steps(self) -> list[int]:
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return [json.loads(line)["step"] for line in lines]
+
+    def status(self) -> dict[str, Any]:
+        return json.loads((self.folder / "status.json").read_text())
+
+    def said(self) -> str:
+        return self.messages.read_text()
+
+    def processes(self) -> list[int]:
+        """Whatever has the run folder on its command line, zombies left out."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                command, stat = (path / "cmdline").read_bytes(), (path / "stat").read_text()
+            except OSError:  # ended while we looked
+                continue
+            alive = stat.rpartition(")")[2].split()[0] not in "ZX"
+            if alive and str(self.folder).encode() in command and int(path.name) != os.getpid():
+                found.append(int(path.name))
+        return found
+
+    def rank(self, number: int) -> int:
+        """A rank's process id."""
+        [pid] = [p for p in self.processes() if f"\0RANK={number}\0" in _environment(p)]
+        return pid
+
+    def agent(self) -> int:
+        """torchrun's process id, in `titan train --nproc`."""
+        return int(Path(f"/proc/{self.rank(0)}/stat").read_text().rpartition(")")[2].split()[1])
+
+    def kill(self) -> None:
+        """What is left of it."""
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def _environment(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/environ").read_text(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,152 @@
+"""Signals, restarts, killed agents and hangs: how a run ends, and goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from running import CLI, Run
+from titan.checkpoint.manager import list_steps
+
+HANGING = [
+    *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+    str(Path(__file__).with_name("hanging_train.py")),
+]
+Start = Callable[..., Run]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    runs: list[Run] = []
+
+    def start(*settings: str, program: list[str] = CLI, **variables: str) -> Run:
+        runs.append(Run(tmp_path / "run", *settings, program=program, **variables))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.kill()
+
+
+# ---- signals ---------------------------------------------------------------------------------------
+
+
+def test_a_signal_during_the_import_of_torch(start: Start) -> None:
+    run = start("--training.steps=1000")
+    run.wait_until((run.folder / "lease.json").exists)  # handlers are installed, torch comes next
+    run.process.send_signal(signal.SIGUSR1)
+    assert run.end() == 75, run.said()
+    assert (run.status()["state"], run.status()["exit_code"]) == ("stopped", 75)
+    assert list_steps(run.folder / "checkpoint") == [run.status()["step"]] == [1]
+    assert not (run.folder / "lease.json").exists()
+
+
+def test_four_signals_stop_the_run_once_and_it_is_not_restarted(start: Start) -> None:
+    run = start("--training.steps=100000", "--nproc=2", "--max-restarts=2")
+    run.wait_until_training()
+    ranks = [run.rank(0), run.rank(1)]
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
+        for pid in ranks:  # as schedulers do, beside torchrun's own
+            os.kill(pid, number)
+    assert run.end() == 75, run.said()
+    status = run.status()
+    assert (status["state"], status["exit_code"]) == ("stopped", 75)
+    assert list_steps(run.folder / "checkpoint") == [status["step"]]
+    assert run.steps() == list(range(1, status["step"] + 1))
+    assert "started again" not in run.said()
+
+
+def test_a_signal_in_a_collective_that_never_ends(start: Start) -> None:
+    run = start("--fault_tolerance.grace_seconds=3", program=HANGING, HANG="data")
+    run.wait_until_training()
+    ranks = [run.rank(0), run.rank(1)]
+    time.sleep(1)  # rank 0 waits for rank 1
+    asked = time.monotonic()
+    for pid in ranks:
+        os.kill(pid, signal.SIGTERM)
+    assert run.end(within_s=45) == 1
+    assert 3 <= time.monotonic() - asked < 25
+    status, said = run.status(), run.said()
+    assert (status["state"], status["exit_code"], status["step"]) == ("failed", 1, 3)
+    asked_to_stop = r"SIGTERM asked rank {} to stop, but the fault_tolerance.grace_seconds = 3 are over: it is in {}"
+    waits = asked_to_stop.format(0, r"\w+.* \((titan|models)/[\w/]+\.py:\d+, in \w+\)")
+    sleeps = asked_to_stop.format(1, r"hang \(titan/trainer\.py:\d+, in _one_step\)")
+    assert re.search(f"{waits}|{sleeps}", status["reason"]), status
+    assert re.search(sleeps, said) and re.search(waits, said), said
+    for rank in (0, 1):
+        stacks = (run.folder / "logs" / f"rank-{rank}.stacks.txt").read_text()
+        assert f"asked rank {rank} to stop" in stacks and "in _one_step" in stacks
+    assert not run.processes()
+
+
+# ---- killed processes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "times", [1, pytest.param(20, marks=pytest.mark.slow)], ids=["1 restart", "20 restarts"]
+)
+def test_a_killed_rank_is_restarted_at_the_first_attempt(times: int, start: Start) -> None:
+    steps = 60 * times + 40
+    settings = (f"--training.steps={steps}", "--checkpoint.interval=5", f"--max-restarts={times}")
+    run = start(*settings, "--nproc=2")
+    for number in range(times):
+        newest = max(run.steps(), default=0)
+        run.wait_until_training(step=newest + 7)
+        os.kill(run.rank(number % 2), signal.SIGKILL)
+        restarted = f"started again by torchrun, {number + 1} of {times} times"
+        run.wait_until(lambda text=restarted: text in run.said())
+    assert run.end() == 0, run.said()
+    assert run.steps() == list(range(1, steps + 1))
+    assert f"starting from {run.folder}/checkpoint/step-" in run.said()
+    assert run.status()["state"] == "done"
+
+
+@pytest.mark.parametrize(
+    "victim", ["torchrun", pytest.param("titan train", marks=pytest.mark.slow)]
+)
+def test_no_rank_outlives_its_agent(victim: str, start: Start) -> None:
+    run = start("--training.steps=100000", "--nproc=2")
+    run.wait_until_training()
+    os.kill(run.agent() if victim == "torchrun" else run.process.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 2
+    while time.monotonic() < deadline and run.processes():
+        time.sleep(0.05)
+    assert not run.processes()
+
+
+# ---- hangs -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "hang", ["data", "locked", pytest.param("stopped", marks=pytest.mark.slow)]
+)
+def test_a_hung_step_ends_the_run_and_names_the_rank(hang: str, start: Start) -> None:
+    limits = ("--fault_tolerance.step_timeout_seconds=4", "--comm.init_timeout_seconds=60")
+    run = start(*limits, program=HANGING, HANG="" if hang == "stopped" else hang)
+    run.wait_until_training()
+    if hang == "stopped":
+        os.kill(run.rank(1), signal.SIGSTOP)
+    begin = time.monotonic()
+    # Given SIGTERM by torchrun, a rank that hears nothing has 30 seconds.
+    assert run.end(within_s=4 + 15 + 35) == 1
+    took_s = time.monotonic() - begin
+    status = run.status()
+    assert (status["state"], status["exit_code"], status["step"]) == ("hung", 1, 3), status
+    culprit = {
+        "data": r"rank 1 is in hang \(titan/trainer\.py:\d+, in _one_step\)",
+        "locked": r"rank 1 says nothing \(stopped, or its interpreter is locked\)",
+        "stopped": r"rank 1 says nothing \(stopped, or its interpreter is locked\)",
+    }[hang]
+    waiting = r"rank 0 waits in \w+.* \((titan|models)/[\w/]+\.py:\d+, in \w+\)"
+    assert re.search(rf"step 3 hangs: .* 4 s; {culprit}; {waiting}\. Stacks", status["reason"])
+    assert took_s < 4 + 15 or hang == "stopped"
+    stacks = [(run.folder / "logs" / f"rank-{n}.stacks.txt").read_text() for n in (0, 1)]
+    assert "in _one_step" in stacks[0]
+    assert ("hanging_train.py" in stacks[1]) == (hang != "stopped")
+    assert not run.processes()

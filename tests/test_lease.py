@@ -1,0 +1,159 @@
+"""titan/lease.py: one run folder, one run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from titan import lease
+from titan.lease import Lease, LeaseHeld, Owner
+
+ROOT = Path(__file__).parents[1]
+HOLD = """
+import sys, time
+from pathlib import Path
+from titan.lease import Lease
+Lease(Path(sys.argv[1])).acquire()
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the lease of tmp_path, as a Slurm job."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"SLURM_JOB_ID": "4711"},
+    )
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def start_second_copy(
+    folder: Path, *options: str
+) -> tuple[subprocess.CompletedProcess[str], float]:
+    command = [sys.executable, "-m", "titan.cli", "train", "train_configs/debug_model.toml"]
+    begin = time.monotonic()
+    result = subprocess.run(
+        [*command, f"--job.dump_folder={folder}", *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return result, time.monotonic() - begin
+
+
+@pytest.mark.parametrize("options", [(), ("--nproc", "2")], ids=["in place", "2 processes"])
+def test_a_second_copy_is_refused(
+    options: tuple[str, ...], holder: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    before = set(tmp_path.rglob("*"))
+    result, took_s = start_second_copy(tmp_path, *options)
+    assert result.returncode == 2 and not result.stdout
+    assert took_s < 2 * max(1, os.getloadavg()[0] / (os.cpu_count() or 1))
+    assert result.stderr == (
+        f"{tmp_path}: this run goes on already, in process {holder.pid} on {socket.gethostname()} "
+        "(job 4711); end it first, or choose another job.dump_folder\n"
+    )
+    assert set(tmp_path.rglob("*")) == before
+
+
+def test_a_stopped_owner_is_alive(holder: subprocess.Popen[str], tmp_path: Path) -> None:
+    holder.send_signal(signal.SIGSTOP)
+    with pytest.raises(LeaseHeld):
+        Lease(tmp_path).require_free()
+
+
+def test_the_lease_of_a_dead_owner_is_taken_over(
+    holder: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    holder.kill()  # not waited for: a zombie is dead
+    time.sleep(0.2)
+    mine = Lease(tmp_path)
+    mine.acquire()
+    assert json.loads((tmp_path / "lease.json").read_text())["pid"] == os.getpid()
+    mine.release()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_process_id_used_again_is_no_owner(tmp_path: Path) -> None:
+    before = replace(Owner.this_process(), pid=os.getppid(), started="1")
+    (tmp_path / "lease.json").write_text(json.dumps(asdict(before)))
+    Lease(tmp_path).require_free()
+
+
+def test_the_owner_ends_when_another_takes_over(
+    holder: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    other = replace(Owner.this_process(), host="node7", machine="other", job="12")
+    (tmp_path / "lease.json").write_text(json.dumps(asdict(other)))
+    _, errors = holder.communicate(timeout=20)
+    assert holder.returncode == 1
+    assert re.search(
+        r"process \d+ on node7 \(job 12\) has taken over this run: process \d+ ends", errors
+    )
+
+
+def on_another_machine(folder: Path, *, job: str, age_s: float) -> Owner:
+    owner = Owner("node7", 123, "99", "another boot", job=job, attempt="elsewhere")
+    path = folder / "lease.json"
+    path.write_text(json.dumps(asdict(owner)))
+    beat = time.time() - age_s
+    os.utime(path, (beat, beat))
+    return owner
+
+
+def test_on_another_machine_the_age_of_the_beat_decides(tmp_path: Path) -> None:
+    on_another_machine(tmp_path, job="8", age_s=lease.DEAD_AFTER_S - 20)
+    with pytest.raises(LeaseHeld, match=r"process 123 on node7 \(job 8\)"):
+        Lease(tmp_path).require_free()
+    on_another_machine(tmp_path, job="8", age_s=lease.DEAD_AFTER_S + 20)
+    Lease(tmp_path).require_free()
+    assert [path.name for path in tmp_path.iterdir()] == ["lease.json"]
+
+
+def test_the_same_job_requeued_watches_the_beat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    monkeypatch.setattr(lease, "WATCH_S", 1.2)
+    owner = on_another_machine(tmp_path, job="8", age_s=5)
+    Lease(tmp_path).require_free()  # no beat: it is dead
+    monkeypatch.setattr(
+        lease.time,
+        "sleep",
+        lambda _: (tmp_path / "lease.json").write_text(
+            json.dumps(asdict(replace(owner, beat=owner.beat + 1)))
+        ),
+    )
+    with pytest.raises(LeaseHeld):
+        Lease(tmp_path).require_free()
+
+
+def test_other_ranks_know_their_own_run(
+    holder: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("MASTER_PORT", "1234")
+    with pytest.raises(LeaseHeld):  # another attempt's
+        Lease(tmp_path).require_free()
+    monkeypatch.delenv("MASTER_PORT")
+    Lease(tmp_path).require_free()
