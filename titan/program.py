@@ -53,10 +53,12 @@ from titan.parallel.apply import ParallelPlan, parallelize
 from titan.parallel.async_tp import Rewrites, enable_async_tp
 from titan.parallel.compile import CompileLog
 from titan.parallel.context import Method
-from titan.parallel.float8 import Conversion, apply_float8, precompute_scales
+from titan.parallel.float8 import Conversion, Float8Error, apply_float8, precompute_scales
 from titan.parallel.fsdp import set_gradient_sync
 from titan.parallel.mesh import axis_size, submesh
 from titan.parallel.pipeline import Pipeline, plan_pipeline, take_stages
+from titan.parallel.schedules import splits_backward
+from titan.parallel.shims import can_split_custom_functions
 
 # How the TOML names the methods. "alltoall" is TorchTitan's ring, which rotates by all-to-all.
 _CONTEXT_METHODS: dict[str, Method] = {
@@ -333,7 +335,9 @@ def _parallel_plan(config: JobConfig, *, family: ModuleType, num_kv_heads: int) 
         tensor_plan=family.TENSOR_PLAN,
         num_kv_heads=num_kv_heads,
         loss_parallel=not parallel.disable_loss_parallel,
-        output_in_loss=config.loss.chunk_output and not parallel.disable_loss_parallel,
+        output_in_loss=config.loss.chunk_output
+        and not parallel.disable_loss_parallel
+        and (not _may_split_backward(parallel) or can_split_custom_functions()),
         attention_type=InnerAttention,
         context_method=method,
         compile_backend=config.compile.backend if "model" in compiled else "",
@@ -357,6 +361,11 @@ def _convert(
     section = quantize_section(config)
     if section is None:
         return []
+    if _may_split_backward(config.parallelism) and not can_split_custom_functions():
+        raise Float8Error(
+            f"torch {torch.__version__} cannot split the backward pass of float8 layers, as schedule "
+            f"{config.parallelism.pipeline_parallel_schedule} does; use 1F1B or Interleaved1F1B, or torch 2.13"
+        )
     return apply_float8(
         model,
         recipe=section.recipe_name or "tensorwise",
@@ -367,6 +376,13 @@ def _convert(
         tensor_plan=plan.tensor_plan,
         tp=axis_size(mesh, "tp"),
         num_kv_heads=plan.num_kv_heads,
+    )
+
+
+def _may_split_backward(section: ParallelismSection) -> bool:
+    return section.pipeline_parallel_degree > 1 and (
+        bool(section.pipeline_parallel_schedule_csv)
+        or splits_backward(section.pipeline_parallel_schedule)
     )
 
 

@@ -42,6 +42,7 @@ __all__ = [
     "ActivationWrapper",
     "CompileEvent",
     "StorageWeakRef",
+    "can_split_custom_functions",
     "checkpoint_wrapper",
     "compile_events",
     "compute_local_shape_and_global_offset",
@@ -127,6 +128,12 @@ def compile_events() -> list[tuple[Any, CompileEvent]]:
         )
         events.append(((m.compile_id, m.is_forward, m.start_time_us), event))
     return events
+
+
+def can_split_custom_functions() -> bool:
+    """Whether zero-bubble schedules can split the backward pass at an autograd.Function that has a weight among its inputs; torch
+    2.11 cannot (2.12 was not tried)."""
+    return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
 def set_timeout(timeout: timedelta, *, but_not_of: dist.ProcessGroup | None = None) -> None:
