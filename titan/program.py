@@ -18,7 +18,7 @@ is what the pipeline cuts into microbatches of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -137,8 +137,18 @@ class Program:
     float8: list[Conversion]  # which layers compute in 8 bits
     precompute_scales: bool
 
-    def train_step(self, batches: Sequence[MicroBatch], *, step: int) -> StepReport:
-        """Train on this rank's micro-batches of step 1, 2, ...: forward, backward, clip, update."""
+    def train_step(
+        self,
+        batches: Sequence[MicroBatch],
+        *,
+        step: int,
+        accept: Callable[[Tensor, Tensor], bool] | None = None,
+    ) -> StepReport:
+        """Train on this rank's micro-batches of step 1, 2, ...: forward, backward, clip, update.
+
+        accept: given loss and gradient norm, says whether to update; all ranks must say the same. It waits for the device, so
+        that the host no longer runs ahead.
+        """
         self._compute_scales()
         local = [self.localize(batch) for batch in batches]
         num_valid = _sum(sum_valid(local), self.groups.tokens)
@@ -151,11 +161,15 @@ class Program:
             if self.early_step is not None:
                 self.early_step.active = is_last
             losses.append(self._forward_backward(batch, num_valid, sync=is_last))
-        grad_norm = self._update()
+        grad_norm = self._clip()
         local_losses = torch.stack(losses)
         loss = _sum(local_losses.sum(), self.groups.loss) / num_valid
         # Of offloaded parameters, the norm is on the host.
         grad_norm = grad_norm.to(self.device, non_blocking=True)
+        if self.early_step is None:
+            if accept is None or accept(loss, grad_norm):
+                self.optimizer.step()
+            self.optimizer.zero_grad()
         return StepReport(loss, grad_norm, num_valid, local_losses)
 
     @torch.no_grad()
@@ -187,18 +201,13 @@ class Program:
             group["lr"] = group["initial_lr"] * factor
         return self.optimizer.param_groups[0]["lr"]
 
-    def _update(self) -> Tensor:
-        """Clip, update and zero, as far as the backward pass has not; returns the global norm of the gradients."""
+    def _clip(self) -> Tensor:
+        """The global norm of the gradients, which are then clipped by it; of those that are used up already, the norm."""
         if self.early_step is not None:
             return self.early_step.finish()
         parameters = [p for part in self.parts for p in part.parameters()]
         with torch.profiler.record_function("titan: clip"):
-            grad_norm = clip_gradients(
-                parameters, max_norm=self.max_norm, stages=self.groups.stages
-            )
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return grad_norm
+            return clip_gradients(parameters, max_norm=self.max_norm, stages=self.groups.stages)
 
     def _forward_backward(self, batch: LocalBatch, num_valid: Tensor, *, sync: bool) -> Tensor:
         """Add the gradients of a micro-batch; returns its loss, summed over this rank's tokens."""

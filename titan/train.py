@@ -120,7 +120,7 @@ def _train_alone(config: JobConfig, stop: StopRequest) -> int:
 
     stop.allow(config.fault_tolerance.grace_seconds, report=too_late)
     from titan.observe.failure import describe_failure, record_collectives
-    from titan.trainer import NonFiniteError, SaveFailed, Trainer, UserError
+    from titan.trainer import NonFiniteError, RunError, Trainer, UserError
 
     record_collectives(config.comm.trace_buf_size)
 
@@ -137,7 +137,7 @@ def _train_alone(config: JobConfig, stop: StopRequest) -> int:
         return trainer.run()
     except UserError as error:
         return fail(error, EXIT_USER_ERROR)
-    except (NonFiniteError, SaveFailed) as error:
+    except (NonFiniteError, *RunError) as error:
         return fail(error, EXIT_FAILED)
     except Exception as error:
         traceback.print_exc()

@@ -43,6 +43,7 @@ from titan.data.loader import Loader, build_loader, build_validation_loader, mer
 from titan.data.packing import Batch
 from titan.data.statistics import unigram_bits_per_byte
 from titan.data.tokenizer import build_tokenizer
+from titan.faults import Fault
 from titan.observe.clock import StepTimer
 from titan.observe.console import Console
 from titan.observe.hardware import by_name, recognise
@@ -56,12 +57,15 @@ from titan.parallel import build_mesh
 from titan.parallel.activation import KeepError
 from titan.parallel.float8 import Float8Error, require_hardware, table
 from titan.parallel.mesh import axis_rank
+from titan.parallel.replicas import ReplicaError, require_equal_replicas
 from titan.parallel.shims import set_timeout
 from titan.program import StepReport, build_program, torch_dtype
 from titan.readback import Readback
+from titan.recovery import Action, Recovery, SpikeError
 from titan.signals import EXIT_DONE, EXIT_STOPPED, StopRequest
 from titan.watchdog import Watchdog
 
+RunError = (SaveFailed, SpikeError, ReplicaError)
 UserError = (DataError, CheckpointError, MissingExtra, Float8Error, KeepError)
 
 
@@ -77,6 +81,7 @@ class Pending:
     first_sample: int
     report: StepReport
     readback: Readback  # the fields of a Result
+    skipped: bool
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,9 @@ class Trainer:
         self._build_data()
         self.hugging_face = self._hugging_face()
         self.checkpoints = CheckpointManager(config.checkpoint, run_dir=self.run_dir)
+        self.decision = ""  # the last about a step that was not taken
+        self.recovery = Recovery(config.fault_tolerance, device=self.device)
+        self.fault = Fault.from_environment(parts=self.program.parts, rank=self.rank)
         self.pending: deque[Pending] = deque()
         # On a CPU the results are there as soon as the step returns.
         self.max_pending = 0 if self.device.type == "cpu" else 1
@@ -170,13 +178,26 @@ class Trainer:
             gc.collect(1)
         with self.timer.pause("profiling"):
             self.profiler.begin(step)
-        first_sample = self.loader.state_dict()["position"]
         with self.timer.data_wait():
             batches = self.loader.next_step()
-        report = self.program.train_step(batches, step=step)
+        first_sample = self.loader.state_dict()["position"] - self.sequences_per_step
+        if self.fault is not None:
+            size = config.training.local_batch_size
+            starts = [batch.first_sample for batch in batches]
+            self.fault.before_step(step, [range(first, first + size) for first in starts])
+        judge = self.recovery.judge if self.recovery.is_on else None
+        report = self.program.train_step(batches, step=step, accept=judge)
         self.tokens_seen += self.tokens_per_step
+        if self.recovery.verdict.action == Action.REWIND:
+            self._rewind(first_sample)
+            return False
+        skipped = self.recovery.verdict.action == Action.SKIP
         scalars = [report.loss, report.grad_norm, *self._flags()]
-        self.pending.append(Pending(step, first_sample, report, Readback(scalars)))
+        self.pending.append(Pending(step, first_sample, report, Readback(scalars), skipped))
+        self._tell_of_verdict(first_sample)
+        every = config.fault_tolerance.check_replicas_every_n_steps
+        if every and step % every == 0:
+            require_equal_replicas(self.program.parts)
 
         last = step == steps
         log = last or step % config.metrics.log_freq == 0 or step == 1
@@ -208,7 +229,7 @@ class Trainer:
             done = self.pending.popleft()
             result = Result(*done.readback.values())
             loss, grad_norm = result.loss, result.grad_norm
-            if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            if not (done.skipped or (math.isfinite(loss) and math.isfinite(grad_norm))):
                 raise NonFiniteError(self._describe_non_finite(done, loss, grad_norm))
             if result.save_failed and self.config.checkpoint.on_failure == "stop":
                 raise SaveFailed('a checkpoint could not be saved, and on_failure = "stop"')
@@ -227,14 +248,66 @@ class Trainer:
                 if flag:
                     start = done.first_sample + (number * self.layout.dp + dp_rank) * per_pass
                     places.append(f"rank {rank}: samples {start} to {start + per_pass - 1}")
+        what = self.recovery.verdict.reason or f"loss {loss}, gradient norm {grad_norm}"
         where = "; ".join(places) or (
             f"the loss is finite on every rank; samples of the step: {done.first_sample} to "
             f"{done.first_sample + self.sequences_per_step - 1}"
         )
         return (
-            f"step {done.step}: loss {loss}, gradient norm {grad_norm} ({where}). Weights are not saved; "
+            f"step {done.step}: {what} ({where}). Weights are not saved; "
             "the last checkpoint is from before. Lower optimizer.lr, or look at these samples."
         )
+
+    # ---- steps that are not taken --------------------------------------------------------------
+
+    def _tell_of_verdict(self, first_sample: int) -> None:
+        """What was decided of this step, if it was anything but to train. Raises SpikeError where the run is to stop."""
+        verdict = self.recovery.verdict
+        if verdict.action == Action.TRAIN:
+            return
+        samples = f"samples {first_sample} to {first_sample + self.sequences_per_step - 1}"
+        text = f"step {self.step}, {samples}: {verdict.reason}"
+        if verdict.action == Action.STOP:
+            self._read(all_of_them=True)  # a loss that is no number has its own, longer message
+            raise SpikeError(f"{text}. Weights are not saved; the last checkpoint is from before")
+        done = {Action.WARN: "TRAINED ON", Action.SKIP: "NO UPDATE BY THIS STEP"}[verdict.action]
+        self._announce(f"{text}. {done}")
+
+    def _rewind(self, first_sample: int) -> None:
+        """Back to the newest checkpoint, and on without the samples of the steps before the one that failed."""
+        failed_at, verdict = self.step, self.recovery.verdict
+        self.checkpoints.poll(wait=True)
+        path = self.checkpoints.newest()
+        if path is None:
+            raise NonFiniteError(
+                f"step {failed_at}: {verdict.reason}, and there is no checkpoint to rewind to"
+            )
+        self.pending.clear()  # whoever asked to stop will be heard in the next step
+        self._load(path, model_only=False, exclude=set())
+        end = first_sample + self.sequences_per_step
+        most = self.config.fault_tolerance.rewind_steps * self.sequences_per_step
+        first = max(self.loader.state_dict()["position"], end - most)
+        self.loader.skip(first, end)
+        self._announce(
+            f"step {failed_at}: {verdict.reason}. BACK TO STEP {self.step}, ON WITHOUT SAMPLES {first} TO {end - 1}"
+        )
+        self.watchdog.end()
+        with self.timer.pause("profiling"):
+            self.profiler.end()
+        self.metrics.close()
+        self.metrics = self._open_metrics()
+        self.timer = StepTimer(total_steps=self.config.training.steps, step=self.step)
+        self.logged_step = self.step
+
+    def _announce(self, text: str) -> None:
+        """To the log of every rank, the console and status.json."""
+        logging.getLogger("titan").warning(text)
+        self.decision = text
+        self._write_status()
+
+    def _write_status(self) -> None:
+        if self.rank == 0:
+            write_status(self.run_dir, state="running", step=self.step, reason=self.decision)
 
     # ---- what is due now and then --------------------------------------------------------------
 
@@ -270,13 +343,14 @@ class Trainer:
             mfu=tflops * 1e12 / self.peak_flops if self.peak_flops else None,
             validation_s=window.paused_s.get("validation", 0.0),
             checkpoint_s=window.paused_s.get("checkpoint", 0.0),
+            num_skipped=self.recovery.num_skipped,
+            num_rewinds=self.recovery.num_rewinds,
         )
         self.metrics.write(row, validation)
         self.console.step(row)
         if validation is not None:
             self.console.validation(validation)
-        if self.rank == 0:
-            write_status(self.run_dir, state="running", step=self.step)
+        self._write_status()
 
     def _validate(self) -> ValidationRow:
         assert self.validation is not None, "rules.py demands validation data"
@@ -314,6 +388,7 @@ class Trainer:
                         "step": self.step,
                         "tokens": self.tokens_seen,
                         "data": self._data_state(),
+                        "recovery": self.recovery.state_dict(),
                         "config": to_toml(self.config),
                     },
                     model_only=last and section.last_save_model_only,
@@ -425,6 +500,7 @@ class Trainer:
             checkpoints.load(path, checkpoints.empty_optimizer_state(path, parts, optimizer))
         if "train_state" not in exclude:
             self.step, self.tokens_seen = step, metadata["tokens"]
+            self.recovery.load_state_dict(metadata.get("recovery", {}))
         if "dataloader" not in exclude:
             self.loader.load_state_dict(metadata["data"])
         checkpoints.load_rng_state(path, self.rank, self.device)
@@ -529,13 +605,7 @@ class Trainer:
         precision = config.training.mixed_precision_param
         self.peak_flops = hardware.peak_flops.get(precision) if hardware else None
         self.console = Console(config.metrics, rank=self.rank, total_steps=config.training.steps)
-        self.metrics = MetricsLog(
-            self.run_dir,
-            section=config.metrics,
-            rank=self.rank,
-            resume_step=self.step,
-            job_config=config.model_dump(),
-        )
+        self.metrics = self._open_metrics()
         if self.rank == 0:
             (self.run_dir / "config.toml").write_text(to_toml(config))
             write_environment(
@@ -577,6 +647,15 @@ class Trainer:
             device=self.device,
             parts=self.program.parts,
             say=self.console.message,
+        )
+
+    def _open_metrics(self) -> MetricsLog:
+        return MetricsLog(
+            self.run_dir,
+            section=self.config.metrics,
+            rank=self.rank,
+            resume_step=self.step,
+            job_config=self.config.model_dump(),
         )
 
     def _end(self, state: Any, code: int) -> int:

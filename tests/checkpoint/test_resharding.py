@@ -92,19 +92,33 @@ class PoolTrainer(Trainer):
         return torch.device("cpu")
 
 
-def run_leg(degrees: Degrees, folder: Path, steps: int) -> tuple[int, int]:
-    """Train up to `steps` from the run folder's newest checkpoint; the first step, and samples read by the end."""
+Seen = dict[
+    int, tuple[int, tuple[int, ...]]
+]  # by the sample's number, the step that trained on it, and its tokens
+
+
+def run_leg(degrees: Degrees, folder: Path, steps: int) -> tuple[int, int, Seen]:
+    """Train up to `steps` from the run folder's newest checkpoint; the first step, samples read by the end, and what this rank saw."""
     os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
     config = job(degrees, folder=folder, steps=steps)
     check_to_run(config, world_size=dist.get_world_size())
     trainer = PoolTrainer(config)
     first = trainer.step + 1
+    train_step, seen = trainer.program.train_step, Seen()
+
+    def watched(batches: Any, *, step: int, accept: Any) -> Any:
+        for batch in batches:
+            for row, tokens in enumerate(batch.tokens_BS.tolist()):
+                assert seen.setdefault(batch.first_sample + row, (step, tuple(tokens)))[0] == step
+        return train_step(batches, step=step, accept=accept)
+
+    trainer.program.train_step = watched
     assert trainer.loader.state_dict()["position"] == (first - 1) * GLOBAL_BATCH
     assert trainer.run() == 0
     position = trainer.loader.state_dict()["position"]
     dist.destroy_process_group = lambda *_: None  # the pool still needs it
     trainer.close()
-    return first, position
+    return first, position, seen
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -121,11 +135,20 @@ def stored(path: Path) -> checkpoints.State:
 
 def test_the_loss_curve_goes_on_under_other_layouts(pool: Pool, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert pool.run(1, run_leg, {}, whole, STEPS) == [(1, STEPS * GLOBAL_BATCH)]
+    [(first, position, in_order)] = pool.run(1, run_leg, {}, whole, STEPS)
+    assert (first, position) == (1, STEPS * GLOBAL_BATCH)
+    assert {n: step for n, (step, _) in in_order.items()} == {
+        number: number // GLOBAL_BATCH + 1 for number in range(STEPS * GLOBAL_BATCH)
+    }
+    assert len({tokens for _, tokens in in_order.values()}) == STEPS * GLOBAL_BATCH
+    seen = Seen()
     for number, degrees in enumerate(LEGS):
         end = (number + 1) * LEG_STEPS
         result = pool.run(ranks(degrees), run_leg, degrees, parts, end)
-        assert set(result) == {(end - LEG_STEPS + 1, end * GLOBAL_BATCH)}
+        assert {leg[:2] for leg in result} == {(end - LEG_STEPS + 1, end * GLOBAL_BATCH)}
+        for leg in result:
+            assert not [n for n, was in leg[2].items() if seen.setdefault(n, was) != was]
+    assert seen == in_order  # the same samples in the same steps, none twice, none left out
     expected, found = rows(whole), rows(parts)
     assert [row["step"] for row in found] == list(range(1, STEPS + 1))
     assert [row["tokens"] for row in found] == [row["tokens"] for row in expected]

@@ -528,6 +528,21 @@ ALIASES = [
         "use `titan check`",
     ),
     (
+        '[fault_tolerance]\non_spike = "rewind"\n[checkpoint]\nload_only = true\n',
+        "job.toml:2: fault_tolerance.on_spike",
+        '"rewind" needs checkpoints to go back to',
+    ),
+    (
+        '[fault_tolerance]\non_nonfinite = "skip"\n[optimizer]\nearly_step_in_backward = true\n[training]\nmax_norm = 0\n',
+        "job.toml:2: fault_tolerance.on_nonfinite",
+        '"skip" cannot undo what optimizer.early_step_in_backward updates',
+    ),
+    (
+        "[fault_tolerance]\nspike_window = 20\n",
+        "job.toml:1: fault_tolerance.spike_min_steps",
+        "32 losses do not fit spike_window = 20",
+    ),
+    (
         "[fault_tolerance]\nstep_timeout_seconds = 95\n",
         "job.toml:2: fault_tolerance.step_timeout_seconds",
         "comm.train_timeout_seconds = 100 ends the ranks before their stacks are written; use 85, or raise",

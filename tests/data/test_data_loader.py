@@ -126,6 +126,29 @@ def test_resume_on_other_ranks_goes_on_exactly(job: Job, with_bookmarks: bool) -
             np.testing.assert_array_equal(step_rows(second), step)
 
 
+@pytest.mark.parametrize(("first", "end"), [(48, 96), (60, 61), (30, 31)])
+def test_skipped_samples_are_never_seen(job: Job, first: int, end: int) -> None:
+    """Steps 0 and 1 are trained on, then a range of samples is left out, which may begin anywhere; then on with other ranks."""
+    whole = job.loaders((1, 24, 1))
+    expected = {24 * step: step_rows(whole) for step in range(12)}
+    loaders = job.loaders((2, 12, 1))
+    for start in (0, 24):
+        np.testing.assert_array_equal(step_rows(loaders), expected[start])
+    for loader in loaders:
+        loader.skip(first, end)
+    rows = np.concatenate(list(expected.values()))
+    begin = end if first >= 48 else 48  # what lies behind is no more than remembered
+    for number in range(2):
+        start = begin + 24 * number
+        np.testing.assert_array_equal(step_rows(loaders), rows[start : start + 24])
+    state = merge_states([loader.state_dict() for loader in loaders])
+    assert (state["position"], state["skipped"]) == (begin + 48, [[first, end]])
+    others = job.loaders((3, 4, 2))
+    for loader in others:
+        loader.load_state_dict(state)
+    np.testing.assert_array_equal(step_rows(others), rows[begin + 48 : begin + 72])
+
+
 def test_an_epoch_visits_every_row_once_and_the_next_in_another_order(
     corpus: Path, cache: str
 ) -> None:

@@ -209,6 +209,10 @@ class CheckpointManager:
         self.require_whole(path)
         return path
 
+    def newest(self) -> Location | None:
+        """The newest step that is whole, or None where there is none at all."""
+        return self._newest_whole(steps) if (steps := self.steps()) else None
+
     def require_whole(self, path: Location) -> None:
         """Raises CheckpointError if a checkpoint that was asked for by name is damaged, or cannot be verified."""
         if damages := self._find_damage(path):

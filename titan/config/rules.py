@@ -397,6 +397,26 @@ def _check_profiling(config: JobConfig) -> Iterator[Finding]:
 
 
 def _check_fault_tolerance(config: JobConfig) -> Iterator[Finding]:
+    section = config.fault_tolerance
+    for key, action in (("on_nonfinite", section.on_nonfinite), ("on_spike", section.on_spike)):
+        if action == "rewind" and (not config.checkpoint.enable or config.checkpoint.load_only):
+            yield (
+                f"fault_tolerance.{key}",
+                '"rewind" needs checkpoints to go back to: set checkpoint.enable = true, and load_only = false',
+            )
+        if action in ("skip", "rewind") and getattr(
+            config.optimizer, "early_step_in_backward", False
+        ):
+            yield (
+                f"fault_tolerance.{key}",
+                f'"{action}" cannot undo what optimizer.early_step_in_backward updates before the loss is known; use "stop"',
+            )
+    if section.spike_min_steps > section.spike_window:
+        yield (
+            "fault_tolerance.spike_min_steps",
+            f"{section.spike_min_steps} losses do not fit spike_window = {section.spike_window}: nothing would ever be a spike; "
+            f"use {section.spike_window} or less",
+        )
     limit = config.fault_tolerance.step_timeout_seconds
     collective = config.comm.train_timeout_seconds
     if limit and limit + STACKS_S > collective:

@@ -584,11 +584,31 @@ class CommSection(Section):
 
 
 class FaultToleranceSection(Section):
-    """What ends a run that is told to stop, or hangs; docs/fault-tolerance.md."""
+    """What a run does when something is wrong: with its losses, its weights, or itself; docs/fault-tolerance.md."""
 
     grace_seconds: Positive = 120
     """After SIGTERM, SIGUSR1 or SIGINT: seconds to finish the step and save. Then the process ends, with the stacks of its threads
     in logs/. Shorter than what the scheduler grants between this signal and SIGKILL."""
+    on_nonfinite: Literal["stop", "skip", "rewind"] = "stop"
+    """Where the loss or the gradient norm of a step is NaN or infinite: end the run; train on without this step's update; or go back to the
+    newest checkpoint and train on without the samples that led here."""
+    on_spike: Literal["off", "warn", "skip", "rewind", "stop"] = "off"
+    """Where the loss lies more than spike_threshold deviations above those before it: do not look; say so; or as above. Anything but "off", and
+    on_nonfinite other than "stop", make the host wait for each step before it updates."""
+    spike_threshold: Annotated[float, Field(gt=0)] = 10.0
+    """Robust z-score (distance from the median over 1.4826 x median absolute deviation) above which a loss is a spike."""
+    spike_window: Annotated[int, Field(ge=8)] = 128
+    """Newest losses that a loss is compared with."""
+    spike_min_steps: Annotated[int, Field(ge=8)] = 32
+    """Losses that must be known before one can be a spike: the first steps of a run fall fast."""
+    max_skips: Positive = 10
+    """Steps skipped in a row after which the run ends."""
+    max_rewinds: Positive = 3
+    """Rewinds since the last start after which the run ends."""
+    rewind_steps: Positive = 100
+    """Steps whose samples a rewind leaves out: the bad one and those before it, as far back as the checkpoint."""
+    check_replicas_every_n_steps: NonNegative = 0
+    """Compare hashes of all weights that several ranks hold, and end the run where they differ; 0: never. docs/fault-tolerance.md."""
     step_timeout_seconds: NonNegative = 0
     """A step that takes longer (the first: by comm.init_timeout_seconds more) ends the run, with the stacks of all ranks in logs/ and
     the rank to look at in status.json; 0: no limit. Saves and validation have no part in it."""

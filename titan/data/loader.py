@@ -4,6 +4,9 @@ With p samples consumed so far, micro-batch a (of A), data-parallel rank r (of R
 sample is p + a*R*B + r*B + j, and a step consumes A*R*B of them. So the samples of a step do not depend on
 how ranks and accumulation share them out, and a run resumed on another number of ranks goes on exactly.
 
+Samples that are to be left out (titan/recovery.py says when) are ranges of numbers: a step that would touch one begins
+after it, on every layout the same.
+
 A background thread prepares some steps; what it read ahead is not part of the state: `state_dict()` tells of
 the steps handed out.
 """
@@ -79,7 +82,8 @@ class Loader:
         return step.batches
 
     def state_dict(self) -> dict[str, Any]:
-        """{"position": samples consumed by all ranks}, and for streams a "bookmark" of this rank's lanes (JSON-able).
+        """{"position": samples consumed by all ranks}, "skipped": ranges of samples left out, if there are any, and for
+        streams a "bookmark" of this rank's lanes (JSON-able).
 
         The position alone is enough to resume. Bookmarks of all ranks, merged by `merge_states`, make it quick.
         """
@@ -89,6 +93,11 @@ class Loader:
         """Go on after the steps that `state` tells of, on any number of ranks."""
         self.close()
         self._state = state
+
+    def skip(self, first: int, end: int) -> None:
+        """Leave out samples first to end - 1, wherever they lie; the next step is the next that touches none of them."""
+        skipped = sorted([*self._state.get("skipped", []), [first, end]])
+        self.load_state_dict(self._state | {"skipped": skipped})
 
     def validation_batches(self, steps: int) -> Iterator[Batch]:
         """`steps` batches from the beginning of the samples: the same each time, a short text starting over.
@@ -124,13 +133,21 @@ class Loader:
         self._steps = None
 
     def _make_steps(self, position: int) -> Iterator[_Step]:
+        skipped = self._state.get("skipped", [])
+        num_samples = self._accumulation * self.layout.stride
         while True:
+            first = _after_skipped(position, num_samples, skipped)
+            if first != position:
+                position = first
+                self.samples.seek(position, layout=self.layout, bookmark=None)
             batches = []
             for _ in range(self._accumulation):
                 batches.append(self._make_batch(position))
                 position += self.layout.stride
             bookmark = self.samples.bookmark()
-            state = {"position": position} | ({"bookmark": bookmark} if bookmark else {})
+            state: dict[str, Any] = {"position": position}
+            state |= {"skipped": skipped} if skipped else {}
+            state |= {"bookmark": bookmark} if bookmark else {}
             yield _Step(batches, state)
 
     def _make_batch(self, begin: int) -> Batch:
@@ -144,6 +161,14 @@ class Loader:
             first_sample=first,
         )
         return batch.pin_memory() if self._pin else batch
+
+
+def _after_skipped(position: int, num_samples: int, skipped: Sequence[Sequence[int]]) -> int:
+    """The first place from `position` on where a step meets none of the ranges, which are sorted."""
+    for first, end in skipped:
+        if position < end and first < position + num_samples:
+            position = end
+    return position
 
 
 class _Prefetcher(Iterator[_Step]):

@@ -45,6 +45,8 @@ class StepRow:
     mfu: float | None = None
     validation_s: float = 0.0
     checkpoint_s: float = 0.0
+    num_skipped: int = 0
+    num_rewinds: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,83 @@
+"""Do ranks that should hold the same weights hold the same bits? A flipped bit in one replica would train on unseen.
+
+Every parameter's local tensor is hashed where it lies, and hashes are compared along the mesh axes over which it is replicated:
+DDP and HSDP replicas, and what tensor parallelism leaves whole. One pass over the weights and a few bytes for each parameter.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from .float8 import plain
+
+Groups = dict[dist.ProcessGroup, list[tuple[str, Tensor]]]
+
+
+class ReplicaError(RuntimeError):
+    """Replicas differ; the message names ranks and parameters."""
+
+
+@torch.no_grad()
+def require_equal_replicas(parts: Iterable[nn.Module]) -> None:
+    """Raises ReplicaError on all ranks if any replicas differ. All ranks call it; waits for the device."""
+    found = []
+    for group, named in replicated(parts).items():
+        mine = torch.stack([torch.hash_tensor(local).view(torch.int64) for _, local in named])
+        of_ranks = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(of_ranks, mine, group=group)
+        hashes = torch.stack(of_ranks).tolist()
+        if any(row != hashes[0] for row in hashes):
+            ranks = dist.get_process_group_ranks(group)
+            found.append(_describe(hashes, ranks, [name for name, _ in named]))
+    of_all: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_all, found)
+    if texts := sorted({text for texts in of_all for text in texts}):
+        raise ReplicaError(
+            f"replicas hold different weights: {'; '.join(texts)}. Memory or a link is broken on one of them, or an "
+            "operation gives other bits on some ranks"
+        )
+
+
+def replicated(parts: Iterable[nn.Module]) -> Groups:
+    """Local tensors by the group whose ranks must hold the same."""
+    found: Groups = defaultdict(list)
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            if not isinstance(parameter, DTensor):
+                continue
+            whole = plain(parameter)
+            assert isinstance(whole, DTensor)
+            for axis, place in enumerate(whole.placements):
+                if isinstance(place, Replicate) and whole.device_mesh.size(axis) > 1:
+                    group = whole.device_mesh.get_group(axis)
+                    found[group].append((name, whole.to_local()))
+    return found
+
+
+def _describe(hashes: list[list[int]], ranks: list[int], names: list[str]) -> str:
+    differing: dict[str, list[int]] = {}
+    tied = False
+    for column, name in enumerate(names):
+        [(usual, count), *rest] = Counter(row[column] for row in hashes).most_common()
+        if rest:
+            tied |= rest[0][1] == count
+            differing[name] = [
+                rank
+                for rank, row in zip(ranks, hashes, strict=True)
+                if tied or row[column] != usual
+            ]
+    bad = sorted({rank for found in differing.values() for rank in found})
+    who = f"ranks {', '.join(map(str, bad))}" if len(bad) > 1 else f"rank {bad[0]}"
+    first, more = next(iter(differing)), len(differing) - 1
+    return (
+        f"{who} of {', '.join(map(str, ranks))}"
+        + (" (no majority says which is right)" if tied else "")
+        + f" in {first}"
+        + (f" and {more} more parameters" if more else "")
+    )

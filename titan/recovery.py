@@ -1,0 +1,139 @@
+"""What to do with a step whose loss is no number, or far off: train, skip, rewind or stop.
+
+A loss is far off if its robust z-score is high: its distance from the median of the losses before it, in units of their
+median absolute deviation times 1.4826, which is the standard deviation of normal losses and which a few outliers do not
+move (Iglewicz and Hoaglin, "How to Detect and Handle Outliers", 1993).
+
+    skip      no update by this step; its samples are used up
+    rewind    back to the newest checkpoint, and on without the samples that led here (PaLM, arXiv:2204.02311, section 5.1)
+
+The step is judged before it updates the weights, on every rank, and the ranks agree by a maximum, so that none goes its own way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan.config.sections import FaultToleranceSection
+from titan.readback import Readback
+
+_MAD_TO_SIGMA = 1.4826
+_LEAST_SIGMA = 0.01  # of the median: a loss that hardly moves must not make every wiggle a spike
+
+
+class Action(IntEnum):
+    """In order of severity: the ranks take the most severe one."""
+
+    TRAIN = 0
+    WARN = 1
+    SKIP = 2
+    REWIND = 3
+    STOP = 4
+
+
+_ACTIONS = {"off": Action.TRAIN} | {action.name.lower(): action for action in Action}
+
+
+class SpikeError(RuntimeError):
+    """A loss is far off, or has been too often, and the policy is to stop; the message says how far."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    action: Action = Action.TRAIN
+    reason: str = ""
+
+
+class Recovery:
+    """Judges the steps of one run. `judge` is for Program.train_step to ask; `verdict` is what it found last."""
+
+    def __init__(self, section: FaultToleranceSection, *, device: torch.device) -> None:
+        self.section, self.device = section, device
+        self.losses: deque[float] = deque(maxlen=section.spike_window)
+        self.verdict = Verdict()
+        self.num_skipped = self.num_rewinds = self.skipped_in_a_row = 0
+
+    @property
+    def is_on(self) -> bool:
+        """Whether steps have to be judged, for which the host has to wait for each."""
+        return self.section.on_nonfinite != "stop" or self.section.on_spike != "off"
+
+    def judge(self, loss: Tensor, grad_norm: Tensor) -> bool:
+        """Whether to update. Scalars on the device; all ranks call it together."""
+        self.verdict = self._judge(*Readback([loss, grad_norm]).values())
+        agreed = torch.tensor(float(self.verdict.action), device=self.device)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+        [action] = Readback([agreed]).values()
+        if action != self.verdict.action:
+            self.verdict = Verdict(Action(int(action)), "another rank found so")
+        self._count()
+        return self.verdict.action <= Action.WARN
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to judge alike; JSON-able."""
+        return {
+            "losses": list(self.losses),
+            "num_skipped": self.num_skipped,
+            "skipped_in_a_row": self.skipped_in_a_row,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.losses = deque(state.get("losses", []), maxlen=self.section.spike_window)
+        self.num_skipped = state.get("num_skipped", 0)
+        self.skipped_in_a_row = state.get("skipped_in_a_row", 0)
+
+    def _judge(self, loss: float, grad_norm: float) -> Verdict:
+        section = self.section
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            return Verdict(
+                _ACTIONS[section.on_nonfinite], f"loss {loss}, gradient norm {grad_norm}"
+            )
+        score = spike_score(loss, self.losses) if len(self.losses) >= section.spike_min_steps else 0
+        if section.on_spike == "off" or score <= section.spike_threshold:
+            self.losses.append(loss)
+            return Verdict()
+        action = _ACTIONS[section.on_spike]
+        if action == Action.WARN:
+            self.losses.append(loss)
+        return Verdict(
+            action,
+            f"loss {loss:.4f} is {score:.1f} deviations above {median(self.losses):.4f}, the median of the "
+            f"{len(self.losses)} before it (gradient norm {grad_norm:.4g})",
+        )
+
+    def _count(self) -> None:
+        """Steps that fail again and again are not bad luck."""
+        section, verdict = self.section, self.verdict
+        if verdict.action == Action.SKIP:
+            self.num_skipped += 1
+            self.skipped_in_a_row += 1
+            if self.skipped_in_a_row > section.max_skips:
+                reason = f"{verdict.reason}, after fault_tolerance.max_skips = {section.max_skips} skipped in a row"
+                self.verdict = Verdict(Action.STOP, reason)
+            return
+        self.skipped_in_a_row = 0
+        if verdict.action == Action.REWIND:
+            self.num_rewinds += 1
+            if self.num_rewinds > section.max_rewinds:
+                reason = (
+                    f"{verdict.reason}, after fault_tolerance.max_rewinds = {section.max_rewinds}"
+                )
+                self.verdict = Verdict(Action.STOP, reason)
+
+
+def spike_score(loss: float, before: deque[float]) -> float:
+    """Robust z-score of a loss among those before it; losses below their median score below zero."""
+    middle = median(before)
+    sigma = _MAD_TO_SIGMA * median(abs(x - middle) for x in before)
+    return (loss - middle) / max(sigma, _LEAST_SIGMA * abs(middle), 1e-12)
