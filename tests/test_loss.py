@@ -13,7 +13,7 @@ from titan.data.packing import IGNORED
 from titan.loss import Kernels, cross_entropy_sum
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 24, 100])
+@pytest.mark.parametrize("chunk", [0, 1, 7, 24, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equals_plain_cross_entropy(chunk: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -87,7 +87,7 @@ def _largest_tensor(run: Callable[[], object], *, dtype: torch.dtype | None = No
     return largest
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 24, 100])
+@pytest.mark.parametrize("chunk", [0, 1, 7, 24, 100])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_with_the_output_layer_equals_plain(chunk: int, compiled: bool) -> None:
     """The layer's matrix products and the loss, chunk by chunk: same loss, and gradients of input and weight."""

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -169,14 +170,18 @@ def cross_entropy_sum(
 ) -> Tensor:
     """Sum of the cross entropy in nats over the valid labels, a scalar in fp32, the same on every rank of a shard.
 
+    chunk_tokens: 0 for all at once, which without `shard` and `weight` is torch's own cross entropy on an fp32 copy of the logits.
     input (..., D) of an output layer whose weight is (V, D), or without `weight` the logits (..., V), in any floating
     dtype; with `shard`, weight and logits are this rank's rows (V/tp, D) and columns (..., V/tp), and the gradient of
     `input` is this rank's part of a sum over the ranks. labels (...) int64 in the whole vocabulary, IGNORED where not
     trained on. Differentiable once in input and weight.
     """
-    input_ND = input.reshape(-1, input.shape[-1])
-    settings = _Settings(-(-len(input_ND) // chunk_tokens), shard, kernels or Kernels())
-    return _ChunkedCrossEntropy.apply(input_ND, weight, labels.reshape(-1), settings)  # pyright: ignore[reportReturnType]
+    input_ND, labels_N = input.reshape(-1, input.shape[-1]), labels.reshape(-1)
+    if not chunk_tokens and shard is None and weight is None:
+        return F.cross_entropy(input_ND.float(), labels_N, ignore_index=IGNORED, reduction="sum")
+    num_chunks = -(-len(input_ND) // (chunk_tokens or len(input_ND)))
+    settings = _Settings(num_chunks, shard, kernels or Kernels())
+    return _ChunkedCrossEntropy.apply(input_ND, weight, labels_N, settings)  # pyright: ignore[reportReturnType]
 
 
 def leave_output_to_loss(output: nn.Module) -> None:

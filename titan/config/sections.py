@@ -258,8 +258,9 @@ class LossSection(Section):
     chunk_output: bool = True
     """Compute the output layer together with the loss, a chunk at a time, so that logits are never held whole; otherwise they are, in
     the compute precision. Applies unless parallelism.disable_loss_parallel gathers the logits."""
-    chunk_tokens: Positive = 2048
-    """Tokens whose logits are held in fp32 at a time (with chunk_output, at all)."""
+    chunk_tokens: NonNegative = 2048
+    """Tokens whose logits are held in fp32 at a time (with chunk_output, at all); 0: all of them. With chunk_output = false, 0 is the plain
+    loss that most frameworks have, for comparison: torch's cross entropy on an fp32 copy of all logits."""
 
 
 class DocumentOptions(Section):

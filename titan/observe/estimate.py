@@ -134,7 +134,7 @@ def _logits_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, token
     """
     if layout.pp > 1:
         return 0.0
-    chunk = min(config.loss.chunk_tokens, tokens)
+    chunk = min(config.loss.chunk_tokens or tokens, tokens)
     is_whole = config.parallelism.disable_loss_parallel
     columns = model.vocab_size / (1 if is_whole else layout.tp)
     compute_bytes = _BYTES[config.training.mixed_precision_param]
