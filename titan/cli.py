@@ -274,6 +274,10 @@ COMMANDS = {
     "check": Command(
         "check a job for a number of ranks; layout, tokens per step, memory by formula", check
     ),
+    "sim": Command(
+        "what a step costs in time and memory on some hardware, with no GPU",
+        _elsewhere("titan.sim.cli"),
+    ),
     "config": Command("print the resolved job as TOML", config),
     "schema": Command("print the JSON schema of job files, for editors", schema),
     "prepare": Command("tokenize text into memory-mapped shards", _elsewhere("titan.data.prepare")),

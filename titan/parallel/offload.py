@@ -82,7 +82,8 @@ class _Run:
             return tensor
         key = (storage._cdata, tensor._version)  # what was written to since is another copy
         if key not in self.copies:
-            self.copies[key] = _Copy(storage, self.offloader.copy_stream(tensor.device))
+            stream = self.offloader.copy_stream(tensor.device)
+            self.copies[key] = _Copy(storage, tensor.device, stream)
             self.offloader.num_bytes += storage.nbytes()
         view = (tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
         return self.copies[key], view
@@ -113,8 +114,10 @@ class _Copy:
     On an accelerator both ways go through page-locked memory on a stream of their own; the host waits for neither.
     """
 
-    def __init__(self, storage: torch.UntypedStorage, stream: torch.Stream | None) -> None:
-        self.device, self.stream = storage.device, stream
+    def __init__(
+        self, storage: torch.UntypedStorage, device: torch.device, stream: torch.Stream | None
+    ) -> None:
+        self.device, self.stream = device, stream
         self.original = StorageWeakRef(storage)  # as long as this lives, no other has its address
         self.on_device: Tensor | None = None
         self.ready: torch.Event | None = None

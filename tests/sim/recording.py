@@ -1,0 +1,183 @@
+"""What the tests of the recorder share: small jobs, and what a real rank does, counted by other means than the recorder's."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from titan.config.rules import resolve_layout
+from titan.config.sections import JobConfig
+from titan.parallel import build_mesh
+from titan.program import Program, build_program
+from titan.sim.trace import Allocate, Event, Free, Trace
+
+_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+def job(*, batch: int = 4, layers: int = 4, **sections: dict[str, Any]) -> JobConfig:
+    """A tiny Llama; sections are merged into it."""
+    base: dict[str, dict[str, Any]] = {
+        "model": {"overrides": {"n_layers": layers}},
+        "training": {"seq_len": 64, "local_batch_size": batch, "steps": 10},
+        "lr_scheduler": {"warmup_steps": 2},
+        "loss": {"chunk_tokens": 100},
+    }
+    for name, section in sections.items():
+        base[name] = {**base.get(name, {}), **section}
+    return JobConfig.model_validate(base)
+
+
+def real_program(config: JobConfig) -> Program:
+    layout = resolve_layout(config, dist.get_world_size())
+    mesh = build_mesh("cpu", **{axis: getattr(layout, axis) for axis in _AXES})
+    return build_program(config, device=torch.device("cpu"), mesh=mesh)
+
+
+def real_batches(config: JobConfig) -> list[Any]:
+    layout = resolve_layout(config, dist.get_world_size())
+    shape = (config.training.local_batch_size, config.training.seq_len)
+    numbers = torch.arange(shape[0] * shape[1]).view(shape) % 256
+    ids = numbers % 2 if config.data.document_mask else None
+    positions = numbers % 8 if config.data.reset_positions else None
+    return [Batch(numbers, numbers, positions, ids) for _ in range(layout.accumulation)]
+
+
+@dataclass(frozen=True)
+class Batch:
+    tokens_BS: Tensor
+    labels_BS: Tensor
+    positions_BS: Tensor | None
+    document_ids_BS: Tensor | None
+
+
+class _Plain(TorchDispatchMode):
+    """Sees plain tensors only: subclasses come apart first."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if FakeTensor in types:  # DTensor finds out shapes
+            return func(*args, **(kwargs or {}))
+        if any(kind not in (Tensor, nn.Parameter) for kind in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        self.see(func, args, result)
+        return result
+
+    def see(self, func: Any, args: Any, result: Any) -> None:
+        raise NotImplementedError
+
+
+_KINDS = ("all_gather", "allgather", "reduce_scatter", "allreduce", "all_reduce", "all_to_all", "alltoall", "send", "recv")  # fmt: skip
+
+
+class CountTransfers(_Plain):
+    """(kind, global ranks of the group) -> number, bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[Any] = Counter()
+        self.bytes: Counter[Any] = Counter()
+
+    def see(self, func: Any, args: Any, result: Any) -> None:
+        if func.namespace not in ("c10d", "_c10d_functional", "_dtensor"):
+            return
+        name = func._opname
+        kind = next((kind for kind in _KINDS if kind in name), None)
+        if kind is None:  # a wait
+            return
+        tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)]
+        outputs = [t for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, Tensor)]
+        sizes = [t.numel() * t.element_size() for t in (*tensors, *outputs)]
+        # A gathered tensor, or one to be scattered, is the largest of the call; of the others all have one size.
+        size = sizes[0] if "to_all" in name or "toall" in name else max(sizes)
+        group = next(a for a in args if isinstance(a, str) and a not in ("sum", "max", "avg") or isinstance(a, torch.ScriptObject))  # fmt: skip
+        if isinstance(group, str):
+            group = dist.distributed_c10d._resolve_process_group(group)
+        else:
+            group = dist.ProcessGroup.unbox(group)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        kind = kind.replace("allgather", "all_gather").replace("allreduce", "all_reduce").replace("alltoall", "all_to_all")  # fmt: skip
+        self.counts[kind, ranks] += 1
+        self.bytes[kind, ranks] += size
+
+
+def count_real_transfers(config: JobConfig) -> tuple[Counter[Any], Counter[Any]]:
+    """What this rank really sends in its second step."""
+    program = real_program(config)
+    batches = real_batches(config)
+    program.train_step(batches, step=1)
+    with CountTransfers() as counter:
+        program.train_step(batches, step=2)
+    return counter.counts, counter.bytes
+
+
+class TrackMemory(_Plain):
+    """Bytes of all storages alive that were made since it began, and the most there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, int] = {}
+        self.bytes = self.peak = 0
+        self._resize = torch.UntypedStorage.resize_
+
+    def add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self.alive:
+            weakref.finalize(storage, self._set, key, None)
+            self._set(key, storage.nbytes())
+
+    def _set(self, key: int, size: int | None) -> None:
+        self.bytes += (size or 0) - self.alive.pop(key, 0)
+        if size is not None:
+            self.alive[key] = size
+        self.peak = max(self.peak, self.bytes)
+
+    def see(self, func: Any, args: Any, result: Any) -> None:
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self.add(tensor)
+
+    def __enter__(self) -> TrackMemory:
+        tracker, original = self, self._resize
+
+        def resize(storage: Any, size: int) -> Any:
+            result = original(storage, size)
+            if storage._cdata in tracker.alive:
+                tracker._set(storage._cdata, size)
+            return result
+
+        torch.UntypedStorage.resize_ = resize
+        super().__enter__()
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize
+        super().__exit__(*args)
+
+
+def traced_peak(trace: Trace) -> int:
+    """Of the second step, in bytes."""
+    alive: dict[int, int] = {}
+    total = peak = 0
+    for events in (trace.setup, trace.first_step, trace.step):
+        peak = total
+        for event in events:
+            if isinstance(event, Allocate):
+                alive[event.block] = event.size_bytes
+                total += event.size_bytes
+                peak = max(peak, total)
+            elif isinstance(event, Free):
+                total -= alive.pop(event.block)
+    return peak
+
+
+def events_of(events: list[Event], kind: type) -> list[Any]:
+    return [event for event in events if isinstance(event, kind)]

@@ -1,0 +1,122 @@
+"""Traces made by hand: kernels of given duration, schedules with equal stages, and profiles in which things are free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from titan.parallel.schedules import COSTS, Action, Schedule
+from titan.sim.cost import Cost
+from titan.sim.network import TransferPrice
+from titan.sim.profiles import Profile, load_profile
+from titan.sim.trace import (
+    AwaitWork,
+    CollectiveKind,
+    Event,
+    Group,
+    Kernel,
+    Launch,
+    Place,
+    Trace,
+    Transfer,
+)
+
+PLACE = Place("forward")
+UNIT_US = 1000
+"""A forward pass of one microbatch through one stage."""
+
+
+class FixedCost(Cost):
+    """Kernels last as many microseconds as they read bytes; transfers, as many as they have bytes; hosts and latency are free."""
+
+    def __init__(self, profile: Profile | None = None, *, host_us: float = 0.0) -> None:
+        free = {"compute_share_beside_transfer": 1.0, "speed_deviation": 0.0}
+        super().__init__(profile or load_profile("h100-sxm").model_copy(update=free))
+        self.host_us = host_us
+
+    def kernel_s(self, kernel: Kernel) -> float:
+        return kernel.read_bytes * 1e-6
+
+    def launch_s(self, kernel: Kernel) -> float:
+        return self.host_us * 1e-6
+
+    @property
+    def launch_transfer_s(self) -> float:
+        return self.host_us * 1e-6
+
+    def transfer(self, transfer: Transfer, group: Group, *, rank: int) -> TransferPrice:
+        links = super().transfer(transfer, group, rank=rank).links
+        return TransferPrice(0.0, transfer.size_bytes * 1e-6, links)
+
+
+def kernel(us: int, name: str = "work") -> Kernel:
+    return Kernel(name, "pointwise", read_bytes=us)
+
+
+def launch(us: int, *, stream: int = 0, place: Place = PLACE) -> Launch:
+    return Launch(kernel(us), stream, place)
+
+
+def transfer(
+    us: int,
+    *,
+    group: str,
+    work: int,
+    kind: CollectiveKind = "all_gather",
+    stream: int = 0,
+    detached: bool = True,
+    peer: int = -1,
+    place: Place = PLACE,
+) -> Transfer:
+    return Transfer(kind, group, us, "bfloat16", stream, detached, work, place, peer)
+
+
+def trace(events: list[Event], *groups: Group, rank: int = 0, world_size: int = 8) -> Trace:
+    return Trace(rank, world_size, groups={group.name: group for group in groups}, step=events)
+
+
+def pipeline(
+    schedule: Schedule, *, send_us: int = 0, units: Mapping[str, int] = COSTS
+) -> dict[int, Trace]:
+    """A rank for each of the schedule's, on a node of its own: each action one kernel, and what it needs is received just before it.
+
+    Every pair of stages has its own group and so its own queue, which is what theory assumes.
+    """
+    traces = {}
+    owners = {s: rank for rank in range(schedule.num_ranks) for s in schedule.stages_of(rank)}
+    for rank, actions in enumerate(schedule.order):
+        made = _Maker(rank * 8, {stage: owner * 8 for stage, owner in owners.items()}, send_us)
+        for action in actions:
+            made.add(action, units[action.kind] * UNIT_US, last=schedule.num_stages - 1)
+        traces[rank * 8] = Trace(rank * 8, 8 * len(schedule.order), made.groups, step=made.events)
+    return traces
+
+
+class _Maker:
+    def __init__(self, rank: int, owners: Mapping[int, int], send_us: int) -> None:
+        self.rank, self.owners, self.send_us = rank, owners, send_us
+        self.events: list[Event] = []
+        self.groups: dict[str, Group] = {}
+
+    def add(self, action: Action, us: int, *, last: int) -> None:
+        stage, kind, _ = action
+        place = Place("forward" if kind == "F" else "backward", action=str(action))
+        before, after = (stage - 1, stage + 1) if kind == "F" else (stage + 1, stage - 1)
+        if kind != "W" and 0 <= before <= last:
+            self._move("recv", before, stage, place)
+        self.events.append(launch(us, place=place))
+        if kind != "W" and 0 <= after <= last:
+            self._move("send", stage, after, place)
+
+    def _move(self, kind: CollectiveKind, source: int, target: int, place: Place) -> None:
+        """One side of passing on activations or gradients, unless both stages are here."""
+        sender, receiver = self.owners[source], self.owners[target]
+        if sender == receiver:
+            return
+        name = f"pp {source}-{target}"
+        self.groups[name] = Group(name, ("pp", name), (sender, receiver))
+        work = len(self.events)
+        peer = receiver if kind == "send" else sender
+        made = transfer(self.send_us, group=name, work=work, kind=kind, peer=peer, place=place)
+        self.events.append(made)
+        if kind == "recv":
+            self.events.append(AwaitWork(0, work))

@@ -1,0 +1,72 @@
+"""What a trace says is sent is what really is sent: kinds, groups, numbers and bytes, on every rank, of gloo runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from pool import Pool
+from recording import count_real_transfers, events_of, job
+
+from titan.sim.record import record
+from titan.sim.trace import Trace, Transfer
+
+REPLICAS, SHARDS, TP, CP, PP = (
+    "data_parallel_replicate_degree",
+    "data_parallel_shard_degree",
+    "tensor_parallel_degree",
+    "context_parallel_degree",
+    "pipeline_parallel_degree",
+)
+ROTATE, SCHEDULE = "context_parallel_rotate_method", "pipeline_parallel_schedule"
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "FSDP2": (2, {}),
+    "FSDP2, ZeRO-2": (2, {"fsdp_reshard_after_forward": "never"}),
+    "HSDP": (4, {REPLICAS: 2}),
+    "DDP": (2, {REPLICAS: 2, SHARDS: 1}),
+    "TP": (2, {TP: 2}),
+    "CP ring": (2, {CP: 2, ROTATE: "ring"}),
+    "CP allgather": (2, {CP: 2, ROTATE: "allgather"}),
+    "CP Ulysses": (2, {CP: 2, ROTATE: "ulysses"}),
+    "PP 1F1B": (2, {PP: 2, SCHEDULE: "1F1B"}),
+    "PP interleaved": (2, {PP: 2, SCHEDULE: "Interleaved1F1B"}),
+    "PP ZBV": (2, {PP: 2, SCHEDULE: "ZBVZeroBubble"}),
+    "FSDP2 x TP": (4, {TP: 2}),
+    "FSDP2 x TP x PP": (8, {TP: 2, PP: 2}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_trace_sends_what_is_really_sent(name: str, pool: Pool) -> None:
+    world, settings = LAYOUTS[name]
+    # The last pipeline stage has a block less: every rank must have one of its own to compare.
+    config = job(parallelism=settings)
+    real = pool.run(world, count_real_transfers, config)
+    traces = record(config, world_size=world, ranks=range(world), processes=2)
+    for rank, (counts, sizes) in enumerate(real):
+        assert _counts(traces[rank]) == counts, rank
+        assert _bytes(traces[rank]) == sizes, rank
+        assert sum(counts.values()) > 5
+
+
+def _counts(trace: Trace) -> Counter[Any]:
+    transfers = events_of(trace.step, Transfer)
+    return Counter((t.kind, trace.groups[t.group].ranks) for t in transfers)
+
+
+def _bytes(trace: Trace) -> Counter[Any]:
+    sizes: Counter[Any] = Counter()
+    for t in events_of(trace.step, Transfer):
+        sizes[t.kind, trace.groups[t.group].ranks] += t.size_bytes
+    return sizes
+
+
+def test_groups_have_their_axes() -> None:
+    config = job(parallelism={TP: 2, PP: 2, CP: 2})
+    trace = record(config, world_size=16, ranks=[0])[0]
+    axes = {group.axes: group.ranks for group in trace.groups.values() if len(group.ranks) > 1}
+    assert axes["tp",] == (0, 1)
+    assert axes["cp",] == (0, 2)
+    assert axes["dp_shard", "cp"] == (0, 2, 4, 6)
+    assert axes["pp",] == (0, 8)

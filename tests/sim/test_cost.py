@@ -1,0 +1,157 @@
+"""Prices of kernels: quantisation, floors, masks; and published rates that no constant was set with."""
+
+from __future__ import annotations
+
+import pytest
+
+from titan.sim.cost import Cost, attended, matmul_sizes
+from titan.sim.profiles import load_profile
+from titan.sim.trace import Kernel, KernelKind
+
+H100 = Cost(load_profile("h100-sxm"))
+LEAST_S = 2.5e-6
+
+
+def matmul(m: int, k: int, n: int, *, dtype: str = "bfloat16", batch: int = 0) -> Kernel:
+    a, b = ((batch, m, k), (batch, k, n)) if batch else ((m, k), (k, n))
+    size = 1 if dtype.startswith("float8") else 2
+    times = max(1, batch)
+    moved = times * size * (m * k + k * n), times * 2 * m * n
+    return Kernel("aten::mm", "matmul", (a, b), dtype, 2 * m * k * n * times, *moved)
+
+
+def attention(
+    b: int, h: int, q: int, kv: int, *, causal: bool, kind: KernelKind = "attention"
+) -> Kernel:
+    shapes = ((b, h, q, 128), (b, h, kv, 128), (b, h, kv, 128))
+    return Kernel("flash", kind, shapes, "bfloat16", 4 * b * h * q * kv * 128, causal=causal)
+
+
+def test_waves_are_whole() -> None:
+    """One tile more than fills the device costs another wave."""
+    rows, columns = 128, 256
+    full = H100.kernel_s(matmul(rows * 66, 8192, columns * 2)) - LEAST_S  # 132 tiles
+    more = H100.kernel_s(matmul(rows * 66 + 1, 8192, columns * 2)) - LEAST_S
+    assert 1.3 < more / full <= 2.0  # small tiles and splits of K soften it
+    peak = 989e12 * 0.67
+    one_wave = 2 * rows * 66 * columns * 2 * (8192 + 192) / peak
+    assert full == pytest.approx(one_wave)
+
+
+def test_large_products_reach_the_share() -> None:
+    kernel = matmul(65536, 16384, 16384)
+    rate = kernel.flops / H100.kernel_s(kernel)
+    assert 0.96 * 0.67 * 989e12 < rate < 0.67 * 989e12
+
+
+def test_narrow_products_are_bound_by_memory() -> None:
+    kernel = matmul(16, 16384, 16384)
+    moved = kernel.read_bytes + kernel.write_bytes
+    assert H100.kernel_s(kernel) == pytest.approx(moved / (0.9 * 3.35e12) + LEAST_S)
+
+
+def test_splitting_k_fills_the_device() -> None:
+    """256 x 256 outputs are 2 tiles; one SM each would take 8 times as long."""
+    kernel = matmul(256, 65536, 256)
+    one_tile = 2 * 64 * 64 * 65536 / (989e12 * 0.67 * 0.5 / 132)
+    assert H100.kernel_s(kernel) < one_tile / 4
+
+
+def test_float8() -> None:
+    big = matmul(16384, 8192, 28672), matmul(16384, 8192, 28672, dtype="float8_e4m3fn")
+    small = matmul(1024, 512, 1024), matmul(1024, 512, 1024, dtype="float8_e4m3fn")
+    gain_big, gain_small = (H100.kernel_s(a) / H100.kernel_s(b) for a, b in (big, small))
+    assert 1.6 < gain_big < 1979 * 0.60 / (989 * 0.67)
+    assert 1.0 <= gain_small < 1.4  # filling tiles and launching take as long
+
+
+def test_measured_products_on_b200() -> None:
+    """Two of SimuMax's measured shapes, of which only the highest of all 514 rates went into the profile."""
+    b200 = Cost(load_profile("b200"))
+    for shape, share, tolerance in (((4096, 8192, 10240), 0.645, 0.10), ((4096, 5120, 576), 0.32, 0.15)):  # fmt: skip
+        kernel = matmul(*shape)
+        assert kernel.flops / b200.kernel_s(kernel) / 2250e12 == pytest.approx(share, rel=tolerance)
+
+
+def test_batches_multiply_tiles() -> None:
+    assert matmul_sizes(matmul(128, 64, 256, batch=132)) == (132, 128, 64, 256)
+    one, many = (H100.kernel_s(matmul(128, 8192, 256, batch=b)) for b in (132, 264))
+    assert (many - LEAST_S) / (one - LEAST_S) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "causal", "pairs"),
+    [(4, 4, False, 16), (4, 4, True, 10), (2, 4, True, 3), (4, 2, True, 3 + 4), (1, 1, True, 1)],
+)
+def test_attended(queries: int, keys: int, causal: bool, pairs: int) -> None:
+    assert attended(queries, keys, causal) == pairs
+
+
+def test_attention_at_published_rates() -> None:
+    whole = attention(2, 16, 8192, 8192, causal=False)
+    assert whole.flops / (H100.kernel_s(whole) - LEAST_S) == pytest.approx(370e12)
+    half = attention(2, 16, 8192, 8192, causal=True)
+    assert H100.kernel_s(half) == pytest.approx(H100.kernel_s(whole) / 2 / 0.9, rel=0.01)
+    backward = attention(2, 16, 8192, 8192, causal=False, kind="attention_backward")
+    assert 2.5 * whole.flops / (H100.kernel_s(backward) - LEAST_S) == pytest.approx(318e12)
+
+
+def test_blocks_of_a_ring_add_up() -> None:
+    """Two ranks' share of a causal square: a causal block each, and one whole block."""
+    square = H100.kernel_s(attention(1, 32, 16384, 16384, causal=True))
+    causal = H100.kernel_s(attention(1, 32, 8192, 8192, causal=True))
+    whole = H100.kernel_s(attention(1, 32, 8192, 8192, causal=False))
+    assert 2 * causal + whole == pytest.approx(square, rel=0.06)  # whole blocks run a little faster
+
+
+def test_too_few_blocks_leave_sms_idle() -> None:
+    few, many = attention(1, 1, 8192, 8192, causal=False), attention(1, 33, 8192, 8192, causal=False)  # fmt: skip
+    per_head = [H100.kernel_s(few), H100.kernel_s(many) / 33]
+    assert per_head[0] / per_head[1] == pytest.approx(132 / 64, rel=0.03)
+
+
+def test_bytes() -> None:
+    big = Kernel("add", "pointwise", read_bytes=2 << 30, write_bytes=1 << 30)
+    assert H100.kernel_s(big) == pytest.approx((3 << 30) / (0.9 * 3.35e12) + LEAST_S)
+    tiny = Kernel("add", "pointwise", read_bytes=64, write_bytes=64)
+    assert H100.kernel_s(tiny) == pytest.approx(LEAST_S, rel=0.01)
+    middle = Kernel("add", "pointwise", read_bytes=10**7)
+    assert H100.kernel_s(middle) == pytest.approx(1e7 / (0.75 * 3.35e12) + LEAST_S)
+
+
+def test_host_copies_go_over_pcie() -> None:
+    copy = Kernel("copy_", "host_copy", read_bytes=55 * 10**9, write_bytes=55 * 10**9)
+    assert H100.kernel_s(copy) == pytest.approx(1.0, rel=1e-4)
+
+
+def test_launches() -> None:
+    eager = Kernel("add", "pointwise")
+    compiled = Kernel("fused", "pointwise", compiled=True)
+    many = Kernel("_foreach_add", "optimizer", num_launches=11)
+    assert H100.launch_s(eager) == pytest.approx(6e-6)
+    assert H100.launch_s(compiled) == pytest.approx(4e-6)
+    assert H100.launch_s(many) == pytest.approx(46e-6)
+    assert H100.kernel_s(many) == pytest.approx(11 * LEAST_S)
+
+
+def test_prices_are_kept() -> None:
+    cost = Cost(load_profile("h100-sxm"))
+    kernel = matmul(4096, 4096, 4096)
+    assert cost.kernel_s(kernel) == cost.kernel_s(kernel) > 0
+
+
+@pytest.mark.parametrize("name", ["a100-80g", "b200", "cpu", "h100-96g-500w", "h200-sxm", "mi300x"])
+def test_every_profile_prices_every_kind(name: str) -> None:
+    cost = Cost(load_profile(name))
+    kernels = [
+        matmul(4096, 4096, 4096),
+        matmul(4096, 4096, 4096, dtype="float8_e4m3fn"),
+        matmul(4096, 4096, 4096, dtype="float32"),
+        attention(1, 32, 8192, 8192, causal=True),
+        attention(1, 32, 8192, 8192, causal=True, kind="attention_backward"),
+        *(
+            Kernel("x", kind, read_bytes=10**8)
+            for kind in ("pointwise", "gather", "optimizer", "copy", "host_copy")
+        ),
+    ]
+    assert all(0 < cost.kernel_s(kernel) < 60 for kernel in kernels)

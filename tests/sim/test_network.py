@@ -1,0 +1,91 @@
+"""Prices of transfers: published measurements, placement on nodes, sizes and kinds."""
+
+from __future__ import annotations
+
+import pytest
+
+from titan.sim.network import NIC_IN, NIC_OUT, NVLINK_IN, NVLINK_OUT, price_transfer, transfer_s
+from titan.sim.profiles import load_profile
+from titan.sim.trace import CollectiveKind, Group, Place, Transfer
+
+H200, H100 = load_profile("h200-sxm"), load_profile("h100-sxm")
+MIB = 2**20
+
+
+def made(kind: CollectiveKind, size: int, *, peer: int = -1) -> Transfer:
+    return Transfer(kind, "g", size, "bfloat16", 0, True, 0, Place("forward"), peer)
+
+
+def group(ranks: range) -> Group:
+    return Group("g", ("dp_shard",), tuple(ranks))
+
+
+@pytest.mark.parametrize(
+    ("mib", "bus_gb_per_s"),
+    [(4, 107), (8, 156), (16, 220), (32, 276), (64, 347), (128, 402), (256, 436), (512, 450), (1024, 464)],
+)  # fmt: skip
+def test_published_all_reduce(mib: int, bus_gb_per_s: float) -> None:
+    """8 H200, NCCL 2.27 (ml-engineering): the algorithm and the protocol change twice on the way."""
+    seconds = transfer_s(made("all_reduce", mib * MIB), group(range(8)), H200)
+    assert 1.75 * mib * MIB / seconds / 1e9 == pytest.approx(bus_gb_per_s, rel=0.13)
+
+
+def test_gathering_is_a_ring() -> None:
+    seconds = transfer_s(made("all_gather", 1 << 30), group(range(8)), H100)
+    assert seconds == pytest.approx(7 / 8 * 2**30 / 368e9, rel=0.03)
+    assert seconds == transfer_s(made("reduce_scatter", 1 << 30), group(range(8)), H100)
+
+
+def test_placement_decides_which_links() -> None:
+    gather = made("all_gather", 1 << 30)
+    within = price_transfer(gather, group(range(8, 16)), H100, rank=8)
+    strided = price_transfer(gather, group(range(0, 64, 8)), H100, rank=0)
+    filling = price_transfer(gather, group(range(64)), H100, rank=0)
+    assert within.links == (NVLINK_OUT, NVLINK_IN)
+    assert strided.links == (NIC_OUT, NIC_IN)
+    assert set(filling.links) == {NVLINK_OUT, NVLINK_IN, NIC_OUT, NIC_IN}
+    # One card a group of eight on one node; eight cards together, of which 90% of 50 GB/s is left.
+    assert strided.volume_s == pytest.approx(7 / 8 * 2**30 / 45e9)
+    assert filling.volume_s == pytest.approx(63 / 64 * 2**30 / 360e9)
+    # Two ranks of each node: two cards.
+    pairs = Group("g", ("dp",), tuple(r for r in range(64) if r % 8 < 2))
+    assert price_transfer(gather, pairs, H100, rank=0).volume_s == pytest.approx(
+        15 / 16 * 2**30 / 90e9
+    )
+
+
+def test_small_messages_cost_latency_that_grows_with_the_ring() -> None:
+    tiny = made("all_gather", 1024)
+    seconds = [transfer_s(tiny, group(range(n)), H100) for n in (2, 8, 64, 512)]
+    assert seconds == sorted(seconds)
+    assert seconds[0] == pytest.approx(7.2e-6, rel=0.01)  # LL: 6.6 us and a hop of 0.6
+    assert seconds[1] == pytest.approx((6.6 + 7 * 0.6) * 1e-6, rel=0.01)
+
+
+def test_trees_reduce_small_messages_across_nodes() -> None:
+    seconds = transfer_s(made("all_reduce", 8), group(range(512)), H100)
+    ring_s = (6.6 + 2 * (448 * 0.6 + 63 * 2.7)) * 1e-6
+    assert seconds < ring_s / 5
+    assert seconds == pytest.approx((6.8 + 2 * (7 * 0.6 + 6 * 5.0)) * 1e-6, rel=0.01)
+
+
+def test_send_and_receive_use_one_direction() -> None:
+    near = price_transfer(made("send", 1 << 30, peer=3), group(range(8)), H100, rank=0)
+    far = price_transfer(made("recv", 1 << 30, peer=0), group(range(16)), H100, rank=8)
+    assert near.links == (NVLINK_OUT,)
+    assert near.volume_s == pytest.approx(2**30 / 380e9)
+    assert far.links == (NIC_IN,)
+    assert far.volume_s == pytest.approx(2**30 / 45e9)
+
+
+def test_all_to_all_leaves_the_node_through_ones_own_card() -> None:
+    inside = price_transfer(made("all_to_all", 1 << 30), group(range(8)), H100, rank=0)
+    across = price_transfer(made("all_to_all", 1 << 30), group(range(16)), H100, rank=0)
+    assert inside.volume_s == pytest.approx(7 / 8 * 2**30 / 340e9)
+    assert across.volume_s == pytest.approx(1 / 2 * 2**30 / 45e9)
+
+
+def test_a_group_of_one_copies_within_the_device() -> None:
+    price = price_transfer(made("all_gather", 1 << 30), group(range(1)), H100, rank=0)
+    assert price.links == ()
+    assert price.seconds < 1e-3

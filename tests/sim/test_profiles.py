@@ -1,0 +1,124 @@
+"""Hardware profiles: complete, sourced, and in agreement with the table that MFU uses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from titan.config.problems import ConfigError
+from titan.observe.hardware import by_name
+from titan.sim.profiles import load_profile, on_curve, profile_names
+
+
+def test_names() -> None:
+    assert profile_names() == [
+        "a100-80g", "b200", "cpu", "h100-96g-500w", "h100-sxm", "h200-sxm", "mi300x",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_each_figure_has_a_source(name: str) -> None:
+    profile = load_profile(name)
+    assert profile.name == name
+    figures = set(type(profile).model_fields) - {"name", "device", "sources"}
+    assert figures <= set(profile.sources)
+    assert all(len(source) >= 3 for source in profile.sources.values())
+
+
+@pytest.mark.parametrize("name", ["h100-sxm", "h200-sxm", "a100-80g", "b200", "mi300x"])
+def test_peaks_are_those_of_mfu(name: str) -> None:
+    profile, row = load_profile(name), by_name(name)
+    assert {d: t * 1e12 for d, t in profile.peak_tflops.items()} == pytest.approx(row.peak_flops)
+    assert profile.memory_tb_per_s * 1e12 == pytest.approx(row.memory_bandwidth)
+    assert profile.memory_gib == row.memory_gib
+    assert profile.sources["peak_tflops"] == row.source
+
+
+def test_the_capped_h100_differs_in_what_was_set_with_rows_and_in_its_memory() -> None:
+    capped, full = load_profile("h100-96g-500w"), load_profile("h100-sxm")
+    differs = {f for f in type(full).model_fields if getattr(capped, f) != getattr(full, f)}
+    fitted = {"matmul_share", "memory_share", "attention_forward_tflops", "attention_backward_tflops"}  # fmt: skip
+    assert differs == fitted | {"name", "memory_gib", "memory_tb_per_s", "sources"}
+    # Four numbers: products in bf16 and in fp8, memory, and one factor for attention both ways.
+    factors = [
+        mine[1] / theirs[1]
+        for curve in ("attention_forward_tflops", "attention_backward_tflops")
+        for mine, theirs in zip(getattr(capped, curve), getattr(full, curve), strict=True)
+    ]
+    assert factors == pytest.approx([factors[0]] * len(factors), abs=0.005)
+    shares = [m[1] / f[1] for m, f in zip(capped.memory_share, full.memory_share, strict=True)]
+    assert shares == pytest.approx([shares[0]] * len(shares), abs=0.01)
+    assert all(0.4 < factor < 1 for factor in (factors[0], shares[0]))
+
+
+def test_unknown_name_lists_the_known() -> None:
+    with pytest.raises(
+        ConfigError, match=r"no profile 'h100'; did you mean 'h100-.*There are a100-80g, b200, cpu,"
+    ):
+        load_profile("h100")
+
+
+def test_a_file_of_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        'name = "mine"\nbase = "h100-sxm"\nnic_gb_per_s = 25.0\n[sources]\nnic_gb_per_s = "my network"\n'
+    )
+    profile = load_profile(file)
+    assert profile.nic_gb_per_s == 25.0
+    assert profile.sources["nic_gb_per_s"] == "my network"
+    assert profile.num_sms == 132
+
+
+def test_a_figure_without_a_source_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('name = "mine"\nbase = "h100-sxm"\nnic_gb_per_s = 25.0\n')
+    with pytest.raises(ConfigError, match=r"mine\.toml:3: nic_gb_per_s: \[sources\] does not say"):
+        load_profile(file)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("nic_share = 1.2", "a share is above 0 and at most 1, not 1.2"),
+        ("num_smms = 3", r"mine\.toml:3: num_smms: unknown figure.*num_sms"),
+        ('num_sms = "many"', r"mine\.toml:3: num_sms: .*integer"),
+        ('base = "mine"', "no profile 'mine'"),
+    ],
+)
+def test_mistakes_are_told(tmp_path: Path, line: str, message: str) -> None:
+    file = tmp_path / "mine.toml"
+    key = line.split(" ")[0]
+    base = "" if key == "base" else 'base = "h100-sxm"\n'
+    file.write_text(f'name = "mine"\n{base}{line}\n[sources]\n{key} = "made up"\n')
+    with pytest.raises(ConfigError, match=message):
+        load_profile(file)
+
+
+def test_a_missing_figure_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('name = "mine"\ndevice = "h100-sxm"\n')
+    with pytest.raises(ConfigError, match="num_sms: is missing; state it, or a base"):
+        load_profile(file)
+
+
+def test_curve() -> None:
+    curve = ((10.0, 1.0), (1000.0, 3.0))
+    assert [on_curve(curve, size) for size in (1, 10, 100, 1000, 1e6)] == [1, 1, 2, 3, 3]
+
+
+def test_stragglers_grow_with_the_number_of_nodes() -> None:
+    profile = load_profile("h100-sxm")
+    factors = [profile.straggler(n) for n in (1, 8, 16, 128, 512, 4096)]
+    assert factors[0] == factors[1] == 1.0
+    assert factors == sorted(factors)
+    # Expected largest of 8 and of 128 normal draws: 1.424 and 2.6 deviations (order statistics' tables).
+    assert profile.straggler(128) == pytest.approx(1 + 0.015 * (2.60 - 1.424), abs=5e-4)
+
+
+def test_imports_no_torch() -> None:
+    modules = "cost, network, profiles, replay, timeline, allocator, memory"
+    code = f"import sys; from titan.sim import {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

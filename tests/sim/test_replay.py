@@ -1,0 +1,374 @@
+"""Replay: pipelines against theory, overlap and contention against arithmetic, and bounds that hold for any trace."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from synthetic import FixedCost, kernel, launch, pipeline, trace, transfer
+from titan.parallel.schedules import build_schedule
+from titan.sim.profiles import load_profile
+from titan.sim.replay import ReplayError, replay
+from titan.sim.timeline import RankTimeline, Timeline
+from titan.sim.trace import (
+    AwaitEvent,
+    AwaitStream,
+    AwaitWork,
+    Event,
+    Group,
+    Launch,
+    Place,
+    RecordEvent,
+    Synchronize,
+    Trace,
+    Transfer,
+)
+
+DP = Group("dp", ("dp_shard",), tuple(range(8)))
+TP = Group("tp", ("tp",), tuple(range(8)))
+FAR = Group("far", ("dp_replicate",), tuple(range(0, 64, 8)))
+WORLD = Group("world", ("pp", "dp"), (0, 8))
+
+
+def play(events: list[Event], *, steps: int = 1, host_us: float = 0.0) -> Timeline:
+    return replay({0: trace(events, DP, TP, FAR)}, FixedCost(host_us=host_us), steps=steps)
+
+
+def us(seconds: float) -> Any:
+    """Microseconds, to be compared."""
+    return pytest.approx(seconds * 1e6, abs=1e-3)
+
+
+def check_sums(timeline: Timeline) -> None:
+    """Every moment of every rank's step is accounted for, once."""
+    for rank in timeline.ranks.values():
+        parts = rank.compute_s + rank.peers_s + rank.copies_s + rank.host_s
+        assert parts + sum(rank.exposed_s.values()) == pytest.approx(timeline.step_s)
+        assert sum(rank.by_kind_s.values()) == pytest.approx(rank.compute_s)
+        assert sum(rank.by_phase_s.values()) == pytest.approx(rank.compute_s)
+
+
+# ------------------------------------------------------------------------------------------------------- pipelines
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+@pytest.mark.parametrize("name", ["GPipe", "1F1B"])
+def test_bubble_of_gpipe_and_1f1b(name: str, num_ranks: int, rounds: int) -> None:
+    p, m = num_ranks, num_ranks * rounds
+    schedule = build_schedule(name, num_ranks=p, num_stages=p, num_microbatches=m)
+    timeline = replay(pipeline(schedule), FixedCost())
+    assert timeline.bubble_fraction == pytest.approx((p - 1) / (m + p - 1))
+    assert timeline.step_s == pytest.approx((m + p - 1) * 3e-3)
+    check_sums(timeline)
+
+
+@pytest.mark.parametrize("loops", [2, 3])
+@pytest.mark.parametrize("name", ["Interleaved1F1B", "LoopedBFS"])
+def test_bubble_of_looped_schedules(name: str, loops: int) -> None:
+    p, m = 4, 8
+    schedule = build_schedule(name, num_ranks=p, num_stages=p * loops, num_microbatches=m)
+    timeline = replay(pipeline(schedule), FixedCost())
+    assert timeline.bubble_fraction == pytest.approx((p - 1) / (loops * m + p - 1))
+
+
+@pytest.mark.parametrize("name", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
+def test_bubble_of_zero_bubble_schedules(name: str) -> None:
+    schedule = build_schedule(name, num_ranks=4, num_stages=8, num_microbatches=8)
+    timeline = replay(pipeline(schedule), FixedCost(), steps=1)
+    assert timeline.bubble_fraction == pytest.approx(schedule.bubble_fraction())
+    assert timeline.bubble_fraction < 3 / (2 * 8 + 3)  # interleaved 1F1B's
+    check_sums(timeline)
+
+
+def test_zero_bubble_is_zero_where_steps_run_into_each_other() -> None:
+    """Without a barrier such as the norm of all gradients, ranks fill ZBV's last gap with the next step."""
+    schedule = build_schedule("ZBVZeroBubble", num_ranks=4, num_stages=8, num_microbatches=8)
+    assert replay(pipeline(schedule), FixedCost(), steps=2).bubble_fraction == pytest.approx(0)
+
+
+def test_unequal_stages_stall() -> None:
+    """GPipe of two stages, the second's kernels twice as long: 2m + 1 forward, 2(2m) + 2 backward."""
+    m = 4
+    schedule = build_schedule("GPipe", num_ranks=2, num_stages=2, num_microbatches=m)
+    traces = pipeline(schedule)
+    traces[8].step = [
+        Launch(kernel(2 * event.kernel.read_bytes), event.stream, event.place)
+        if isinstance(event, Launch)
+        else event
+        for event in traces[8].step
+    ]
+    timeline = replay(traces, FixedCost())
+    assert timeline.step_s == pytest.approx((1 + 2 * m + 4 * m + 2) * 1e-3)
+    assert timeline.ranks[0].bubble_s == pytest.approx(timeline.step_s - 3 * m * 1e-3)
+
+
+def test_sends_cost_time() -> None:
+    """Two stages, one microbatch: forward, send, forward, backward, send, backward."""
+    schedule = build_schedule("GPipe", num_ranks=2, num_stages=2, num_microbatches=1)
+    timeline = replay(pipeline(schedule, send_us=500), FixedCost())
+    assert timeline.step_s == pytest.approx((1 + 0.5 + 1 + 2 + 0.5 + 2) * 1e-3)
+    exposed = timeline.mean_by("exposed_s")
+    assert (
+        exposed["pp+pp 0-1"] == exposed["pp+pp 1-0"] == pytest.approx(0.25e-3)
+    )  # of one rank each
+    check_sums(timeline)
+
+
+def test_ranks_of_a_pipeline_meet_in_a_collective() -> None:
+    def events(compute_us: int) -> list[Event]:
+        norm = transfer(50, group="world", work=1, kind="all_reduce")
+        return [launch(compute_us), norm, AwaitWork(0, 1), launch(10)]
+
+    traces = {
+        rank: trace(events(length), WORLD, rank=rank, world_size=16)
+        for rank, length in ((0, 100), (8, 300))
+    }
+    timeline = replay(traces, FixedCost(), steps=1)
+    assert us(timeline.step_s) == 360
+    assert us(timeline.ranks[0].peers_s) == 200
+    assert us(timeline.ranks[0].exposed_s["pp+dp"]) == 50
+    assert us(timeline.ranks[8].peers_s) == 0
+    check_sums(timeline)
+
+
+def test_deadlock_names_what_each_rank_waits_for() -> None:
+    pair = Group("pp", ("pp",), (0, 8))
+
+    def receiving(rank: int) -> Trace:
+        place = Place("forward", action=f"{rank // 8}F0")
+        first = transfer(1, group="pp", work=1, kind="recv", peer=8 - rank, place=place)
+        return trace([first, AwaitWork(0, 1)], pair, rank=rank, world_size=16)
+
+    with pytest.raises(ReplayError) as error:
+        replay({0: receiving(0), 8: receiving(8)}, FixedCost())
+    assert str(error.value) == (
+        "the step cannot end: rank 0 waits for a receive from rank 8 in group pp (0F0); "
+        "rank 8 waits for a receive from rank 0 in group pp (1F0)"
+    )
+    with pytest.raises(ReplayError, match=r"a receive from rank 8 .* of which there is no trace"):
+        replay({0: receiving(0)}, FixedCost())
+
+
+# ---------------------------------------------------------------------------------------------------------- overlap
+
+
+def test_transfer_hides_behind_compute() -> None:
+    timeline = play([transfer(100, group="dp", work=1), launch(80), AwaitWork(0, 1), launch(20)])
+    assert us(timeline.step_s) == 120
+    rank = timeline.ranks[0]
+    assert us(rank.compute_s) == 100
+    assert us(rank.exposed_s["dp_shard"]) == 20
+    assert us(rank.overlapped_s["dp_shard"]) == 80
+    check_sums(timeline)
+
+
+def test_transfer_on_the_compute_stream_is_exposed() -> None:
+    events: list[Event] = [launch(10), transfer(30, group="tp", work=1, detached=False), launch(10)]
+    rank = play(events).ranks[0]
+    assert us(rank.exposed_s["tp"]) == 30
+    assert us(rank.overlapped_s["tp"]) == 0
+
+
+def test_idle_time_is_charged_to_the_end_of_the_chain() -> None:
+    """FSDP's way: copy-in on stream 1, gather on stream 2, the compute stream waits for an event of stream 2."""
+    events: list[Event] = [
+        launch(30, stream=1),
+        AwaitStream(2, 1),
+        transfer(50, group="dp", work=1, stream=2, detached=False),
+        RecordEvent(2, 7),
+        AwaitEvent(0, 7),
+        launch(100),
+    ]
+    timeline = play(events)
+    rank = timeline.ranks[0]
+    assert us(timeline.step_s) == 180
+    assert us(rank.copies_s) == 30
+    assert us(rank.exposed_s["dp_shard"]) == 50
+    check_sums(timeline)
+    lanes = [(i.lane, round(i.start * 1e6), round(i.end * 1e6)) for i in rank.intervals]
+    assert lanes == [("stream 1", 0, 30), ("stream 2", 30, 80), ("compute", 80, 180)]
+
+
+def test_events_are_those_last_recorded() -> None:
+    events: list[Event] = [
+        launch(50, stream=1),
+        RecordEvent(1, 7),
+        AwaitEvent(0, 7),
+        launch(50, stream=1),
+        RecordEvent(1, 7),
+        launch(10),
+        AwaitEvent(0, 9),  # never recorded: done
+        launch(10),
+    ]
+    rank = play(events).ranks[0]
+    kernels = [i for i in rank.intervals if i.lane == "compute"]
+    # From 50 us on it shares the device with the second kernel of stream 1.
+    assert [us(i.end) for i in kernels] == [70, 90]
+
+
+def test_transfers_of_one_group_queue_and_those_of_one_work_do_not() -> None:
+    queued = play([transfer(40, group="dp", work=1), transfer(40, group="dp", work=2), AwaitWork(0, 2)])  # fmt: skip
+    assert us(queued.step_s) == 80
+    together = play([
+        transfer(40, group="dp", work=1), transfer(10, group="dp", work=1), AwaitWork(0, 1),
+    ])  # fmt: skip
+    assert (
+        us(together.step_s) == 50
+    )  # on the same links: half the rate until the short one is through
+
+
+def test_transfers_share_links() -> None:
+    both: list[Event] = [transfer(100, group="dp", work=1), transfer(50, group="tp", work=2)]
+    timeline = play([*both, AwaitWork(0, 1), AwaitWork(0, 2)])
+    ends = {i.event.group: i.end for i in timeline.ranks[0].intervals if isinstance(i.event, Transfer)}  # fmt: skip
+    assert us(ends["tp"]) == 100
+    assert us(ends["dp"]) == 150
+
+
+def test_network_cards_and_nvlink_are_different_links() -> None:
+    both: list[Event] = [transfer(100, group="far", work=1), transfer(50, group="tp", work=2)]
+    timeline = play([*both, AwaitWork(0, 1), AwaitWork(0, 2)])
+    assert us(timeline.step_s) == 100
+
+
+def test_kernels_share_the_device_and_host_copies_do_not() -> None:
+    two = play([launch(60), launch(20, stream=1), AwaitStream(0, 1)])
+    assert us(two.step_s) == 80
+    copy = kernel(20)
+    copy = Launch(type(copy)("copy", "host_copy", read_bytes=20), 1, Place("forward"))
+    beside = play([launch(60), copy, AwaitStream(0, 1)])
+    assert us(beside.step_s) == 60
+
+
+def test_compute_slows_down_beside_a_transfer() -> None:
+    profile = load_profile("h100-sxm").model_copy(
+        update={"compute_share_beside_transfer": 0.5, "speed_deviation": 0.0}
+    )
+    made = trace([transfer(40, group="dp", work=1), launch(100), AwaitWork(0, 1)], DP)
+    timeline = replay({0: made}, FixedCost(profile), steps=1)
+    assert us(timeline.step_s) == 120  # 40 at half the rate, 80 at the full one
+
+
+def test_the_slowest_of_many_devices_sets_the_pace() -> None:
+    profile = load_profile("h100-sxm")
+    times = [
+        replay({0: trace([launch(1000)], world_size=n)}, FixedCost(profile)).step_s
+        for n in (8, 1024)
+    ]
+    assert times[1] / times[0] == pytest.approx(profile.straggler(1024))
+
+
+# -------------------------------------------------------------------------------------------------------------- host
+
+
+def test_short_kernels_wait_for_the_host() -> None:
+    timeline = play([launch(2) for _ in range(100)], host_us=5)
+    assert us(timeline.step_s) == 502
+    assert us(timeline.ranks[0].host_s) == 302
+
+
+def test_the_host_keeps_its_lead_into_the_next_step() -> None:
+    """Long kernels first, short ones last: the host falls behind only in the first step."""
+    events: list[Event] = [*(launch(2) for _ in range(10)), *(launch(100) for _ in range(10))]
+    first, later = (play(events, steps=n, host_us=5) for n in (1, 2))
+    assert first.ranks[0].host_s > 20e-6
+    assert us(later.step_s) == 1020
+    assert us(later.ranks[0].host_s) == 0
+
+
+def test_the_host_is_ahead_by_no_more_than_the_queue_holds() -> None:
+    """2,000 kernels of 10 us, then 2,000 of 1: of the second kind, the host at 5 us hides about 1,024 behind the first."""
+    long, short = (launch(10) for _ in range(2000)), (launch(1) for _ in range(2000))
+    timeline = play([*long, *short], host_us=5)
+    hidden = 2000 - timeline.ranks[0].host_s * 1e6 / 4
+    assert timeline.step_s * 1e6 == pytest.approx(20_000 + 5 * (2000 - 1024), rel=0.02)
+    assert 1000 < hidden < 1400
+
+
+def test_reading_a_value_stops_the_host() -> None:
+    events: list[Event] = [launch(100), Synchronize(0, "item"), launch(10)]
+    timeline = play(events, host_us=5)
+    assert us(timeline.step_s) == 5 + 100 + 5 + 10
+    assert us(timeline.ranks[0].host_s) == 10
+    for wait in (AwaitWork(0, 1, host=True), AwaitEvent(-1, 3), Synchronize(-1)):
+        made: list[Event] = [transfer(100, group="dp", work=1), AwaitStream(1, 0), AwaitWork(1, 1), RecordEvent(1, 3)]  # fmt: skip
+        assert us(play([*made, wait, launch(10)], host_us=5).step_s) == 5 + 100 + 5 + 10
+
+
+# ------------------------------------------------------------------------------------------------------------ bounds
+
+
+def random_trace(seed: int) -> list[Event]:
+    """Kernels and transfers on several streams, with events, waits and stops of the host."""
+    draw = random.Random(seed)
+    events: list[Event] = []
+    for number in range(200):
+        stream = draw.choice([0, 0, 0, 1, 2])
+        choice = draw.random()
+        if choice < 0.6:
+            events.append(launch(draw.randint(1, 50), stream=stream))
+        elif choice < 0.8:
+            group = draw.choice(["dp", "tp", "far"])
+            size, detached = draw.randint(1, 80), draw.random() < 0.7
+            events.append(transfer(size, group=group, work=number, stream=stream, detached=detached))  # fmt: skip
+        elif choice < 0.85:
+            events.append(RecordEvent(stream, draw.randint(0, 5)))
+        elif choice < 0.9:
+            events.append(AwaitEvent(stream, draw.randint(0, 5)))
+        elif choice < 0.97:
+            events.append(AwaitWork(stream, draw.randint(0, number), host=draw.random() < 0.1))
+        else:
+            events.append(AwaitStream(0, draw.choice([1, 2])))
+    return [*events, Synchronize(-1)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_bounds(seed: int) -> None:
+    events = random_trace(seed)
+    timeline = play(events, host_us=3)
+    check_sums(timeline)
+    rank = timeline.ranks[0]
+    work_us = [e.kernel.read_bytes for e in events if isinstance(e, Launch)]
+    transfers = [e for e in events if isinstance(e, Transfer)]
+    # The device does all kernels, the host issues everything, each lane does one thing after the other.
+    assert timeline.step_s >= sum(work_us) * 1e-6 - 1e-9
+    assert timeline.step_s >= (len(work_us) + len(transfers)) * 3e-6 - 1e-9
+    assert len(rank.intervals) == len(work_us) + len(transfers)
+    lanes: dict[str, float] = {}
+    for interval in rank.intervals:
+        assert interval.start >= lanes.get(interval.lane, 0.0) - 1e-12
+        lanes[interval.lane] = interval.end
+        event = interval.event
+        size = event.kernel.read_bytes if isinstance(event, Launch) else event.size_bytes
+        assert interval.end - interval.start >= size * 1e-6 - 1e-9
+    total = sum(i.end - i.start for i in rank.intervals if isinstance(i.event, Transfer))
+    told = sum(rank.exposed_s.values()) + sum(rank.overlapped_s.values())
+    assert told == pytest.approx(total)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_critical_path(seed: int) -> None:
+    """A chain over streams, each link waiting for the one before, takes as long as its links."""
+    draw = random.Random(seed)
+    events: list[Event] = []
+    total = 0
+    for number in range(50):
+        length, stream, before = draw.randint(1, 50), number % 3, (number - 1) % 3
+        total += length
+        events.append(AwaitStream(stream, before))
+        if draw.random() < 0.5:
+            events.append(launch(length, stream=stream))
+        else:
+            events += [transfer(length, group="dp", work=number, stream=stream), AwaitWork(stream, number)]  # fmt: skip
+    assert us(play(events).step_s) == total
+
+
+def test_a_longer_step_is_the_sum_of_its_parts() -> None:
+    one = random_trace(3)
+    rank: RankTimeline = play(one * 3, host_us=1).ranks[0]
+    assert rank.compute_s >= 3 * sum(
+        e.kernel.read_bytes * 1e-6 for e in one if isinstance(e, Launch) and e.stream == 0
+    ) - 1e-9  # fmt: skip

@@ -1,0 +1,267 @@
+"""A model of CUDA's caching allocator: what a sequence of allocations reserves, and whether it fits.
+
+As in PyTorch's c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h (2.13):
+
+    sizes are rounded up to 512 B; up to 1 MiB they come from the small pool, above from the large one; each stream has its own
+    the smallest free block that is large enough is taken, the one at the lowest address among equals, and split
+    freed blocks merge with free neighbours at once
+    memory that is missing comes as a segment: 2 MiB for the small pool, 20 MiB for less than 10 MiB, else rounded to 2 MiB
+
+With expandable segments (what titan sets, PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True), each pool of each stream is one
+range of addresses, mapped by pages of 2 MiB (small) or 20 MiB (large) where it grows; a free block at its end grows by
+what is missing. At the limit, cached blocks of all pools are given back and the allocation is tried once more. Then it is out of
+memory. Not modelled: blocks that other streams still use (record_stream), garbage collection below the limit. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+
+MIN_BLOCK = 512
+SMALL_SIZE = 1 << 20
+SMALL_SEGMENT = 2 << 20
+LARGE_SEGMENT = 20 << 20
+MIN_LARGE = 10 << 20
+ROUND_LARGE = 2 << 20
+_ADDRESSES = LARGE_SEGMENT << 24
+"""Of an expandable segment: more than any device has memory, so that a pool never needs a second one; whole pages of both sizes."""
+
+_Pool = tuple[int, bool]
+"""Stream, and whether it is the small pool."""
+
+
+class OutOfMemory(Exception):
+    """An allocation does not fit even after the cache was given back."""
+
+    def __init__(self, size_bytes: int, reserved_bytes: int, limit_bytes: int) -> None:
+        self.size_bytes, self.reserved_bytes = size_bytes, reserved_bytes
+        self.limit_bytes = limit_bytes
+        super().__init__(
+            f"{size_bytes} bytes do not fit: {reserved_bytes} of {limit_bytes} are reserved"
+        )
+
+
+class _Block:
+    """A part of a segment. mapped: backed by memory; only expandable segments have parts that are not."""
+
+    __slots__ = ("address", "free", "mapped", "next", "pool", "previous", "size")
+
+    def __init__(self, address: int, size: int, pool: _Pool, *, mapped: bool = True) -> None:
+        self.address, self.size, self.pool = address, size, pool
+        self.free, self.mapped = True, mapped
+        self.previous: _Block | None = None
+        self.next: _Block | None = None
+
+
+class Allocator:
+    """The caching allocator of one device.
+
+    limit_bytes: what may be reserved; None: any amount. active_bytes: of blocks in use; reserved_bytes: taken from the
+    device; peaks of both. num_retries: how often the cache was given back.
+    """
+
+    def __init__(self, *, expandable: bool = True, limit_bytes: int | None = None) -> None:
+        self.expandable, self.limit_bytes = expandable, limit_bytes
+        self.active_bytes = self.peak_active_bytes = 0
+        self.reserved_bytes = self.peak_reserved_bytes = 0
+        self.num_retries = 0
+        self._free: dict[_Pool, list[tuple[int, int, _Block]]] = defaultdict(list)
+        self._unmapped: dict[_Pool, list[tuple[int, _Block]]] = defaultdict(list)
+        self._live: dict[int, _Block] = {}
+        self._next_address = 0
+
+    def allocate(self, key: int, size_bytes: int, *, stream: int = 0) -> int:
+        """Begin to use a block under a number of the caller's; returns its size. Raises `OutOfMemory`."""
+        size = max(MIN_BLOCK, -(-size_bytes // MIN_BLOCK) * MIN_BLOCK)
+        pool = (stream, size <= SMALL_SIZE)
+        block = self._best_fit(pool, size) or self._grow(pool, size)
+        if block is None and self._cached():
+            self.num_retries += 1
+            self._release_cached()
+            block = self._grow(pool, size)
+        if block is None:
+            raise OutOfMemory(size, self.reserved_bytes, self.limit_bytes or 0)
+        self._split(block, size)
+        block.free = False
+        assert key not in self._live, f"block {key} is in use"
+        self._live[key] = block
+        self.active_bytes += block.size
+        self.peak_active_bytes = max(self.peak_active_bytes, self.active_bytes)
+        return block.size
+
+    def free(self, key: int) -> int:
+        """The block is not used any more; returns its size."""
+        block = self._live.pop(key)
+        size = block.size
+        self.active_bytes -= size
+        block.free = True
+        self._insert(self._merged(block))
+        return size
+
+    # -- free blocks
+
+    def _insert(self, block: _Block) -> None:
+        if block.mapped:
+            insort(self._free[block.pool], (block.size, block.address, block))
+        else:
+            insort(self._unmapped[block.pool], (block.address, block))
+
+    def _remove(self, block: _Block) -> None:
+        if block.mapped:
+            blocks = self._free[block.pool]
+            blocks.pop(bisect_left(blocks, (block.size, block.address)))
+        else:
+            unmapped = self._unmapped[block.pool]
+            unmapped.pop(bisect_left(unmapped, (block.address,)))
+
+    def _best_fit(self, pool: _Pool, size: int) -> _Block | None:
+        """The smallest free block that is large enough; one that can grow counts with what it can grow to."""
+        blocks = self._free[pool]
+        place = bisect_left(blocks, (size,))
+        if place == len(blocks):
+            return None
+        if self.expandable:
+            while place + 1 < len(blocks) and _grows_to(blocks[place + 1][2]) < _grows_to(
+                blocks[place][2]
+            ):
+                place += 1
+        return blocks.pop(place)[2]
+
+    def _split(self, block: _Block, size: int) -> None:
+        """Put what is left of a block beyond `size` back, unless it is not worth it."""
+        rest = block.size - size
+        anything = block.pool[1] or self.expandable
+        if rest < MIN_BLOCK if anything else rest <= SMALL_SIZE:
+            return
+        self._insert(self._cut(block, size))
+
+    def _cut(self, block: _Block, size: int) -> _Block:
+        """Shorten a block to `size`; returns the rest, its new neighbour."""
+        rest = _Block(block.address + size, block.size - size, block.pool, mapped=block.mapped)
+        rest.previous, rest.next = block, block.next
+        if block.next is not None:
+            block.next.previous = rest
+        block.next, block.size = rest, size
+        return rest
+
+    def _merged(self, block: _Block) -> _Block:
+        """A block that is in no list, joined with neighbours that are free and backed (or not) as it is."""
+        before = block.previous
+        if before is not None and before.free and before.mapped == block.mapped:
+            self._remove(before)
+            block = self._join(before, block)
+        after = block.next
+        if after is not None and after.free and after.mapped == block.mapped:
+            self._remove(after)
+            block = self._join(block, after)
+        return block
+
+    def _join(self, first: _Block, second: _Block) -> _Block:
+        first.size += second.size
+        first.next = second.next
+        if second.next is not None:
+            second.next.previous = first
+        return first
+
+    # -- memory of the device
+
+    def _reserve(self, change: int) -> bool:
+        """Take memory from the device (or give it back); False: there is none left."""
+        if self.limit_bytes is not None and self.reserved_bytes + change > self.limit_bytes:
+            return False
+        self.reserved_bytes += change
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        return True
+
+    def _grow(self, pool: _Pool, size: int) -> _Block | None:
+        """A block of at least `size` in memory new to the pool; in no list."""
+        if self.expandable:
+            return self._grow_segment(pool, size)
+        if pool[1]:
+            segment = SMALL_SEGMENT
+        elif size < MIN_LARGE:
+            segment = LARGE_SEGMENT
+        else:
+            segment = -(-size // ROUND_LARGE) * ROUND_LARGE
+        if not self._reserve(segment):
+            return None
+        block = _Block(self._next_address, segment, pool)
+        self._next_address += segment
+        return block
+
+    def _grow_segment(self, pool: _Pool, size: int) -> _Block | None:
+        """Map pages at the lowest address where free and unmapped parts side by side make up `size`."""
+        page = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT
+        start = next((b for _, b in self._unmapped[pool] if _room(_first_free(b)) >= size), None)
+        if start is None:
+            start = _Block(self._next_address, _ADDRESSES, pool, mapped=False)
+            self._next_address += start.size
+            self._insert(start)
+        block = _first_free(start)
+        while not block.mapped or block.size < size:
+            part = block if not block.mapped else block.next
+            assert part is not None and not part.mapped
+            wanted = size if part is block else size - block.size
+            taken = min(part.size, -(-min(wanted, part.size) // page) * page)
+            if not self._reserve(taken):
+                return None
+            self._remove(part)
+            if taken < part.size:
+                self._insert(self._cut(part, taken))
+            part.mapped = True
+            block = self._merged(part)
+            self._insert(block)
+        self._remove(block)
+        return block
+
+    def _cached(self) -> bool:
+        return any(self._free.values())
+
+    def _release_cached(self) -> None:
+        """Give back free segments, and of expandable ones all whole pages that are free."""
+        for pool, blocks in self._free.items():
+            page = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT
+            for *_, block in list(blocks):
+                if not self.expandable:
+                    if block.previous is None and block.next is None:
+                        self._remove(block)
+                        self._reserve(-block.size)
+                    continue
+                self._unmap(block, page)
+
+    def _unmap(self, block: _Block, page: int) -> None:
+        begin = -(-block.address // page) * page
+        end = (block.address + block.size) // page * page
+        if begin >= end:
+            return
+        self._remove(block)
+        if begin > block.address:
+            rest = self._cut(block, begin - block.address)
+            self._insert(block)
+            block = rest
+        if end < block.address + block.size:
+            self._insert(self._cut(block, end - block.address))
+        block.mapped = False
+        self._reserve(-block.size)
+        self._insert(self._merged(block))
+
+
+def _grows_to(block: _Block) -> int:
+    after = block.next
+    return block.size + (after.size if after is not None and not after.mapped else 0)
+
+
+def _first_free(block: _Block) -> _Block:
+    """The free block before an unmapped one, if there is one, else itself."""
+    before = block.previous
+    return before if before is not None and before.free else block
+
+
+def _room(block: _Block | None) -> int:
+    """Bytes of free and unmapped parts from here on."""
+    room = 0
+    while block is not None and block.free:
+        room += block.size
+        block = block.next
+    return room

@@ -1,0 +1,82 @@
+"""`titan sim JOB.toml --world-size N --hardware H`: what a training step costs in time and memory, with no GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from titan.config.load import load_from_argv
+from titan.config.rules import check_to_run
+
+from .profiles import load_profile, profile_names
+from .report import page
+
+OPTIONS = ("--world-size", "--hardware", "--json", "--trace", "--html", "--processes")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; 2 for the user's mistakes, of which titan.cli tells a `ConfigError`."""
+    parser = argparse.ArgumentParser(
+        prog="titan sim",
+        usage="titan sim JOB.toml [OVERLAY.toml ...] [--section.key=value ...] --world-size N --hardware H "
+        "[--json FILE] [--trace FILE] [--html FILE]",
+        description="Simulate a training step: time, exposed communication, memory. Needs no GPU and starts no process group.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks in all")
+    parser.add_argument(
+        "--hardware",
+        required=True,
+        metavar="H",
+        help=f"{', '.join(profile_names())}, or a profile's TOML file",
+    )
+    parser.add_argument("--json", metavar="FILE", help="everything as data; - for standard output")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="a trace for ui.perfetto.dev")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="a page: timeline, memory")
+    parser.add_argument("--processes", type=int, metavar="P", help="at once; default: all cores")
+    options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    profile = load_profile(options.hardware)
+    config = load_from_argv(job, options=list(OPTIONS))
+    check_to_run(config, world_size=options.world_size)
+
+    from .record import RecordError
+    from .replay import ReplayError
+    from .simulate import facts, simulate
+
+    try:
+        simulation = simulate(
+            config,
+            world_size=options.world_size,
+            profile=profile,
+            processes=options.processes,
+            say=_say,
+        )
+        _say("")
+        told = facts(simulation)
+        if options.json == "-":
+            print(json.dumps(told, indent=2))
+        else:
+            print(page(told))
+        if options.json not in (None, "-"):
+            Path(options.json).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        if options.trace:
+            from .perfetto import write_trace
+
+            write_trace(simulation, options.trace)
+        if options.html:
+            from .html import write_page
+
+            write_page(simulation, told, options.html)
+    except (RecordError, ReplayError, OSError) as error:
+        _say("")
+        print(f"titan sim: {error}", file=sys.stderr)
+        return 1 if isinstance(error, ReplayError) else 2
+    return 0
+
+
+def _say(text: str) -> None:
+    """What is being done, on one line of a terminal that the next text replaces."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,233 @@
+"""The accelerator that is not there: device type "sim", on which torch believes to run, and which says what it was told.
+
+It is torch's PrivateUse1 backend in Python, so that any build of torch will do. Tensors on it are fake (no memory, no values); its
+streams and events only report what the host asks of them. Which operators it has a kernel of decides into what torch
+takes an operation apart, so those of CUDA are declared, as on an H100: fused attention, fused RMSNorm.
+
+One device per process, and a process records one trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import shims
+from .trace import COMPUTE_STREAM, AwaitEvent, AwaitStream, RecordEvent, Synchronize
+
+NAME = "sim"
+_aten = torch.ops.aten
+
+# What the device tells goes here; the recorder puts its own function in.
+_report: Callable[[Any], None] = lambda _: None  # noqa: E731
+_stream_numbers, _event_numbers = count(COMPUTE_STREAM), count()
+
+
+def report_to(function: Callable[[Any], None]) -> None:
+    """Have streams and events reported to a function, as events of titan.sim.trace."""
+    global _report
+    _report = function
+
+
+class Stream:
+    """torch.cuda.Stream's methods, as far as torch and titan call them."""
+
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+        self.number = next(_stream_numbers)
+        self._before: list[Stream] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        _report(AwaitStream(self.number, other.number))
+
+    def wait_event(self, event: Event) -> None:
+        if event.number >= 0:
+            _report(AwaitEvent(self.number, event.number))
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return (event or Event()).record(self)
+
+    def synchronize(self) -> None:
+        _report(Synchronize(self.number, "stream synchronised"))
+
+    def query(self) -> bool:
+        return True
+
+    def __enter__(self) -> Stream:
+        self._before.append(_module.current)
+        _module.current = self
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        _module.current = self._before.pop()
+
+
+class Event:
+    """Each recording has a number of its own, so that waiting means the last one."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.number = -1
+
+    def record(self, stream: Stream | None = None) -> Event:
+        self.number = next(_event_numbers)
+        _report(RecordEvent((stream or _module.current).number, self.number))
+        return self
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or _module.current).wait_event(self)
+
+    def synchronize(self) -> None:
+        if self.number >= 0:
+            _report(AwaitEvent(-1, self.number))
+
+    def query(self) -> bool:
+        return True
+
+
+class _NoStream:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: Any) -> None: ...
+
+
+class Module:
+    """What torch.cuda is to CUDA: torch.sim."""
+
+    Stream, Event = Stream, Event
+
+    def __init__(self) -> None:
+        self.default = self.current = Stream()
+
+    def stream(self, stream: Stream | None) -> Any:
+        return _NoStream() if stream is None else stream
+
+    def current_stream(self, device: Any = None) -> Stream:
+        return self.current
+
+    def default_stream(self, device: Any = None) -> Stream:
+        return self.default
+
+    def set_stream(self, stream: Stream) -> None:
+        self.current = stream
+
+    def synchronize(self, device: Any = None) -> None:
+        _report(Synchronize(-1, "device synchronised"))
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def is_available(self) -> bool:
+        return True
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def current_device(self) -> int:
+        return 0
+
+    def set_device(self, device: Any) -> None: ...
+
+    def device_count(self) -> int:
+        return 1
+
+    def manual_seed(self, seed: int) -> None: ...
+
+    def manual_seed_all(self, seed: int) -> None: ...
+
+    def get_rng_state(self, device: Any = None) -> Tensor:
+        return torch.zeros(16, dtype=torch.uint8)
+
+    def set_rng_state(self, state: Tensor, device: Any = None) -> None: ...
+
+    def get_device_capability(self, device: Any = None) -> tuple[int, int]:
+        return (9, 0)
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+
+_module = Module()
+_library: list[Any] = []  # registrations live as long as it does
+
+
+def current() -> Stream:
+    """The stream that the host issues to."""
+    return _module.current
+
+
+def current_stream() -> int:
+    """Its number."""
+    return _module.current.number
+
+
+def register() -> torch.device:
+    """Make torch know the device; the first call counts."""
+    if not _library:
+        shims.register_backend(NAME, _module)
+        _library.append(torch.library.Library("aten", "IMPL"))
+        _declare_kernels(_library[0])
+    return torch.device(NAME, 0)
+
+
+# Operators that torch takes apart, or does by other means, on a device that has no kernel of them.
+_DECLARED = (
+    "silu_backward",
+    "_fused_rms_norm",
+    "_fused_rms_norm_backward",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_backward",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_efficient_attention_backward",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_cudnn_attention_backward",
+)
+
+
+def _declare_kernels(library: Any) -> None:
+    def kernel(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a kernel of the fake device ran: its tensors must be fake")
+
+    for name in _DECLARED:
+        library.impl(name, kernel, "PrivateUse1")
+    library.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
+    library.impl("rms_norm", _rms_norm, "AutogradPrivateUse1")
+
+
+def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:  # fmt: skip
+    return _aten._fused_rms_norm(x, shape, weight, eps)[0]
+
+
+def _attention(
+    q_BHSK: Tensor,
+    k_BGTK: Tensor,
+    v_BGTK: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The choice of sdp_utils.cpp on compute capability 9.0: flash; cuDNN with a mask; in 32 bits the memory-efficient kernel,
+    which takes neither grouped heads; for those torch multiplies by hand."""
+    q, k, v = q_BHSK, k_BGTK, v_BGTK
+    is_short = q.dtype in (torch.bfloat16, torch.float16)
+    if is_short and attn_mask is None:
+        return _aten._scaled_dot_product_flash_attention(
+            q, k, v, dropout_p, is_causal, scale=scale
+        )[0]
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        minus_infinity = torch.full((), -torch.inf, dtype=q.dtype, device=q.device)
+        attn_mask = torch.where(attn_mask, 0.0, minus_infinity)
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    settings = (attn_mask, needs_grad, dropout_p, is_causal)
+    if is_short:
+        return _aten._scaled_dot_product_cudnn_attention(q, k, v, *settings, scale=scale)[0]
+    if q.shape[1] == k.shape[1]:
+        return _aten._scaled_dot_product_efficient_attention(q, k, v, *settings, scale=scale)[0]
+    return _aten._scaled_dot_product_attention_math(
+        q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )[0]

@@ -1,0 +1,56 @@
+"""What the program believes to run in: a device, a process group of the whole world, fake tensors.
+
+Everything is set up for the life of the process, which records one trace and ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from titan.config.layout import Layout
+from titan.parallel import build_mesh, offload
+
+from . import device, shims
+
+_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+@contextmanager
+def environment(layout: Layout, *, rank: int) -> Iterator[tuple[torch.device, DeviceMesh]]:
+    """A rank of a fake world, and fake tensors inside of it."""
+    fake_device = device.register()
+    shims.init_fake_process_group(device.NAME, rank=rank, world_size=layout.world_size)
+    _replace_generic_names()
+    mesh = build_mesh(device.NAME, **{axis: getattr(layout, axis) for axis in _AXES})
+    with shims.fake_tensors():
+        yield fake_device, mesh
+
+
+def _replace_generic_names() -> None:
+    """torch's device-independent streams, and generators, know devices of its C++ side only."""
+    torch.Stream, torch.Event = device.Stream, device.Event  # pyright: ignore
+    torch.accelerator.current_stream = lambda *_: device.current()  # pyright: ignore
+    generator = torch.Generator
+
+    class Generator:
+        """One of the host: numbers are not drawn."""
+
+        def __new__(cls, device: Any = "cpu") -> Any:
+            return generator("cpu")
+
+    torch.Generator = Generator  # pyright: ignore
+    pin = Tensor.pin_memory
+
+    def pin_memory(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return tensor if isinstance(tensor, shims.FakeTensor) else pin(tensor, *args, **kwargs)
+
+    Tensor.pin_memory = pin_memory
+    Tensor.record_stream = lambda *_: None  # pyright: ignore
+    # It copies plain tensors only, which here are fake ones.
+    offload.Tensor = shims.FakeTensor  # pyright: ignore

@@ -1,0 +1,483 @@
+"""Traces of many equal blocks from traces of few: what a middle block does, the others do.
+
+A job is traced twice, with k and k + 1 blocks in each pipeline stage. In both, the events are cut into
+
+    sweeps    through all blocks of a stage, upwards (forward, updates) or downwards (backward); a part for each block
+    series    of equal events: the norms of n gradients
+    others
+
+The two must have the same sweeps, series and others in the same order. In a sweep two neighbouring blocks in the middle must do the same,
+to every number and every reference; the one is then repeated. Series, and numbers that differ between the two traces (bytes that the
+optimizer moves), grow by their difference with each block. References (an event awaits another, a block of memory is freed) are told
+relative to where they stand, so that they hold at any depth. Wherever any of this is not so, `CannotExtend` is raised and
+the job has to be traced whole: extension is exact or it is not done. tests/sim/test_extend.py holds the two against each other.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeAlias
+
+from .trace import (
+    Allocate,
+    AwaitEvent,
+    AwaitWork,
+    Event,
+    Free,
+    Kernel,
+    Launch,
+    Place,
+    RecordEvent,
+    Trace,
+    Transfer,
+    launches,
+)
+
+_LAYER = re.compile(r"(?<![^.])layers\.(\d+)(?![^.])")
+_SECTIONS = ("setup", "first_step", "step")
+_FORWARD, _BACKWARD = "forward", ("backward", "recompute")
+
+
+class CannotExtend(Exception):
+    """The traces do not repeat as they would have to; the message says where."""
+
+
+@dataclass(frozen=True)
+class Depth:
+    """The blocks of one pipeline stage in the whole model: `count` of them, the first with this number."""
+
+    first: int
+    count: int
+
+
+@dataclass(slots=True)
+class _Unit:
+    """parts: of a sweep one for each block, in the order in which they come; of a series or another event, one for each event.
+    stage: of a sweep, whose blocks these are. steps: the direction of a sweep, else 0. series: equal events."""
+
+    parts: list[list[Event]]
+    stage: int = -1
+    steps: int = 0
+    series: bool = False
+
+
+@dataclass(frozen=True)
+class _Spot:
+    """Where an event is: unit, part and number within the part."""
+
+    unit: int
+    part: int
+    number: int
+
+
+Reference: TypeAlias = tuple[str, int, int, int]
+"""How ("block" apart, from the "start", from the "end"), unit, distance, number within the part."""
+
+
+@dataclass
+class _Parsed:
+    """A trace in units. spots: of what is referred to, by kind and number; targets: of what refers, by its own spot."""
+
+    depth: int
+    units: list[_Unit] = field(default_factory=list)
+    sections: list[int] = field(default_factory=list)  # units before each section
+    targets: dict[_Spot, _Spot] = field(default_factory=dict)
+
+    def block(self, spot: _Spot) -> int:
+        """Number of the block within its stage, counted from 0; of a series, of the event."""
+        unit = self.units[spot.unit]
+        return spot.part if unit.steps >= 0 else len(unit.parts) - 1 - spot.part
+
+
+def extend(small: Trace, big: Trace, *, depth: int, stages: Sequence[Depth]) -> Trace:
+    """The trace of a rank of the whole model, from those with `depth` and `depth` + 1 blocks in every stage.
+
+    stages: of the whole model, all of them, each with at least depth + 1 blocks. Raises CannotExtend.
+    """
+    few, more = _parse(small, depth), _parse(big, depth + 1)
+    if len(few.units) != len(more.units) or few.sections != more.sections:
+        raise CannotExtend(f"{len(few.units)} parts with {depth} blocks, {len(more.units)} with one more")
+    return _Extension(few, more, stages).trace(big)
+
+
+# ---- cutting a trace into units ------------------------------------------------------------------
+
+
+def _parse(trace: Trace, depth: int) -> _Parsed:
+    parsed = _Parsed(depth)
+    made: dict[int, Allocate] = {}
+    for section in _SECTIONS:
+        events: list[Event] = getattr(trace, section)
+        for event in events:
+            if isinstance(event, Allocate):
+                made[event.block] = event
+        parsed.sections.append(len(parsed.units))
+        labels = _labels(events, made)
+        begin = 0
+        while begin < len(events):
+            end = begin + 1
+            while end < len(events) and labels[end] is not None and _group(labels, end) == _group(labels, begin):
+                end += 1
+            parsed.units += _units(events[begin:end], labels[begin:end], made, depth)
+            begin = end
+    _find_targets(parsed)
+    return parsed
+
+
+def _group(labels: Sequence[Any], index: int) -> Any:
+    """What events of one sweep have in common: phase and pipeline action."""
+    return labels[index] and labels[index][0]
+
+
+def _labels(events: Sequence[Event], made: dict[int, Allocate]) -> list[Any]:
+    """((phase, action), block) of each event that belongs to a block, else None.
+
+    Events that have no place are where the ones before them are. What frees memory outside of all blocks belongs to the
+    block that took it: gradients and states are given back in the order of their blocks.
+    """
+    labels: list[Any] = []
+    here: Any = None
+    phase: Any = None
+    for event in events:
+        place = getattr(event, "place", None)
+        if place is not None:
+            phase = (_FORWARD if place.phase not in _BACKWARD else "backward", place.action)
+            layer = _layer(place)
+            here = None if layer is None else (phase, layer)
+        elif isinstance(event, Free) and here is None:
+            layer = _layer(made[event.block].place)
+            labels.append(None if layer is None else ((phase, "free"), layer))
+            continue
+        labels.append(here)
+    return labels
+
+
+def _layer(place: Place) -> int | None:
+    match = _LAYER.search(place.module)
+    return int(match[1]) if match else None
+
+
+def _units(
+    events: Sequence[Event], labels: Sequence[Any], made: dict[int, Allocate], depth: int
+) -> Iterator[_Unit]:
+    """Neighbouring events of one group: sweeps where they go through all blocks of a stage, and what is left."""
+    if labels[0] is None:
+        yield _Unit([[events[0]]])
+        return
+    runs: list[tuple[int, list[Event]]] = []
+    for event, (_, layer) in zip(events, labels, strict=True):
+        steps = 0 if len(runs) < 2 else runs[-1][0] - runs[-2][0]
+        # Something of a block that came before (its prefetch, its end) belongs to the block at hand.
+        if runs and (layer == runs[-1][0] or (steps and (layer - runs[-1][0]) * steps < 0)):
+            runs[-1][1].append(event)
+        else:
+            runs.append((layer, [event]))
+    stage = runs[0][0] // depth
+    layers = [layer - stage * depth for layer, _ in runs]
+    if layers in ([*range(depth)], [*reversed(range(depth))]):
+        yield _Unit([run for _, run in runs], stage=stage, steps=1 if layers[0] == 0 else -1)
+    else:
+        for event in events:
+            yield _Unit([[event]])
+
+
+def _key(event: Event, made: dict[int, Allocate]) -> Any:
+    """Equal for events that may form a series."""
+    if isinstance(event, Free):
+        taken = made[event.block]
+        return ("free", taken.size_bytes, taken.stream, taken.place)
+    if isinstance(event, Allocate):
+        return (event.size_bytes, event.stream, event.category, event.place)
+    return None
+
+
+def _join_series(parsed: _Parsed) -> None:
+    """Lone equal events that follow each other become one unit."""
+    made = {e.block: e for unit in parsed.units for part in unit.parts for e in part if isinstance(e, Allocate)}
+    joined: list[_Unit] = []
+    starts, section = [], 0
+    last: Any = None
+    for number, unit in enumerate(parsed.units):
+        while section < len(parsed.sections) and parsed.sections[section] == number:
+            starts.append(len(joined))
+            section, last = section + 1, None
+        key = None if unit.steps or len(unit.parts) > 1 else _key(unit.parts[0][0], made)
+        if key is not None and key == last:
+            joined[-1].parts.append(unit.parts[0])
+            joined[-1].series = True
+        else:
+            joined.append(unit)
+        last = key
+    starts += [len(joined)] * (len(parsed.sections) - section)
+    parsed.units, parsed.sections = joined, starts
+
+
+def _find_targets(parsed: _Parsed) -> None:
+    _join_series(parsed)
+    blocks: dict[int, _Spot] = {}
+    events: dict[int, _Spot] = {}
+    works: dict[int, _Spot] = {}
+    for spot, event in _all(parsed.units):
+        if isinstance(event, Allocate):
+            blocks[event.block] = spot
+        elif isinstance(event, RecordEvent):
+            events[event.event] = spot
+        elif isinstance(event, Transfer):
+            if event.work in works:
+                parsed.targets[spot] = works[event.work]
+            else:
+                works[event.work] = spot
+        elif isinstance(event, Free):
+            parsed.targets[spot] = blocks[event.block]
+        elif isinstance(event, AwaitEvent) and event.event in events:
+            parsed.targets[spot] = events[event.event]
+        elif isinstance(event, AwaitWork) and event.work in works:
+            parsed.targets[spot] = works[event.work]
+
+
+def _all(units: Sequence[_Unit]) -> Iterator[tuple[_Spot, Event]]:
+    for u, unit in enumerate(units):
+        for p, part in enumerate(unit.parts):
+            for n, event in enumerate(part):
+                yield _Spot(u, p, n), event
+
+
+# ---- putting together a deeper one -----------------------------------------------------------------
+
+
+class _Extension:
+    """Units of two depths, matched, and the trace that follows from them. few and more: with a block less and more."""
+
+    def __init__(self, few: _Parsed, more: _Parsed, stages: Sequence[Depth]) -> None:
+        self.few, self.more, self.stages = few, more, stages
+        self.used = sorted({unit.stage for unit in more.units if unit.steps})
+        if not self.used:
+            raise CannotExtend("no pass through the blocks was found")
+        self.template = (more.depth - 1) // 2
+        self.num_added = sum(stages[stage].count - more.depth for stage in self.used)
+        self.lengths = [self._length(number) for number in range(len(more.units))]
+        self.references = {
+            number: self._references(number, unit) for number, unit in enumerate(more.units)
+        }
+        for number, unit in enumerate(more.units):
+            if unit.steps:
+                self._check_sweep(number, unit)
+
+    def _fail(self, number: int, why: str) -> CannotExtend:
+        return CannotExtend(f"{why}: {self.more.units[number].parts[0][0]}")
+
+    def _grown(self, few: int, more: int) -> int:
+        """A number that grows with the blocks, at the whole model's depth."""
+        added = (more - few) * self.num_added
+        if added % len(self.used):
+            raise CannotExtend(f"{few} and {more} do not grow evenly with the blocks")
+        return more + added // len(self.used)
+
+    def _length(self, number: int) -> int:
+        """Parts of a unit in the whole model's trace."""
+        few, more = self.few.units[number], self.more.units[number]
+        if (few.steps, few.stage) != (more.steps, more.stage):
+            raise self._fail(number, "one depth passes through the blocks where the other does not")
+        if more.steps:
+            return self.stages[more.stage].count
+        return self._grown(len(few.parts), len(more.parts))
+
+    def _source(self, unit: _Unit, part: int, length: int) -> int:
+        """Which part of the deeper trace a part of the whole model's is made from."""
+        depth = len(unit.parts)
+        if part <= self.template:
+            return part
+        return depth - (length - part) if length - part < depth - self.template else self.template
+
+    # ---- references
+
+    def _references(self, number: int, unit: _Unit) -> list[list[Reference | None]]:
+        return [
+            [self._reference(_Spot(number, p, n)) for n in range(len(part))]
+            for p, part in enumerate(unit.parts)
+        ]
+
+    def _reference(self, spot: _Spot) -> Reference | None:
+        target = self.more.targets.get(spot)
+        if target is None:
+            return None
+        own, other = self.more.units[spot.unit], self.more.units[target.unit]
+        block = self.more.block(target)
+        if own.steps and other.steps:
+            return ("block", target.unit, block - self.more.block(spot), target.number)
+        last = len(other.parts) - 1
+        if own.series and other.series:
+            if self._is_even(spot.unit, lambda s, t: t.part - s.part):
+                return ("block", target.unit, block - spot.part, target.number)
+            if self._is_even(spot.unit, lambda s, t: t.part + s.part):
+                return ("mirror", target.unit, last - block - spot.part, target.number)
+            raise self._fail(spot.unit, "frees blocks in an order of its own")
+        if last == 0:
+            return ("start", target.unit, 0, target.number)
+        twin = self.few.targets.get(_Spot(spot.unit, min(spot.part, len(self.few.units[spot.unit].parts) - 1), spot.number))
+        if own.steps or own.series or twin is None or twin.unit != target.unit:
+            twin = target  # cannot be told from the other depth: by the nearer end
+            return ("start", target.unit, block, target.number) if block <= last - block else ("end", target.unit, last - block, target.number)
+        if self.few.block(twin) == block:
+            return ("start", target.unit, block, target.number)
+        return ("end", target.unit, last - block, target.number)
+
+    def _is_even(self, number: int, relation: Callable[[_Spot, _Spot], int]) -> bool:
+        """Whether all parts of a series refer alike."""
+        found = set()
+        for p in range(len(self.more.units[number].parts)):
+            spot = _Spot(number, p, 0)
+            target = self.more.targets.get(spot)
+            found.add(None if target is None else (target.unit, relation(spot, target)))
+        return len(found) == 1
+
+    def _check_sweep(self, number: int, unit: _Unit) -> None:
+        few = self.few.units[number]
+        t = self.template
+        pairs = [
+            (unit.parts[t], unit.parts[t + 1], "neighbouring blocks differ"),
+            (few.parts[0], unit.parts[0], "the first block differs with the depth"),
+            (few.parts[-1], unit.parts[-1], "the last block differs with the depth"),
+        ]
+        for one, other, why in pairs:
+            for a, b in zip(one, other, strict=False):
+                if _shape(a) != _shape(b):
+                    raise CannotExtend(f"{why}: {a} and {b}")
+            if len(one) != len(other):
+                raise CannotExtend(f"{why}: {len(one)} and {len(other)} events")
+        if self.references[number][t] != self.references[number][t + 1]:
+            raise self._fail(number, "neighbouring blocks refer to different things")
+
+    # ---- the trace
+
+    def trace(self, big: Trace) -> Trace:
+        self.blocks: dict[_Spot, int] = {}
+        self.places: dict[tuple[Place, int], Place] = {}
+        self.kernels: dict[Kernel, Kernel] = {}
+        result = Trace(big.rank, big.world_size, groups=big.groups)
+        bounds = [*self.more.sections, len(self.more.units)]
+        for section, first, end in zip(_SECTIONS, bounds, bounds[1:], strict=False):
+            events: list[Event] = []
+            for number in range(first, end):
+                self._emit(number, events)
+            setattr(result, section, events)
+        return result
+
+    def _emit(self, number: int, events: list[Event]) -> None:
+        unit, length = self.more.units[number], self.lengths[number]
+        for part in range(length):
+            source = self._source(unit, part, length) if unit.steps else min(part, len(unit.parts) - 1)
+            for n, event in enumerate(unit.parts[source]):
+                spot = _Spot(number, part, n)
+                reference = self.references[number][source][n]
+                if unit.series and part > source:  # beyond what was traced: refers as its neighbours do
+                    reference = self.references[number][source][n]
+                target = None if reference is None else self._resolve(reference, spot)
+                grown = event if unit.steps else self._grow(number, source, n, event)
+                events.append(self._copy(grown, spot, target, self._layer(unit, part)))
+
+    def _resolve(self, reference: Reference, spot: _Spot) -> _Spot:
+        kind, number, distance, n = reference
+        unit, length = self.more.units[number], self.lengths[number]
+        if kind == "start":
+            block = distance
+        elif kind == "end":
+            block = length - 1 - distance
+        elif kind == "mirror":
+            block = length - 1 - distance - spot.part
+        else:
+            own = self.more.units[spot.unit]
+            block = distance + (spot.part if own.steps >= 0 else self.lengths[spot.unit] - 1 - spot.part)
+        return _Spot(number, block if unit.steps >= 0 else length - 1 - block, n)
+
+    def _layer(self, unit: _Unit, part: int) -> Callable[[int], int]:
+        """Numbers of blocks in the deeper trace to those in the whole model."""
+        depth = self.more.depth
+        if not unit.steps:
+            # Lone events of blocks: those of a stage's second half count from its end.
+            def lone(layer: int) -> int:
+                stage, block = divmod(layer, depth)
+                of = self.stages[stage]
+                return of.first + (block if block <= self.template else of.count - (depth - block))
+
+            return lone
+        of, length = self.stages[unit.stage], self.lengths[self.more.units.index(unit)] if False else self.stages[unit.stage].count
+        own = part if unit.steps > 0 else length - 1 - part
+        source = self._source(unit, part, length)
+        was = unit.stage * depth + (source if unit.steps > 0 else depth - 1 - source)
+        return lambda layer: of.first + own + (layer - was)
+
+    def _grow(self, number: int, part: int, n: int, event: Event) -> Event:
+        few = self.few.units[number].parts
+        twin = few[min(part, len(few) - 1)][n]
+        if type(twin) is not type(event):
+            raise self._fail(number, "depths differ")
+        if isinstance(event, Launch) and isinstance(twin, Launch):
+            return replace(event, kernel=self._grow_kernel(twin.kernel, event.kernel))
+        if isinstance(event, (Allocate, Transfer)) and isinstance(twin, (Allocate, Transfer)):
+            if twin.size_bytes != event.size_bytes:
+                return replace(event, size_bytes=self._grown(twin.size_bytes, event.size_bytes))
+        return event
+
+    def _grow_kernel(self, few: Kernel, more: Kernel) -> Kernel:
+        if few == more:
+            return more
+        if few.name != more.name or [*map(len, few.shapes)] != [*map(len, more.shapes)]:
+            raise CannotExtend(f"{few.name} where the deeper trace has {more.name}")
+        shapes = tuple(
+            tuple(self._grown(x, y) for x, y in zip(a, b, strict=True))
+            for a, b in zip(few.shapes, more.shapes, strict=True)
+        )
+        kernel = replace(
+            more,
+            shapes=shapes,
+            **{name: self._grown(getattr(few, name), getattr(more, name)) for name in ("flops", "read_bytes", "write_bytes")},
+        )
+        if more.kind == "optimizer":
+            kernel = replace(kernel, num_launches=launches(shapes))
+        return self.kernels.setdefault(kernel, kernel)
+
+    def _copy(
+        self, event: Event, spot: _Spot, target: _Spot | None, layer: Callable[[int], int]
+    ) -> Event:
+        """The event with numbers and places of the whole model."""
+        changes: dict[str, Any] = {}
+        place = getattr(event, "place", None)
+        if place is not None:
+            changes["place"] = self._place(place, layer)
+        made = {Allocate: "block", RecordEvent: "event", Transfer: "work"}.get(type(event))
+        refers = {Free: "block", AwaitEvent: "event", AwaitWork: "work", Transfer: "work"}.get(type(event))
+        if target is not None:
+            assert refers is not None
+            changes[refers] = self.blocks[target]
+        elif made is not None:
+            changes[made] = self.blocks[spot] = len(self.blocks)
+        elif refers is not None:
+            changes[refers] = -1  # something from before the trace began
+        return replace(event, **changes) if changes else event
+
+    def _place(self, place: Place, layer: Callable[[int], int]) -> Place:
+        found = _layer(place)
+        if found is None:
+            return place
+        number = layer(found)
+        key = (place, number)
+        if key not in self.places:
+            module = _LAYER.sub(f"layers.{number}", place.module, count=1)
+            self.places[key] = replace(place, module=module)
+        return self.places[key]
+
+
+def _shape(event: Event) -> Any:
+    """What neighbouring blocks must have in common: all but references and the number of the block."""
+    values = [type(event)]
+    for f in fields(event):
+        value = getattr(event, f.name)
+        if isinstance(value, Place):
+            value = (value.phase, _LAYER.sub("layers.*", value.module), value.action)
+        if f.name not in ("block", "event", "work"):
+            values.append(value)
+    return values

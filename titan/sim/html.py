@@ -1,0 +1,80 @@
+"""A simulation as one page that needs nothing else: where the time goes, the timeline of every rank, memory over the step.
+
+Figures are drawn by page.html's script from the data put into it. Intervals too short to be seen are joined with their neighbours of the
+same colour, so that a page stays a few megabytes at any size of job.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from .report import page
+from .simulate import GIB, Facts, Simulation
+from .timeline import Interval
+from .trace import CATEGORIES, Launch
+
+_PIXELS = 6000  # an interval shorter than a part of the step in so many is joined with the next
+
+
+def write_page(simulation: Simulation, facts: Facts, path: Path) -> None:
+    """Raises OSError."""
+    data = {
+        "title": f"{facts['model']} on {facts['world_size']} x {facts['hardware']}",
+        "summary": page(facts),
+        "facts": facts,
+        "ranks": [_rank(simulation, rank) for rank in simulation.traces],
+        "categories": CATEGORIES,
+    }
+    template = (files(__package__) / "page.html").read_text(encoding="utf-8")
+    text = json.dumps(data).replace("</", "<\\/")  # whatever a name holds, it ends no script
+    path.write_text(template.replace("/*DATA*/null", text), encoding="utf-8")
+
+
+def _rank(simulation: Simulation, rank: int) -> dict[str, Any]:
+    timeline, memory = simulation.timeline.ranks[rank], simulation.memory[rank]
+    lanes: dict[str, list[Interval]] = {}
+    for interval in timeline.intervals:
+        lanes.setdefault(interval.lane, []).append(interval)
+    least = simulation.timeline.step_s / _PIXELS
+    return {
+        "rank": rank,
+        "lanes": [[name, _joined(lane, least)] for name, lane in lanes.items()],
+        "memory": [
+            [p.position, p.phase, [round(p.by_category[c] / GIB, 4) for c in CATEGORIES]]
+            for p in memory.timeline
+        ],
+        "reserved_gib": memory.peak_reserved_bytes / GIB,
+    }
+
+
+def _joined(lane: Sequence[Interval], least: float) -> list[list[Any]]:
+    """[start, end, class, text] of what can be seen; milliseconds."""
+    bars: list[list[Any]] = []
+    for interval in sorted(lane, key=lambda i: i.start):
+        event = interval.event
+        kind = event.place.phase if isinstance(event, Launch) else "transfer"
+        short = interval.end - interval.start < least
+        if (
+            short
+            and bars
+            and bars[-1][2] == kind
+            and interval.start * 1e3 - bars[-1][1] < least * 1e3
+        ):
+            bars[-1][1] = round(interval.end * 1e3, 4)
+            bars[-1][3] = bars[-1][3].split(" and ")[0] + " and others"
+            continue
+        name = event.kernel.name if isinstance(event, Launch) else event.kind
+        where = " ".join(filter(None, (event.place.action, event.place.module)))
+        bars.append(
+            [
+                round(interval.start * 1e3, 4),
+                round(interval.end * 1e3, 4),
+                kind,
+                f"{name} {where}".strip(),
+            ]
+        )
+    return bars

@@ -1,0 +1,238 @@
+"""Memory of one rank: its trace's allocations through the allocator's model, and what is alive at the peak.
+
+The model is built, one step makes the optimizer's state, and two more run as every later one will: the peak is that of the whole, as
+torch.cuda.max_memory_reserved() tells it. What lies outside the allocator (driver context, NCCL's buffers) is a constant of the
+profile and counts towards "does it fit". Blocks that outlive the step they are made in are matched with those that the step
+frees of the one before. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import chain
+
+from .allocator import Allocator, OutOfMemory
+from .profiles import Profile
+from .trace import CATEGORIES, Allocate, Category, Event, Free, Place, Trace, Transfer
+
+_NUM_POINTS = 400
+_WORKSPACE = -1
+"""Number of the block that cuBLAS allocates with the first matrix product; a trace has none below 0."""
+
+
+@dataclass(frozen=True)
+class AliveBlock:
+    """A block in use at the peak."""
+
+    size_bytes: int
+    category: str
+    place: Place
+
+
+@dataclass(frozen=True)
+class MemoryPoint:
+    """Memory in use at a moment of a step. position: 0 to 1, by the order in which the host allocates."""
+
+    position: float
+    phase: str
+    by_category: dict[Category, int]
+
+
+@dataclass
+class MemoryReport:
+    """What one rank needs.
+
+    Sizes as the allocator rounds them. at: what was going on at the peak of active memory; by_category, by_module and
+    largest tell what was in use then and add up to it. outside_bytes: beside the allocator. capacity_bytes: of the device.
+    fits: whether the run goes through; with num_retries above 0 it does only because the allocator gives back its cache
+    again and again, which is slow. failure: where it runs out of memory, if it does.
+    """
+
+    rank: int
+    peak_active_bytes: int
+    peak_reserved_bytes: int
+    at: Place
+    by_category: dict[Category, int]
+    by_module: dict[str, int]
+    largest: list[AliveBlock]
+    timeline: list[MemoryPoint]
+    outside_bytes: int
+    capacity_bytes: int
+    fits: bool
+    num_retries: int = 0
+    failure: str = ""
+
+
+def memory_report(
+    trace: Trace, profile: Profile, *, expandable: bool = True, num_largest: int = 20
+) -> MemoryReport:
+    """Replay a rank's memory on a device; expandable: segments, as titan runs."""
+    events = list(_events(trace, int(profile.workspace_mib * 2**20)))
+    of_step = sum(isinstance(event, (Allocate, Free)) for event in trace.step)
+    capacity = int(profile.memory_gib * 2**30)
+    used = {event.group for event in trace.step if isinstance(event, Transfer)}
+    communicators = sum(len(trace.groups[name].ranks) > 1 for name in used)
+    outside = int((profile.context_gib + communicators * profile.communicator_gib) * 2**30)
+
+    run = _Run(Allocator(expandable=expandable))
+    run.all(events)
+    report = MemoryReport(
+        rank=trace.rank,
+        peak_active_bytes=run.allocator.peak_active_bytes,
+        peak_reserved_bytes=run.allocator.peak_reserved_bytes,
+        at=Place("setup"),
+        by_category={},
+        by_module={},
+        largest=[],
+        timeline=_timeline(events, run.sizes, first=max(0, len(events) - of_step)),
+        outside_bytes=outside,
+        capacity_bytes=capacity,
+        fits=run.allocator.peak_reserved_bytes + outside <= capacity,
+    )
+    _tell_peak(report, events[: run.peak_at + 1], run.sizes, num_largest)
+    if not report.fits:
+        _try_within(report, events, limit_bytes=capacity - outside, expandable=expandable)
+    return report
+
+
+def _try_within(
+    report: MemoryReport, events: list[Allocate | Free], *, limit_bytes: int, expandable: bool
+) -> None:
+    """Whether giving back cached memory helps."""
+    run = _Run(Allocator(expandable=expandable, limit_bytes=max(0, limit_bytes)))
+    try:
+        run.all(events)
+    except OutOfMemory as error:
+        place = run.place
+        where = " of ".join(filter(None, (place.action or place.phase, place.module)))
+        gib = 2**30
+        report.failure = (
+            f"out of memory in {where}: {error.size_bytes / gib:.2f} GiB more than the "
+            f"{error.reserved_bytes / gib:.2f} GiB that are reserved of {error.limit_bytes / gib:.2f}"
+        )
+    else:
+        report.fits, report.num_retries = True, run.allocator.num_retries
+        report.peak_reserved_bytes = run.allocator.peak_reserved_bytes
+
+
+@dataclass
+class _Run:
+    """A pass of events through an allocator. sizes: rounded, by block; peak_at: event of the highest active memory."""
+
+    allocator: Allocator
+    sizes: dict[int, int] = field(default_factory=dict)
+    peak_at: int = 0
+    place: Place = Place("setup")  # noqa: RUF009  frozen
+
+    def all(self, events: Iterable[Allocate | Free]) -> None:
+        allocator, highest = self.allocator, -1
+        for number, event in enumerate(events):
+            if isinstance(event, Free):
+                allocator.free(event.block)
+                continue
+            self.place = event.place
+            size = allocator.allocate(event.block, event.size_bytes, stream=event.stream)
+            self.sizes[event.block] = size
+            if allocator.active_bytes > highest:
+                highest, self.peak_at = allocator.active_bytes, number
+
+
+def _events(trace: Trace, workspace_bytes: int) -> Iterator[Allocate | Free]:
+    """All allocations of building, the first step and later ones; every block has a number of its own."""
+    made: dict[int, Allocate] = {}
+    for event in trace.setup:
+        yield from _noted(event, made)
+    if workspace_bytes:
+        place = Place("forward", "cuBLAS workspace")
+        yield Allocate(_WORKSPACE, workspace_bytes, 0, "temporary", place)
+    for event in chain(trace.first_step, trace.step):
+        yield from _noted(event, made)
+    yield from _repeated([e for e in trace.step if isinstance(e, (Allocate, Free))], made)
+
+
+def _noted(event: Event, made: dict[int, Allocate]) -> Iterator[Allocate | Free]:
+    if isinstance(event, Allocate):
+        made[event.block] = event
+        yield event
+    elif isinstance(event, Free):
+        yield event
+
+
+def _repeated(step: list[Allocate | Free], made: dict[int, Allocate]) -> Iterator[Allocate | Free]:
+    """The step once more, with new numbers for its blocks.
+
+    What it freed of the time before it was recorded is, this time, what the recorded step itself left over: a block as large
+    and of the same module. `made`: all blocks, by number.
+    """
+    offset = max(made, default=0) + 1
+    own = {event.block: event for event in step if isinstance(event, Allocate)}
+    freed = {event.block for event in step if isinstance(event, Free)}
+    left: dict[tuple[int, str], deque[int]] = defaultdict(deque)
+    for block, event in own.items():
+        if block not in freed:
+            left[event.size_bytes, event.place.module].append(block)
+    for event in step:
+        if isinstance(event, Allocate):
+            yield replace(event, block=event.block + offset)
+        elif event.block in own:
+            yield Free(event.block + offset)
+        else:
+            before = made[event.block]
+            if like := left[before.size_bytes, before.place.module]:
+                yield Free(like.popleft())
+
+
+def _tell_peak(
+    report: MemoryReport, events: list[Allocate | Free], sizes: dict[int, int], num_largest: int
+) -> None:
+    """What is in use after these events, of which the last makes the peak."""
+    alive: dict[int, Allocate] = {}
+    for event in events:
+        if isinstance(event, Allocate):
+            alive[event.block] = event
+        else:
+            del alive[event.block]
+    by_category: Counter[Category] = Counter(dict.fromkeys(CATEGORIES, 0))
+    by_module: Counter[str] = Counter()
+    for block, event in alive.items():
+        by_category[event.category] += sizes[block]
+        by_module[event.place.module] += sizes[block]
+    largest = sorted(alive, key=lambda block: -sizes[block])[:num_largest]
+    report.by_category, report.by_module = dict(by_category), dict(by_module.most_common())
+    report.largest = [AliveBlock(sizes[b], alive[b].category, alive[b].place) for b in largest]
+    if events and isinstance(events[-1], Allocate):
+        report.at = events[-1].place
+
+
+def _timeline(
+    events: list[Allocate | Free], sizes: dict[int, int], *, first: int
+) -> list[MemoryPoint]:
+    """Memory of the last step, which begins at event `first`: its highest moment in each of a few hundred equal parts."""
+    in_use: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
+    alive: dict[int, Category] = {}
+    points: list[MemoryPoint] = []
+    length = max(1, len(events) - first)
+    highest, part, total = -1, -1, 0
+    phase = "setup"
+    for number, event in enumerate(events):
+        size = sizes[event.block]
+        if isinstance(event, Allocate):
+            alive[event.block], phase = event.category, event.place.phase
+        else:
+            size = -size
+        in_use[alive[event.block]] += size
+        total += size
+        if number < first:
+            continue
+        now = (number - first) * _NUM_POINTS // length
+        if now == part and total <= highest:
+            continue
+        point = MemoryPoint((number - first) / length, phase, dict(in_use))
+        if now == part:
+            points[-1] = point
+        else:
+            points.append(point)
+        part, highest = now, total
+    return points

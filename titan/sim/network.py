@@ -1,0 +1,164 @@
+"""Seconds that collectives take: NCCL's choice of algorithm and protocol, simplified.
+
+A collective costs latency, which grows with the steps of its ring or tree, and volume over its bus bandwidth. As
+NCCL does, the cheapest of the algorithms (ring, tree, in-switch) and protocols (LL, LL128, Simple) is taken. NCCL's own latency
+constants (src/graph/tuning.cc, as in torch._inductor.comm_analysis) give the published times of 8 H200 from 4 MiB to 1 GiB within
+10%. Ranks are placed on nodes in order. A group with m ranks on a node uses m network cards: of the other
+ranks' groups, which run the same collective at the same time, each has its own.
+
+Transfers that run at the same time share links; that is replay.py's, which is told which links. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from math import ceil, log2
+from typing import NamedTuple
+
+from .profiles import Profile
+from .trace import Group, Transfer
+
+LINKS = ("nvlink out", "nvlink in", "nic out", "nic in")
+NVLINK_OUT, NVLINK_IN, NIC_OUT, NIC_IN = range(4)
+
+
+class TransferPrice(NamedTuple):
+    """latency_s: before and between the volume, shared with nobody. volume_s: if no other transfer is on its links."""
+
+    latency_s: float
+    volume_s: float
+    links: tuple[int, ...]
+
+    @property
+    def seconds(self) -> float:
+        return self.latency_s + self.volume_s
+
+
+class _Protocol(NamedTuple):
+    """Microseconds to start, for each hop within a node and between nodes, and share of the bandwidth."""
+
+    ring: tuple[float, float, float]
+    tree: tuple[float, float, float]
+    share_intra: float
+    share_inter: float
+
+
+# Latencies: baseLat and hwLat. Shares: LL carries 4 bytes of data in 8 and waits for flags; LL128 carries 120 in 128.
+_PROTOCOLS = (
+    _Protocol(ring=(6.6, 0.6, 2.7), tree=(6.8, 0.6, 5.0), share_intra=0.25, share_inter=0.25),
+    _Protocol(ring=(14.0, 1.9, 4.0), tree=(14.0, 1.25, 8.5), share_intra=0.92, share_inter=0.92),
+    _Protocol(ring=(8.4, 3.4, 14.0), tree=(8.4, 4.0, 14.0), share_intra=1.0, share_inter=1.0),
+)
+_SWITCH_US = 90.0
+"""Of an all-reduce inside the switch (NVLS): what the published times of 8 H200 from 64 MiB to 1 GiB (ml-engineering, NCCL 2.27)
+leave when the volume at 480 GB/s is deducted."""
+_TREE_SHARE = 0.85
+"""Bandwidth of trees against rings between nodes (treeCorrectionFactor for large messages)."""
+
+
+def transfer_s(transfer: Transfer, group: Group, profile: Profile, *, rank: int = 0) -> float:
+    """How long a transfer takes with no other on its links."""
+    return price_transfer(transfer, group, profile, rank=rank).seconds
+
+
+def price_transfer(
+    transfer: Transfer, group: Group, profile: Profile, *, rank: int
+) -> TransferPrice:
+    """Latency, volume and links of a transfer that `rank` takes part in."""
+    if transfer.kind in ("send", "recv"):
+        return _price_p2p(transfer, rank, profile)
+    size, ranks = transfer.size_bytes, len(group.ranks)
+    if ranks == 1:
+        # NCCL copies within the device, if it does anything at all.
+        return TransferPrice(profile.kernel_min_us * 1e-6, 2 * size / _memory(profile), ())
+    nodes = len({rank // profile.gpus_per_node for rank in group.ranks})
+    members = ceil(ranks / nodes)
+    links = _links(nodes, members)
+    others = (ranks - 1) / ranks
+    if transfer.kind == "all_to_all":
+        return _price_all_to_all(size, ranks, nodes, profile)
+    if transfer.kind == "broadcast":
+        ways = _rings(ranks, nodes, ranks - 1, size, profile)
+    elif transfer.kind == "all_reduce":
+        ways = [
+            *_rings(ranks, nodes, 2 * (ranks - 1), 2 * others * size, profile),
+            *_trees(ranks, nodes, 2 * others * size, profile),
+        ]
+        if profile.has_nvls and nodes == 1:
+            volume = 2 * others * size / (profile.all_reduce_gb_per_s * 1e9)
+            ways.append((_SWITCH_US * 1e-6, volume))
+    else:
+        ways = _rings(ranks, nodes, ranks - 1, others * size, profile)
+    latency, volume = min(ways, key=sum)
+    return TransferPrice(latency, volume, links)
+
+
+def _links(nodes: int, members: int) -> tuple[int, ...]:
+    if nodes == 1:
+        return (NVLINK_OUT, NVLINK_IN)
+    across = (NIC_OUT, NIC_IN)
+    return across if members == 1 else (*across, NVLINK_OUT, NVLINK_IN)
+
+
+def _memory(profile: Profile) -> float:
+    return profile.memory_share[-1][1] * profile.memory_tb_per_s * 1e12
+
+
+def _bus(ranks: int, nodes: int, profile: Profile) -> float:
+    """Bytes per second past each rank of a ring: cards in parallel, but not faster than within the node."""
+    within = profile.ring_gb_per_s * 1e9
+    if nodes == 1:
+        return within
+    cards = ceil(ranks / nodes) * profile.nic_gb_per_s * profile.nic_share * 1e9
+    return cards if ranks == nodes else min(within, cards)
+
+
+def _rings(
+    ranks: int, nodes: int, steps: int, volume: float, profile: Profile
+) -> list[tuple[float, float]]:
+    """Latency and volume of a ring in each protocol."""
+    between = 0 if nodes == 1 else nodes * steps // ranks
+    ways = []
+    for protocol in _PROTOCOLS:
+        start, hop, far_hop = protocol.ring
+        share = protocol.share_intra if nodes == 1 else protocol.share_inter
+        latency = start + (steps - between) * hop + between * far_hop
+        ways.append((latency * 1e-6, volume / (share * _bus(ranks, nodes, profile))))
+    return ways
+
+
+def _trees(ranks: int, nodes: int, volume: float, profile: Profile) -> list[tuple[float, float]]:
+    """Latency and volume of a double binary tree over nodes, with chains in them; worth it between nodes only."""
+    if nodes == 1:
+        return []
+    ways = []
+    for protocol in _PROTOCOLS:
+        start, hop, far_hop = protocol.tree
+        latency = start + 2 * ((ranks / nodes - 1) * hop + log2(nodes) * far_hop)
+        share = protocol.share_inter * _TREE_SHARE
+        ways.append((latency * 1e-6, volume / (share * _bus(ranks, nodes, profile))))
+    return ways
+
+
+def _price_all_to_all(size: int, ranks: int, nodes: int, profile: Profile) -> TransferPrice:
+    """Every rank sends 1/ranks to every rank: what leaves the node passes the rank's own card."""
+    start, hop, far_hop = _PROTOCOLS[-1].ring
+    members = ceil(ranks / nodes)
+    within = size * (members - 1) / ranks / (profile.all_to_all_gb_per_s * 1e9)
+    card = profile.nic_gb_per_s * profile.nic_share * 1e9
+    across = size * (ranks - members) / ranks / card
+    latency = start + hop + (far_hop if nodes > 1 else 0.0)
+    return TransferPrice(latency * 1e-6, max(within, across), _links(nodes, members))
+
+
+def _price_p2p(transfer: Transfer, rank: int, profile: Profile) -> TransferPrice:
+    """One side of a send and receive."""
+    start, hop, far_hop = _PROTOCOLS[-1].ring
+    near = rank // profile.gpus_per_node == transfer.peer // profile.gpus_per_node
+    sends = transfer.kind == "send"
+    if near:
+        latency, bandwidth = start + hop, profile.p2p_gb_per_s * 1e9
+        link = NVLINK_OUT if sends else NVLINK_IN
+    else:
+        latency, bandwidth = start + far_hop, profile.nic_gb_per_s * profile.nic_share * 1e9
+        link = NIC_OUT if sends else NIC_IN
+    return TransferPrice(latency * 1e-6, transfer.size_bytes / bandwidth, (link,))

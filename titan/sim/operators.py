@@ -1,0 +1,205 @@
+"""What an operator that torch dispatches is: a kernel of which kind, a view, nothing at all; and what a call of it moves.
+
+Bytes are those of tensors as they lie in memory: what is expanded counts once, what is overwritten is not read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from .trace import Kernel, KernelKind
+
+_aten = torch.ops.aten
+
+_MATMULS = {"mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "_int_mm"}
+_WITH_ADDEND = {"addmm", "baddbmm"}
+_GATHERS = {"embedding", "embedding_dense_backward", "gather", "scatter", "scatter_", "scatter_add",
+            "scatter_add_", "index", "index_select", "index_put", "index_put_", "_index_put_impl_"}  # fmt: skip
+_COPIES = {"copy_", "clone", "_to_copy", "cat", "stack", "split_with_sizes_copy", "chunk_cat",
+           "all_gather_copy_in", "_foreach_copy_", "_chunk_cat", "repeat"}  # fmt: skip
+_OVERWRITE = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "uniform_", "normal_", "all_gather_copy_in"}  # fmt: skip
+_FREE = {"detach", "detach_", "alias", "lift_fresh", "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided",
+         "_unsafe_view", "_reshape_alias", "as_strided", "set_", "resize_", "record_stream", "is_pinned", "_pin_memory",
+         "result_type", "is_same_size", "_has_compatible_shallow_copy_type", "_version", "lift"}  # fmt: skip
+_FREE_NAMESPACES = {"prim", "profiler", "sym"}
+# Kernels of one operation, where it is not one: FlashAttention's backward prepares, computes and converts; a sorted gather
+# of an embedding's gradient.
+_LAUNCHES = {"_scaled_dot_product_flash_attention_backward": 3, "embedding_dense_backward": 4, "_foreach_norm": 2, "_fused_rms_norm_backward": 2}  # fmt: skip
+
+
+@dataclass
+class Operator:
+    """kind: None where nothing runs. makes: whether what it returns may be new memory. read_from: indices of arguments that
+    the schema takes for written to, and that are only read."""
+
+    func: Any
+    name: str
+    kind: KernelKind | None
+    makes: bool
+    written: tuple[str, ...]
+    causal_at: int
+
+
+def classify(func: Any) -> Operator:
+    schema = func._schema
+    name = func._opname
+    arguments = schema.arguments
+    written = tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    causal = [i for i, a in enumerate(arguments) if a.name == "is_causal"]
+    return Operator(
+        func,
+        schema.name,
+        None
+        if func.is_view or name in _FREE or func.namespace in _FREE_NAMESPACES
+        else _kind(name),
+        makes=not func.is_view,
+        written=written,
+        causal_at=causal[0] if causal else -1,
+    )
+
+
+def _kind(name: str) -> KernelKind:
+    if name in _MATMULS:
+        return "matmul"
+    if "scaled_dot_product" in name or "flash_attention" in name:
+        return "attention_backward" if name.endswith("backward") else "attention"
+    if name in _GATHERS:
+        return "gather"
+    if name in _COPIES:
+        return "copy"
+    if name.startswith(("_foreach_", "_fused_adam")):
+        return "optimizer"
+    return "pointwise"
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Tensors among the values and in lists of them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
+
+
+def kernel_of(op: Operator, args: Any, kwargs: Any, outputs: list[Tensor]) -> Kernel:
+    """The kernel that a call launched. outputs: the tensors that it returned."""
+    inputs = list(tensors_in(args))
+    given = list(tensors_in(kwargs.values())) if kwargs else []
+    name = op.func._opname
+    kind = op.kind
+    assert kind is not None
+    written = _written(op, args, kwargs)
+    ids = {id(t) for t in written}
+    write_bytes = sum(map(size_bytes, written))
+    write_bytes += sum(size_bytes(t) for t in outputs if id(t) not in ids)
+    overwritten = ids if name in _OVERWRITE or "out" in kwargs else ()
+    read_bytes = sum(size_bytes(t) for t in (*inputs, *given) if id(t) not in overwritten)
+    if kind == "copy":
+        devices = {t.fake_device.type for t in (*inputs, *outputs)}  # pyright: ignore
+        kind = "host_copy" if len(devices) > 1 else "copy"
+    first = inputs[0] if inputs else outputs[0]
+    return Kernel(
+        name=op.name,
+        kind=kind,
+        shapes=_shapes(name, kind, inputs, outputs),
+        dtype=str(first.dtype)[6:],
+        flops=_flops(op, args, kwargs, outputs),
+        read_bytes=read_bytes,
+        write_bytes=write_bytes,
+        num_launches=_launches(name, kind, args),
+        causal=op.causal_at >= 0 and bool(_argument(op, op.causal_at, args, kwargs)),
+    )
+
+
+def size_bytes(tensor: Tensor) -> int:
+    """Bytes of memory that a tensor covers."""
+    size = tensor.dtype.itemsize
+    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if stride:
+            size *= length
+        elif length == 0:
+            return 0
+    return size
+
+
+def _written(op: Operator, args: Any, kwargs: Any) -> list[Tensor]:
+    if not op.written:
+        return []
+    values = []
+    for i, argument in enumerate(op.func._schema.arguments):
+        # Fused Adam's schema says that gradients are written to: they are where it also unscales them.
+        if argument.name in op.written and argument.name != "grads":
+            values.append(args[i] if i < len(args) else kwargs.get(argument.name))
+    return list(tensors_in(values))
+
+
+def _argument(op: Operator, index: int, args: Any, kwargs: Any) -> Any:
+    if index < len(args):
+        return args[index]
+    argument = op.func._schema.arguments[index]
+    return kwargs.get(argument.name, argument.default_value)
+
+
+def _shapes(
+    name: str, kind: KernelKind, inputs: list[Tensor], outputs: list[Tensor]
+) -> tuple[tuple[int, ...], ...]:
+    if kind == "matmul":
+        start = 1 if name in _WITH_ADDEND else 0
+        operands = inputs[start : start + 2]
+    elif kind in ("attention", "attention_backward"):
+        operands = inputs[1:4] if kind == "attention_backward" else inputs[:3]
+    elif kind == "optimizer":
+        operands = []
+    else:
+        operands = inputs[:2] or outputs[:1]
+    return tuple(tuple(t.shape) for t in operands)
+
+
+def _flops(op: Operator, args: Any, kwargs: Any, outputs: list[Tensor]) -> int:
+    formula: Callable[..., int] | None = flop_registry.get(op.func._overloadpacket)
+    if formula is None:
+        return 0
+    known = {k: v for k, v in kwargs.items() if k != "out"}
+    return int(formula(*args, **known, out_val=outputs[0] if len(outputs) == 1 else outputs))
+
+
+def _launches(name: str, kind: KernelKind, args: Any) -> int:
+    if name in _LAUNCHES and not name.startswith("_foreach"):
+        return _LAUNCHES[name]
+    if not name.startswith(("_foreach_", "_fused_adam")):
+        return 1
+    lists = [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
+    return _LAUNCHES.get(name, 1) * _multi_tensor_launches(lists)
+
+
+# MultiTensorApply.cuh: a launch takes so many tensors by the number of lists, and 320 chunks of 65,536 elements.
+_TENSORS_AT_ONCE = (110, 64, 48, 36, 30)
+_CHUNKS_AT_ONCE, _CHUNK = 320, 65_536
+
+
+def _multi_tensor_launches(lists: list[Any]) -> int:
+    if not lists:
+        return 1
+    chunks = sum(math.ceil(t.numel() / _CHUNK) for t in lists[0])
+    at_once = _TENSORS_AT_ONCE[min(len(lists), len(_TENSORS_AT_ONCE)) - 1]
+    return max(1, math.ceil(len(lists[0]) / at_once), math.ceil(chunks / _CHUNKS_AT_ONCE))
+
+
+def _logsumexp(x: Tensor, dims: list[int], keepdim: bool = False) -> Tensor:
+    """As in ATen's ReduceOps.cpp."""
+    largest = _aten.amax.default(x, dims, True)
+    flat = largest if keepdim else _aten.squeeze.dims(largest, dims)
+    _aten.masked_fill_.Scalar(flat, _aten.eq.Scalar(_aten.abs.default(flat), math.inf), 0)
+    total = _aten.sum.dim_IntList(_aten.exp_.default(_aten.sub.Tensor(x, largest)), dims, keepdim)
+    return _aten.add_.Tensor(_aten.log_.default(total), flat)
+
+
+# Operators that run others inside, whose memory counts: logsumexp holds a whole copy of its input for a moment.
+EXPANDED: dict[Any, Callable[..., Any]] = {_aten.logsumexp.default: _logsumexp}

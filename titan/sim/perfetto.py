@@ -1,0 +1,58 @@
+"""A simulated step as a trace for https://ui.perfetto.dev or chrome://tracing: a process for each rank, a lane for each stream.
+
+The format is that of the Trace Event document (Google, 2016), which torch.profiler writes too.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from .simulate import Simulation
+from .timeline import Interval
+from .trace import Launch
+
+
+def write_trace(simulation: Simulation, path: Path) -> None:
+    """One step of all traced ranks. Raises OSError."""
+    events: list[dict[str, Any]] = []
+    for rank, timeline in simulation.timeline.ranks.items():
+        events.append(_name("process_name", rank, 0, f"rank {rank}"))
+        lanes: dict[str, int] = {}
+        for interval in timeline.intervals:
+            if interval.lane not in lanes:
+                lanes[interval.lane] = len(lanes)
+                events.append(_name("thread_name", rank, lanes[interval.lane], interval.lane))
+            events.append(_event(interval, rank, lanes[interval.lane]))
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+
+
+def _name(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _event(interval: Interval, pid: int, tid: int) -> dict[str, Any]:
+    event, place = interval.event, interval.event.place
+    details: dict[str, Any] = {"module": place.module, "action": place.action}
+    if isinstance(event, Launch):
+        kernel = event.kernel
+        details |= {
+            "kind": kernel.kind,
+            "shapes": str(kernel.shapes),
+            "dtype": kernel.dtype,
+            "flops": kernel.flops,
+            "bytes": kernel.read_bytes + kernel.write_bytes,
+        }
+    else:
+        details |= {"group": event.group, "bytes": event.size_bytes}
+    return {
+        "ph": "X",
+        "pid": pid,
+        "tid": tid,
+        "ts": interval.start * 1e6,
+        "dur": (interval.end - interval.start) * 1e6,
+        "name": event.kernel.name if isinstance(event, Launch) else event.kind,
+        "cat": place.phase,
+        "args": {name: value for name, value in details.items() if value},
+    }

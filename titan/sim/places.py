@@ -1,0 +1,132 @@
+"""Where in the program the host is: phase, module, pipeline action; for forward passes, their recomputation, and backward.
+
+Calls of modules are enclosed from outside, by the attribute where torch looks for a compiled call: hooks would be compiled
+along. A module's backward pass is recognised by numbers: autograd numbers its nodes as a forward pass makes them, so
+that a node belongs to the module that was running when its number was given.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from titan.parallel.weights import canonical_name
+
+from . import shims
+from .trace import Phase, Place
+
+_NO_NUMBER = 2**63  # of nodes that accumulate gradients: they are numbered last
+
+
+class Places:
+    """on_backward: called when a backward pass begins, after a forward pass."""
+
+    def __init__(self) -> None:
+        self.phase: Phase = "setup"
+        self.action = ""
+        self._failure: tuple[BaseException | None, str] = (None, "")  # and the innermost module
+        self.on_backward: Callable[[], None] = lambda: None
+        self._path: list[str] = [""]
+        self._recomputing = 0
+        self._numbers: list[int] = []  # of autograd nodes, and
+        self._modules: list[str] = []  # the module that makes those from there on
+        self._in_backward = False
+        self._backward_module = ""
+        self._places: dict[tuple[Phase, str, str], Place] = {}
+
+    def current(self) -> Place:
+        phase, module = self.phase, self._path[-1]
+        in_backward = shims.in_backward()
+        if in_backward is not self._in_backward:
+            self._in_backward = in_backward
+            if in_backward:
+                self.on_backward()
+        if in_backward and phase != "optimizer":
+            phase = "recompute" if self._recomputing else "backward"
+            if not self._recomputing:
+                module = self._module_of_backward()
+        key = (phase, module, self.action)
+        place = self._places.get(key)
+        if place is None:
+            place = self._places[key] = Place(*key)
+        return place
+
+    def _module_of_backward(self) -> str:
+        node = shims.running_node()
+        if node is not None:
+            number = node._sequence_nr()
+            if number < _NO_NUMBER:
+                index = bisect_right(self._numbers, number) - 1
+                self._backward_module = self._modules[index] if index >= 0 else ""
+        return self._backward_module
+
+    def begin_step(self) -> None:
+        self.phase = "forward"
+        self._numbers.clear()
+        self._modules.clear()
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    def module_that_raised(self, error: BaseException | None) -> str:
+        """The innermost, of an error or what it was raised from."""
+        failure, name = self._failure
+        while error is not None:
+            if error is failure:
+                return name
+            error = error.__cause__ or error.__context__
+        return ""
+
+    # ---- modules -------------------------------------------------------------------------------
+
+    def watch(self, model: nn.Module) -> None:
+        """Know when the model's modules run; within compiled ones nothing is known."""
+        compiled: list[str] = []
+        for name, module in model.named_modules():
+            if any(name.startswith(f"{outer}.") for outer in compiled):
+                continue
+            if module._compiled_call_impl is not None:
+                compiled.append(name)
+            self._enclose(module, canonical_name(f"{name}.").rstrip("."))
+
+    def _enclose(self, module: nn.Module, name: str) -> None:
+        call: Callable[..., Any] = module._compiled_call_impl or module._call_impl
+
+        def enclosed(*args: Any, **kwargs: Any) -> Any:
+            recomputing = shims.in_backward()
+            self._enter(name, recomputing)
+            try:
+                return call(*args, **kwargs)
+            except Exception as error:
+                if self._failure[0] is not error:
+                    self._failure = (error, name)
+                raise
+            finally:
+                self._leave(recomputing)
+
+        module.__dict__["_compiled_call_impl"] = enclosed
+
+    def _enter(self, name: str, recomputing: bool) -> None:
+        self._path.append(name)
+        self._recomputing += recomputing
+        if not recomputing:
+            self._note()
+
+    def _leave(self, recomputing: bool) -> None:
+        self._path.pop()
+        self._recomputing -= recomputing
+        if not recomputing:
+            self._note()
+
+    def _note(self) -> None:
+        self._numbers.append(shims.sequence_number())
+        self._modules.append(self._path[-1])

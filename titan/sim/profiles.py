@@ -1,0 +1,214 @@
+"""What a machine can do: the figures that kernels and transfers are priced with, each with its source.
+
+A profile is a TOML file, by name in titan/sim/hardware/ or a path of one's own (`titan sim --calibrate` writes such a file). `base`
+names another profile whose figures it takes over; whatever it states itself needs a line in [sources]. Peak rates and memory
+come from titan/observe/hardware.py, by `device`, unless the file states them.
+
+An achievable share says what a kernel's inner loop reaches of the peak while the device is busy for minutes (power, clocks); what
+tiles, waves, short kernels and small messages cost on top is computed by cost.py and network.py. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from math import log
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from titan.config.problems import ConfigError, Problem, choose, did_you_mean, key_text
+from titan.config.toml import read_toml
+from titan.observe.hardware import by_name
+
+_FOLDER = Path(__file__).parent / "hardware"
+Curve = tuple[tuple[float, float], ...]
+"""Points (size, value), by increasing size."""
+
+
+class Tile(NamedTuple):
+    """Part of the output that one SM computes in a matrix product, and its rate against that of the best tile."""
+
+    rows: int
+    columns: int
+    rate: float
+
+
+class Profile(BaseModel):
+    """Figures of one kind of machine. GB/s and TFLOP/s are decimal, bandwidths count one direction."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    device: str = ""
+    """Row of titan/observe/hardware.py that peaks and memory are taken from."""
+    peak_tflops: dict[str, float] = Field(min_length=1)
+    """Of matrix products, dense, by dtype of the operands."""
+    memory_gib: float = Field(gt=0)
+    memory_tb_per_s: float = Field(gt=0)
+
+    matmul_share: dict[str, float]
+    """Achievable share of the peak, by dtype; a dtype that is missing has bfloat16's."""
+    num_sms: int = Field(ge=1)
+    tiles: tuple[Tile, ...]
+    tile_fill_k: int
+    """Time to start and finish a tile, as the length of K that bfloat16 multiplies in it."""
+    attention_forward_tflops: Curve
+    attention_backward_tflops: Curve
+    """By sequence length, of FLOPs that a causal mask leaves."""
+    attention_causal_share: float
+    memory_share: Curve
+    """Achievable share of the memory bandwidth, by bytes that a kernel moves."""
+    kernel_min_us: float
+    """What a kernel takes that has next to nothing to do."""
+
+    launch_us: float
+    launch_compiled_us: float
+    launch_transfer_us: float
+    """What the host needs to launch an eager kernel, a compiled one, a collective."""
+    host_gb_per_s: float
+    """Between the device and pinned host memory."""
+    host_us: float
+
+    gpus_per_node: int = Field(ge=1)
+    ring_gb_per_s: float
+    """Bus bandwidth of rings within a node: all-gather, reduce-scatter."""
+    all_reduce_gb_per_s: float
+    """Of the best all-reduce within a node (in the switch, where it can)."""
+    all_to_all_gb_per_s: float
+    p2p_gb_per_s: float
+    nic_gb_per_s: float
+    """Of each GPU's share of its node's network cards."""
+    nic_share: float
+    has_nvls: bool
+    compute_share_beside_transfer: float
+    """Rate of kernels while a collective holds SMs and memory bandwidth."""
+    speed_deviation: float
+    """Standard deviation of speed between devices of the kind: more of them wait for a slower slowest one."""
+
+    context_gib: float
+    """Driver context and kernels, outside the allocator."""
+    workspace_mib: float
+    """cuBLAS workspace, inside the allocator."""
+    communicator_gib: float
+    """Buffers of each process group's communicator, outside the allocator."""
+
+    sources: dict[str, str]
+
+    @model_validator(mode="after")
+    def _check(self) -> Profile:
+        for figure in type(self).model_fields.keys() - {"name", "device", "sources"}:
+            if not self.sources.get(figure):
+                raise ValueError(f"[sources] does not say where '{figure}' comes from")
+        for share in (*self.matmul_share.values(), self.nic_share, *_values(self.memory_share)):
+            if not 0 < share <= 1:
+                raise ValueError(f"a share is above 0 and at most 1, not {share}")
+        if "bfloat16" not in self.matmul_share or "bfloat16" not in self.peak_tflops:
+            raise ValueError("matmul_share and peak_tflops need at least bfloat16")
+        return self
+
+    def straggler(self, world_size: int) -> float:
+        """How much longer computation takes on the slowest of `world_size` devices than on the slowest of one node.
+
+        Achievable shares are measured on whole nodes, so one node is the measure.
+        """
+        ranks = max(world_size, self.gpus_per_node)
+        return 1 + self.speed_deviation * (_slowest_of(ranks) - _slowest_of(self.gpus_per_node))
+
+
+def _values(curve: Curve) -> list[float]:
+    return [value for _, value in curve]
+
+
+def _slowest_of(count: int) -> float:
+    """Expected largest of `count` draws from a normal distribution, in standard deviations (Blom 1958)."""
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
+
+
+def on_curve(curve: Curve, size: float) -> float:
+    """Value at `size`, between points by the logarithm of the size, constant beyond the ends."""
+    place = bisect_left(curve, (size,))
+    if place == 0 or place == len(curve):
+        return curve[min(place, len(curve) - 1)][1]
+    (size0, value0), (size1, value1) = curve[place - 1], curve[place]
+    return value0 + (value1 - value0) * log(size / size0) / log(size1 / size0)
+
+
+def profile_names() -> list[str]:
+    """The named profiles."""
+    return sorted(file.stem for file in _FOLDER.glob("*.toml"))
+
+
+def load_profile(name_or_path: str | Path) -> Profile:
+    """A named profile, or one in a file; raises `ConfigError`."""
+    file = _find(name_or_path, asked_in="hardware")
+    values, lines = _merged(file)
+    try:
+        return Profile(**values)
+    except ValidationError as error:
+        problems = [
+            Problem(str(file), lines.get(e["loc"], 0), key_text(e["loc"]), _plain(e))
+            for e in error.errors()
+        ]
+        raise ConfigError(problems) from None
+
+
+def _plain(error: ErrorDetails) -> str:
+    """pydantic's words, in ours where a mistake is likely."""
+    if error["type"] == "extra_forbidden":
+        return f"unknown figure{did_you_mean(str(error['loc'][0]), Profile.model_fields)}"
+    if error["type"] == "missing":
+        return "is missing; state it, or a base to take it over from"
+    return error["msg"].removeprefix("Value error, ")
+
+
+def _find(name_or_path: str | Path, *, asked_in: str) -> Path:
+    name = str(name_or_path)
+    if name.endswith(".toml"):
+        return Path(name)
+    if name not in profile_names():
+        message = (
+            f"no profile '{name}'{choose(name, profile_names())}, or give the path of a TOML file"
+        )
+        raise ConfigError([Problem(asked_in, 0, "", message)])
+    return _FOLDER / f"{name}.toml"
+
+
+def _merged(file: Path, *, below: Sequence[Path] = ()) -> tuple[dict[str, Any], dict[Any, int]]:
+    """Figures of a file on top of its base's and of its device's."""
+    values, lines = read_toml(file)
+    figures: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    if base := values.pop("base", None):
+        beneath = _find(base, asked_in=f"{file}: base")
+        if beneath in below:
+            raise ConfigError(
+                [Problem(str(file), lines.get(("base",), 0), "base", "leads back here")]
+            )
+        figures, _ = _merged(beneath, below=(*below, file))
+        sources = figures.pop("sources")
+    stated = values.pop("sources", {})
+    figures |= _of_device(values["device"], sources) if "device" in values else {}
+    unsourced = values.keys() - stated.keys() - {"name", "device"}
+    if unsourced:
+        problems = [
+            Problem(str(file), lines.get((key,), 0), key, "[sources] does not say where it is from")
+            for key in sorted(unsourced)
+        ]
+        raise ConfigError(problems)
+    return figures | values | {"sources": sources | stated}, lines
+
+
+def _of_device(device: str, sources: dict[str, str]) -> dict[str, Any]:
+    """Peaks and memory from the table of accelerators; their source goes into `sources`."""
+    row = by_name(device)
+    figures = {
+        "peak_tflops": {dtype: flops / 1e12 for dtype, flops in row.peak_flops.items()},
+        "memory_gib": row.memory_gib,
+        "memory_tb_per_s": row.memory_bandwidth / 1e12,
+    }
+    sources |= dict.fromkeys(figures, row.source)
+    return figures

@@ -1,0 +1,283 @@
+"""Record what the ranks of a job do, by running the program that the trainer runs on a device that is not there.
+
+    record         one trace for each rank that does something of its own, each in a process of its own
+    record_rank    in this process, which is of no other use afterwards
+
+The program is titan.program.build_program's, run for two steps: the first makes the optimizer's state and learns the shapes that
+pipeline stages exchange, the second is what every later one is like.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from titan.config.layout import Layout
+from titan.config.rules import model_config, resolve_layout
+from titan.config.sections import JobConfig
+
+from .trace import Allocate, Free, Trace
+
+
+class RecordError(RuntimeError):
+    """Something in a job cannot be traced; the message names it."""
+
+
+def record(
+    config: JobConfig,
+    *,
+    world_size: int,
+    ranks: Sequence[int] | None = None,
+    processes: int | None = None,
+) -> dict[int, Trace]:
+    """Traces by rank. ranks: the first of each pipeline stage's, unless given: the others do the same.
+
+    Raises ConfigError for a layout that does not fit `world_size`, and RecordError.
+    """
+    layout = resolve_layout(config, world_size)
+    if ranks is None:
+        ranks = distinct_ranks(layout)
+    jobs = [(record_rank, (config,), {"world_size": world_size, "rank": rank}) for rank in ranks]
+    results = _in_children(jobs, processes or os.cpu_count() or 1)
+    return dict(zip(ranks, results, strict=True))
+
+
+def distinct_ranks(layout: Layout) -> list[int]:
+    """Ranks are numbered stage by stage; within a stage all do alike."""
+    return [stage * (layout.world_size // layout.pp) for stage in range(layout.pp)]
+
+
+def record_rank(config: JobConfig, *, world_size: int, rank: int) -> Trace:
+    """The trace of one rank. Changes torch for good: to be called once, in a process that has not run a backward pass.
+
+    Raises RecordError.
+    """
+    from .environment import environment
+    from .recorder import Recorder
+
+    layout = resolve_layout(config, world_size)
+    with environment(layout, rank=rank) as (device, mesh):
+        recorder = Recorder(mesh)
+        try:
+            return _record(config, layout, recorder, device, mesh)
+        except Exception as error:
+            if isinstance(error, SystemError) and recorder.error is not None:
+                error = recorder.error
+            raise RecordError(_describe(error, recorder, rank)) from error
+
+
+def _record(config: JobConfig, layout: Layout, recorder: Any, device: Any, mesh: Any) -> Trace:
+    import torch
+
+    from titan import program as program_module
+
+    from . import shims
+
+    trace = Trace(torch.distributed.get_rank(), layout.world_size)
+    shims.answer_pipeline_metadata(lambda: _boundary(config, layout, device))
+    with recorder:
+        program = program_module.build_program(config, device=device, mesh=mesh)
+        recorder.storages.mark_made("parameters")
+        trace.setup = [e for e in recorder.events if isinstance(e, Allocate | Free)]
+        _watch(program, program_module, recorder)
+        batches = [_fake_batch(config) for _ in range(layout.accumulation)]
+        for step in (1, 2):
+            recorder.events = []
+            recorder.places.begin_step()
+            recorder.storages.begin()
+            report = program.train_step(batches, step=step)
+            del report
+            recorder.places.phase = "forward"
+            setattr(trace, "first_step" if step == 1 else "step", recorder.events)
+        recorder.events = []  # what is freed from here on is no part of it
+    trace.groups = recorder.transfers.groups
+    return trace
+
+
+def _watch(program: Any, program_module: Any, recorder: Any) -> None:
+    """Know when the program's parts run."""
+    places, storages = recorder.places, recorder.storages
+    for part in program.parts:
+        places.watch(part)
+    parameters = [p for part in program.parts for p in part.parameters()]
+
+    def mark_gradients() -> None:
+        grads = (p.grad for p in parameters if p.grad is not None)
+        storages.mark((_local(grad) for grad in grads), "gradients")
+
+    clip, step = program_module.clip_gradients, program.optimizer.step
+
+    def clip_gradients(*args: Any, **kwargs: Any) -> Any:
+        mark_gradients()
+        with places.during("clip"):
+            return clip(*args, **kwargs)
+
+    def optimizer_step(*args: Any, **kwargs: Any) -> Any:
+        mark_gradients()
+        storages.begin()
+        with places.during("optimizer"):
+            result = step(*args, **kwargs)
+        storages.mark_made("optimizer")
+        return result
+
+    program_module.clip_gradients = clip_gradients
+    program.optimizer.step = optimizer_step
+    if program.pipeline is not None:
+        _watch_actions(places)
+
+
+def _watch_actions(places: Any) -> None:
+    """Pipeline actions, by the methods of torch's stages that perform them."""
+    from . import shims
+
+    def action(letter: Callable[..., str]) -> Callable[[Any], Any]:
+        def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
+            def acting(stage: Any, chunk: int, *args: Any, **kwargs: Any) -> Any:
+                places.action = f"{stage.stage_index}{letter(kwargs)}{chunk}"
+                try:
+                    return method(stage, chunk, *args, **kwargs)
+                finally:
+                    places.action = ""
+
+            return acting
+
+        return wrap
+
+    stage = "torch.distributed.pipelining.stage"
+    base = "_PipelineStageBase"
+    shims.replace(stage, f"{base}.forward_one_chunk", action(lambda _: "F"))
+    shims.replace(stage, f"{base}.backward_one_chunk", action(lambda k: "B" if k.get("full_backward", True) else "I"))  # fmt: skip
+    shims.replace(stage, f"{base}.backward_weight_one_chunk", action(lambda _: "W"))
+
+    def with_loss(method: Callable[..., Any]) -> Callable[..., Any]:
+        def losing(self: Any, s: Any, output: Any, targets: Any, chunk: int, *rest: Any) -> Any:
+            places.action = f"{s.stage_index}F{chunk}"
+            try:
+                return method(self, s, output, targets, chunk, *rest)
+            finally:
+                places.action = ""
+
+        return losing
+
+    shims.replace("torch.distributed.pipelining.schedules", "_PipelineSchedule._maybe_compute_loss", with_loss)  # fmt: skip
+
+
+def _local(tensor: Any) -> Any:
+    from titan.optim.adam import local
+
+    return local(tensor)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    tokens_BS: Any
+    labels_BS: Any
+    positions_BS: Any = None
+    document_ids_BS: Any = None
+
+
+def _fake_batch(config: JobConfig) -> _Batch:
+    """As the loader would give it: whole sequences on the host."""
+    import torch
+
+    def numbers() -> Any:
+        shape = (config.training.local_batch_size, config.training.seq_len)
+        return torch.zeros(shape, dtype=torch.int64)
+
+    return _Batch(
+        numbers(),
+        numbers(),
+        numbers() if config.data.reset_positions else None,
+        numbers() if config.data.document_mask else None,
+    )
+
+
+def _boundary(config: JobConfig, layout: Layout, device: Any) -> Any:
+    """What one pipeline stage sends to the next: the residual stream of a microbatch, of this rank's part of the sequence."""
+    import torch
+
+    size = config.parallelism.pipeline_parallel_microbatch_size
+    length = config.training.seq_len // (layout.cp * layout.tp)
+    dtype = getattr(torch, config.training.mixed_precision_param)
+    dim = model_config(config.model).dim
+    return torch.empty(size, length, dim, dtype=dtype, device=device)
+
+
+def _describe(error: Exception, recorder: Any, rank: int) -> str:
+    """Operation, phase, action, module, and the function that raised."""
+    places = recorder.places
+    frames = traceback.extract_tb(error.__traceback__)
+    last = frames[-1]
+    module = places.module_that_raised(error)
+    where = [places.phase, places.action, module and f"module {module}"]
+    where.append(f"{'/'.join(Path(last.filename).parts[-3:])}:{last.lineno} in {last.name}")
+    after = f" after {recorder.running}" if recorder.running is not None else ""
+    lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+    return (
+        f"rank {rank} cannot be traced{after} ({', '.join(filter(None, where))}): "
+        f"{type(error).__name__}: {lines[0].strip()}"
+    )
+
+
+# ---- children ----------------------------------------------------------------------------------
+
+_PRELOAD = ["titan.program", "titan.sim.environment", "titan.sim.recorder", "torch.distributed.pipelining"]  # fmt: skip
+Job = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+def _in_children(jobs: Iterable[Job], processes: int) -> list[Any]:
+    """Results of the jobs, each computed in a process of its own, `processes` at a time. Raises RecordError."""
+    # Children are forked from a server that has torch imported, and has no threads and no backward pass behind it.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    waiting = list(enumerate(jobs))
+    results: list[Any] = [None] * len(waiting)
+    running: dict[Connection, tuple[int, Any]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < processes:
+                number, job = waiting.pop(0)
+                ours, theirs = context.Pipe(duplex=False)
+                child = context.Process(target=_child, args=(theirs, job), daemon=True)
+                child.start()
+                theirs.close()
+                running[ours] = (number, child)
+            for connection in wait(list(running)):
+                assert isinstance(connection, Connection)
+                number, child = running.pop(connection)
+                try:
+                    ok, value = pickle.loads(connection.recv_bytes())
+                except EOFError:
+                    child.join()
+                    ok, value = False, f"the recording process died (exit code {child.exitcode})"
+                connection.close()
+                child.join()
+                if not ok:
+                    raise RecordError(value)
+                results[number] = value
+    finally:
+        for connection, (_, child) in running.items():
+            connection.close()
+            child.kill()
+            child.join()
+    return results
+
+
+def _child(connection: Connection, job: Job) -> None:
+    function, args, kwargs = job
+    try:
+        answer = (True, function(*args, **kwargs))
+    except RecordError as error:
+        answer = (False, str(error))
+    except BaseException as error:
+        answer = (False, f"{type(error).__name__}: {error}")
+    connection.send_bytes(pickle.dumps(answer, protocol=pickle.HIGHEST_PROTOCOL))
+    # Not by the interpreter's way out: autograd's thread for the device would sometimes abort it.
+    os._exit(0)

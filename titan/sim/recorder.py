@@ -1,0 +1,178 @@
+"""Records what a rank does: every operation that torch dispatches, on fake tensors, as an event of titan.sim.trace.
+
+Lies between autograd and the fake tensors. Tensor subclasses (DTensor, torchao's) come apart first, so that what is seen are
+the plain operations that a device runs; what torch computes for itself (output shapes for DTensor, compilation) is not seen.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives  # registers the operators
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from titan.parallel.shims import AsyncCollectiveTensor
+
+from . import device, shims
+from .operators import EXPANDED, Operator, classify, kernel_of, tensors_in
+from .places import Places
+from .storages import Storages
+from .trace import Event, Kernel, Launch, Synchronize
+from .transfers import Collective, Transfers, collective_of
+
+_PLAIN = {Tensor, shims.FakeTensor, nn.Parameter}
+_device_of = torch.ops.prim.device.default
+_under_way = torch.ops._c10d_functional._wrap_tensor_autograd.default
+_read = torch.ops.aten._local_scalar_dense.default
+# What FSDP gathers into and scatters from, whose memory is neither a parameter's nor an activation's.
+_UNSHARDED = {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "fsdp::chunk_cat", "fsdp::all_gather_copy_in"}  # fmt: skip
+
+
+class Recorder(TorchDispatchMode):
+    """Inside of a FakeTensorMode. `events` holds what was recorded; replace it to begin anew."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+        self.places = Places()
+        self.storages = Storages(
+            self.record, place=self.places.current, stream=device.current_stream
+        )
+        self.transfers = Transfers(mesh, self.record, stream=device.current_stream)
+        self.running: Any = None  # for messages: the operation that came last
+        self.error: Exception | None = None  # what it raised: autograd's thread may lose it
+        self._paused = 0
+        self._operators: dict[Any, Operator] = {}
+        self._collectives: dict[Any, Collective | None] = {}
+        self._kernels: dict[Kernel, Kernel] = {}
+        self.places.on_backward = self._backward_begins
+        device.report_to(self.record)
+        self._patch()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def record(self, event: Event) -> None:
+        self.events.append(event)
+
+    def paused(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, without a record of what it dispatches."""
+
+        @functools.wraps(function)
+        def quiet(*args: Any, **kwargs: Any) -> Any:
+            self._paused += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._paused -= 1
+
+        return quiet
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is _device_of:
+            return args[0].fake_device
+        for kind in types:
+            if kind not in _PLAIN:
+                return NotImplemented
+        kwargs = kwargs or {}
+        if self._paused or not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)
+        if func is _under_way:
+            return AsyncCollectiveTensor(args[0])
+        self.running = func
+        op = self._operators.get(func)
+        if op is None:
+            op = self._operators[func] = classify(func)
+            self._collectives[func] = collective_of(func)
+        if func is _read:
+            return self._read(args[0])
+        if func in EXPANDED and args[0].fake_device.type == device.NAME:
+            with self:
+                return EXPANDED[func](*args, **kwargs)
+        try:
+            result = self._uncached(op, args, kwargs) if op.name == "aten::set_" else func(*args, **kwargs)
+        except Exception as error:
+            self.error = error
+            raise
+        if op.kind is None and not op.makes:
+            return result
+        self._record_call(op, args, kwargs, result)
+        return result
+
+    def _record_call(self, op: Operator, args: Any, kwargs: Any, result: Any) -> None:
+        outputs = [result] if isinstance(result, Tensor) else list(tensors_in([result]))
+        on_device = False
+        for tensor in outputs:
+            if tensor.fake_device.type == device.NAME:  # pyright: ignore
+                on_device = True
+                if op.makes:
+                    self.storages.add(tensor)
+        if op.name in _UNSHARDED:
+            self.storages.mark(tensors_in([*args, *kwargs.values(), result]), "unsharded")
+        collective = self._collectives[op.func]
+        if collective is not None:
+            self.transfers.issue(collective, op.func, args, kwargs, result, self.places.current())
+            return
+        if op.kind is None:
+            return
+        if not on_device:
+            inputs = tensors_in((*args, *kwargs.values()))
+            if not any(t.fake_device.type == device.NAME for t in inputs):  # pyright: ignore
+                return
+        kernel = kernel_of(op, args, kwargs, outputs)
+        kernel = self._kernels.setdefault(kernel, kernel)
+        stream = device.current_stream()
+        self.record(Launch(kernel, stream, self.places.current()))
+        if kernel.kind == "host_copy" and not _may_run_on(op, args, kwargs):
+            self.record(Synchronize(stream, f"{op.name} between device and host"))
+
+    def _uncached(self, op: Operator, args: Any, kwargs: Any) -> Any:
+        """Fake tensors remember calls by their arguments, and with `set_` would keep a storage alive."""
+        mode = args[0].fake_mode
+        before, mode.cache_enabled = mode.cache_enabled, False
+        try:
+            return op.func(*args, **kwargs)
+        finally:
+            mode.cache_enabled = before
+
+    def _read(self, tensor: Tensor) -> int | float | bool:
+        """A fake tensor has no value. Numbers are one, which may be divided by; loops that ask whether any is left end."""
+        if tensor.fake_device.type == device.NAME:  # pyright: ignore
+            self.record(Synchronize(device.current_stream(), "a value is read"))
+        if tensor.dtype == torch.bool:
+            return False
+        return 1.0 if tensor.is_floating_point() else 1
+
+    def _backward_begins(self) -> None:
+        self.storages.mark_made("activations")
+
+    def _patch(self) -> None:
+        shims.pause_in_sharding_propagation(self.paused)
+        shims.wait_late()
+        shims.read_meshes_for_real(self.paused)
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: Any, size: int) -> Any:
+            if not self._paused:
+                self.storages.resize(storage, size)
+            return resize(storage, size)
+
+        torch.UntypedStorage.resize_ = resized
+
+
+def _may_run_on(op: Operator, args: Any, kwargs: Any) -> bool:
+    """Whether the host does not wait for a copy."""
+    for i, argument in enumerate(op.func._schema.arguments):
+        if argument.name == "non_blocking":
+            return bool(args[i] if i < len(args) else kwargs.get("non_blocking", False))
+    return False

@@ -1,0 +1,581 @@
+"""Traces on a clock: what each rank's streams do when, and why its compute stream is ever idle.
+
+All traced ranks run in one discrete-event simulation. A host issues work as the trace says, ahead of the device, and stops only where
+the trace stops it. Each stream is a queue. A kernel or transfer at the head of a queue runs at a rate that depends on what runs
+beside it, and is retimed whenever that changes:
+
+    kernels of one rank share the device equally; while a transfer runs, they lose what it holds of SMs and bandwidth
+    transfers of one rank share links equally; latency is shared with nobody
+
+A transfer between traced ranks (other pipeline stages) begins when all of them have come to it. Peers that are not traced do
+what the traced rank does, and arrive with it. Detached transfers of a group queue on a stream of the group's own, as NCCL's
+do; those that share a work run together. The step is replayed twice and the second time is told, when the host has its lead and
+pipeline stages meet as they did in the step before. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any
+
+from .cost import Cost
+from .network import LINKS, TransferPrice
+from .timeline import Cause, Lane, Ran, Timeline, axis_of, summarise
+from .trace import (
+    COMPUTE_STREAM,
+    Allocate,
+    AwaitEvent,
+    AwaitStream,
+    AwaitWork,
+    Free,
+    Group,
+    Launch,
+    RecordEvent,
+    Synchronize,
+    Trace,
+    Transfer,
+)
+
+
+class ReplayError(Exception):
+    """The traces cannot run together: ranks wait for each other for ever, or for one that is not there."""
+
+
+def replay(traces: Mapping[int, Trace], cost: Cost, *, steps: int = 2) -> Timeline:
+    """The last of `steps` consecutive steps of the traced ranks, by global rank.
+
+    With one step, hosts and devices start together, and the step ends when the last stream is done. Raises `ReplayError`.
+    """
+    assert steps >= 1
+    with _no_garbage_collection():
+        simulation = _Simulation(traces, cost, steps)
+        simulation.run()
+        return _timeline([*simulation.ranks.values()], steps)
+
+
+def _timeline(ranks: list[_Rank], steps: int) -> Timeline:
+    begin = max(rank.end_of(steps - 2) for rank in ranks) if steps > 1 else 0.0
+    step_s = max(rank.end_of(steps - 1) for rank in ranks) - begin
+    origin = min(rank.streams[COMPUTE_STREAM].cuts[-2][0] for rank in ranks)
+    told = {}
+    for rank in ranks:
+        lanes = [*rank.streams.values()]
+        told[rank.number] = summarise(
+            rank.number, lanes, rank.transfers, step_s=step_s, origin=origin
+        )
+    return Timeline(step_s, told)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Millions of small objects are made and none in cycles: looking for them takes half of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+# ---------------------------------------------------------------------------------------------------------- state
+
+
+class _Point:
+    """Something that streams and hosts wait for: an event, or the transfers of a work. Done when nothing is pending."""
+
+    __slots__ = ("pending", "stream", "waiters")
+
+    def __init__(self, stream: _Stream, pending: int = 1) -> None:
+        self.stream = stream
+        self.pending = pending
+        self.waiters: list[_Stream | _Rank] = []
+
+    def count_down(self, simulation: _Simulation) -> None:
+        self.pending -= 1
+        if not self.pending:
+            simulation.ready.extend(self.waiters)
+            self.waiters.clear()
+
+
+class _Batch:
+    """Transfers that run together: those of one work that were issued one after the other."""
+
+    __slots__ = ("issued", "left", "sides", "since", "stream", "work", "work_id")
+
+    def __init__(self, stream: _Stream, work_id: int, work: _Point) -> None:
+        self.stream, self.work_id, self.work = stream, work_id, work
+        self.sides: list[tuple[Transfer, Group]] = []
+        self.issued = self.since = 0.0
+        self.left = 0
+
+
+_LEAD, _LEAD_UNIT = 1024, 64
+"""Launches that a stream's queue takes before the host has to wait (the driver's limit, recalled), and how finely they are counted."""
+
+# What a stream's queue holds, as (kind, ...): tuples are the cheapest that Python has.
+_RUN, _BATCH, _REACH, _AWAIT, _STEP = range(5)
+
+
+class _Stream(Lane):
+    """A queue of one rank.
+
+    cause, blocked_since: what keeps it. last: batch that the host may still add to. lead: points in the queue, of which the
+    host may not be too far ahead.
+    """
+
+    __slots__ = (
+        "blocked_since", "busy", "cause", "last", "launched", "lead", "queue", "rank", "running", "version",
+    )  # fmt: skip
+
+    def __init__(self, rank: _Rank, name: str) -> None:
+        super().__init__(name, steps_before=rank.step)
+        self.rank = rank
+        self.queue: deque[tuple[Any, ...]] = deque()
+        self.busy = False
+        self.cause: Cause | None = "host"
+        self.blocked_since = 0.0
+        self.version = 0
+        self.last: _Batch | None = None
+        self.running: _Batch | None = None
+        self.launched = 0
+        self.lead: deque[_Point] = deque()
+
+    def fire(self, now: float) -> None:
+        self.advance(now)
+
+    def advance(self, now: float) -> None:
+        """Do all that can be done at this moment."""
+        if self.busy:
+            return
+        if self.cause is not None:
+            if now > self.blocked_since:
+                self.segments.append((self.blocked_since, now, self.cause))
+            self.cause = None
+        self.version += 1
+        queue, simulation = self.queue, self.rank.simulation
+        while queue:
+            item = queue[0]
+            kind = item[0]
+            if kind is _RUN:
+                if item[1] > now:
+                    simulation.push(item[1], self)
+                    return self._block(now, "host")
+                queue.popleft()
+                self.busy = True
+                return self.rank.start(_Task(self, item[2], item[3], now), copies=item[4], now=now)
+            if kind is _AWAIT:
+                point = item[1]
+                if point.pending:
+                    point.waiters.append(self)
+                    return self._block(now, point.stream)
+                queue.popleft()
+            elif kind is _REACH:
+                queue.popleft()
+                item[1].count_down(simulation)
+            elif kind is _BATCH:
+                batch = item[1]
+                if batch.issued > now:
+                    simulation.push(batch.issued, self)
+                    return self._block(now, "host")
+                queue.popleft()
+                self.busy, self.running = True, batch
+                return simulation.arrive(batch, now)
+            else:
+                queue.popleft()
+                self.cuts.append((now, len(self.segments)))
+        self._block(now, "host")
+
+    def _block(self, now: float, cause: Cause) -> None:
+        self.cause, self.blocked_since = cause, now
+
+
+class _Task:
+    """A kernel that runs. left: seconds of it at full rate."""
+
+    __slots__ = ("event", "left", "pool", "rate", "since", "start", "stream", "version")
+
+    def __init__(self, stream: _Stream, seconds: float, event: Launch, now: float) -> None:
+        self.stream, self.event, self.left = stream, event, seconds
+        self.start = self.since = now
+        self.rate, self.version = 1.0, 0
+        self.pool: list[_Task] = []
+
+    def fire(self, now: float) -> None:
+        stream = self.stream
+        self.pool.remove(self)
+        if self.pool:
+            stream.rank.retime(self.pool, now)
+        stream.segments.append((self.start, now, self.event))
+        stream.busy = False
+        stream.advance(now)
+
+
+class _Flow:
+    """A transfer on which all sides have met: first its latency, then its volume.
+
+    sides: each with its batch, its transfer, its group and its links.
+    """
+
+    __slots__ = ("begin", "left", "rate", "sides", "since", "version", "volume_s", "with_volume")
+
+    def __init__(
+        self, sides: list[tuple[_Batch, Transfer, Group, TransferPrice]], now: float
+    ) -> None:
+        self.sides = sides
+        self.left = max(price.latency_s for *_, price in sides)
+        self.volume_s = max(price.volume_s for *_, price in sides)
+        self.begin = self.since = now
+        self.rate, self.version, self.with_volume = 1.0, 0, False
+
+    def fire(self, now: float) -> None:
+        """The latency is over, or the volume is through."""
+        if self.with_volume or not self.volume_s:
+            self._finish(now)
+            return
+        self.with_volume, self.left, self.since = True, self.volume_s, now
+        for batch, _, _, price in self.sides:
+            batch.stream.rank.claim(self, price.links)
+        self._retime_neighbours(now)
+
+    def _finish(self, now: float) -> None:
+        for batch, transfer, group, price in self.sides:
+            rank = batch.stream.rank
+            lane = batch.stream
+            rank.transfers.append(
+                Ran(lane.num_steps, lane.name, axis_of(group), self.begin, now, transfer)
+            )
+            if self.with_volume:
+                rank.release(self, price.links)
+            rank.count_flows(-1, now)
+        if self.with_volume:
+            self._retime_neighbours(now)
+        for batch, transfer, _, _ in self.sides:
+            batch.left -= 1
+            if not batch.left:
+                stream = batch.stream
+                if self.begin > batch.since:
+                    stream.segments.append((batch.since, self.begin, "peers"))
+                stream.segments.append((max(batch.since, self.begin), now, transfer))
+                stream.busy, stream.running = False, None
+                stream.rank.simulation.ready.append(stream)
+            batch.work.count_down(batch.stream.rank.simulation)
+
+    def _retime_neighbours(self, now: float) -> None:
+        """Rates of this flow (if it still runs) and of all that share a rank with it."""
+        flows = {id(f): f for batch, *_ in self.sides for f in batch.stream.rank.flows}
+        for flow in flows.values():
+            sharers = 1
+            for batch, _, _, price in flow.sides:
+                sharers = max([sharers, *(batch.stream.rank.links[link] for link in price.links)])
+            self.sides[0][0].stream.rank.simulation.settle(flow, now, 1 / sharers)
+
+
+class _Rank:
+    """A host, its streams, and what runs on its device and links."""
+
+    def __init__(self, simulation: _Simulation, trace: Trace, steps: int) -> None:
+        self.simulation, self.trace, self.number = simulation, trace, trace.rank
+        self.step, self.steps = 0, steps
+        self.program = list(_program(trace, simulation.cost))
+        self.place, self.clock = 0, 0.0
+        self.waits_for: _Point | None = None
+        self.streams: dict[int | str, _Stream] = {}
+        self.stream(COMPUTE_STREAM)
+        self.events: dict[int, _Point] = {}
+        self.works: dict[int, _Point] = {}
+        self.kernels: list[_Task] = []
+        self.copies: list[_Task] = []
+        self.num_flows = 0
+        self.flows: list[_Flow] = []
+        self.links = [0] * len(LINKS)
+        self.transfers: list[Ran] = []
+
+    def stream(self, key: int | str) -> _Stream:
+        """By its number; of a group, by its name."""
+        found = self.streams.get(key)
+        if found is None:
+            if isinstance(key, str):
+                name = f"group {axis_of(self.trace.groups[key])}"
+            else:
+                name = f"stream {key}" if key != COMPUTE_STREAM else "compute"
+            found = self.streams[key] = _Stream(self, name)
+        return found
+
+    def end_of(self, step: int) -> float:
+        """When all streams were through with a step, counted from 0."""
+        return max(stream.cuts[step + 1][0] for stream in self.streams.values())
+
+    # -- the host
+
+    def advance(self, now: float) -> None:
+        """Issue work until the trace stops the host, or ends."""
+        self.waits_for = None
+        self.clock = max(self.clock, now)
+        while self.step < self.steps:
+            while self.place < len(self.program):
+                operation, *arguments = self.program[self.place]
+                self.place += 1
+                point = operation(self, *arguments)
+                if point is not None and point.pending:
+                    self.waits_for = point
+                    point.waiters.append(self)
+                    return self._wake_idle()
+            self.step, self.place = self.step + 1, 0
+            for stream in self.streams.values():
+                stream.queue.append((_STEP,))
+                stream.last = None
+            self.works = {}
+        self._wake_idle()
+
+    def _wake_idle(self) -> None:
+        """Streams that wait for no other may have been given something to do."""
+        self.simulation.ready.extend(
+            s
+            for s in self.streams.values()
+            if s.queue and not s.busy and not isinstance(s.cause, _Stream)
+        )
+
+    def launch(self, seconds: float, host_s: float, event: Launch, copies: bool) -> _Point | None:
+        self.clock += host_s
+        stream = self.stream(event.stream)
+        stream.queue.append((_RUN, self.clock, seconds, event, copies))
+        stream.launched += 1
+        if stream.launched % _LEAD_UNIT:
+            return None
+        stream.lead.append(self._reach(stream))
+        return stream.lead.popleft() if len(stream.lead) * _LEAD_UNIT > _LEAD else None
+
+    def transfer(self, event: Transfer, group: Group, host_s: float) -> None:
+        self.clock += host_s
+        key = event.group if event.detached else event.stream
+        stream = self.stream(key)
+        batch = stream.last
+        if batch is None or batch.work_id != event.work or event.work < 0:
+            if event.detached:
+                self.await_stream(key, event.stream)
+            work = self.works.get(event.work)
+            if work is None:
+                work = self.works[event.work] = _Point(stream, pending=0)
+            batch = stream.last = _Batch(stream, event.work, work)
+            stream.queue.append((_BATCH, batch))
+        batch.sides.append((event, group))
+        batch.left += 1
+        batch.issued = self.clock
+        batch.work.pending += 1
+
+    def await_work(self, stream: int, work: int, host: bool) -> _Point | None:
+        point = self.works.get(work)
+        if point is None:
+            return None
+        self.stream(stream).queue.append((_AWAIT, point))
+        return point if host else None
+
+    def record(self, stream: int, event: int) -> None:
+        self.events[event] = self._reach(self.stream(stream))
+
+    def _reach(self, stream: _Stream) -> _Point:
+        point = _Point(stream)
+        stream.queue.append((_REACH, point))
+        return point
+
+    def await_event(self, stream: int, event: int) -> _Point | None:
+        point = self.events.get(event)
+        if point is None:  # an event that was never recorded is done, as in CUDA
+            return None
+        if stream < 0:
+            return point
+        self.stream(stream).queue.append((_AWAIT, point))
+        return None
+
+    def await_stream(self, stream: int | str, other: int) -> None:
+        if stream != other:
+            point = self._reach(self.stream(other))
+            self.stream(stream).queue.append((_AWAIT, point))
+
+    def synchronize(self, stream: int) -> _Point:
+        streams = list(self.streams.values()) if stream < 0 else [self.stream(stream)]
+        point = _Point(streams[0], pending=len(streams))
+        for each in streams:
+            each.queue.append((_REACH, point))
+        return point
+
+    # -- the device
+
+    @property
+    def speed(self) -> float:
+        return self.simulation.beside_transfer if self.num_flows else 1.0
+
+    def start(self, task: _Task, *, copies: bool, now: float) -> None:
+        pool = task.pool = self.copies if copies else self.kernels
+        pool.append(task)
+        if len(pool) > 1:
+            self.retime(pool, now)
+        else:
+            task.rate = 1.0 if copies else self.speed
+            self.simulation.push(now + task.left / task.rate, task)
+
+    def retime(self, pool: list[_Task], now: float) -> None:
+        rate = (1.0 if pool is self.copies else self.speed) / len(pool)
+        for task in pool:
+            self.simulation.settle(task, now, rate)
+
+    def count_flows(self, change: int, now: float) -> None:
+        before, self.num_flows = self.num_flows, self.num_flows + change
+        if self.kernels and not (before and self.num_flows):
+            self.retime(self.kernels, now)
+
+    def claim(self, flow: _Flow, links: tuple[int, ...]) -> None:
+        self.flows.append(flow)
+        for link in links:
+            self.links[link] += 1
+
+    def release(self, flow: _Flow, links: tuple[int, ...]) -> None:
+        self.flows.remove(flow)
+        for link in links:
+            self.links[link] -= 1
+
+
+def _program(trace: Trace, cost: Cost) -> Iterator[tuple[Any, ...]]:
+    """A step as calls of `_Rank`'s methods, priced; memory is not replay's business."""
+    slowest = cost.profile.straggler(trace.world_size)
+    prices: dict[int, tuple[float, float, bool]] = {}
+    for event in trace.step:
+        kind = type(event)
+        if kind is Allocate or kind is Free:
+            continue
+        if isinstance(event, Launch):
+            kernel = event.kernel
+            price = prices.get(id(kernel))
+            if price is None:
+                copies = kernel.kind == "host_copy"
+                seconds = cost.kernel_s(kernel) * (1 if copies else slowest)
+                price = prices[id(kernel)] = (seconds, cost.launch_s(kernel), copies)
+            yield _Rank.launch, price[0], price[1], event, price[2]
+        elif isinstance(event, Transfer):
+            yield _Rank.transfer, event, trace.groups[event.group], cost.launch_transfer_s
+        elif isinstance(event, AwaitWork):
+            yield _Rank.await_work, event.stream, event.work, event.host
+        elif isinstance(event, RecordEvent):
+            yield _Rank.record, event.stream, event.event
+        elif isinstance(event, AwaitEvent):
+            yield _Rank.await_event, event.stream, event.event
+        elif isinstance(event, AwaitStream):
+            yield _Rank.await_stream, event.stream, event.other
+        else:
+            assert isinstance(event, Synchronize), f"no event: {event}"
+            yield _Rank.synchronize, event.stream
+
+
+class _Simulation:
+    """The clock, and where ranks meet."""
+
+    def __init__(self, traces: Mapping[int, Trace], cost: Cost, steps: int) -> None:
+        self.cost = cost
+        self.beside_transfer = cost.profile.compute_share_beside_transfer
+        self.heap: list[tuple[float, int, int, _Task | _Flow | _Stream]] = []
+        self.ready: deque[_Stream | _Rank] = deque()
+        self.numbers = count()
+        self.meetings: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
+        self.calls: dict[tuple[Any, ...], int] = defaultdict(int)
+        self.prices: dict[tuple[Any, ...], TransferPrice] = {}
+        self.ranks = {number: _Rank(self, trace, steps) for number, trace in traces.items()}
+        assert all(rank.number == number for number, rank in self.ranks.items())
+
+    def push(self, time: float, what: _Task | _Flow | _Stream) -> None:
+        heappush(self.heap, (time, next(self.numbers), what.version, what))
+
+    def settle(self, what: _Task | _Flow, now: float, rate: float) -> None:
+        """Count what is done at the old rate, and go on at the new one."""
+        what.left -= (now - what.since) * what.rate
+        what.since, what.rate = now, rate
+        what.version += 1
+        self.push(now + max(0.0, what.left) / rate, what)
+
+    def run(self) -> None:
+        heap, ready, now = self.heap, self.ready, 0.0
+        ready.extend(self.ranks.values())
+        while True:
+            while ready:
+                ready.popleft().advance(now)
+            if not heap:
+                break
+            now, _, version, what = heappop(heap)
+            if what.version == version:
+                what.fire(now)
+        stuck = [rank for rank in self.ranks.values() if rank.waits_for or _unfinished(rank)]
+        if stuck:
+            waits = "; ".join(f"rank {rank.number} waits for {_awaited(rank)}" for rank in stuck)
+            raise ReplayError(f"the step cannot end: {waits}")
+
+    def arrive(self, batch: _Batch, now: float) -> None:
+        """A stream has come to its transfers: begin those that no other traced rank is missing from."""
+        batch.since = now
+        rank = batch.stream.rank.number
+        for transfer, group in batch.sides:
+            side = (batch, transfer, group, self._price(transfer, group, rank))
+            key, expected = self._meeting(transfer, group, rank)
+            if expected == 1:
+                self._begin([side], now)
+                continue
+            others = self.meetings[key]
+            others.append(side)
+            if len(others) == expected:
+                self._begin(self.meetings.pop(key), now)
+
+    def _price(self, transfer: Transfer, group: Group, rank: int) -> TransferPrice:
+        key = (id(group), transfer.kind, transfer.size_bytes, transfer.peer, rank)
+        price = self.prices.get(key)
+        if price is None:
+            price = self.prices[key] = self.cost.transfer(transfer, group, rank=rank)
+        return price
+
+    def _meeting(self, transfer: Transfer, group: Group, rank: int) -> tuple[tuple[Any, ...], int]:
+        """Where the traced sides of a transfer meet, and how many there are: the n-th call of each in this group."""
+        same = (group.axes, group.ranks)
+        if transfer.kind in ("send", "recv"):
+            if transfer.peer not in self.ranks:
+                raise ReplayError(
+                    f"rank {rank}: {_told(transfer, group)}, of which there is no trace; replay the ranks of all "
+                    "pipeline stages together"
+                )
+            pair = (rank, transfer.peer) if transfer.kind == "send" else (transfer.peer, rank)
+            same, expected = (*same, *pair), 2
+        else:
+            expected = sum(peer in self.ranks for peer in group.ranks)
+            if expected == 1:
+                return (), 1
+        turn = self.calls[(rank, transfer.kind, *same)]
+        self.calls[(rank, transfer.kind, *same)] += 1
+        return (*same, "p2p" if len(same) == 4 else transfer.kind, turn), expected
+
+    def _begin(self, sides: list[Any], now: float) -> None:
+        flow = _Flow(sides, now)
+        for batch, *_ in sides:
+            batch.stream.rank.count_flows(+1, now)
+        self.push(now + flow.left, flow)
+
+
+def _unfinished(rank: _Rank) -> bool:
+    return rank.step < rank.steps or any(s.busy or s.queue for s in rank.streams.values())
+
+
+def _awaited(rank: _Rank) -> str:
+    """What keeps a rank from going on, for people."""
+    batches = [stream.running for stream in rank.streams.values() if stream.running]
+    sides = [side for batch in batches for side in batch.sides]
+    return " and ".join(_told(*side) for side in sides) or "an event that nobody records"
+
+
+def _told(transfer: Transfer, group: Group) -> str:
+    where = transfer.place.action or transfer.place.module or transfer.place.phase
+    if transfer.kind == "send":
+        return f"a send to rank {transfer.peer} in group {axis_of(group)} ({where})"
+    if transfer.kind == "recv":
+        return f"a receive from rank {transfer.peer} in group {axis_of(group)} ({where})"
+    return f"{transfer.kind} in group {axis_of(group)} ({where})"

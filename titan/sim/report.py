@@ -1,0 +1,126 @@
+"""A simulation, told to a person on a terminal."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+
+from .simulate import Facts
+
+_BAR = 28
+_SMALL = 0.005  # of the whole: not worth a line
+
+
+def page(facts: Facts) -> str:
+    """What it costs and why; `facts` as titan.sim.simulate.facts gives them."""
+    return "\n".join(
+        [
+            f"{facts['model']} on {facts['world_size']} x {facts['hardware']}: {_degrees(facts['layout'])}",
+            "",
+            *_speed(facts),
+            "",
+            *_time(facts),
+            "",
+            *_memory(facts["memory"], fits=facts["fits"]),
+            *_ranks(facts["per_rank"]),
+            "",
+            f"  simulated in {facts['wall_s']:.1f} s",
+        ]
+    )
+
+
+def _degrees(layout: str) -> str:
+    degrees = [part for part in layout.split(" x ") if not part.endswith(" 1")]
+    return " x ".join(degrees) or "one rank"
+
+
+def _speed(facts: Facts) -> Iterator[str]:
+    mfu = "MFU n/a" if facts["mfu"] is None else f"{facts['mfu']:.1%} MFU"
+    yield f"  step      {duration(facts['step_time_s'])} for {facts['tokens_per_step']:,} tokens"
+    yield (
+        f"  speed     {facts['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, {facts['tflops_per_gpu']:,.0f} TFLOP/s/GPU, "
+        f"{mfu} ({facts['mfu_convention']} attention)"
+    )
+
+
+def _time(facts: Facts) -> Iterator[str]:
+    """Where the step goes; the parts add up to it."""
+    time, comm, total = facts["time"], facts["comm"], facts["step_time_s"]
+    rows = {f"compute: {phase}": s for phase, s in time["by_phase_s"].items()}
+    rows |= {
+        f"waiting for {axis.replace('+', ' x ')}": of["exposed_s"]
+        for axis, of in comm["by_axis"].items()
+    }
+    rows["waiting for other stages"] = time["peers_s"]
+    rows["waiting for copies"] = time["copies_s"]
+    rows["waiting for the host"] = time["host_s"]
+    yield "  where the time goes" + ("" if len(facts["per_rank"]) == 1 else " (mean over stages)")
+    yield from _bars(rows, total=total, unit=duration)
+    hidden = {
+        axis: of["overlapped_s"] for axis, of in comm["by_axis"].items() if of["overlapped_s"]
+    }
+    if hidden:
+        parts = ", ".join(f"{axis} {duration(seconds)}" for axis, seconds in hidden.items())
+        yield f"    communication hidden behind compute: {parts}"
+    if len(facts["per_rank"]) > 1:
+        yield f"    pipeline bubble: {facts['pipeline']['bubble_fraction']:.1%} of the step"
+
+
+def _memory(memory: Facts, *, fits: bool) -> Iterator[str]:
+    reserved, outside, capacity = (
+        memory[f"{k}_gib"] for k in ("peak_reserved", "outside", "capacity")
+    )
+    verdict = f"fits, {capacity - reserved - outside:.1f} GiB to spare" if fits else "DOES NOT FIT"
+    if fits and memory["num_retries"]:
+        verdict = f"fits only by giving back its cache {memory['num_retries']} times, which is slow"
+    yield (
+        f"  memory    {reserved:.1f} GiB reserved + {outside:.1f} outside the allocator, of {capacity:.1f}: {verdict}"
+    )
+    if memory["failure"]:
+        yield f"            {memory['failure']}"
+    yield f"  at its peak of {memory['peak_active_gib']:.1f} GiB in use (rank {memory['rank']}, {memory['at'] or 'start'})"
+    yield from _bars(memory["by_category_gib"], total=memory["peak_active_gib"], unit=_gib)
+    yield "  in which modules"
+    yield from _bars(_by_part(memory["by_module_gib"]), total=memory["peak_active_gib"], unit=_gib)
+
+
+def _by_part(by_module: Mapping[str, float]) -> dict[str, float]:
+    """Modules of one name in all blocks together, the largest first."""
+    parts: defaultdict[str, float] = defaultdict(float)
+    for module, gib in by_module.items():
+        parts[
+            re.sub(r"\.\d+", ".*", module) or "(no module: parameters, their gradients and moments)"
+        ] += gib
+    return dict(sorted(parts.items(), key=lambda item: -item[1])[:8])
+
+
+def _ranks(ranks: Iterable[Facts]) -> Iterator[str]:
+    ranks = list(ranks)
+    if len(ranks) == 1:
+        return
+    yield ""
+    yield "  pipeline rank   compute     waiting    bubble   active GiB   reserved GiB"
+    for of in ranks:
+        yield (
+            f"  {of['pipeline_rank']:>13}  {duration(of['compute_s']):>8}   {duration(of['exposed_s']):>9} "
+            f"{duration(of['bubble_s']):>9}   {of['peak_active_gib']:>10.1f}   {of['peak_reserved_gib']:>12.1f}"
+            + ("" if of["fits"] else "   does not fit")
+        )
+
+
+def _bars(rows: Mapping[str, float], *, total: float, unit: object) -> Iterator[str]:
+    assert callable(unit)
+    shown = {name: value for name, value in rows.items() if value > _SMALL * total}
+    width = max(map(len, shown), default=0)
+    for name, value in shown.items():
+        share = value / total
+        yield f"    {name:<{width}}  {unit(value):>9}  {share:>6.1%}  {'█' * round(_BAR * share)}"
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+def _gib(value: float) -> str:
+    return f"{value:.2f} GiB"

@@ -1,0 +1,189 @@
+"""torch's private names that the simulator depends on, in this one place; tried on torch 2.11 and 2.13.
+
+A name that is missing is told by `find` when the recorder starts: what is missing, and in which torch. Things that are
+replaced are replaced for the life of the process: every trace is recorded in a process of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Fake tensors: shapes and devices without memory. `fake_device` is read rather than `device`, which is dispatched.
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+
+__all__ = ["FakeTensor", "FakeTensorMode", "MissingName", "unset_fake_temporarily"]
+
+
+class MissingName(RuntimeError):
+    """This torch lacks something that the simulator needs; the message names both."""
+
+
+def find(module: str, name: str) -> Any:
+    """`name` (dotted) of a module of torch; raises MissingName."""
+    try:
+        found: Any = import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise MissingName(
+            f"torch {torch.__version__} has no {module}.{name}, which the simulator needs; it is known to work on 2.13"
+        ) from error
+    return found
+
+
+def replace(module: str, name: str, wrap: Callable[[Any], Any]) -> None:
+    """Put wrap(old) in the place of `name` (dotted) of a module; raises MissingName."""
+    path, _, last = name.rpartition(".")
+    owner = find(module, path) if path else import_module(module)
+    old = owner.__dict__.get(last) or find(module, name)
+    function = old.__func__ if isinstance(old, staticmethod | classmethod) else old
+    new = wrap(function)
+    setattr(owner, last, type(old)(new) if isinstance(old, staticmethod | classmethod) else new)
+
+
+def register_backend(name: str, module: Any) -> None:
+    """A device in Python, under the name; `module` becomes torch.<name>."""
+    find("torch.utils.backend_registration", "_setup_privateuseone_for_python_backend")(
+        name, backend_module=module
+    )
+    # torch's fake process group takes it for a device it knows.
+    find("torch.testing._internal.distributed.fake_pg", "FakeStore")
+    capability = dist.Backend.backend_capability["fake"]
+    if name not in capability:
+        capability.append(name)
+
+
+def init_fake_process_group(device_type: str, *, rank: int, world_size: int) -> None:
+    store = find("torch.testing._internal.distributed.fake_pg", "FakeStore")()
+    dist.init_process_group(
+        f"{device_type}:fake,cpu:fake", store=store, rank=rank, world_size=world_size
+    )
+
+
+@contextmanager
+def fake_tensors() -> Iterator[FakeTensorMode]:
+    """Every tensor made inside is fake. torch.tensor(..., device=...) makes its data on the host first, as it always does."""
+    # A model that is copied (a pipeline stage) stays in the same world of fake tensors.
+    FakeTensorMode.__deepcopy__ = lambda mode, _: mode  # pyright: ignore
+    with FakeTensorMode() as mode:
+        lift = find("torch._C", "_set_only_lift_cpu_tensors")
+        lift(True)
+        try:
+            yield mode
+        finally:
+            lift(False)
+
+
+def read_meshes_for_real(paused: Callable[..., Any]) -> None:
+    """DeviceMesh computes with small tensors of ranks, and wants their values: not fake ones. `paused` is a decorator."""
+
+    def for_real(function: Callable[..., Any]) -> Callable[..., Any]:
+        @paused
+        @functools.wraps(function)
+        def real(*args: Any, **kwargs: Any) -> Any:
+            with unset_fake_temporarily():
+                return function(*args, **kwargs)
+
+        return real
+
+    module = "torch.distributed.device_mesh"
+    for name in ("__init__", "_flatten", "_unflatten", "_concatenate"):
+        mesh = find(module, "DeviceMesh")
+        if name in mesh.__dict__:
+            replace(module, f"DeviceMesh.{name}", for_real)
+    rank_map = find(module, "DeviceMesh.mesh")
+    if isinstance(rank_map, property):
+        assert rank_map.fget is not None
+        find(module, "DeviceMesh").mesh = property(for_real(rank_map.fget))
+
+
+def pause_in_sharding_propagation(paused: Callable[..., Any]) -> None:
+    """DTensor learns an operation's output shape by running it on fake tensors of the global shape: nothing of this happens on
+    the device. `paused` is a decorator."""
+    propagator = "ShardingPropagator._propagate_tensor_meta_non_cached"
+    replace("torch.distributed.tensor._sharding_prop", propagator, paused)
+
+
+def wait_late() -> None:
+    """DTensor leaves collectives under way until someone needs their result, but where it is traced by a compiler, which it
+    takes fake tensors for: tell it that they are none."""
+
+    def wrap(old: Callable[[], bool]) -> Callable[[], bool]:
+        proxy_mode = find("torch.fx.experimental.proxy_tensor", "get_proxy_mode")
+
+        def tracing() -> bool:
+            return (torch.compiler.is_compiling() or proxy_mode() is not None) and old()
+
+        return tracing
+
+    tensor = [f"tensor.{name}" for name in ("_collective_utils", "_decompositions", "_dispatch", "_redistribute", "_sharding_prop")]  # fmt: skip
+    for name in ("_functional_collectives", *tensor):
+        module = import_module(f"torch.distributed.{name}")
+        if hasattr(module, "_are_we_tracing"):
+            replace(module.__name__, "_are_we_tracing", wrap)
+
+
+def answer_pipeline_metadata(answer: Callable[[], Tensor]) -> None:
+    """Stages of a pipeline tell each other the shapes they send, in the first step; no other stage is here to tell. All send
+    the same: what `answer` gives, with or without a gradient."""
+    stage = "torch.distributed.pipelining.stage"
+    dist.send_object_list = lambda *_, **__: None  # pyright: ignore[reportAttributeAccessIssue]
+    if not hasattr(find(stage, "PipelineStage"), "_recv_meta"):  # 2.11: a tuple of tensors on meta
+
+        def receive(objects: list[Any], *_: Any, **__: Any) -> None:
+            objects[0] = (answer().to("meta"),)
+
+        dist.recv_object_list = receive  # pyright: ignore[reportAttributeAccessIssue]
+        return
+    utils = "torch.distributed.pipelining._utils"
+    meta_of = find(utils, "extract_tensor_meta")
+    forward, backward = find(utils, "_StageForwardMeta"), find(utils, "_StageBackwardMeta")
+
+    def receive_meta(self: Any, source: int) -> Any:
+        tensor = answer()
+        if source < self.stage_index:
+            return forward(forward_metas=(meta_of(tensor.requires_grad_()),))
+        return backward(backward_metas=(meta_of(tensor),))
+
+    replace(stage, "PipelineStage._recv_meta", lambda _: receive_meta)
+
+    # Whether to ask at all is put to the vote, over the wire; nobody here knows the shapes beforehand.
+    dynamic = find(utils, "InferenceMode").DYNAMIC
+
+    def vote(self: Any, stages: list[Any], *_: Any) -> None:
+        for s in stages:
+            s._inference_mode = dynamic
+
+    replace("torch.distributed.pipelining.schedules", "_PipelineSchedule._warmup_p2p", lambda _: vote)  # fmt: skip
+
+
+def sequence_number() -> int:
+    """That of the next autograd node of this thread."""
+    return torch._C._autograd._get_sequence_nr()  # pyright: ignore
+
+
+def running_node() -> Any:
+    """The autograd node whose backward runs, or None."""
+    return torch._C._current_autograd_node()  # pyright: ignore
+
+
+def in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore
+
+
+def work_classes() -> tuple[Any, Any, Any]:
+    """Classes of a collective's handle, of the fake group's handle, and of a group."""
+    module = "torch._C._distributed_c10d"
+    return find(module, "Work"), find(module, "FakeWork"), find(module, "ProcessGroup")
+
+
+def resolve_group(name: str) -> dist.ProcessGroup:
+    return find("torch._C._distributed_c10d", "_resolve_process_group")(name)

@@ -1,0 +1,191 @@
+"""A job on hardware that is not there: trace, price, replay, and what comes of it."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from titan.config.layout import Layout
+from titan.config.rules import model_config, resolve_layout
+from titan.config.sections import JobConfig
+
+from .cost import Cost
+from .memory import MemoryReport, memory_report
+from .profiles import Profile
+from .record import record
+from .replay import replay
+from .timeline import Timeline, axis_of
+from .trace import Trace, Transfer
+
+GIB = 2**30
+Facts = dict[str, Any]
+
+
+@dataclass
+class Simulation:
+    """A simulated step. traces, timeline and memory are by global rank: the first of each pipeline stage's."""
+
+    config: JobConfig
+    layout: Layout
+    profile: Profile
+    traces: dict[int, Trace]
+    timeline: Timeline
+    memory: dict[int, MemoryReport]
+    wall_s: float
+
+    @cached_property
+    def fullest(self) -> MemoryReport:
+        """Of the rank that needs most."""
+        return max(self.memory.values(), key=lambda report: report.peak_reserved_bytes)
+
+    @property
+    def fits(self) -> bool:
+        return all(report.fits for report in self.memory.values())
+
+    @property
+    def tokens_per_step(self) -> int:
+        training, layout = self.config.training, self.layout
+        return training.local_batch_size * training.seq_len * layout.dp * layout.accumulation
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        return self.tokens_per_step / self.timeline.step_s / self.layout.world_size
+
+
+def simulate(
+    config: JobConfig,
+    *,
+    world_size: int,
+    profile: Profile,
+    processes: int | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Simulation:
+    """A step of a job that passed titan.config.rules, on `world_size` devices of a profile.
+
+    say: is told what is being done. Raises ConfigError, RecordError and ReplayError.
+    """
+    start = time.monotonic()
+    layout = resolve_layout(config, world_size)
+    say(f"tracing {layout.pp} rank{'s' if layout.pp > 1 else ''} of {world_size}")
+    traces = record(config, world_size=world_size, processes=processes)
+    say("replaying")
+    return price(config, layout, traces, profile, started=start)
+
+
+def price(
+    config: JobConfig,
+    layout: Layout,
+    traces: dict[int, Trace],
+    profile: Profile,
+    *,
+    started: float | None = None,
+) -> Simulation:
+    """What traces that are there already come to on some hardware."""
+    started = time.monotonic() if started is None else started
+    timeline = replay(traces, Cost(profile))
+    memory = {rank: memory_report(trace, profile) for rank, trace in traces.items()}
+    wall_s = time.monotonic() - started
+    return Simulation(config, layout, profile, traces, timeline, memory, wall_s)
+
+
+def facts(simulation: Simulation) -> Facts:
+    """All of it as JSON-able data; docs/simulator.md defines every field."""
+    config, timeline, profile = simulation.config, simulation.timeline, simulation.profile
+    model = model_config(config.model)
+    convention = config.metrics.mfu_convention
+    flops_per_token = model.flops_per_token(config.training.seq_len, causal=convention == "causal")
+    tflops = simulation.tokens_per_s_per_gpu * flops_per_token / 1e12
+    peak = profile.peak_tflops.get(config.training.mixed_precision_param)
+    return {
+        "world_size": simulation.layout.world_size,
+        "layout": str(simulation.layout),
+        "model": f"{config.model.name} {config.model.flavor}",
+        "hardware": profile.name,
+        "step_time_s": timeline.step_s,
+        "tokens_per_step": simulation.tokens_per_step,
+        "tokens_per_s_per_gpu": simulation.tokens_per_s_per_gpu,
+        "tflops_per_gpu": tflops,
+        "mfu": tflops / peak if peak else None,
+        "mfu_convention": convention,
+        "fits": simulation.fits,
+        "time": {
+            "compute_s": timeline.mean("compute_s"),
+            "by_phase_s": timeline.mean_by("by_phase_s"),
+            "by_kind_s": timeline.mean_by("by_kind_s"),
+            "copies_s": timeline.mean("copies_s"),
+            "host_s": timeline.mean("host_s"),
+            "peers_s": timeline.mean("peers_s"),
+        },
+        "comm": _communication(simulation),
+        "pipeline": {"bubble_fraction": timeline.bubble_fraction},
+        "memory": _memory(simulation.fullest),
+        "per_rank": [_rank(simulation, rank) for rank in simulation.traces],
+        "wall_s": simulation.wall_s,
+    }
+
+
+def _communication(simulation: Simulation) -> Facts:
+    exposed = simulation.timeline.mean_by("exposed_s")
+    overlapped = simulation.timeline.mean_by("overlapped_s")
+    volume: defaultdict[str, float] = defaultdict(float)
+    count: defaultdict[str, float] = defaultdict(float)
+    for trace in simulation.traces.values():
+        for event in trace.step:
+            if isinstance(event, Transfer):
+                axis = axis_of(trace.groups[event.group])
+                volume[axis] += event.size_bytes / len(simulation.traces)
+                count[axis] += 1 / len(simulation.traces)
+    return {
+        "exposed_s": sum(exposed.values()),
+        "overlapped_s": sum(overlapped.values()),
+        "by_axis": {
+            axis: {
+                "exposed_s": exposed.get(axis, 0.0),
+                "overlapped_s": overlapped.get(axis, 0.0),
+                "bytes": round(volume[axis]),
+                "count": round(count[axis]),
+            }
+            for axis in sorted(count)
+        },
+    }
+
+
+def _memory(report: MemoryReport) -> Facts:
+    where = report.at
+    return {
+        "rank": report.rank,
+        "peak_active_gib": report.peak_active_bytes / GIB,
+        "peak_reserved_gib": report.peak_reserved_bytes / GIB,
+        "outside_gib": report.outside_bytes / GIB,
+        "capacity_gib": report.capacity_bytes / GIB,
+        "by_category_gib": in_gib(report.by_category),
+        "by_module_gib": in_gib(report.by_module),
+        "at": " of ".join(filter(None, (where.action, where.phase, where.module))),
+        "num_retries": report.num_retries,
+        "failure": report.failure,
+    }
+
+
+def in_gib(sizes: Mapping[Any, int]) -> dict[Any, float]:
+    return {name: size / GIB for name, size in sizes.items()}
+
+
+def _rank(simulation: Simulation, rank: int) -> Facts:
+    told, memory = simulation.timeline.ranks[rank], simulation.memory[rank]
+    stage = rank // (simulation.layout.world_size // simulation.layout.pp)
+    return {
+        "rank": rank,
+        "pipeline_rank": stage,
+        "compute_s": told.compute_s,
+        "exposed_s": sum(told.exposed_s.values()),
+        "bubble_s": told.bubble_s,
+        "host_s": told.host_s,
+        "peak_active_gib": memory.peak_active_bytes / GIB,
+        "peak_reserved_gib": memory.peak_reserved_bytes / GIB,
+        "by_category_gib": in_gib(memory.by_category),
+        "fits": memory.fits,
+    }

@@ -1,0 +1,113 @@
+"""Device memory: every storage from its allocation to its end, and what it was for.
+
+A storage ends when its last tensor does, which a weak reference notices; FSDP gives memory back and takes it anew within one
+storage, by resizing it. What memory was for shows later than when it is made, so that an Allocate event is given its
+category when that is known, at the latest when the step ends:
+
+    parameters    was there when the program was built
+    activations   was made in a forward pass and there when a backward pass began
+    unsharded     was gathered by FSDP, or waits to be reduced and scattered by it
+    gradients     is some parameter's gradient
+    optimizer     was made by the optimizer and outlived its step
+    temporary     all else
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from itertools import count
+from typing import Any
+
+from torch import Tensor
+
+from .trace import Allocate, Category, Event, Free, Place
+
+
+class _Storage:
+    """A storage with memory. event: its latest allocation, None while it has no memory."""
+
+    __slots__ = ("category", "event", "ref")
+
+    def __init__(self, event: Allocate | None, ref: Any) -> None:
+        self.event, self.ref = event, ref
+        self.category: Category | None = None
+
+
+class Storages:
+    """record: takes an event. place: where the program is. stream: that is current."""
+
+    def __init__(
+        self,
+        record: Callable[[Event], None],
+        *,
+        place: Callable[[], Place],
+        stream: Callable[[], int],
+    ) -> None:
+        self.record, self.place, self.stream = record, place, stream
+        self._blocks = count()
+        self._live: dict[int, _Storage] = {}  # by address
+        self._made: dict[int, Allocate] = {}  # since the pass began, by block
+
+    def add(self, tensor: Tensor) -> None:
+        """A tensor that an operation returned: its storage may be new."""
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self._live:
+            return
+
+        def end(_: Any) -> None:
+            self._release(self._live.pop(address))
+
+        entry = _Storage(None, weakref.ref(storage, end))
+        self._live[address] = entry
+        self._take(entry, storage.nbytes())
+
+    def resize(self, storage: Any, size: int) -> None:
+        """Before `storage` is resized: FSDP frees and takes memory so."""
+        entry = self._live.get(storage._cdata)
+        if entry is None or (entry.event.size_bytes if entry.event else 0) == size:
+            return
+        entry.category = "unsharded"
+        self._release(entry)
+        self._take(entry, size)
+
+    def _take(self, entry: _Storage, size: int) -> None:
+        if not size:
+            return
+        event = Allocate(
+            next(self._blocks), size, self.stream(), entry.category or "temporary", self.place()
+        )
+        entry.event = event
+        self._made[event.block] = event
+        self.record(event)
+
+    def _release(self, entry: _Storage) -> None:
+        if entry.event is None:
+            return
+        self._made.pop(entry.event.block, None)
+        if entry.category:
+            entry.event.category = entry.category
+        self.record(Free(entry.event.block))
+        entry.event = None
+
+    # ---- what it was for -----------------------------------------------------------------------
+
+    def mark(self, tensors: Iterable[Tensor], category: Category) -> None:
+        """These tensors' memory is of a category, from its beginning."""
+        for tensor in tensors:
+            entry = self._live.get(tensor.untyped_storage()._cdata)
+            if entry is not None and entry.category is None:
+                entry.category = category
+                if entry.event is not None:
+                    entry.event.category = category
+
+    def mark_made(self, category: Category) -> None:
+        """All that was made since the last call of `begin`, is there and has no category."""
+        for entry in self._live.values():
+            if entry.event is not None and entry.event.block in self._made and not entry.category:
+                entry.category = entry.event.category = category
+        self._made.clear()
+
+    def begin(self) -> None:
+        self._made.clear()

@@ -1,0 +1,175 @@
+"""Where a rank's step went: what ran when, and what its compute stream waited for whenever it was idle. Imports no torch."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from .trace import Group, Launch, Transfer
+
+Cause: TypeAlias = "Lane | Literal['host', 'peers']"
+"""What a stream waits for: another stream, work from the host, or ranks that have not come to its transfer."""
+
+
+class Lane:
+    """What a stream has done. The first one of a rank is its compute stream.
+
+    segments: (start, end, Launch or Transfer that ran, or Cause of a wait), without overlap. cuts: time and
+    number of segments at the beginning and at the end of each step.
+    """
+
+    __slots__ = ("cuts", "name", "segments")
+
+    def __init__(self, name: str, *, steps_before: int) -> None:
+        self.name = name
+        self.segments: list[tuple[float, float, Any]] = []
+        self.cuts: list[tuple[float, int]] = [(0.0, 0)] * (steps_before + 1)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that are over."""
+        return len(self.cuts) - 1
+
+
+class Ran(NamedTuple):
+    """A transfer that ran. step: counted from 0; lane: its name."""
+
+    step: int
+    lane: str
+    axis: str
+    start: float
+    end: float
+    transfer: Transfer
+
+
+class Interval(NamedTuple):
+    """Something that ran. lane: "compute", "stream 3", "group pp". Seconds from the beginning of the step."""
+
+    lane: str
+    start: float
+    end: float
+    event: Launch | Transfer
+
+
+@dataclass
+class RankTimeline:
+    """One rank's step; its parts add up to the step:
+
+        compute_s + exposed_s + peers_s + copies_s + host_s
+
+    compute_s: kernels on the compute stream. exposed_s: it is idle, waiting for a transfer that runs, by axis. peers_s: for
+    ranks that have not come to a transfer yet, or for the slowest at the end of the step. copies_s: for kernels of other
+    streams. host_s: for the host. overlapped_s: transfers behind whose back it computed, by axis.
+    """
+
+    rank: int
+    compute_s: float = 0.0
+    exposed_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    overlapped_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    peers_s: float = 0.0
+    copies_s: float = 0.0
+    host_s: float = 0.0
+    by_phase_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    by_kind_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    intervals: list[Interval] = field(default_factory=list)
+
+    @property
+    def bubble_s(self) -> float:
+        """Idle for the pipeline's sake: waiting for other stages, or for what they send."""
+        exposed = (s for axis, s in self.exposed_s.items() if "pp" in axis.split("+"))
+        return self.peers_s + sum(exposed)
+
+
+@dataclass
+class Timeline:
+    """A step of all traced ranks."""
+
+    step_s: float
+    ranks: dict[int, RankTimeline]
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Mean over ranks."""
+        return self.mean("bubble_s") / self.step_s if self.step_s else 0.0
+
+    def mean(self, part: str) -> float:
+        """Mean over ranks of compute_s, peers_s, copies_s, host_s or bubble_s."""
+        return sum(getattr(rank, part) for rank in self.ranks.values()) / len(self.ranks)
+
+    def mean_by(self, part: str) -> dict[str, float]:
+        """Mean over ranks of exposed_s, overlapped_s, by_phase_s or by_kind_s."""
+        total: dict[str, float] = defaultdict(float)
+        for rank in self.ranks.values():
+            for key, seconds in getattr(rank, part).items():
+                total[key] += seconds / len(self.ranks)
+        return dict(total)
+
+
+def axis_of(group: Group) -> str:
+    """A group's axes as one word, such as "dp_shard+cp"."""
+    return "+".join(group.axes) or group.name
+
+
+def summarise(
+    rank: int, lanes: Sequence[Lane], transfers: Sequence[Ran], *, step_s: float, origin: float
+) -> RankTimeline:
+    """The last step of a rank. step_s: of all ranks together; origin: what intervals count from."""
+    told = RankTimeline(rank)
+    axes = {id(ran.transfer): ran.axis for ran in transfers}
+    (begin, first), (end, last) = lanes[0].cuts[-2:]
+    for start, stop, what in lanes[0].segments[first:last]:
+        if isinstance(what, Launch):
+            told.compute_s += stop - start
+            told.by_phase_s[what.place.phase] += stop - start
+            told.by_kind_s[what.kernel.kind] += stop - start
+        else:
+            _attribute(told, what, start, stop, axes)
+    if lanes[0].num_steps == 1:  # in consecutive steps, what runs on goes beside the next one
+        slowest = max(lanes, key=lambda lane: lane.cuts[-1][0])
+        _attribute(told, slowest, end, slowest.cuts[-1][0], axes)
+        end = slowest.cuts[-1][0]
+    told.peers_s += step_s - (end - begin)  # the slowest rank is still at it
+    for lane in lanes:
+        for start, stop, what in lane.segments[lane.cuts[-2][1] : lane.cuts[-1][1]]:
+            if isinstance(what, Launch):
+                told.intervals.append(Interval(lane.name, start - origin, stop - origin, what))
+    for ran in transfers:
+        if ran.step == lanes[0].num_steps - 1:
+            told.overlapped_s[ran.axis] += ran.end - ran.start
+            interval = Interval(ran.lane, ran.start - origin, ran.end - origin, ran.transfer)
+            told.intervals.append(interval)
+    for axis, seconds in told.exposed_s.items():
+        told.overlapped_s[axis] = max(0.0, told.overlapped_s[axis] - seconds)
+    told.intervals.sort(key=lambda interval: interval.start)
+    return told
+
+
+def _attribute(
+    told: RankTimeline, what: Any, start: float, stop: float, axes: Mapping[int, str]
+) -> None:
+    """Charge idle time to what was waited for, following streams that waited themselves."""
+    if stop <= start:
+        return
+    if isinstance(what, Transfer):
+        told.exposed_s[axes[id(what)]] += stop - start
+    elif isinstance(what, Launch):
+        told.copies_s += stop - start
+    elif what == "peers":
+        told.peers_s += stop - start
+    elif what == "host":
+        told.host_s += stop - start
+    else:
+        at = start
+        segments = what.segments
+        place = max(0, bisect_right(segments, start, key=lambda segment: segment[0]) - 1)
+        while place < len(segments) and segments[place][0] < stop:
+            begin, end, inner = segments[place]
+            if end > at:
+                told.host_s += max(0.0, begin - at)  # the stream had nothing to do yet
+                _attribute(told, inner, max(at, begin), min(end, stop), axes)
+                at = min(end, stop)
+            place += 1
+        told.host_s += stop - at

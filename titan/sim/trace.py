@@ -1,0 +1,195 @@
+"""What one rank does in a training step, as data: the simulator records it, prices it and replays it.
+
+    record    runs the program on fake tensors and writes a Trace        recorder.py
+    price     seconds of a Kernel or a Collective on some hardware       cost.py, network.py
+    replay    streams, events and ranks on a clock; the allocator        replay.py, allocator.py
+
+A trace knows nothing of hardware, so one trace serves all of it. Events stand in the order in which the host issues them.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+KernelKind = Literal[
+    "matmul",  # aten.mm, bmm, _scaled_mm: shapes are those of the operands
+    "attention",  # shapes of q, k, v: (B, H, S, K)
+    "attention_backward",
+    "pointwise",  # element by element, reductions, fused kernels: priced by bytes
+    "gather",  # embedding and its backward, index
+    "optimizer",  # fused or foreach updates and norms over many tensors
+    "copy",  # within the device
+    "host_copy",  # between device and host
+]
+CollectiveKind = Literal[
+    "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send", "recv"
+]
+Phase = Literal["setup", "forward", "backward", "recompute", "clip", "optimizer"]
+Category = Literal["parameters", "gradients", "optimizer", "activations", "unsharded", "temporary"]
+CATEGORIES: tuple[Category, ...] = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "unsharded",
+    "temporary",
+)
+
+COMPUTE_STREAM = 0
+"""The device's default stream; other streams are numbered as they are made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """All of a kernel that its duration depends on. Equal kernels are one object within a trace.
+
+    name: as torch calls it ("aten::mm"), or "fused" and what it was fused of. shapes: of the operands that the cost depends on.
+    dtype: of the first operand, as torch prints it without its "torch.". flops: multiplications and additions, causality not
+    deducted. compiled: launched by compiled code, which costs the host less. num_launches: kernels that the operation
+    is made of (a foreach over many tensors runs in several).
+    """
+
+    name: str
+    kind: KernelKind
+    shapes: tuple[tuple[int, ...], ...] = ()
+    dtype: str = ""
+    flops: int = 0
+    read_bytes: int = 0
+    write_bytes: int = 0
+    compiled: bool = False
+    num_launches: int = 1
+    causal: bool = False  # attention under a causal mask
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in the program: phase, module path ("layers.3.attention.wq"; empty outside of the model), and under
+    pipeline parallelism the action, such as "2F0": forward of stage 2, microbatch 0."""
+
+    phase: Phase
+    module: str = ""
+    action: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A process group. axes: of the mesh, such as ("dp_shard", "cp"). ranks: global ones, in order."""
+
+    name: str
+    axes: tuple[str, ...]
+    ranks: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Launch:
+    """The host launches a kernel on a stream."""
+
+    kernel: Kernel
+    stream: int
+    place: Place
+
+
+@dataclass(slots=True)
+class Transfer:
+    """The host issues a collective, or one side of a send and receive.
+
+    size_bytes: of the gathered tensor (all_gather), of the unreduced one (reduce_scatter), else of the message of this rank.
+    stream: the current one. If `detached`, it runs on a stream of its group's own, which first waits for this
+    one; else it occupies this one. work: what an AwaitWork refers to; transfers that share one were issued together.
+    peer: global rank, of a send or recv.
+    """
+
+    kind: CollectiveKind
+    group: str
+    size_bytes: int
+    dtype: str
+    stream: int
+    detached: bool
+    work: int
+    place: Place
+    peer: int = -1
+
+
+@dataclass(slots=True)
+class AwaitWork:
+    """A stream waits for transfers; if `host`, the host does, too."""
+
+    stream: int
+    work: int
+    host: bool = False
+
+
+@dataclass(slots=True)
+class RecordEvent:
+    stream: int
+    event: int
+
+
+@dataclass(slots=True)
+class AwaitEvent:
+    """A stream waits for an event; stream -1: the host does."""
+
+    stream: int
+    event: int
+
+
+@dataclass(slots=True)
+class AwaitStream:
+    """A stream waits for all that another has been given so far."""
+
+    stream: int
+    other: int
+
+
+@dataclass(slots=True)
+class Synchronize:
+    """The host waits for a stream, or with -1 for all: a value is read, or the device synchronised."""
+
+    stream: int
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class Allocate:
+    """Device memory begins to be used. block: a number never used twice; size_bytes: as asked for, not rounded."""
+
+    block: int
+    size_bytes: int
+    stream: int
+    category: Category
+    place: Place
+
+
+@dataclass(slots=True)
+class Free:
+    block: int
+
+
+Event: TypeAlias = (
+    Launch
+    | Transfer
+    | AwaitWork
+    | RecordEvent
+    | AwaitEvent
+    | AwaitStream
+    | Synchronize
+    | Allocate
+    | Free
+)
+
+
+@dataclass
+class Trace:
+    """One rank's program.
+
+    setup: building the model (memory only). first_step: the step that makes the optimizer's state. step: every later one.
+    """
+
+    rank: int
+    world_size: int
+    groups: dict[str, Group] = field(default_factory=dict)
+    setup: list[Event] = field(default_factory=list)
+    first_step: list[Event] = field(default_factory=list)
+    step: list[Event] = field(default_factory=list)

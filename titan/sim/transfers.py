@@ -1,0 +1,196 @@
+"""Collectives, sends and receives as torch issues them: which operator sends what, to whom, and what waits for it.
+
+torch.distributed's own calls (c10d) run on the current stream unless they are asynchronous; functional ones (_c10d_functional,
+which DTensor uses) always run on their group's stream and are waited for by `wait_tensor`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import shims
+from .operators import tensors_in
+from .trace import AwaitWork, CollectiveKind, Event, Group, Place, Transfer
+
+# Operator: kind, and the argument (None: the result) whose bytes count.
+_KINDS: dict[str, tuple[CollectiveKind, str | None]] = {
+    "c10d::allreduce_": ("all_reduce", "tensors"),
+    "c10d::allreduce_coalesced_": ("all_reduce", "tensors"),
+    "c10d::broadcast_": ("broadcast", "tensors"),
+    "c10d::_allgather_base_": ("all_gather", "output_tensor"),
+    "c10d::allgather_": ("all_gather", "output_tensors"),
+    "c10d::allgather_into_tensor_coalesced_": ("all_gather", "outputs"),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", "input_tensor"),
+    "c10d::reduce_scatter_": ("reduce_scatter", "input_tensors"),
+    "c10d::reduce_scatter_tensor_coalesced_": ("reduce_scatter", "inputs"),
+    "c10d::alltoall_base_": ("all_to_all", "input"),
+    "c10d::alltoall_": ("all_to_all", "input_tensors"),
+    "c10d::send": ("send", "tensors"),
+    "c10d::recv_": ("recv", "tensors"),
+    "_c10d_functional::all_reduce": ("all_reduce", "input"),
+    "_c10d_functional::all_reduce_": ("all_reduce", "input"),
+    "_c10d_functional::all_reduce_coalesced": ("all_reduce", "inputs"),
+    "_c10d_functional::all_reduce_coalesced_": ("all_reduce", "inputs"),
+    "_c10d_functional::broadcast": ("broadcast", "input"),
+    "_c10d_functional::broadcast_": ("broadcast", "input"),
+    "_c10d_functional::all_gather_into_tensor": ("all_gather", None),
+    "_c10d_functional::all_gather_into_tensor_out": ("all_gather", None),
+    "_c10d_functional::all_gather_into_tensor_coalesced": ("all_gather", None),
+    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", "input"),
+    "_c10d_functional::reduce_scatter_tensor_out": ("reduce_scatter", "input"),
+    "_c10d_functional::reduce_scatter_tensor_coalesced": ("reduce_scatter", "inputs"),
+    "_c10d_functional::all_to_all_single": ("all_to_all", "input"),
+    "_dtensor::shard_dim_alltoall": ("all_to_all", "input"),
+}
+_WAIT = "_c10d_functional::wait_tensor"
+_NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
+
+
+class UnknownCollective(RuntimeError):
+    """A collective that is not in the table above."""
+
+
+@dataclass
+class Collective:
+    """How to read a call. Each is an index of the operator's arguments; -1: it has none."""
+
+    kind: CollectiveKind | None  # None: wait_tensor
+    data: int
+    group: int
+    asynchronous: int
+    peer: int
+    functional: bool
+
+
+def collective_of(func: Any) -> Collective | None:
+    """None: not a collective. Raises UnknownCollective."""
+    if func.namespace not in _NAMESPACES:
+        return None
+    name, names = func._schema.name, [a.name for a in func._schema.arguments]
+
+    def index(*candidates: str) -> int:
+        return next((i for i, n in enumerate(names) if n in candidates), -1)
+
+    if name == _WAIT:
+        return Collective(None, 0, -1, -1, -1, True)
+    if name not in _KINDS:
+        raise UnknownCollective(f"{name} is not among the collectives that the simulator knows")
+    kind, data = _KINDS[name]
+    return Collective(
+        kind,
+        data=-1 if data is None else index(data),
+        group=index("process_group", "group_name"),
+        asynchronous=index("asyncOp", "async_op"),
+        peer=index("dst", "src") if kind in ("send", "recv") else -1,
+        functional=func.namespace != "c10d",
+    )
+
+
+class Transfers:
+    """Turns calls into events, and gives works their numbers."""
+
+    def __init__(
+        self, mesh: DeviceMesh, record: Callable[[Event], None], *, stream: Callable[[], int]
+    ) -> None:
+        self.record, self.stream = record, stream
+        self.groups: dict[str, Group] = {}
+        self.axes = tuple(mesh.mesh_dim_names or ())
+        self.mesh_shape = tuple(mesh.shape)
+        self._works = count(1)
+        self._waited: dict[int, int] = {}  # by address of a functional result's storage
+        self._batch = 0  # the work of the transfers that are being issued together
+        self._patch_works()
+
+    def issue(
+        self, collective: Collective, func: Any, args: Any, kwargs: Any, result: Any, place: Place
+    ) -> None:
+        if collective.kind is None:
+            work = self._waited.pop(args[0].untyped_storage()._cdata, 0)
+            if work:
+                self.record(AwaitWork(self.stream(), work))
+            return
+
+        def argument(index: int) -> Any:
+            schema = func._schema.arguments[index]
+            return (
+                args[index] if index < len(args) else kwargs.get(schema.name, schema.default_value)
+            )
+
+        data = list(tensors_in([result] if collective.data < 0 else [argument(collective.data)]))
+        if not any(t.fake_device.type != "cpu" for t in data):  # pyright: ignore
+            return
+        group = self._group(argument(collective.group))
+        work = self._batch or next(self._works)
+        detached = collective.functional or bool(self._batch)
+        if collective.peer >= 0:
+            detached = True
+        elif collective.asynchronous >= 0:
+            detached = detached or bool(argument(collective.asynchronous))
+        self.record(
+            Transfer(
+                collective.kind,
+                group.name,
+                sum(t.numel() * t.dtype.itemsize for t in data),
+                str(data[0].dtype)[6:],
+                self.stream(),
+                detached,
+                work,
+                place,
+                group.ranks[argument(collective.peer)] if collective.peer >= 0 else -1,
+            )
+        )
+        if collective.functional:
+            for tensor in tensors_in([result]):
+                self._waited[tensor.untyped_storage()._cdata] = work
+        else:
+            handle = result[-1] if isinstance(result, tuple | list) else result
+            self._fake_work.unbox(handle).seq_id = work
+
+    def _group(self, given: Any) -> Group:
+        group = shims.resolve_group(given) if isinstance(given, str) else self._process_group(given)
+        name = group.group_name
+        if name not in self.groups:
+            ranks = tuple(dist.get_process_group_ranks(group))
+            self.groups[name] = Group(name, self._axes_of(ranks), ranks)
+        return self.groups[name]
+
+    def _process_group(self, given: Any) -> Any:
+        return given if isinstance(given, dist.ProcessGroup) else dist.ProcessGroup.unbox(given)
+
+    def _axes_of(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
+        """Those along which the ranks differ. Ranks lie in the mesh row by row."""
+        varying, size = [], 1
+        for axis, degree in reversed(list(zip(self.axes, self.mesh_shape, strict=True))):
+            if len({rank // size % degree for rank in ranks}) > 1:
+                varying.append(axis)
+            size *= degree
+        return tuple(reversed(varying))
+
+    def _patch_works(self) -> None:
+        """Report waits, and give sends and receives that are issued together one work."""
+        work_class, self._fake_work, group_class = shims.work_classes()
+
+        def wait(work: Any, *_: Any) -> bool:
+            if work.seq_id > 0:
+                self.record(AwaitWork(self.stream(), work.seq_id))
+            return True
+
+        work_class.wait = self._fake_work.wait = wait
+        start, end = group_class._start_coalescing, group_class._end_coalescing
+
+        def begin(group: Any, device: Any) -> Any:
+            self._batch = next(self._works)
+            return start(group, device)
+
+        def finish(group: Any, device: Any) -> Any:
+            work = end(group, device)
+            work.seq_id, self._batch = self._batch, 0
+            return work
+
+        group_class._start_coalescing, group_class._end_coalescing = begin, finish
