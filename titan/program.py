@@ -56,7 +56,7 @@ from titan.parallel.context import Method
 from titan.parallel.float8 import Conversion, Float8Error, apply_float8, precompute_scales
 from titan.parallel.fsdp import set_gradient_sync
 from titan.parallel.mesh import axis_size, submesh
-from titan.parallel.pipeline import Pipeline, plan_pipeline, take_stages
+from titan.parallel.pipeline import Pipeline, PipelinePlan, plan_pipeline, take_stages
 from titan.parallel.schedules import splits_backward
 from titan.parallel.shims import can_split_custom_functions
 
@@ -264,10 +264,10 @@ def build_program(config: JobConfig, *, device: torch.device, mesh: DeviceMesh) 
     stages: dict[int, nn.Module] = {0: model}
     schedule = None
     if pp is not None:
-        pipeline_plan = _pipeline_plan(parallel, sizes.n_layers, num_microbatches)
-        schedule = pipeline_plan.schedule
+        stage_plan = pipeline_plan(parallel, sizes.n_layers, num_microbatches)
+        schedule = stage_plan.schedule
         numbers = schedule.stages_of(pp.get_local_rank())
-        stages = take_stages(model, pipeline_plan.modules, numbers=numbers)
+        stages = take_stages(model, stage_plan.modules, numbers=numbers)
     for stage in stages.values():
         parallelize(stage, mesh=mesh, plan=plan)
         # Offloaded parameters live on the host.
@@ -418,7 +418,10 @@ def _compile_log(section: CompileSection, num_blocks: int) -> CompileLog | None:
     return CompileLog(" and ".join(what)) if section.enable and what else None
 
 
-def _pipeline_plan(section: ParallelismSection, num_layers: int, num_microbatches: int) -> Any:
+def pipeline_plan(
+    section: ParallelismSection, num_layers: int, num_microbatches: int
+) -> PipelinePlan:
+    """The stages and the schedule of a job with a pipeline. Raises ValueError."""
     return plan_pipeline(
         num_layers,
         num_ranks=section.pipeline_parallel_degree,

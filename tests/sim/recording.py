@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from titan.config.rules import resolve_layout
 from titan.config.sections import JobConfig
@@ -92,16 +93,18 @@ class CountTransfers(_Plain):
         kind = next((kind for kind in _KINDS if kind in name), None)
         if kind is None:  # a wait
             return
-        tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)]
-        outputs = [t for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, Tensor)]
+        tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+        outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         sizes = [t.numel() * t.element_size() for t in (*tensors, *outputs)]
         # A gathered tensor, or one to be scattered, is the largest of the call; of the others all have one size.
         size = sizes[0] if "to_all" in name or "toall" in name else max(sizes)
-        group = next(a for a in args if isinstance(a, str) and a not in ("sum", "max", "avg") or isinstance(a, torch.ScriptObject))  # fmt: skip
-        if isinstance(group, str):
-            group = dist.distributed_c10d._resolve_process_group(group)
+        names: list[Any] = [a for a in args if isinstance(a, str) and a not in ("sum", "max")]
+        if names:
+            group = dist.distributed_c10d._resolve_process_group(names[0])
         else:
-            group = dist.ProcessGroup.unbox(group)
+            group = dist.ProcessGroup.unbox(
+                next(a for a in args if isinstance(a, torch.ScriptObject))
+            )
         ranks = tuple(dist.get_process_group_ranks(group))
         kind = kind.replace("allgather", "all_gather").replace("allreduce", "all_reduce").replace("alltoall", "all_to_all")  # fmt: skip
         self.counts[kind, ranks] += 1
@@ -141,9 +144,14 @@ class TrackMemory(_Plain):
         self.peak = max(self.peak, self.bytes)
 
     def see(self, func: Any, args: Any, result: Any) -> None:
-        for tensor in torch.utils._pytree.tree_leaves(result):
+        for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self.add(tensor)
+        if func._opname == "logsumexp":  # inside, the input less its largest elements exists whole
+            inside = (
+                args[0].numel() * args[0].element_size() + result.numel() * result.element_size()
+            )
+            self.peak = max(self.peak, self.bytes + inside)
 
     def __enter__(self) -> TrackMemory:
         tracker, original = self, self._resize
@@ -154,7 +162,7 @@ class TrackMemory(_Plain):
                 tracker._set(storage._cdata, size)
             return result
 
-        torch.UntypedStorage.resize_ = resize
+        torch.UntypedStorage.resize_ = resize  # pyright: ignore
         super().__enter__()
         return self
 

@@ -6,9 +6,9 @@ from collections import Counter
 from typing import Any
 
 import pytest
+
 from pool import Pool
 from recording import count_real_transfers, events_of, job
-
 from titan.sim.record import record
 from titan.sim.trace import Trace, Transfer
 

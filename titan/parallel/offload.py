@@ -11,6 +11,7 @@ however many views of it are saved.
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from .shims import ActivationWrapper, StorageWeakRef, waited
+from .shims import ActivationWrapper, waited
 
 _SMALLEST_BYTES = 2**14
 
@@ -66,7 +67,11 @@ class _Run:
         self, offloader: Offloader, block: nn.Module, *, before: weakref.ref[_Run] | None
     ) -> None:
         self.offloader, self.before = offloader, before
-        self.copies: dict[tuple[int, int], _Copy] = {}
+        self.copies: list[_Copy] = []
+        # By address and version, as long as the storage lives: another may get its address.
+        self.newest: weakref.WeakValueDictionary[tuple[int, int], _Copy] = (
+            weakref.WeakValueDictionary()
+        )
         parameters = (p.to_local() if isinstance(p, DTensor) else p for p in block.parameters())
         self.resident = {p.untyped_storage()._cdata for p in parameters}
 
@@ -81,12 +86,15 @@ class _Run:
         if storage.nbytes() < self.offloader.smallest_bytes or storage._cdata in self.resident:
             return tensor
         key = (storage._cdata, tensor._version)  # what was written to since is another copy
-        if key not in self.copies:
-            stream = self.offloader.copy_stream(tensor.device)
-            self.copies[key] = _Copy(storage, tensor.device, stream)
+        copy = self.newest.get(key)
+        if copy is None:
+            copy = _Copy(storage, tensor.device, self.offloader.copy_stream(tensor.device))
+            copy.original = weakref.ref(storage, partial(_forget, self.newest, key))
+            self.newest[key] = copy
+            self.copies.append(copy)
             self.offloader.num_bytes += storage.nbytes()
         view = (tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
-        return self.copies[key], view
+        return copy, view
 
     def unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
@@ -104,8 +112,12 @@ class _Run:
         return torch.empty(0, dtype=dtype, device=what.device).set_(what.restored(), *place)  # pyright: ignore
 
     def begin_restoring(self) -> None:
-        for copy in self.copies.values():
+        for copy in self.copies:
             copy.begin_restoring()
+
+
+def _forget(copies: Any, key: tuple[int, int], _: Any) -> None:
+    copies.pop(key, None)
 
 
 class _Copy:
@@ -118,7 +130,7 @@ class _Copy:
         self, storage: torch.UntypedStorage, device: torch.device, stream: torch.Stream | None
     ) -> None:
         self.device, self.stream = device, stream
-        self.original = StorageWeakRef(storage)  # as long as this lives, no other has its address
+        self.original: Any = None  # a weak reference, and what happens at its end
         self.on_device: Tensor | None = None
         self.ready: torch.Event | None = None
         flat = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)  # pyright: ignore

@@ -35,13 +35,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 # Where a shard lies in the whole tensor; DCP's own planner asks it too.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-# Keeps a freed storage's address from being given to another.
-from torch.multiprocessing.reductions import StorageWeakRef
-
 __all__ = [
     "ActivationWrapper",
     "CompileEvent",
-    "StorageWeakRef",
     "can_split_custom_functions",
     "checkpoint_wrapper",
     "compile_events",

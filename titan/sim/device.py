@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ class Stream:
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         self.number = next(_stream_numbers)
+        self.stream_id, self.device_index = self.number, 0
         self._before: list[Stream] = []
 
     def wait_stream(self, other: Stream) -> None:
@@ -163,12 +164,12 @@ def current_stream() -> int:
     return _module.current.number
 
 
-def register() -> torch.device:
-    """Make torch know the device; the first call counts."""
+def register(like: Literal["cuda", "cpu"] = "cuda") -> torch.device:
+    """Make torch know the device; the first call counts. like: whose kernels it has."""
     if not _library:
         shims.register_backend(NAME, _module)
         _library.append(torch.library.Library("aten", "IMPL"))
-        _declare_kernels(_library[0])
+        (_declare_cuda if like == "cuda" else _declare_cpu)(_library[0])
     return torch.device(NAME, 0)
 
 
@@ -186,12 +187,40 @@ _DECLARED = (
 )
 
 
-def _declare_kernels(library: Any) -> None:
-    def kernel(*_: Any, **__: Any) -> Any:
-        raise AssertionError("a kernel of the fake device ran: its tensors must be fake")
+def _never(*_: Any, **__: Any) -> Any:
+    raise AssertionError("a kernel of the fake device ran: its tensors must be fake")
 
+
+def _declare_cpu(library: Any) -> None:
+    """A CPU has one fused attention, and takes RMSNorm apart."""
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    for declared in ("silu_backward", name, f"{name}_backward"):
+        library.impl(declared, _never, "PrivateUse1")
+
+    def attention(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        mask = attn_mask
+        if mask is not None and mask.dtype == torch.bool:
+            minus_infinity = torch.full((), -torch.inf, dtype=q.dtype, device=q.device)
+            mask = torch.where(mask, 0.0, minus_infinity)
+        settings: dict[str, Any] = {"attn_mask": mask, "scale": scale}
+        return getattr(_aten, name)(q, k, v, dropout_p, is_causal, **settings)[0]
+
+    library.impl("scaled_dot_product_attention", attention, "AutogradPrivateUse1")
+
+
+def _declare_cuda(library: Any) -> None:
     for name in _DECLARED:
-        library.impl(name, kernel, "PrivateUse1")
+        library.impl(name, _never, "PrivateUse1")
     library.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
     library.impl("rms_norm", _rms_norm, "AutogradPrivateUse1")
 

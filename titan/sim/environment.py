@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,9 +22,11 @@ _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 @contextmanager
-def environment(layout: Layout, *, rank: int) -> Iterator[tuple[torch.device, DeviceMesh]]:
+def environment(
+    layout: Layout, *, rank: int, like: Literal["cuda", "cpu"]
+) -> Iterator[tuple[torch.device, DeviceMesh]]:
     """A rank of a fake world, and fake tensors inside of it."""
-    fake_device = device.register()
+    fake_device = device.register(like)
     shims.init_fake_process_group(device.NAME, rank=rank, world_size=layout.world_size)
     _replace_generic_names()
     mesh = build_mesh(device.NAME, **{axis: getattr(layout, axis) for axis in _AXES})
@@ -36,6 +38,7 @@ def _replace_generic_names() -> None:
     """torch's device-independent streams, and generators, know devices of its C++ side only."""
     torch.Stream, torch.Event = device.Stream, device.Event  # pyright: ignore
     torch.accelerator.current_stream = lambda *_: device.current()  # pyright: ignore
+    torch.accelerator.is_available = lambda: False  # or Dynamo would look into its streams
     generator = torch.Generator
 
     class Generator:
@@ -50,7 +53,7 @@ def _replace_generic_names() -> None:
     def pin_memory(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return tensor if isinstance(tensor, shims.FakeTensor) else pin(tensor, *args, **kwargs)
 
-    Tensor.pin_memory = pin_memory
+    Tensor.pin_memory = pin_memory  # pyright: ignore
     Tensor.record_stream = lambda *_: None  # pyright: ignore
     # It copies plain tensors only, which here are fake ones.
     offload.Tensor = shims.FakeTensor  # pyright: ignore

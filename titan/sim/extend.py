@@ -17,7 +17,7 @@ Imports no torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeAlias
 
@@ -33,7 +33,7 @@ from .trace import (
     RecordEvent,
     Trace,
     Transfer,
-    launches,
+    list_launches,
 )
 
 _LAYER = re.compile(r"(?<![^.])layers\.(\d+)(?![^.])")
@@ -99,7 +99,9 @@ def extend(small: Trace, big: Trace, *, depth: int, stages: Sequence[Depth]) -> 
     """
     few, more = _parse(small, depth), _parse(big, depth + 1)
     if len(few.units) != len(more.units) or few.sections != more.sections:
-        raise CannotExtend(f"{len(few.units)} parts with {depth} blocks, {len(more.units)} with one more")
+        raise CannotExtend(
+            f"{len(few.units)} parts with {depth} blocks, {len(more.units)} with one more"
+        )
     return _Extension(few, more, stages).trace(big)
 
 
@@ -119,7 +121,11 @@ def _parse(trace: Trace, depth: int) -> _Parsed:
         begin = 0
         while begin < len(events):
             end = begin + 1
-            while end < len(events) and labels[end] is not None and _group(labels, end) == _group(labels, begin):
+            while (
+                end < len(events)
+                and labels[end] is not None
+                and _group(labels, end) == _group(labels, begin)
+            ):
                 end += 1
             parsed.units += _units(events[begin:end], labels[begin:end], made, depth)
             begin = end
@@ -184,34 +190,39 @@ def _units(
             yield _Unit([[event]])
 
 
-def _key(event: Event, made: dict[int, Allocate]) -> Any:
-    """Equal for events that may form a series."""
-    if isinstance(event, Free):
-        taken = made[event.block]
-        return ("free", taken.size_bytes, taken.stream, taken.place)
-    if isinstance(event, Allocate):
-        return (event.size_bytes, event.stream, event.category, event.place)
-    return None
-
-
 def _join_series(parsed: _Parsed) -> None:
-    """Lone equal events that follow each other become one unit."""
-    made = {e.block: e for unit in parsed.units for part in unit.parts for e in part if isinstance(e, Allocate)}
+    """Lone equal allocations that follow each other become one unit; and what frees such a series, one after the other."""
+    home: dict[int, tuple[_Unit, int]] = {}  # of a lone block: its unit, and its place among the parts
     joined: list[_Unit] = []
-    starts, section = [], 0
+    starts: list[int] = []
     last: Any = None
     for number, unit in enumerate(parsed.units):
-        while section < len(parsed.sections) and parsed.sections[section] == number:
-            starts.append(len(joined))
-            section, last = section + 1, None
-        key = None if unit.steps or len(unit.parts) > 1 else _key(unit.parts[0][0], made)
-        if key is not None and key == last:
-            joined[-1].parts.append(unit.parts[0])
-            joined[-1].series = True
+        if number in parsed.sections:
+            starts += [len(joined)] * parsed.sections.count(number)
+            last = None
+        event, key = unit.parts[0][0], None
+        if not unit.steps and isinstance(event, Allocate):
+            key = (event.size_bytes, event.stream, event.category, event.place)
+            if key != last:
+                joined.append(unit)
+            else:
+                joined[-1].parts.append(unit.parts[0])
+                joined[-1].series = True
+            home[event.block] = (joined[-1], len(joined[-1].parts) - 1)
+        elif not unit.steps and isinstance(event, Free) and event.block in home:
+            taken, place = home[event.block]
+            key = (id(taken), place)
+            # Lists give back their tensors from the end, loops from the beginning.
+            if taken.series and last in [(id(taken), place - 1, 1), (id(taken), place + 1, -1), (id(taken), place - 1), (id(taken), place + 1)]:
+                joined[-1].parts.append(unit.parts[0])
+                joined[-1].series = True
+                key = (id(taken), place, place - last[1])
+            else:
+                joined.append(unit)
         else:
             joined.append(unit)
         last = key
-    starts += [len(joined)] * (len(parsed.sections) - section)
+    starts += [len(joined)] * (len(parsed.sections) - len(starts))
     parsed.units, parsed.sections = joined, starts
 
 
@@ -317,10 +328,16 @@ class _Extension:
             raise self._fail(spot.unit, "frees blocks in an order of its own")
         if last == 0:
             return ("start", target.unit, 0, target.number)
-        twin = self.few.targets.get(_Spot(spot.unit, min(spot.part, len(self.few.units[spot.unit].parts) - 1), spot.number))
+        twin = self.few.targets.get(
+            _Spot(spot.unit, min(spot.part, len(self.few.units[spot.unit].parts) - 1), spot.number)
+        )
         if own.steps or own.series or twin is None or twin.unit != target.unit:
             twin = target  # cannot be told from the other depth: by the nearer end
-            return ("start", target.unit, block, target.number) if block <= last - block else ("end", target.unit, last - block, target.number)
+            return (
+                ("start", target.unit, block, target.number)
+                if block <= last - block
+                else ("end", target.unit, last - block, target.number)
+            )
         if self.few.block(twin) == block:
             return ("start", target.unit, block, target.number)
         return ("end", target.unit, last - block, target.number)
@@ -369,11 +386,15 @@ class _Extension:
     def _emit(self, number: int, events: list[Event]) -> None:
         unit, length = self.more.units[number], self.lengths[number]
         for part in range(length):
-            source = self._source(unit, part, length) if unit.steps else min(part, len(unit.parts) - 1)
+            source = (
+                self._source(unit, part, length) if unit.steps else min(part, len(unit.parts) - 1)
+            )
             for n, event in enumerate(unit.parts[source]):
                 spot = _Spot(number, part, n)
                 reference = self.references[number][source][n]
-                if unit.series and part > source:  # beyond what was traced: refers as its neighbours do
+                if (
+                    unit.series and part > source
+                ):  # beyond what was traced: refers as its neighbours do
                     reference = self.references[number][source][n]
                 target = None if reference is None else self._resolve(reference, spot)
                 grown = event if unit.steps else self._grow(number, source, n, event)
@@ -390,7 +411,9 @@ class _Extension:
             block = length - 1 - distance - spot.part
         else:
             own = self.more.units[spot.unit]
-            block = distance + (spot.part if own.steps >= 0 else self.lengths[spot.unit] - 1 - spot.part)
+            block = distance + (
+                spot.part if own.steps >= 0 else self.lengths[spot.unit] - 1 - spot.part
+            )
         return _Spot(number, block if unit.steps >= 0 else length - 1 - block, n)
 
     def _layer(self, unit: _Unit, part: int) -> Callable[[int], int]:
@@ -404,7 +427,10 @@ class _Extension:
                 return of.first + (block if block <= self.template else of.count - (depth - block))
 
             return lone
-        of, length = self.stages[unit.stage], self.lengths[self.more.units.index(unit)] if False else self.stages[unit.stage].count
+        of, length = (
+            self.stages[unit.stage],
+            self.lengths[self.more.units.index(unit)] if False else self.stages[unit.stage].count,
+        )
         own = part if unit.steps > 0 else length - 1 - part
         source = self._source(unit, part, length)
         was = unit.stage * depth + (source if unit.steps > 0 else depth - 1 - source)
@@ -434,10 +460,13 @@ class _Extension:
         kernel = replace(
             more,
             shapes=shapes,
-            **{name: self._grown(getattr(few, name), getattr(more, name)) for name in ("flops", "read_bytes", "write_bytes")},
+            **{
+                name: self._grown(getattr(few, name), getattr(more, name))
+                for name in ("flops", "read_bytes", "write_bytes")
+            },
         )
         if more.kind == "optimizer":
-            kernel = replace(kernel, num_launches=launches(shapes))
+            kernel = replace(kernel, num_launches=list_launches(shapes))
         return self.kernels.setdefault(kernel, kernel)
 
     def _copy(
@@ -449,7 +478,9 @@ class _Extension:
         if place is not None:
             changes["place"] = self._place(place, layer)
         made = {Allocate: "block", RecordEvent: "event", Transfer: "work"}.get(type(event))
-        refers = {Free: "block", AwaitEvent: "event", AwaitWork: "work", Transfer: "work"}.get(type(event))
+        refers = {Free: "block", AwaitEvent: "event", AwaitWork: "work", Transfer: "work"}.get(
+            type(event)
+        )
         if target is not None:
             assert refers is not None
             changes[refers] = self.blocks[target]

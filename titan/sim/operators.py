@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from .trace import Kernel, KernelKind
+from .trace import Kernel, KernelKind, list_launches
 
 _aten = torch.ops.aten
 
@@ -36,8 +36,8 @@ _LAUNCHES = {"_scaled_dot_product_flash_attention_backward": 3, "embedding_dense
 
 @dataclass
 class Operator:
-    """kind: None where nothing runs. makes: whether what it returns may be new memory. read_from: indices of arguments that
-    the schema takes for written to, and that are only read."""
+    """kind: None where nothing runs. makes: whether what it returns may be new memory. written: names of the arguments that are
+    written to. causal_at: index of the argument that says whether attention is causal; -1: it has none."""
 
     func: Any
     name: str
@@ -88,7 +88,9 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-def kernel_of(op: Operator, args: Any, kwargs: Any, outputs: list[Tensor]) -> Kernel:
+def kernel_of(
+    op: Operator, args: Any, kwargs: Any, outputs: list[Tensor], *, compiled: bool = False
+) -> Kernel:
     """The kernel that a call launched. outputs: the tensors that it returned."""
     inputs = list(tensors_in(args))
     given = list(tensors_in(kwargs.values())) if kwargs else []
@@ -105,15 +107,19 @@ def kernel_of(op: Operator, args: Any, kwargs: Any, outputs: list[Tensor]) -> Ke
         devices = {t.fake_device.type for t in (*inputs, *outputs)}  # pyright: ignore
         kind = "host_copy" if len(devices) > 1 else "copy"
     first = inputs[0] if inputs else outputs[0]
+    shapes = _lists(name, args) if kind == "optimizer" else _shapes(name, kind, inputs, outputs)
     return Kernel(
         name=op.name,
         kind=kind,
-        shapes=_shapes(name, kind, inputs, outputs),
+        shapes=shapes,
         dtype=str(first.dtype)[6:],
-        flops=_flops(op, args, kwargs, outputs),
+        flops=_attention_flops(kind, shapes)
+        if kind in ("attention", "attention_backward")
+        else _flops(op, args, kwargs, outputs),
         read_bytes=read_bytes,
         write_bytes=write_bytes,
-        num_launches=_launches(name, kind, args),
+        compiled=compiled,
+        num_launches=_launches(name, args),
         causal=op.causal_at >= 0 and bool(_argument(op, op.causal_at, args, kwargs)),
     )
 
@@ -155,11 +161,16 @@ def _shapes(
         operands = inputs[start : start + 2]
     elif kind in ("attention", "attention_backward"):
         operands = inputs[1:4] if kind == "attention_backward" else inputs[:3]
-    elif kind == "optimizer":
-        operands = []
     else:
         operands = inputs[:2] or outputs[:1]
     return tuple(tuple(t.shape) for t in operands)
+
+
+def _attention_flops(kind: KernelKind, shapes: tuple[tuple[int, ...], ...]) -> int:
+    """Two matrix products forward, five backward, where the first is done again. (torch's formula knows no grouped heads in 2.11.)"""
+    (batch, heads, queries, size), (*_, keys, _) = shapes[:2]
+    products = 2 if kind == "attention" else 5
+    return products * 2 * batch * heads * queries * keys * size
 
 
 def _flops(op: Operator, args: Any, kwargs: Any, outputs: list[Tensor]) -> int:
@@ -170,26 +181,36 @@ def _flops(op: Operator, args: Any, kwargs: Any, outputs: list[Tensor]) -> int:
     return int(formula(*args, **known, out_val=outputs[0] if len(outputs) == 1 else outputs))
 
 
-def _launches(name: str, kind: KernelKind, args: Any) -> int:
-    if name in _LAUNCHES and not name.startswith("_foreach"):
-        return _LAUNCHES[name]
-    if not name.startswith(("_foreach_", "_fused_adam")):
-        return 1
-    lists = [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
-    return _LAUNCHES.get(name, 1) * _multi_tensor_launches(lists)
+def _launches(name: str, args: Any) -> int:
+    over_lists = name.startswith(("_foreach_", "_fused_adam"))
+    return list_launches(_lists(name, args)) if over_lists else _LAUNCHES.get(name, 1)
 
 
-# MultiTensorApply.cuh: a launch takes so many tensors by the number of lists, and 320 chunks of 65,536 elements.
+# MultiTensorApply.cuh: how many tensors a launch takes, by the number of lists, in chunks of 65,536 elements.
 _TENSORS_AT_ONCE = (110, 64, 48, 36, 30)
-_CHUNKS_AT_ONCE, _CHUNK = 320, 65_536
+_CHUNK = 65_536
 
 
-def _multi_tensor_launches(lists: list[Any]) -> int:
-    if not lists:
-        return 1
-    chunks = sum(math.ceil(t.numel() / _CHUNK) for t in lists[0])
-    at_once = _TENSORS_AT_ONCE[min(len(lists), len(_TENSORS_AT_ONCE)) - 1]
-    return max(1, math.ceil(len(lists[0]) / at_once), math.ceil(chunks / _CHUNKS_AT_ONCE))
+def _lists(name: str, args: Any) -> tuple[tuple[int, int], tuple[int, int]]:
+    """What `titan.sim.trace.list_launches` asks of an operation over lists of tensors."""
+    lists = [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
+    first = lists[0] if lists else []
+    chunks = sum(math.ceil(t.numel() / _CHUNK) for t in first)
+    at_once = _TENSORS_AT_ONCE[min(max(len(lists), 1), len(_TENSORS_AT_ONCE)) - 1]
+    return (_LAUNCHES.get(name, 1), at_once), (len(first), chunks)
+
+
+def workspace_bytes(op: Operator, args: Any) -> list[int]:
+    """Memory that a kernel takes for itself while it runs: FlashAttention's backward pass (flash_api.cpp) adds up the gradient
+    of queries in fp32, and makes one of keys and values for each query head."""
+    if op.name != "aten::_scaled_dot_product_flash_attention_backward":
+        return []
+    (batch, heads, length, size), (_, groups, keys, _) = args[1].shape, args[2].shape
+    rows = batch * heads * (length + -length % 128)
+    sizes = [4 * rows, 4 * rows * (size + -size % 32)]
+    if groups != heads:
+        sizes += 2 * [batch * keys * heads * size * args[1].dtype.itemsize]
+    return sizes
 
 
 def _logsumexp(x: Tensor, dims: list[int], keepdim: bool = False) -> Tensor:

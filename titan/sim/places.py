@@ -28,13 +28,17 @@ class Places:
     def __init__(self) -> None:
         self.phase: Phase = "setup"
         self.action = ""
-        self._failure: tuple[BaseException | None, str] = (None, "")  # and the innermost module
+        self._failure = (
+            0,
+            "",
+        )  # id of an error, which must not keep its frames alive, and the innermost module
         self.on_backward: Callable[[], None] = lambda: None
         self._path: list[str] = [""]
         self._recomputing = 0
         self._numbers: list[int] = []  # of autograd nodes, and
         self._modules: list[str] = []  # the module that makes those from there on
         self._in_backward = False
+        self._compiled = ("", False)
         self._backward_module = ""
         self._places: dict[tuple[Phase, str, str], Place] = {}
 
@@ -49,6 +53,11 @@ class Places:
             phase = "recompute" if self._recomputing else "backward"
             if not self._recomputing:
                 module = self._module_of_backward()
+        inner, recomputes = self._compiled
+        if inner:
+            module = f"{module}.{inner}"
+        if recomputes and phase == "backward":
+            phase = "recompute"
         key = (phase, module, self.action)
         place = self._places.get(key)
         if place is None:
@@ -63,6 +72,11 @@ class Places:
                 index = bisect_right(self._numbers, number) - 1
                 self._backward_module = self._modules[index] if index >= 0 else ""
         return self._backward_module
+
+    def enter_compiled(self, inner: str, recomputes: bool) -> None:
+        """Compiled code comes to an operation of a module within the one that is running; in a backward pass, whether it does
+        a part of the forward pass again."""
+        self._compiled = (inner, recomputes)
 
     def begin_step(self) -> None:
         self.phase = "forward"
@@ -81,7 +95,7 @@ class Places:
         """The innermost, of an error or what it was raised from."""
         failure, name = self._failure
         while error is not None:
-            if error is failure:
+            if id(error) == failure:
                 return name
             error = error.__cause__ or error.__context__
         return ""
@@ -107,8 +121,8 @@ class Places:
             try:
                 return call(*args, **kwargs)
             except Exception as error:
-                if self._failure[0] is not error:
-                    self._failure = (error, name)
+                if self._failure[0] != id(error):
+                    self._failure = (id(error), name)
                 raise
             finally:
                 self._leave(recomputing)

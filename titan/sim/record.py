@@ -9,21 +9,24 @@ pipeline stages exchange, the second is what every later one is like.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from titan.config.layout import Layout
 from titan.config.rules import model_config, resolve_layout
 from titan.config.sections import JobConfig
 
 from .trace import Allocate, Free, Trace
+
+Like = Literal["cuda", "cpu"]
 
 
 class RecordError(RuntimeError):
@@ -36,17 +39,25 @@ def record(
     world_size: int,
     ranks: Sequence[int] | None = None,
     processes: int | None = None,
+    like: Like = "cuda",
+    steps: int = 2,
 ) -> dict[int, Trace]:
     """Traces by rank. ranks: the first of each pipeline stage's, unless given: the others do the same.
+    like: whose kernels the device has, since torch takes some operations apart on a CPU.
+    steps: to run; the last one is the trace's `step`.
 
     Raises ConfigError for a layout that does not fit `world_size`, and RecordError.
     """
     layout = resolve_layout(config, world_size)
     if ranks is None:
         ranks = distinct_ranks(layout)
-    jobs = [(record_rank, (config,), {"world_size": world_size, "rank": rank}) for rank in ranks]
-    results = _in_children(jobs, processes or os.cpu_count() or 1)
-    return dict(zip(ranks, results, strict=True))
+    jobs = [(config, world_size, rank) for rank in ranks]
+    traces: dict[int, Trace] = {}
+    for number, result in record_jobs(jobs, processes or os.cpu_count() or 1, like=like, steps=steps):
+        if isinstance(result, RecordError):
+            raise result
+        traces[ranks[number]] = result
+    return {rank: traces[rank] for rank in ranks}
 
 
 def distinct_ranks(layout: Layout) -> list[int]:
@@ -54,7 +65,9 @@ def distinct_ranks(layout: Layout) -> list[int]:
     return [stage * (layout.world_size // layout.pp) for stage in range(layout.pp)]
 
 
-def record_rank(config: JobConfig, *, world_size: int, rank: int) -> Trace:
+def record_rank(
+    config: JobConfig, *, world_size: int, rank: int, like: Like = "cuda", steps: int = 2
+) -> Trace:
     """The trace of one rank. Changes torch for good: to be called once, in a process that has not run a backward pass.
 
     Raises RecordError.
@@ -63,17 +76,19 @@ def record_rank(config: JobConfig, *, world_size: int, rank: int) -> Trace:
     from .recorder import Recorder
 
     layout = resolve_layout(config, world_size)
-    with environment(layout, rank=rank) as (device, mesh):
+    with environment(layout, rank=rank, like=like) as (device, mesh):
         recorder = Recorder(mesh)
         try:
-            return _record(config, layout, recorder, device, mesh)
+            return _record(config, layout, recorder, device, mesh, steps)
         except Exception as error:
             if isinstance(error, SystemError) and recorder.error is not None:
                 error = recorder.error
             raise RecordError(_describe(error, recorder, rank)) from error
 
 
-def _record(config: JobConfig, layout: Layout, recorder: Any, device: Any, mesh: Any) -> Trace:
+def _record(
+    config: JobConfig, layout: Layout, recorder: Any, device: Any, mesh: Any, steps: int
+) -> Trace:
     import torch
 
     from titan import program as program_module
@@ -85,28 +100,51 @@ def _record(config: JobConfig, layout: Layout, recorder: Any, device: Any, mesh:
     with recorder:
         program = program_module.build_program(config, device=device, mesh=mesh)
         recorder.storages.mark_made("parameters")
-        trace.setup = [e for e in recorder.events if isinstance(e, Allocate | Free)]
+        for parameter, owner in _owners(program).items():
+            recorder.storages.attribute([_local(parameter)], owner)
+        freed = {e.block for e in recorder.events if isinstance(e, Free)}
+        trace.setup = [
+            e for e in recorder.events if isinstance(e, Allocate) and e.block not in freed
+        ]
         _watch(program, program_module, recorder)
         batches = [_fake_batch(config) for _ in range(layout.accumulation)]
-        for step in (1, 2):
+        gc.collect()
+        gc.disable()  # as the trainer does: what lies in cycles is not freed within a step
+        for step in range(1, steps + 1):
             recorder.events = []
             recorder.places.begin_step()
             recorder.storages.begin()
             report = program.train_step(batches, step=step)
             del report
             recorder.places.phase = "forward"
-            setattr(trace, "first_step" if step == 1 else "step", recorder.events)
+            if step == 1:
+                trace.first_step = [e for e in recorder.events if isinstance(e, Allocate | Free)]
+            trace.step = recorder.events
         recorder.events = []  # what is freed from here on is no part of it
     trace.groups = recorder.transfers.groups
     return trace
 
 
+def _owners(program: Any) -> dict[Any, str]:
+    """Each parameter's module."""
+    from titan.parallel.weights import canonical_name
+
+    return {
+        parameter: canonical_name(name).rpartition(".")[0]
+        for part in program.parts
+        for name, parameter in part.named_parameters()
+    }
+
+
 def _watch(program: Any, program_module: Any, recorder: Any) -> None:
     """Know when the program's parts run."""
+    import torch
+
     places, storages = recorder.places, recorder.storages
     for part in program.parts:
         places.watch(part)
-    parameters = [p for part in program.parts for p in part.parameters()]
+    owners = _owners(program)
+    parameters = list(owners)
 
     def mark_gradients() -> None:
         grads = (p.grad for p in parameters if p.grad is not None)
@@ -125,6 +163,9 @@ def _watch(program: Any, program_module: Any, recorder: Any) -> None:
         with places.during("optimizer"):
             result = step(*args, **kwargs)
         storages.mark_made("optimizer")
+        for parameter, state in program.optimizer.state.items():
+            tensors = (_local(value) for value in state.values() if isinstance(value, torch.Tensor))
+            storages.attribute(tensors, owners[parameter])
         return result
 
     program_module.clip_gradients = clip_gradients
@@ -229,23 +270,28 @@ def _describe(error: Exception, recorder: Any, rank: int) -> str:
 # ---- children ----------------------------------------------------------------------------------
 
 _PRELOAD = ["titan.program", "titan.sim.environment", "titan.sim.recorder", "torch.distributed.pipelining"]  # fmt: skip
-Job = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+Job = tuple[JobConfig, int, int]
+"""What to record: the config, the number of ranks, and which of them."""
 
 
-def _in_children(jobs: Iterable[Job], processes: int) -> list[Any]:
-    """Results of the jobs, each computed in a process of its own, `processes` at a time. Raises RecordError."""
+def record_jobs(
+    jobs: Sequence[Job], processes: int, **options: Any
+) -> Iterator[tuple[int, Trace | RecordError]]:
+    """(number of the job, its trace or why there is none) as they become ready, each from a process of its own, `processes` at a time.
+
+    options: as those of `record_rank`.
+    """
     # Children are forked from a server that has torch imported, and has no threads and no backward pass behind it.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     waiting = list(enumerate(jobs))
-    results: list[Any] = [None] * len(waiting)
     running: dict[Connection, tuple[int, Any]] = {}
     try:
         while waiting or running:
             while waiting and len(running) < processes:
                 number, job = waiting.pop(0)
                 ours, theirs = context.Pipe(duplex=False)
-                child = context.Process(target=_child, args=(theirs, job), daemon=True)
+                child = context.Process(target=_child, args=(theirs, job, options), daemon=True)
                 child.start()
                 theirs.close()
                 running[ours] = (number, child)
@@ -253,31 +299,28 @@ def _in_children(jobs: Iterable[Job], processes: int) -> list[Any]:
                 assert isinstance(connection, Connection)
                 number, child = running.pop(connection)
                 try:
-                    ok, value = pickle.loads(connection.recv_bytes())
+                    result = pickle.loads(connection.recv_bytes())
                 except EOFError:
                     child.join()
-                    ok, value = False, f"the recording process died (exit code {child.exitcode})"
+                    result = RecordError(f"the recording process died (exit code {child.exitcode})")
                 connection.close()
                 child.join()
-                if not ok:
-                    raise RecordError(value)
-                results[number] = value
+                yield number, result
     finally:
         for connection, (_, child) in running.items():
             connection.close()
             child.kill()
             child.join()
-    return results
 
 
-def _child(connection: Connection, job: Job) -> None:
-    function, args, kwargs = job
+def _child(connection: Connection, job: Job, options: dict[str, Any]) -> None:
+    config, world_size, rank = job
     try:
-        answer = (True, function(*args, **kwargs))
+        answer = record_rank(config, world_size=world_size, rank=rank, **options)
     except RecordError as error:
-        answer = (False, str(error))
+        answer = error
     except BaseException as error:
-        answer = (False, f"{type(error).__name__}: {error}")
+        answer = RecordError(f"{type(error).__name__}: {error}")
     connection.send_bytes(pickle.dumps(answer, protocol=pickle.HIGHEST_PROTOCOL))
     # Not by the interpreter's way out: autograd's thread for the device would sometimes abort it.
     os._exit(0)

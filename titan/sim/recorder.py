@@ -7,7 +7,8 @@ the plain operations that a device runs; what torch computes for itself (output 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titan.parallel.shims import AsyncCollectiveTensor
 
 from . import device, shims
-from .operators import EXPANDED, Operator, classify, kernel_of, tensors_in
+from .operators import (
+    EXPANDED,
+    Operator,
+    classify,
+    kernel_of,
+    tensors_in,
+    workspace_bytes,
+)
 from .places import Places
 from .storages import Storages
 from .trace import Event, Kernel, Launch, Synchronize
@@ -49,6 +57,8 @@ class Recorder(TorchDispatchMode):
         self.running: Any = None  # for messages: the operation that came last
         self.error: Exception | None = None  # what it raised: autograd's thread may lose it
         self._paused = 0
+        self._compiled = False
+        self._installed = False
         self._operators: dict[Any, Operator] = {}
         self._collectives: dict[Any, Collective | None] = {}
         self._kernels: dict[Kernel, Kernel] = {}
@@ -100,7 +110,12 @@ class Recorder(TorchDispatchMode):
             with self:
                 return EXPANDED[func](*args, **kwargs)
         try:
-            result = self._uncached(op, args, kwargs) if op.name == "aten::set_" else func(*args, **kwargs)
+            if op.name == "aten::set_":
+                result = self._uncached(op, args, kwargs)
+            elif self._compiled and "out" in kwargs:  # of the right shape; not all have a fake kernel
+                result = kwargs["out"]
+            else:
+                result = func(*args, **kwargs)
         except Exception as error:
             self.error = error
             raise
@@ -118,7 +133,8 @@ class Recorder(TorchDispatchMode):
                 if op.makes:
                     self.storages.add(tensor)
         if op.name in _UNSHARDED:
-            self.storages.mark(tensors_in([*args, *kwargs.values(), result]), "unsharded")
+            whole = args[1:2] if op.name == "c10d::_reduce_scatter_base_" else (*args, result)
+            self.storages.mark(tensors_in((*whole, *kwargs.values())), "unsharded")
         collective = self._collectives[op.func]
         if collective is not None:
             self.transfers.issue(collective, op.func, args, kwargs, result, self.places.current())
@@ -129,21 +145,42 @@ class Recorder(TorchDispatchMode):
             inputs = tensors_in((*args, *kwargs.values()))
             if not any(t.fake_device.type == device.NAME for t in inputs):  # pyright: ignore
                 return
-        kernel = kernel_of(op, args, kwargs, outputs)
-        kernel = self._kernels.setdefault(kernel, kernel)
-        stream = device.current_stream()
-        self.record(Launch(kernel, stream, self.places.current()))
+        kernel = kernel_of(op, args, kwargs, outputs, compiled=self._compiled)
+        workspace = [self.storages.take(size) for size in workspace_bytes(op, args)]
+        self.launch(kernel)
+        for block in workspace:
+            self.storages.give_back(block)
         if kernel.kind == "host_copy" and not _may_run_on(op, args, kwargs):
-            self.record(Synchronize(stream, f"{op.name} between device and host"))
+            self.record(Synchronize(device.current_stream(), f"{op.name} between device and host"))
+
+    def _compilation_begins(self) -> None:
+        self._paused += 1
+        if not self._installed:
+            self._installed = True
+            from . import compiled  # which imports inductor
+
+            compiled.install(self)
+
+    def _compilation_ends(self) -> None:
+        self._paused -= 1
+
+    def launch(self, kernel: Kernel) -> None:
+        kernel = self._kernels.setdefault(kernel, kernel)
+        self.record(Launch(kernel, device.current_stream(), self.places.current()))
+
+    @contextmanager
+    def compiled(self) -> Iterator[None]:
+        """What is launched inside is launched by compiled code."""
+        before, self._compiled = self._compiled, True
+        try:
+            yield
+        finally:
+            self._compiled = before
+            self.places.enter_compiled("", False)
 
     def _uncached(self, op: Operator, args: Any, kwargs: Any) -> Any:
-        """Fake tensors remember calls by their arguments, and with `set_` would keep a storage alive."""
-        mode = args[0].fake_mode
-        before, mode.cache_enabled = mode.cache_enabled, False
-        try:
+        with shims.no_memory_of_calls(args[0]):
             return op.func(*args, **kwargs)
-        finally:
-            mode.cache_enabled = before
 
     def _read(self, tensor: Tensor) -> int | float | bool:
         """A fake tensor has no value. Numbers are one, which may be divided by; loops that ask whether any is left end."""
@@ -157,6 +194,7 @@ class Recorder(TorchDispatchMode):
         self.storages.mark_made("activations")
 
     def _patch(self) -> None:
+        shims.pause_in_compilation(self._compilation_begins, self._compilation_ends)
         shims.pause_in_sharding_propagation(self.paused)
         shims.wait_late()
         shims.read_meshes_for_real(self.paused)
@@ -167,7 +205,7 @@ class Recorder(TorchDispatchMode):
                 self.storages.resize(storage, size)
             return resize(storage, size)
 
-        torch.UntypedStorage.resize_ = resized
+        torch.UntypedStorage.resize_ = resized  # pyright: ignore
 
 
 def _may_run_on(op: Operator, args: Any, kwargs: Any) -> bool:

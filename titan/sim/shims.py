@@ -82,6 +82,17 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
             lift(False)
 
 
+@contextmanager
+def no_memory_of_calls(tensor: Any) -> Iterator[None]:
+    """Fake tensors remember calls by their arguments, and would keep a storage alive that was one of them."""
+    mode = tensor.fake_mode
+    before, mode.cache_enabled = mode.cache_enabled, False
+    try:
+        yield
+    finally:
+        mode.cache_enabled = before
+
+
 def read_meshes_for_real(paused: Callable[..., Any]) -> None:
     """DeviceMesh computes with small tensors of ranks, and wants their values: not fake ones. `paused` is a decorator."""
 
@@ -163,6 +174,12 @@ def answer_pipeline_metadata(answer: Callable[[], Tensor]) -> None:
             s._inference_mode = dynamic
 
     replace("torch.distributed.pipelining.schedules", "_PipelineSchedule._warmup_p2p", lambda _: vote)  # fmt: skip
+
+
+def pause_in_compilation(begin: Callable[[], None], end: Callable[[], None]) -> None:
+    """Call these before and after every compilation. What a compiler runs on fake tensors does not happen on the device."""
+    find("torch._dynamo.callback", "on_compile_start")(lambda *_: begin())
+    find("torch._dynamo.callback", "on_compile_end")(lambda *_: end())
 
 
 def sequence_number() -> int:

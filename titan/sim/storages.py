@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -72,6 +73,15 @@ class Storages:
         self._release(entry)
         self._take(entry, size)
 
+    def take(self, size: int) -> int:
+        """Memory that is no tensor's, within compiled code; returns the block."""
+        event = Allocate(next(self._blocks), size, self.stream(), "temporary", self.place())
+        self.record(event)
+        return event.block
+
+    def give_back(self, block: int) -> None:
+        self.record(Free(block))
+
     def _take(self, entry: _Storage, size: int) -> None:
         if not size:
             return
@@ -97,10 +107,17 @@ class Storages:
         """These tensors' memory is of a category, from its beginning."""
         for tensor in tensors:
             entry = self._live.get(tensor.untyped_storage()._cdata)
-            if entry is not None and entry.category is None:
+            if entry is not None and (entry.category is None or category == "gradients"):
                 entry.category = category
                 if entry.event is not None:
                     entry.event.category = category
+
+    def attribute(self, tensors: Iterable[Tensor], module: str) -> None:
+        """These tensors' memory is there for a module."""
+        for tensor in tensors:
+            entry = self._live.get(tensor.untyped_storage()._cdata)
+            if entry is not None and entry.event is not None:
+                entry.event.place = replace(entry.event.place, module=module)
 
     def mark_made(self, category: Category) -> None:
         """All that was made since the last call of `begin`, is there and has no category."""

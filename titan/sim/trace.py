@@ -45,7 +45,8 @@ COMPUTE_STREAM = 0
 class Kernel:
     """All of a kernel that its duration depends on. Equal kernels are one object within a trace.
 
-    name: as torch calls it ("aten::mm"), or "fused" and what it was fused of. shapes: of the operands that the cost depends on.
+    name: as torch calls it ("aten::mm"), or "fused" and what it was fused of. shapes: of the operands that the cost depends on;
+    of an optimizer's operation over lists of tensors, what `list_launches` asks.
     dtype: of the first operand, as torch prints it without its "torch.". flops: multiplications and additions, causality not
     deducted. compiled: launched by compiled code, which costs the host less. num_launches: kernels that the operation
     is made of (a foreach over many tensors runs in several).
@@ -61,6 +62,16 @@ class Kernel:
     compiled: bool = False
     num_launches: int = 1
     causal: bool = False  # attention under a causal mask
+
+
+_CHUNKS_AT_ONCE = 320  # MultiTensorApply.cuh
+
+
+def list_launches(shapes: tuple[tuple[int, ...], ...]) -> int:
+    """Launches of an operation over lists of tensors, from its `shapes`: ((launches of one pass, tensors that a launch takes), (tensors,
+    chunks of 65,536 elements in them))."""
+    (passes, at_once), (tensors, chunks) = shapes
+    return passes * max(1, -(-tensors // at_once), -(-chunks // _CHUNKS_AT_ONCE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +195,7 @@ Event: TypeAlias = (
 class Trace:
     """One rank's program.
 
-    setup: building the model (memory only). first_step: the step that makes the optimizer's state. step: every later one.
+    setup: what there is when the model is built. first_step: the memory of the step that makes the optimizer's state. step: every later one.
     """
 
     rank: int

@@ -109,12 +109,13 @@ class Transfers:
 
     def issue(
         self, collective: Collective, func: Any, args: Any, kwargs: Any, result: Any, place: Place
-    ) -> None:
+    ) -> int:
+        """Returns the work's number; 0: nothing was sent."""
         if collective.kind is None:
             work = self._waited.pop(args[0].untyped_storage()._cdata, 0)
             if work:
-                self.record(AwaitWork(self.stream(), work))
-            return
+                self.wait(work)
+            return 0
 
         def argument(index: int) -> Any:
             schema = func._schema.arguments[index]
@@ -124,7 +125,7 @@ class Transfers:
 
         data = list(tensors_in([result] if collective.data < 0 else [argument(collective.data)]))
         if not any(t.fake_device.type != "cpu" for t in data):  # pyright: ignore
-            return
+            return 0
         group = self._group(argument(collective.group))
         work = self._batch or next(self._works)
         detached = collective.functional or bool(self._batch)
@@ -151,6 +152,10 @@ class Transfers:
         else:
             handle = result[-1] if isinstance(result, tuple | list) else result
             self._fake_work.unbox(handle).seq_id = work
+        return work
+
+    def wait(self, work: int) -> None:
+        self.record(AwaitWork(self.stream(), work))
 
     def _group(self, given: Any) -> Group:
         group = shims.resolve_group(given) if isinstance(given, str) else self._process_group(given)

@@ -1,0 +1,243 @@
+"""Traces of small jobs: memory and operations against real CPU runs of the same program, places, repetition, errors."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from pool import Pool
+from recording import (
+    TrackMemory,
+    events_of,
+    job,
+    real_batches,
+    real_program,
+    traced_peak,
+)
+from titan.config.rules import model_config
+from titan.config.sections import JobConfig
+from titan.sim.record import RecordError, record
+from titan.sim.trace import (
+    Allocate,
+    Event,
+    Free,
+    Launch,
+    Trace,
+    Transfer,
+)
+
+SELECTIVE = {"mode": "selective"}
+SPLIT_HEADS = {"overrides": {"n_layers": 4, "n_kv_heads": 4}}  # CPU attention copies grouped heads
+
+
+def trace_of(config: JobConfig, *, world: int = 1) -> Trace:
+    return record(config, world_size=world, ranks=[0])[0]
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def real_peak(config: JobConfig) -> int:
+    """Of the second step."""
+    with TrackMemory() as memory:
+        program = real_program(config)
+        batches = real_batches(config)
+        gc.collect()
+        gc.disable()  # as the trainer does
+        program.train_step(batches, step=1)  # what it reports is dropped at once
+        memory.peak = memory.bytes
+        program.train_step(batches, step=2)
+        return memory.peak
+
+
+BF16: dict[str, Any] = {"mixed_precision_param": "bfloat16"}
+MEMORY: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, {}),
+    "FSDP2": (2, {}),
+    "FSDP2, full AC": (2, {"activation_checkpoint": {"mode": "full"}}),
+    "FSDP2, selective AC": (2, {"activation_checkpoint": SELECTIVE}),
+    "TP": (2, {"parallelism": {"tensor_parallel_degree": 2}}),
+    "Muon": (2, {"optimizer": {"name": "Muon"}}),
+    "8-bit Adam": (2, {"optimizer": {"name": "AdamW8bit", "implementation": "for-loop"}}),
+    "whole logits": (2, {"loss": {"chunk_output": False}}),
+    "PP": (2, {"parallelism": {"pipeline_parallel_degree": 2}}),
+    "accumulation": (2, {"training": {"global_batch_size": 32}}),
+    "DDP": (
+        2,
+        {"parallelism": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}},
+    ),
+    "CP ring": (
+        2,
+        {"parallelism": {"context_parallel_degree": 2, "context_parallel_rotate_method": "ring"}},
+    ),
+    "early step": (
+        2,
+        {"optimizer": {"early_step_in_backward": True}, "training": {"max_norm": 0.0}},
+    ),
+    "documents": (2, {"data": {"document_mask": True, "reset_positions": True}}),
+}
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_peak_is_the_real_one(name: str, pool: Pool) -> None:
+    world, sections = MEMORY[name]
+    sections = {**sections, "training": {**BF16, **sections.get("training", {})}}
+    # Large enough that the peak is in the forward or backward pass: clipping squares gradients one by one on a CPU only.
+    config = job(batch=8, **sections)
+    real = pool.run(world, real_peak, config)[0]
+    trace = record(config, world_size=world, ranks=[0], like="cpu")[0]
+    assert traced_peak(trace) == pytest.approx(real, rel=0.002)
+
+
+# ---- operations ----------------------------------------------------------------------------------
+
+
+def test_matrix_products_are_the_models() -> None:
+    config = job(batch=8, training=BF16, activation_checkpoint={"mode": "full"})
+    trace = trace_of(config, world=2)
+    by_phase: Counter[str] = Counter()
+    for launch in events_of(trace.step, Launch):
+        if launch.kernel.kind in ("matmul", "attention"):
+            by_phase[launch.place.phase] += launch.kernel.flops
+        elif launch.kernel.kind == "attention_backward":
+            # FlashAttention multiplies five times, the formula counts four: what is recomputed inside is no work of the model's.
+            by_phase["backward"] += launch.kernel.flops * 4 // 5
+    tokens = 8 * 64
+    sizes = model_config(config.model)
+    blocks = sizes.flops_per_token(64) - 6 * sizes.num_embedding_params
+    head = (
+        6 * sizes.num_embedding_params
+    )  # the loss runs its backward products within the forward pass
+    assert by_phase["forward"] == tokens * (blocks / 3 + head)
+    assert by_phase["backward"] == tokens * blocks * 2 / 3
+    # w2, the last product, is not needed again: recomputation stops before it.
+    w2 = 2 * sizes.dim * sizes.ffn_dim * sizes.n_layers
+    assert by_phase["recompute"] == tokens * (blocks / 3 - w2)
+
+
+def test_kernels_know_what_they_move() -> None:
+    trace = trace_of(job(batch=8, training=BF16), world=2)
+    launches = sorted(events_of(trace.step, Launch), key=lambda e: e.kernel.write_bytes)
+    kernels = {(e.kernel.name, e.place.module): e.kernel for e in launches}
+    product = kernels["aten::mm", "layers.1.feed_forward.w1"]
+    assert product.kind == "matmul" and product.dtype == "bfloat16"
+    attention = next(k for k in (kernels[n] for n in kernels) if k.kind == "attention")
+    assert attention.shapes == ((8, 4, 64, 16), (8, 2, 64, 16), (8, 2, 64, 16))
+    assert attention.causal
+    assert attention.read_bytes == 2 * 8 * 64 * 16 * (4 + 2 + 2)
+    adam = kernels["aten::_fused_adamw_", ""]
+    shard = model_config(job().model).num_params // 2
+    assert adam.kind == "optimizer"
+    assert adam.write_bytes == pytest.approx(
+        3 * 4 * shard, rel=0.05
+    )  # one of two groups of parameters
+    assert adam.read_bytes == pytest.approx(4 * 4 * shard, rel=0.05)
+
+
+def test_places() -> None:
+    trace = trace_of(job(activation_checkpoint={"mode": "full"}, training=BF16), world=2)
+    products = [e for e in events_of(trace.step, Launch) if e.kernel.kind == "matmul"]
+    places = Counter((e.place.phase, e.place.module) for e in products)
+    for phase, number in (("forward", 1), ("recompute", 1), ("backward", 2)):
+        assert places[phase, "layers.2.attention.wq"] == number
+    assert places["recompute", "layers.2.feed_forward.w2"] == 0
+    names = {(e.kernel.name, e.place.phase) for e in events_of(trace.step, Launch)}
+    assert ("aten::_fused_adamw_", "optimizer") in names
+    assert ("aten::_foreach_norm", "clip") in names
+    gathers = Counter(
+        (e.place.phase, e.place.module)
+        for e in events_of(trace.step, Transfer)
+        if e.kind == "all_gather"
+    )
+    assert gathers["forward", "layers.0"] == 1
+    assert (
+        sum(n for (phase, _), n in gathers.items() if phase == "backward") == 3
+    )  # but the last block's
+    scatters = [
+        e.place.module for e in events_of(trace.step, Transfer) if e.kind == "reduce_scatter"
+    ]
+    assert scatters[:3] == ["layers.3", "layers.2", "layers.1"]
+
+
+def test_pipeline_actions() -> None:
+    config = job(
+        batch=4,
+        training=BF16,
+        parallelism={
+            "pipeline_parallel_degree": 2,
+            "pipeline_parallel_schedule": "InterleavedZeroBubble",
+        },
+    )
+    trace = record(config, world_size=2, ranks=[1])[1]
+    actions = list(dict.fromkeys(e.place.action for e in events_of(trace.step, Launch)))
+    assert (
+        actions[actions.index("1F0")]
+        < actions[actions.index("1I0")]
+        < actions[actions.index("1W0")]
+    )
+    expected = {f"{stage}{kind}{chunk}" for stage in (1, 3) for kind in "FIW" for chunk in range(4)}
+    assert expected == {a for a in actions if a}
+    peers = {(e.kind, e.peer) for e in events_of(trace.step, Transfer) if e.peer >= 0}
+    assert peers == {("send", 0), ("recv", 0)}
+
+
+def test_categories() -> None:
+    trace = trace_of(job(batch=8, training=BF16), world=2)
+    sizes = model_config(job().model)
+    alive: dict[int, Allocate] = {}
+    for event in (*trace.setup, *trace.first_step, *trace.step):
+        if isinstance(event, Allocate):
+            alive[event.block] = event
+        elif isinstance(event, Free):
+            del alive[event.block]
+    left: Counter[str] = Counter()
+    for event in alive.values():
+        left[event.category] += event.size_bytes
+    shard = 4 * sizes.num_params // 2
+    assert left["parameters"] == shard
+    assert left["optimizer"] == pytest.approx(2 * shard, rel=0.001)  # and the numbers of steps
+    assert set(left) == {"parameters", "optimizer"}
+    gradients = sum(
+        e.size_bytes for e in events_of(trace.step, Allocate) if e.category == "gradients"
+    )
+    assert gradients == shard
+    made: Counter[str] = Counter(e.category for e in events_of(trace.step, Allocate))
+    assert made["activations"] and made["unsharded"] and made["temporary"]
+
+
+def test_every_later_step_is_the_same() -> None:
+    """So nothing is left alive that the step before did not leave."""
+    config = job(training=BF16, activation_checkpoint=SELECTIVE)
+    second, third = (record(config, world_size=2, ranks=[0], steps=n)[0].step for n in (2, 3))
+    assert list(_numbered_anew(third)) == list(_numbered_anew(second))
+
+
+def _numbered_anew(events: list[Event]) -> Iterator[Any]:
+    """Blocks, events and works are numbered through: say instead how long ago they were."""
+    seen: dict[tuple[str, int], int] = {}
+    for place, event in enumerate(events):
+        fields = {name: getattr(event, name) for name in event.__slots__}
+        for name in ("block", "event", "work"):
+            if name in fields:
+                first = seen.setdefault((name, fields[name]), place)
+                fields[name] = place - first
+        yield type(event).__name__, fields
+
+
+# ---- what cannot be traced -----------------------------------------------------------------------
+
+
+def test_says_what_cannot_be_traced() -> None:
+    config = job(
+        model={"converters": ["quantize.linear.mx"]},
+        quantize={"linear": {"mx": {"filter_fqns": ["output"]}}},
+        training=BF16,
+    )
+    with pytest.raises(
+        RecordError, match=r"rank 0 cannot be traced .*module layers\.0\.attention\.wq.*mx"
+    ):
+        trace_of(config)

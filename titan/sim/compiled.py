@@ -1,0 +1,162 @@
+"""torch.compile on the fake device: Inductor does all that it does for a GPU, and only its Triton kernels are not written.
+
+Dynamo traces, AOTAutograd and the partitioner split what is saved from what is recomputed, Inductor rewrites, lowers and fuses, decides
+which memory is reused, and writes its Python program around the kernels. That program is run, on fake tensors and under the
+recorder: what it allocates, frees, multiplies and sends is seen as of any other program. Where it calls a fused kernel, the
+launch of one is recorded that reads and writes the fused group's buffers.
+
+Not modelled: kernels that Inductor chooses by measuring ("max-autotune" takes the same ones as the default mode), and the cheaper launches
+of CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from titan.parallel.weights import canonical_name
+
+from . import inductor
+from .device import NAME
+from .shims import no_memory_of_calls
+from .trace import Kernel
+
+if TYPE_CHECKING:
+    from .recorder import Recorder
+
+# Inductor's settings: nothing is measured, since there is nothing to measure on; nothing is checked when the program runs.
+_SETTINGS: dict[str, Any] = {
+    "max_autotune": False,
+    "max_autotune_gemm": False,
+    "max_autotune_pointwise": False,
+    "coordinate_descent_tuning": False,
+    "shape_padding": False,
+    "size_asserts": False,
+    "alignment_asserts": False,
+    "nan_asserts": False,
+    "triton.cudagraphs": False,
+    "triton.autotune_at_compile_time": False,
+}
+
+
+def install(recorder: Recorder) -> None:
+    """From now on, torch.compile's default backend compiles for the fake device."""
+    # It misses templates of kernels to choose from, none of which it would choose.
+    logging.getLogger("torch._inductor.template_heuristics").setLevel(logging.CRITICAL)
+    inductor.register_device(NAME, _Scheduling, _Wrapper)
+    inductor.replace_compiler(lambda *args, **kwargs: _compile(recorder, *args, **kwargs), _SETTINGS)
+
+
+def _compile(
+    recorder: Recorder,
+    graph: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    is_backward: bool = False,
+    is_inference: bool = False,
+    graph_id: int | None = None,
+    **_: Any,
+) -> Callable[[list[Any]], Any]:
+    """Inductor's own inner compiler, up to the point where it has written its program; that program, to be called."""
+    code, kernels = inductor.write_program(
+        graph, inputs, is_backward=is_backward, is_inference=is_inference, graph_id=graph_id
+    )
+    program: dict[str, Any] = {}
+    exec(compile(code, f"<compiled {graph_id}>", "exec"), program)
+    for name, kernel in kernels.items():
+        program[name] = _Launcher(recorder, kernel)
+    program["get_raw_stream"] = int
+    program["reinterpret_tensor"] = _reinterpret
+    program["at"] = recorder.places.enter_compiled
+    call = program["call"]
+
+    def run(args: list[Any]) -> Any:
+        with recorder.compiled():
+            return [_plain(output) for output in call(args)]
+
+    run._boxed_call = True  # it empties the list, so that inputs are freed when they were last used
+    return run
+
+
+class _Launcher:
+    """In place of a compiled kernel."""
+
+    def __init__(self, recorder: Recorder, kernel: Kernel) -> None:
+        self.recorder, self.kernel = recorder, kernel
+
+    def run(self, *_: Any, stream: Any) -> None:
+        self.recorder.launch(self.kernel)
+
+
+def _reinterpret(tensor: Tensor, size: Any, stride: Any, offset: int = 0) -> Tensor:
+    return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
+
+
+def _plain(output: Any) -> Any:
+    """Autograd must not take what a program returns for a view, as FSDP's hooks would."""
+    if not isinstance(output, Tensor) or not output._is_view():
+        return output
+    with no_memory_of_calls(output):
+        empty = torch.empty(0, dtype=output.dtype, device=output.device)
+        place = (output.storage_offset(), output.shape, output.stride())
+        return empty.set_(output.untyped_storage(), *place)  # pyright: ignore
+
+
+class _Scheduling(inductor.TritonScheduling):
+    """Emits calls of fused kernels, and no kernels."""
+
+    kernel_type = inductor.SilentKernel
+
+    def define_kernel(self, src_code: str, node_schedule: Any, kernel: Any) -> str:
+        """The name under which the program calls it."""
+        graph = inductor.V.graph
+        node = graph.scheduler.current_node
+        fused = inductor.fused_name(node_schedule)
+        first = next(iter(node.read_writes.reads or node.read_writes.writes))
+        kernels = graph.wrapper_code.kernels
+        name = f"kernel_{len(kernels)}"
+        kernels[name] = Kernel(
+            f"fused: {fused}",
+            "pointwise",
+            dtype=str(graph.get_dtype(first.name))[6:],
+            read_bytes=int(node.get_read_buffer_sizes()),
+            write_bytes=int(node.get_write_buffer_sizes()),
+            compiled=True,
+        )
+        return name
+
+
+class _Wrapper(inductor.PythonWrapperCodegen):
+    """Says where in the model each operation comes from, before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: dict[str, Kernel] = {}
+
+    @staticmethod
+    def create(is_subgraph: bool, subgraph_name: Any, parent_wrapper: Any, *rest: Any) -> Any:
+        if is_subgraph:
+            return inductor.PythonWrapperCodegen.create(True, subgraph_name, parent_wrapper, *rest)
+        return _Wrapper()
+
+    def write_triton_header_once(self) -> None: ...
+
+    def write_get_raw_stream_header(self) -> None: ...
+
+    def enter_context(self, ctx: torch.fx.Node) -> None:
+        super().enter_context(ctx)
+        path, recomputes = _origin(ctx, is_backward=inductor.V.graph.is_backward)
+        self.writeline(f"at({path!r}, {recomputes})")
+
+
+def _origin(node: torch.fx.Node, *, is_backward: bool) -> tuple[str, bool]:
+    """Module within the compiled one that a node of a graph was traced in, and whether it is of a forward pass done again."""
+    stack = node.meta.get("nn_module_stack")
+    recomputes = is_backward and stack is not None
+    paths = [path for path, _ in (stack or node.meta.get("fwd_nn_module_stack") or {}).values()]
+    inner = paths[-1].removeprefix(f"{paths[0]}.") if len(paths) > 1 else ""
+    return canonical_name(f"{inner}.").rstrip("."), recomputes

@@ -1,0 +1,111 @@
+"""A job that does not fit: the cheapest changes with which it would, each simulated, the fastest first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from titan.config.layout import Layout
+from titan.config.sections import JobConfig
+
+from .profiles import Profile
+from .sweep import Variant, sweep
+
+Settings = dict[str, str]
+
+_AC, _BATCH = "activation_checkpoint.mode", "training.local_batch_size"
+_TP, _SHARD, _REPLICATE = (
+    f"parallelism.{name}_degree"
+    for name in ("tensor_parallel", "data_parallel_shard", "data_parallel_replicate")
+)
+
+
+def candidates(config: JobConfig, layout: Layout, profile: Profile) -> list[Settings]:
+    """Changes that save memory and keep the global batch: one of each kind, and then two of different kinds together."""
+    kinds = [
+        [*_recompute(config)],
+        [*_smaller_batch(config, layout)],
+        [*_spread(layout, profile)],
+        [*_offload(config)],
+    ]
+    if not config.loss.chunk_output and not config.parallelism.disable_loss_parallel:
+        kinds.append([{"loss.chunk_output": "true"}])
+    single = [change for kind in kinds for change in kind]
+    pairs = [
+        one | other
+        for i, kind in enumerate(kinds)
+        for another in kinds[i + 1 :]
+        for one in kind
+        for other in another
+    ]
+    return single + pairs
+
+
+def _recompute(config: JobConfig) -> Iterator[Settings]:
+    stronger = {
+        "none": ("selective", "full"),
+        "selective": ("full",),
+        "memory_budget": ("full",),
+        "full": (),
+    }
+    for mode in stronger[config.activation_checkpoint.mode]:
+        yield {_AC: mode}
+
+
+def _smaller_batch(config: JobConfig, layout: Layout) -> Iterator[Settings]:
+    training, size = config.training, config.training.local_batch_size
+    least = config.parallelism.pipeline_parallel_microbatch_size
+    while size % 2 == 0 and size // 2 >= least:
+        size //= 2
+        whole = training.local_batch_size * layout.dp * layout.accumulation
+        yield {_BATCH: str(size), "training.global_batch_size": str(whole)}
+        if training.local_batch_size // size >= 4:
+            return
+
+
+def _spread(layout: Layout, profile: Profile) -> Iterator[Settings]:
+    if layout.dp_replicate > 1:
+        yield {_REPLICATE: "1", _SHARD: "-1"}
+    for factor in (2, 4, 8):
+        if layout.tp * factor <= profile.gpus_per_node and layout.dp_shard % factor == 0:
+            yield {_TP: str(layout.tp * factor), _SHARD: str(layout.dp_shard // factor)}
+
+
+def _offload(config: JobConfig) -> Iterator[Settings]:
+    if not config.activation_checkpoint.cpu_offload and config.activation_checkpoint.mode != "none":
+        yield {"activation_checkpoint.cpu_offload": "true"}
+    if not config.training.enable_cpu_offload:
+        yield {"training.enable_cpu_offload": "true"}
+
+
+def find_fixes(
+    job: Sequence[str],
+    config: JobConfig,
+    layout: Layout,
+    *,
+    profile: Profile,
+    processes: int | None = None,
+    most: int = 5,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> list[Variant]:
+    """The fastest variants that fit. job: files and overrides that `config` was loaded from."""
+    changes = candidates(config, layout, profile)
+    variants = sweep(
+        job,
+        changes,
+        world_size=layout.world_size,
+        profiles=[profile],
+        processes=processes,
+        progress=progress,
+    )
+    return sorted((v for v in variants if v.fits), key=lambda v: -v.speed)[:most]
+
+
+def describe(fixes: Sequence[Variant]) -> list[str]:
+    """A line for each."""
+    if not fixes:
+        return ["no single change, nor two together, makes it fit"]
+    lines = ["changes that make it fit, the fastest first:"]
+    for fix in fixes:
+        what = " ".join(f"--{key}={value}" for key, value in fix.settings.items())
+        lines.append(f"  {fix.speed:>8,.0f} tokens/s/GPU  {fix.reserved_gib:>6.1f} GiB  {what}")
+    return lines

@@ -1,0 +1,149 @@
+"""torch's private names that compilation on the fake device depends on; apart from shims.py because importing Inductor takes seconds.
+
+Tried on torch 2.13. A name that is missing fails here, with the torch that lacks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from .shims import find, replace, unset_fake_temporarily
+
+_compile_fx = "torch._inductor.compile_fx"
+_settings: Any = find("torch._inductor", "config")
+_common = "torch._inductor.codegen.common"
+_triton = "torch._inductor.codegen.triton"
+
+V: Any = find("torch._inductor.virtualized", "V")
+PythonWrapperCodegen: Any = find("torch._inductor.codegen.wrapper", "PythonWrapperCodegen")
+TritonScheduling: Any = find(_triton, "TritonScheduling")
+TritonKernel: Any = find(_triton, "TritonKernel")
+
+
+class SilentKernel(TritonKernel):
+    """A kernel whose arguments are known, without its source."""
+
+    inductor_meta = None
+
+    def codegen_kernel(self, name: str | None = None) -> str:
+        return ""
+
+
+class _Device(find("torch._dynamo.device_interface", "DeviceInterface")):
+    """Of an H100, as far as Inductor asks: it decides how reductions are split."""
+
+    Event, Stream = torch.Event, torch.Stream
+
+    class Worker:
+        set_device = staticmethod(lambda device: None)
+        current_device = staticmethod(lambda: 0)
+
+        @staticmethod
+        def get_device_properties(device: Any = None) -> Any:
+            return SimpleNamespace(
+                type="cuda",
+                index=0,
+                name="H100",
+                multi_processor_count=132,
+                cc=90,
+                major=9,
+                minor=0,
+                regs_per_multiprocessor=65536,
+                max_threads_per_multi_processor=2048,
+                max_threads_per_block=1024,
+                warp_size=32,
+            )
+
+    get_device_properties = Worker.get_device_properties
+    current_device = staticmethod(lambda: 0)
+    set_device = staticmethod(lambda device: None)
+    device_count = staticmethod(lambda: 1)
+    is_available = staticmethod(lambda: True)
+    synchronize = staticmethod(lambda device=None: None)
+    get_raw_stream = staticmethod(lambda device: 0)
+    get_compute_capability = staticmethod(lambda device=None: 90)
+    is_bf16_supported = staticmethod(lambda including_emulation=False: True)
+    is_triton_capable = staticmethod(lambda device=None: True)
+    raise_if_triton_unavailable = staticmethod(lambda device=None: None)
+
+
+def register_device(name: str, scheduling: type, wrapper: type) -> None:
+    """Tell Dynamo and Inductor of a GPU."""
+    find("torch._dynamo.device_interface", "register_interface_for_device")(name, _Device)
+    find(_common, "init_backend_registration")()
+    find(_common, "register_backend_for_device")(name, scheduling, wrapper)
+
+    class Overrides(find(_common, "DeviceOpOverrides")):
+        def device_guard(self, device_idx: int) -> str:
+            return "torch.no_grad()"
+
+        def set_device(self, device_idx: int) -> str:
+            return "pass"
+
+    find(_common, "register_device_op_overrides")(name, Overrides())
+    find("torch._inductor.utils", "GPU_TYPES")[:] = [name]
+    replace("torch._inductor.scheduler", "has_triton", lambda _: lambda: True)
+    # Patterns of graphs are traced on a device, which does not matter and has to be there.
+    host = torch.device("cpu")
+    replace("torch._inductor.fx_passes.joint_graph", "lazy_init", lambda init: lambda _=None: init(host))
+
+
+def replace_compiler(inner: Callable[..., Any], settings: dict[str, Any]) -> None:
+    """Compile graphs by `inner` after Inductor's passes over them."""
+
+    def wrap(compile_fx: Any) -> Any:
+        def compile(*args: Any, **kwargs: Any) -> Any:
+            if "inner_compile" not in kwargs:  # it calls itself
+                patches = {**(kwargs.get("config_patches") or {}), **settings}
+                kwargs |= {"inner_compile": inner, "config_patches": patches}
+            return compile_fx(*args, **kwargs)
+
+        return compile
+
+    replace(_compile_fx, "compile_fx", wrap)
+    find("torch._functorch", "config").enable_autograd_cache = False
+
+
+def write_program(
+    graph: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    is_backward: bool,
+    is_inference: bool,
+    graph_id: int | None,
+) -> tuple[str, dict[str, Any]]:
+    """What Inductor's `codegen_and_compile` does, without compiling: the source, and what the wrapper collected."""
+    mode = find("torch._guards", "detect_fake_mode")(inputs)
+    with ExitStack() as stack:
+        log = find("torch._inductor.debug", "DebugContext")()
+        for context in (unset_fake_temporarily(), torch.no_grad(), V.set_fake_mode(mode), log):
+            stack.enter_context(context)
+        find(_compile_fx, "view_to_reshape")(graph)
+        find(_compile_fx, "fake_tensor_prop")(graph, inputs)
+        find(_compile_fx, "_recursive_record_original_output_strides")(graph)
+        find(_compile_fx, "_recursive_post_grad_passes")(graph, is_inference=is_inference)
+        lowering = find("torch._inductor.graph", "GraphLowering")(
+            graph,
+            example_inputs=inputs,
+            shape_env=None,
+            graph_id=graph_id,
+            is_inference=is_inference,
+            is_backward=is_backward,
+        )
+        lowering.freeze_runtime_asserts()
+        for context in (V.set_graph_handler(lowering), V.set_extern_kernel_nodes([])):
+            stack.enter_context(context)
+        lowering.run(*inputs)
+        code, _ = lowering.codegen()
+        return code.value, lowering.wrapper_code.kernels
+
+
+def fused_name(schedule: Any) -> str:
+    """Of a kernel, by the operations that were fused."""
+    name = find("torch._inductor.utils", "get_fused_kernel_name")(schedule, "original_aten")
+    return name.removeprefix("fused_")

@@ -1,0 +1,326 @@
+"""Where traces come from: the cache, if this very job was traced before; two shallow models, if its blocks are all alike; else the whole.
+
+A trace follows from the program, not from the hardware, nor from how many replicas there are: those only change who is in a group.
+The key of a trace is a hash of the settings that the program is built from, of titan's own source and of torch's version, so
+that an entry is never stale, only unused. Entries lie in titan/traces in the user's cache folder; reading one makes objects of
+titan.sim.trace and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import json
+import logging
+import os
+import pickle
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from titan.config.layout import AXES, Layout
+from titan.config.model import model_config
+from titan.config.sections import JobConfig
+
+from . import trace as events
+from .extend import CannotExtend, Depth, extend
+from .record import Job, distinct_ranks, record_jobs
+from .trace import Group, Trace, Transfer
+
+logger = logging.getLogger("titan")
+
+_PROGRAM = (
+    "model",
+    "optimizer",
+    "loss",
+    "parallelism",
+    "activation_checkpoint",
+    "compile",
+    "quantize",
+)
+"""Sections that the program is built from, whole."""
+_DEPTH = 4
+"""Blocks in each stage of the shallower of the two models that are traced in place of a deep one."""
+_LEAST_GAIN = (
+    2.0  # a stage must be deeper than both together so many times to be worth the extension
+)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A job to be traced."""
+
+    config: JobConfig
+    layout: Layout
+
+    @property
+    def key(self) -> str:
+        """Equal for jobs whose ranks do the same."""
+        config, layout = self.config, self.layout
+        training = config.training
+        shape: dict[str, Any] = {
+            name: getattr(config, name).model_dump(mode="json") for name in _PROGRAM
+        }
+        shape["layout"] = str(replace(layout, dp_replicate=min(layout.dp_replicate, 2)))
+        shape["accumulation"] = layout.accumulation
+        shape["training"] = training.model_dump(
+            mode="json",
+            exclude={"dataset", "dataset_path", "dataloader", "global_batch_size", "steps"},
+        )
+        shape["data"] = [config.data.reset_positions, config.data.document_mask]
+        for name in ("data_parallel_replicate_degree", "data_parallel_shard_degree"):
+            shape["parallelism"].pop(name)
+        text = json.dumps([shape, version("torch"), _source()], sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def obtain(
+    jobs: Sequence[Wanted],
+    *,
+    processes: int | None = None,
+    whole: bool = False,
+    use_cache: bool = True,
+    done: Callable[[Wanted, dict[int, Trace] | Exception], None],
+) -> None:
+    """Traces by rank for each job, given to `done` as they become ready: all jobs at once share the processes.
+
+    whole: never extend, and leave the cache alone. A job that cannot be traced is told as an exception (RecordError).
+    """
+    plans = []
+    for wanted in jobs:
+        path = _folder() / f"{wanted.key}.pickle"
+        if use_cache and not whole and (found := _read(path)) is not None:
+            done(
+                wanted, {trace.rank: trace for trace in (regroup(t, wanted.layout) for t in found)}
+            )
+            continue
+        plans.append(
+            _Plan(
+                wanted,
+                None if whole else shallow(wanted),
+                path if use_cache and not whole else None,
+                done,
+            )
+        )
+    waiting = [(plan, number, job) for plan in plans for number, job in enumerate(plan.jobs)]
+    again: list[Wanted] = []
+    for index, result in record_jobs(
+        [job for *_, job in waiting], processes or os.cpu_count() or 1
+    ):
+        plan, number, _ = waiting[index]
+        if plan.finish(number, result):
+            again.append(plan.wanted)
+    if again:
+        obtain(again, processes=processes, whole=True, use_cache=use_cache, done=done)
+
+
+class _Plan:
+    """A job, the recordings that make up its traces, and what has come of them."""
+
+    def __init__(
+        self,
+        wanted: Wanted,
+        depths: Sequence[Depth] | None,
+        path: Path | None,
+        done: Callable[..., None],
+    ) -> None:
+        self.wanted, self.depths, self.path, self.done = wanted, depths, path, done
+        self.ranks = distinct_ranks(wanted.layout)
+        configs = [wanted.config]
+        if depths:
+            configs = [at_depth(wanted, depth) for depth in (_DEPTH, _DEPTH + 1)]
+        self.jobs: list[Job] = [
+            (config, wanted.layout.world_size, rank) for rank in self.ranks for config in configs
+        ]
+        self.results: dict[int, Any] = {}
+
+    def finish(self, number: int, result: Any) -> bool:
+        """A recording is there. True: the job has to be traced whole."""
+        self.results[number] = result
+        if len(self.results) < len(self.jobs):
+            return False
+        results = [self.results[n] for n in range(len(self.jobs))]
+        failed = next((r for r in results if isinstance(r, Exception)), None)
+        if failed is not None:
+            self.done(self.wanted, failed)
+            return False
+        if self.depths:
+            try:
+                results = [
+                    extend(small, big, depth=_DEPTH, stages=self.depths)
+                    for small, big in zip(results[::2], results[1::2], strict=True)
+                ]
+            except CannotExtend as reason:
+                logger.info(
+                    f"blocks are not all alike, so that the whole model is traced: {reason}"
+                )
+                return True
+        if self.path:
+            _write(self.path, results)
+        self.done(self.wanted, dict(zip(self.ranks, results, strict=True)))
+        return False
+
+
+# ---- shallow models ------------------------------------------------------------------------------
+
+
+def shallow(wanted: Wanted) -> list[Depth] | None:
+    """The stages of a model, if it is worth tracing a shallower one instead."""
+    config, layout = wanted.config, wanted.layout
+    if layout.pp == 1:
+        depths = [Depth(0, model_config(config.model).n_layers)]
+    else:
+        from titan.program import pipeline_plan
+
+        size = config.parallelism.pipeline_parallel_microbatch_size
+        plan = pipeline_plan(
+            config.parallelism,
+            model_config(config.model).n_layers,
+            config.training.local_batch_size // size,
+        )
+        depths = []
+        for names in plan.modules:
+            layers = [int(name.split(".")[1]) for name in names if name.startswith("layers.")]
+            if not layers:
+                return None
+            depths.append(Depth(layers[0], len(layers)))
+    deep_enough = min(d.count for d in depths) > _DEPTH + 1
+    gain = sum(d.count for d in depths) / len(depths) / (2 * _DEPTH + 1)
+    return depths if deep_enough and gain > _LEAST_GAIN / 2 else None
+
+
+def at_depth(wanted: Wanted, depth: int) -> JobConfig:
+    """The job with `depth` blocks in every pipeline stage."""
+    config, num_stages = wanted.config, 1
+    parallelism = config.parallelism
+    if wanted.layout.pp > 1:
+        stages = shallow(wanted)
+        assert stages is not None
+        num_stages = len(stages)
+        names = [
+            [f"layers.{stage * depth + n}" for n in range(depth)] for stage in range(num_stages)
+        ]
+        names[0].insert(0, "tok_embeddings")
+        names[-1] += ["norm", "output"]
+        parallelism = parallelism.model_copy(
+            update={"module_fqns_per_model_part": names, "pipeline_parallel_layers_per_stage": None}
+        )
+    overrides = config.model.overrides | {"n_layers": depth * num_stages}
+    model = config.model.model_copy(update={"overrides": overrides})
+    return config.model_copy(update={"model": model, "parallelism": parallelism})
+
+
+# ---- the same program in another world -----------------------------------------------------------
+
+
+def regroup(trace: Trace, layout: Layout) -> Trace:
+    """A trace as it is under a layout that differs in the number of replicas only."""
+    if trace.world_size == layout.world_size:
+        return trace
+    was = replace(layout, dp_replicate=layout.dp_replicate * trace.world_size // layout.world_size)
+
+    def moved(rank: int) -> int:
+        return _rank(_place(rank, was), layout)
+
+    own = _place(trace.rank, layout := layout) if False else _place(trace.rank, was)
+    groups = {
+        name: Group(
+            name,
+            group.axes,
+            _members(own, group.axes, layout) if group.axes else tuple(map(moved, group.ranks)),
+        )
+        for name, group in trace.groups.items()
+    }
+
+    def with_peers(of: Iterable[events.Event]) -> list[events.Event]:
+        return [
+            replace(e, peer=moved(e.peer)) if isinstance(e, Transfer) and e.peer >= 0 else e
+            for e in of
+        ]
+
+    return Trace(
+        moved(trace.rank),
+        layout.world_size,
+        groups,
+        trace.setup,
+        with_peers(trace.first_step),
+        with_peers(trace.step),
+    )
+
+
+def _place(rank: int, layout: Layout) -> dict[str, int]:
+    place = {}
+    for axis in reversed(AXES):
+        rank, place[axis] = divmod(rank, getattr(layout, axis))
+    return place
+
+
+def _rank(place: dict[str, int], layout: Layout) -> int:
+    rank = 0
+    for axis in AXES:
+        rank = rank * getattr(layout, axis) + place[axis]
+    return rank
+
+
+def _members(place: dict[str, int], axes: Sequence[str], layout: Layout) -> tuple[int, ...]:
+    """Ranks along some axes, through a place."""
+    along = itertools.product(*(range(getattr(layout, axis)) for axis in axes))
+    return tuple(_rank(place | dict(zip(axes, numbers, strict=True)), layout) for numbers in along)
+
+
+# ---- the cache -----------------------------------------------------------------------------------
+
+
+def _folder() -> Path:
+    from titan.data.cache import default_cache_folder
+
+    return default_cache_folder() / "traces"
+
+
+@cache
+def _source() -> str:
+    """A hash of titan and its models."""
+    digest = hashlib.blake2b(digest_size=16)
+    import titan
+    import titan.models
+
+    for package in (titan, titan.models):
+        for folder in map(Path, package.__path__):
+            for file in sorted(folder.rglob("*.py")):
+                digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+class _Reader(pickle.Unpickler):
+    """Makes the classes of titan.sim.trace, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == events.__name__ and name in vars(events) and "." not in name:
+            return getattr(events, name)
+        raise pickle.UnpicklingError(f"{module}.{name} is no part of a trace")
+
+
+def _read(path: Path) -> list[Trace] | None:
+    try:
+        return _Reader(io.BytesIO(path.read_bytes())).load()
+    except FileNotFoundError:
+        return None
+    except Exception as error:  # torn, or not ours: as if it were not there
+        logger.warning(f"{path} is no trace and is not used: {error}")
+        return None
+
+
+def _write(path: Path, traces: Sequence[Trace]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        temporary.write_bytes(pickle.dumps(list(traces), protocol=pickle.HIGHEST_PROTOCOL))
+        temporary.replace(path)
+    except OSError as error:
+        logger.warning(
+            f"{path} cannot be written, so that the next run has to trace again: {error}"
+        )
