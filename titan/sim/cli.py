@@ -5,15 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
+from dataclasses import asdict
 from pathlib import Path
 
 from titan.config.load import load_from_argv
+from titan.config.problems import ConfigError, Problem
 from titan.config.rules import check_to_run
 
 from .profiles import load_profile, profile_names
 from .report import page
 
-OPTIONS = ("--world-size", "--hardware", "--json", "--trace", "--html", "--processes")
+OPTIONS = (
+    *("--world-size", "--hardware", "--json", "--trace", "--html", "--processes"),
+    *("--sweep", "--whole", "--no-cache"),
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -21,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="titan sim",
         usage="titan sim JOB.toml [OVERLAY.toml ...] [--section.key=value ...] --world-size N --hardware H "
-        "[--json FILE] [--trace FILE] [--html FILE]",
+        "[--json FILE] [--trace FILE] [--html FILE] [--sweep KEY=A,B,...]",
         description="Simulate a training step: time, exposed communication, memory. Needs no GPU and starts no process group.",
         allow_abbrev=False,
     )
@@ -36,7 +42,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--trace", type=Path, metavar="FILE", help="a trace for ui.perfetto.dev")
     parser.add_argument("--html", type=Path, metavar="FILE", help="a page: timeline, memory")
     parser.add_argument("--processes", type=int, metavar="P", help="at once; default: all cores")
+    parser.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="KEY=A,B,...",
+        help="simulate every combination of these values; --hardware may then be a list, too",
+    )
+    parser.add_argument(
+        "--whole", action="store_true", help="trace every block, even if all are alike"
+    )
+    parser.add_argument("--no-cache", action="store_true", help="trace anew")
     options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    if options.sweep:
+        return _sweep(options, job)
     profile = load_profile(options.hardware)
     config = load_from_argv(job, options=list(OPTIONS))
     check_to_run(config, world_size=options.world_size)
@@ -51,6 +70,8 @@ def main(argv: list[str] | None = None) -> int:
             world_size=options.world_size,
             profile=profile,
             processes=options.processes,
+            whole=options.whole,
+            use_cache=not options.no_cache,
             say=_say,
         )
         _say("")
@@ -69,10 +90,45 @@ def main(argv: list[str] | None = None) -> int:
             from .html import write_page
 
             write_page(simulation, told, options.html)
+    except BrokenPipeError:  # of `titan sim ... | head`
+        raise
     except (RecordError, ReplayError, OSError) as error:
         _say("")
         print(f"titan sim: {error}", file=sys.stderr)
         return 1 if isinstance(error, ReplayError) else 2
+    return 0
+
+
+def _sweep(options: argparse.Namespace, job: list[str]) -> int:
+    """All variants: a table, and with --json everything."""
+    from .sweep import combinations, sweep, table
+
+    axes: dict[str, list[str]] = {}
+    for text in options.sweep:
+        key, _, values = text.partition("=")
+        if not values:
+            message = f"'{text}': expected KEY=A,B,..., such as training.local_batch_size=1,2,4"
+            raise ConfigError([Problem("command line", 0, "--sweep", message)])
+        axes[key] = values.split(",")
+    profiles = [load_profile(name) for name in options.hardware.split(",")]
+    load_from_argv(
+        job, options=list(OPTIONS)
+    )  # mistakes of the job itself, before thousands of variants
+    start = time.monotonic()
+    variants = sweep(
+        job,
+        combinations(axes),
+        world_size=options.world_size,
+        profiles=profiles,
+        processes=options.processes,
+        progress=lambda done, of: _say(f"{done:,} of {of:,} variants"),
+    )
+    _say("")
+    print(table(variants))
+    print(f"simulated in {time.monotonic() - start:.1f} s")
+    if options.json:
+        told = [asdict(variant) for variant in variants]
+        Path(options.json).write_text(json.dumps(told) + "\n", encoding="utf-8")
     return 0
 
 

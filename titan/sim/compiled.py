@@ -18,9 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from titan.parallel.weights import canonical_name
-
-from . import inductor
+from . import inductor, symmetric
 from .device import NAME
 from .shims import no_memory_of_calls
 from .trace import Kernel
@@ -43,12 +41,19 @@ _SETTINGS: dict[str, Any] = {
 }
 
 
+# How Dynamo names the module in torch's wrapper for activation checkpointing.
+_WRAPPED = ".__dict__['_modules']['_checkpoint_wrapped_module']"
+
+
 def install(recorder: Recorder) -> None:
     """From now on, torch.compile's default backend compiles for the fake device."""
     # It misses templates of kernels to choose from, none of which it would choose.
     logging.getLogger("torch._inductor.template_heuristics").setLevel(logging.CRITICAL)
+    symmetric.install(recorder)
     inductor.register_device(NAME, _Scheduling, _Wrapper)
-    inductor.replace_compiler(lambda *args, **kwargs: _compile(recorder, *args, **kwargs), _SETTINGS)
+    inductor.replace_compiler(
+        lambda *args, **kwargs: _compile(recorder, *args, **kwargs), _SETTINGS
+    )
 
 
 def _compile(
@@ -62,13 +67,13 @@ def _compile(
     **_: Any,
 ) -> Callable[[list[Any]], Any]:
     """Inductor's own inner compiler, up to the point where it has written its program; that program, to be called."""
-    code, kernels = inductor.write_program(
+    code, names = inductor.write_program(
         graph, inputs, is_backward=is_backward, is_inference=is_inference, graph_id=graph_id
     )
     program: dict[str, Any] = {}
     exec(compile(code, f"<compiled {graph_id}>", "exec"), program)
-    for name, kernel in kernels.items():
-        program[name] = _Launcher(recorder, kernel)
+    for name, value in names.items():
+        program[name] = _Launcher(recorder, value) if isinstance(value, Kernel) else value
     program["get_raw_stream"] = int
     program["reinterpret_tensor"] = _reinterpret
     program["at"] = recorder.places.enter_compiled
@@ -156,7 +161,7 @@ class _Wrapper(inductor.PythonWrapperCodegen):
 def _origin(node: torch.fx.Node, *, is_backward: bool) -> tuple[str, bool]:
     """Module within the compiled one that a node of a graph was traced in, and whether it is of a forward pass done again."""
     stack = node.meta.get("nn_module_stack")
-    recomputes = is_backward and stack is not None
+    recomputes = is_backward and node.meta.get("partitioner_tag") == "is_forward"
     paths = [path for path, _ in (stack or node.meta.get("fwd_nn_module_stack") or {}).values()]
-    inner = paths[-1].removeprefix(f"{paths[0]}.") if len(paths) > 1 else ""
-    return canonical_name(f"{inner}.").rstrip("."), recomputes
+    inner = paths[-1].removeprefix("L['self']").removeprefix(_WRAPPED) if paths else ""
+    return inner.lstrip("."), recomputes

@@ -62,6 +62,7 @@ class _Unit:
     stage: int = -1
     steps: int = 0
     series: bool = False
+    template: int = 0  # of a sweep: the part that is repeated
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def _parse(trace: Trace, depth: int) -> _Parsed:
             if isinstance(event, Allocate):
                 made[event.block] = event
         parsed.sections.append(len(parsed.units))
-        labels = _labels(events, made)
+        labels = _labels(events, made, depth)
         begin = 0
         while begin < len(events):
             end = begin + 1
@@ -138,24 +139,24 @@ def _group(labels: Sequence[Any], index: int) -> Any:
     return labels[index] and labels[index][0]
 
 
-def _labels(events: Sequence[Event], made: dict[int, Allocate]) -> list[Any]:
-    """((phase, action), block) of each event that belongs to a block, else None.
+def _labels(events: Sequence[Event], made: dict[int, Allocate], depth: int) -> list[Any]:
+    """((phase, action, stage), block) of each event that belongs to a block, else None.
 
     Events that have no place are where the ones before them are. What frees memory outside of all blocks belongs to the
     block that took it: gradients and states are given back in the order of their blocks.
     """
     labels: list[Any] = []
     here: Any = None
-    phase: Any = None
+    phase: Any = ("",)
     for event in events:
         place = getattr(event, "place", None)
         if place is not None:
             phase = (_FORWARD if place.phase not in _BACKWARD else "backward", place.action)
             layer = _layer(place)
-            here = None if layer is None else (phase, layer)
+            here = None if layer is None else ((*phase, layer // depth), layer)
         elif isinstance(event, Free) and here is None:
             layer = _layer(made[event.block].place)
-            labels.append(None if layer is None else ((phase, "free"), layer))
+            labels.append(None if layer is None else ((*phase, "free", layer // depth), layer))
             continue
         labels.append(here)
     return labels
@@ -176,23 +177,41 @@ def _units(
     runs: list[tuple[int, list[Event]]] = []
     for event, (_, layer) in zip(events, labels, strict=True):
         steps = 0 if len(runs) < 2 else runs[-1][0] - runs[-2][0]
+        if len(runs) == depth and layer == runs[0][0]:  # and once more from the beginning
+            yield from _sweep(runs, depth)
+            runs = [(layer, [event])]
         # Something of a block that came before (its prefetch, its end) belongs to the block at hand.
-        if runs and (layer == runs[-1][0] or (steps and (layer - runs[-1][0]) * steps < 0)):
+        elif runs and (layer == runs[-1][0] or (steps and (layer - runs[-1][0]) * steps < 0)):
             runs[-1][1].append(event)
         else:
             runs.append((layer, [event]))
+    yield from _sweep(runs, depth)
+
+
+def _sweep(runs: Sequence[tuple[int, list[Event]]], depth: int) -> Iterator[_Unit]:
+    """One unit, if it is a sweep, or one for each event."""
     stage = runs[0][0] // depth
     layers = [layer - stage * depth for layer, _ in runs]
     if layers in ([*range(depth)], [*reversed(range(depth))]):
         yield _Unit([run for _, run in runs], stage=stage, steps=1 if layers[0] == 0 else -1)
-    else:
-        for event in events:
+        return
+    for _, run in runs:
+        for event in run:
             yield _Unit([[event]])
 
 
+def _alike(event: Allocate | RecordEvent) -> Any:
+    """Equal for events that may form a series."""
+    if isinstance(event, RecordEvent):
+        return event.stream
+    return (event.size_bytes, event.stream, event.category, event.place)
+
+
 def _join_series(parsed: _Parsed) -> None:
-    """Lone equal allocations that follow each other become one unit; and what frees such a series, one after the other."""
-    home: dict[int, tuple[_Unit, int]] = {}  # of a lone block: its unit, and its place among the parts
+    """Lone equal allocations, or records of events, that follow each other become one unit; and what frees such a series in order."""
+    home: dict[
+        int, tuple[_Unit, int]
+    ] = {}  # of a lone block: its unit, and its place among the parts
     joined: list[_Unit] = []
     starts: list[int] = []
     last: Any = None
@@ -201,19 +220,25 @@ def _join_series(parsed: _Parsed) -> None:
             starts += [len(joined)] * parsed.sections.count(number)
             last = None
         event, key = unit.parts[0][0], None
-        if not unit.steps and isinstance(event, Allocate):
-            key = (event.size_bytes, event.stream, event.category, event.place)
+        if not unit.steps and isinstance(event, Allocate | RecordEvent):
+            key = _alike(event)
             if key != last:
                 joined.append(unit)
             else:
                 joined[-1].parts.append(unit.parts[0])
                 joined[-1].series = True
-            home[event.block] = (joined[-1], len(joined[-1].parts) - 1)
+            if isinstance(event, Allocate):
+                home[event.block] = (joined[-1], len(joined[-1].parts) - 1)
         elif not unit.steps and isinstance(event, Free) and event.block in home:
             taken, place = home[event.block]
             key = (id(taken), place)
             # Lists give back their tensors from the end, loops from the beginning.
-            if taken.series and last in [(id(taken), place - 1, 1), (id(taken), place + 1, -1), (id(taken), place - 1), (id(taken), place + 1)]:
+            if taken.series and last in [
+                (id(taken), place - 1, 1),
+                (id(taken), place + 1, -1),
+                (id(taken), place - 1),
+                (id(taken), place + 1),
+            ]:
                 joined[-1].parts.append(unit.parts[0])
                 joined[-1].series = True
                 key = (id(taken), place, place - last[1])
@@ -267,7 +292,6 @@ class _Extension:
         self.used = sorted({unit.stage for unit in more.units if unit.steps})
         if not self.used:
             raise CannotExtend("no pass through the blocks was found")
-        self.template = (more.depth - 1) // 2
         self.num_added = sum(stages[stage].count - more.depth for stage in self.used)
         self.lengths = [self._length(number) for number in range(len(more.units))]
         self.references = {
@@ -275,7 +299,7 @@ class _Extension:
         }
         for number, unit in enumerate(more.units):
             if unit.steps:
-                self._check_sweep(number, unit)
+                unit.template = self._find_template(number, unit)
 
     def _fail(self, number: int, why: str) -> CannotExtend:
         return CannotExtend(f"{why}: {self.more.units[number].parts[0][0]}")
@@ -299,9 +323,9 @@ class _Extension:
     def _source(self, unit: _Unit, part: int, length: int) -> int:
         """Which part of the deeper trace a part of the whole model's is made from."""
         depth = len(unit.parts)
-        if part <= self.template:
+        if part <= unit.template:
             return part
-        return depth - (length - part) if length - part < depth - self.template else self.template
+        return depth - (length - part) if length - part < depth - unit.template else unit.template
 
     # ---- references
 
@@ -312,14 +336,12 @@ class _Extension:
         ]
 
     def _reference(self, spot: _Spot) -> Reference | None:
+        """What an event refers to, as it holds at both depths."""
         target = self.more.targets.get(spot)
         if target is None:
             return None
         own, other = self.more.units[spot.unit], self.more.units[target.unit]
-        block = self.more.block(target)
-        if own.steps and other.steps:
-            return ("block", target.unit, block - self.more.block(spot), target.number)
-        last = len(other.parts) - 1
+        block, last = self.more.block(target), len(other.parts) - 1
         if own.series and other.series:
             if self._is_even(spot.unit, lambda s, t: t.part - s.part):
                 return ("block", target.unit, block - spot.part, target.number)
@@ -328,19 +350,24 @@ class _Extension:
             raise self._fail(spot.unit, "frees blocks in an order of its own")
         if last == 0:
             return ("start", target.unit, 0, target.number)
-        twin = self.few.targets.get(
-            _Spot(spot.unit, min(spot.part, len(self.few.units[spot.unit].parts) - 1), spot.number)
+        few = self.few.units[spot.unit]
+        removed = len(own.parts) - len(few.parts)
+        same = _Spot(
+            spot.unit,
+            spot.part if spot.part < len(own.parts) / 2 else spot.part - removed,
+            spot.number,
         )
-        if own.steps or own.series or twin is None or twin.unit != target.unit:
-            twin = target  # cannot be told from the other depth: by the nearer end
-            return (
-                ("start", target.unit, block, target.number)
-                if block <= last - block
-                else ("end", target.unit, last - block, target.number)
-            )
-        if self.few.block(twin) == block:
+        twin = self.few.targets.get(same)
+        if twin is None or twin.unit != target.unit:
+            raise self._fail(spot.unit, "refers to different things at different depths")
+        was, its_last = self.few.block(twin), len(self.few.units[twin.unit].parts) - 1
+        if own.steps and block - self.more.block(spot) == was - self.few.block(same):
+            return ("block", target.unit, block - self.more.block(spot), target.number)
+        if block == was:
             return ("start", target.unit, block, target.number)
-        return ("end", target.unit, last - block, target.number)
+        if last - block == its_last - was:
+            return ("end", target.unit, last - block, target.number)
+        raise self._fail(spot.unit, "refers to different blocks at different depths")
 
     def _is_even(self, number: int, relation: Callable[[_Spot, _Spot], int]) -> bool:
         """Whether all parts of a series refer alike."""
@@ -351,22 +378,17 @@ class _Extension:
             found.add(None if target is None else (target.unit, relation(spot, target)))
         return len(found) == 1
 
-    def _check_sweep(self, number: int, unit: _Unit) -> None:
-        few = self.few.units[number]
-        t = self.template
-        pairs = [
-            (unit.parts[t], unit.parts[t + 1], "neighbouring blocks differ"),
-            (few.parts[0], unit.parts[0], "the first block differs with the depth"),
-            (few.parts[-1], unit.parts[-1], "the last block differs with the depth"),
-        ]
-        for one, other, why in pairs:
-            for a, b in zip(one, other, strict=False):
-                if _shape(a) != _shape(b):
-                    raise CannotExtend(f"{why}: {a} and {b}")
-            if len(one) != len(other):
-                raise CannotExtend(f"{why}: {len(one)} and {len(other)} events")
-        if self.references[number][t] != self.references[number][t + 1]:
-            raise self._fail(number, "neighbouring blocks refer to different things")
+    def _find_template(self, number: int, unit: _Unit) -> int:
+        """A part in the middle that is as the next one is."""
+        few, references = self.few.units[number], self.references[number]
+        for one, other in ((few.parts[0], unit.parts[0]), (few.parts[-1], unit.parts[-1])):
+            if [*map(_shape, one)] != [*map(_shape, other)]:
+                raise self._fail(number, "the first or the last block differs with the depth")
+        for t in range(1, len(unit.parts) - 2):
+            alike = [*map(_shape, unit.parts[t])] == [*map(_shape, unit.parts[t + 1])]
+            if alike and references[t] == references[t + 1]:
+                return t
+        raise self._fail(number, "neighbouring blocks differ")
 
     # ---- the trace
 
@@ -419,22 +441,19 @@ class _Extension:
     def _layer(self, unit: _Unit, part: int) -> Callable[[int], int]:
         """Numbers of blocks in the deeper trace to those in the whole model."""
         depth = self.more.depth
-        if not unit.steps:
-            # Lone events of blocks: those of a stage's second half count from its end.
-            def lone(layer: int) -> int:
-                stage, block = divmod(layer, depth)
-                of = self.stages[stage]
-                return of.first + (block if block <= self.template else of.count - (depth - block))
 
-            return lone
-        of, length = (
-            self.stages[unit.stage],
-            self.lengths[self.more.units.index(unit)] if False else self.stages[unit.stage].count,
-        )
-        own = part if unit.steps > 0 else length - 1 - part
-        source = self._source(unit, part, length)
-        was = unit.stage * depth + (source if unit.steps > 0 else depth - 1 - source)
-        return lambda layer: of.first + own + (layer - was)
+        def of_lone_event(layer: int) -> int:
+            stage, block = divmod(layer, depth)
+            of = self.stages[stage]
+            return of.first + (block if block < depth / 2 else of.count - (depth - block))
+
+        if not unit.steps:
+            return of_lone_event
+        of = self.stages[unit.stage]
+        source = self._source(unit, part, of.count)
+        is_at = part if unit.steps > 0 else of.count - 1 - part
+        was_at = unit.stage * depth + (source if unit.steps > 0 else depth - 1 - source)
+        return lambda layer: of.first + is_at + (layer - was_at)
 
     def _grow(self, number: int, part: int, n: int, event: Event) -> Event:
         few = self.few.units[number].parts
@@ -444,8 +463,7 @@ class _Extension:
         if isinstance(event, Launch) and isinstance(twin, Launch):
             return replace(event, kernel=self._grow_kernel(twin.kernel, event.kernel))
         if isinstance(event, (Allocate, Transfer)) and isinstance(twin, (Allocate, Transfer)):
-            if twin.size_bytes != event.size_bytes:
-                return replace(event, size_bytes=self._grown(twin.size_bytes, event.size_bytes))
+            return replace(event, size_bytes=self._grown(twin.size_bytes, event.size_bytes))
         return event
 
     def _grow_kernel(self, few: Kernel, more: Kernel) -> Kernel:
@@ -504,7 +522,7 @@ class _Extension:
 
 def _shape(event: Event) -> Any:
     """What neighbouring blocks must have in common: all but references and the number of the block."""
-    values = [type(event)]
+    values: list[Any] = [type(event)]
     for f in fields(event):
         value = getattr(event, f.name)
         if isinstance(value, Place):

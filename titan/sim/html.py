@@ -29,7 +29,7 @@ def write_page(simulation: Simulation, facts: Facts, path: Path) -> None:
         "ranks": [_rank(simulation, rank) for rank in simulation.traces],
         "categories": CATEGORIES,
     }
-    template = (files(__package__) / "page.html").read_text(encoding="utf-8")
+    template = (files("titan.sim") / "page.html").read_text(encoding="utf-8")
     text = json.dumps(data).replace("</", "<\\/")  # whatever a name holds, it ends no script
     path.write_text(template.replace("/*DATA*/null", text), encoding="utf-8")
 

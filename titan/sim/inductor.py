@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .shims import find, replace, unset_fake_temporarily
 
@@ -88,9 +90,13 @@ def register_device(name: str, scheduling: type, wrapper: type) -> None:
     find(_common, "register_device_op_overrides")(name, Overrides())
     find("torch._inductor.utils", "GPU_TYPES")[:] = [name]
     replace("torch._inductor.scheduler", "has_triton", lambda _: lambda: True)
+    folder = "UniformValueConstantFolder._deduce_value"
+    replace("torch._inductor.fx_passes.joint_graph", folder, _deduce_on_host)
     # Patterns of graphs are traced on a device, which does not matter and has to be there.
     host = torch.device("cpu")
-    replace("torch._inductor.fx_passes.joint_graph", "lazy_init", lambda init: lambda _=None: init(host))
+    replace(
+        "torch._inductor.fx_passes.joint_graph", "lazy_init", lambda init: lambda _=None: init(host)
+    )
 
 
 def replace_compiler(inner: Callable[..., Any], settings: dict[str, Any]) -> None:
@@ -117,9 +123,12 @@ def write_program(
     is_inference: bool,
     graph_id: int | None,
 ) -> tuple[str, dict[str, Any]]:
-    """What Inductor's `codegen_and_compile` does, without compiling: the source, and what the wrapper collected."""
+    """What Inductor's `codegen_and_compile` does, without compiling: the source, and what it refers to by name: what
+    the wrapper collected as `kernels`, and constant tensors."""
     mode = find("torch._guards", "detect_fake_mode")(inputs)
     with ExitStack() as stack:
+        # Its pass for asynchronous tensor parallelism looks for NCCL.
+        stack.enter_context(patch.object(torch.distributed, "is_nccl_available", lambda: True))
         log = find("torch._inductor.debug", "DebugContext")()
         for context in (unset_fake_temporarily(), torch.no_grad(), V.set_fake_mode(mode), log):
             stack.enter_context(context)
@@ -140,7 +149,27 @@ def write_program(
             stack.enter_context(context)
         lowering.run(*inputs)
         code, _ = lowering.codegen()
-        return code.value, lowering.wrapper_code.kernels
+        return code.value, {**lowering.wrapper_code.kernels, **lowering.constants}
+
+
+class _OnHost(TorchDispatchMode):
+    """New tensors are made on the host, whatever device is asked for."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        return func(*args, **kwargs)
+
+
+def _deduce_on_host(deduce: Callable[..., Any]) -> Callable[..., Any]:
+    """Inductor computes constants of a graph as tensors of one element, for real."""
+
+    def deduced(*args: Any) -> Any:
+        with _OnHost():
+            return deduce(*args)
+
+    return deduced
 
 
 def fused_name(schedule: Any) -> str:

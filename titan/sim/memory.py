@@ -1,6 +1,6 @@
 """Memory of one rank: its trace's allocations through the allocator's model, and what is alive at the peak.
 
-The model is built, one step makes the optimizer's state, and two more run as every later one will: the peak is that of the whole, as
+The model is built, a step makes the optimizer's state, and two more run: the peak is that of the whole, as
 torch.cuda.max_memory_reserved() tells it. What lies outside the allocator (driver context, NCCL's buffers) is a constant of the
 profile and counts towards "does it fit". Blocks that outlive the step they are made in are matched with those that the step
 frees of the one before. Imports no torch.
@@ -9,15 +9,15 @@ frees of the one before. Imports no torch.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 
 from .allocator import Allocator, OutOfMemory
 from .profiles import Profile
 from .trace import CATEGORIES, Allocate, Category, Event, Free, Place, Trace, Transfer
 
 _NUM_POINTS = 400
+_NOWHERE = Place("setup")
 _WORKSPACE = -1
 """Number of the block that cuBLAS allocates with the first matrix product; a trace has none below 0."""
 
@@ -147,9 +147,53 @@ def _events(trace: Trace, workspace_bytes: int) -> Iterator[Allocate | Free]:
     if workspace_bytes:
         place = Place("forward", "cuBLAS workspace")
         yield Allocate(_WORKSPACE, workspace_bytes, 0, "temporary", place)
-    for event in chain(trace.first_step, trace.step):
-        yield from _noted(event, made)
-    yield from _repeated([e for e in trace.step if isinstance(e, (Allocate, Free))], made)
+    freed = {e.block for e in (*trace.first_step, *trace.step) if isinstance(e, Free)}
+    lasting = [e for e in trace.first_step if isinstance(e, Allocate) and e.block not in freed]
+    yield from (e for e in lasting if e.category != "optimizer")
+    states = [e for e in lasting if e.category == "optimizer"]
+    for event in trace.first_step:
+        if isinstance(event, Allocate):
+            made[event.block] = event
+    steps = _Steps(trace, made)
+    yield from steps.once(states)
+    yield from steps.once()
+    yield from steps.once()
+
+
+class _Steps:
+    """The step, again and again, with new numbers for its blocks. made: all blocks that were there before, by number.
+
+    What it freed of the time before it was recorded is what the step before left over: a block as large and of the same module.
+    """
+
+    def __init__(self, trace: Trace, made: dict[int, Allocate]) -> None:
+        self.events = trace.step
+        self.before = dict(made)
+        self.own = {e.block: e for e in trace.step if isinstance(e, Allocate)}
+        freed = {e.block for e in trace.step if isinstance(e, Free)}
+        self.kept = [e for block, e in self.own.items() if block not in freed]
+        self.stride = max([*made, *self.own], default=0) + 1
+        self.offset = 0
+        self.left: dict[tuple[int, str], deque[int]] = defaultdict(deque)
+
+    def once(self, states: Sequence[Allocate] = ()) -> Iterator[Allocate | Free]:
+        """states: that this step makes, as soon as the optimizer is at work."""
+        self.offset += self.stride
+        for event in self.events:
+            if states and getattr(event, "place", _NOWHERE).phase == "optimizer":
+                yield from states
+                states = ()
+            if isinstance(event, Allocate):
+                yield replace(event, block=event.block + self.offset)
+            elif isinstance(event, Free) and event.block in self.own:
+                yield Free(event.block + self.offset)
+            elif isinstance(event, Free) and event.block in self.before:
+                was = self.before[event.block]
+                if like := self.left[was.size_bytes, was.place.module]:
+                    yield Free(like.popleft())
+        yield from states
+        for event in self.kept:
+            self.left[event.size_bytes, event.place.module].append(event.block + self.offset)
 
 
 def _noted(event: Event, made: dict[int, Allocate]) -> Iterator[Allocate | Free]:
@@ -158,30 +202,6 @@ def _noted(event: Event, made: dict[int, Allocate]) -> Iterator[Allocate | Free]
         yield event
     elif isinstance(event, Free):
         yield event
-
-
-def _repeated(step: list[Allocate | Free], made: dict[int, Allocate]) -> Iterator[Allocate | Free]:
-    """The step once more, with new numbers for its blocks.
-
-    What it freed of the time before it was recorded is, this time, what the recorded step itself left over: a block as large
-    and of the same module. `made`: all blocks, by number.
-    """
-    offset = max(made, default=0) + 1
-    own = {event.block: event for event in step if isinstance(event, Allocate)}
-    freed = {event.block for event in step if isinstance(event, Free)}
-    left: dict[tuple[int, str], deque[int]] = defaultdict(deque)
-    for block, event in own.items():
-        if block not in freed:
-            left[event.size_bytes, event.place.module].append(block)
-    for event in step:
-        if isinstance(event, Allocate):
-            yield replace(event, block=event.block + offset)
-        elif event.block in own:
-            yield Free(event.block + offset)
-        else:
-            before = made[event.block]
-            if like := left[before.size_bytes, before.place.module]:
-                yield Free(like.popleft())
 
 
 def _tell_peak(

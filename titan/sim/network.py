@@ -64,7 +64,7 @@ def price_transfer(
     transfer: Transfer, group: Group, profile: Profile, *, rank: int
 ) -> TransferPrice:
     """Latency, volume and links of a transfer that `rank` takes part in."""
-    if transfer.kind in ("send", "recv"):
+    if transfer.kind in ("send", "recv", "read"):
         return _price_p2p(transfer, rank, profile)
     size, ranks = transfer.size_bytes, len(group.ranks)
     if ranks == 1:
@@ -151,7 +151,7 @@ def _price_all_to_all(size: int, ranks: int, nodes: int, profile: Profile) -> Tr
 
 
 def _price_p2p(transfer: Transfer, rank: int, profile: Profile) -> TransferPrice:
-    """One side of a send and receive."""
+    """One side of a send and receive, or a read."""
     start, hop, far_hop = _PROTOCOLS[-1].ring
     near = rank // profile.gpus_per_node == transfer.peer // profile.gpus_per_node
     sends = transfer.kind == "send"

@@ -39,6 +39,7 @@ class Places:
         self._modules: list[str] = []  # the module that makes those from there on
         self._in_backward = False
         self._compiled = ("", False)
+        self._fsdp: tuple[str, bool] | None = None
         self._backward_module = ""
         self._places: dict[tuple[Phase, str, str], Place] = {}
 
@@ -53,6 +54,10 @@ class Places:
             phase = "recompute" if self._recomputing else "backward"
             if not self._recomputing:
                 module = self._module_of_backward()
+        if self._fsdp is not None and not (in_backward or module):
+            module, reduces = self._fsdp
+            if reduces and phase == "forward":  # a pipeline leaves it for the end
+                phase = "backward"
         inner, recomputes = self._compiled
         if inner:
             module = f"{module}.{inner}"
@@ -90,6 +95,25 @@ class Places:
             yield
         finally:
             self.phase = before
+
+    def watch_fsdp(self) -> None:
+        """Know whose parameters FSDP gathers, and whose gradients it reduces, where no module runs: between a pipeline's actions."""
+
+        def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
+            def communicate(group: Any, *args: Any, **kwargs: Any) -> Any:
+                before = self._fsdp
+                reduces = method.__name__ == "post_backward"
+                self._fsdp = (canonical_name(f"{group._module_fqn or ''}.").rstrip("."), reduces)
+                try:
+                    return method(group, *args, **kwargs)
+                finally:
+                    self._fsdp = before
+
+            return communicate
+
+        module = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+        for name in ("unshard", "wait_for_unshard", "post_backward"):
+            shims.replace(module, f"FSDPParamGroup.{name}", wrap)
 
     def module_that_raised(self, error: BaseException | None) -> str:
         """The innermost, of an error or what it was raised from."""

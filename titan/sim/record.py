@@ -24,7 +24,7 @@ from titan.config.layout import Layout
 from titan.config.rules import model_config, resolve_layout
 from titan.config.sections import JobConfig
 
-from .trace import Allocate, Free, Trace
+from .trace import Allocate, Event, Free, Trace
 
 Like = Literal["cuda", "cpu"]
 
@@ -102,10 +102,7 @@ def _record(
         recorder.storages.mark_made("parameters")
         for parameter, owner in _owners(program).items():
             recorder.storages.attribute([_local(parameter)], owner)
-        freed = {e.block for e in recorder.events if isinstance(e, Free)}
-        trace.setup = [
-            e for e in recorder.events if isinstance(e, Allocate) and e.block not in freed
-        ]
+        trace.setup = _left(recorder.events)
         _watch(program, program_module, recorder)
         batches = [_fake_batch(config) for _ in range(layout.accumulation)]
         gc.collect()
@@ -118,11 +115,17 @@ def _record(
             del report
             recorder.places.phase = "forward"
             if step == 1:
-                trace.first_step = [e for e in recorder.events if isinstance(e, Allocate | Free)]
+                trace.first_step = _left(recorder.events)
             trace.step = recorder.events
         recorder.events = []  # what is freed from here on is no part of it
     trace.groups = recorder.transfers.groups
     return trace
+
+
+def _left(events: list[Event]) -> list[Event]:
+    """The allocations that are not given back."""
+    freed = {e.block for e in events if isinstance(e, Free)}
+    return [e for e in events if isinstance(e, Allocate) and e.block not in freed]
 
 
 def _owners(program: Any) -> dict[Any, str]:
@@ -143,6 +146,7 @@ def _watch(program: Any, program_module: Any, recorder: Any) -> None:
     places, storages = recorder.places, recorder.storages
     for part in program.parts:
         places.watch(part)
+    places.watch_fsdp()
     owners = _owners(program)
     parameters = list(owners)
 

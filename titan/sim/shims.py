@@ -6,6 +6,7 @@ replaced are replaced for the life of the process: every trace is recorded in a 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -52,13 +53,37 @@ def replace(module: str, name: str, wrap: Callable[[Any], Any]) -> None:
 def register_backend(name: str, module: Any) -> None:
     """A device in Python, under the name; `module` becomes torch.<name>."""
     find("torch.utils.backend_registration", "_setup_privateuseone_for_python_backend")(
-        name, backend_module=module
+        name, backend_module=module, device_guard=_device_guard()
     )
     # torch's fake process group takes it for a device it knows.
     find("torch.testing._internal.distributed.fake_pg", "FakeStore")
     capability = dist.Backend.backend_capability["fake"]
     if name not in capability:
         capability.append(name)
+
+
+lost_errors: list[BaseException] = []
+"""What autograd's thread for the device took from Python and did not give back."""
+
+
+def _device_guard() -> Any:
+    """torch's own, but that it can be asked its type while an error is on its way from Python through C++: autograd's thread asks then,
+    from where nothing may be raised, and the process would be aborted."""
+    set_aside = ctypes.pythonapi.PyErr_Fetch
+    set_aside.restype, set_aside.argtypes = None, 3 * [ctypes.POINTER(ctypes.py_object)]
+    private = torch._C._autograd.DeviceType.PrivateUse1  # pyright: ignore
+    base = find("torch._C", "_acc.DeviceGuard")
+    pointer, new = ctypes.pointer, ctypes.py_object
+
+    class Guard(base):
+        def type_(self) -> Any:
+            kind, error, trace = new(), new(), new()
+            set_aside(pointer(kind), pointer(error), pointer(trace))
+            if error:
+                lost_errors.append(error.value)
+            return private
+
+    return Guard()
 
 
 def init_fake_process_group(device_type: str, *, rank: int, world_size: int) -> None:

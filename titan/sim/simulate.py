@@ -16,10 +16,10 @@ from titan.config.sections import JobConfig
 from .cost import Cost
 from .memory import MemoryReport, memory_report
 from .profiles import Profile
-from .record import record
 from .replay import replay
 from .timeline import Timeline, axis_of
 from .trace import Trace, Transfer
+from .traces import Wanted, obtain
 
 GIB = 2**30
 Facts = dict[str, Any]
@@ -62,18 +62,30 @@ def simulate(
     world_size: int,
     profile: Profile,
     processes: int | None = None,
+    whole: bool = False,
+    use_cache: bool = True,
     say: Callable[[str], None] = lambda _: None,
 ) -> Simulation:
     """A step of a job that passed titan.config.rules, on `world_size` devices of a profile.
 
-    say: is told what is being done. Raises ConfigError, RecordError and ReplayError.
+    whole: trace every block, even if they are alike; use_cache: of traces. say: is told what is being done. Raises ConfigError, RecordError and ReplayError.
     """
     start = time.monotonic()
-    layout = resolve_layout(config, world_size)
-    say(f"tracing {layout.pp} rank{'s' if layout.pp > 1 else ''} of {world_size}")
-    traces = record(config, world_size=world_size, processes=processes)
+    wanted = Wanted(config, resolve_layout(config, world_size))
+    say(f"tracing {wanted.layout.pp} of {world_size} ranks")
+    results: list[dict[int, Trace] | Exception] = []
+    obtain(
+        [wanted],
+        processes=processes,
+        whole=whole,
+        use_cache=use_cache,
+        done=lambda _, result: results.append(result),
+    )
+    [traces] = results
+    if isinstance(traces, Exception):
+        raise traces
     say("replaying")
-    return price(config, layout, traces, profile, started=start)
+    return price(config, wanted.layout, traces, profile, started=start)
 
 
 def price(

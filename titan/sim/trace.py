@@ -24,7 +24,14 @@ KernelKind = Literal[
     "host_copy",  # between device and host
 ]
 CollectiveKind = Literal[
-    "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send", "recv"
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "send",
+    "recv",
+    "read",  # of a peer's memory, which takes no part in it
 ]
 Phase = Literal["setup", "forward", "backward", "recompute", "clip", "optimizer"]
 Category = Literal["parameters", "gradients", "optimizer", "activations", "unsharded", "temporary"]
@@ -109,7 +116,7 @@ class Transfer:
     size_bytes: of the gathered tensor (all_gather), of the unreduced one (reduce_scatter), else of the message of this rank.
     stream: the current one. If `detached`, it runs on a stream of its group's own, which first waits for this
     one; else it occupies this one. work: what an AwaitWork refers to; transfers that share one were issued together.
-    peer: global rank, of a send or recv.
+    peer: global rank, of a send, recv or read.
     """
 
     kind: CollectiveKind
@@ -195,7 +202,8 @@ Event: TypeAlias = (
 class Trace:
     """One rank's program.
 
-    setup: what there is when the model is built. first_step: the memory of the step that makes the optimizer's state. step: every later one.
+    setup: what is allocated when the model is built. first_step: what the first step allocates and leaves, the optimizer's state above
+    all. step: every step but for that.
     """
 
     rank: int

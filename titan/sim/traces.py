@@ -43,7 +43,7 @@ _PROGRAM = (
     "quantize",
 )
 """Sections that the program is built from, whole."""
-_DEPTH = 4
+_DEPTH = 5
 """Blocks in each stage of the shallower of the two models that are traced in place of a deep one."""
 _LEAST_GAIN = (
     2.0  # a stage must be deeper than both together so many times to be worth the extension
@@ -188,9 +188,10 @@ def shallow(wanted: Wanted) -> list[Depth] | None:
             if not layers:
                 return None
             depths.append(Depth(layers[0], len(layers)))
+    # Both shallow models together must be shallower than the one.
     deep_enough = min(d.count for d in depths) > _DEPTH + 1
-    gain = sum(d.count for d in depths) / len(depths) / (2 * _DEPTH + 1)
-    return depths if deep_enough and gain > _LEAST_GAIN / 2 else None
+    gains = sum(d.count for d in depths) > len(depths) * (2 * _DEPTH + 1)
+    return depths if deep_enough and gains else None
 
 
 def at_depth(wanted: Wanted, depth: int) -> JobConfig:
@@ -226,7 +227,7 @@ def regroup(trace: Trace, layout: Layout) -> Trace:
     def moved(rank: int) -> int:
         return _rank(_place(rank, was), layout)
 
-    own = _place(trace.rank, layout := layout) if False else _place(trace.rank, was)
+    own = _place(trace.rank, was)
     groups = {
         name: Group(
             name,

@@ -12,6 +12,7 @@ from itertools import count
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import shims
@@ -153,6 +154,13 @@ class Transfers:
             handle = result[-1] if isinstance(result, tuple | list) else result
             self._fake_work.unbox(handle).seq_id = work
         return work
+
+    def read(self, data: Tensor, group_name: str, peer: int, *, place: Place) -> None:
+        """Read as much as `data` from the memory of a rank of a group."""
+        group = self._group(group_name)
+        size, dtype = data.numel() * data.dtype.itemsize, str(data.dtype)[6:]
+        source = group.ranks[peer]
+        self.record(Transfer("read", group.name, size, dtype, self.stream(), False, next(self._works), place, source))
 
     def wait(self, work: int) -> None:
         self.record(AwaitWork(self.stream(), work))

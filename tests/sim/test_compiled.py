@@ -1,0 +1,217 @@
+"""Traces of compiled jobs: what is saved against a real compiler on a CPU, what is computed and sent against the eager trace."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from test_record import _numbered_anew
+from torch import Tensor
+
+from pool import Pool
+from recording import events_of, job, real_batches, real_program
+from titan.config.sections import JobConfig
+from titan.sim.record import record
+from titan.sim.trace import Allocate, Free, Launch, Trace, Transfer
+
+BF16: dict[str, Any] = {"mixed_precision_param": "bfloat16"}
+COMPILE: dict[str, Any] = {"enable": True, "components": ["model"]}
+SPLIT_HEADS = {"overrides": {"n_layers": 2, "n_kv_heads": 4}}  # CPU attention copies grouped heads
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "keep all": {},
+    "by op": {"mode": "selective"},
+    "full": {"mode": "full"},
+    "budget": {"mode": "memory_budget", "memory_budget": 0.5},
+}
+
+
+def compiled_job(compiles: bool = True, **sections: Any) -> JobConfig:
+    sections = {"training": BF16, "compile": COMPILE if compiles else {}, **sections}
+    return job(batch=8, **sections)
+
+
+def trace_of(config: JobConfig, *, world: int = 1, **settings: Any) -> Trace:
+    return record(config, world_size=world, ranks=[0], **settings)[0]
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def real_saved(config: JobConfig) -> int:
+    """Bytes that the second of two blocks keeps for its backward pass, of what it made itself."""
+    program = real_program(config)
+    model: Any = program.parts[0]
+    batch = real_batches(config)[0]
+    saved: dict[int, int] = {}
+    inputs: set[int] = set()
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    block = model.layers["1"]
+    call = block._compiled_call_impl or block._call_impl
+    outputs: set[int] = set()
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        given = [t for arg in args for t in (arg if isinstance(arg, tuple) else (arg,))]
+        inputs.update(t.untyped_storage().data_ptr() for t in given if isinstance(t, Tensor))
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            output = call(*args, **kwargs)
+        inputs.update(p.untyped_storage().data_ptr() for p in block.parameters())
+        outputs.add(output.untyped_storage().data_ptr())
+        return output
+
+    block.__dict__["_compiled_call_impl"] = watched
+    model(batch.tokens_BS)
+    return sum(size for address, size in saved.items() if address not in inputs | outputs)
+
+
+def traced_saved(trace: Trace) -> int:
+    """The same of a trace, with the block's output."""
+    made = [e for e in events_of(trace.step, Allocate) if e.category == "activations"]
+    return sum(e.size_bytes for e in made if f"{e.place.module}.".startswith("layers.1."))
+
+
+@pytest.mark.parametrize("kind", RECOMPUTE)
+def test_saves_what_a_real_compiler_saves(kind: str, pool: Pool) -> None:
+    sections = {"model": SPLIT_HEADS, "activation_checkpoint": RECOMPUTE[kind]}
+    # Inductor's decompositions and partitioner, no code generation; in fp32, as FSDP's casts on one rank would be copies.
+    real = compiled_job(
+        **sections,
+        training={"mixed_precision_param": "float32"},
+        compile={**COMPILE, "backend": "aot_eager_decomp_partition"},
+    )
+    config = compiled_job(**sections, training={"mixed_precision_param": "float32"})
+    output = 8 * 64 * 64 * 4
+    assert traced_saved(trace_of(config, like="cpu")) == pool.run(1, real_saved, real)[0] + output
+
+
+def test_every_later_step_is_the_same() -> None:
+    config = compiled_job(activation_checkpoint={"mode": "selective"})
+    second, third = (trace_of(config, world=2, steps=n).step for n in (2, 3))
+    assert list(_numbered_anew(third)) == list(_numbered_anew(second))
+    alive = {e.block for e in events_of(second, Allocate)} - {e.block for e in events_of(second, Free)}  # fmt: skip
+    assert not alive
+
+
+# ---- operations ----------------------------------------------------------------------------------
+
+
+def flops(trace: Trace) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for launch in events_of(trace.step, Launch):
+        found[launch.place.phase] += launch.kernel.flops
+    return +found
+
+
+def moved(trace: Trace) -> int:
+    """By the blocks' kernels that multiply nothing."""
+    launches = [
+        e.kernel for e in events_of(trace.step, Launch) if e.place.module.startswith("layers.")
+    ]
+    return sum(k.read_bytes + k.write_bytes for k in launches if k.kind in ("pointwise", "copy"))
+
+
+@pytest.mark.parametrize("kind", ["keep all", "by op"])
+def test_the_same_products_and_fewer_bytes(kind: str) -> None:
+    eager, compiled = (
+        trace_of(compiled_job(compiles, activation_checkpoint=RECOMPUTE[kind]), world=2)
+        for compiles in (False, True)
+    )
+    assert flops(compiled) == flops(eager)
+    assert moved(compiled) < 0.6 * moved(eager)
+
+
+def test_blocks_share_a_program_and_know_their_modules() -> None:
+    trace = trace_of(compiled_job(activation_checkpoint={"mode": "full"}), world=2)
+    kernels: dict[int, list[Any]] = {n: [] for n in range(4)}
+    for launch in events_of(trace.step, Launch):
+        if launch.kernel.compiled:
+            _, number, *inner = launch.place.module.split(".")
+            kernels[int(number)].append((launch.kernel, launch.place.phase, inner))
+    assert kernels[0] == kernels[1] == kernels[2] == kernels[3]
+    products = [(phase, ".".join(path)) for k, phase, path in kernels[0] if k.kind == "matmul"]
+    counts = Counter(products)
+    for phase, number in (("forward", 1), ("recompute", 1), ("backward", 2)):
+        assert counts[phase, "attention.wq"] == number
+    fused = [k.name for k, *_ in kernels[0] if k.name.startswith("fused: ")]
+    assert any("silu" in name for name in fused) and any("rms_norm" in name for name in fused)
+
+
+def test_the_loss_is_compiled() -> None:
+    config = compiled_job(compile={"enable": True, "components": ["loss"]})
+    names = {e.kernel.name for e in events_of(trace_of(config).step, Launch) if e.kernel.compiled}
+    assert any("logsumexp" in name for name in names)
+
+
+# ---- communication -------------------------------------------------------------------------------
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "TP": {"tensor_parallel_degree": 2},
+    "FSDP x TP": {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2},
+    "CP all-gather": {"context_parallel_degree": 2, "context_parallel_rotate_method": "allgather"},
+    "CP Ulysses": {"context_parallel_degree": 2, "context_parallel_rotate_method": "ulysses"},
+}
+
+
+def sent(trace: Trace) -> Counter[Any]:
+    found: Counter[Any] = Counter()
+    for e in events_of(trace.step, Transfer):
+        found[e.kind, trace.groups[e.group].axes, e.dtype] += e.size_bytes
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sends_what_the_eager_program_sends(layout: str) -> None:
+    world = 4 if " x " in layout else 2
+    eager, compiled = (
+        trace_of(compiled_job(c, parallelism=LAYOUTS[layout]), world=world) for c in (False, True)
+    )
+    expected = sent(eager)
+    if (
+        layout == "CP all-gather"
+    ):  # the compiler sees that the backward pass gathers k and v again, and keeps them
+        batch, length, heads, dim, layers = 8, 64, 2, 16, 4
+        expected["all_gather", ("cp",), "bfloat16"] -= 2 * 2 * batch * length * heads * dim * layers
+    assert sent(compiled) == expected
+
+
+def test_async_tp_reads_chunks_while_it_multiplies() -> None:
+    plain, pipelined = (
+        trace_of(
+            compiled_job(
+                parallelism={"tensor_parallel_degree": 4, "enable_async_tensor_parallel": on},
+                model={"overrides": {"n_layers": 2, "n_kv_heads": 4}},
+            ),
+            world=4,
+        )
+        for on in (False, True)
+    )
+    assert flops(pipelined) == flops(plain)
+    # Each rank reads the three other ranks' quarters of what would be gathered, or scattered.
+    before, after = sent(plain), sent(pipelined)
+    replaced = sum(size for key, size in (before - after).items() if key[1] == ("tp",))
+    read = sum(size for key, size in after.items() if key[0] == "read")
+    assert read == replaced * 3 // 4 > 0
+    reads = [e for e in events_of(pipelined.step, Transfer) if e.kind == "read"]
+    assert {e.peer for e in reads} == {1, 2, 3}
+    assert len({e.stream for e in reads}) == 2
+
+
+def test_float8_casts_are_fused() -> None:
+    config = compiled_job(
+        model={"converters": ["quantize.linear.float8"]},
+        quantize={"linear": {"float8": {"enable_fsdp_float8_all_gather": True}}},
+    )
+    launches = [e for e in events_of(trace_of(config, world=2).step, Launch) if e.kernel.compiled]
+    products = Counter(e.kernel.name for e in launches if e.kernel.kind == "matmul")
+    assert set(products) == {"aten::_scaled_mm"}
+    inputs = {e.kernel.dtype for e in launches if e.kernel.kind == "matmul"}
+    assert inputs == {"float8_e4m3fn", "float8_e5m2"}
+    assert not any(
+        e.kernel.name in ("aten::_to_copy", "aten::clamp", "aten::mul") for e in launches
+    )

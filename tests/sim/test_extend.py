@@ -1,0 +1,143 @@
+"""Extending a trace by equal blocks gives the trace of the deep model, to the last event; and where it cannot, it says so."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from titan.config.layout import resolve_layout
+from titan.config.sections import JobConfig
+from titan.sim.cost import Cost
+from titan.sim.extend import CannotExtend, Depth, extend
+from titan.sim.memory import memory_report
+from titan.sim.profiles import load_profile
+from titan.sim.record import record_jobs
+from titan.sim.replay import replay
+from titan.sim.trace import Event, Trace
+from titan.sim.traces import _DEPTH, Wanted, at_depth, distinct_ranks, shallow
+
+JOBS: dict[str, tuple[int, dict[str, Any]]] = {
+    "FSDP2, selective AC": (8, {}),
+    "HSDP, full AC": (
+        8,
+        {
+            "parallelism": {"data_parallel_replicate_degree": 2},
+            "activation_checkpoint": {"mode": "full"},
+        },
+    ),
+    "DDP, plain loss": (
+        4,
+        {
+            "parallelism": {
+                "data_parallel_replicate_degree": 4,
+                "data_parallel_shard_degree": 1,
+            },
+            "activation_checkpoint": {"mode": "none"},
+            "loss": {"chunk_output": False, "chunk_tokens": 0},
+        },
+    ),
+    "TP, Qwen3": (
+        4,
+        {
+            "model": {"name": "qwen3", "flavor": "debugmodel", "overrides": {"n_layers": 15}},
+            "parallelism": {"tensor_parallel_degree": 2},
+        },
+    ),
+    "1F1B": (
+        4,
+        {
+            "model": {"overrides": {"n_layers": 24}},
+            "parallelism": {
+                "pipeline_parallel_degree": 2,
+                "pipeline_parallel_schedule": "1F1B",
+            },
+        },
+    ),
+    "interleaved": (
+        2,
+        {
+            "model": {"overrides": {"n_layers": 46}},
+            "parallelism": {
+                "pipeline_parallel_degree": 2,
+                "pipeline_parallel_schedule": "Interleaved1F1B",
+            },
+            "activation_checkpoint": {"mode": "none"},
+        },
+    ),
+}
+
+
+def job(sections: dict[str, Any]) -> JobConfig:
+    base: dict[str, Any] = {
+        "model": {"overrides": {"n_layers": 15}},
+        "training": {"dataset": "synthetic", "seq_len": 64, "local_batch_size": 4},
+        "activation_checkpoint": {"mode": "selective"},
+    }
+    return JobConfig.model_validate(base | sections)
+
+
+def recordings(wanted: Wanted) -> dict[int, tuple[Trace, Trace, Trace]]:
+    """Of each pipeline rank: both shallow traces and the whole one."""
+    ranks = distinct_ranks(wanted.layout)
+    configs = [at_depth(wanted, _DEPTH), at_depth(wanted, _DEPTH + 1), wanted.config]
+    jobs = [(config, wanted.layout.world_size, rank) for rank in ranks for config in configs]
+    found: dict[int, Any] = {}
+    for number, trace in record_jobs(jobs, 2):
+        assert isinstance(trace, Trace), trace
+        found[number] = trace
+    return {rank: tuple(found[3 * i + n] for n in range(3)) for i, rank in enumerate(ranks)}  # pyright: ignore
+
+
+def canonical(events: list[Event], numbers: defaultdict[str, dict[int, int]]) -> Iterator[Any]:
+    """Events with blocks, works and events numbered as they come."""
+    for event in events:
+        values: list[Any] = [type(event).__name__]
+        for f in fields(event):
+            value = getattr(event, f.name)
+            if f.name in ("block", "event", "work"):
+                value = numbers[f.name].setdefault(value, len(numbers[f.name]))
+            values.append(value)
+        yield values
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_extended_is_whole(name: str) -> None:
+    world, sections = JOBS[name]
+    config = job(sections)
+    wanted = Wanted(config, resolve_layout(config, world))
+    stages = shallow(wanted)
+    assert stages is not None
+    whole, extended = {}, {}
+    for rank, (few, more, full) in recordings(wanted).items():
+        whole[rank] = full
+        extended[rank] = extend(few, more, depth=_DEPTH, stages=stages)
+        numbers = defaultdict[str, dict[int, int]](dict), defaultdict[str, dict[int, int]](dict)
+        for section in ("setup", "first_step", "step"):
+            expected, found = getattr(full, section), getattr(extended[rank], section)
+            assert len(found) == len(expected) > 0
+            for a, b in zip(
+                canonical(expected, numbers[0]), canonical(found, numbers[1]), strict=True
+            ):
+                assert a == b
+    profile = load_profile("h100-sxm")
+    assert replay(extended, Cost(profile)).step_s == replay(whole, Cost(profile)).step_s
+    for rank in whole:
+        a, b = (memory_report(traces[rank], profile) for traces in (whole, extended))
+        assert (b.peak_active_bytes, b.peak_reserved_bytes) == (
+            a.peak_active_bytes,
+            a.peak_reserved_bytes,
+        )
+        assert b.by_module == a.by_module
+
+
+def test_blocks_that_are_not_alike_are_refused() -> None:
+    """Every second block recomputed: neighbours differ."""
+    config = job({"activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"}})
+    wanted = Wanted(config, resolve_layout(config, 2))
+    [(few, more, _)] = recordings(wanted).values()
+    with pytest.raises(CannotExtend):
+        extend(few, more, depth=_DEPTH, stages=[Depth(0, 15)])

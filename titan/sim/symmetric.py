@@ -1,0 +1,89 @@
+"""Asynchronous tensor parallelism on the fake device: what torch's fused collectives and matrix products do.
+
+Inductor's pass puts symm_mem.fused_all_gather_matmul and the like into compiled graphs (titan/parallel/async_tp.py). torch implements them in Python
+for CUDA: as many chunks as ranks, on two streams by turns, each chunk read from a peer's memory before it is multiplied, or
+read by a peer after; with barriers in between. That code is run here, with memory of peers that is not there: reading it is
+recorded as a transfer of kind "read" on the stream where it happens, a barrier as a kernel without bytes.
+
+The workspace that peers read from is not recorded: it is not the caching allocator's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import device, shims
+from .operators import EXPANDED
+from .trace import Kernel
+
+if TYPE_CHECKING:
+    from .recorder import Recorder
+
+_MODULE = "torch.distributed._symmetric_memory"
+_FUSED = ("fused_all_gather_matmul", "fused_all_gather_scaled_matmul", "fused_matmul_reduce_scatter", "fused_scaled_matmul_reduce_scatter")  # fmt: skip
+_BARRIER = Kernel("symm_mem::barrier", "pointwise", compiled=True)
+_copy = torch.ops.aten.copy_.default
+
+
+def install(recorder: Recorder) -> None:
+    """Take the fused operations apart as on CUDA."""
+    stream: list[device.Stream] = []
+
+    def second_stream(priority: int = 0) -> device.Stream:
+        if not stream:
+            stream.append(device.Stream())
+        return stream[0]
+
+    shims.replace(_MODULE, "_get_backend_stream", lambda _: second_stream)
+    shims.replace(_MODULE, "get_symm_mem_workspace", lambda _: lambda name, min_size: _Workspace(recorder, name))  # fmt: skip
+    torch.cuda.current_stream = lambda *_: device.current()  # pyright: ignore
+    torch.cuda._sleep = lambda *_: None
+    for name in _FUSED:
+        operator = getattr(torch.ops.symm_mem, name).default
+        EXPANDED[operator] = _with_peers(recorder, shims.find(_MODULE, f"_{name}"))
+
+
+def _with_peers(recorder: Recorder, implementation: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _Reads(recorder):
+            return implementation(*args, **kwargs)
+
+    return run
+
+
+class _Workspace:
+    """Memory of all ranks of a group."""
+
+    def __init__(self, recorder: Recorder, group_name: str) -> None:
+        group = shims.resolve_group(group_name)
+        self.recorder, self.group_name = recorder, group_name
+        self.rank, self.world_size = group.rank(), group.size()
+
+    def barrier(self, channel: int = 0) -> None:
+        self.recorder.launch(_BARRIER)
+
+    def get_buffer(self, rank: int, sizes: Any, dtype: torch.dtype, storage_offset: int = 0) -> Tensor:  # fmt: skip
+        buffer = self.recorder.paused(torch.empty)(sizes, dtype=dtype, device=device.NAME)
+        if rank != self.rank:
+            buffer.peer = (self.group_name, rank)  # pyright: ignore
+        return buffer
+
+
+class _Reads(TorchDispatchMode):
+    """A copy from memory of a peer is a transfer."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        peer = getattr(args[1], "peer", None) if func is _copy else None
+        if peer is None:
+            return func(*args, **(kwargs or {}))
+        self.recorder.transfers.read(args[0], *peer, place=self.recorder.places.current())
+        return args[0]
