@@ -259,7 +259,7 @@ def test_accelerators_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_check_says_whether_it_fits() -> None:
-    job = ["check", "train_configs/llama3_1b.toml", "--hardware"]
+    job = ["check", "train_configs/llama3_1b.toml", "--formula", "--hardware"]
     code, out, _ = titan(*job, "h200-sxm")
     assert code == 0 and any(line.startswith("fits: 46") for line in out.splitlines()), out
     code, out, _ = titan(*job, "a100-40g", "--json")

@@ -210,7 +210,9 @@ def alone(tmp_path: Path):
 
 def test_skips_and_rewinds_have_an_end(alone: None) -> None:
     for action, limit in (("skip", "max_skips"), ("rewind", "max_rewinds")):
-        section = FaultToleranceSection(on_nonfinite=action, max_skips=2, max_rewinds=2)
+        section = FaultToleranceSection.model_validate(
+            {"on_nonfinite": action, "max_skips": 2, "max_rewinds": 2}
+        )
         recovery = Recovery(section, device=torch.device("cpu"))
         nan, one = torch.tensor(math.nan), torch.tensor(1.0)
         actions = []

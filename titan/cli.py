@@ -135,7 +135,7 @@ def train(argv: list[str]) -> int:
 
 
 def check(argv: list[str]) -> int:
-    parser = _parser("check", f"{JOB} [--world-size N] [--hardware H] [--json]")
+    parser = _parser("check", f"{JOB} [--world-size N] [--hardware H] [--formula] [--json]")
     parser.add_argument(
         "--world-size", type=_positive, default=1, metavar="N", help="ranks in all; default: 1"
     )
@@ -143,13 +143,18 @@ def check(argv: list[str]) -> int:
     parser.add_argument(
         "--hardware", metavar="H", help="a profile: will it fit? As --hardware.name=H"
     )
+    parser.add_argument(
+        "--formula",
+        action="store_true",
+        help="with --hardware: do not simulate, which takes seconds",
+    )
     options, job = parser.parse_known_args(argv)
     from titan.config.problems import ConfigError
 
     if options.hardware:
         job.append(f"--hardware.name={options.hardware}")
     try:
-        config = _load(job, options=["--world-size", "--hardware", "--json"])
+        config = _load(job, options=["--world-size", "--hardware", "--json", "--formula"])
         layout = _check_to_run(config, world_size=options.world_size)
     except ConfigError as error:
         if not options.json:
@@ -157,7 +162,17 @@ def check(argv: list[str]) -> int:
         print(json.dumps({"problems": [asdict(problem) for problem in error.problems]}, indent=2))
         return 2
     facts = _facts(config, layout)
-    print(json.dumps(facts | {"problems": []}, indent=2) if options.json else _page(facts))
+    judged: dict[str, Any] = {}
+    if options.hardware and not options.formula:
+        judged = import_module("titan.sim.fixes").judge(
+            job, config, layout, hardware=config.hardware.name
+        )
+        if "simulation" in judged:
+            facts |= {"memory_method": "simulation", "fits": judged["simulation"]["fits"]}
+    if options.json:
+        print(json.dumps(facts | judged | {"problems": []}, indent=2))
+    else:
+        print(_page(facts, judged))
     return 0
 
 
@@ -227,19 +242,19 @@ def _facts(config: JobConfig, layout: Layout) -> dict[str, Any]:
     }
 
 
-def _page(facts: dict[str, Any]) -> str:
-    """What `titan check` says, for people."""
+def _page(facts: dict[str, Any], judged: dict[str, Any]) -> str:
+    """What `titan check` says, for people. judged: by the simulator, if it was asked."""
     model, layout = facts["model"], facts["layout"]
     axes = " x ".join(f"{axis} {n}" for axis, n in layout.items() if axis != "accumulation")
     batch = (
         f"{facts['local_batch_size']} sequences x {facts['seq_len']:,} tokens x "
         f"{layout['dp_replicate'] * layout['dp_shard']} data-parallel ranks x {layout['accumulation']} accumulation"
     )
-    verdict = []
-    if facts["fits"] is not None:
+    verdict = import_module("titan.sim.fixes").describe(judged) if judged else []
+    if facts["fits"] is not None and "simulation" not in judged:
         total, available = facts["memory_gib"]["total"], facts["hardware_memory_gib"]
         answer = "fits" if facts["fits"] else "DOES NOT FIT"
-        verdict = [f"{answer}: {total:.1f} of {available:.1f} GiB on {facts['hardware']}"]
+        verdict += [f"{answer}: {total:.1f} of {available:.1f} GiB on {facts['hardware']}"]
     memory = [f"    {name:<12} {gib:10.3f}" for name, gib in facts["memory_gib"].items()]
     return "\n".join(
         [

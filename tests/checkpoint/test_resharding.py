@@ -112,7 +112,7 @@ def run_leg(degrees: Degrees, folder: Path, steps: int) -> tuple[int, int, Seen]
                 assert seen.setdefault(batch.first_sample + row, (step, tuple(tokens)))[0] == step
         return train_step(batches, step=step, accept=accept)
 
-    trainer.program.train_step = watched
+    trainer.program.train_step = watched  # pyright: ignore[reportAttributeAccessIssue]
     assert trainer.loader.state_dict()["position"] == (first - 1) * GLOBAL_BATCH
     assert trainer.run() == 0
     position = trainer.loader.state_dict()["position"]

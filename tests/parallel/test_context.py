@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from titan.parallel import block_attention, ring
+from titan.parallel.activation import DEFAULT_KEEP, apply_ac
 from titan.parallel.context import apply_cp, check_divides, shard_sequence, unshard_sequence
 from titan.parallel.ring import SequencePart, visible
 
@@ -165,6 +166,40 @@ def test_compiles_without_a_graph_break(pool, method: str) -> None:
     """torch 2.11 gave wrong gradients here, without a word, until the output became a copy of its own."""
     for float32, bfloat16 in pool.run(2, _compiled_errors, method):
         assert float32 < 2e-6 and bfloat16 < 2e-2
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = PlainAttention()
+
+    def forward(self, qkv: Tensor) -> Tensor:
+        return torch.sin(self.attention(*qkv.sin())) + qkv
+
+
+def _recomputed(method: Any) -> list[bool]:
+    """Whether output and gradient are those of a run that keeps everything, with attention kept and the rest run again."""
+    world = torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    found: list[list[Tensor]] = []
+    for keep in (None, DEFAULT_KEEP, ()):
+        net = nn.ModuleDict({"layers": nn.Sequential(Block(), Block())})
+        apply_cp(net, mesh=mesh, attention_type=PlainAttention, method=method)
+        if keep is not None:
+            apply_ac(net, keep=keep)
+        x = torch.linspace(-1, 1, 3 * 2 * 4 * 16 * 8).view(3, 2, 4, 16, 8).requires_grad_()
+        out = net["layers"](x)
+        out.pow(2).sum().backward()
+        assert x.grad is not None
+        found.append([out.detach(), x.grad])
+    return [torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True)]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_recomputed_with_attention_kept(pool, method: str) -> None:
+    """What attention returned is kept by checkpointing, and nothing may write to it."""
+    for same in pool.run(2, _recomputed, method):
+        assert same == [True] * 4
 
 
 def _axis_error() -> float:

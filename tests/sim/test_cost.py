@@ -126,7 +126,7 @@ def test_host_copies_go_over_pcie() -> None:
 
 def test_launches() -> None:
     eager = Kernel("add", "pointwise")
-    compiled = Kernel("fused", "pointwise", compiled=True)
+    compiled = Kernel("fused", "pointwise", host="compiled")
     many = Kernel("_foreach_add", "optimizer", num_launches=11)
     assert H100.launch_s(eager) == pytest.approx(6e-6)
     assert H100.launch_s(compiled) == pytest.approx(4e-6)

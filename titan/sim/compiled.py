@@ -130,7 +130,7 @@ class _Scheduling(inductor.TritonScheduling):
             dtype=str(graph.get_dtype(first.name))[6:],
             read_bytes=int(node.get_read_buffer_sizes()),
             write_bytes=int(node.get_write_buffer_sizes()),
-            compiled=True,
+            host="compiled",
         )
         return name
 

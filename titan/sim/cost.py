@@ -14,7 +14,7 @@ from math import ceil
 
 from .network import TransferPrice, price_transfer
 from .profiles import Profile, on_curve
-from .trace import Group, Kernel, Transfer
+from .trace import Group, Host, Kernel, Transfer
 
 _QUERY_BLOCK = 128
 """Queries that one thread block of FlashAttention-2 handles."""
@@ -28,7 +28,11 @@ class Cost:
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         self._kernels: dict[Kernel, float] = {}
-        self._launches = {True: profile.launch_compiled_us * 1e-6, False: profile.launch_us * 1e-6}
+        self._launches: dict[Host, float] = {
+            "eager": profile.launch_us * 1e-6,
+            "dtensor": profile.launch_dtensor_us * 1e-6,
+            "compiled": profile.launch_compiled_us * 1e-6,
+        }
 
     def kernel_s(self, kernel: Kernel) -> float:
         """How long the device takes."""
@@ -37,10 +41,15 @@ class Cost:
             known = self._kernels[kernel] = self._price(kernel)
         return known
 
+    def host_s(self, kernel: Kernel) -> float:
+        """How long the host takes to compute what it has in its own memory."""
+        moved = kernel.read_bytes + kernel.write_bytes
+        return moved / (self.profile.host_memory_gb_per_s * 1e9)
+
     def launch_s(self, kernel: Kernel) -> float:
         """How long the host takes; launches beyond an operation's first come from a loop in C++."""
-        first = self._launches[kernel.compiled]
-        return first + (kernel.num_launches - 1) * self._launches[True]
+        first = self._launches[kernel.host]
+        return first + (kernel.num_launches - 1) * self._launches["compiled"]
 
     def transfer(self, transfer: Transfer, group: Group, *, rank: int) -> TransferPrice:
         """Latency, volume and links; of a send or recv, on the side of `rank`."""

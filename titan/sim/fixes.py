@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from titan.config.layout import Layout
 from titan.config.sections import JobConfig
 
-from .profiles import Profile
+from .profiles import Profile, load_profile, profile_names
+from .record import RecordError
+from .replay import ReplayError
+from .report import duration
+from .simulate import facts, simulate
 from .sweep import Variant, sweep
 
 Settings = dict[str, str]
@@ -100,12 +105,52 @@ def find_fixes(
     return sorted((v for v in variants if v.fits), key=lambda v: -v.speed)[:most]
 
 
-def describe(fixes: Sequence[Variant]) -> list[str]:
-    """A line for each."""
-    if not fixes:
-        return ["no single change, nor two together, makes it fit"]
-    lines = ["changes that make it fit, the fastest first:"]
+def judge(
+    job: Sequence[str], config: JobConfig, layout: Layout, *, hardware: str
+) -> dict[str, Any]:
+    """For `titan check`: {"simulation": facts, "fixes": changes with which it fits, if it does not}, or {"not_simulated": why}."""
+    if hardware not in profile_names():
+        return {"not_simulated": f"the simulator has no profile of {hardware}"}
+    profile = load_profile(hardware)
+    try:
+        simulation = simulate(config, world_size=layout.world_size, profile=profile)
+    except (RecordError, ReplayError) as error:
+        return {"not_simulated": str(error)}
+    told: dict[str, Any] = {"simulation": facts(simulation), "fixes": []}
+    if not simulation.fits:
+        told["fixes"] = [
+            {
+                "settings": fix.settings,
+                "tokens_per_s_per_gpu": fix.speed,
+                "peak_reserved_gib": fix.reserved_gib,
+            }
+            for fix in find_fixes(job, config, layout, profile=profile)
+        ]
+    return told
+
+
+def describe(judged: dict[str, Any]) -> list[str]:
+    """What `judge` found, for people."""
+    if reason := judged.get("not_simulated"):
+        return [f"not simulated: {reason}"]
+    told, fixes = judged["simulation"], judged["fixes"]
+    memory = told["memory"]
+    total = memory["peak_reserved_gib"] + memory["outside_gib"]
+    lines = [
+        f"time     {duration(told['step_time_s'])} a step, {told['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, simulated on {told['hardware']}",
+        f"{'fits' if told['fits'] else 'DOES NOT FIT'}: {total:.1f} of {memory['capacity_gib']:.1f} GiB on {told['hardware']}, simulated; "
+        f"the most at {memory['at'] or 'the start'} of rank {memory['rank']}",
+    ]
+    if told["fits"]:
+        return lines
+    lines.append(
+        "changes that make it fit, the fastest first:"
+        if fixes
+        else "no single change, nor two together, makes it fit"
+    )
     for fix in fixes:
-        what = " ".join(f"--{key}={value}" for key, value in fix.settings.items())
-        lines.append(f"  {fix.speed:>8,.0f} tokens/s/GPU  {fix.reserved_gib:>6.1f} GiB  {what}")
+        what = " ".join(f"--{key}={value}" for key, value in fix["settings"].items())
+        lines.append(
+            f"  {fix['tokens_per_s_per_gpu']:>8,.0f} tokens/s/GPU  {fix['peak_reserved_gib']:>6.1f} GiB  {what}"
+        )
     return lines

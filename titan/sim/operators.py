@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from .trace import Kernel, KernelKind, list_launches
+from .trace import Host, Kernel, KernelKind, list_launches
 
 _aten = torch.ops.aten
 
@@ -89,7 +89,7 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def kernel_of(
-    op: Operator, args: Any, kwargs: Any, outputs: list[Tensor], *, compiled: bool = False
+    op: Operator, args: Any, kwargs: Any, outputs: list[Tensor], *, host: Host = "eager"
 ) -> Kernel:
     """The kernel that a call launched. outputs: the tensors that it returned."""
     inputs = list(tensors_in(args))
@@ -118,7 +118,7 @@ def kernel_of(
         else _flops(op, args, kwargs, outputs),
         read_bytes=read_bytes,
         write_bytes=write_bytes,
-        compiled=compiled,
+        host=host,
         num_launches=_launches(name, args),
         causal=op.causal_at >= 0 and bool(_argument(op, op.causal_at, args, kwargs)),
     )

@@ -66,12 +66,15 @@ class Profile(BaseModel):
     """What a kernel takes that has next to nothing to do."""
 
     launch_us: float
+    launch_dtensor_us: float
     launch_compiled_us: float
     launch_transfer_us: float
-    """What the host needs to launch an eager kernel, a compiled one, a collective."""
+    """What the host needs to launch an eager kernel, one of an operation on DTensors, a compiled one, a collective."""
     host_gb_per_s: float
     """Between the device and pinned host memory."""
     host_us: float
+    host_memory_gb_per_s: float
+    """Each GPU's share of what the host's processors reach with their own memory: they update parameters that are offloaded."""
 
     gpus_per_node: int = Field(ge=1)
     ring_gb_per_s: float

@@ -66,11 +66,17 @@ def distinct_ranks(layout: Layout) -> list[int]:
 
 
 def record_rank(
-    config: JobConfig, *, world_size: int, rank: int, like: Like = "cuda", steps: int = 2
+    config: JobConfig,
+    *,
+    world_size: int,
+    rank: int,
+    like: Like = "cuda",
+    steps: int = 2,
+    on_backward_error: Callable[[RecordError], None] = lambda _: None,
 ) -> Trace:
     """The trace of one rank. Changes torch for good: to be called once, in a process that has not run a backward pass.
 
-    Raises RecordError.
+    on_backward_error: is told at once of an error that may be the process's last. Raises RecordError.
     """
     from .environment import environment
     from .recorder import Recorder
@@ -78,6 +84,9 @@ def record_rank(
     layout = resolve_layout(config, world_size)
     with environment(layout, rank=rank, like=like) as (device, mesh):
         recorder = Recorder(mesh)
+        recorder.on_backward_error = lambda error: on_backward_error(
+            RecordError(_describe(error, recorder, rank))
+        )
         try:
             return _record(config, layout, recorder, device, mesh, steps)
         except Exception as error:
@@ -261,7 +270,7 @@ def _describe(error: Exception, recorder: Any, rank: int) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1]
     module = places.module_that_raised(error)
-    where = [places.phase, places.action, module and f"module {module}"]
+    where = [places.current().phase, places.action, module and f"module {module}"]
     where.append(f"{'/'.join(Path(last.filename).parts[-3:])}:{last.lineno} in {last.name}")
     after = f" after {recorder.running}" if recorder.running is not None else ""
     lines = [line for line in str(error).splitlines() if line.strip()] or [""]
@@ -302,14 +311,11 @@ def record_jobs(
             for connection in wait(list(running)):
                 assert isinstance(connection, Connection)
                 number, child = running.pop(connection)
-                try:
-                    result = pickle.loads(connection.recv_bytes())
-                except EOFError:
-                    child.join()
-                    result = RecordError(f"the recording process died (exit code {child.exitcode})")
+                answers = list(_answers(connection))
                 connection.close()
                 child.join()
-                yield number, result
+                died = RecordError(f"the recording process died (exit code {child.exitcode})")
+                yield number, answers[-1] if answers else died
     finally:
         for connection, (_, child) in running.items():
             connection.close()
@@ -317,14 +323,28 @@ def record_jobs(
             child.join()
 
 
+def _answers(connection: Connection) -> Iterator[Trace | RecordError]:
+    """The last one counts: an error in a backward pass may be caught, or the process's last."""
+    while True:
+        try:
+            yield pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+
+
 def _child(connection: Connection, job: Job, options: dict[str, Any]) -> None:
     config, world_size, rank = job
+
+    def send(answer: Trace | RecordError) -> None:
+        connection.send_bytes(pickle.dumps(answer, protocol=pickle.HIGHEST_PROTOCOL))
+
+    options = {**options, "on_backward_error": send}
     try:
         answer = record_rank(config, world_size=world_size, rank=rank, **options)
     except RecordError as error:
         answer = error
     except BaseException as error:
         answer = RecordError(f"{type(error).__name__}: {error}")
-    connection.send_bytes(pickle.dumps(answer, protocol=pickle.HIGHEST_PROTOCOL))
+    send(answer)
     # Not by the interpreter's way out: autograd's thread for the device would sometimes abort it.
     os._exit(0)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed._functional_collectives  # registers the operators
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan.parallel.shims import AsyncCollectiveTensor
@@ -30,13 +31,14 @@ from .operators import (
 )
 from .places import Places
 from .storages import Storages
-from .trace import Event, Kernel, Launch, Synchronize
+from .trace import HOST, Event, Host, Kernel, Launch, Synchronize
 from .transfers import Collective, Transfers, collective_of
 
 _PLAIN = {Tensor, shims.FakeTensor, nn.Parameter}
 _device_of = torch.ops.prim.device.default
 _under_way = torch.ops._c10d_functional._wrap_tensor_autograd.default
 _read = torch.ops.aten._local_scalar_dense.default
+_LEAST_HOST_BYTES = 2**20  # of what the host computes: else it is part of issuing the work
 # What FSDP gathers into and scatters from, whose memory is neither a parameter's nor an activation's.
 _UNSHARDED = {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "fsdp::chunk_cat", "fsdp::all_gather_copy_in"}  # fmt: skip
 
@@ -55,9 +57,11 @@ class Recorder(TorchDispatchMode):
         )
         self.transfers = Transfers(mesh, self.record, stream=device.current_stream)
         self.running: Any = None  # for messages: the operation that came last
-        self.error: Exception | None = None  # what it raised: autograd's thread may lose it
+        self.error: Exception | None = None
+        self.on_backward_error: Callable[[Exception], None] = lambda _: None
         self._paused = 0
         self._compiled = False
+        self._host: Host = "eager"  # what launches the next kernel
         self._installed = False
         self._operators: dict[Any, Operator] = {}
         self._collectives: dict[Any, Collective | None] = {}
@@ -93,10 +97,26 @@ class Recorder(TorchDispatchMode):
             return args[0].fake_device
         for kind in types:
             if kind not in _PLAIN:
+                if kind is DTensor:
+                    self._host = "dtensor"
                 return NotImplemented
         kwargs = kwargs or {}
         if self._paused or not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
+        try:
+            return self._dispatch(func, args, kwargs)
+        except Exception as error:
+            self._note_error(error)
+            raise
+
+    def _note_error(self, error: Exception) -> None:
+        """Autograd's thread may lose an error. For a device in Python it may even abort the process: restoring the device's stream, it
+        calls Python, where it must not fail and does with an error on its way."""
+        self.error = error
+        if shims.in_backward():
+            self.on_backward_error(error)
+
+    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is _under_way:
             return AsyncCollectiveTensor(args[0])
         self.running = func
@@ -109,16 +129,12 @@ class Recorder(TorchDispatchMode):
         if func in EXPANDED and args[0].fake_device.type == device.NAME:
             with self:
                 return EXPANDED[func](*args, **kwargs)
-        try:
-            if op.name == "aten::set_":
-                result = self._uncached(op, args, kwargs)
-            elif self._compiled and "out" in kwargs:  # of the right shape; not all have a fake kernel
-                result = kwargs["out"]
-            else:
-                result = func(*args, **kwargs)
-        except Exception as error:
-            self.error = error
-            raise
+        if op.name == "aten::set_":
+            result = self._uncached(op, args, kwargs)
+        elif self._compiled and "out" in kwargs:  # of the right shape; not all have a fake kernel
+            result = kwargs["out"]
+        else:
+            result = func(*args, **kwargs)
         if op.kind is None and not op.makes:
             return result
         self._record_call(op, args, kwargs, result)
@@ -144,14 +160,23 @@ class Recorder(TorchDispatchMode):
         if not on_device:
             inputs = tensors_in((*args, *kwargs.values()))
             if not any(t.fake_device.type == device.NAME for t in inputs):  # pyright: ignore
+                self._compute_on_host(op, args, kwargs, outputs)
                 return
-        kernel = kernel_of(op, args, kwargs, outputs, compiled=self._compiled)
+        kernel = kernel_of(op, args, kwargs, outputs, host=self._host)
+        self._host = "compiled" if self._compiled else "eager"
         workspace = [self.storages.take(size) for size in workspace_bytes(op, args)]
         self.launch(kernel)
         for block in workspace:
             self.storages.give_back(block)
         if kernel.kind == "host_copy" and not _may_run_on(op, args, kwargs):
             self.record(Synchronize(device.current_stream(), f"{op.name} between device and host"))
+
+    def _compute_on_host(self, op: Operator, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
+        """Of parameters that are offloaded, the norm of gradients and the optimizer's update."""
+        kernel = kernel_of(op, args, kwargs, outputs)
+        if kernel.read_bytes + kernel.write_bytes >= _LEAST_HOST_BYTES:
+            kernel = self._kernels.setdefault(kernel, kernel)
+            self.record(Launch(kernel, HOST, self.places.current()))
 
     def _compilation_begins(self) -> None:
         self._paused += 1
@@ -171,11 +196,12 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def compiled(self) -> Iterator[None]:
         """What is launched inside is launched by compiled code."""
-        before, self._compiled = self._compiled, True
+        before = (self._compiled, self._host)
+        self._compiled, self._host = True, "compiled"
         try:
             yield
         finally:
-            self._compiled = before
+            self._compiled, self._host = before
             self.places.enter_compiled("", False)
 
     def _uncached(self, op: Operator, args: Any, kwargs: Any) -> Any:
@@ -197,6 +223,7 @@ class Recorder(TorchDispatchMode):
         shims.pause_in_compilation(self._compilation_begins, self._compilation_ends)
         shims.pause_in_sharding_propagation(self.paused)
         shims.wait_late()
+        shims.tell_of_unpacking(self._note_error)
         shims.read_meshes_for_real(self.paused)
         resize = torch.UntypedStorage.resize_
 

@@ -28,6 +28,7 @@ from .network import LINKS, TransferPrice
 from .timeline import Cause, Lane, Ran, Timeline, axis_of, summarise
 from .trace import (
     COMPUTE_STREAM,
+    HOST,
     Allocate,
     AwaitEvent,
     AwaitStream,
@@ -341,6 +342,9 @@ class _Rank:
             if s.queue and not s.busy and not isinstance(s.cause, _Stream)
         )
 
+    def compute(self, seconds: float) -> None:
+        self.clock += seconds
+
     def launch(self, seconds: float, host_s: float, event: Launch, copies: bool) -> _Point | None:
         self.clock += host_s
         stream = self.stream(event.stream)
@@ -451,6 +455,9 @@ def _program(trace: Trace, cost: Cost) -> Iterator[tuple[Any, ...]]:
             continue
         if isinstance(event, Launch):
             kernel = event.kernel
+            if event.stream == HOST:
+                yield _Rank.compute, cost.host_s(kernel)
+                continue
             price = prices.get(id(kernel))
             if price is None:
                 copies = kernel.kind == "host_copy"

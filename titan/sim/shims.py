@@ -6,7 +6,6 @@ replaced are replaced for the life of the process: every trace is recorded in a 
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,7 +52,7 @@ def replace(module: str, name: str, wrap: Callable[[Any], Any]) -> None:
 def register_backend(name: str, module: Any) -> None:
     """A device in Python, under the name; `module` becomes torch.<name>."""
     find("torch.utils.backend_registration", "_setup_privateuseone_for_python_backend")(
-        name, backend_module=module, device_guard=_device_guard()
+        name, backend_module=module
     )
     # torch's fake process group takes it for a device it knows.
     find("torch.testing._internal.distributed.fake_pg", "FakeStore")
@@ -62,32 +61,12 @@ def register_backend(name: str, module: Any) -> None:
         capability.append(name)
 
 
-lost_errors: list[BaseException] = []
-"""What autograd's thread for the device took from Python and did not give back."""
-
-
-def _device_guard() -> Any:
-    """torch's own, but that it can be asked its type while an error is on its way from Python through C++: autograd's thread asks then,
-    from where nothing may be raised, and the process would be aborted."""
-    set_aside = ctypes.pythonapi.PyErr_Fetch
-    set_aside.restype, set_aside.argtypes = None, 3 * [ctypes.POINTER(ctypes.py_object)]
-    private = torch._C._autograd.DeviceType.PrivateUse1  # pyright: ignore
-    base = find("torch._C", "_acc.DeviceGuard")
-    pointer, new = ctypes.pointer, ctypes.py_object
-
-    class Guard(base):
-        def type_(self) -> Any:
-            kind, error, trace = new(), new(), new()
-            set_aside(pointer(kind), pointer(error), pointer(trace))
-            if error:
-                lost_errors.append(error.value)
-            return private
-
-    return Guard()
-
-
 def init_fake_process_group(device_type: str, *, rank: int, world_size: int) -> None:
     store = find("torch.testing._internal.distributed.fake_pg", "FakeStore")()
+    # As NCCL does: what is issued together is one piece of work.
+    find("torch._C._distributed_c10d", "FakeProcessGroup").supports_coalescing = True
+    # As NCCL's: sends and receives that are issued together are one launch, in which none waits for another.
+    find("torch._C._distributed_c10d", "FakeProcessGroup").supports_coalescing = property(lambda _: True)  # fmt: skip
     dist.init_process_group(
         f"{device_type}:fake,cpu:fake", store=store, rank=rank, world_size=world_size
     )
@@ -199,6 +178,25 @@ def answer_pipeline_metadata(answer: Callable[[], Tensor]) -> None:
             s._inference_mode = dynamic
 
     replace("torch.distributed.pipelining.schedules", "_PipelineSchedule._warmup_p2p", lambda _: vote)  # fmt: skip
+
+
+def tell_of_unpacking(tell: Callable[[Exception], None]) -> None:
+    """Call `tell` with errors that leave the unpacking of a saved tensor, which may be a recomputation, for C++."""
+
+    def wrap(init: Callable[..., None]) -> Callable[..., None]:
+        def telling(hooks: Any, pack_hook: Callable[..., Any], unpack_hook: Callable[..., Any]) -> None:  # fmt: skip
+            def unpack(packed: Any) -> Any:
+                try:
+                    return unpack_hook(packed)
+                except Exception as error:
+                    tell(error)
+                    raise
+
+            init(hooks, pack_hook, unpack)
+
+        return telling
+
+    replace("torch.autograd.graph", "saved_tensors_hooks.__init__", wrap)
 
 
 def pause_in_compilation(begin: Callable[[], None], end: Callable[[], None]) -> None:

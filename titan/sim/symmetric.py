@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _MODULE = "torch.distributed._symmetric_memory"
 _FUSED = ("fused_all_gather_matmul", "fused_all_gather_scaled_matmul", "fused_matmul_reduce_scatter", "fused_scaled_matmul_reduce_scatter")  # fmt: skip
-_BARRIER = Kernel("symm_mem::barrier", "pointwise", compiled=True)
+_BARRIER = Kernel("symm_mem::barrier", "pointwise", host="compiled")
 _copy = torch.ops.aten.copy_.default
 
 

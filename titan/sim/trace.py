@@ -33,6 +33,11 @@ CollectiveKind = Literal[
     "recv",
     "read",  # of a peer's memory, which takes no part in it
 ]
+Host = Literal[
+    "eager",
+    "dtensor",  # the same, after DTensor has looked where its parts are and what to do with them
+    "compiled",
+]
 Phase = Literal["setup", "forward", "backward", "recompute", "clip", "optimizer"]
 Category = Literal["parameters", "gradients", "optimizer", "activations", "unsharded", "temporary"]
 CATEGORIES: tuple[Category, ...] = (
@@ -46,6 +51,8 @@ CATEGORIES: tuple[Category, ...] = (
 
 COMPUTE_STREAM = 0
 """The device's default stream; other streams are numbered as they are made."""
+HOST = -1
+"""In place of a stream: the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +62,8 @@ class Kernel:
     name: as torch calls it ("aten::mm"), or "fused" and what it was fused of. shapes: of the operands that the cost depends on;
     of an optimizer's operation over lists of tensors, what `list_launches` asks.
     dtype: of the first operand, as torch prints it without its "torch.". flops: multiplications and additions, causality not
-    deducted. compiled: launched by compiled code, which costs the host less. num_launches: kernels that the operation
-    is made of (a foreach over many tensors runs in several).
+    deducted. host: what launched it, which is what it costs the host. num_launches: kernels that the operation is made of
+    (a foreach over many tensors runs in several).
     """
 
     name: str
@@ -66,7 +73,7 @@ class Kernel:
     flops: int = 0
     read_bytes: int = 0
     write_bytes: int = 0
-    compiled: bool = False
+    host: Host = "eager"
     num_launches: int = 1
     causal: bool = False  # attention under a causal mask
 
@@ -102,7 +109,7 @@ class Group:
 
 @dataclass(slots=True)
 class Launch:
-    """The host launches a kernel on a stream."""
+    """The host launches a kernel on a stream; on HOST, it computes itself, with what is in its own memory."""
 
     kernel: Kernel
     stream: int

@@ -1,0 +1,173 @@
+"""`titan sim`, as a user types it: the page, the JSON that DESIGN promises, traces and pages in files, sweeps, mistakes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from titan.cli import main
+from titan.sim.sweep import Variant, front
+from titan.sim.trace import CATEGORIES
+
+JOB = ["train_configs/debug_model.toml", "--training.seq_len=64", "--training.local_batch_size=2"]
+ON = ["--hardware", "h100-sxm"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def sim(*arguments: str) -> int:
+    return main(["sim", *JOB, *arguments])
+
+
+def test_page_json_trace_and_html(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {name: tmp_path / f"out.{name}" for name in ("json", "trace", "html")}
+    code = sim(
+        *("--world-size", "4", *ON, "--parallelism.pipeline_parallel_degree=2"),
+        *(text for name, path in files.items() for text in (f"--{name}", str(path))),
+    )
+    said = capsys.readouterr().out
+    assert code == 0
+    assert said.startswith("llama3 debugmodel on 4 x h100-sxm: pp 2 x dp_shard 2\n")
+    for line in (
+        "tokens/s/GPU",
+        "where the time goes",
+        "pipeline bubble",
+        "fits, ",
+        "pipeline rank",
+    ):
+        assert line in said
+
+    facts = json.loads(files["json"].read_text())
+    memory = facts["memory"]
+    assert set(memory["by_category_gib"]) == set(CATEGORIES)
+    assert sum(memory["by_category_gib"].values()) == pytest.approx(memory["peak_active_gib"])
+    assert sum(memory["by_module_gib"].values()) == pytest.approx(memory["peak_active_gib"])
+    assert memory["peak_reserved_gib"] >= memory["peak_active_gib"]
+    tokens = facts["tokens_per_s_per_gpu"] * 4 * facts["step_time_s"]
+    assert tokens == pytest.approx(2 * 64 * 2) == facts["tokens_per_step"]
+    assert facts["mfu"] == pytest.approx(facts["tflops_per_gpu"] / 67)  # of fp32
+    assert facts["mfu_convention"] == "full" and facts["hardware"] == "h100-sxm" and facts["fits"]
+    assert [rank["rank"] for rank in facts["per_rank"]] == [0, 2]
+    assert 0 < facts["pipeline"]["bubble_fraction"] < 1
+    assert facts["wall_s"] > 0
+    time, comm = facts["time"], facts["comm"]
+    parts = (
+        time["compute_s"] + time["copies_s"] + time["host_s"] + time["peers_s"] + comm["exposed_s"]
+    )
+    assert parts == pytest.approx(facts["step_time_s"])
+    assert comm["exposed_s"] == pytest.approx(sum(a["exposed_s"] for a in comm["by_axis"].values()))
+    assert comm["by_axis"]["dp_shard"]["bytes"] > 0 < comm["by_axis"]["pp"]["count"]
+
+    events = json.loads(files["trace"].read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 2}
+    step_us = facts["step_time_s"] * 1e6
+    compute = [e for e in events if e["ph"] == "X" and e["pid"] == 0 and e["tid"] == 0]
+    assert compute and all(e["dur"] >= 0 and e["ts"] < 2 * step_us for e in compute)
+    page = files["html"].read_text()
+    assert "/*DATA*/null" not in page and "https://" not in page and "rank" in page
+
+
+def test_the_trace_is_kept_for_other_hardware_and_replicas(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hsdp = "--parallelism.data_parallel_replicate_degree"
+    assert sim("--world-size", "4", *ON, f"{hsdp}=2", "--json", "-") == 0
+    first = json.loads(capsys.readouterr().out)
+
+    def no_recording(*_: object) -> None:
+        raise AssertionError("traced again")
+
+    monkeypatch.setattr(
+        "titan.sim.traces.record_jobs", lambda jobs, *_: no_recording() if jobs else iter(())
+    )
+    assert sim("--world-size", "4", "--hardware", "a100-80g", f"{hsdp}=2", "--json", "-") == 0
+    slower = json.loads(capsys.readouterr().out)
+    assert (
+        slower["time"]["compute_s"] > first["time"]["compute_s"]
+    )  # the step itself waits for the host
+    categories = [told["memory"]["by_category_gib"] for told in (first, slower)]
+    assert categories[0]["activations"] == categories[1]["activations"] > 0
+    assert sim("--world-size", "64", *ON, f"{hsdp}=32", "--json", "-") == 0
+    wider = json.loads(capsys.readouterr().out)
+    assert (
+        wider["comm"]["by_axis"]["dp_replicate"]["bytes"]
+        == first["comm"]["by_axis"]["dp_replicate"]["bytes"]
+    )
+    of = [told["comm"]["by_axis"]["dp_replicate"] for told in (first, wider)]
+    assert (
+        of[1]["exposed_s"] + of[1]["overlapped_s"] > of[0]["exposed_s"] + of[0]["overlapped_s"]
+    )  # across nodes
+    with pytest.raises(AssertionError, match="traced again"):
+        sim("--world-size", "8", *ON, f"{hsdp}=2")  # other shards
+
+
+def test_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "sweep.json"
+    code = sim(
+        *("--world-size", "2", "--hardware", "h100-sxm,a100-80g", "--json", str(file)),
+        *(
+            "--sweep",
+            "training.local_batch_size=1,2,3",
+            "--sweep",
+            "parallelism.tensor_parallel_degree=1,2,4",
+        ),
+    )
+    assert code == 0
+    variants = json.loads(file.read_text())
+    assert len(variants) == 18
+    assert [v["settings"]["parallelism.tensor_parallel_degree"] for v in variants[:6]] == [
+        *"112244"
+    ]
+    refused = [v for v in variants if v["problem"]]
+    assert len(refused) == 6 and all(
+        v["settings"]["parallelism.tensor_parallel_degree"] == "4" for v in refused
+    )
+    said = capsys.readouterr().out
+    assert (
+        said.splitlines()[0].split()
+        == "hardware local_batch_size tensor_parallel_degree tokens/s/GPU MFU step s GiB front".split()
+    )
+    speeds = [float(line.split()[3].replace(",", "")) for line in said.splitlines()[1:13]]
+    assert speeds == sorted(speeds, reverse=True)
+    assert "18 variants: 12 fit" in said and re.search(r"6 cannot run: .*2", said)
+
+
+def test_the_front_holds_what_nothing_beats() -> None:
+    def variant(speed: float, gib: float, fits: bool = True) -> Variant:
+        memory = {"peak_reserved_gib": gib}
+        return Variant({}, "h", {"tokens_per_s_per_gpu": speed, "memory": memory, "fits": fits})
+
+    best, smaller, beaten, too_big = (
+        variant(9, 50),
+        variant(7, 20),
+        variant(6, 30),
+        variant(10, 99, False),
+    )
+    assert front([beaten, smaller, too_big, best]) == [best, smaller]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["--world-size", "2", "--hardware", "h1000"],
+            "no profile 'h1000'; did you mean 'h100-sxm'? There are a100-80g, ",
+        ),
+        (["--world-size", "3", *ON, "--parallelism.tensor_parallel_degree=2"], "3"),
+        (
+            ["--world-size", "2", *ON, "--sweep", "training.local_batch_size"],
+            "expected KEY=A,B,...",
+        ),
+    ],
+)
+def test_mistakes(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sim(*arguments) == 2
+    assert said in capsys.readouterr().err
