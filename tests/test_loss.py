@@ -6,11 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pool import Pool
 from titan.data.packing import IGNORED
-from titan.loss import Kernels, cross_entropy_sum
+from titan.loss import Kernels, VocabularyShard, cross_entropy_sum
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 7, 24, 100])
@@ -144,3 +147,31 @@ def test_logits_are_never_whole() -> None:
         ).backward()
     )
     assert largest == 8 * 100  # one chunk's logits; also the weight's size
+
+
+def _torchs_own(rank_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss, and this rank's part of the gradient, of logits split over the vocabulary, all at once."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    whole = torch.randn(3, 8, rank_columns * mesh.size()) * 3
+    mine = whole[..., rank * rank_columns : (rank + 1) * rank_columns].clone().requires_grad_()
+    shard = VocabularyShard(mesh.get_group(), start=rank * rank_columns, mesh=mesh)
+    labels = torch.arange(24).view(3, 8) % whole.shape[-1]
+    labels[1, 2:5] = IGNORED
+    loss = cross_entropy_sum(mine, labels, chunk_tokens=0, shard=shard)
+    loss.backward()
+    assert mine.grad is not None
+    return loss.detach(), mine.grad
+
+
+def test_torchs_own_loss_over_a_split_vocabulary(pool: Pool) -> None:
+    (loss, first), (other, second) = pool.run(2, _torchs_own, 10)
+    torch.manual_seed(0)
+    logits = (torch.randn(3, 8, 20) * 3).requires_grad_()
+    labels = torch.arange(24).view(3, 8) % 20
+    labels[1, 2:5] = IGNORED
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    expected.backward()
+    assert loss == other
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(torch.cat([first, second], dim=-1), logits.grad)

@@ -24,9 +24,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from titan.data.packing import IGNORED
+from titan.parallel.shims import enable_loss_parallel
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class VocabularyShard:
 
     group: dist.ProcessGroup
     start: int
+    mesh: DeviceMesh | None = None  # of the group, one axis: for torch's own loss
 
 
 def _statistics(logits_CV: Tensor, column_C: Tensor) -> tuple[Tensor, Tensor]:
@@ -170,7 +173,7 @@ def cross_entropy_sum(
 ) -> Tensor:
     """Sum of the cross entropy in nats over the valid labels, a scalar in fp32, the same on every rank of a shard.
 
-    chunk_tokens: 0 for all at once, which without `shard` and `weight` is torch's own cross entropy on an fp32 copy of the logits.
+    chunk_tokens: 0 for all at once, which without `weight` is torch's own cross entropy on an fp32 copy of the logits.
     input (..., D) of an output layer whose weight is (V, D), or without `weight` the logits (..., V), in any floating
     dtype; with `shard`, weight and logits are this rank's rows (V/tp, D) and columns (..., V/tp), and the gradient of
     `input` is this rank's part of a sum over the ranks. labels (...) int64 in the whole vocabulary, IGNORED where not
@@ -179,9 +182,21 @@ def cross_entropy_sum(
     input_ND, labels_N = input.reshape(-1, input.shape[-1]), labels.reshape(-1)
     if not chunk_tokens and shard is None and weight is None:
         return F.cross_entropy(input_ND.float(), labels_N, ignore_index=IGNORED, reduction="sum")
+    if not chunk_tokens and shard is not None and shard.mesh is not None and weight is None:
+        return _plain_over_vocabulary(input_ND, labels_N, shard.mesh)
     num_chunks = -(-len(input_ND) // (chunk_tokens or len(input_ND)))
     settings = _Settings(num_chunks, shard, kernels or Kernels())
     return _ChunkedCrossEntropy.apply(input_ND, weight, labels_N, settings)  # pyright: ignore[reportReturnType]
+
+
+def _plain_over_vocabulary(logits_NV: Tensor, labels_N: Tensor, mesh: DeviceMesh) -> Tensor:
+    """torch's loss parallel: cross entropy of an fp32 copy of logits that are split over the vocabulary."""
+    enable_loss_parallel()
+    whole = DTensor.from_local(logits_NV.float(), mesh, [Shard(1)], run_check=False)
+    labels = DTensor.from_local(labels_N, mesh, [Replicate()], run_check=False)
+    loss = F.cross_entropy(whole, labels, ignore_index=IGNORED, reduction="sum")
+    assert isinstance(loss, DTensor)
+    return loss.to_local()
 
 
 def leave_output_to_loss(output: nn.Module) -> None:

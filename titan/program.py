@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
 from types import ModuleType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -450,7 +449,8 @@ def _vocabulary_shard(mesh: DeviceMesh, vocab_size: int) -> VocabularyShard | No
     tp = submesh(mesh, "tp")
     if tp is None:
         return None
-    return VocabularyShard(tp.get_group(), start=tp.get_local_rank() * -(-vocab_size // tp.size()))
+    start = tp.get_local_rank() * -(-vocab_size // tp.size())
+    return VocabularyShard(tp.get_group(), start=start, mesh=tp)
 
 
 def import_family(name: str) -> ModuleType:

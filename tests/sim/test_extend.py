@@ -84,7 +84,11 @@ def recordings(wanted: Wanted) -> dict[int, tuple[Trace, Trace, Trace]]:
     """Of each pipeline rank: both shallow traces and the whole one."""
     ranks = distinct_ranks(wanted.layout)
     configs = [at_depth(wanted, _DEPTH), at_depth(wanted, _DEPTH + 1), wanted.config]
-    jobs = [(config, wanted.layout.world_size, rank) for rank in ranks for config in configs]
+    jobs = [
+        (config, wanted.layout.world_size, rank, wanted.like)
+        for rank in ranks
+        for config in configs
+    ]
     found: dict[int, Any] = {}
     for number, trace in record_jobs(jobs, 2):
         assert isinstance(trace, Trace), trace

@@ -133,7 +133,7 @@ def test_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert (
         said.splitlines()[0].split()
-        == "hardware local_batch_size tensor_parallel_degree tokens/s/GPU MFU step s GiB front".split()
+        == ["hardware", "local_batch_size", "tensor_parallel_degree", "tokens/s/GPU", "MFU", "step", "s", "GiB", "front"]
     )
     speeds = [float(line.split()[3].replace(",", "")) for line in said.splitlines()[1:13]]
     assert speeds == sorted(speeds, reverse=True)

@@ -92,7 +92,9 @@ class _BlockwiseAttention(torch.autograd.Function):
             if total_BHSK is None or total_lse_BHS is None:  # the own block comes first: all rows
                 # Copies: activation checkpointing may keep what attention returned, and it must stay as it is.
                 total_BHSK = out_BHSK.to(precise, copy=True)
-                total_lse_BHS = lse_BHS.to(precise, copy=True, memory_format=torch.contiguous_format)
+                total_lse_BHS = lse_BHS.to(
+                    precise, copy=True, memory_format=torch.contiguous_format
+                )
             else:
                 rows = (slice(None), slice(None), block.queries)
                 _merge(total_BHSK[rows], total_lse_BHS[rows], out_BHSK, lse_BHS)

@@ -43,6 +43,7 @@ __all__ = [
     "compile_events",
     "compute_local_shape_and_global_offset",
     "dump_memory_history",
+    "enable_loss_parallel",
     "enable_symmetric_memory",
     "enclose_calls",
     "micro_pipeline_module",
@@ -130,6 +131,14 @@ def can_split_custom_functions() -> bool:
     """Whether zero-bubble schedules can split the backward pass at an autograd.Function that has a weight among its inputs; torch
     2.11 cannot (2.12 was not tried)."""
     return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+
+
+def enable_loss_parallel() -> None:
+    """DTensor's cross entropy over a split vocabulary, in forward and backward passes from now on; loss_parallel() turns it on for
+    a block of code, which both would have to be in."""
+    from torch.distributed.tensor.parallel.loss import _enable_custom_loss_ops
+
+    _enable_custom_loss_ops()
 
 
 def set_timeout(timeout: timedelta, *, but_not_of: dist.ProcessGroup | None = None) -> None:

@@ -164,12 +164,19 @@ def current_stream() -> int:
     return _module.current.number
 
 
-def register(like: Literal["cuda", "cpu"] = "cuda") -> torch.device:
-    """Make torch know the device; the first call counts. like: whose kernels it has."""
+Like = Literal["cuda", "cpu"]
+"""Whose kernels the device has: torch takes some operations apart on a CPU."""
+
+
+def register(like: Like = "cuda") -> torch.device:
+    """Make torch know the device; the first call counts."""
     if not _library:
         shims.register_backend(NAME, _module)
         _library.append(torch.library.Library("aten", "IMPL"))
-        (_declare_cuda if like == "cuda" else _declare_cpu)(_library[0])
+        if like == "cpu":
+            _declare_cpu(_library[0])
+        else:
+            _declare_cuda(_library[0])
     return torch.device(NAME, 0)
 
 

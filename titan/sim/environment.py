@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 @contextmanager
 def environment(
-    layout: Layout, *, rank: int, like: Literal["cuda", "cpu"]
+    layout: Layout, *, rank: int, like: device.Like
 ) -> Iterator[tuple[torch.device, DeviceMesh]]:
     """A rank of a fake world, and fake tensors inside of it."""
     fake_device = device.register(like)

@@ -43,7 +43,7 @@ def record(
     steps: int = 2,
 ) -> dict[int, Trace]:
     """Traces by rank. ranks: the first of each pipeline stage's, unless given: the others do the same.
-    like: whose kernels the device has, since torch takes some operations apart on a CPU.
+    like: whose kernels the device has; see titan.sim.device.Like.
     steps: to run; the last one is the trace's `step`.
 
     Raises ConfigError for a layout that does not fit `world_size`, and RecordError.
@@ -51,9 +51,9 @@ def record(
     layout = resolve_layout(config, world_size)
     if ranks is None:
         ranks = distinct_ranks(layout)
-    jobs = [(config, world_size, rank) for rank in ranks]
+    jobs: list[Job] = [(config, world_size, rank, like) for rank in ranks]
     traces: dict[int, Trace] = {}
-    for number, result in record_jobs(jobs, processes or os.cpu_count() or 1, like=like, steps=steps):
+    for number, result in record_jobs(jobs, processes or os.cpu_count() or 1, steps=steps):
         if isinstance(result, RecordError):
             raise result
         traces[ranks[number]] = result
@@ -283,8 +283,8 @@ def _describe(error: Exception, recorder: Any, rank: int) -> str:
 # ---- children ----------------------------------------------------------------------------------
 
 _PRELOAD = ["titan.program", "titan.sim.environment", "titan.sim.recorder", "torch.distributed.pipelining"]  # fmt: skip
-Job = tuple[JobConfig, int, int]
-"""What to record: the config, the number of ranks, and which of them."""
+Job = tuple[JobConfig, int, int, Like]
+"""What to record: the config, the number of ranks, which of them, and whose kernels the device has."""
 
 
 def record_jobs(
@@ -333,14 +333,14 @@ def _answers(connection: Connection) -> Iterator[Trace | RecordError]:
 
 
 def _child(connection: Connection, job: Job, options: dict[str, Any]) -> None:
-    config, world_size, rank = job
+    config, world_size, rank, like = job
 
     def send(answer: Trace | RecordError) -> None:
         connection.send_bytes(pickle.dumps(answer, protocol=pickle.HIGHEST_PROTOCOL))
 
     options = {**options, "on_backward_error": send}
     try:
-        answer = record_rank(config, world_size=world_size, rank=rank, **options)
+        answer = record_rank(config, world_size=world_size, rank=rank, like=like, **options)
     except RecordError as error:
         answer = error
     except BaseException as error:

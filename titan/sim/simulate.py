@@ -16,6 +16,7 @@ from titan.config.sections import JobConfig
 from .cost import Cost
 from .memory import MemoryReport, memory_report
 from .profiles import Profile
+from .record import Like
 from .replay import replay
 from .timeline import Timeline, axis_of
 from .trace import Trace, Transfer
@@ -64,14 +65,15 @@ def simulate(
     processes: int | None = None,
     whole: bool = False,
     use_cache: bool = True,
+    like: Like = "cuda",
     say: Callable[[str], None] = lambda _: None,
 ) -> Simulation:
     """A step of a job that passed titan.config.rules, on `world_size` devices of a profile.
 
-    whole: trace every block, even if they are alike; use_cache: of traces. say: is told what is being done. Raises ConfigError, RecordError and ReplayError.
+    whole: trace every block, even if they are alike; use_cache: of traces; like: as titan.sim.device.Like. say: is told what is being done. Raises ConfigError, RecordError and ReplayError.
     """
     start = time.monotonic()
-    wanted = Wanted(config, resolve_layout(config, world_size))
+    wanted = Wanted(config, resolve_layout(config, world_size), like)
     say(f"tracing {wanted.layout.pp} of {world_size} ranks")
     results: list[dict[int, Trace] | Exception] = []
     obtain(

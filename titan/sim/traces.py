@@ -28,7 +28,7 @@ from titan.config.sections import JobConfig
 
 from . import trace as events
 from .extend import CannotExtend, Depth, extend
-from .record import Job, distinct_ranks, record_jobs
+from .record import Job, Like, distinct_ranks, record_jobs
 from .trace import Group, Trace, Transfer
 
 logger = logging.getLogger("titan")
@@ -56,6 +56,7 @@ class Wanted:
 
     config: JobConfig
     layout: Layout
+    like: Like = "cuda"
 
     @property
     def key(self) -> str:
@@ -74,7 +75,7 @@ class Wanted:
         shape["data"] = [config.data.reset_positions, config.data.document_mask]
         for name in ("data_parallel_replicate_degree", "data_parallel_shard_degree"):
             shape["parallelism"].pop(name)
-        text = json.dumps([shape, version("torch"), _source()], sort_keys=True)
+        text = json.dumps([shape, self.like, version("torch"), _source()], sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -134,7 +135,9 @@ class _Plan:
         if depths:
             configs = [at_depth(wanted, depth) for depth in (_DEPTH, _DEPTH + 1)]
         self.jobs: list[Job] = [
-            (config, wanted.layout.world_size, rank) for rank in self.ranks for config in configs
+            (config, wanted.layout.world_size, rank, wanted.like)
+            for rank in self.ranks
+            for config in configs
         ]
         self.results: dict[int, Any] = {}
 

@@ -160,7 +160,19 @@ class Transfers:
         group = self._group(group_name)
         size, dtype = data.numel() * data.dtype.itemsize, str(data.dtype)[6:]
         source = group.ranks[peer]
-        self.record(Transfer("read", group.name, size, dtype, self.stream(), False, next(self._works), place, source))
+        self.record(
+            Transfer(
+                "read",
+                group.name,
+                size,
+                dtype,
+                self.stream(),
+                False,
+                next(self._works),
+                place,
+                source,
+            )
+        )
 
     def wait(self, work: int) -> None:
         self.record(AwaitWork(self.stream(), work))
