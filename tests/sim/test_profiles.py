@@ -40,18 +40,16 @@ def test_peaks_are_those_of_mfu(name: str) -> None:
 def test_the_capped_h100_differs_in_what_was_set_with_rows_and_in_its_memory() -> None:
     capped, full = load_profile("h100-96g-500w"), load_profile("h100-sxm")
     differs = {f for f in type(full).model_fields if getattr(capped, f) != getattr(full, f)}
-    fitted = {"matmul_share", "memory_share", "attention_forward_tflops", "attention_backward_tflops"}  # fmt: skip
+    fitted = {"matmul_share", "attention_forward_tflops", "attention_backward_tflops"}
     assert differs == fitted | {"name", "memory_gib", "memory_tb_per_s", "sources"}
-    # Four numbers: products in bf16 and in fp8, memory, and one factor for attention both ways.
+    # Three numbers: products in bf16 and in fp8, and one factor for attention both ways.
     factors = [
         mine[1] / theirs[1]
         for curve in ("attention_forward_tflops", "attention_backward_tflops")
         for mine, theirs in zip(getattr(capped, curve), getattr(full, curve), strict=True)
     ]
     assert factors == pytest.approx([factors[0]] * len(factors), abs=0.005)
-    shares = [m[1] / f[1] for m, f in zip(capped.memory_share, full.memory_share, strict=True)]
-    assert shares == pytest.approx([shares[0]] * len(shares), abs=0.01)
-    assert all(0.4 < factor < 1 for factor in (factors[0], shares[0]))
+    assert 0.4 < factors[0] < 1
 
 
 def test_unknown_name_lists_the_known() -> None:

@@ -24,8 +24,10 @@ _TP, _SHARD, _REPLICATE = (
 )
 
 
-def candidates(config: JobConfig, layout: Layout, profile: Profile) -> list[Settings]:
-    """Changes that save memory and keep the global batch: one of each kind, and then two of different kinds together."""
+def candidates(
+    config: JobConfig, layout: Layout, profile: Profile
+) -> tuple[list[Settings], list[Settings]]:
+    """Changes that save memory and keep the global batch: single ones, and two of different kinds together."""
     kinds = [
         [*_recompute(config)],
         [*_smaller_batch(config, layout)],
@@ -42,7 +44,7 @@ def candidates(config: JobConfig, layout: Layout, profile: Profile) -> list[Sett
         for one in kind
         for other in another
     ]
-    return single + pairs
+    return single, pairs
 
 
 def _recompute(config: JobConfig) -> Iterator[Settings]:
@@ -93,16 +95,20 @@ def find_fixes(
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> list[Variant]:
     """The fastest variants that fit. job: files and overrides that `config` was loaded from."""
-    changes = candidates(config, layout, profile)
-    variants = sweep(
-        job,
-        changes,
-        world_size=layout.world_size,
-        profiles=[profile],
-        processes=processes,
-        progress=progress,
-    )
-    return sorted((v for v in variants if v.fits), key=lambda v: -v.speed)[:most]
+    fitting: list[Variant] = []
+    for changes in candidates(config, layout, profile):
+        variants = sweep(
+            job,
+            changes,
+            world_size=layout.world_size,
+            profiles=[profile],
+            processes=processes,
+            progress=progress,
+        )
+        fitting += [variant for variant in variants if variant.fits]
+        if fitting:  # one change is less than two
+            break
+    return sorted(fitting, key=lambda variant: -variant.speed)[:most]
 
 
 def judge(
