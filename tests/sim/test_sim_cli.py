@@ -131,10 +131,17 @@ def test_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         v["settings"]["parallelism.tensor_parallel_degree"] == "4" for v in refused
     )
     said = capsys.readouterr().out
-    assert (
-        said.splitlines()[0].split()
-        == ["hardware", "local_batch_size", "tensor_parallel_degree", "tokens/s/GPU", "MFU", "step", "s", "GiB", "front"]
-    )
+    assert said.splitlines()[0].split() == [
+        "hardware",
+        "local_batch_size",
+        "tensor_parallel_degree",
+        "tokens/s/GPU",
+        "MFU",
+        "step",
+        "s",
+        "GiB",
+        "front",
+    ]
     speeds = [float(line.split()[3].replace(",", "")) for line in said.splitlines()[1:13]]
     assert speeds == sorted(speeds, reverse=True)
     assert "18 variants: 12 fit" in said and re.search(r"6 cannot run: .*2", said)

@@ -54,6 +54,8 @@ def _replace_generic_names() -> None:
         return tensor if isinstance(tensor, shims.FakeTensor) else pin(tensor, *args, **kwargs)
 
     Tensor.pin_memory = pin_memory  # pyright: ignore
+    # Only titan.parallel.offload calls it (FSDP2 waits for events instead). Not modelled: that what was copied to the host is given back when
+    # the copy is through, a block later than here.
     Tensor.record_stream = lambda *_: None  # pyright: ignore
     # It copies plain tensors only, which here are fake ones.
     offload.Tensor = shims.FakeTensor  # pyright: ignore

@@ -31,7 +31,7 @@ def candidates(
     kinds = [
         [*_recompute(config)],
         [*_smaller_batch(config, layout)],
-        [*_spread(layout, profile)],
+        [*_spread(config, layout, profile)],
         [*_offload(config)],
     ]
     if not config.loss.chunk_output and not config.parallelism.disable_loss_parallel:
@@ -63,18 +63,26 @@ def _smaller_batch(config: JobConfig, layout: Layout) -> Iterator[Settings]:
     least = config.parallelism.pipeline_parallel_microbatch_size
     while size % 2 == 0 and size // 2 >= least:
         size //= 2
-        whole = training.local_batch_size * layout.dp * layout.accumulation
-        yield {_BATCH: str(size), "training.global_batch_size": str(whole)}
+        yield {_BATCH: str(size), **_same_global_batch(config, layout)}
         if training.local_batch_size // size >= 4:
             return
 
 
-def _spread(layout: Layout, profile: Profile) -> Iterator[Settings]:
+def _same_global_batch(config: JobConfig, layout: Layout) -> Settings:
+    whole = config.training.local_batch_size * layout.dp * layout.accumulation
+    return {"training.global_batch_size": str(whole)}
+
+
+def _spread(config: JobConfig, layout: Layout, profile: Profile) -> Iterator[Settings]:
     if layout.dp_replicate > 1:
         yield {_REPLICATE: "1", _SHARD: "-1"}
     for factor in (2, 4, 8):
         if layout.tp * factor <= profile.gpus_per_node and layout.dp_shard % factor == 0:
-            yield {_TP: str(layout.tp * factor), _SHARD: str(layout.dp_shard // factor)}
+            yield {
+                _TP: str(layout.tp * factor),
+                _SHARD: str(layout.dp_shard // factor),
+                **_same_global_batch(config, layout),
+            }
 
 
 def _offload(config: JobConfig) -> Iterator[Settings]:

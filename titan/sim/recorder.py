@@ -158,7 +158,9 @@ class Recorder(TorchDispatchMode):
         if op.kind is None:
             return
         if not on_device:
-            inputs = tensors_in((*args, *kwargs.values()))
+            inputs = list(tensors_in((*args, *kwargs.values())))
+            if not inputs and not outputs:
+                return
             if not any(t.fake_device.type == device.NAME for t in inputs):  # pyright: ignore
                 self._compute_on_host(op, args, kwargs, outputs)
                 return

@@ -90,7 +90,7 @@ def _by_part(by_module: Mapping[str, float]) -> dict[str, float]:
     parts: defaultdict[str, float] = defaultdict(float)
     for module, gib in by_module.items():
         parts[
-            re.sub(r"\.\d+", ".*", module) or "(no module: parameters, their gradients and moments)"
+            re.sub(r"\.\d+", ".*", module) or "(outside of modules)"
         ] += gib
     return dict(sorted(parts.items(), key=lambda item: -item[1])[:8])
 
