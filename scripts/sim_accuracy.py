@@ -1,6 +1,6 @@
 """Write docs/simulator_accuracy.md: what the simulator predicts for published measurements, row by row.
 
-    python scripts/sim_accuracy.py [ID ...]     some rows only: printed, not written
+    python scripts/sim_accuracy.py [ID ...] [--write]     some rows only: printed, and with --write written, too
 
 train_configs/published/runs.toml has the measurements, ID.toml beside it each row's job. Rows marked "calibrate" set the
 profile's four derated figures (titan/sim/hardware/h100-96g-500w.toml); all others are predictions.
@@ -65,10 +65,10 @@ class Row:
         return self.memory / self.run["memory_gib"] - 1
 
 
-def main(wanted: list[str]) -> int:
-    runs = [
-        run for run in read_toml(JOBS / "runs.toml")[0]["run"] if run["id"] in wanted or not wanted
-    ]
+def main(arguments: list[str]) -> int:
+    wanted = [argument for argument in arguments if argument != "--write"]
+    every = read_toml(JOBS / "runs.toml")[0]["run"]
+    runs = [run for run in every if run["id"] in wanted or not wanted]
     rows: dict[str, Row] = {}
     known: dict[Any, Row] = {}  # the paper measured some jobs again
     for run in runs:
@@ -87,7 +87,8 @@ def main(wanted: list[str]) -> int:
             f"{row.speed:8,.0f} tokens/s/GPU ({row.speed_error:+.1%}), {row.memory:5.1f} GiB ({row.memory_error:+.1%}), {row.wall_s:.0f} s"
         )
         print(f"{run['id']:>4} {run['use']:<9} {said}", flush=True)
-    if not wanted:
+    if not wanted or "--write" in arguments:
+        rows = {run["id"]: rows.get(run["id"], Row(run, failure="not run")) for run in every}
         (ROOT / "docs" / "simulator_accuracy.md").write_text(document(rows), encoding="utf-8")
     return any(row.failure for row in rows.values())
 

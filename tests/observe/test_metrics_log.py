@@ -168,7 +168,10 @@ def test_wandb_offline_continues_its_run(
     run_id = (tmp_path / "wandb" / "run-id.txt").read_text()
     files = list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     assert {file.name for file in files} == {f"run-{run_id}.wandb"}
-    assert all(b"loss/train" in file.read_bytes() for file in files)
+    deadline = time.monotonic() + 30  # W&B's own process writes them
+    while not all(b"loss/train" in file.read_bytes() for file in files):
+        assert time.monotonic() < deadline, [file.stat().st_size for file in files]
+        time.sleep(0.1)
 
 
 def test_a_sink_that_cannot_open_warns(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,6 +21,7 @@ from titan.config.rules import resolve_layout
 from titan.config.sections import JobConfig
 from titan.parallel import build_mesh
 from titan.program import Program, build_program
+from titan.sim.record import record
 from titan.sim.trace import Allocate, Event, Free, Trace
 
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -34,6 +38,24 @@ def job(*, batch: int = 4, layers: int = 4, **sections: dict[str, Any]) -> JobCo
     for name, section in sections.items():
         base[name] = {**base.get(name, {}), **section}
     return JobConfig.model_validate(base)
+
+
+def trace_of(config: JobConfig, *, world: int = 1, **settings: Any) -> Trace:
+    """The first rank's, which tests share: not to be changed."""
+    return _trace_of(config.model_dump_json(exclude_unset=True), world, **settings)
+
+
+@functools.cache
+def _trace_of(config: str, world: int, **settings: Any) -> Trace:
+    job = JobConfig.model_validate_json(config)
+    return record(job, world_size=world, ranks=[0], **settings)[0]
+
+
+def in_turn(names: Collection[str], *, slow: Collection[str]) -> list[Any]:
+    """Parameters of a test, some of which run with -m slow only."""
+    marked = set(slow)
+    assert marked <= set(names)
+    return [pytest.param(n, marks=pytest.mark.slow) if n in marked else n for n in names]
 
 
 def real_program(config: JobConfig) -> Program:

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from pool import Pool
-from recording import count_real_transfers, events_of, job
+from recording import count_real_transfers, events_of, in_turn, job
+from titan.sim.cost import Cost
+from titan.sim.profiles import load_profile
 from titan.sim.record import record
+from titan.sim.replay import replay
 from titan.sim.trace import Trace, Transfer
 
 REPLICAS, SHARDS, TP, CP, PP = (
@@ -37,7 +40,22 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    in_turn(
+        LAYOUTS,
+        slow=[
+            "FSDP2, ZeRO-2",
+            "HSDP",
+            "DDP",
+            "TP",
+            "CP allgather",
+            "PP 1F1B",
+            "PP interleaved",
+            "FSDP2 x TP x PP",
+        ],
+    ),
+)
 def test_trace_sends_what_is_really_sent(name: str, pool: Pool) -> None:
     world, settings = LAYOUTS[name]
     # The last pipeline stage has a block less: every rank must have one of its own to compare.
@@ -48,6 +66,32 @@ def test_trace_sends_what_is_really_sent(name: str, pool: Pool) -> None:
         assert _counts(traces[rank]) == counts, rank
         assert _bytes(traces[rank]) == sizes, rank
         assert sum(counts.values()) > 5
+    replay(traces, Cost(load_profile("h100-sxm")))  # what they send each other fits together
+
+
+SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "LoopedBFS")  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", in_turn(SCHEDULES, slow=SCHEDULES[1:]))
+def test_schedules_run_to_their_end(schedule: str) -> None:
+    """On two pipeline ranks each waits for the other all the time: sends and receives that torch issues together are one work."""
+    config = job(batch=4, layers=8, parallelism={PP: 2, SCHEDULE: schedule})
+    traces = record(config, world_size=4, processes=2)
+    transfers = [events_of(trace.step, Transfer) for trace in traces.values()]
+    sent, received = ([t for t in of if t.group == of[0].group and t.peer >= 0] for of in transfers)
+    assert [t.size_bytes for t in sent if t.kind == "send"] == [t.size_bytes for t in received if t.kind == "recv"]  # fmt: skip
+    timeline = replay(traces, Cost(load_profile("h100-sxm")))
+    assert 0 < timeline.bubble_fraction < 1
+
+
+def test_issued_together_is_one_work() -> None:
+    """1F1B sends an activation and receives a gradient at once: each of the two ranks waits for the other's."""
+    trace = record(job(parallelism={PP: 2}), world_size=2, ranks=[0])[0]
+    kinds: dict[int, list[str]] = {}
+    for transfer in events_of(trace.step, Transfer):
+        if transfer.peer >= 0:
+            kinds.setdefault(transfer.work, []).append(transfer.kind)
+    assert ["send", "recv"] in kinds.values()
 
 
 def _counts(trace: Trace) -> Counter[Any]:

@@ -11,9 +11,8 @@ from test_record import _numbered_anew
 from torch import Tensor
 
 from pool import Pool
-from recording import events_of, job, real_batches, real_program
+from recording import events_of, in_turn, job, real_batches, real_program, trace_of
 from titan.config.sections import JobConfig
-from titan.sim.record import record
 from titan.sim.trace import Allocate, Free, Launch, Trace, Transfer
 
 BF16: dict[str, Any] = {"mixed_precision_param": "bfloat16"}
@@ -30,10 +29,6 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 def compiled_job(compiles: bool = True, **sections: Any) -> JobConfig:
     sections = {"training": BF16, "compile": COMPILE if compiles else {}, **sections}
     return job(batch=8, **sections)
-
-
-def trace_of(config: JobConfig, *, world: int = 1, **settings: Any) -> Trace:
-    return record(config, world_size=world, ranks=[0], **settings)[0]
 
 
 # ---- memory --------------------------------------------------------------------------------------
@@ -76,7 +71,7 @@ def traced_saved(trace: Trace) -> int:
     return sum(e.size_bytes for e in made if f"{e.place.module}.".startswith("layers.1."))
 
 
-@pytest.mark.parametrize("kind", RECOMPUTE)
+@pytest.mark.parametrize("kind", in_turn(RECOMPUTE, slow=["keep all", "full", "budget"]))
 def test_saves_what_a_real_compiler_saves(kind: str, pool: Pool) -> None:
     sections = {"model": SPLIT_HEADS, "activation_checkpoint": RECOMPUTE[kind]}
     # Inductor's decompositions and partitioner, no code generation; in fp32, as FSDP's casts on one rank would be copies.
@@ -90,6 +85,7 @@ def test_saves_what_a_real_compiler_saves(kind: str, pool: Pool) -> None:
     assert traced_saved(trace_of(config, like="cpu")) == pool.run(1, real_saved, real)[0] + output
 
 
+@pytest.mark.slow
 def test_every_later_step_is_the_same() -> None:
     config = compiled_job(activation_checkpoint={"mode": "selective"})
     second, third = (trace_of(config, world=2, steps=n).step for n in (2, 3))
@@ -116,7 +112,7 @@ def moved(trace: Trace) -> int:
     return sum(k.read_bytes + k.write_bytes for k in launches if k.kind in ("pointwise", "copy"))
 
 
-@pytest.mark.parametrize("kind", ["keep all", "by op"])
+@pytest.mark.parametrize("kind", in_turn(["keep all", "by op"], slow=["keep all"]))
 def test_the_same_products_and_fewer_bytes(kind: str) -> None:
     eager, compiled = (
         trace_of(compiled_job(compiles, activation_checkpoint=RECOMPUTE[kind]), world=2)
@@ -130,7 +126,7 @@ def test_blocks_share_a_program_and_know_their_modules() -> None:
     trace = trace_of(compiled_job(activation_checkpoint={"mode": "full"}), world=2)
     kernels: dict[int, list[Any]] = {n: [] for n in range(4)}
     for launch in events_of(trace.step, Launch):
-        if launch.kernel.compiled:
+        if launch.kernel.host == "compiled":
             _, number, *inner = launch.place.module.split(".")
             kernels[int(number)].append((launch.kernel, launch.place.phase, inner))
     assert kernels[0] == kernels[1] == kernels[2] == kernels[3]
@@ -144,7 +140,11 @@ def test_blocks_share_a_program_and_know_their_modules() -> None:
 
 def test_the_loss_is_compiled() -> None:
     config = compiled_job(compile={"enable": True, "components": ["loss"]})
-    names = {e.kernel.name for e in events_of(trace_of(config).step, Launch) if e.kernel.compiled}
+    names = {
+        e.kernel.name
+        for e in events_of(trace_of(config).step, Launch)
+        if e.kernel.host == "compiled"
+    }
     assert any("logsumexp" in name for name in names)
 
 
@@ -165,7 +165,7 @@ def sent(trace: Trace) -> Counter[Any]:
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", in_turn(LAYOUTS, slow=["TP", "CP all-gather", "CP Ulysses"]))
 def test_sends_what_the_eager_program_sends(layout: str) -> None:
     world = 4 if " x " in layout else 2
     eager, compiled = (
@@ -202,12 +202,15 @@ def test_async_tp_reads_chunks_while_it_multiplies() -> None:
     assert len({e.stream for e in reads}) == 2
 
 
+@pytest.mark.slow
 def test_float8_casts_are_fused() -> None:
     config = compiled_job(
         model={"converters": ["quantize.linear.float8"]},
         quantize={"linear": {"float8": {"enable_fsdp_float8_all_gather": True}}},
     )
-    launches = [e for e in events_of(trace_of(config, world=2).step, Launch) if e.kernel.compiled]
+    launches = [
+        e for e in events_of(trace_of(config, world=2).step, Launch) if e.kernel.host == "compiled"
+    ]
     products = Counter(e.kernel.name for e in launches if e.kernel.kind == "matmul")
     assert set(products) == {"aten::_scaled_mm"}
     inputs = {e.kernel.dtype for e in launches if e.kernel.kind == "matmul"}

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from recording import in_turn
 from titan.config.layout import resolve_layout
 from titan.config.sections import JobConfig
 from titan.sim.cost import Cost
@@ -108,7 +109,10 @@ def canonical(events: list[Event], numbers: defaultdict[str, dict[int, int]]) ->
         yield values
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(
+    "name",
+    in_turn(JOBS, slow=["HSDP, full AC", "DDP, plain loss", "TP, Qwen3", "1F1B", "interleaved"]),
+)
 def test_extended_is_whole(name: str) -> None:
     world, sections = JOBS[name]
     config = job(sections)

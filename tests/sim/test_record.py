@@ -13,29 +13,32 @@ from pool import Pool
 from recording import (
     TrackMemory,
     events_of,
+    in_turn,
     job,
     real_batches,
     real_program,
+    trace_of,
     traced_peak,
 )
 from titan.config.rules import model_config
 from titan.config.sections import JobConfig
+from titan.sim import record as record_module
+from titan.sim import recorder
+from titan.sim.cost import Cost
+from titan.sim.profiles import load_profile
 from titan.sim.record import RecordError, record
+from titan.sim.replay import replay
 from titan.sim.trace import (
+    HOST,
     Allocate,
     Event,
     Free,
     Launch,
-    Trace,
     Transfer,
 )
 
 SELECTIVE = {"mode": "selective"}
 SPLIT_HEADS = {"overrides": {"n_layers": 4, "n_kv_heads": 4}}  # CPU attention copies grouped heads
-
-
-def trace_of(config: JobConfig, *, world: int = 1) -> Trace:
-    return record(config, world_size=world, ranks=[0])[0]
 
 
 # ---- memory --------------------------------------------------------------------------------------
@@ -82,7 +85,22 @@ MEMORY: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", MEMORY)
+@pytest.mark.parametrize(
+    "name",
+    in_turn(
+        MEMORY,
+        slow=[
+            "FSDP2",
+            "FSDP2, full AC",
+            "Muon",
+            "8-bit Adam",
+            "whole logits",
+            "accumulation",
+            "DDP",
+            "early step",
+        ],
+    ),
+)
 def test_peak_is_the_real_one(name: str, pool: Pool) -> None:
     world, sections = MEMORY[name]
     sections = {**sections, "training": {**BF16, **sections.get("training", {})}}
@@ -212,7 +230,7 @@ def test_categories() -> None:
 def test_every_later_step_is_the_same() -> None:
     """So nothing is left alive that the step before did not leave."""
     config = job(training=BF16, activation_checkpoint=SELECTIVE)
-    second, third = (record(config, world_size=2, ranks=[0], steps=n)[0].step for n in (2, 3))
+    second, third = (trace_of(config, world=2, steps=n).step for n in (2, 3))
     assert list(_numbered_anew(third)) == list(_numbered_anew(second))
 
 
@@ -228,6 +246,48 @@ def _numbered_anew(events: list[Event]) -> Iterator[Any]:
         yield type(event).__name__, fields
 
 
+# ---- what the program does in bf16, with the kernels of a GPU ------------------------------------
+
+
+@pytest.mark.parametrize("method", ["ring", "allgather", "ulysses"])
+def test_attention_that_selective_checkpointing_keeps_does_not_run_again(method: str) -> None:
+    settings = {"context_parallel_degree": 2, "context_parallel_rotate_method": method}
+    config = job(training=BF16, parallelism=settings, activation_checkpoint=SELECTIVE)
+    phases = Counter(
+        e.place.phase
+        for e in events_of(trace_of(config, world=2).step, Launch)
+        if e.kernel.kind.startswith("attention")
+    )
+    blocks = 1 if method == "ulysses" else 2  # each layer's own part of the sequence, the other's
+    assert phases == {"forward": 4 * blocks, "backward": 4 * blocks}
+
+
+def test_who_launches_what() -> None:
+    trace = trace_of(job(training=BF16, parallelism={"tensor_parallel_degree": 2}), world=2)
+    hosts: Counter[Any] = Counter(
+        (e.place.module.split(".")[0], e.kernel.host)
+        for e in events_of(trace.step, Launch)
+        if e.kernel.kind == "matmul"
+    )
+    # A block multiplies by seven weights: forward, and twice backward. The loss works on this rank's part of the logits.
+    assert hosts["layers", "dtensor"] == 4 * 7 * 3 and not hosts["layers", "eager"]
+    assert hosts["", "eager"] and not hosts["", "dtensor"]
+
+
+def test_offloaded_parameters_are_the_hosts_work() -> None:
+    model = {"overrides": {"n_layers": 4, "dim": 512}}
+    trace = trace_of(job(model=model, training={**BF16, "enable_cpu_offload": True}), world=2)
+    work = [e for e in events_of(trace.step, Launch) if e.stream == HOST]
+    updates = [e.kernel for e in work if e.kernel.name == "aten::_fused_adamw_"]
+    assert {e.place.phase for e in work} == {"clip", "optimizer"}
+    shard = model_config(job(model=model).model).num_params // 2
+    assert sum(k.write_bytes for k in updates) == pytest.approx(3 * 4 * shard, rel=0.01)
+    seconds = sum(Cost(load_profile("h100-sxm")).host_s(e.kernel) for e in work)
+    assert seconds > 7 * 4 * shard / 60e9  # reads four numbers for each parameter, writes three
+    update = replay({0: trace}, Cost(load_profile("h100-sxm")))
+    assert update.ranks[0].host_s > 0.5 * seconds
+
+
 # ---- what cannot be traced -----------------------------------------------------------------------
 
 
@@ -241,3 +301,20 @@ def test_says_what_cannot_be_traced() -> None:
         RecordError, match=r"rank 0 cannot be traced .*module layers\.0\.attention\.wq.*mx"
     ):
         trace_of(config)
+
+
+def _child_that_fails(*args: Any) -> None:
+    def fail(op: Any, _: Any) -> Any:
+        if op.name == "aten::silu_backward":
+            raise ValueError("no room")
+        return []
+
+    recorder.workspace_bytes = fail
+    record_module._child(*args)
+
+
+def test_says_what_failed_in_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd's thread may take the process with it."""
+    monkeypatch.setattr(record_module, "_child", _child_that_fails)
+    with pytest.raises(RecordError, match=r"^rank 0 .*silu_backward.*\(backward, .*ValueError: no room"):  # fmt: skip
+        record(job(training=BF16), world_size=1)

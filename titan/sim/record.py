@@ -15,6 +15,7 @@ import os
 import pickle
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -325,11 +326,9 @@ def record_jobs(
 
 def _answers(connection: Connection) -> Iterator[Trace | RecordError]:
     """The last one counts: an error in a backward pass may be caught, or the process's last."""
-    while True:
-        try:
+    with suppress(EOFError):
+        while True:
             yield pickle.loads(connection.recv_bytes())
-        except EOFError:
-            return
 
 
 def _child(connection: Connection, job: Job, options: dict[str, Any]) -> None:
