@@ -3,7 +3,7 @@
     python scripts/sim_accuracy.py [ID ...] [--write]     some rows only: printed, and with --write written, too
 
 train_configs/published/runs.toml has the measurements, ID.toml beside it each row's job. Rows marked "calibrate" set the
-profile's four derated figures (titan/sim/hardware/h100-96g-500w.toml); all others are predictions.
+three factors of the profile (titan/sim/hardware/h100-96g-500w.toml); all others are predictions.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def document(rows: dict[str, Row]) -> str:
         "Written by `python scripts/sim_accuracy.py`; do not edit. Measurements: TorchTitan's performance page of December 2024 (R, C) and the",
         "TorchTitan paper, arXiv:2410.06511 (P), on H100s with 96 GB of HBM2e capped at 500 W; jobs: train_configs/published/ID.toml.",
         "The paper's rows differ from the page's by up to 10% for one and the same configuration: no model can be right about both.",
-        "Rows marked *calibrated* set the four derated figures of titan/sim/hardware/h100-96g-500w.toml. No report row was fitted to.",
+        "Rows marked *calibrated* set three factors of titan/sim/hardware/h100-96g-500w.toml. No report row was fitted to.",
         "The published runs are of code of 2024 and torch of that time; what is simulated is today's titan on the torch that is installed: its fused",
         "RMSNorm, for one, which took many kernels then, makes eager rows faster than they were.",
         "",

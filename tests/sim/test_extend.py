@@ -16,7 +16,7 @@ from titan.sim.cost import Cost
 from titan.sim.extend import CannotExtend, Depth, extend
 from titan.sim.memory import memory_report
 from titan.sim.profiles import load_profile
-from titan.sim.record import record_jobs
+from titan.sim.record import Job, record_jobs
 from titan.sim.replay import replay
 from titan.sim.trace import Event, Trace
 from titan.sim.traces import _DEPTH, Wanted, at_depth, distinct_ranks, shallow
@@ -85,7 +85,7 @@ def recordings(wanted: Wanted) -> dict[int, tuple[Trace, Trace, Trace]]:
     """Of each pipeline rank: both shallow traces and the whole one."""
     ranks = distinct_ranks(wanted.layout)
     configs = [at_depth(wanted, _DEPTH), at_depth(wanted, _DEPTH + 1), wanted.config]
-    jobs = [
+    jobs: list[Job] = [
         (config, wanted.layout.world_size, rank, wanted.like)
         for rank in ranks
         for config in configs

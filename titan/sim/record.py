@@ -333,6 +333,9 @@ def _answers(connection: Connection) -> Iterator[Trace | RecordError]:
 
 def _child(connection: Connection, job: Job, options: dict[str, Any]) -> None:
     config, world_size, rank, like = job
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = (
+        "1"  # nothing is compiled to the end: no pool of compilers
+    )
 
     def send(answer: Trace | RecordError) -> None:
         connection.send_bytes(pickle.dumps(answer, protocol=pickle.HIGHEST_PROTOCOL))

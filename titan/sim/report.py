@@ -89,9 +89,7 @@ def _by_part(by_module: Mapping[str, float]) -> dict[str, float]:
     """Modules of one name in all blocks together, the largest first."""
     parts: defaultdict[str, float] = defaultdict(float)
     for module, gib in by_module.items():
-        parts[
-            re.sub(r"\.\d+", ".*", module) or "(outside of modules)"
-        ] += gib
+        parts[re.sub(r"\.\d+", ".*", module) or "(outside of modules)"] += gib
     return dict(sorted(parts.items(), key=lambda item: -item[1])[:8])
 
 
