@@ -297,6 +297,9 @@ def record_jobs(
     """
     # Children are forked from a server that has torch imported, and has no threads and no backward pass behind it.
     context = multiprocessing.get_context("forkserver")
+    # Children end without tidying up, of which Python's tracker of semaphores would tell the user.
+    quiet = "ignore::UserWarning:multiprocessing.resource_tracker"
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), quiet]))
     context.set_forkserver_preload(_PRELOAD)
     waiting = list(enumerate(jobs))
     running: dict[Connection, tuple[int, Any]] = {}
