@@ -85,14 +85,20 @@ def record_rank(
     layout = resolve_layout(config, world_size)
     with environment(layout, rank=rank, like=like) as (device, mesh):
         recorder = Recorder(mesh)
-        recorder.on_backward_error = lambda error: on_backward_error(
-            RecordError(_describe(error, recorder, rank))
-        )
+        told: dict[int, RecordError] = {}  # what was said of an error, where it was raised
+
+        def tell(error: Exception) -> None:
+            told[id(error)] = RecordError(_describe(error, recorder, rank))
+            on_backward_error(told[id(error)])
+
+        recorder.on_backward_error = tell
         try:
             return _record(config, layout, recorder, device, mesh, steps)
         except Exception as error:
             if isinstance(error, SystemError) and recorder.error is not None:
                 error = recorder.error
+            if error is recorder.error and id(error) in told:
+                raise told[id(error)] from error
             raise RecordError(_describe(error, recorder, rank)) from error
 
 
