@@ -287,7 +287,7 @@ COMMANDS = {
         "train a model: one process per accelerator, one on a CPU, or --nproc N", train
     ),
     "check": Command(
-        "check a job for a number of ranks; layout, tokens per step, memory by formula", check
+        "check a job for a number of ranks: layout, memory; on some hardware, will it fit", check
     ),
     "sim": Command(
         "what a step costs in time and memory on some hardware, with no GPU",

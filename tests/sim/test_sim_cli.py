@@ -169,6 +169,8 @@ def test_the_front_holds_what_nothing_beats() -> None:
             "no profile 'h1000'; did you mean 'h100-sxm'? There are a100-80g, ",
         ),
         (["--world-size", "3", *ON, "--parallelism.tensor_parallel_degree=2"], "3"),
+        (["--world-size", "0", *ON], "--world-size: expected a whole number of at least 1, got 0"),
+        (["--world-size", "2", *ON, "--sweep", "model.flavour=8B"], "did you mean 'flavor'?"),
         (
             ["--world-size", "2", *ON, "--sweep", "training.local_batch_size"],
             "expected KEY=A,B,...",

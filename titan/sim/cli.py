@@ -54,6 +54,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--no-cache", action="store_true", help="trace anew")
     options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    if options.world_size < 1:
+        message = f"expected a whole number of at least 1, got {options.world_size}"
+        raise ConfigError([Problem("command line", 0, "--world-size", message)])
     if options.sweep:
         return _sweep(options, job)
     profile = load_profile(options.hardware)
@@ -110,6 +113,10 @@ def _sweep(options: argparse.Namespace, job: list[str]) -> int:
             message = f"'{text}': expected KEY=A,B,..., such as training.local_batch_size=1,2,4"
             raise ConfigError([Problem("command line", 0, "--sweep", message)])
         axes[key] = values.split(",")
+        for value in axes[
+            key
+        ]:  # no key, or no value of one: a mistake, and no variant that cannot run
+            load_from_argv([*job, f"--{key}={value}"], options=list(OPTIONS))
     profiles = [load_profile(name) for name in options.hardware.split(",")]
     load_from_argv(
         job, options=list(OPTIONS)
