@@ -9,15 +9,17 @@ below it as one unit. EP takes its place here as it lands.
 Float8 comes before the split, in titan/program.py and not here: tensor parallelism and FSDP must find layers and weights that know
 how to cast themselves, and the decision which layers are converted is one for the whole model.
 
-AC and compile change places where whole blocks are recomputed: torch 2.13 cannot compile a recomputed block whose
-weights are DTensors (TP), while a compiled block can be recomputed like any other. Selective by operation needs the
-compiler to see what is kept, and stays inside. Offloading of activations goes around both: it moves what they leave.
+Compile goes around AC: the compiler sees what is recomputed, fuses it with the backward pass, and leaves out what that pass does
+not need (the last product of a block, and its reduction over TP). Where recomputation has to draw the same random numbers
+again, whole blocks are recomputed from outside, compiled: torch 2.13 loses the state of the generators where weights are DTensors.
+Offloading of activations goes around both: it moves what they leave.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -29,6 +31,7 @@ from .context import Method, apply_cp
 from .fsdp import apply_ddp, apply_fsdp
 from .mesh import submesh
 from .offload import apply_offload
+from .shims import compile_without_random_state
 from .tensor import apply_tp
 
 
@@ -84,14 +87,20 @@ def parallelize(model: nn.Module, *, mesh: DeviceMesh, plan: ParallelPlan) -> nn
             balanced=plan.context_balanced,
         )
     by_op = bool(plan.recompute_keep or plan.recompute_keep_modules)
-    if plan.recompute_every and by_op:
-        apply_ac(
-            model,
-            keep=plan.recompute_keep,
-            keep_modules=plan.recompute_keep_modules,
-            preserve_rng_state=plan.preserve_rng_state,
-        )
+    recompute = partial(
+        apply_ac,
+        model,
+        every=plan.recompute_every,
+        keep=plan.recompute_keep,
+        keep_modules=plan.recompute_keep_modules,
+        preserve_rng_state=plan.preserve_rng_state,
+    )
+    recompute_compiled = bool(plan.compile_backend) and plan.preserve_rng_state and not by_op
+    if plan.recompute_every and not recompute_compiled:
+        recompute()
     if plan.compile_backend:
+        if not plan.preserve_rng_state:
+            compile_without_random_state()
         apply_compile(
             model,
             backend=plan.compile_backend,
@@ -102,8 +111,8 @@ def parallelize(model: nn.Module, *, mesh: DeviceMesh, plan: ParallelPlan) -> nn
             for name, style in plan.tensor_plan.items():
                 if style == "vocab_embedding":
                     detach_collective(getattr(model, name))
-    if plan.recompute_every and not by_op:
-        apply_ac(model, every=plan.recompute_every, preserve_rng_state=plan.preserve_rng_state)
+    if plan.recompute_every and recompute_compiled:
+        recompute()
     if plan.offload_activations:
         apply_offload(model)
     blocks = list(model.get_submodule("layers").children())

@@ -38,9 +38,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 __all__ = [
     "ActivationWrapper",
     "CompileEvent",
+    "after_gathering",
     "can_split_custom_functions",
     "checkpoint_wrapper",
     "compile_events",
+    "compile_without_random_state",
     "compute_local_shape_and_global_offset",
     "dump_memory_history",
     "enable_loss_parallel",
@@ -84,6 +86,18 @@ def traced_module_path() -> list[str]:
     stack = fx_traceback.current_meta.get("nn_module_stack") or {}
     paths = [path for path, _ in stack.values()]
     return [path.removeprefix(f"{paths[0]}.") for path in paths[1:]]
+
+
+def compile_without_random_state() -> None:
+    """Graphs compiled from now on neither keep nor restore the state of random generators for what they recompute.
+
+    Attention counts as drawing random numbers, even without dropout. Up to 2.13 torch puts that state behind the DeviceMesh which
+    a graph with DTensor weights keeps for its backward pass, and then fails to find either.
+    """
+    from torch._functorch import partitioners
+
+    assert hasattr(partitioners, "functionalize_rng_ops"), f"torch {torch.__version__}"
+    partitioners.functionalize_rng_ops = lambda joint, forward, backward, *_: (forward, backward)
 
 
 def set_memory_budget(share: float) -> None:
@@ -172,6 +186,27 @@ def enclose_calls(module: nn.Module, *, name: str) -> tuple[bool, Callable[[], N
 
     module.__dict__["_compiled_call_impl"] = enclosed
     return compiled is not None, undo
+
+
+def after_gathering(module: nn.Module, then: Callable[[], None]) -> None:
+    """Call `then` each time FSDP has gathered the module's own parameters; never, where it does not shard the module.
+
+    torch 2.11 has one group of parameters in a module, 2.13 several.
+    """
+    state = getattr(module, "_get_fsdp_state", lambda: None)()
+    groups = getattr(state, "_fsdp_param_groups", None) or [
+        getattr(state, "_fsdp_param_group", None)
+    ]
+    group: Any = groups[-1]
+    wait = getattr(group, "wait_for_unshard", None)
+    if wait is None:
+        return
+
+    def waited_for() -> None:
+        wait()
+        then()
+
+    group.wait_for_unshard = waited_for
 
 
 def record_memory_history(max_entries: int) -> None:

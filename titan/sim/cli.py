@@ -14,11 +14,11 @@ from titan.config.problems import ConfigError, Problem
 from titan.config.rules import check_to_run
 
 from .profiles import load_profile, profile_names
-from .report import page
+from .report import page, say
 
 OPTIONS = (
     *("--world-size", "--hardware", "--json", "--trace", "--html", "--processes"),
-    *("--sweep", "--whole", "--no-cache"),
+    *("--sweep", "--whole", "--no-cache", "--calibrate"),
 )
 
 
@@ -31,10 +31,9 @@ def main(argv: list[str] | None = None) -> int:
         description="Simulate a training step: time, exposed communication, memory. Needs no GPU and starts no process group.",
         allow_abbrev=False,
     )
-    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks in all")
+    parser.add_argument("--world-size", type=int, metavar="N", help="ranks in all")
     parser.add_argument(
         "--hardware",
-        required=True,
         metavar="H",
         help=f"{', '.join(profile_names())}, or a profile's TOML file",
     )
@@ -53,7 +52,19 @@ def main(argv: list[str] | None = None) -> int:
         "--whole", action="store_true", help="trace every block, even if all are alike"
     )
     parser.add_argument("--no-cache", action="store_true", help="trace anew")
+    parser.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="FILE",
+        help="measure this machine instead, and write a profile; --hardware is then what it is compared with, and no job is needed",
+    )
     options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    if options.calibrate:
+        from .calibrate import calibrate
+
+        return calibrate(options.calibrate, base_name=options.hardware, say=say)
+    if options.world_size is None or options.hardware is None:
+        parser.error("--world-size and --hardware are needed")
     if options.world_size < 1:
         message = f"expected a whole number of at least 1, got {options.world_size}"
         raise ConfigError([Problem("command line", 0, "--world-size", message)])
@@ -75,9 +86,9 @@ def main(argv: list[str] | None = None) -> int:
             processes=options.processes,
             whole=options.whole,
             use_cache=not options.no_cache,
-            say=_say,
+            say=say,
         )
-        _say("")
+        say("")
         told = facts(simulation)
         if options.json == "-":
             print(json.dumps(told, indent=2))
@@ -96,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # of `titan sim ... | head`
         raise
     except (RecordError, ReplayError, OSError) as error:
-        _say("")
+        say("")
         print(f"titan sim: {error}", file=sys.stderr)
         return 1 if isinstance(error, ReplayError) else 2
     return 0
@@ -128,18 +139,12 @@ def _sweep(options: argparse.Namespace, job: list[str]) -> int:
         world_size=options.world_size,
         profiles=profiles,
         processes=options.processes,
-        progress=lambda done, of: _say(f"{done:,} of {of:,} variants"),
+        progress=lambda done, of: say(f"{done:,} of {of:,} variants"),
     )
-    _say("")
+    say("")
     print(table(variants))
     print(f"simulated in {time.monotonic() - start:.1f} s")
     if options.json:
         told = [asdict(variant) for variant in variants]
         Path(options.json).write_text(json.dumps(told) + "\n", encoding="utf-8")
     return 0
-
-
-def _say(text: str) -> None:
-    """What is being done, on one line of a terminal that the next text replaces."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

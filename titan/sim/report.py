@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -10,6 +11,12 @@ from .simulate import Facts
 
 _BAR = 28
 _SMALL = 0.005  # of the whole: not worth a line
+
+
+def say(text: str) -> None:
+    """What is being done, on one line of a terminal that the next text replaces."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def page(facts: Facts) -> str:

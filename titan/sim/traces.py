@@ -231,14 +231,12 @@ def regroup(trace: Trace, layout: Layout) -> Trace:
         return _rank(_place(rank, was), layout)
 
     own = _place(trace.rank, was)
-    groups = {
-        name: Group(
-            name,
-            group.axes,
-            _members(own, group.axes, layout) if group.axes else tuple(map(moved, group.ranks)),
-        )
-        for name, group in trace.groups.items()
-    }
+
+    def members(group: Group) -> tuple[int, ...]:
+        along_axes = group.axes and len(group.ranks) == len(_members(own, group.axes, was))
+        return _members(own, group.axes, layout) if along_axes else tuple(map(moved, group.ranks))
+
+    groups = {name: replace(group, ranks=members(group)) for name, group in trace.groups.items()}
 
     def with_peers(of: Iterable[events.Event]) -> list[events.Event]:
         return [

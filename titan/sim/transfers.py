@@ -1,7 +1,8 @@
 """Collectives, sends and receives as torch issues them: which operator sends what, to whom, and what waits for it.
 
 torch.distributed's own calls (c10d) run on the current stream unless they are asynchronous; functional ones (_c10d_functional,
-which DTensor uses) always run on their group's stream and are waited for by `wait_tensor`.
+which DTensor uses) always run on their group's stream and are waited for by `wait_tensor`. A send or receive that is not
+issued together with others goes through a communicator of its two ranks, as NCCL makes one for each pair.
 """
 
 from __future__ import annotations
@@ -128,6 +129,9 @@ class Transfers:
         if not any(t.fake_device.type != "cpu" for t in data):  # pyright: ignore
             return 0
         group = self._group(argument(collective.group))
+        peer = group.ranks[argument(collective.peer)] if collective.peer >= 0 else -1
+        if peer >= 0 and not self._batch:
+            group = self._pair(group, peer)
         work = self._batch or next(self._works)
         detached = collective.functional or bool(self._batch)
         if collective.peer >= 0:
@@ -144,7 +148,7 @@ class Transfers:
                 detached,
                 work,
                 place,
-                group.ranks[argument(collective.peer)] if collective.peer >= 0 else -1,
+                peer,
             )
         )
         if collective.functional:
@@ -184,6 +188,11 @@ class Transfers:
             ranks = tuple(dist.get_process_group_ranks(group))
             self.groups[name] = Group(name, self._axes_of(ranks), ranks)
         return self.groups[name]
+
+    def _pair(self, group: Group, peer: int) -> Group:
+        first, second = sorted((dist.get_rank(), peer))
+        name = f"{group.name}: {first} and {second}"
+        return self.groups.setdefault(name, Group(name, group.axes, (first, second)))
 
     def _process_group(self, given: Any) -> Any:
         return given if isinstance(given, dist.ProcessGroup) else dist.ProcessGroup.unbox(given)

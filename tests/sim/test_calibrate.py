@@ -1,0 +1,42 @@
+"""Calibration: a machine that takes exactly what the formulas say gets its own figures back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from titan.sim.calibrate import LARGE, fit, to_toml
+from titan.sim.cost import Cost
+from titan.sim.profiles import load_profile, on_curve
+
+
+@pytest.mark.parametrize(("share", "fp8"), [(0.67, 0.60), (0.41, 0.35)])
+def test_figures_come_back(share: float, fp8: float, tmp_path: Path) -> None:
+    base = load_profile("h100-sxm")
+    machine = base.model_copy(
+        update={
+            "matmul_share": base.matmul_share | {"bfloat16": share, "float8": fp8},
+            "memory_share": ((1e5, 0.2), (1e6, 0.5), (1e7, 0.7), (1e8, 0.8), (1e9, 0.85)),
+            "attention_forward_tflops": tuple(
+                (n, 0.7 * v) for n, v in base.attention_forward_tflops
+            ),
+            "attention_causal_share": 0.8,
+            "kernel_min_us": 4.0,
+        }
+    )
+    figures = fit(base, Cost(machine).kernel_s, sizes=LARGE, dtypes=("bfloat16", "float8"))
+    file = tmp_path / "mine.toml"
+    file.write_text(to_toml("mine", base.name, figures, note="a test"))
+    found = load_profile(file)
+    assert found.matmul_share["bfloat16"] == pytest.approx(share, rel=0.01)
+    assert found.matmul_share["float8"] == pytest.approx(fp8, rel=0.01)
+    assert found.matmul_share["float32"] == base.matmul_share["float32"]  # was not measured
+    assert found.kernel_min_us == pytest.approx(4.0)
+    assert found.attention_causal_share == pytest.approx(0.8, rel=0.01)
+    for size in (10**5, 10**6, 10**7, 10**8, 10**9):
+        assert on_curve(found.memory_share, size) == pytest.approx(on_curve(machine.memory_share, size), rel=0.01)  # fmt: skip
+    for length in (512, 4096, 16384):
+        for curve in ("attention_forward_tflops", "attention_backward_tflops"):
+            assert on_curve(getattr(found, curve), length) == pytest.approx(on_curve(getattr(machine, curve), length), rel=0.01)  # fmt: skip
+    assert found.sources["matmul_share"] == "a test" and found.num_sms == base.num_sms

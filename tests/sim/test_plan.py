@@ -1,0 +1,106 @@
+"""`titan plan`: what is searched, in which order, and what the user gets."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from titan.cli import main
+from titan.config.load import load_config, load_from_argv
+from titan.config.rules import check_to_run
+from titan.sim.plan import Point, Search
+from titan.sim.profiles import load_profile
+
+JOB = ["train_configs/debug_model.toml", "--training.seq_len=64", "--training.global_batch_size=16"]
+FILE = Path("train_configs/llama3_8b.toml")
+
+
+def search(*overrides: str, job: Path = FILE, world_size: int = 64) -> Search:
+    argv = [str(job), *overrides]
+    return Search(argv, load_from_argv(argv), load_profile("h100-sxm"), world_size=world_size)
+
+
+def test_every_point_uses_all_ranks_and_keeps_the_global_batch() -> None:
+    of = search("--training.global_batch_size=256")
+    points = of.points()
+    assert len(points) > 100
+    for p in points:
+        assert p.replicate * p.shard * p.tp * p.cp * p.pp == 64
+        assert 256 % (p.replicate * p.shard * p.batch) == 0 and p.batch % p.microbatch == 0
+        assert p.pp == 1 or p.batch // p.microbatch >= p.pp
+        assert p.cp == 1  # 8,192 tokens are not split unless the job does
+    assert {p.tp for p in points} == {1, 2, 4, 8}
+    assert {p.recompute for p in points} == {"none", "selective", "full"}
+    long = search("--training.seq_len=131072", "--training.global_batch_size=64")
+    assert {p.cp for p in long.points()} >= {1, 2, 4, 8, 16}
+
+
+def test_the_formula_by_hand() -> None:
+    """One rank computes, TP adds its gathers, a pipeline its bubble, recomputation a third."""
+    of = search("--training.global_batch_size=256")
+    plain = Point(replicate=1, shard=64, tp=1, cp=1, pp=1, batch=4, recompute="none")
+    model, length = of.model, 8192
+    flops = 4 * length * model.flops_per_token(length, causal=True)
+    compute = flops / (0.67 * 989e12)
+    volume = model.num_params * 63 / 64 * 8 + model.num_params / 64 * 8 * 0
+    assert of.seconds(plain) == pytest.approx(compute + max(0, volume / 45e9 - 0.7 * compute))
+    assert of.seconds(replace(plain, recompute="full")) > of.seconds(plain)
+    few = replace(plain, shard=16, pp=4, batch=16, microbatch=4)
+    many = replace(few, microbatch=1)
+    assert of.seconds(few) > of.seconds(many)  # 4 microbatches in 4 stages wait more than 16
+
+
+def test_the_first_are_of_every_kind_and_neighbours_differ_in_one_setting() -> None:
+    of = search("--training.global_batch_size=256")
+    first = of.first(12)
+    assert len(first) == len(set(first)) == 12
+    assert len({point.kind for point in first}) >= 8
+    centre = first[0]
+    for near in of.neighbours([centre], 6):
+        assert near not in first
+        changed = {k for k in ("replicate", "tp", "cp", "pp", "recompute") if getattr(near, k) != getattr(centre, k)}  # fmt: skip
+        assert len(changed) <= 1
+
+
+def test_too_big_is_left_out() -> None:
+    """405B on 64 devices of 80 GB: no layout holds its states."""
+    overrides = ["--parallelism.tensor_parallel_degree=8", "--training.global_batch_size=64"]
+    assert search(*overrides, job=Path("train_configs/llama3_405b.toml")).points() == []
+
+
+def test_overlays_make_the_ranked_jobs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    command = ["plan", *JOB, "--world-size", "4", "--hardware", "h100-sxm", "--simulate", "3"]
+    output, told = tmp_path / "plans", tmp_path / "plan.json"
+    assert main([*command, "--most", "2", "--output", str(output), "--json", str(told)]) == 0
+    said = capsys.readouterr().out
+    assert "3 candidates simulated" in said and "global batch 16 sequences" in said
+    variants = json.loads(told.read_text())
+    speeds = [variant["facts"]["tokens_per_s_per_gpu"] for variant in variants]
+    assert speeds == sorted(speeds, reverse=True) and len(speeds) == 3
+    files = sorted(output.iterdir())
+    assert [file.name for file in files] == ["plan-1.toml", "plan-2.toml"]
+    for file, variant in zip(files, variants, strict=False):
+        config = load_config(JOB[0], overlays=[file], overrides=[a.lstrip("-") for a in JOB[1:]])
+        layout = check_to_run(config, world_size=4)
+        assert str(layout) == variant["facts"]["layout"]
+        assert config.training.local_batch_size * layout.dp * layout.accumulation == 16
+        assert f"{variant['facts']['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU" in file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--world-size", "0", "--hardware", "h100-sxm"], "--world-size: expected a whole number"),
+        (["--world-size", "4", "--hardware", "h9"], "no profile 'h9'"),
+        (["--world-size", "4", "--hardware", "h100-sxm", "--trainig.steps=1"], "unknown"),
+    ],
+)
+def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *JOB, *arguments]) == 2
+    assert message in capsys.readouterr().err

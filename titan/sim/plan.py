@@ -1,0 +1,449 @@
+"""`titan plan JOB.toml --world-size N --hardware H`: which layouts of a job are fast and fit, each as a TOML overlay.
+
+The search varies the degrees of the axes, batch, schedule and recomputation; model, data and global batch stay the job's.
+
+    all       every legal combination is scored by a formula (below), thousands in a second
+    first     the best of each kind are simulated
+    then      neighbours of the fastest that fit (one setting changed), until `budget` candidates are simulated
+
+The formula only decides what is simulated, and in which order; the ranking is the simulator's. It is
+
+    seconds = (FLOPs, with recomputation / achievable rate + TP's gathers and scatters) / (1 - bubble)
+              + what FSDP moves, beyond the part of the computation that hides it
+
+Candidates that titan.observe.estimate finds far too big are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from math import isqrt
+from pathlib import Path
+from typing import Any
+
+from titan.config.layout import Layout
+from titan.config.load import load_from_argv
+from titan.config.problems import ConfigError, Problem
+from titan.config.rules import check_to_run, model_config, resolve_layout
+from titan.config.sections import JobConfig
+from titan.observe.estimate import estimate_memory
+
+from .profiles import Profile, load_profile, profile_names
+from .report import say
+from .sweep import Variant, sweep
+
+EQUAL = 0.03
+"""Speeds this close are told as equal: the simulator cannot tell them apart (docs/simulator_accuracy.md)."""
+_RECOMPUTE = {"none": 1.0, "selective": 1.1, "full": 4 / 3}
+_HIDDEN = 0.7  # of the computation, that FSDP's transfers hide behind
+_MARGIN = 1.1  # of the memory, that a candidate may seem to need: the estimate is one
+_LONG = 16384  # tokens, from which on sequences may be worth splitting
+_MOST_STAGES = 16
+_SCHEDULES = {"1F1B": 1, "Interleaved1F1B": 2}  # stages on each rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """What the search varies. batch: sequences of a forward pass on a rank; microbatch: of one in a pipeline."""
+
+    replicate: int
+    shard: int
+    tp: int
+    cp: int
+    pp: int
+    batch: int
+    microbatch: int = 1
+    schedule: str = "1F1B"
+    recompute: str
+
+    @property
+    def kind(self) -> tuple[int, ...]:
+        return self.tp, self.cp, self.pp, int(self.replicate > 1)
+
+    def settings(self, global_batch: int) -> dict[str, str]:
+        """As overrides of a job."""
+        degrees = {
+            "data_parallel_replicate_degree": self.replicate,
+            "data_parallel_shard_degree": self.shard,
+            "tensor_parallel_degree": self.tp,
+            "context_parallel_degree": self.cp,
+            "pipeline_parallel_degree": self.pp,
+        }
+        if self.pp > 1:
+            degrees |= {
+                "pipeline_parallel_schedule": self.schedule,
+                "pipeline_parallel_microbatch_size": self.microbatch,
+            }
+        return {
+            **{f"parallelism.{key}": str(value) for key, value in degrees.items()},
+            "training.local_batch_size": str(self.batch),
+            "training.global_batch_size": str(global_batch),
+            "activation_checkpoint.mode": self.recompute,
+        }
+
+
+class Search:
+    """The candidates of a job on `world_size` devices of a profile."""
+
+    def __init__(
+        self, job: Sequence[str], config: JobConfig, profile: Profile, *, world_size: int
+    ) -> None:
+        self.job, self.config, self.profile = job, config, profile
+        self.world_size = world_size
+        self.global_batch = _global_batch(config, world_size)
+        self.model = model_config(config.model)
+        self.seen: set[Point] = set()
+
+    def points(self) -> list[Point]:
+        """All that divide evenly and may fit, the most promising first."""
+        found = [p for p in self._combinations() if self._may_fit(p)]
+        return sorted(found, key=self.seconds)
+
+    def _combinations(self) -> Iterator[Point]:
+        model, length = self.model, self.config.training.seq_len
+        tps = [n for n in _powers(self.profile.gpus_per_node) if model.n_kv_heads % n == 0]
+        cps = [n for n in _powers(self.world_size) if n == 1 or length // n >= _LONG // 2]
+        cps = [*{*cps, self.config.parallelism.context_parallel_degree}]
+        for tp in tps:
+            for cp in cps:
+                for pp in _powers(min(_MOST_STAGES, model.n_layers)):
+                    dp, rest = divmod(self.world_size, tp * cp * pp)
+                    if rest or not dp or self.global_batch % dp:
+                        continue
+                    for replicate in (n for n in _powers(dp) if dp % n == 0):
+                        yield from self._batches(replicate, dp // replicate, tp, cp, pp)
+
+    def _batches(self, replicate: int, shard: int, tp: int, cp: int, pp: int) -> Iterator[Point]:
+        per_rank = self.global_batch // (replicate * shard)
+        same: dict[str, Any] = {
+            "replicate": replicate,
+            "shard": shard,
+            "tp": tp,
+            "cp": cp,
+            "pp": pp,
+        }
+        for recompute in _RECOMPUTE:
+            if pp == 1:
+                for batch in _divisors(per_rank):
+                    yield Point(**same, batch=batch, recompute=recompute)
+                continue
+            for schedule, stages in _SCHEDULES.items():
+                for microbatch in _divisors(per_rank):
+                    if per_rank // microbatch >= pp and stages * pp <= self.model.n_layers:
+                        yield Point(
+                            **same,
+                            batch=per_rank,
+                            microbatch=microbatch,
+                            schedule=schedule,
+                            recompute=recompute,
+                        )
+
+    def _may_fit(self, point: Point) -> bool:
+        memory = estimate_memory(self._config(point), self.model, self._layout(point))
+        return memory["total"] < _MARGIN * self.profile.memory_gib
+
+    def _layout(self, point: Point) -> Layout:
+        passes = self.global_batch // (point.replicate * point.shard * point.batch)
+        return Layout(
+            pp=point.pp,
+            dp_replicate=point.replicate,
+            dp_shard=point.shard,
+            cp=point.cp,
+            tp=point.tp,
+            accumulation=passes,
+        )
+
+    def _config(self, point: Point) -> JobConfig:
+        """Only as far as the formula for memory reads it."""
+        config = self.config
+        parallelism = config.parallelism.model_copy(
+            update={
+                "pipeline_parallel_schedule": point.schedule,
+                "pipeline_parallel_microbatch_size": point.microbatch,
+            }
+        )
+        return config.model_copy(
+            update={
+                "training": config.training.model_copy(update={"local_batch_size": point.batch}),
+                "activation_checkpoint": config.activation_checkpoint.model_copy(
+                    update={"mode": point.recompute}
+                ),
+                "parallelism": parallelism,
+            }
+        )
+
+    def seconds(self, point: Point) -> float:
+        """The formula above."""
+        model, profile, training = self.model, self.profile, self.config.training
+        layout = self._layout(point)
+        tokens = self.global_batch * training.seq_len
+        dtype = training.mixed_precision_param
+        peak = profile.peak_tflops.get(dtype, profile.peak_tflops["bfloat16"]) * 1e12
+        share = profile.matmul_share.get(dtype, profile.matmul_share["bfloat16"])
+        flops = tokens / self.world_size * model.flops_per_token(training.seq_len, causal=True)
+        compute = flops * _RECOMPUTE[point.recompute] / (peak * share)
+
+        local_tokens = tokens / (layout.dp * point.cp)
+        passes = 3 if point.recompute == "full" else 2
+        moved = local_tokens * model.dim * 2 * (1 - 1 / point.tp) * 4 * passes
+        within = model.n_layers / point.pp * moved / (profile.ring_gb_per_s * 1e9)
+
+        microbatches = point.batch // point.microbatch if point.pp > 1 else 1
+        loops = _SCHEDULES[point.schedule] if point.pp > 1 else 1
+        bubble = (point.pp - 1) / (microbatches * loops + point.pp - 1)
+
+        shards = point.shard * point.cp
+        held = model.num_params / (point.tp * point.pp)
+        inside = shards * point.tp <= profile.gpus_per_node
+        speed = profile.ring_gb_per_s if inside else profile.nic_gb_per_s * profile.nic_share
+        volume = held * (1 - 1 / shards) * (2 + 2 + 4) * layout.accumulation
+        volume += held / shards * 2 * 4 * (1 - 1 / point.replicate)
+        data_parallel = volume / (speed * 1e9)
+        step = (compute + within) / (1 - bubble)
+        return step + max(0.0, data_parallel - _HIDDEN * compute)
+
+    def first(self, count: int) -> list[Point]:
+        """The most promising of each kind, in turn."""
+        points, taken = self.points(), Counter[tuple[int, ...]]()
+        for most in (1, 2, 4, 8, 10**9):
+            for point in points:
+                if len(self.seen) >= count:
+                    return self._take()
+                if point not in self.seen and taken[point.kind] < most and self.legal(point):
+                    taken[point.kind] += 1
+                    self.seen.add(point)
+        return self._take()
+
+    def _take(self) -> list[Point]:
+        return sorted(self.seen, key=self.seconds)
+
+    def neighbours(self, of: Sequence[Point], count: int) -> list[Point]:
+        """Up to `count` legal ones that were not tried, each one change away, those of the fastest first."""
+        points = self.points()
+        found: list[Point] = []
+        for centre in of:
+            for point in points:
+                if len(found) >= count:
+                    return found
+                if point not in self.seen and _distance(point, centre) == 1 and self.legal(point):
+                    self.seen.add(point)
+                    found.append(point)
+        return found
+
+    def legal(self, point: Point) -> bool:
+        settings = point.settings(self.global_batch)
+        try:
+            config = load_from_argv([*self.job, *(f"--{k}={v}" for k, v in settings.items())])
+            check_to_run(config, world_size=self.world_size)
+        except ConfigError:
+            return False
+        return True
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << n for n in range(max(1, most).bit_length()) if 1 << n <= most]
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def _distance(one: Point, other: Point) -> int:
+    """Settings that differ; what follows from another (the shards from the axes) does not count."""
+    a, b = asdict(one), asdict(other)
+    different = {key for key in a if a[key] != b[key]}
+    if different & {"tp", "cp", "pp", "replicate"}:
+        different -= {"shard"}
+    if "pp" in different or "tp" in different:
+        different -= {"batch", "microbatch", "schedule"}
+    return len(different)
+
+
+def plan(
+    search: Search,
+    *,
+    budget: int,
+    processes: int | None = None,
+    progress: Any = lambda done, of: None,
+) -> list[Variant]:
+    """Simulated candidates that fit, the fastest first; `budget`: how many to simulate."""
+    points = search.first(max(1, budget * 2 // 3))
+    tried: dict[str, tuple[Variant, Point]] = {}
+
+    def simulate(some: Sequence[Point]) -> None:
+        before = len(tried)
+        variants = sweep(
+            search.job,
+            [point.settings(search.global_batch) for point in some],
+            world_size=search.world_size,
+            profiles=[search.profile],
+            processes=processes,
+            progress=lambda done, of: progress(before + done, max(budget, before + of)),
+        )
+        for variant, point in zip(variants, some, strict=True):
+            tried[json.dumps(variant.settings)] = variant, point
+
+    def ranked() -> list[tuple[Variant, Point]]:
+        return sorted((t for t in tried.values() if t[0].fits), key=lambda t: -t[0].speed)
+
+    simulate(points)
+    while len(tried) < budget:
+        # Where nothing fits, what the formula thinks best next.
+        fastest = [point for _, point in ranked()[:3]]
+        count = min(budget - len(tried), max(2, budget // 6))
+        more = search.neighbours(fastest, count) if fastest else search.first(len(tried) + count)
+        more = [p for p in more if json.dumps(p.settings(search.global_batch)) not in tried]
+        if not more:
+            break
+        simulate(more)
+    return [variant for variant, _ in ranked()]
+
+
+# ---- what the user sees --------------------------------------------------------------------------
+
+
+def overlay(variant: Variant, *, number: int, command: str) -> str:
+    """TOML that makes the job this candidate."""
+    facts, sections = variant.facts, {}
+    for key, value in variant.settings.items():
+        section, _, name = key.rpartition(".")
+        sections.setdefault(section, []).append(f"{name} = {_toml(value)}")
+    lines = [f"# {number}: {_summary(facts)}", f"# {command}"]
+    for section, values in sections.items():
+        lines += ["", f"[{section}]", *values]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: str) -> str:
+    return value if value.lstrip("-").isdecimal() else json.dumps(value)
+
+
+def _summary(facts: dict[str, Any]) -> str:
+    mfu = "" if facts["mfu"] is None else f", {facts['mfu']:.1%} MFU"
+    memory = facts["memory"]["peak_reserved_gib"] + facts["memory"]["outside_gib"]
+    return f"{facts['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU{mfu}, {memory:.1f} GiB, on {facts['world_size']} x {facts['hardware']}"
+
+
+def table(variants: Sequence[Variant]) -> str:
+    """Rank, layout, batch, speed and memory of each."""
+    best = variants[0].speed
+    rows = [["", "layout", "batch", "schedule", "AC", "tokens/s/GPU", "MFU", "step s", "bubble", "GiB"]]  # fmt: skip
+    for number, variant in enumerate(variants, 1):
+        facts, settings = variant.facts, variant.settings
+        degrees = [part for part in facts["layout"].split(" x ") if not part.endswith(" 1")]
+        pipelined = "parallelism.pipeline_parallel_schedule" in settings
+        batch = settings["training.local_batch_size"]
+        if pipelined:
+            batch += f" by {settings['parallelism.pipeline_parallel_microbatch_size']}"
+        rows.append(
+            [
+                f"{number}{'=' if number > 1 and variant.speed > best * (1 - EQUAL) else ' '}",
+                " x ".join(degrees) or "one rank",
+                batch,
+                settings.get("parallelism.pipeline_parallel_schedule", "-"),
+                settings["activation_checkpoint.mode"],
+                f"{variant.speed:,.0f}",
+                "n/a" if facts["mfu"] is None else f"{facts['mfu']:.1%}",
+                f"{facts['step_time_s']:.3f}",
+                f"{facts['pipeline']['bubble_fraction']:.0%}" if pipelined else "-",
+                f"{variant.reserved_gib:.1f}",
+            ]
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            f"{cell:<{width}}" if i in (0, 1) else f"{cell:>{width}}"
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; 1 where nothing fits, 2 for the user's mistakes."""
+    parser = argparse.ArgumentParser(
+        prog="titan plan",
+        usage="titan plan JOB.toml [OVERLAY.toml ...] [--section.key=value ...] --world-size N --hardware H "
+        "[--simulate 24] [--most 5] [--output DIR] [--json FILE]",
+        description="The fastest ways to run a job on so many devices, by simulation, as TOML overlays. Model, data and global "
+        "batch stay; degrees, batch, schedule and recomputation are searched.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks in all")
+    parser.add_argument(
+        "--hardware",
+        required=True,
+        metavar="H",
+        help=f"{', '.join(profile_names())}, or a profile's TOML file",
+    )
+    parser.add_argument("--simulate", type=int, default=24, metavar="C", help="candidates; 24")
+    parser.add_argument("--most", type=int, default=5, metavar="M", help="overlays; default: 5")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/plan-1.toml, ...")
+    parser.add_argument("--json", metavar="FILE", help="all that fit, as data; - for stdout")
+    parser.add_argument("--processes", type=int, metavar="P", help="at once; default: all cores")
+    options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    for name in ("world_size", "simulate", "most"):
+        if getattr(options, name) < 1:
+            key = f"--{name.replace('_', '-')}"
+            message = f"expected a whole number of at least 1, got {getattr(options, name)}"
+            raise ConfigError([Problem("command line", 0, key, message)])
+    profile = load_profile(options.hardware)
+    known = ["--world-size", "--hardware", "--simulate", "--most", "--output", "--json"]
+    config = load_from_argv(job, options=[*known, "--processes"])
+    search = Search(job, config, profile, world_size=options.world_size)
+    start = time.monotonic()
+    variants = plan(
+        search,
+        budget=options.simulate,
+        processes=options.processes,
+        progress=lambda done, of: say(f"{done} of {of} candidates simulated"),
+    )
+    say("")
+    if options.json:
+        told = json.dumps([asdict(variant) for variant in variants], indent=2)
+        if options.json == "-":
+            print(told)
+            return 0 if variants else 1
+        Path(options.json).write_text(told + "\n", encoding="utf-8")
+    if not variants:
+        print(
+            f"none of {len(search.seen)} candidates fits {options.world_size} x {profile.name} ({profile.memory_gib:g} GiB); "
+            "more ranks, a smaller global batch, or --simulate with a larger number",
+            file=sys.stderr,
+        )
+        return 1
+    shown = variants[: options.most]
+    print(table(shown))
+    print(
+        f"\n{len(search.seen)} candidates simulated in {time.monotonic() - start:.0f} s, {len(variants)} fit; global batch "
+        f"{search.global_batch:,} sequences. '=': within {EQUAL:.0%} of the first, which the simulator cannot tell apart"
+    )
+    for number, variant in enumerate(shown, 1):
+        name = f"plan-{number}.toml"
+        command = f"titan train {' '.join(job)} {name}"
+        text = overlay(variant, number=number, command=command)
+        if options.output:
+            options.output.mkdir(parents=True, exist_ok=True)
+            (options.output / name).write_text(text, encoding="utf-8")
+            print(f"wrote {options.output / name}")
+        else:
+            print(f"\n{text}", end="")
+    return 0
+
+
+def _global_batch(config: JobConfig, world_size: int) -> int:
+    """Sequences of a step: as the job says; else as many as its own layout would take, or plain data parallelism."""
+    training = config.training
+    if training.global_batch_size > 0:
+        return training.global_batch_size
+    try:
+        return training.local_batch_size * resolve_layout(config, world_size).dp
+    except ConfigError:
+        return training.local_batch_size * world_size
