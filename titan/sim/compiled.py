@@ -161,7 +161,11 @@ class _Wrapper(inductor.PythonWrapperCodegen):
 def _origin(node: torch.fx.Node, *, is_backward: bool) -> tuple[str, bool]:
     """Module within the compiled one that a node of a graph was traced in, and whether it is of a forward pass done again."""
     stack = node.meta.get("nn_module_stack")
-    recomputes = is_backward and node.meta.get("partitioner_tag") == "is_forward"
+    tag = node.meta.get("partitioner_tag")
+    if tag is None:  # made by a pass, of nodes that may have one
+        made_of = {n.meta.get("partitioner_tag") for n in node.all_input_nodes} - {None}
+        tag = "is_forward" if made_of == {"is_forward"} else "is_backward"
+    recomputes = is_backward and tag == "is_forward"
     paths = [path for path, _ in (stack or node.meta.get("fwd_nn_module_stack") or {}).values()]
     inner = paths[-1].removeprefix("L['self']").removeprefix(_WRAPPED) if paths else ""
     return inner.lstrip("."), recomputes
