@@ -56,7 +56,7 @@ class Owner:
         return Owner(
             host=socket.gethostname(),
             pid=os.getpid(),
-            started=_started("self"),
+            started=started("self"),
             machine=_machine(),
             job=job if job != "none" else "",  # torchrun's, where it was given no --rdzv-id
             attempt=" ".join(os.environ.get(name, "") for name in _ATTEMPT),
@@ -138,7 +138,7 @@ class Lease:
 
     def _is_alive(self, owner: Owner) -> bool:
         if owner.machine and owner.machine == self.me.machine:
-            return _started(str(owner.pid)) == owner.started != ""
+            return started(str(owner.pid)) == owner.started != ""
         if not owner.machine and owner.host == self.me.host:  # no /proc
             return _has_process(owner.pid)
         if owner.job and owner.job == self.me.job:
@@ -187,7 +187,7 @@ def _machine() -> str:
         return ""
 
 
-def _started(pid: str) -> str:
+def started(pid: str) -> str:
     """When a process was started; empty if there is none, or what is left of it waits for its parent only."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

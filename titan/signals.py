@@ -21,6 +21,7 @@ from types import FrameType
 
 EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR, EXIT_STOPPED = 0, 1, 2, 75
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+ASKING = signal.SIGUSR2  # where are you? The run goes on
 _REPORT_S = 5  # for the last words of a process that ends: its disk may be what hangs
 _PR_SET_PDEATHSIG = 1
 
@@ -34,6 +35,7 @@ class StopRequest:
         self.exit_code: int | None = None  # the run has ended well, and only has to leave
         self._grace_s = 0.0
         self._report: Callable[[], None] = lambda: None
+        self.on_ask: Callable[[], None] = lambda: None  # called in a thread of its own
         self._armed, self._disarmed = threading.Event(), threading.Event()
 
     def install(self) -> StopRequest:
@@ -41,6 +43,7 @@ class StopRequest:
         os.set_blocking(writer, False)
         for number in STOPPING:
             signal.signal(number, self._remember)
+        signal.signal(ASKING, lambda number, frame: None)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(reader,), name="signals", daemon=True).start()
         return self
@@ -66,7 +69,8 @@ class StopRequest:
 
     def _watch(self, reader: int) -> None:
         while (number := os.read(reader, 1)[0]) not in STOPPING:
-            pass
+            if number == ASKING:
+                threading.Thread(target=self.on_ask, name="asked", daemon=True).start()
         deadline = time.monotonic()
         self.seen = signal.Signals(number).name
         self._armed.wait()

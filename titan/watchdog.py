@@ -20,6 +20,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from titan.observe import flight_recorder
 from titan.observe.runinfo import write_status, write_text_atomically
 from titan.observe.stacks import Whereabouts, dump_stacks, main_thread, stacks_file
 from titan.signals import EXIT_FAILED, leave
@@ -74,6 +75,7 @@ class Watchdog:
         title = f"rank {self.rank}: step {self.step} takes longer than fault_tolerance.step_timeout_seconds"
         text = json.dumps(asdict(main_thread()))
         dump_stacks(stacks_file(self.run_dir, self.rank), title)
+        flight_recorder.dump(title, stacks=False)
         write_text_atomically(self._note(self.rank), text, durable=False)
         time.sleep(SHARE_S)
         reason = self._reason()

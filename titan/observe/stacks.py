@@ -9,11 +9,10 @@ import faulthandler
 import sys
 import threading
 import time
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan.observe.failure import UNNAMED, last_begun, locate
+from titan.observe.failure import UNNAMED, frames_of, is_communication, last_begun, locate
 
 
 @dataclass(frozen=True)
@@ -37,12 +36,18 @@ def dump_stacks(path: Path, title: str) -> None:
         faulthandler.dump_traceback(file, all_threads=True)
 
 
+def where_failed(error: Exception) -> Whereabouts:
+    """What the main thread did when communication failed."""
+    operation, place = locate(frames_of(error.__traceback__))
+    return Whereabouts(f"{operation or 'the program'}{place}", waits=is_communication(str(error)))
+
+
 def main_thread() -> Whereabouts:
     frame = sys._current_frames()[threading.main_thread().ident or 0]
-    stack = [*traceback.walk_stack(frame)][::-1]
+    stack = frames_of(frame)
     operation, place = locate(stack)
     if operation == UNNAMED:
         operation = last_begun() or UNNAMED
     if "titan/readback.py" in place:
         operation = "the wait for the device"
-    return Whereabouts(f"{operation or stack[-1][0].f_code.co_name}{place}", waits=bool(operation))
+    return Whereabouts(f"{operation or stack[-1][2]}{place}", waits=bool(operation))

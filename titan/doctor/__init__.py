@@ -1,0 +1,1 @@
+"""`titan doctor RUN_DIR`: what happened to a run, in words. Imports no torch."""

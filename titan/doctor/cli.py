@@ -1,0 +1,63 @@
+"""`titan doctor RUN_DIR [--json]`: says what happened to a run, and what to do.
+
+Exit codes: 0 the run is well: it runs, is done, or was stopped; 1 a fault was found; 2 there is no run in that folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import textwrap
+from dataclasses import asdict
+from pathlib import Path
+
+from titan.doctor.diagnose import Diagnosis, diagnose
+from titan.doctor.evidence import Evidence
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="titan doctor",
+        description="What happened to a run: which rank, which collective, which line, what to do. Exit code 1: a fault was found.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN_DIR", type=Path, help="a run folder (job.dump_folder)")
+    parser.add_argument("--json", action="store_true", help="the answer as JSON")
+    options = parser.parse_args(argv)
+    if not (options.run / "status.json").is_file():
+        what = (
+            "holds no run (no status.json)" if options.run.is_dir() else "there is no such folder"
+        )
+        print(f"{options.run}: {what}; give the job.dump_folder of a run", file=sys.stderr)
+        return 2
+    found = diagnose(Evidence(options.run))
+    if options.json:
+        findings = [asdict(finding) | {"advice": finding.advice} for finding in found.findings]
+        print(json.dumps(asdict(found) | {"run": str(options.run), "findings": findings}, indent=2))
+    else:
+        print(_page(options.run, found))
+    return 1 if found.findings else 0
+
+
+def _page(run: Path, found: Diagnosis) -> str:
+    lines = [f"{run}: {found.summary}"]
+    if not found.findings:
+        lines.append("nothing is wrong")
+    for number, finding in enumerate(found.findings):
+        lines += ["", "most likely" if number == 0 else "also"]
+        lines += _wrap(finding.cause)
+        lines += [line for text in finding.evidence for line in _wrap(text, "  - ")]
+        lines += _wrap(f"what to do: {finding.advice}")
+    return "\n".join(lines)
+
+
+def _wrap(text: str, begin: str = "  ") -> list[str]:
+    return textwrap.wrap(
+        text,
+        width=110,
+        initial_indent=begin,
+        subsequent_indent=" " * len(begin),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

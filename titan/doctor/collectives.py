@@ -1,0 +1,192 @@
+"""Who waits for whom: the ranks' flight recorders side by side.
+
+A collective has the same number in its group on each of its ranks, if all call the same ones in the same order. So a rank that
+has begun fewer than another of its group is what the other waits for; and one that has begun another operation, or other sizes,
+under the same number is what a mismatch is. Sends and receives are counted per pair and direction.
+
+Ranks that wait are waited for in turn, in other groups (FSDP's behind a pipeline's). What stands at the beginning is a rank
+that others wait for, and that does not wait itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from titan.doctor.evidence import Dump
+
+_SAME_SIZES = ("allreduce", "allgather", "reducescatter", "broadcast")
+
+
+@dataclass(frozen=True)
+class Wait:
+    """`waiting` have begun a collective, number `seq` of `axis`, that `rank` has not."""
+
+    rank: int
+    waiting: tuple[int, ...]
+    axis: str
+    seq: int
+    what: str
+    line: str
+    since_unix_s: float
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Ranks of a group called different things under the same number: text to ranks, the most frequent first."""
+
+    axis: str
+    seq: int
+    calls: dict[str, tuple[int, ...]]
+    lines: dict[str, str]
+    differs: str  # operation, dtype or shape
+
+
+def find_waits(dumps: dict[int, Dump]) -> list[Wait]:
+    """One for each rank and group, in which the rank is behind."""
+    return [*_waits_in_groups(dumps), *_waits_of_pairs(dumps)]
+
+
+def root(waits: Iterable[Wait], dumps: dict[int, Dump]) -> Wait | None:
+    """What all the waiting goes back to; None where nobody is behind, or each is behind another."""
+    waits = list(waits)
+    waiting = {rank for wait in waits for rank in wait.waiting}
+    for is_root in (
+        lambda rank: not dumps[rank].waits,
+        lambda rank: rank not in waiting,
+    ):
+        found = [wait for wait in waits if is_root(wait.rank)]
+        if found:
+            return min(found, key=lambda wait: wait.since_unix_s)
+    return None
+
+
+def find_mismatch(dumps: dict[int, Dump]) -> Mismatch | None:
+    """The first, among what is still in the recorders of all ranks of a group."""
+    calls: dict[tuple[str, str, int], dict[int, dict[str, Any]]] = defaultdict(dict)
+    for rank, dump in dumps.items():
+        for entry in dump.entries:
+            if not entry["p2p_seq"]:
+                calls[entry["group"], entry["backend"], entry["seq"]][rank] = entry
+    found = []
+    for (group, _, seq), by_rank in calls.items():
+        for differs in ("operation", "dtype", "shape"):
+            seen = {rank: _signature(entry, differs) for rank, entry in by_rank.items()}
+            if len(set(seen.values())) > 1:
+                first = min(entry["enqueued_unix_s"] or 0 for entry in by_rank.values())
+                found.append((first, group, seq, differs, by_rank))
+                break
+    if not found:
+        return None
+    _, group, seq, differs, by_rank = min(found, key=lambda row: row[0])
+    texts = {rank: describe(entry) for rank, entry in by_rank.items()}
+    frequent = [text for text, _ in Counter(texts.values()).most_common()]
+    return Mismatch(
+        axis=_axis_of(dumps, group),
+        seq=seq,
+        calls={text: tuple(r for r in sorted(texts) if texts[r] == text) for text in frequent},
+        lines={texts[rank]: entry["line"] for rank, entry in by_rank.items()},
+        differs=differs,
+    )
+
+
+def describe(entry: dict[str, Any]) -> str:
+    """`all_gather of 4 x 16 float`."""
+    sizes = " and ".join(" x ".join(map(str, size)) for size in entry["input_sizes"][:2])
+    dtype = entry["input_dtypes"][0].lower() if entry["input_dtypes"] else ""
+    of = f" of {sizes} {dtype}" if sizes else ""
+    return f"{entry['called'] or entry['operation']}{of}"
+
+
+def latest(dumps: dict[int, Dump]) -> tuple[int, float, dict[str, Any]] | None:
+    """The rank that came last to the last collective that all ranks of a group have begun, by how many seconds, and its entry."""
+    arrivals: dict[tuple[str, str, int], list[tuple[float, int, dict[str, Any]]]] = defaultdict(
+        list
+    )
+    for rank, dump in dumps.items():
+        for entry in dump.entries[-200:]:
+            key = (entry["group"], entry["backend"], entry["seq"])
+            arrivals[key].append((entry["enqueued_unix_s"] or 0, rank, entry))
+    late = None
+    for rows in arrivals.values():
+        rows.sort(key=lambda row: row[0])
+        lag_s = rows[-1][0] - rows[0][0]
+        if len(rows) > 1 and (late is None or lag_s > late[1]):
+            late = (rows[-1][1], lag_s, rows[-1][2])
+    return late
+
+
+def _axis_of(dumps: dict[int, Dump], group: str) -> str:
+    return next(d.groups[group]["axis"] for d in dumps.values() if group in d.groups)
+
+
+def _signature(entry: dict[str, Any], what: str) -> str:
+    name = entry["operation"].lower().replace("_", "")
+    if what == "operation":
+        return name
+    if not name.startswith(_SAME_SIZES):
+        return ""  # of others, ranks may well give different ones
+    return str(entry["input_dtypes"] if what == "dtype" else entry["input_sizes"])
+
+
+def _waits_in_groups(dumps: dict[int, Dump]) -> list[Wait]:
+    begun: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
+    for rank, dump in dumps.items():
+        for name, group in dump.groups.items():
+            for backend in ("gloo", "nccl"):
+                num = group.get("begun", {}).get(backend, 0)
+                begun[name, backend][rank] = num
+    waits = []
+    for (name, backend), counts in begun.items():
+        for rank, num in counts.items():
+            ahead = [other for other, n in sorted(counts.items()) if n > num]
+            if not ahead:
+                continue
+            entry = _entry(dumps[ahead[0]], name, backend, num + 1)
+            waits.append(
+                Wait(
+                    rank=rank,
+                    waiting=tuple(ahead),
+                    axis=dumps[rank].groups[name]["axis"],
+                    seq=num + 1,
+                    what=describe(entry) if entry else "a collective",
+                    line=entry["line"] if entry else "",
+                    since_unix_s=(entry or {}).get("enqueued_unix_s") or 0,
+                )
+            )
+    return waits
+
+
+def _entry(dump: Dump, group: str, backend: str, seq: int) -> dict[str, Any] | None:
+    for entry in dump.entries:
+        if (entry["group"], entry["backend"], entry["seq"]) == (group, backend, seq):
+            return entry
+    return None
+
+
+def _waits_of_pairs(dumps: dict[int, Dump]) -> list[Wait]:
+    last: dict[tuple[int, int, bool], dict[str, Any]] = {}  # rank, peer, whether it sends
+    for rank, dump in dumps.items():
+        for row in dump.p2p:
+            last[rank, row["peer"], row["sends"]] = row
+    waits = []
+    for (rank, peer, sends), row in last.items():
+        other = last.get((peer, rank, not sends), {"seq": 0})
+        if peer not in dumps or other["seq"] >= row["seq"]:
+            continue
+        verb = f"its {'receive from' if sends else 'send to'} rank {rank}"
+        size = " x ".join(map(str, row["size"]))
+        waits.append(
+            Wait(
+                rank=peer,
+                waiting=(rank,),
+                axis=row["axis"],
+                seq=other["seq"] + 1,
+                what=f"{verb} of {size} {row['dtype']}",
+                line=row["line"],
+                since_unix_s=row["enqueued_unix_s"],
+            )
+        )
+    return waits
