@@ -12,18 +12,21 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from titan.signals import die_with_parent
+from titan.observe.failure import oom_kills
+from titan.observe.runinfo import write_text_atomically
+from titan.signals import ASKING, EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR, die_with_parent
 
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, ASKING)
 
 
 def count_accelerators() -> int:
@@ -65,9 +68,11 @@ def launch(
 
 
 def torchrun(argv: Sequence[str]) -> int:
-    """torchrun itself, in the child process; one line instead of its traceback where a rank has failed."""
+    """torchrun itself, in a process of its own; one line instead of its traceback where a rank has failed. Returns 2 or 75 where
+    that is what all of them said, else 1."""
     die_with_parent()
     logging.disable(logging.ERROR)  # torchrun's account of a failed rank
+    oom_kills_before = oom_kills()
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
@@ -79,8 +84,30 @@ def torchrun(argv: Sequence[str]) -> int:
             if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:
                 name = signal.Signals(-failure.exitcode).name
                 print(f"rank {rank} (pid {failure.pid}) was ended by {name}", file=sys.stderr)
-        return 1
+        if not any("preflight" in argument for argument in argv):  # it is no run
+            _write_failures(argv, error.failures, num_oom_kills=oom_kills() - oom_kills_before)
+        said = {f.exitcode for f in error.failures.values()} - {-signal.SIGTERM}  # torchrun's own
+        return said.pop() if said in ({EXIT_USER_ERROR}, {EXIT_STOPPED}) else EXIT_FAILED
     return 0
+
+
+def _write_failures(
+    argv: Sequence[str], failures: Mapping[int, Any], *, num_oom_kills: int
+) -> None:
+    """logs/launch-HOST.json: how ranks ended, which nobody else is told; for `titan doctor`."""
+    from titan.config.load import load_from_argv
+
+    ranks = {
+        rank: {"pid": failure.pid, "exit_code": failure.exitcode, "unix_s": failure.timestamp}
+        for rank, failure in failures.items()
+    }
+    host = socket.gethostname()
+    content = {"host": host, "ranks": ranks, "oom_kills": num_oom_kills}
+    with suppress(Exception):  # it only explains a failure
+        first = next(n for n, argument in enumerate(argv) if argument.endswith(".toml"))
+        config = load_from_argv(argv[first:])
+        path = Path(config.job.dump_folder) / "logs" / f"launch-{host}.json"
+        write_text_atomically(path, json.dumps(content) + "\n")
 
 
 def _environment(num_processes: int) -> dict[str, str]:
@@ -100,9 +127,10 @@ def _forwarder(agent: subprocess.Popen[Any]) -> Any:
     received: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        ranks = _ranks(agent.pid)
-        if (
+        if number != ASKING:
+            received.append(number)
+        ranks = ranks_of(agent.pid)
+        if number != ASKING and (
             not ranks or len(received) > 2
         ):  # still starting, or asked for the third time: torchrun ends them
             agent.terminate()
@@ -113,7 +141,7 @@ def _forwarder(agent: subprocess.Popen[Any]) -> Any:
     return forward
 
 
-def _ranks(agent: int) -> list[int]:
+def ranks_of(agent: int) -> list[int]:
     """Process ids of the ranks: torchrun's children that run titan.train."""
     children = Path(f"/proc/{agent}/task/{agent}/children")
     if not children.exists():

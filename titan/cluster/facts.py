@@ -1,0 +1,108 @@
+"""What the manifests of all schedulers are made from: a job that was checked for its number of ranks, and options that they share."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan.config.load import load_from_argv, parse_args
+from titan.config.problems import COMMAND_LINE, ConfigError, Problem
+from titan.config.rules import check_to_run
+from titan.config.sections import JobConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """A job and its place: `nodes` times `ranks_per_node` ranks, on `gpus_per_node` GPUs each, 0 on CPUs."""
+
+    config: JobConfig
+    words: list[str]  # its files and overrides, as given
+    nodes: int
+    gpus_per_node: int
+    ranks_per_node: int
+    max_restarts: int
+
+    @property
+    def name(self) -> str:
+        """Of the job file, such that every scheduler takes it: letters, digits and dashes, a letter first."""
+        stem = Path(parse_args(self.words).job).stem.lower()
+        name = re.sub(r"[^a-z0-9]+", "-", stem).strip("-")[:40].rstrip("-")
+        return name if name[:1].isalpha() else f"titan-{name}".rstrip("-")
+
+    @property
+    def run_folder(self) -> Path:
+        return Path(self.config.job.dump_folder).absolute()
+
+    @property
+    def notice_s(self) -> int:
+        """Before it is killed, a job has to be told this long: the time that it may take to save, and a minute to spare."""
+        return self.config.fault_tolerance.grace_seconds + 60
+
+
+def parser(command: str, *, summary: str, options: str) -> argparse.ArgumentParser:
+    """With the options of every scheduler; it leaves the job's files and overrides alone."""
+    made = argparse.ArgumentParser(
+        prog=f"titan {command}",
+        usage=f"titan {command} JOB.toml [OVERLAY.toml ...] [--section.key=value ...] --nodes N [--gpus-per-node G] {options}",
+        description=summary,
+        allow_abbrev=False,
+    )
+    add = made.add_argument
+    add("--nodes", type=int, required=True, metavar="N", help="machines")
+    add("--gpus-per-node", type=int, default=8, metavar="G", help="default: 8; 0: on CPUs")
+    add("--ranks-per-node", type=int, metavar="R", help="default: one per GPU; one on CPUs")
+    add(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="R",
+        help="times to go on after a crash; default: 0",
+    )
+    add("--output", type=Path, metavar="FILE", help="where to write it")
+    return made
+
+
+def gather(options: argparse.Namespace, job: Sequence[str]) -> Facts:
+    """The facts; raises ConfigError with everything that is wrong with options and job."""
+    limits = {"nodes": 1, "gpus_per_node": 0, "ranks_per_node": 1, "max_restarts": 0}
+    problems = [
+        option_problem(
+            name.replace("_", "-"), f"expected a whole number of at least {low}, got {value}"
+        )
+        for name, low in limits.items()
+        if (value := getattr(options, name)) is not None and value < low
+    ]
+    if problems:
+        raise ConfigError(problems)
+    known = [f"--{name.replace('_', '-')}" for name in vars(options)]
+    config = load_from_argv(job, options=known)
+    ranks = options.ranks_per_node or options.gpus_per_node or 1
+    check_to_run(config, world_size=options.nodes * ranks)
+    return Facts(
+        config=config,
+        words=list(job),
+        nodes=options.nodes,
+        gpus_per_node=options.gpus_per_node,
+        ranks_per_node=ranks,
+        max_restarts=options.max_restarts,
+    )
+
+
+def option_problem(name: str, message: str) -> Problem:
+    return Problem(COMMAND_LINE, 0, f"--{name}", message)
+
+
+def require(name: str, value: str | None, *, pattern: str, example: str) -> None:
+    """Raises ConfigError unless an option's value, if it has one, is like the pattern."""
+    if value is not None and not re.fullmatch(pattern, value):
+        raise ConfigError([option_problem(name, f"expected such as {example}, got {value!r}")])
+
+
+def volumes(given: Sequence[str]) -> list[tuple[str, str]]:
+    """Source and path of each SOURCE:/PATH."""
+    for text in given:
+        require("volume", text, pattern=r"[^:\s].*:/[^:]*", example="checkpoints:/checkpoints")
+    return [(source, path) for source, _, path in (text.rpartition(":") for text in given)]
