@@ -293,6 +293,17 @@ COMMANDS = {
         "what a step costs in time and memory on some hardware, with no GPU",
         _elsewhere("titan.sim.cli"),
     ),
+    "plan": Command(
+        "the fastest layouts of a job that fit some hardware, as TOML overlays",
+        _elsewhere("titan.sim.plan"),
+    ),
+    "slurm": Command(
+        "write a job's script for sbatch, checked; submit it", _elsewhere("titan.cluster.slurm")
+    ),
+    "kubernetes": Command(
+        "write a TrainJob for Kubeflow Trainer", _elsewhere("titan.cluster.kubernetes")
+    ),
+    "skypilot": Command("write a task for SkyPilot", _elsewhere("titan.cluster.skypilot")),
     "config": Command("print the resolved job as TOML", config),
     "schema": Command("print the JSON schema of job files, for editors", schema),
     "prepare": Command("tokenize text into memory-mapped shards", _elsewhere("titan.data.prepare")),
@@ -305,6 +316,17 @@ COMMANDS = {
     "pipeline": Command(
         "draw a job's pipeline schedule; its bubble, its activations in flight",
         _elsewhere("titan.observe.pipeline_plot"),
+    ),
+    "doctor": Command(
+        "what happened to a run: which rank, which collective, which line, what to do",
+        _elsewhere("titan.doctor.cli"),
+    ),
+    "preflight": Command(
+        "before a run: check devices, links, disks and versions of all ranks, then try a step",
+        _elsewhere("titan.preflight.cli"),
+    ),
+    "watch": Command(
+        "a live page of runs: curves, throughput, ranks, events", _elsewhere("titan.watch.cli")
     ),
     "verify": Command(
         "is a checkpoint what was saved? Names the damaged file",

@@ -135,6 +135,9 @@ class Program:
     compile_log: CompileLog | None
     float8: list[Conversion]  # which layers compute in 8 bits
     precompute_scales: bool
+    on_gradients: Callable[[], None] | None = (
+        None  # called with whole gradients, before they are clipped
+    )
 
     def train_step(
         self,
@@ -204,6 +207,8 @@ class Program:
         """The global norm of the gradients, which are then clipped by it; of those that are used up already, the norm."""
         if self.early_step is not None:
             return self.early_step.finish()
+        if self.on_gradients is not None:
+            self.on_gradients()
         parameters = [p for part in self.parts for p in part.parameters()]
         with torch.profiler.record_function("titan: clip"):
             return clip_gradients(parameters, max_norm=self.max_norm, stages=self.groups.stages)

@@ -1,4 +1,4 @@
-"""Scalars from the device to the host without making either wait; the one place where the loop reads the device."""
+"""Numbers from the device to the host without making either wait; the one place where the loop reads the device."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class Readback:
-    """Begins copying scalar tensors to the host at once; `values` waits for that copy only, not for later work."""
+    """Begins copying scalars, or longer tensors, to the host at once; `values` waits for that copy only, not for later work."""
 
-    def __init__(self, scalars: Sequence[Tensor]) -> None:
-        row = torch.stack([scalar.detach().to(torch.float64) for scalar in scalars])
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        row = torch.cat([tensor.detach().to(torch.float64).reshape(-1) for tensor in tensors])
         self._event: torch.Event | None = None
         if row.device.type == "cpu":
             self._host = row
@@ -23,7 +23,7 @@ class Readback:
         self._event.record()
 
     def values(self) -> list[float]:
-        """The scalars, in order."""
+        """All numbers, in order."""
         if self._event is not None:
             self._event.synchronize()
         return self._host.tolist()

@@ -10,6 +10,7 @@ import faulthandler
 import logging
 import os
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,8 +19,11 @@ from titan.config.load import ConfigError, load_from_argv
 from titan.config.rules import check_to_run
 from titan.config.sections import JobConfig
 from titan.lease import Lease, LeaseHeld
+from titan.observe import flight_recorder
+from titan.observe.flight_recorder import Recorder
+from titan.observe.heartbeat import Heartbeat, Verdict
 from titan.observe.runinfo import read_status, write_status
-from titan.observe.stacks import dump_stacks, main_thread, stacks_file
+from titan.observe.stacks import main_thread, stacks_file, where_failed
 from titan.signals import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -66,9 +70,12 @@ def is_finished(config: JobConfig) -> bool:
     return section.enable and section.load_step == -1 and last.is_dir()
 
 
-def _refuse(error: LeaseHeld) -> int:
+def _refuse(error: ConfigError | LeaseHeld) -> int:
+    """Rank 0 tells; others give it the time, for torchrun ends it with the first rank that leaves."""
     if int(os.environ.get("RANK", 0)) == 0:
         print(error, file=sys.stderr)
+    else:
+        time.sleep(2)
     return EXIT_USER_ERROR
 
 
@@ -78,9 +85,7 @@ def _train(argv: Sequence[str], stop: StopRequest) -> int:
         config = load_from_argv(argv)
         check_to_run(config, world_size=int(os.environ.get("WORLD_SIZE", 1)))
     except ConfigError as error:
-        if rank == 0:  # every rank reads the same file
-            print(error, file=sys.stderr)
-        return EXIT_USER_ERROR
+        return _refuse(error)  # every rank reads the same file
     if (code := before_start(config)) is not None:
         return code
     lease = Lease(Path(config.job.dump_folder))
@@ -112,28 +117,58 @@ def _train_alone(config: JobConfig, stop: StopRequest) -> int:
         )
         saved = stop.exit_code is not None
         reason += "All is saved" if saved else "The last checkpoint is from before"
-        dump_stacks(stacks, reason)
         if not saved:
             step = trainer.step if trainer else 0
             write_status(folder, state="failed", exit_code=EXIT_FAILED, step=step, reason=reason)
         print(f"{reason}. Stacks of all threads: {stacks}", file=sys.stderr, flush=True)
+        flight_recorder.dump(reason)  # the longest, and there is not much time
 
     stop.allow(config.fault_tolerance.grace_seconds, report=too_late)
-    from titan.observe.failure import describe_failure, record_collectives
+    this = {
+        "run_dir": folder,
+        "rank": rank,
+        "world_size": int(os.environ.get("WORLD_SIZE", 1)),
+        "step": lambda: trainer.step if trainer else 0,
+    }
+    flight_recorder.install(Recorder(config.comm, **this))
+    heartbeat = Heartbeat(config.comm.heartbeat_timeout_seconds, **this)
+    from titan.observe.failure import describe_error, describe_failure
     from titan.trainer import NonFiniteError, RunError, Trainer, UserError
 
-    record_collectives(config.comm.trace_buf_size)
+    def connected() -> None:
+        flight_recorder.begin()
+        heartbeat.start()
 
-    def fail(error: Exception, code: int) -> int:
-        step = trainer.step if trainer else 0
-        reason = describe_failure(error, rank=rank, step=step) or str(error)
-        write_status(folder, state="failed", exit_code=code, step=step, reason=reason)
+    def asked() -> None:
+        flight_recorder.dump(f"SIGUSR2 in step {this['step']()}")
+        print(f"[rank {rank}] stacks of all threads: {stacks_file(folder, rank)}", file=sys.stderr)
+
+    def terminated(reason: str) -> None:
+        heartbeat.tell(Verdict(reason, step=this["step"](), rank=rank))
+        flight_recorder.dump(reason)
+
+    def fail(error: Exception, code: int, *, expected: bool = True) -> int:
+        step = this["step"]()
+        reason = describe_failure(error, rank=rank, step=step)
+        expected = expected and reason is None
+        if reason is None:
+            reason = str(error) if expected else describe_error(error, rank=rank, step=step)
+        run = heartbeat.tell(Verdict(reason, step=step, exit_code=code, rank=rank))
+        if not expected:
+            flight_recorder.dump(reason, at=where_failed(error))
+        said = {"exit_code": run.exit_code, "step": run.step, "reason": run.reason}
+        write_status(folder, state=run.state, **said)
         logging.getLogger("titan").error(reason)
         print(f"{'' if rank == 0 else f'[rank {rank}] '}{reason}", file=sys.stderr)
+        if rank == 0 and run.reason != reason:
+            print(run.reason, file=sys.stderr)
+        heartbeat.linger()
         return code
 
+    stop.on_ask = asked
+    flight_recorder.catch_terminate(terminated)
     try:
-        trainer = Trainer(config, stop=stop)
+        trainer = Trainer(config, stop=stop, connected=connected)
         return trainer.run()
     except UserError as error:
         return fail(error, EXIT_USER_ERROR)
@@ -141,10 +176,12 @@ def _train_alone(config: JobConfig, stop: StopRequest) -> int:
         return fail(error, EXIT_FAILED)
     except Exception as error:
         traceback.print_exc()
-        return fail(error, EXIT_FAILED)
+        return fail(error, EXIT_FAILED, expected=False)
     finally:
+        heartbeat.close()
         if trainer:
             trainer.close()
+        flight_recorder.close()
 
 
 def _set_compile_cache(folder: str) -> None:

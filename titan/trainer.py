@@ -17,7 +17,7 @@ import math
 import os
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -44,6 +44,8 @@ from titan.data.packing import Batch
 from titan.data.statistics import unigram_bits_per_byte
 from titan.data.tokenizer import build_tokenizer
 from titan.faults import Fault
+from titan.observe import flight_recorder
+from titan.observe.chronicle import Chronicle
 from titan.observe.clock import StepTimer
 from titan.observe.console import Console
 from titan.observe.hardware import by_name, recognise
@@ -59,6 +61,7 @@ from titan.parallel.float8 import Float8Error, require_hardware, table
 from titan.parallel.mesh import axis_rank
 from titan.parallel.replicas import ReplicaError, require_equal_replicas
 from titan.parallel.shims import set_timeout
+from titan.parallel.start import start_process_group
 from titan.program import StepReport, build_program, torch_dtype
 from titan.readback import Readback
 from titan.recovery import Action, Recovery, SpikeError
@@ -93,12 +96,19 @@ class Result:
     stop: float  # asked to stop
     save: float  # a save is due by the clock
     save_failed: float  # in the background, noticed in this step
+    own_s: Sequence[float] = ()  # of every rank, at logged steps; titan/observe/ranks.py
 
 
 class Trainer:
     """One rank of a training run. `config` must have passed titan.config.rules."""
 
-    def __init__(self, config: JobConfig, *, stop: StopRequest | None = None) -> None:
+    def __init__(
+        self,
+        config: JobConfig,
+        *,
+        stop: StopRequest | None = None,
+        connected: Callable[[], None] = lambda: None,
+    ) -> None:
         self.config = config
         self.stop = stop or StopRequest()
         self.rank, self.world_size = _rank_and_world()
@@ -108,6 +118,7 @@ class Trainer:
             write_status(self.run_dir, state="running")
         self.step, self.tokens_seen = 0, 0
         self.device = self._init_distributed()
+        connected()
         self._seed()
         quantize = quantize_section(config)
         if quantize and not quantize.emulate:
@@ -121,6 +132,7 @@ class Trainer:
             cp=self.layout.cp,
             tp=self.layout.tp,
         )
+        flight_recorder.name_axes(self.mesh)
         self.program = build_program(config, device=self.device, mesh=self.mesh)
         self._build_data()
         self.hugging_face = self._hugging_face()
@@ -174,6 +186,7 @@ class Trainer:
         step = self.step
         set_up_s = config.comm.init_timeout_seconds if step == self.first_step else 0
         self.watchdog.begin(step, extra_s=set_up_s)
+        self.chronicle.begin(step, timer=self.timer)
         if step % config.training.gc_freq == 0:
             gc.collect(1)
         with self.timer.pause("profiling"):
@@ -192,15 +205,15 @@ class Trainer:
             self._rewind(first_sample)
             return False
         skipped = self.recovery.verdict.action == Action.SKIP
-        scalars = [report.loss, report.grad_norm, *self._flags()]
+        last = step == steps
+        log = last or step % config.metrics.log_freq == 0 or step == 1
+        scalars = [report.loss, report.grad_norm, self._flags(with_own_times=log)]
         self.pending.append(Pending(step, first_sample, report, Readback(scalars), skipped))
         self._tell_of_verdict(first_sample)
         every = config.fault_tolerance.check_replicas_every_n_steps
         if every and step % every == 0:
             require_equal_replicas(self.program.parts)
 
-        last = step == steps
-        log = last or step % config.metrics.log_freq == 0 or step == 1
         validate = config.validation.enable and (last or step % config.validation.freq == 0)
         save = self.checkpoints.should_save(step, last_step=steps)
         results = self._read(all_of_them=log or validate or save)
@@ -217,6 +230,7 @@ class Trainer:
         validation = self._validate() if validate else None
         if save:
             self._save(final=last or stop)
+        self.chronicle.write_norms(self.metrics)
         if log or validation:
             self._log(results[-1], validation)
             self._warn_of_compilations()
@@ -227,12 +241,13 @@ class Trainer:
         results = []
         while len(self.pending) > (0 if all_of_them else self.max_pending):
             done = self.pending.popleft()
-            result = Result(*done.readback.values())
-            loss, grad_norm = result.loss, result.grad_norm
+            loss, grad_norm, stop, save, save_failed, *own_s = done.readback.values()
+            result = Result(loss, grad_norm, stop, save, save_failed, own_s)
             if not (done.skipped or (math.isfinite(loss) and math.isfinite(grad_norm))):
                 raise NonFiniteError(self._describe_non_finite(done, loss, grad_norm))
             if result.save_failed and self.config.checkpoint.on_failure == "stop":
                 raise SaveFailed('a checkpoint could not be saved, and on_failure = "stop"')
+            self.chronicle.saw(done.step, loss=loss, grad_norm=grad_norm)
             results.append(result)
         return results
 
@@ -296,6 +311,7 @@ class Trainer:
             self.profiler.end()
         self.metrics.close()
         self.metrics = self._open_metrics()
+        self.chronicle.events.rewind(failed_at, to=self.step, spent=self.timer.total_s)
         self.timer = StepTimer(total_steps=self.config.training.steps, step=self.step)
         self.logged_step = self.step
 
@@ -303,6 +319,7 @@ class Trainer:
         """To the log of every rank, the console and status.json."""
         logging.getLogger("titan").warning(text)
         self.decision = text
+        self.chronicle.events.write("decision", step=self.step, text=text)
         self._write_status()
 
     def _write_status(self) -> None:
@@ -345,6 +362,9 @@ class Trainer:
             checkpoint_s=window.paused_s.get("checkpoint", 0.0),
             num_skipped=self.recovery.num_skipped,
             num_rewinds=self.recovery.num_rewinds,
+            **self.chronicle.columns(
+                step=self.step, window=window, timer=self.timer, own_s=result.own_s
+            ),
         )
         self.metrics.write(row, validation)
         self.console.step(row)
@@ -367,9 +387,13 @@ class Trainer:
             if self.program.groups.data is not None:
                 dist.all_reduce(num_bytes, group=self.program.groups.data)
             loss, valid, size = Readback([loss_sum, num_valid, num_bytes]).values()
+        loss_per_token = loss / max(valid, 1)
+        self.chronicle.events.write(
+            "validation", step=self.step, spent=self.timer.total_s, loss=loss_per_token
+        )
         return ValidationRow(
             step=self.step,
-            validation_loss=loss / max(valid, 1),
+            validation_loss=loss_per_token,
             bits_per_byte=loss / math.log(2) / size if size else None,
             unigram_bits_per_byte=self.unigram_bits_per_byte if self.rank == 0 else None,
         )
@@ -401,6 +425,7 @@ class Trainer:
             if last and section.last_save_in_hf:
                 self._export()
         self._tell_of_saves()
+        self.chronicle.events.write("save", step=self.step, spent=self.timer.total_s)
 
     def _export(self) -> None:
         """The weights as a Hugging Face folder."""
@@ -433,15 +458,19 @@ class Trainer:
         for text in self.checkpoints.take_news():
             self.console.message(text)
 
-    def _flags(self) -> Iterable[torch.Tensor]:
-        """What any rank knows that all must act upon in the same step: stop, save and save_failed of a Result."""
+    def _flags(self, *, with_own_times: bool) -> torch.Tensor:
+        """What any rank knows that all must act upon in the same step: stop, save, save_failed and own_s of a Result."""
         save_failed = not self.checkpoints.poll()
         self._tell_of_saves()
         flags = [self.stop.requested, self.checkpoints.is_due_by_time(), save_failed]
+        if with_own_times:
+            flags += self.chronicle.own_times(
+                data_wait_s=self.timer.data_wait_s, num_steps=self.step - self.logged_step
+            )
         agreed = torch.tensor(flags, dtype=torch.float32, device=self.device)
         if self.world_size > 1:
             dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
-        return agreed.unbind()
+        return agreed
 
     # ---- state ---------------------------------------------------------------------------------
 
@@ -508,25 +537,7 @@ class Trainer:
     # ---- setting up and ending -----------------------------------------------------------------
 
     def _init_distributed(self) -> torch.device:
-        """Start the process group, on the accelerator if there is one; returns this rank's device."""
-        accelerator = (
-            torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        )
-        device = torch.device("cpu")
-        if accelerator is not None:
-            device = torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", 0)))
-            torch.accelerator.set_device_index(device.index)
-        store = (
-            {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        )
-        backend = dist.get_default_backend_for_device(device)
-        dist.init_process_group(
-            backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}",
-            timeout=timedelta(seconds=self.config.comm.init_timeout_seconds),
-            device_id=None if device.type == "cpu" else device,
-            **store,
-        )
-        return device
+        return start_process_group(init_timeout_s=self.config.comm.init_timeout_seconds)
 
     def _after_first_step(self) -> None:
         """Everything is set up and compiled: from now on a collective that takes long is one that hangs."""
@@ -605,6 +616,9 @@ class Trainer:
         precision = config.training.mixed_precision_param
         self.peak_flops = hardware.peak_flops.get(precision) if hardware else None
         self.console = Console(config.metrics, rank=self.rank, total_steps=config.training.steps)
+        self.chronicle = Chronicle(
+            config, run_dir=self.run_dir, rank=self.rank, program=self.program, step=self.step
+        )
         self.metrics = self._open_metrics()
         if self.rank == 0:
             (self.run_dir / "config.toml").write_text(to_toml(config))
@@ -664,7 +678,9 @@ class Trainer:
             self.console.message(
                 f"stopped by {name} after step {self.step:,}; run the same command to go on"
             )
+        self.chronicle.events.end(state, step=self.step, spent=self.timer.total_s, exit_code=code)
         if self.rank == 0:
+            self.console.message(self.chronicle.events.summary())
             write_status(self.run_dir, state=state, exit_code=code, step=self.step)
         self.stop.exit_code = code
         return code
@@ -673,6 +689,7 @@ class Trainer:
         """End threads, files and the process group."""
         self.watchdog.close()
         self.checkpoints.close()
+        self.chronicle.close()
         self.profiler.close()
         self.loader.close()
         self.console.close()

@@ -413,6 +413,11 @@ RULES = [
         "use false, or training.enable_cpu_offload = false",
     ),
     (
+        "[training]\nmax_norm = 0.0\n[optimizer]\nearly_step_in_backward = true\n[metrics]\nlog_layer_norms_every_n_steps = 5\n",
+        "job.toml:4: optimizer.early_step_in_backward",
+        "uses up each gradient before metrics.log_layer_norms_every_n_steps could measure it",
+    ),
+    (
         "[training]\nmax_norm = 0.0\n[optimizer]\nname = 'Muon'\nearly_step_in_backward = true\n",
         "job.toml:5: optimizer.early_step_in_backward",
         'use false, or name = "AdamW"',

@@ -187,3 +187,9 @@ def test_startup_page_of_one_cpu_rank_and_of_hsdp_with_tp() -> None:
 )
 def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_a_large_z_score_is_shown_and_a_usual_one_is_not() -> None:
+    text = printed(lambda c: c.step(step_row(7, loss_z=12.34, grad_norm_z=5.9)))
+    assert "loss z 12.3" in text and "gnorm z" not in text
+    assert " z " not in printed(lambda c: c.step(step_row(7, loss_z=None, grad_norm_z=-9.0)))

@@ -180,6 +180,11 @@ def _check_optimizer(config: JobConfig) -> Iterator[Finding]:
             key,
             "would read gradients that may still be on their way to the host; use false, or training.enable_cpu_offload = false",
         )
+    if config.metrics.log_layer_norms_every_n_steps:
+        yield (
+            key,
+            "uses up each gradient before metrics.log_layer_norms_every_n_steps could measure it; use false, or 0",
+        )
     if optimizer.name == "Muon":
         yield (
             key,

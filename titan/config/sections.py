@@ -99,6 +99,8 @@ class MetricsSection(Section):
     """Run name at Weights & Biases; empty: the name of the run folder."""
     mfu_convention: Literal["full", "causal"] = "full"
     """FLOPs counted for attention: "full" counts the whole S x S matrix (PaLM, TorchTitan), "causal" half of it."""
+    log_layer_norms_every_n_steps: Annotated[int, Field(ge=0)] = 0
+    """Write gradient and weight norms of each block to layer_norms.jsonl (and TensorBoard, if on); 0: never."""
 
 
 class ModelSection(Section):
@@ -576,8 +578,11 @@ class CommSection(Section):
     """Limit for a collective during set-up and the first step."""
     train_timeout_seconds: Positive = 100
     """Limit for a collective after the first step."""
-    trace_buf_size: NonNegative = 20_000
-    """Collectives the flight recorder remembers; 0 switches it off."""
+    heartbeat_timeout_seconds: NonNegative = 30
+    """A rank that has not been heard of for so long (its host lost, stopped, or its interpreter locked by an extension) ends the run on all
+    ranks, and is named with its host; 0: ranks do not listen for each other. docs/fault-tolerance.md."""
+    trace_buf_size: NonNegative = 2_000
+    """Collectives the flight recorder remembers; 0 switches it off. To write 20,000 down takes a rank some seconds, 2,000 a tenth of it."""
     save_traces_folder: str = "flight_recorder"
     """Folder of its dumps, below the run folder."""
     save_traces_file_prefix: str = "rank-"

@@ -40,6 +40,7 @@ class StepTimer:
         self._first_step = self._step = step
         self._start_s = clock()
         self._spent_s: defaultdict[str, float] = defaultdict(float)
+        self.total_s: defaultdict[str, float] = defaultdict(float)  # of all windows, data too
         self._all_paused_s = self._smooth_step_s = 0.0
         self._num_windows = 0
 
@@ -50,7 +51,14 @@ class StepTimer:
         try:
             yield
         finally:
-            self._spent_s[what] += self._clock() - start_s
+            spent_s = self._clock() - start_s
+            self._spent_s[what] += spent_s
+            self.total_s[what] += spent_s
+
+    @property
+    def data_wait_s(self) -> float:
+        """In this window so far, of all its steps."""
+        return self._spent_s["data"]
 
     def data_wait(self) -> AbstractContextManager[None]:
         """Count the body as waiting for data (it stays in the throughput)."""

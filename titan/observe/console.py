@@ -25,6 +25,7 @@ _LOG = logging.getLogger("titan")
 _MAX_WIDTH = 140
 _REFRESH_PER_S = 2  # redrawing takes Python time from the training loop
 _GAP = "  "
+LARGE_Z = 6.0  # of a robust z-score: what steps that are as ever do not reach
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ class Console(logging.Handler):
             _Column(self._step_column(row.step), style="cyan"),
             _Column(f"loss {row.loss:7.4f}", style="bold"),
             _Column(f"gnorm {_short(row.grad_norm):>6}", order=2),
+            *self._spikes(row),
             _Column(f"lr {row.lr:.2e}", order=4),
             _Column(f"{row.tokens_per_s:>9,.0f} tok/s"),
             _Column(f"mfu {mfu}", order=3),
@@ -142,6 +144,14 @@ class Console(logging.Handler):
         while any(c.order for c in left) and _width(left) > self._console.width:
             left.remove(max(left, key=lambda c: c.order))
         self._print(Text(_GAP).join(Text(c.text, style=c.style) for c in left))
+
+    def _spikes(self, row: StepRow) -> list[_Column]:
+        scores = {"loss": row.loss_z, "gnorm": row.grad_norm_z}
+        return [
+            _Column(f"{name} z {z:.1f}", style="bold red")
+            for name, z in scores.items()
+            if z is not None and z > LARGE_Z
+        ]
 
     def _step_column(self, step: int) -> str:
         separator = "," if self._total_steps < 1_000_000 else ""

@@ -23,6 +23,7 @@ from titan.observe.runinfo import write_text_atomically
 from titan.observe.sinks import Row, Sink, TensorBoardSink, WandbSink, require
 
 _LOG = logging.getLogger("titan")
+_NORMS = "layer_norms.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,12 @@ class StepRow:
     checkpoint_s: float = 0.0
     num_skipped: int = 0
     num_rewinds: int = 0
+    loss_z: float | None = None
+    grad_norm_z: float | None = None
+    slowest_rank: int | None = None
+    slowest_rank_s: float | None = None
+    median_rank_s: float | None = None
+    goodput: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,10 +148,13 @@ class MetricsLog:
                 require(extra, extra=extra, asked_by=f"metrics.enable_{extra}")
         self._failed: set[str] = set()
         self._sinks: dict[str, Sink] = {}
+        self._norm_sinks: dict[str, Sink] = {}
         if rank and not section.save_for_all_ranks:
             return
         name = f"metrics.rank-{rank}.jsonl" if rank else "metrics.jsonl"
         self._open(name, lambda: JsonlSink(run_dir / name, resume_step=resume_step))
+        if section.log_layer_norms_every_n_steps and not rank:
+            self._open(_NORMS, lambda: JsonlSink(run_dir / _NORMS, resume_step=resume_step))
         if section.enable_tensorboard:
             folder = run_dir / section.save_tb_folder
             folder = folder / f"rank-{rank}" if section.save_for_all_ranks else folder
@@ -165,12 +175,26 @@ class MetricsLog:
         for name, sink in self._sinks.items():
             self._guard(name, lambda sink=sink: sink.write(values))
 
+    def write_norms(self, step: int, norms: dict[str, dict[str, float]]) -> None:
+        """A row of layer_norms.jsonl, and curves in TensorBoard. norms: by kind and block."""
+        finite = {
+            kind: {block: None if _is_non_finite(v) else v for block, v in by_block.items()}
+            for kind, by_block in norms.items()
+        }
+        row = {"step": step, "unix_s": round(time.time(), 3), **finite}
+        for name, sink in self._norm_sinks.items():
+            self._guard(name, lambda sink=sink: sink.write(row))
+        board = self._sinks.get("TensorBoard")
+        if isinstance(board, TensorBoardSink):
+            self._guard("TensorBoard", lambda: board.write_norms(step, norms))
+
     def close(self) -> None:
-        for name, sink in self._sinks.items():
+        for name, sink in (self._sinks | self._norm_sinks).items():
             self._guard(name, sink.close)
 
     def _open(self, name: str, build: Callable[[], Sink]) -> None:
-        self._guard(name, lambda: self._sinks.update({name: build()}))
+        sinks = self._norm_sinks if name == _NORMS else self._sinks
+        self._guard(name, lambda: sinks.update({name: build()}))
 
     def _guard(self, name: str, action: Callable[[], None]) -> None:
         """Metrics are not worth a training run: whatever a sink raises becomes one warning."""

@@ -119,4 +119,7 @@ def open_rank_log(run_dir: Path, rank: int) -> logging.Handler:
     logger = logging.getLogger("titan")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    if rank:  # Python's warnings: rank 0's, on the terminal, speak for all
+        logging.captureWarnings(True)
+        logging.getLogger("py.warnings").addHandler(handler)
     return handler

@@ -46,6 +46,11 @@ _CURVES = {
     "data_wait_s": "throughput/data_wait_s",
     "validation_s": "throughput/validation_s",
     "checkpoint_s": "throughput/checkpoint_s",
+    "goodput": "throughput/goodput",
+    "loss_z": "loss/train_z",
+    "grad_norm_z": "optimizer/grad_norm_z",
+    "slowest_rank_s": "throughput/slowest_rank_s",
+    "median_rank_s": "throughput/median_rank_s",
     "memory_gib": "memory/gib",
     "memory_active_gib": "memory/active_gib",
 }
@@ -67,6 +72,11 @@ class TensorBoardSink:
         for tag, value in _curves(row).items():
             self._writer.add_scalar(tag, value, row["step"])
         self._writer.flush()
+
+    def write_norms(self, step: int, norms: dict[str, dict[str, float]]) -> None:
+        for kind, by_block in norms.items():
+            for block, value in by_block.items():
+                self._writer.add_scalar(f"{kind}/{block}", value, step)
 
     def close(self) -> None:
         self._writer.close()

@@ -1,0 +1,163 @@
+"""Ranks' own times: who is slow, and who only waits; spikes; what a run writes of both."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pool import Pool
+from titan.config.sections import JobConfig
+from titan.observe import ranks
+from titan.observe.chronicle import Spikes
+from titan.observe.ranks import ForwardClock, Stragglers, TimesLog
+from titan.trainer import Trainer
+
+SLOW_RANK, SLEEP_S = 1, 0.1
+CPU = torch.device("cpu")
+
+
+class PoolTrainer(Trainer):
+    """On the pool's process group, which is there already."""
+
+    def _init_distributed(self) -> torch.device:
+        return CPU
+
+
+def train(folder: Path, compiled: bool) -> None:
+    """24 steps on three ranks, of which one sleeps in a block's forward pass."""
+    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": "3"}
+    config = JobConfig.model_validate(
+        {
+            "job": {"dump_folder": str(folder)},
+            "model": {"overrides": {"n_layers": 2}},
+            "training": {
+                "dataset": "synthetic",
+                "seq_len": 32,
+                "local_batch_size": 2,
+                "steps": 24,
+                "mixed_precision_param": "float32",
+            },
+            "lr_scheduler": {"warmup_steps": 1},
+            "metrics": {"log_freq": 4, "log_layer_norms_every_n_steps": 12},
+            "checkpoint": {"enable": False},
+            "compile": {"enable": compiled, "backend": "eager"},
+        }
+    )
+    trainer = PoolTrainer(config)
+    if dist.get_rank() == SLOW_RANK:
+        block = trainer.program.parts[0].get_submodule("layers.1.feed_forward")
+        forward = block.forward
+
+        @torch.compiler.disable
+        def sleepy(x: torch.Tensor) -> torch.Tensor:
+            time.sleep(SLEEP_S)
+            return forward(x)
+
+        block.forward = sleepy
+    trainer.run()
+    dist.destroy_process_group = lambda *_: None  # the pool's
+    trainer.close()
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_slow_rank_is_named_and_those_that_wait_are_not(
+    tmp_path: Path, pool: Pool, compiled: bool
+) -> None:
+    pool.run(3, train, tmp_path, compiled)
+    rows = read(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 4, 8, 12, 16, 20, 24]
+    for row in rows[1:]:
+        assert row["slowest_rank"] == SLOW_RANK
+        assert row["slowest_rank_s"] > SLEEP_S > row["median_rank_s"] > 0
+        assert row["step_s"] > SLEEP_S and 0 < row["goodput"] < 1
+    events = [e for e in read(tmp_path / "events.jsonl") if e["event"] == "straggler"]
+    [event] = events  # told once
+    assert (event["rank"], event["host"]) == (SLOW_RANK, os.uname().nodename)
+    for rank in range(3):
+        times = read(tmp_path / "logs" / f"rank-{rank}.times.jsonl")
+        assert [t["step"] for t in times] == [row["step"] for row in rows]
+        last = times[-1]
+        assert (last["own_s"] > SLEEP_S) == (rank == SLOW_RANK)
+        assert last["step_s"] > SLEEP_S > last["data_wait_s"]  # all wait for the slow one
+    log = (tmp_path / "logs" / "rank-0.log").read_text()
+    assert f"rank {SLOW_RANK} on {os.uname().nodename} is slow" in log
+    assert [row["step"] for row in read(tmp_path / "layer_norms.jsonl")] == [12, 24]
+
+
+def test_stragglers_are_told_once_and_recover() -> None:
+    stragglers = Stragglers(log_freq=4)
+    fair, slow = [0.1, 0.1, 0.11, 0.1], [0.1, 0.1, 0.11, 0.2]
+    told = [stragglers.add(times, step_s=0.5) for times in [fair] * 3 + [slow] * 8 + [fair] * 5]
+    assert (told[0].slowest_rank, told[0].slowest_s, told[0].median_s) == (2, 0.11, 0.1)
+    assert [n for n, standing in enumerate(told) if standing.new] == [5]  # 3 of 5 rows are slow
+    assert told[5].new == (3,)
+    assert [n for n, standing in enumerate(told) if standing.gone] == [13]
+
+
+def test_one_slow_step_and_small_differences_make_no_straggler() -> None:
+    stragglers = Stragglers(log_freq=4)
+    for times in ([0.1, 0.1], [0.1, 9.0], [0.1, 0.1], [0.1, 0.1], [0.1, 0.1], [0.1, 0.1]):
+        assert not stragglers.add(times, step_s=0.5).new
+    stragglers = Stragglers(log_freq=4)
+    for _ in range(10):  # three times as slow, but one millisecond of half a second
+        assert not stragglers.add([0.0005, 0.0005, 0.0015], step_s=0.5).new
+
+
+def test_the_forward_clock_counts_training_only() -> None:
+    class Sleeper(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.02)
+            return x
+
+    block = Sleeper()
+    clock = ForwardClock([block], device=CPU)
+    for _ in range(4):
+        block(torch.zeros(1))
+    block.eval()
+    block(torch.zeros(1))
+    assert 0.04 <= clock.take(2) < 0.075  # two calls in each of two steps
+    assert clock.take(1) == 0.0
+
+
+def test_times_are_bounded_and_a_full_disk_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ranks, "_MAX_BYTES", 300)
+    monkeypatch.setattr(ranks, "_FLUSH_S", 0.0)
+    (tmp_path / "logs").mkdir()
+    log = TimesLog(tmp_path, rank=3, host="node7")
+    for step in range(1, 21):
+        log.write(step=step, step_s=1.0, data_wait_s=0.5)
+    log.flush()
+    kept = read(tmp_path / "logs" / "rank-3.times.previous.jsonl") + read(log.path)
+    assert [row["step"] for row in kept] == list(range(kept[0]["step"], 21)) and len(kept) < 12
+    assert kept[-1]["host"] == "node7" and abs(kept[-1]["unix_s"] - time.time()) < 60
+    log.path = tmp_path / "nowhere" / "file"
+    for step in range(3):
+        log.write(step=step)
+    assert caplog.text.count("training goes on") == 1
+
+
+def test_spikes_are_kept_until_the_next_logged_step() -> None:
+    spikes = Spikes(window=16, min_steps=8)
+    for n in range(8):
+        assert spikes.add(4.0 + 0.1 * (n % 2), 1.0) == (None, None)
+    loss_z, norm_z = spikes.add(5.0, 1.02)
+    # losses: median 4.05, every one 0.05 off it; norms: all equal, so that 1 % of the median is sigma
+    assert loss_z == pytest.approx(0.95 / (1.4826 * 0.05))
+    assert norm_z == pytest.approx(2.0)
+    spikes.add(4.0, float("nan"))
+    assert spikes.take() == {"loss_z": round(0.95 / (1.4826 * 0.05), 2), "grad_norm_z": 2.0}
+    assert spikes.take() == {"loss_z": None, "grad_norm_z": None}

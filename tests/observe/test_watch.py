@@ -1,0 +1,195 @@
+"""The page's server over HTTP: what a poll says, what is refused; the page in a browser (slow)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan.watch.cli import main, open_runs
+from titan.watch.reading import COLUMNS, MAX_ROWS, RunReader, thin
+from titan.watch.server import Server
+
+HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"alert(1)\"> & <!--"
+Get = Callable[..., tuple[int, str]]
+
+
+def metrics(folder: Path, steps: range, mode: str = "a", **values: Any) -> None:
+    rows = ({"step": s, "loss": 8 / s, "unix_s": 100.0 + s, "tokens_per_s": 50.0} for s in steps)
+    with (folder / "metrics.jsonl").open(mode) as file:
+        file.writelines(json.dumps(row | values) + "\n" for row in rows)
+
+
+def lines(path: Path, *rows: dict[str, Any]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run with two ranks, of which one is slow; every text of it is hostile."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    metrics(folder, range(1, 4))
+    lines(
+        folder / "events.jsonl",
+        {"event": "straggler", "unix_s": 1.0, "step": 1, "rank": 0, "host": "n0"},
+        {"event": "resume", "unix_s": 2.0, "step": 1, "host": HOSTILE, "world_size": 2},
+        {"event": "straggler", "unix_s": 3.0, "step": 2, "rank": 1, "host": HOSTILE},
+        {
+            **{"event": HOSTILE, "unix_s": 4.0, "step": 3, "text": HOSTILE},
+            **{"restarts": 2, "lost_steps": 7, "seconds": {"trained": 3.0, "down": 1.0}},
+        },
+    )
+    for rank in range(2):
+        row = {"step_s": 1.0, "data_wait_s": 0.1, "unix_s": 103.0, "host": HOSTILE}
+        path = folder / "logs" / f"rank-{rank}.times.jsonl"
+        lines(path, {"step": 2, "own_s": 9.0} | row, {"step": 3, "own_s": rank + 0.5} | row)
+    (folder / "status.json").write_text(json.dumps({"state": "failed", "reason": HOSTILE}))
+    text = f"[job]\ndescription = {json.dumps(HOSTILE)}\n[model]\nname='llama3'\nflavor='x'\n"
+    (folder / "config.toml").write_text(text + "[training]\nsteps = 30\n")
+    return folder
+
+
+@pytest.fixture
+def get(run_dir: Path) -> Iterator[Get]:
+    server = Server(open_runs([run_dir]), host="127.0.0.1", port=0)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+
+    def get(path: str, host: str = "localhost") -> tuple[int, str]:
+        connection = HTTPConnection("127.0.0.1", server.server_port)
+        connection.request("GET", path, headers={"Host": host})
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode() + str(answer.headers)
+
+    yield get
+    server.shutdown()
+    server.server_close()
+
+
+def poll(get: Get, at: str = "") -> dict[str, Any]:
+    status, text = get(f"/data?at={at}")
+    assert status == 200
+    answer = json.loads(text[: text.rindex("}") + 1])
+    [run] = answer["runs"]
+    assert tuple(answer["columns"]) == COLUMNS
+    return run
+
+
+def steps(run: dict[str, Any]) -> list[int]:
+    return [row[COLUMNS.index("step")] for row in run["rows"]]
+
+
+def test_a_poll_says_what_the_folder_holds(get: Get) -> None:
+    run = poll(get)
+    assert (run["name"], run["total"], run["since"], steps(run)) == ("run", 3, 0, [1, 2, 3])
+    assert [row[COLUMNS.index("loss")] for row in run["rows"]] == [8, 4, 8 / 3]
+    assert [(r["rank"], r["step"], r["own_s"]) for r in run["ranks"]] == [(0, 3, 0.5), (1, 3, 1.5)]
+    assert run["stragglers"] == [1]  # rank 0 was one before the restart
+    assert (run["restarts"], run["lost_steps"]) == (2, 7)
+    assert run["seconds"] == {"trained": 3.0, "down": 1.0}
+    assert (run["facts"]["steps"], run["facts"]["description"]) == (30, HOSTILE)
+    assert run["status"]["state"] == "failed" and len(run["events"]) == 4
+
+
+def test_later_polls_get_what_is_new(get: Get, run_dir: Path) -> None:
+    first = poll(get)
+    metrics(run_dir, range(4, 6))
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')
+    second = poll(get, f"{first['generation']}.3")
+    assert (second["since"], second["total"], steps(second)) == (3, 5, [4, 5])
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('ss": 1.5}\n')
+    assert steps(poll(get, f"{second['generation']}.5")) == [6]
+    # A resume cuts rows away by putting another file there.
+    (run_dir / "new").mkdir()
+    metrics(run_dir / "new", range(1, 3))
+    (run_dir / "new" / "metrics.jsonl").replace(run_dir / "metrics.jsonl")
+    after = poll(get, f"{second['generation']}.6")
+    assert (after["since"], steps(after)) == (0, [1, 2])
+    assert after["generation"] != second["generation"]
+
+
+@pytest.mark.parametrize(
+    "at", ["x", "1", "-1.-5", "9.1,9.1", "1.99999999999999999999999999", "%00"]
+)
+def test_whatever_a_client_says_it_has(get: Get, at: str) -> None:
+    assert steps(poll(get, at)) == [1, 2, 3]
+
+
+def test_the_server_gives_nothing_else_away(get: Get, run_dir: Path) -> None:
+    (run_dir / "secret").write_text("secret")
+    for path in ("/secret", "/../run/secret", "/status.json", "/logs/", "//etc/passwd"):
+        assert get(path)[0] == 404
+    assert get("/data", host="evil.example")[0] == 403
+    assert get("/", host="evil.example:6060")[0] == 403
+    status, page = get("/")
+    assert status == 200 and "script-src 'sha256-" in page and "const STATIC = null" in page
+
+
+def test_a_hundred_thousand_rows(tmp_path: Path) -> None:
+    tmp_path.joinpath("status.json").write_text("{}")
+    metrics(tmp_path, range(1, 100_001))
+    metrics(tmp_path, range(100_001, 100_002), loss=99.0)
+    metrics(tmp_path, range(100_002, 110_000), validation_loss=None)
+    run = RunReader(tmp_path, name="big").data()
+    assert run["total"] == 109_999 and len(run["rows"]) <= MAX_ROWS
+    kept = steps(run)
+    assert kept == sorted(set(kept)) and 100_001 in kept and kept[-1] == 109_999
+    assert thin([{"loss": None}] * 9999)  # no number anywhere
+
+
+def test_once_writes_a_page_that_no_text_can_break(run_dir: Path, tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    assert main([str(run_dir), str(run_dir.parent / "run" / "."), "--once", str(file)]) == 0
+    page = file.read_text()
+    assert page.count("<script>") == page.count("</script>") == 1 and "<img" not in page
+    text = page.partition("const STATIC = ")[2].partition(";\n")[0]
+    assert json.loads(text)["runs"][1]["status"]["reason"] == HOSTILE
+
+
+def test_mistakes_are_one_line(tmp_path: Path, run_dir: Path, capsys: Any) -> None:
+    assert main([str(tmp_path / "no")]) == 2
+    assert capsys.readouterr().err == (
+        f"titan watch: {tmp_path}/no: not the folder of a run; runs near it: run\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main([str(run_dir), "--port", str(port)]) == 2
+    assert f"cannot listen on 127.0.0.1 port {port}" in capsys.readouterr().err
+    assert main([str(run_dir), "--once", str(tmp_path / "no" / "x.html")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_no_torch_is_imported(run_dir: Path, tmp_path: Path) -> None:
+    code = "import sys; from titan.watch.cli import main; main(sys.argv[1:]); print('torch' in sys.modules)"
+    command = [sys.executable, "-c", code, str(run_dir), "--once", str(tmp_path / "x.html")]
+    assert subprocess.check_output(command, text=True).endswith("False\n")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
+def test_in_a_browser(run_dir: Path) -> None:
+    server = Server(open_runs([run_dir]), host="127.0.0.1", port=0)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command += ["--virtual-time-budget=5000", f"http://127.0.0.1:{server.server_port}/"]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    server.shutdown()
+    server.server_close()
+    body = dom.partition("<body>")[2].partition("<script>")[0]
+    assert "<title>run 3, titan watch</title>" in dom  # not "owned"
+    assert "<img" not in body and "&lt;img src=x" in body  # shown as text
+    assert "2.6667" in body and "75.0 % (3.0 s)" in body and "2 restarts, 7 steps lost" in body
+    assert body.count('<div class="slow">') == 1
+    assert body.count("<canvas") == 8

@@ -1,0 +1,176 @@
+"""Each rank's own times: what tells a slow rank from those that wait for it.
+
+In synchronous training every rank's step lasts as long as the slowest one's, so that `step_s` is the same everywhere. A rank's
+own time is what it did not spend in waiting for others: for its next batch, and in the forward passes of its blocks, each
+timed from after FSDP's gathering to before the next (with events on an accelerator, which nothing waits for). A device that
+is throttled, a host that is busy and a slow disk all show in it. Under tensor and context parallelism ranks of a group also
+meet inside a block, and are slow together.
+
+At logged steps the own times ride on the all-reduce of the flags that each step has anyway (trainer.py), a slot for each rank,
+so that they cost no collective of their own. Each rank keeps its rows in logs/rank-N.times.jsonl.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from titan.parallel.shims import after_gathering
+
+_LOG = logging.getLogger("titan")
+
+SLOW = 1.5  # times the median rank: a straggler; below RECOVERED again, it is none
+RECOVERED = 1.2
+WINDOW_STEPS = (
+    20  # looked at together, in three logged steps at least: one slow step is no slow rank
+)
+_LEAST_SHARE = 0.02  # of a step: a rank that is later by less than that delays nobody
+_MAX_BYTES = (
+    2**18
+)  # of a file of times; then it becomes rank-N.times.previous.jsonl. Two thousand rows or so
+_FLUSH_S = 2.0
+
+
+class ForwardClock:
+    """Seconds in the forward passes of blocks in training; nothing in it waits for the device."""
+
+    def __init__(self, blocks: Iterable[nn.Module], *, device: torch.device) -> None:
+        self._on_device = device.type != "cpu"
+        self._seconds = 0.0
+        self._pairs: list[tuple[Any, Any]] = []  # of this step
+        self._steps: deque[list[tuple[Any, Any]]] = deque()  # not known to be done
+        self._start: Any = None
+        for block in blocks:
+            compiled = block.__dict__.get("_compiled_call_impl")
+            if compiled is None:
+                # FSDP's hook of the same kind was prepended: it has gathered, and will free later.
+                block.register_forward_pre_hook(lambda *_: self._begin())
+                block.register_forward_hook(lambda m, *_: self._end(m), prepend=True)
+            else:  # a hook would be compiled with the block
+                after_gathering(block, self._begin)
+                block.__dict__["_compiled_call_impl"] = self._enclosed(block, compiled)
+
+    def begin_step(self) -> None:
+        if self._pairs:
+            self._steps.append(self._pairs)
+            self._pairs = []
+
+    def take(self, num_steps: int) -> float:
+        """Mean seconds per step since the last call, `num_steps` ago; on a device, of the steps that it is known to have done."""
+        num_steps = 0 if self._on_device else num_steps
+        while self._steps and all(end.query() for _, end in self._steps[0][-1:]):
+            pairs = self._steps.popleft()
+            self._seconds += sum(start.elapsed_time(end) for start, end in pairs) / 1e3
+            num_steps += 1
+        mean_s = self._seconds / max(num_steps, 1)
+        self._seconds = 0.0
+        return mean_s
+
+    def _enclosed(self, block: nn.Module, call: Any) -> Any:
+        def enclosed(*args: Any, **kwargs: Any) -> Any:
+            self._begin()
+            output = call(*args, **kwargs)
+            self._end(block)
+            return output
+
+        return enclosed
+
+    def _now(self) -> Any:
+        if not self._on_device:
+            return time.perf_counter()
+        event = torch.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _begin(self) -> None:
+        self._start = self._now()
+
+    def _end(self, block: nn.Module) -> None:
+        if not block.training or self._start is None:
+            return
+        if self._on_device:
+            self._pairs.append((self._start, self._now()))
+        else:
+            self._seconds += time.perf_counter() - self._start
+        self._start = None
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Own times of all ranks at a logged step, seconds per step; rank numbers of stragglers that are new or gone."""
+
+    slowest_rank: int
+    slowest_s: float
+    median_s: float
+    new: tuple[int, ...] = ()
+    gone: tuple[int, ...] = ()
+
+
+class Stragglers:
+    """Ranks whose own time was more than 1.5 times the median rank's in most of the last rows, by enough to matter."""
+
+    def __init__(self, *, log_freq: int) -> None:
+        """log_freq: steps from one row to the next."""
+        self.num_rows = max(3, WINDOW_STEPS // log_freq)
+        self._ratios: deque[Sequence[float]] = deque(maxlen=self.num_rows)
+        self.current: set[int] = set()
+
+    def add(self, own_s: Sequence[float], *, step_s: float) -> Standing:
+        middle = median(own_s)
+        least = middle + _LEAST_SHARE * step_s
+        self._ratios.append([s / max(middle, 1e-9) if s > least else 1.0 for s in own_s])
+        new, gone = [], []
+        if len(self._ratios) == self.num_rows:
+            for rank in range(len(own_s)):
+                ratio = median(row[rank] for row in self._ratios)
+                if ratio > SLOW and rank not in self.current:
+                    new.append(rank)
+                elif ratio < RECOVERED and rank in self.current:
+                    gone.append(rank)
+        self.current = (self.current | set(new)) - set(gone)
+        slowest = max(range(len(own_s)), key=own_s.__getitem__)
+        return Standing(slowest, own_s[slowest], middle, tuple(new), tuple(gone))
+
+
+def times_file(run_dir: Path, rank: int) -> Path:
+    return run_dir / "logs" / f"rank-{rank}.times.jsonl"
+
+
+class TimesLog:
+    """A rank's rows, written every two seconds at most; a disk that fails is told once, and training goes on."""
+
+    def __init__(self, run_dir: Path, *, rank: int, host: str) -> None:
+        self.path, self.host = times_file(run_dir, rank), host
+        self._lines: list[str] = []
+        self._written_s = float("-inf")
+        self._failed = False
+
+    def write(self, **row: Any) -> None:
+        self._lines.append(json.dumps(row | {"unix_s": round(time.time(), 3), "host": self.host}))
+        if time.monotonic() - self._written_s > _FLUSH_S:
+            self.flush()
+
+    def flush(self) -> None:
+        lines, self._lines = self._lines, []
+        self._written_s = time.monotonic()
+        if not lines:
+            return
+        try:
+            if self.path.exists() and self.path.stat().st_size > _MAX_BYTES:
+                self.path.replace(self.path.with_suffix(".previous.jsonl"))
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write("".join(f"{line}\n" for line in lines))
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                _LOG.warning(f"{self.path} cannot be written ({error}); training goes on")

@@ -1,0 +1,169 @@
+"""`titan preflight JOB.toml [--nproc N] [--json FILE]`, or one rank of it: `torchrun ... -m titan.preflight JOB.toml`.
+
+Exit codes: 0 all is well, 1 a problem was found (each is a line), 2 the user's mistake.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from titan.config.layout import Layout
+from titan.config.load import load_from_argv
+from titan.config.rules import check_to_run, model_config
+from titan.config.sections import JobConfig
+
+_MOST = 30  # problems that are printed
+OPTIONS = ("--nproc", "--json", "--no-dry-run")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command, as launcher or as a rank."""
+    parser = argparse.ArgumentParser(
+        prog="titan preflight",
+        usage="titan preflight JOB.toml [OVERLAY.toml ...] [--section.key=value ...] [--nproc N] [--json FILE] [--no-dry-run]",
+        description="Check devices, links, disks, clocks and versions of all ranks, then run two steps of the job on throw-away weights.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--nproc",
+        type=int,
+        metavar="N",
+        help="processes on this machine; default: one per accelerator, else one",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="everything as data")
+    parser.add_argument("--no-dry-run", action="store_true", help="measure only")
+    options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    if options.nproc is not None and options.nproc < 1:
+        parser.error(f"--nproc: expected a whole number of at least 1, got {options.nproc}")
+    config = load_from_argv(job, options=OPTIONS)
+    if "RANK" in os.environ:
+        layout = check_to_run(config, world_size=int(os.environ["WORLD_SIZE"]))
+        return run_rank(config, layout, json_file=options.json, dry=not options.no_dry_run)
+    from titan.launch import count_accelerators
+
+    num_processes = options.nproc or max(1, count_accelerators())
+    layout = check_to_run(config, world_size=num_processes)
+    if num_processes > 1:
+        rest = [f"--json={options.json}"] if options.json else []
+        rest += ["--no-dry-run"] if options.no_dry_run else []
+        return _launch([*job, *rest], num_processes)
+    return run_rank(config, layout, json_file=options.json, dry=not options.no_dry_run)
+
+
+def _launch(argv: Sequence[str], num_processes: int) -> int:
+    from titan.launch import _environment
+
+    command = [sys.executable, "-m", "titan.launch", "--standalone", "--max-restarts=0"]
+    command += [f"--nproc-per-node={num_processes}", "-m", "titan.preflight", *argv]
+    return min(subprocess.call(command, env=_environment(num_processes)), 1)
+
+
+def run_rank(config: JobConfig, layout: Layout, *, json_file: Path | None, dry: bool) -> int:
+    """All ranks together; the exit code is the same on all, unless the dry run fails on some."""
+    from titan.train import _set_compile_cache
+
+    _set_compile_cache(config.compile.cache_folder)
+    import torch.distributed as dist
+
+    from titan.parallel import build_mesh
+    from titan.parallel.start import start_process_group
+
+    device = start_process_group(init_timeout_s=config.comm.init_timeout_seconds)
+    axes = asdict(layout)
+    del axes["accumulation"]
+    mesh = build_mesh(device.type, **axes)
+    try:
+        return check_all(config, layout, device=device, mesh=mesh, json_file=json_file, dry=dry)
+    finally:
+        sys.stdout.flush()
+        dist.destroy_process_group()
+
+
+def check_all(
+    config: JobConfig, layout: Layout, *, device: Any, mesh: Any, json_file: Path | None, dry: bool
+) -> int:
+    """Measure, judge, print; then the dry run. All ranks together, in a process group."""
+    import torch.distributed as dist
+
+    from titan.observe.estimate import estimate_memory
+    from titan.preflight import judge, measure
+    from titan.preflight.dry_run import dry_run, explain
+    from titan.program import torch_dtype
+    from titan.trainer import UserError
+
+    rank, dtype = dist.get_rank(), config.training.mixed_precision_param
+    mine = measure.measure(
+        device=device, mesh=mesh, dtype=torch_dtype(dtype), folder=Path(config.job.dump_folder)
+    )
+    facts: list[measure.RankFacts] = [mine] * dist.get_world_size()
+    dist.all_gather_object(facts, mine)
+    profile = _profile(config, facts[0].device)
+    whole = replace(layout, pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1)
+    memory_gib = estimate_memory(config, model_config(config.model), whole)
+    section = config.checkpoint
+    checkpoint_gib = memory_gib["parameters"] + memory_gib["optimizer"] if section.enable else 0.0
+    # The last one stays until the next is whole.
+    found = judge.problems(
+        facts, profile, checkpoint_gib=checkpoint_gib, num_kept=max(section.keep_latest_k, 1) + 1
+    )
+    report: dict[str, Any] = {
+        "ranks": [asdict(f) for f in facts],
+        "expected": {what: judge.expectation(what, facts, profile) for what in mine.rates},
+        "checkpoint_gib": checkpoint_gib,
+        "dry_run": None,
+        "problems": found,
+    }
+    if rank == 0:
+        print(judge.render(facts, profile, checkpoint_gib=checkpoint_gib), flush=True)
+        for text in found[:_MOST]:
+            print(f"PROBLEM  {text}", flush=True)
+        if len(found) > _MOST:
+            print(f"... and {len(found) - _MOST} more; --json FILE has all of them", flush=True)
+        _write(json_file, report)
+    dist.barrier()  # the table comes first
+    if dry:
+        try:
+            result = dry_run(config, layout, device=device, mesh=mesh)
+        except Exception as error:
+            text = explain(error, rank=rank, host=mine.host)
+            if not isinstance(error, UserError) and "out of memory" not in text:
+                traceback.print_exc()
+            print(f"PROBLEM  {text}", flush=True)
+            _write(json_file, report | {"problems": [*found, text]})
+            sys.stdout.flush()
+            os._exit(1)  # the others wait in a collective: the agent ends them
+        found += result.problems
+        if rank == 0:
+            print(result, *(f"PROBLEM  {text}" for text in result.problems), sep="\n")
+            _write(json_file, report | {"dry_run": asdict(result), "problems": found})
+    if rank == 0:
+        print(f"{len(found)} problem{'s'[: len(found) != 1]}" if found else "no problems")
+    return 1 if found else 0
+
+
+def _profile(config: JobConfig, device: str) -> Any:
+    """Of the job's hardware, or the one that is there; None where it has none."""
+    from titan.observe.hardware import recognise
+    from titan.sim.profiles import load_profile, profile_names
+
+    name = config.hardware.name
+    if name == "auto":
+        known = recognise(device)
+        name = "cpu" if device == "CPU" else known.name if known else ""
+    return load_profile(name) if name in profile_names() else None
+
+
+def _write(file: Path | None, report: dict[str, Any]) -> None:
+    if file is not None:
+        from titan.observe.runinfo import write_text_atomically
+
+        write_text_atomically(file, json.dumps(report, indent=1) + "\n")

@@ -1,0 +1,100 @@
+"""Two steps of the real job on throw-away weights: what will not fit, not compile or not read ends here, and not in hour one.
+
+The program is the trainer's own (titan/program.py) and so is the data; nothing is logged or saved. The second step shows time and memory without
+compilation and with the optimizer's state. What was compiled lies in the compile cache, where the real run finds it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from titan.config.layout import Layout
+from titan.config.sections import JobConfig
+from titan.data.loader import build_loader
+from titan.data.tokenizer import build_tokenizer
+from titan.observe.memory import peak_memory
+from titan.parallel.mesh import axis_rank
+from titan.program import build_program
+from titan.readback import Readback
+
+NUM_STEPS = 2
+# How torch says it on a CPU, where it is a RuntimeError.
+_CPU_OUT_OF_MEMORY = "can't allocate memory"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """steps_s: the first with its compilations; peak_gib: of the fullest rank."""
+
+    steps_s: list[float]
+    losses: list[float]
+    peak_gib: float
+    fullest_rank: int
+    compiled: str
+
+    def __str__(self) -> str:
+        text = (
+            f"dry run: first step {self.steps_s[0]:.2f} s, second {self.steps_s[1]:.2f} s, loss {self.losses[0]:.4f}, "
+            f"peak {self.peak_gib:.2f} GiB on rank {self.fullest_rank}"
+        )
+        return f"{text}; {self.compiled}" if self.compiled else text
+
+    @property
+    def problems(self) -> list[str]:
+        bad = [loss for loss in self.losses if not math.isfinite(loss)]
+        return [f"dry run: the loss is {bad[0]}"] if bad else []
+
+
+def dry_run(config: JobConfig, layout: Layout, *, device: torch.device, mesh: DeviceMesh) -> DryRun:
+    """All ranks together. Raises whatever the job would raise; `explain` says it in a line."""
+    if device.type != "cpu":  # what measuring took is not the job's
+        torch.get_device_module(device).empty_cache()
+        peak_memory(reset=True)
+    tokenizer = build_tokenizer(config.tokenizer, hf_assets_path=config.model.hf_assets_path)
+    loader = build_loader(
+        config.training,
+        data=config.data,
+        tokenizer=tokenizer,
+        rank=axis_rank(mesh, "dp_replicate", "dp_shard"),
+        world=layout.dp,
+        seed=config.debug.seed,
+        accumulation=layout.accumulation,
+    )
+    try:
+        program = build_program(config, device=device, mesh=mesh)
+        seconds, losses = [], []
+        for step in range(1, NUM_STEPS + 1):
+            start_s = time.perf_counter()
+            report = program.train_step(loader.next_step(), step=step)
+            losses += Readback([report.loss]).values()
+            seconds.append(time.perf_counter() - start_s)
+    finally:
+        loader.close()
+    peaks = [0.0] * dist.get_world_size()
+    dist.all_gather_object(peaks, peak_memory().reserved_gib)
+    return DryRun(
+        steps_s=seconds,
+        losses=losses,
+        peak_gib=max(peaks),
+        fullest_rank=max(range(len(peaks)), key=peaks.__getitem__),
+        compiled=program.compile_log.summary() if program.compile_log is not None else "",
+    )
+
+
+def explain(error: Exception, *, rank: int, host: str) -> str:
+    """One line on why the dry run failed, and what to do where that is known."""
+    text = str(error).strip().partition("\n")[0] or type(error).__name__
+    text = re.sub(r"^\[enforce fail at [^]]*\] (err == 0\. )?", "", text)
+    if isinstance(error, torch.OutOfMemoryError) or _CPU_OUT_OF_MEMORY in text:
+        return (
+            f"dry run: rank {rank} on {host} is out of memory: {text.rstrip('.')}. Use a smaller training.local_batch_size, "
+            'activation_checkpoint.mode = "full", or more shards; titan check JOB.toml --hardware H lists what would fit'
+        )
+    return f"dry run: rank {rank} on {host}: {type(error).__name__}: {text}"

@@ -1,0 +1,1 @@
+"""`titan watch`: a page that shows runs while they go on."""
