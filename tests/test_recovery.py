@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from pool_trainer import PoolTrainer
 
 from pool import Pool
 from titan.checkpoint.manager import load, stored_shapes
 from titan.config.sections import FaultToleranceSection, JobConfig
 from titan.parallel.replicas import ReplicaError
 from titan.recovery import Action, Recovery, SpikeError, spike_score
-from titan.trainer import NonFiniteError, Trainer
+from titan.trainer import NonFiniteError
 
 BATCH = 4  # samples of a step, on every layout
 LAYOUTS = {
@@ -30,13 +31,6 @@ LAYOUTS = {
     "TP": (2, {"tensor_parallel_degree": 2}),
     "PP": (2, {"pipeline_parallel_degree": 2}),
 }
-
-
-class PoolTrainer(Trainer):
-    """On the pool's process group, which is there already."""
-
-    def _init_distributed(self) -> torch.device:
-        return torch.device("cpu")
 
 
 def train(
@@ -50,7 +44,6 @@ def train(
     interval: int = 100,
 ) -> str:
     """What it ended with, nothing if well. never: samples that the run leaves out from its beginning on."""
-    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
     os.environ["TITAN_FAULT"] = fault
     dp = parallelism.get("data_parallel_shard_degree", 1)
     dp *= parallelism.get("data_parallel_replicate_degree", 1)
@@ -80,7 +73,6 @@ def train(
     except (NonFiniteError, SpikeError, ReplicaError) as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        dist.destroy_process_group = lambda *_: None  # the pool still needs it
         trainer.close()
     return ""
 

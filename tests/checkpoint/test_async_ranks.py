@@ -10,23 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pool_trainer import PoolTrainer
 
 from pool import Pool
 from titan.checkpoint.manager import CheckpointManager, list_steps, load, stored_shapes
 from titan.checkpoint.manifest import find_damage
 from titan.config.sections import CheckpointSection, JobConfig
-from titan.trainer import Trainer
-
-
-class PoolTrainer(Trainer):
-    """On the pool's process group, which is there already."""
-
-    def _init_distributed(self) -> torch.device:
-        return torch.device("cpu")
 
 
 def train(folder: Path, mode: str, steps: int, parallelism: dict[str, int]) -> None:
-    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
     config = JobConfig.model_validate(
         {
             "job": {"dump_folder": str(folder)},
@@ -46,7 +38,6 @@ def train(folder: Path, mode: str, steps: int, parallelism: dict[str, int]) -> N
     )
     trainer = PoolTrainer(config)
     assert trainer.run() == 0
-    dist.destroy_process_group = lambda *_: None  # the pool still needs it
     trainer.close()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import safetensors
 import torch
 import torch.distributed as dist
+from pool_trainer import PoolTrainer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -30,7 +30,6 @@ from titan.config.rules import check_to_run, resolve_layout
 from titan.config.sections import CheckpointSection, JobConfig
 from titan.parallel import build_mesh, materialize
 from titan.program import build_program, import_family
-from titan.trainer import Trainer
 
 transformers = pytest.importorskip("transformers")
 
@@ -245,19 +244,10 @@ def test_our_logits_are_theirs(name: str, sources) -> None:
 # ---- training --------------------------------------------------------------------------------------
 
 
-class PoolTrainer(Trainer):
-    """On the pool's process group, which is there already."""
-
-    def _init_distributed(self) -> torch.device:
-        return torch.device("cpu")
-
-
 def train(config: JobConfig) -> None:
-    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
     check_to_run(config, world_size=dist.get_world_size())
     trainer = PoolTrainer(config)
     assert trainer.run() == 0
-    dist.destroy_process_group = lambda *_: None  # the pool still needs it
     trainer.close()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pool_trainer import PoolTrainer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -21,7 +21,6 @@ from titan.config.sections import JobConfig
 from titan.parallel import build_mesh
 from titan.parallel.mesh import axis_rank, axis_size
 from titan.program import Program, build_program
-from titan.trainer import Trainer
 
 GLOBAL_BATCH, SEQUENCE, VOCABULARY = 8, 32, 512
 KEYS = {
@@ -85,13 +84,6 @@ def ranks(degrees: Degrees) -> int:
 # ---- the loss curve --------------------------------------------------------------------------------
 
 
-class PoolTrainer(Trainer):
-    """On the pool's process group, which is there already."""
-
-    def _init_distributed(self) -> torch.device:
-        return torch.device("cpu")
-
-
 Seen = dict[
     int, tuple[int, tuple[int, ...]]
 ]  # by the sample's number, the step that trained on it, and its tokens
@@ -99,7 +91,6 @@ Seen = dict[
 
 def run_leg(degrees: Degrees, folder: Path, steps: int) -> tuple[int, int, Seen]:
     """Train up to `steps` from the run folder's newest checkpoint; the first step, samples read by the end, and what this rank saw."""
-    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
     config = job(degrees, folder=folder, steps=steps)
     check_to_run(config, world_size=dist.get_world_size())
     trainer = PoolTrainer(config)
@@ -116,7 +107,6 @@ def run_leg(degrees: Degrees, folder: Path, steps: int) -> tuple[int, int, Seen]
     assert trainer.loader.state_dict()["position"] == (first - 1) * GLOBAL_BATCH
     assert trainer.run() == 0
     position = trainer.loader.state_dict()["position"]
-    dist.destroy_process_group = lambda *_: None  # the pool still needs it
     trainer.close()
     return first, position, seen
 

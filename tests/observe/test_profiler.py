@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from pool_trainer import PoolTrainer
 from torch import nn
 from torch.profiler import ProfilerAction
 
@@ -150,16 +150,7 @@ def test_a_compiled_block_is_named_as_a_whole(tmp_path: Path) -> None:
         assert row["forward"] > 0 and row["backward"] > 0
 
 
-class PoolTrainer(Trainer):
-    """On the pool's process group, which is there already."""
-
-    def _init_distributed(self) -> torch.device:
-        return torch.device("cpu")
-
-
 def train_in_pool(folder: Path, sections: dict[str, dict[str, Any]]) -> None:
-    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
-    dist.destroy_process_group = lambda *_: None  # the pool still needs it
     trainer = PoolTrainer(job(folder, profiling=TRACED, **sections))
     assert trainer.run() == 0
     trainer.close()

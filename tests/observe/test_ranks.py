@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pool_trainer import PoolTrainer
 from torch import nn
 
 from pool import Pool
@@ -18,22 +19,13 @@ from titan.config.sections import JobConfig
 from titan.observe import ranks
 from titan.observe.chronicle import Spikes
 from titan.observe.ranks import ForwardClock, Stragglers, TimesLog
-from titan.trainer import Trainer
 
 SLOW_RANK, SLEEP_S = 1, 0.1
 CPU = torch.device("cpu")
 
 
-class PoolTrainer(Trainer):
-    """On the pool's process group, which is there already."""
-
-    def _init_distributed(self) -> torch.device:
-        return CPU
-
-
 def train(folder: Path, compiled: bool) -> None:
     """24 steps on three ranks, of which one sleeps in a block's forward pass."""
-    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": "3"}
     config = JobConfig.model_validate(
         {
             "job": {"dump_folder": str(folder)},
@@ -63,7 +55,6 @@ def train(folder: Path, compiled: bool) -> None:
 
         block.forward = sleepy
     trainer.run()
-    dist.destroy_process_group = lambda *_: None  # the pool's
     trainer.close()
 
 
