@@ -129,6 +129,8 @@ def document(rows: dict[str, Row]) -> str:
         "",
         "- C3, C4: with the sequence on 4 and 8 ranks the published runs slow down by more than attention's FLOPs do (2.4 times from CP 2 to CP 4, where they",
         "  predict 1.7). Nothing published says why; no factor was invented for it.",
+        "- C6 to C8: their model repeated keys and values for every query head before attention, so that context parallelism sent 16 times the bytes, between",
+        "  nodes; titan sends each once.",
         "- R9, R10, memory: their pipeline kept all microbatches' logits in fp32 until the end of the step, 16 GiB on the last stage; titan frees each.",
         "",
         f"Over the {len(report)} report rows of TorchTitan's page:",
