@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from pool_trainer import PoolTrainer
 
 from pool import Pool
+from pool_trainer import PoolTrainer
 from titan.checkpoint.manager import load, stored_shapes
 from titan.config.sections import FaultToleranceSection, JobConfig
 from titan.parallel.replicas import ReplicaError

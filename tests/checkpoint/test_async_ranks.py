@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool_trainer import PoolTrainer
 
 from pool import Pool
+from pool_trainer import PoolTrainer
 from titan.checkpoint.manager import CheckpointManager, list_steps, load, stored_shapes
 from titan.checkpoint.manifest import find_damage
 from titan.config.sections import CheckpointSection, JobConfig

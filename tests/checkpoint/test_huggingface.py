@@ -12,12 +12,12 @@ import pytest
 import safetensors
 import torch
 import torch.distributed as dist
-from pool_trainer import PoolTrainer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from pool import Pool, RankFailed
+from pool_trainer import PoolTrainer
 from titan import cli
 from titan.checkpoint import SaveFailed, convert_cli, export, huggingface
 from titan.checkpoint import manager as checkpoints

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool_trainer import PoolTrainer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from pool import Pool
+from pool_trainer import PoolTrainer
 from titan.checkpoint import manager as checkpoints
 from titan.config.rules import check_to_run, resolve_layout
 from titan.config.sections import JobConfig

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pool_trainer import PoolTrainer
+import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerAction
 
 from pool import Pool
+from pool_trainer import PoolTrainer
 from titan.config.problems import ConfigError
 from titan.config.rules import check_to_run
 from titan.config.sections import JobConfig, ProfilingSection
@@ -30,7 +30,7 @@ PRODUCTS = 7 * LAYERS + 1
 TRACED: dict[str, Any] = {"enable_profiling": True, "profile_freq": 2, "profiler_warmup": 1}
 
 
-def job(folder: Path, **changes: dict[str, Any]) -> JobConfig:
+def job(folder: Path, *, world_size: int = 1, **changes: dict[str, Any]) -> JobConfig:
     """Two steps of the debug model; `changes` are merged into sections."""
     sections: dict[str, dict[str, Any]] = {
         "job": {"dump_folder": str(folder)},
@@ -49,7 +49,7 @@ def job(folder: Path, **changes: dict[str, Any]) -> JobConfig:
     for name, change in changes.items():
         sections[name] = sections.get(name, {}) | change
     config = JobConfig.model_validate(sections)
-    check_to_run(config, world_size=int(os.environ.get("WORLD_SIZE", 1)))
+    check_to_run(config, world_size=world_size)
     return config
 
 
@@ -151,7 +151,9 @@ def test_a_compiled_block_is_named_as_a_whole(tmp_path: Path) -> None:
 
 
 def train_in_pool(folder: Path, sections: dict[str, dict[str, Any]]) -> None:
-    trainer = PoolTrainer(job(folder, profiling=TRACED, **sections))
+    trainer = PoolTrainer(
+        job(folder, world_size=dist.get_world_size(), profiling=TRACED, **sections)
+    )
     assert trainer.run() == 0
     trainer.close()
 

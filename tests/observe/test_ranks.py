@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool_trainer import PoolTrainer
 from torch import nn
 
 from pool import Pool
+from pool_trainer import PoolTrainer
 from titan.config.sections import JobConfig
 from titan.observe import ranks
 from titan.observe.chronicle import Spikes
