@@ -158,7 +158,7 @@ def _train_alone(config: JobConfig, stop: StopRequest) -> int:
             flight_recorder.dump(reason, at=where_failed(error))
         said = {"exit_code": run.exit_code, "step": run.step, "reason": run.reason}
         write_status(folder, state=run.state, **said)
-        logging.getLogger("titan").error(reason)
+        logging.getLogger("titan").error(reason, extra={"last_words": True})
         print(f"{'' if rank == 0 else f'[rank {rank}] '}{reason}", file=sys.stderr)
         if rank == 0 and run.reason != reason:
             print(run.reason, file=sys.stderr)

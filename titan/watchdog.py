@@ -82,7 +82,7 @@ class Watchdog:
         write_status(
             self.run_dir, state="hung", exit_code=EXIT_FAILED, step=self.step, reason=reason
         )
-        logging.getLogger("titan").error(reason)
+        logging.getLogger("titan").error(reason, extra={"last_words": True})
         print(f"{'' if self.rank == 0 else f'[rank {self.rank}] '}{reason}", file=sys.stderr)
 
     def _reason(self) -> str:

@@ -148,6 +148,13 @@ def test_warnings_of_other_parts_are_shown() -> None:
     assert text == "warning: slow disk\n"
 
 
+def test_last_words_are_left_to_standard_error() -> None:
+    def end(_: Console) -> None:
+        logging.getLogger("titan").error("the disk is full", extra={"last_words": True})
+
+    assert printed(end) == ""
+
+
 def test_startup_page() -> None:
     text = printed(lambda console: console.startup(page_of(hardware="h200-sxm")))
     lines = text.splitlines()

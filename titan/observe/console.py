@@ -122,8 +122,9 @@ class Console(logging.Handler):
         self._print(Text(text))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a warning or an error of the logger "titan"."""
-        self._print(Text(f"{record.levelname.lower()}: {record.getMessage()}", style="yellow"))
+        """Print a warning or an error of the logger "titan"; not the last words of a run, which go to standard error."""
+        if not getattr(record, "last_words", False):
+            self._print(Text(f"{record.levelname.lower()}: {record.getMessage()}", style="yellow"))
 
     def close(self) -> None:
         """Take the bar away; the lines stay. More may be printed after."""
