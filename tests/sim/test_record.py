@@ -227,6 +227,18 @@ def test_categories() -> None:
     assert made["activations"] and made["unsharded"] and made["temporary"]
 
 
+def test_gradients_that_microbatches_add_up_are_no_activations() -> None:
+    """FSDP keeps whole gradients in fp32 until the last microbatch: of this stage's parameters, once."""
+    pipeline = {"pipeline_parallel_degree": 2}
+    config = job(batch=4, training=BF16, parallelism=pipeline)
+    trace = record(config, world_size=4, ranks=[2])[2]
+    made = events_of(trace.step, Allocate)
+    assert not any(e.category == "activations" and e.place.phase == "backward" for e in made)
+    parameters = sum(e.size_bytes for e in trace.setup if e.category == "parameters")
+    whole = [e for e in made if e.category == "gradients" and e.place.phase == "backward"]
+    assert sum(e.size_bytes for e in whole) >= 2 * parameters  # sharded over two ranks
+
+
 def test_every_later_step_is_the_same() -> None:
     """So nothing is left alive that the step before did not leave."""
     config = job(training=BF16, activation_checkpoint=SELECTIVE)

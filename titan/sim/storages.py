@@ -7,7 +7,8 @@ category when that is known, at the latest when the step ends:
     parameters    was there when the program was built
     activations   was made in a forward pass and there when a backward pass began
     unsharded     was gathered by FSDP, or waits to be reduced and scattered by it
-    gradients     is some parameter's gradient
+    gradients     is some parameter's gradient, or was made in one backward pass and there when the next began: FSDP adds up
+                  whole gradients over microbatches
     optimizer     was made by the optimizer and outlived its step
     temporary     all else
 """
@@ -123,7 +124,9 @@ class Storages:
         """All that was made since the last call of `begin`, is there and has no category."""
         for entry in self._live.values():
             if entry.event is not None and entry.event.block in self._made and not entry.category:
-                entry.category = entry.event.category = category
+                made_in = entry.event.place.phase
+                added_up = category == "activations" and made_in == "backward"
+                entry.category = entry.event.category = "gradients" if added_up else category
         self._made.clear()
 
     def begin(self) -> None:
