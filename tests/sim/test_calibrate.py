@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from titan.cli import main
 from titan.sim.calibrate import LARGE, fit, to_toml
 from titan.sim.cost import Cost
 from titan.sim.profiles import load_profile, on_curve
@@ -40,3 +41,10 @@ def test_figures_come_back(share: float, fp8: float, tmp_path: Path) -> None:
         for curve in ("attention_forward_tflops", "attention_backward_tflops"):
             assert on_curve(getattr(found, curve), length) == pytest.approx(on_curve(getattr(machine, curve), length), rel=0.01)  # fmt: skip
     assert found.sources["matmul_share"] == "a test" and found.num_sms == base.num_sms
+
+
+def test_a_folder_that_is_not_there_is_told_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sim", "--calibrate", str(tmp_path / "none" / "mine.toml")]) == 2
+    assert "--calibrate: there is no folder" in capsys.readouterr().err

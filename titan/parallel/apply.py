@@ -31,7 +31,7 @@ from .context import Method, apply_cp
 from .fsdp import apply_ddp, apply_fsdp
 from .mesh import submesh
 from .offload import apply_offload
-from .shims import compile_without_random_state
+from .shims import keep_random_state_in_graphs
 from .tensor import apply_tp
 
 
@@ -99,8 +99,7 @@ def parallelize(model: nn.Module, *, mesh: DeviceMesh, plan: ParallelPlan) -> nn
     if plan.recompute_every and not recompute_compiled:
         recompute()
     if plan.compile_backend:
-        if not plan.preserve_rng_state:
-            compile_without_random_state()
+        keep_random_state_in_graphs(plan.preserve_rng_state)
         apply_compile(
             model,
             backend=plan.compile_backend,

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.fx.traceback as fx_traceback
 from torch import Tensor, nn
+from torch._functorch import partitioners
 
 # DDP on FSDP2's machinery. Not the older function of the same name in torch.distributed._composable, which
 # wraps DistributedDataParallel and loses its parameters under tensor parallelism.
@@ -42,12 +43,12 @@ __all__ = [
     "can_split_custom_functions",
     "checkpoint_wrapper",
     "compile_events",
-    "compile_without_random_state",
     "compute_local_shape_and_global_offset",
     "dump_memory_history",
     "enable_loss_parallel",
     "enable_symmetric_memory",
     "enclose_calls",
+    "keep_random_state_in_graphs",
     "micro_pipeline_module",
     "record_memory_history",
     "replicate",
@@ -88,16 +89,20 @@ def traced_module_path() -> list[str]:
     return [path.removeprefix(f"{paths[0]}.") for path in paths[1:]]
 
 
-def compile_without_random_state() -> None:
-    """Graphs compiled from now on neither keep nor restore the state of random generators for what they recompute.
+def keep_random_state_in_graphs(keep: bool) -> None:
+    """Whether graphs compiled from now on keep and restore the state of random generators for what they recompute.
 
     Attention counts as drawing random numbers, even without dropout. Up to 2.13 torch puts that state behind the DeviceMesh which
     a graph with DTensor weights keeps for its backward pass, and then fails to find either.
     """
-    from torch._functorch import partitioners
+    partitioners.functionalize_rng_ops = _with_random_state if keep else _without_random_state
 
-    assert hasattr(partitioners, "functionalize_rng_ops"), f"torch {torch.__version__}"
-    partitioners.functionalize_rng_ops = lambda joint, forward, backward, *_: (forward, backward)
+
+_with_random_state = partitioners.functionalize_rng_ops
+
+
+def _without_random_state(joint: Any, forward: Any, backward: Any, *_: Any) -> tuple[Any, Any]:
+    return forward, backward
 
 
 def set_memory_budget(share: float) -> None:

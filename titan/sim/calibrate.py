@@ -327,6 +327,9 @@ def measure_collectives(device: Any, size_bytes: int) -> Figures:
 
 def calibrate(path: Path, *, base_name: str | None, say: Callable[[str], None]) -> int:
     """Measure, write `path`, and tell; under torchrun rank 0 writes. Raises ConfigError for a profile that does not exist."""
+    if not path.parent.is_dir():  # before a minute of measuring
+        message = f"there is no folder {path.parent}"
+        raise ConfigError([Problem("command line", 0, "--calibrate", message)])
     import torch
     import torch.distributed as dist
 
@@ -398,15 +401,13 @@ def _of_device(device: Any) -> Figures:
 
 def _of_host(bench: Bench) -> Figures:
     """A CPU has no datasheet here: its peak is the best that was seen, and its bandwidth what a large copy reaches."""
-    import psutil
-
     best = max(k.flops / bench.seconds(k) for k in _products(SMALL, "float32")) / 1e12
     moved = SMALL.moved[-1]
     bandwidth = moved / bench.seconds(_pointwise(moved)) / 1e12
     return {
         "peak_tflops": dict.fromkeys(("float32", "bfloat16", "float16"), best * 1.05)
         | {"float64": best / 2},
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 2),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 2),
         "memory_tb_per_s": bandwidth * 1.05,
     }
 
