@@ -99,6 +99,10 @@ def test_overlays_make_the_ranked_jobs(
         (["--world-size", "0", "--hardware", "h100-sxm"], "--world-size: expected a whole number"),
         (["--world-size", "4", "--hardware", "h9"], "no profile 'h9'"),
         (["--world-size", "4", "--hardware", "h100-sxm", "--trainig.steps=1"], "unknown"),
+        (
+            ["--world-size", "4", "--hardware", "h100-sxm", "--json", "none/a.json"],
+            "there is no folder none",
+        ),
     ],
 )
 def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

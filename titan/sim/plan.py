@@ -394,6 +394,9 @@ def main(argv: list[str] | None = None) -> int:
             key = f"--{name.replace('_', '-')}"
             message = f"expected a whole number of at least 1, got {getattr(options, name)}"
             raise ConfigError([Problem("command line", 0, key, message)])
+    if options.json not in (None, "-") and not Path(options.json).parent.is_dir():
+        message = f"there is no folder {Path(options.json).parent}"
+        raise ConfigError([Problem("command line", 0, "--json", message)])
     profile = load_profile(options.hardware)
     known = ["--world-size", "--hardware", "--simulate", "--most", "--output", "--json"]
     config = load_from_argv(job, options=[*known, "--processes"])
