@@ -2,8 +2,8 @@
 
 Dynamo traces, AOTAutograd and the partitioner split what is saved from what is recomputed, Inductor rewrites, lowers and fuses, decides
 which memory is reused, and writes its Python program around the kernels. That program is run, on fake tensors and under the
-recorder: what it allocates, frees, multiplies and sends is seen as of any other program. Where it calls a fused kernel, the
-launch of one is recorded that reads and writes the fused group's buffers.
+recorder: what it allocates, frees, multiplies and sends is seen as of any other program, and remembered (memo.py). Where it
+calls a fused kernel, the launch of one is recorded that reads and writes the fused group's buffers.
 
 Not modelled: kernels that Inductor chooses by measuring ("max-autotune" takes the same ones as the default mode), and the cheaper launches
 of CUDA graphs.
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import inductor, symmetric
 from .device import NAME
-from .shims import no_memory_of_calls
+from .memo import Program
 from .trace import Kernel
 
 if TYPE_CHECKING:
@@ -76,15 +76,9 @@ def _compile(
         program[name] = _Launcher(recorder, value) if isinstance(value, Kernel) else value
     program["get_raw_stream"] = int
     program["reinterpret_tensor"] = _reinterpret
-    program["at"] = recorder.places.enter_compiled
-    call = program["call"]
-
-    def run(args: list[Any]) -> Any:
-        with recorder.compiled():
-            return [_plain(output) for output in call(args)]
-
-    run._boxed_call = True  # it empties the list, so that inputs are freed when they were last used
-    return run
+    compiled = Program(recorder, program["call"])
+    program["at"] = compiled.at
+    return compiled
 
 
 class _Launcher:
@@ -99,16 +93,6 @@ class _Launcher:
 
 def _reinterpret(tensor: Tensor, size: Any, stride: Any, offset: int = 0) -> Tensor:
     return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
-
-
-def _plain(output: Any) -> Any:
-    """Autograd must not take what a program returns for a view, as FSDP's hooks would."""
-    if not isinstance(output, Tensor) or not output._is_view():
-        return output
-    with no_memory_of_calls(output):
-        empty = torch.empty(0, dtype=output.dtype, device=output.device)
-        place = (output.storage_offset(), output.shape, output.stride())
-        return empty.set_(output.untyped_storage(), *place)  # pyright: ignore
 
 
 class _Scheduling(inductor.TritonScheduling):

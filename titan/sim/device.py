@@ -24,7 +24,15 @@ _aten = torch.ops.aten
 
 # What the device tells goes here; the recorder puts its own function in.
 _report: Callable[[Any], None] = lambda _: None  # noqa: E731
-_stream_numbers, _event_numbers = count(COMPUTE_STREAM), count()
+_stream_numbers, _event_numbers = count(), count()
+SECOND_STREAM = COMPUTE_STREAM + 1
+"""The one that fused collectives and products of compiled programs run on by turns, in whichever program they are."""
+
+
+def begin() -> None:
+    """Another program numbers its streams anew."""
+    global _stream_numbers
+    _stream_numbers = count(SECOND_STREAM + 1)
 
 
 def report_to(function: Callable[[Any], None]) -> None:
@@ -33,11 +41,17 @@ def report_to(function: Callable[[Any], None]) -> None:
     _report = function
 
 
+def number_of_event() -> int:
+    return next(_event_numbers)
+
+
 class Stream:
     """torch.cuda.Stream's methods, as far as torch and titan call them."""
 
-    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
-        self.number = next(_stream_numbers)
+    def __init__(
+        self, device: Any = None, priority: int = 0, *, number: int | None = None, **_: Any
+    ) -> None:
+        self.number = next(_stream_numbers) if number is None else number
         self.stream_id, self.device_index = self.number, 0
         self._before: list[Stream] = []
 
@@ -73,7 +87,7 @@ class Event:
         self.number = -1
 
     def record(self, stream: Stream | None = None) -> Event:
-        self.number = next(_event_numbers)
+        self.number = number_of_event()
         _report(RecordEvent((stream or _module.current).number, self.number))
         return self
 
@@ -100,7 +114,7 @@ class Module:
     Stream, Event = Stream, Event
 
     def __init__(self) -> None:
-        self.default = self.current = Stream()
+        self.default = self.current = Stream(number=COMPUTE_STREAM)
 
     def stream(self, stream: Stream | None) -> Any:
         return _NoStream() if stream is None else stream

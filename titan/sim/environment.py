@@ -1,6 +1,6 @@
 """What the program believes to run in: a device, a process group of the whole world, fake tensors.
 
-Everything is set up for the life of the process, which records one trace and ends.
+Everything is set up for the life of the process, which makes its recordings and ends.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -32,6 +33,24 @@ def environment(
     mesh = build_mesh(device.NAME, **{axis: getattr(layout, axis) for axis in _AXES})
     with shims.fake_tensors():
         yield fake_device, mesh
+
+
+def act_as(rank: int, mesh: DeviceMesh) -> int:
+    """Make the program believe that this rank is another, which differs from it in its pipeline stage alone; returns by how many ranks.
+
+    All that a stage's number depends on is the rank within the pipeline's group: there the two change places. Groups
+    along other axes stay this rank's own, and are as large.
+    """
+    shift = rank - dist.get_rank()
+    if "pp" in (mesh.mesh_dim_names or ()):
+        numbers = shims.group_ranks(mesh.get_group("pp"))
+        for number, global_rank in enumerate(sorted(numbers)):
+            numbers[global_rank] = number
+        own = dist.get_rank()
+        numbers[own], numbers[rank] = numbers[rank], numbers[own]
+    else:
+        assert not shift
+    return shift
 
 
 def _replace_generic_names() -> None:

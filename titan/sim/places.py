@@ -43,6 +43,10 @@ class Places:
         self._backward_module = ""
         self._places: dict[tuple[Phase, str, str], Place] = {}
 
+    def begin(self) -> None:
+        """Of another program."""
+        self.phase, self.action, self._in_backward = "setup", "", False
+
     def current(self) -> Place:
         phase, module = self.phase, self._path[-1]
         in_backward = shims.in_backward()

@@ -1,7 +1,8 @@
 """Record what the ranks of a job do, by running the program that the trainer runs on a device that is not there.
 
     record         one trace for each rank that does something of its own, each in a process of its own
-    record_rank    in this process, which is of no other use afterwards
+    record_jobs    several programs and ranks in a process, for which it compiles once
+    record_job     in this process, which is of no other use afterwards
 
 The program is titan.program.build_program's, run for two steps: the first makes the optimizer's state and learns the shapes that
 pipeline stages exchange, the second is what every later one is like.
@@ -11,11 +12,12 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import operator
 import os
 import pickle
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -25,6 +27,7 @@ from titan.config.layout import Layout
 from titan.config.rules import model_config, resolve_layout
 from titan.config.sections import JobConfig
 
+from .extend import CannotExtend
 from .trace import Allocate, Event, Free, Trace
 
 Like = Literal["cuda", "cpu"]
@@ -34,6 +37,21 @@ class RecordError(RuntimeError):
     """Something in a job cannot be traced; the message names it."""
 
 
+@dataclass(frozen=True)
+class Job:
+    """What one process records: these programs by each of these ranks, one after the other, so that it compiles once.
+
+    The programs differ in their depth, the ranks in their pipeline stage. like: whose kernels the device has; see
+    titan.sim.device.Like. join: makes one trace of a rank's traces of the programs.
+    """
+
+    programs: tuple[JobConfig, ...]
+    world_size: int
+    ranks: tuple[int, ...]
+    like: Like = "cuda"
+    join: Callable[[Sequence[Trace]], Trace] = operator.itemgetter(0)
+
+
 def record(
     config: JobConfig,
     *,
@@ -41,23 +59,22 @@ def record(
     ranks: Sequence[int] | None = None,
     processes: int | None = None,
     like: Like = "cuda",
-    steps: int = 2,
+    **options: Any,
 ) -> dict[int, Trace]:
-    """Traces by rank. ranks: the first of each pipeline stage's, unless given: the others do the same.
-    like: whose kernels the device has; see titan.sim.device.Like.
-    steps: to run; the last one is the trace's `step`.
+    """Traces by rank. ranks: the first of each pipeline stage's, unless given: the others do the same. options: as those of
+    `record_job`.
 
     Raises ConfigError for a layout that does not fit `world_size`, and RecordError.
     """
     layout = resolve_layout(config, world_size)
     if ranks is None:
         ranks = distinct_ranks(layout)
-    jobs: list[Job] = [(config, world_size, rank, like) for rank in ranks]
+    jobs = [Job((config,), world_size, (rank,), like) for rank in ranks]
     traces: dict[int, Trace] = {}
-    for number, result in record_jobs(jobs, processes or os.cpu_count() or 1, steps=steps):
-        if isinstance(result, RecordError):
+    for number, result in record_jobs(jobs, processes or os.cpu_count() or 1, **options):
+        if isinstance(result, Exception):
             raise result
-        traces[ranks[number]] = result
+        [traces[ranks[number]]] = result
     return {rank: traces[rank] for rank in ranks}
 
 
@@ -66,25 +83,30 @@ def distinct_ranks(layout: Layout) -> list[int]:
     return [stage * (layout.world_size // layout.pp) for stage in range(layout.pp)]
 
 
-def record_rank(
-    config: JobConfig,
+def record_job(
+    job: Job,
     *,
-    world_size: int,
-    rank: int,
-    like: Like = "cuda",
     steps: int = 2,
+    remembers: bool = True,
     on_backward_error: Callable[[RecordError], None] = lambda _: None,
-) -> Trace:
-    """The trace of one rank. Changes torch for good: to be called once, in a process that has not run a backward pass.
+) -> Iterator[tuple[int, Trace]]:
+    """(rank, its trace) for each of a job's ranks. Changes torch for good: to be called once, in a process that has not run a
+    backward pass.
 
-    on_backward_error: is told at once of an error that may be the process's last. Raises RecordError.
+    steps: to run; the last one is the trace's `step`. remembers: as the Recorder. on_backward_error: is told at once of an error
+    that may be the process's last. Raises RecordError, and what `join` raises.
     """
-    from .environment import environment
+    from . import shims
+    from .environment import act_as, environment
     from .recorder import Recorder
 
-    layout = resolve_layout(config, world_size)
-    with environment(layout, rank=rank, like=like) as (device, mesh):
-        recorder = Recorder(mesh)
+    config, rank = job.programs[0], job.ranks[0]
+    layout = resolve_layout(config, job.world_size)
+    with environment(layout, rank=rank, like=job.like) as (device, mesh):
+        recorder = Recorder(mesh, remembers=remembers)
+        recorder.places.watch_fsdp()
+        _watch_actions(recorder.places)
+        shims.answer_pipeline_metadata(lambda: _boundary(config, layout, device))
         told: dict[int, RecordError] = {}  # what was said of an error, where it was raised
 
         def tell(error: Exception) -> None:
@@ -92,48 +114,56 @@ def record_rank(
             on_backward_error(told[id(error)])
 
         recorder.on_backward_error = tell
-        try:
-            return _record(config, layout, recorder, device, mesh, steps)
-        except Exception as error:
-            if isinstance(error, SystemError) and recorder.error is not None:
-                error = recorder.error
-            if error is recorder.error and id(error) in told:
-                raise told[id(error)] from error
-            raise RecordError(_describe(error, recorder, rank)) from error
+        for rank in job.ranks:
+            recorder.transfers.begin(act_as(rank, mesh))
+            traces = []
+            for program in job.programs:
+                try:
+                    traces.append(_record(program, rank, layout, recorder, device, mesh, steps))
+                except Exception as error:
+                    if isinstance(error, SystemError) and recorder.error is not None:
+                        error = recorder.error
+                    if error is recorder.error and id(error) in told:
+                        raise told[id(error)] from error
+                    raise RecordError(_describe(error, recorder, rank)) from error
+            yield rank, job.join(traces)
 
 
 def _record(
-    config: JobConfig, layout: Layout, recorder: Any, device: Any, mesh: Any, steps: int
+    config: JobConfig,
+    rank: int,
+    layout: Layout,
+    recorder: Any,
+    device: Any,
+    mesh: Any,
+    steps: int,
 ) -> Trace:
-    import torch
-
     from titan import program as program_module
 
-    from . import shims
-
-    trace = Trace(torch.distributed.get_rank(), layout.world_size)
-    shims.answer_pipeline_metadata(lambda: _boundary(config, layout, device))
+    trace = Trace(rank, layout.world_size)
+    recorder.begin()
     with recorder:
         program = program_module.build_program(config, device=device, mesh=mesh)
         recorder.storages.mark_made("parameters")
         for parameter, owner in _owners(program).items():
             recorder.storages.attribute([_local(parameter)], owner)
         trace.setup = _left(recorder.events)
-        _watch(program, program_module, recorder)
         batches = [_fake_batch(config) for _ in range(layout.accumulation)]
         gc.collect()
         gc.disable()  # as the trainer does: what lies in cycles is not freed within a step
-        for step in range(1, steps + 1):
-            recorder.events = []
-            recorder.places.begin_step()
-            recorder.storages.begin()
-            report = program.train_step(batches, step=step)
-            del report
-            recorder.places.phase = "forward"
-            if step == 1:
-                trace.first_step = _left(recorder.events)
-            trace.step = recorder.events
+        with _watched(program, program_module, recorder):
+            for step in range(1, steps + 1):
+                recorder.events = []
+                recorder.places.begin_step()
+                recorder.storages.begin()
+                report = program.train_step(batches, step=step)
+                del report
+                recorder.places.phase = "forward"
+                if step == 1:
+                    trace.first_step = _left(recorder.events)
+                trace.step = recorder.events
         recorder.events = []  # what is freed from here on is no part of it
+        gc.enable()
     trace.groups = recorder.transfers.groups
     return trace
 
@@ -155,14 +185,14 @@ def _owners(program: Any) -> dict[Any, str]:
     }
 
 
-def _watch(program: Any, program_module: Any, recorder: Any) -> None:
+@contextmanager
+def _watched(program: Any, program_module: Any, recorder: Any) -> Iterator[None]:
     """Know when the program's parts run."""
     import torch
 
     places, storages = recorder.places, recorder.storages
     for part in program.parts:
         places.watch(part)
-    places.watch_fsdp()
     owners = _owners(program)
     parameters = list(owners)
 
@@ -190,8 +220,10 @@ def _watch(program: Any, program_module: Any, recorder: Any) -> None:
 
     program_module.clip_gradients = clip_gradients
     program.optimizer.step = optimizer_step
-    if program.pipeline is not None:
-        _watch_actions(places)
+    try:
+        yield
+    finally:
+        program_module.clip_gradients = clip
 
 
 def _watch_actions(places: Any) -> None:
@@ -290,16 +322,15 @@ def _describe(error: Exception, recorder: Any, rank: int) -> str:
 # ---- children ----------------------------------------------------------------------------------
 
 _PRELOAD = ["titan.program", "titan.sim.environment", "titan.sim.recorder", "torch.distributed.pipelining"]  # fmt: skip
-Job = tuple[JobConfig, int, int, Like]
-"""What to record: the config, the number of ranks, which of them, and whose kernels the device has."""
 
 
 def record_jobs(
     jobs: Sequence[Job], processes: int, **options: Any
-) -> Iterator[tuple[int, Trace | RecordError]]:
-    """(number of the job, its trace or why there is none) as they become ready, each from a process of its own, `processes` at a time.
+) -> Iterator[tuple[int, list[Trace] | Exception]]:
+    """(number of the job, its ranks' traces or why there are none) as they become ready, each from a process of its own, `processes` at
+    a time.
 
-    options: as those of `record_rank`.
+    options: as those of `record_job`. The exception is a RecordError, or what the job's `join` raised.
     """
     # Children are forked from a server that has torch imported, and has no threads and no backward pass behind it.
     context = multiprocessing.get_context("forkserver")
@@ -308,7 +339,7 @@ def record_jobs(
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), quiet]))
     context.set_forkserver_preload(_PRELOAD)
     waiting = list(enumerate(jobs))
-    running: dict[Connection, tuple[int, Any]] = {}
+    running: dict[Connection, tuple[int, Any, dict[int, Trace | Exception]]] = {}
     try:
         while waiting or running:
             while waiting and len(running) < processes:
@@ -317,45 +348,52 @@ def record_jobs(
                 child = context.Process(target=_child, args=(theirs, job, options), daemon=True)
                 child.start()
                 theirs.close()
-                running[ours] = (number, child)
+                running[ours] = (number, child, {})
             for connection in wait(list(running)):
                 assert isinstance(connection, Connection)
-                number, child = running.pop(connection)
-                answers = list(_answers(connection))
+                number, child, answers = running[connection]
+                with suppress(EOFError):
+                    rank, answer = pickle.loads(connection.recv_bytes())
+                    # The last one counts: an error in a backward pass may be caught, or the process's last.
+                    answers[rank] = answer
+                    continue
+                del running[connection]
                 connection.close()
                 child.join()
-                died = RecordError(f"the recording process died (exit code {child.exitcode})")
-                yield number, answers[-1] if answers else died
+                yield number, _outcome(jobs[number], answers, child.exitcode)
     finally:
-        for connection, (_, child) in running.items():
+        for connection, (_, child, _) in running.items():
             connection.close()
             child.kill()
             child.join()
 
 
-def _answers(connection: Connection) -> Iterator[Trace | RecordError]:
-    """The last one counts: an error in a backward pass may be caught, or the process's last."""
-    with suppress(EOFError):
-        while True:
-            yield pickle.loads(connection.recv_bytes())
+def _outcome(job: Job, answers: dict[int, Trace | Exception], exit_code: int) -> list[Trace] | Exception:  # fmt: skip
+    traces = []
+    for rank in job.ranks:
+        answer = answers.get(rank)
+        if not isinstance(answer, Trace):
+            return answer or RecordError(f"the recording process died (exit code {exit_code})")
+        traces.append(answer)
+    return traces
 
 
 def _child(connection: Connection, job: Job, options: dict[str, Any]) -> None:
-    config, world_size, rank, like = job
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = (
-        "1"  # nothing is compiled to the end: no pool of compilers
-    )
+    # Nothing is compiled to the end: no pool of compilers.
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    ranks = iter(job.ranks)
+    rank = next(ranks)
 
-    def send(answer: Trace | RecordError) -> None:
-        connection.send_bytes(pickle.dumps(answer, protocol=pickle.HIGHEST_PROTOCOL))
+    def send(answer: Trace | Exception) -> None:
+        connection.send_bytes(pickle.dumps((rank, answer), protocol=pickle.HIGHEST_PROTOCOL))
 
-    options = {**options, "on_backward_error": send}
     try:
-        answer = record_rank(config, world_size=world_size, rank=rank, like=like, **options)
-    except RecordError as error:
-        answer = error
+        for _, trace in record_job(job, on_backward_error=send, **options):
+            send(trace)
+            rank = next(ranks, rank)
+    except (RecordError, CannotExtend) as error:
+        send(error)
     except BaseException as error:
-        answer = RecordError(f"{type(error).__name__}: {error}")
-    send(answer)
+        send(RecordError(f"{type(error).__name__}: {error}"))
     # Not by the interpreter's way out: autograd's thread for the device would sometimes abort it.
     os._exit(0)

@@ -7,6 +7,7 @@ the plain operations that a device runs; what torch computes for itself (output 
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -44,12 +45,14 @@ _UNSHARDED = {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "fsdp::ch
 
 
 class Recorder(TorchDispatchMode):
-    """Inside of a FakeTensorMode. `events` holds what was recorded; replace it to begin anew."""
+    """Inside of a FakeTensorMode. `events` holds what was recorded; replace it to begin anew. remembers: what a compiled program
+    did, instead of running it each time."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, *, remembers: bool = True) -> None:
         super().__init__()
+        self.remembers = remembers
         self.events: list[Event] = []
         self.places = Places()
         self.storages = Storages(
@@ -74,6 +77,14 @@ class Recorder(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
+    def begin(self) -> None:
+        """Recording another program: nothing is left of the one before."""
+        gc.collect()
+        self.events = []
+        self.places.begin()
+        self.storages.forget()
+        device.begin()
+
     def record(self, event: Event) -> None:
         self.events.append(event)
 
@@ -82,13 +93,19 @@ class Recorder(TorchDispatchMode):
 
         @functools.wraps(function)
         def quiet(*args: Any, **kwargs: Any) -> Any:
-            self._paused += 1
-            try:
+            with self.pause():
                 return function(*args, **kwargs)
-            finally:
-                self._paused -= 1
 
         return quiet
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """What is dispatched inside is not recorded."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -227,6 +244,7 @@ class Recorder(TorchDispatchMode):
         shims.wait_late()
         shims.tell_of_unpacking(self._note_error)
         shims.read_meshes_for_real(self.paused)
+        shims.keep_slices_of_meshes()
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: Any, size: int) -> Any:

@@ -1,7 +1,7 @@
 """torch's private names that the simulator depends on, in this one place; tried on torch 2.11 and 2.13.
 
 A name that is missing is told by `find` when the recorder starts: what is missing, and in which torch. Things that are
-replaced are replaced for the life of the process: every trace is recorded in a process of its own.
+replaced are replaced for the life of the process, which only makes recordings.
 """
 
 from __future__ import annotations
@@ -120,6 +120,23 @@ def read_meshes_for_real(paused: Callable[..., Any]) -> None:
         find(module, "DeviceMesh").mesh = property(for_real(rank_map.fget))
 
 
+def keep_slices_of_meshes() -> None:
+    """A mesh's slices are made once: compiled code asks whether they are the very same objects, and would be compiled again."""
+
+    def wrap(take: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        slices: dict[tuple[int, Any], Any] = {}
+
+        def kept(mesh: Any, names: Any) -> Any:
+            key = (id(mesh), names)
+            if key not in slices:
+                slices[key] = (take(mesh, names), mesh)  # which must live as long as its id is used
+            return slices[key][0]
+
+        return kept
+
+    replace("torch.distributed.device_mesh", "DeviceMesh.__getitem__", wrap)
+
+
 def pause_in_sharding_propagation(paused: Callable[..., Any]) -> None:
     """DTensor learns an operation's output shape by running it on fake tensors of the global shape: nothing of this happens on
     the device. `paused` is a decorator."""
@@ -223,6 +240,11 @@ def work_classes() -> tuple[Any, Any, Any]:
     """Classes of a collective's handle, of the fake group's handle, and of a group."""
     module = "torch._C._distributed_c10d"
     return find(module, "Work"), find(module, "FakeWork"), find(module, "ProcessGroup")
+
+
+def group_ranks(group: dist.ProcessGroup) -> dict[int, int]:
+    """torch's own table of a group, from global rank to the rank within."""
+    return find("torch.distributed.distributed_c10d", "_world").pg_group_ranks[group]
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:

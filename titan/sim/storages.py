@@ -54,16 +54,41 @@ class Storages:
     def add(self, tensor: Tensor) -> None:
         """A tensor that an operation returned: its storage may be new."""
         storage = tensor.untyped_storage()
+        if storage._cdata not in self._live:
+            self._take(self._watch(storage), storage.nbytes())
+
+    def adopt(self, tensor: Tensor, event: Allocate) -> None:
+        """The tensor's storage is what the event, recorded before, allocated."""
+        entry = self._watch(tensor.untyped_storage())
+        entry.event = event
+        self._made[event.block] = event
+
+    def _watch(self, storage: Any) -> _Storage:
         address = storage._cdata
-        if address in self._live:
-            return
 
         def end(_: Any) -> None:
-            self._release(self._live.pop(address))
+            if self._live.get(address) is entry:
+                self._release(self._live.pop(address))
 
-        entry = _Storage(None, weakref.ref(storage, end))
-        self._live[address] = entry
-        self._take(entry, storage.nbytes())
+        entry = self._live[address] = _Storage(None, weakref.ref(storage, end))
+        return entry
+
+    def stand_in(self, memory: Tensor, done: Callable[[int], None]) -> int:
+        """Memory that counts as none; `done` is told its address when it ends, which is returned."""
+        storage = memory.untyped_storage()
+        address = storage._cdata
+
+        def end(_: Any) -> None:
+            del self._live[address]
+            done(address)
+
+        self._live[address] = _Storage(None, weakref.ref(storage, end))
+        return address
+
+    def block_of(self, tensor: Tensor) -> int:
+        """-1: it has no memory here."""
+        entry = self._live.get(tensor.untyped_storage()._cdata)
+        return entry.event.block if entry and entry.event else -1
 
     def resize(self, storage: Any, size: int) -> None:
         """Before `storage` is resized: FSDP frees and takes memory so."""
@@ -76,9 +101,12 @@ class Storages:
 
     def take(self, size: int) -> int:
         """Memory that is no tensor's, within compiled code; returns the block."""
-        event = Allocate(next(self._blocks), size, self.stream(), "temporary", self.place())
+        return self.allocate(size, self.stream(), "temporary", self.place()).block
+
+    def allocate(self, size: int, stream: int, category: Category, place: Place) -> Allocate:
+        event = Allocate(next(self._blocks), size, stream, category, place)
         self.record(event)
-        return event.block
+        return event
 
     def give_back(self, block: int) -> None:
         self.record(Free(block))
@@ -86,12 +114,9 @@ class Storages:
     def _take(self, entry: _Storage, size: int) -> None:
         if not size:
             return
-        event = Allocate(
-            next(self._blocks), size, self.stream(), entry.category or "temporary", self.place()
-        )
+        event = self.allocate(size, self.stream(), entry.category or "temporary", self.place())
         entry.event = event
         self._made[event.block] = event
-        self.record(event)
 
     def _release(self, entry: _Storage) -> None:
         if entry.event is None:
@@ -127,6 +152,11 @@ class Storages:
                 made_in = entry.event.place.phase
                 added_up = category == "activations" and made_in == "backward"
                 entry.category = entry.event.category = "gradients" if added_up else category
+        self._made.clear()
+
+    def forget(self) -> None:
+        """What is there is another program's."""
+        self._live.clear()
         self._made.clear()
 
     def begin(self) -> None:

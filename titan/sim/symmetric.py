@@ -32,14 +32,8 @@ _copy = torch.ops.aten.copy_.default
 
 def install(recorder: Recorder) -> None:
     """Take the fused operations apart as on CUDA."""
-    stream: list[device.Stream] = []
-
-    def second_stream(priority: int = 0) -> device.Stream:
-        if not stream:
-            stream.append(device.Stream())
-        return stream[0]
-
-    shims.replace(_MODULE, "_get_backend_stream", lambda _: second_stream)
+    stream = device.Stream(number=device.SECOND_STREAM)
+    shims.replace(_MODULE, "_get_backend_stream", lambda _: lambda priority=0: stream)
     shims.replace(_MODULE, "get_symm_mem_workspace", lambda _: lambda name, min_size: _Workspace(recorder, name))  # fmt: skip
     torch.cuda.current_stream = lambda *_: device.current()  # pyright: ignore
     torch.cuda._sleep = lambda *_: None

@@ -17,7 +17,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -107,20 +107,20 @@ def obtain(
                 done,
             )
         )
-    waiting = [(plan, number, job) for plan in plans for number, job in enumerate(plan.jobs)]
+    processes = processes or os.cpu_count() or 1
+    parts = -(-processes // max(1, len(plans)))  # of each plan: a process of its own for each
+    waiting = [(plan, job) for plan in plans for job in plan.jobs(parts)]
     again: list[Wanted] = []
-    for index, result in record_jobs(
-        [job for *_, job in waiting], processes or os.cpu_count() or 1
-    ):
-        plan, number, _ = waiting[index]
-        if plan.finish(number, result):
+    for number, result in record_jobs([job for _, job in waiting], processes):
+        plan, job = waiting[number]
+        if plan.finish(job, result):
             again.append(plan.wanted)
     if again:
         obtain(again, processes=processes, whole=True, use_cache=use_cache, done=done)
 
 
 class _Plan:
-    """A job, the recordings that make up its traces, and what has come of them."""
+    """A job, the ranks to be recorded, and what has come of them."""
 
     def __init__(
         self,
@@ -131,41 +131,44 @@ class _Plan:
     ) -> None:
         self.wanted, self.depths, self.path, self.done = wanted, depths, path, done
         self.ranks = distinct_ranks(wanted.layout)
-        configs = [wanted.config]
-        if depths:
-            configs = [at_depth(wanted, depth) for depth in (_DEPTH, _DEPTH + 1)]
-        self.jobs: list[Job] = [
-            (config, wanted.layout.world_size, rank, wanted.like)
-            for rank in self.ranks
-            for config in configs
-        ]
-        self.results: dict[int, Any] = {}
+        self.traces: dict[int, Trace] = {}
+        self.ended = False
 
-    def finish(self, number: int, result: Any) -> bool:
-        """A recording is there. True: the job has to be traced whole."""
-        self.results[number] = result
-        if len(self.results) < len(self.jobs):
+    def jobs(self, parts: int) -> list[Job]:
+        """The ranks dealt out to so many processes."""
+        wanted, rest = self.wanted, (self.wanted.layout.world_size, self.wanted.like)
+        dealt = [tuple(self.ranks[part::parts]) for part in range(min(parts, len(self.ranks)))]
+        if not self.depths:
+            return [Job((wanted.config,), rest[0], ranks, rest[1]) for ranks in dealt]
+        programs = tuple(at_depth(wanted, depth) for depth in (_DEPTH, _DEPTH + 1))
+        join = partial(_extended, stages=self.depths)
+        return [Job(programs, rest[0], ranks, rest[1], join) for ranks in dealt]
+
+    def finish(self, job: Job, result: list[Trace] | Exception) -> bool:
+        """Some ranks' recordings are there. True: the job has to be traced whole."""
+        if self.ended:
             return False
-        results = [self.results[n] for n in range(len(self.jobs))]
-        failed = next((r for r in results if isinstance(r, Exception)), None)
-        if failed is not None:
-            self.done(self.wanted, failed)
-            return False
-        if self.depths:
-            try:
-                results = [
-                    extend(small, big, depth=_DEPTH, stages=self.depths)
-                    for small, big in zip(results[::2], results[1::2], strict=True)
-                ]
-            except CannotExtend as reason:
+        if isinstance(result, Exception):
+            self.ended = True
+            if isinstance(result, CannotExtend):
                 logger.info(
-                    f"blocks are not all alike, so that the whole model is traced: {reason}"
+                    f"blocks are not all alike, so that the whole model is traced: {result}"
                 )
                 return True
-        if self.path:
-            _write(self.path, results)
-        self.done(self.wanted, dict(zip(self.ranks, results, strict=True)))
+            self.done(self.wanted, result)
+            return False
+        self.traces |= zip(job.ranks, result, strict=True)
+        if len(self.traces) == len(self.ranks):
+            traces = {rank: self.traces[rank] for rank in self.ranks}
+            if self.path:
+                _write(self.path, list(traces.values()))
+            self.done(self.wanted, traces)
         return False
+
+
+def _extended(traces: Sequence[Trace], *, stages: Sequence[Depth]) -> Trace:
+    small, big = traces
+    return extend(small, big, depth=_DEPTH, stages=stages)
 
 
 # ---- shallow models ------------------------------------------------------------------------------

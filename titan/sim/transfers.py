@@ -8,7 +8,7 @@ issued together with others goes through a communicator of its two ranks, as NCC
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -102,12 +102,17 @@ class Transfers:
     ) -> None:
         self.record, self.stream = record, stream
         self.groups: dict[str, Group] = {}
+        self.shift = 0  # from this process's rank to the one that it acts as
         self.axes = tuple(mesh.mesh_dim_names or ())
         self.mesh_shape = tuple(mesh.shape)
         self._works = count(1)
         self._waited: dict[int, int] = {}  # by address of a functional result's storage
         self._batch = 0  # the work of the transfers that are being issued together
         self._patch_works()
+
+    def begin(self, shift: int) -> None:
+        """Recording another rank, so many further on."""
+        self.groups, self.shift = {}, shift
 
     def issue(
         self, collective: Collective, func: Any, args: Any, kwargs: Any, result: Any, place: Place
@@ -159,6 +164,20 @@ class Transfers:
             self._fake_work.unbox(handle).seq_id = work
         return work
 
+    def is_awaited(self, tensor: Tensor) -> bool:
+        """Whether it is a functional collective's result that is under way."""
+        return bool(self._waited) and tensor.untyped_storage()._cdata in self._waited
+
+    def number_of_work(self) -> int:
+        return next(self._works)
+
+    def again(self, transfer: Transfer, *, work: int, place: Place, shift: int) -> None:
+        """Issue what was issued before, acting as a rank so many after this one. None is to another stage."""
+        moved = self.shift - shift
+        peer = transfer.peer + moved if transfer.peer >= 0 else -1
+        self._group(transfer.group)
+        self.record(replace(transfer, work=work, place=place, peer=peer))
+
     def read(self, data: Tensor, group_name: str, peer: int, *, place: Place) -> None:
         """Read as much as `data` from the memory of a rank of a group."""
         group = self._group(group_name)
@@ -186,11 +205,14 @@ class Transfers:
         name = group.group_name
         if name not in self.groups:
             ranks = tuple(dist.get_process_group_ranks(group))
-            self.groups[name] = Group(name, self._axes_of(ranks), ranks)
+            axes = self._axes_of(ranks)
+            if "pp" not in axes:
+                ranks = tuple(rank + self.shift for rank in ranks)
+            self.groups[name] = Group(name, axes, ranks)
         return self.groups[name]
 
     def _pair(self, group: Group, peer: int) -> Group:
-        first, second = sorted((dist.get_rank(), peer))
+        first, second = sorted((dist.get_rank() + self.shift, peer))
         name = f"{group.name}: {first} and {second}"
         return self.groups.setdefault(name, Group(name, group.axes, (first, second)))
 
