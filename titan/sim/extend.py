@@ -16,6 +16,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -163,8 +164,18 @@ def _labels(events: Sequence[Event], made: dict[int, Allocate], depth: int) -> l
 
 
 def _layer(place: Place) -> int | None:
-    match = _LAYER.search(place.module)
+    return _layer_of(place.module)
+
+
+@functools.cache
+def _layer_of(module: str) -> int | None:
+    match = _LAYER.search(module)
     return int(match[1]) if match else None
+
+
+@functools.cache
+def _any_layer(module: str) -> str:
+    return _LAYER.sub("layers.*", module)
 
 
 def _units(
@@ -491,22 +502,32 @@ class _Extension:
         self, event: Event, spot: _Spot, target: _Spot | None, layer: Callable[[int], int]
     ) -> Event:
         """The event with numbers and places of the whole model."""
-        changes: dict[str, Any] = {}
-        place = getattr(event, "place", None)
-        if place is not None:
-            changes["place"] = self._place(place, layer)
-        made = {Allocate: "block", RecordEvent: "event", Transfer: "work"}.get(type(event))
-        refers = {Free: "block", AwaitEvent: "event", AwaitWork: "work", Transfer: "work"}.get(
-            type(event)
-        )
-        if target is not None:
-            assert refers is not None
-            changes[refers] = self.blocks[target]
-        elif made is not None:
-            changes[made] = self.blocks[spot] = len(self.blocks)
-        elif refers is not None:
-            changes[refers] = -1  # something from before the trace began
-        return replace(event, **changes) if changes else event
+        of = self.blocks
+        refers = (
+            -1 if target is None else of[target]
+        )  # -1: to something from before the trace began
+        match event:
+            case Launch():
+                return Launch(event.kernel, event.stream, self._place(event.place, layer))
+            case Allocate():
+                of[spot] = len(of)
+                place = self._place(event.place, layer)
+                return Allocate(of[spot], event.size_bytes, event.stream, event.category, place)
+            case Free():
+                return Free(refers)
+            case Transfer():
+                if target is None:
+                    refers = of[spot] = len(of)
+                return replace(event, work=refers, place=self._place(event.place, layer))
+            case RecordEvent():
+                of[spot] = len(of)
+                return RecordEvent(event.stream, of[spot])
+            case AwaitEvent():
+                return AwaitEvent(event.stream, refers)
+            case AwaitWork():
+                return AwaitWork(event.stream, refers, event.host)
+            case _:
+                return event
 
     def _place(self, place: Place, layer: Callable[[int], int]) -> Place:
         found = _layer(place)
@@ -522,11 +543,16 @@ class _Extension:
 
 def _shape(event: Event) -> Any:
     """What neighbouring blocks must have in common: all but references and the number of the block."""
-    values: list[Any] = [type(event)]
-    for f in fields(event):
-        value = getattr(event, f.name)
-        if isinstance(value, Place):
-            value = (value.phase, _LAYER.sub("layers.*", value.module), value.action)
-        if f.name not in ("block", "event", "work"):
-            values.append(value)
+    kind = type(event)
+    values: list[Any] = [kind]
+    for name in _compared(kind):
+        value = getattr(event, name)
+        if name == "place":
+            value = (value.phase, _any_layer(value.module), value.action)
+        values.append(value)
     return values
+
+
+@functools.cache
+def _compared(kind: type) -> list[str]:
+    return [f.name for f in fields(kind) if f.name not in ("block", "event", "work")]

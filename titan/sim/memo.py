@@ -18,13 +18,23 @@ from torch import Tensor
 
 from . import device
 from .shims import no_memory_of_calls
-from .trace import Allocate, AwaitEvent, AwaitWork, Event, Free, Launch, Place, RecordEvent, Transfer  # fmt: skip
+from .trace import (  # fmt: skip
+    Allocate,
+    AwaitEvent,
+    AwaitWork,
+    Event,
+    Free,
+    Launch,
+    Place,
+    RecordEvent,
+    Transfer,
+)
 
 if TYPE_CHECKING:
     from .recorder import Recorder
 
 _Memory = tuple[str, int]
-"""Of an output: ("input", its number), or ("made", the block)."""
+"""Of an output: ("input", its number), ("part", the number of an input whose memory it shares), or ("made", the block)."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +61,9 @@ class _Shape:
     def allocated(self) -> Tensor:
         """In memory of its own."""
         if self.whole:
-            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device.NAME)
+            return torch.empty_strided(
+                self.shape, self.stride, dtype=self.dtype, device=device.NAME
+            )
         return self.within(torch.empty(self.num_bytes, dtype=torch.uint8, device=device.NAME))
 
     def within(self, memory: Tensor) -> Tensor:
@@ -139,11 +151,14 @@ class Program:
             if source < 0:
                 told.append((("made", storages.block_of(output)), shape))
                 outputs.append(_plain(output))
-            else:
-                told.append((("input", source), shape))
-                with recorder.pause():
-                    outputs.append(shape.within(given[source]))
-        run = _Run(recorder.transfers.shift, _in_order(recorder.events[start:], self._marks, start), told)
+                continue
+            same = [i for i, a in enumerate(addresses) if a == addresses[source]]
+            whole = next((i for i in same if _Shape.of(given[i]) == shape), None)
+            told.append((("part", source) if whole is None else ("input", whole), shape))
+            outputs.append(self._of_input(told[-1], given))
+        run = _Run(
+            recorder.transfers.shift, _in_order(recorder.events[start:], self._marks, start), told
+        )
         blocks = [memory[1] for memory, _ in filter(_is_told, told)]
         awaited = any(map(recorder.transfers.is_awaited, _tensors(outputs)))
         return None if -1 in blocks or awaited or _refers_outside(run) else run, outputs
@@ -153,11 +168,7 @@ class Program:
     def _tell(self, run: _Run, given: list[Any]) -> list[Any]:
         recorder = self.recorder
         storages, places = recorder.storages, recorder.places
-        memories: dict[_Memory, Tensor] = {
-            output[0]: given[output[0][1]]
-            for output in run.outputs
-            if _is_told(output) and output[0][0] == "input"
-        }
+        kept = {o[0][1]: given[o[0][1]] for o in run.outputs if _is_told(o) and o[0][0] != "made"}
         made: dict[int, Allocate] = {}
         numbers: dict[tuple[str, int], int] = {}
         here = places.current()
@@ -191,19 +202,28 @@ class Program:
                 case _:
                     recorder.record(replace(it))
         outputs: list[Any] = []
-        with recorder.pause():
-            for output in run.outputs:
-                if not _is_told(output):
-                    outputs.append(output)
-                    continue
-                memory, shape = output
-                if memory in memories:
-                    outputs.append(shape.within(memories[memory]))
-                    continue
-                outputs.append(shape.allocated())
-                memories[memory] = outputs[-1]
-                storages.adopt(outputs[-1], made[memory[1]])
+        memories: dict[_Memory, Tensor] = {}
+        for output in run.outputs:
+            if not _is_told(output):
+                outputs.append(output)
+            elif output[0][0] != "made":
+                outputs.append(self._of_input(output, kept))
+            elif (memory := output[0]) in memories:
+                with recorder.pause():
+                    outputs.append(output[1].within(memories[memory]))
+            else:
+                with recorder.pause():
+                    memories[memory] = output[1].allocated()
+                storages.adopt(memories[memory], made[memory[1]])
+                outputs.append(memories[memory])
         return outputs
+
+    def _of_input(self, told: tuple[_Memory, _Shape], given: Any) -> Tensor:
+        (what, number), shape = told
+        if what == "input":
+            return given[number]
+        with self.recorder.pause():
+            return shape.within(given[number])
 
     def _work(self, numbers: dict[tuple[str, int], int], work: int) -> int:
         key = ("work", work)
@@ -244,7 +264,7 @@ def _in_order(
     for number, mark in [*marks, (start + len(events), None)]:
         for event in events[position : number - start]:
             if not isinstance(event, Free) or event.block in made:
-                order.append(replace(event))
+                order.append(replace(event))  # noqa: PERF401
         position = number - start
         if mark is not None:
             order.append(mark)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from .allocator import Allocator, OutOfMemory
 from .profiles import Profile
@@ -184,7 +184,13 @@ class _Steps:
                 yield from states
                 states = ()
             if isinstance(event, Allocate):
-                yield replace(event, block=event.block + self.offset)
+                yield Allocate(
+                    event.block + self.offset,
+                    event.size_bytes,
+                    event.stream,
+                    event.category,
+                    event.place,
+                )
             elif isinstance(event, Free) and event.block in self.own:
                 yield Free(event.block + self.offset)
             elif isinstance(event, Free) and event.block in self.before:

@@ -114,19 +114,20 @@ def record_job(
             on_backward_error(told[id(error)])
 
         recorder.on_backward_error = tell
+
+        def recorded(program: JobConfig) -> Trace:
+            try:
+                return _record(program, rank, layout, recorder, device, mesh, steps)
+            except Exception as error:
+                if isinstance(error, SystemError) and recorder.error is not None:
+                    error = recorder.error
+                if error is recorder.error and id(error) in told:
+                    raise told[id(error)] from error
+                raise RecordError(_describe(error, recorder, rank)) from error
+
         for rank in job.ranks:
             recorder.transfers.begin(act_as(rank, mesh))
-            traces = []
-            for program in job.programs:
-                try:
-                    traces.append(_record(program, rank, layout, recorder, device, mesh, steps))
-                except Exception as error:
-                    if isinstance(error, SystemError) and recorder.error is not None:
-                        error = recorder.error
-                    if error is recorder.error and id(error) in told:
-                        raise told[id(error)] from error
-                    raise RecordError(_describe(error, recorder, rank)) from error
-            yield rank, job.join(traces)
+            yield rank, job.join([recorded(program) for program in job.programs])
 
 
 def _record(

@@ -15,10 +15,8 @@ pipeline stages meet as they did in the step before. Imports no torch.
 
 from __future__ import annotations
 
-import gc
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any
@@ -40,6 +38,7 @@ from .trace import (
     Synchronize,
     Trace,
     Transfer,
+    no_garbage_collection,
 )
 
 
@@ -53,7 +52,7 @@ def replay(traces: Mapping[int, Trace], cost: Cost, *, steps: int = 2) -> Timeli
     With one step, hosts and devices start together, and the step ends when the last stream is done. Raises `ReplayError`.
     """
     assert steps >= 1
-    with _no_garbage_collection():
+    with no_garbage_collection():
         simulation = _Simulation(traces, cost, steps)
         simulation.run()
         return _timeline([*simulation.ranks.values()], steps)
@@ -70,18 +69,6 @@ def _timeline(ranks: list[_Rank], steps: int) -> Timeline:
             rank.number, lanes, rank.transfers, step_s=step_s, origin=origin
         )
     return Timeline(step_s, told)
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Millions of small objects are made and none in cycles: looking for them takes half of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 # ---------------------------------------------------------------------------------------------------------- state

@@ -19,7 +19,7 @@ from .profiles import Profile
 from .record import Like
 from .replay import replay
 from .timeline import Timeline, axis_of
-from .trace import Trace, Transfer
+from .trace import Trace, Transfer, no_garbage_collection
 from .traces import Wanted, obtain
 
 GIB = 2**30
@@ -76,18 +76,19 @@ def simulate(
     wanted = Wanted(config, resolve_layout(config, world_size), like)
     say(f"tracing {wanted.layout.pp} of {world_size} ranks")
     results: list[dict[int, Trace] | Exception] = []
-    obtain(
-        [wanted],
-        processes=processes,
-        whole=whole,
-        use_cache=use_cache,
-        done=lambda _, result: results.append(result),
-    )
-    [traces] = results
-    if isinstance(traces, Exception):
-        raise traces
-    say("replaying")
-    return price(config, wanted.layout, traces, profile, started=start)
+    with no_garbage_collection():
+        obtain(
+            [wanted],
+            processes=processes,
+            whole=whole,
+            use_cache=use_cache,
+            done=lambda _, result: results.append(result),
+        )
+        [traces] = results
+        if isinstance(traces, Exception):
+            raise traces
+        say("replaying")
+        return price(config, wanted.layout, traces, profile, started=start)
 
 
 def price(

@@ -20,7 +20,7 @@ from titan.config.rules import check_to_run
 from .profiles import Profile
 from .replay import ReplayError
 from .simulate import GIB, Facts, facts, price
-from .trace import Trace
+from .trace import Trace, no_garbage_collection
 from .traces import Wanted, obtain, regroup
 
 
@@ -92,7 +92,8 @@ def sweep(
             settled += 1
             progress(settled, len(found))
 
-    obtain(list(wanted.values()), processes=processes, done=done)
+    with no_garbage_collection():
+        obtain(list(wanted.values()), processes=processes, done=done)
     return found
 
 
