@@ -13,13 +13,13 @@ from recording import in_turn
 from titan.config.layout import resolve_layout
 from titan.config.sections import JobConfig
 from titan.sim.cost import Cost
-from titan.sim.extend import CannotExtend, Depth, extend
+from titan.sim.extend import CannotExtend, Depth
 from titan.sim.memory import memory_report
 from titan.sim.profiles import load_profile
 from titan.sim.record import Job, record_jobs
 from titan.sim.replay import replay
-from titan.sim.trace import Event, Trace
-from titan.sim.traces import _DEPTH, Wanted, at_depth, distinct_ranks, shallow
+from titan.sim.trace import Trace
+from titan.sim.traces import Wanted, _Plan, distinct_ranks, shallow
 
 JOBS: dict[str, tuple[int, dict[str, Any]]] = {
     "FSDP2, selective AC": (8, {}),
@@ -58,6 +58,20 @@ JOBS: dict[str, tuple[int, dict[str, Any]]] = {
             },
         },
     ),
+    "1F1B, async TP, compiled": (
+        8,
+        {
+            "model": {"overrides": {"n_layers": 24}},
+            "parallelism": {
+                "pipeline_parallel_degree": 2,
+                "pipeline_parallel_schedule": "1F1B",
+                "tensor_parallel_degree": 2,
+                "enable_async_tensor_parallel": True,
+            },
+            "compile": {"enable": True, "components": ["model"]},
+            "activation_checkpoint": {"mode": "full"},
+        },
+    ),
     "interleaved": (
         2,
         {
@@ -81,31 +95,29 @@ def job(sections: dict[str, Any]) -> JobConfig:
     return JobConfig.model_validate(base | sections)
 
 
-def recordings(wanted: Wanted) -> dict[int, tuple[Trace, Trace, Trace]]:
-    """Of each pipeline rank: both shallow traces and the whole one."""
-    ranks = distinct_ranks(wanted.layout)
-    configs = [at_depth(wanted, _DEPTH), at_depth(wanted, _DEPTH + 1), wanted.config]
-    jobs: list[Job] = [
-        (config, wanted.layout.world_size, rank, wanted.like)
-        for rank in ranks
-        for config in configs
-    ]
-    found: dict[int, Any] = {}
-    for number, trace in record_jobs(jobs, 2):
-        assert isinstance(trace, Trace), trace
-        found[number] = trace
-    return {rank: tuple(found[3 * i + n] for n in range(3)) for i, rank in enumerate(ranks)}  # pyright: ignore
+def recordings(wanted: Wanted, stages: list[Depth]) -> dict[int, tuple[Trace, Trace]]:
+    """Of each pipeline rank: the extended trace, as all are made in one process (but for a pipeline of single ranks), which runs
+    every compiled program once; and the whole one, from a process of its own that runs everything."""
+    world, ranks = wanted.layout.world_size, distinct_ranks(wanted.layout)
+    together = _Plan(wanted, stages, None, lambda *_: None).jobs(1)
+    alone = [Job((wanted.config,), world, (rank,), wanted.like) for rank in ranks]
+    extended, whole = {}, {}
+    for jobs, found, remembers in ((together, extended, True), (alone, whole, False)):
+        for number, traces in record_jobs(jobs, 2, remembers=remembers):
+            assert isinstance(traces, list), traces
+            found |= zip(jobs[number].ranks, traces, strict=True)
+    return {rank: (extended[rank], whole[rank]) for rank in ranks}
 
 
-def canonical(events: list[Event], numbers: defaultdict[str, dict[int, int]]) -> Iterator[Any]:
-    """Events with blocks, works and events numbered as they come."""
-    for event in events:
+def canonical(trace: Trace, section: str, numbers: defaultdict[str, dict[int, int]]) -> Iterator[Any]:  # fmt: skip
+    """Events with blocks, works and events numbered as they come, and groups told by their ranks."""
+    for event in getattr(trace, section):
         values: list[Any] = [type(event).__name__]
         for f in fields(event):
             value = getattr(event, f.name)
             if f.name in ("block", "event", "work"):
                 value = numbers[f.name].setdefault(value, len(numbers[f.name]))
-            values.append(value)
+            values.append(trace.groups[value].ranks if f.name == "group" else value)
         yield values
 
 
@@ -120,16 +132,13 @@ def test_extended_is_whole(name: str) -> None:
     stages = shallow(wanted)
     assert stages is not None
     whole, extended = {}, {}
-    for rank, (few, more, full) in recordings(wanted).items():
-        whole[rank] = full
-        extended[rank] = extend(few, more, depth=_DEPTH, stages=stages)
+    for rank, (found, full) in recordings(wanted, stages).items():
+        whole[rank], extended[rank] = full, found
         numbers = defaultdict[str, dict[int, int]](dict), defaultdict[str, dict[int, int]](dict)
         for section in ("setup", "first_step", "step"):
-            expected, found = getattr(full, section), getattr(extended[rank], section)
-            assert len(found) == len(expected) > 0
-            for a, b in zip(
-                canonical(expected, numbers[0]), canonical(found, numbers[1]), strict=True
-            ):
+            assert len(getattr(found, section)) == len(getattr(full, section)) > 0
+            expected = canonical(full, section, numbers[0])
+            for a, b in zip(expected, canonical(found, section, numbers[1]), strict=True):
                 assert a == b
     profile = load_profile("h100-sxm")
     assert replay(extended, Cost(profile)).step_s == replay(whole, Cost(profile)).step_s
@@ -146,6 +155,6 @@ def test_blocks_that_are_not_alike_are_refused() -> None:
     """Every second block recomputed: neighbours differ."""
     config = job({"activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"}})
     wanted = Wanted(config, resolve_layout(config, 2))
-    [(few, more, _)] = recordings(wanted).values()
-    with pytest.raises(CannotExtend):
-        extend(few, more, depth=_DEPTH, stages=[Depth(0, 15)])
+    [together] = _Plan(wanted, [Depth(0, 15)], None, lambda *_: None).jobs(1)
+    [(_, told)] = record_jobs([together], 1)
+    assert isinstance(told, CannotExtend)

@@ -39,17 +39,17 @@ def act_as(rank: int, mesh: DeviceMesh) -> int:
     """Make the program believe that this rank is another, which differs from it in its pipeline stage alone; returns by how many ranks.
 
     All that a stage's number depends on is the rank within the pipeline's group: there the two change places. Groups
-    along other axes stay this rank's own, and are as large.
+    along other axes stay this rank's own, and are as large. Not where the pipeline is the whole world: its own number in that
+    torch does not look up.
     """
-    shift = rank - dist.get_rank()
-    if "pp" in (mesh.mesh_dim_names or ()):
-        numbers = shims.group_ranks(mesh.get_group("pp"))
-        for number, global_rank in enumerate(sorted(numbers)):
-            numbers[global_rank] = number
-        own = dist.get_rank()
+    own = dist.get_rank()
+    shift = rank - own
+    if shift:
+        pipeline = mesh.get_group("pp")
+        assert dist.get_world_size(pipeline) < dist.get_world_size()
+        numbers = shims.group_ranks(pipeline)
+        numbers.update({global_rank: number for number, global_rank in enumerate(sorted(numbers))})
         numbers[own], numbers[rank] = numbers[rank], numbers[own]
-    else:
-        assert not shift
     return shift
 
 

@@ -11,11 +11,13 @@ pipeline stages exchange, the second is what every later one is like.
 from __future__ import annotations
 
 import gc
+import logging
 import multiprocessing
 import operator
 import os
 import pickle
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -380,8 +382,10 @@ def _outcome(job: Job, answers: dict[int, Trace | Exception], exit_code: int) ->
 
 
 def _child(connection: Connection, job: Job, options: dict[str, Any]) -> None:
-    # Nothing is compiled to the end: no pool of compilers.
+    # Nothing is compiled to the end: no pool of compilers. What torch warns of is of a run, not of its recording.
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
     ranks = iter(job.ranks)
     rank = next(ranks)
 

@@ -136,13 +136,15 @@ class _Plan:
 
     def jobs(self, parts: int) -> list[Job]:
         """The ranks dealt out to so many processes."""
-        wanted, rest = self.wanted, (self.wanted.layout.world_size, self.wanted.like)
+        wanted, layout = self.wanted, self.wanted.layout
+        if layout.pp == layout.world_size:  # see environment.act_as
+            parts = layout.pp
+        job = Job((wanted.config,), layout.world_size, (), wanted.like)
+        if self.depths:
+            programs = tuple(at_depth(wanted, depth) for depth in (_DEPTH, _DEPTH + 1))
+            job = replace(job, programs=programs, join=partial(_extended, stages=self.depths))
         dealt = [tuple(self.ranks[part::parts]) for part in range(min(parts, len(self.ranks)))]
-        if not self.depths:
-            return [Job((wanted.config,), rest[0], ranks, rest[1]) for ranks in dealt]
-        programs = tuple(at_depth(wanted, depth) for depth in (_DEPTH, _DEPTH + 1))
-        join = partial(_extended, stages=self.depths)
-        return [Job(programs, rest[0], ranks, rest[1], join) for ranks in dealt]
+        return [replace(job, ranks=ranks) for ranks in dealt]
 
     def finish(self, job: Job, result: list[Trace] | Exception) -> bool:
         """Some ranks' recordings are there. True: the job has to be traced whole."""
