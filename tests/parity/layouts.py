@@ -40,6 +40,7 @@ class Layout:
     float8: str = ""  # recipe
     exact: tuple[str, ...] = ("output",)  # parts of names of layers that float8 leaves alone
     offload: bool = False
+    repeat_kv: bool = False
     documents: bool = True  # two documents in each sequence, and no attention between them
 
     @property
@@ -120,6 +121,7 @@ LAYOUTS = [
     Layout("DDP x CP", (*REPLICAS, *cp(2))),
     Layout("HSDP x CP", (*REPLICAS, *fsdp(2), *cp(2))),
     Layout("CP x TP+SP", (*cp(2), *tp(2))),
+    Layout("CP x TP+SP, keys and values repeated", (*cp(2), *tp(2)), repeat_kv=True),
     Layout("CP ring x TP+SP", (*cp(2), *tp(2)), settings=RING, documents=False),
     Layout("FSDP2 x CP x TP+SP", (*fsdp(2), *cp(2), *tp(2))),
     # Pipeline parallelism
@@ -211,7 +213,10 @@ def train(layout: Layout, precision: str = "float32") -> dict[str, Any]:
                 "mode": layout.recompute,
                 "cpu_offload": layout.keep_in == "host",
             },
-            "model": {"converters": ["quantize.linear.float8"] if layout.float8 else []},
+            "model": {
+                "converters": ["quantize.linear.float8"] if layout.float8 else [],
+                "overrides": {"repeat_kv": layout.repeat_kv},
+            },
             "quantize": {"linear": {"float8": float8_settings(layout)}},
             "compile": {"enable": bool(layout.compiled), "backend": layout.compiled or "inductor"},
             "parallelism": {
