@@ -11,7 +11,7 @@ from titan.config.sections import JobConfig
 from .profiles import Profile, load_profile, profile_names
 from .record import RecordError
 from .replay import ReplayError
-from .report import duration
+from .report import duration, say
 from .simulate import facts, simulate
 from .sweep import Variant, sweep
 
@@ -125,10 +125,15 @@ def judge(
     """For `titan check`: {"simulation": facts, "fixes": changes with which it fits, if it does not}, or {"not_simulated": why}."""
     if hardware not in profile_names():
         return {"not_simulated": f"the simulator has no profile of {hardware}"}
+
+    def tried(done: int, of: int) -> None:
+        say(f"does not fit: {done} of {of} changes tried")
+
     profile = load_profile(hardware)
     try:
-        simulation = simulate(config, world_size=layout.world_size, profile=profile)
+        simulation = simulate(config, world_size=layout.world_size, profile=profile, say=say)
     except (RecordError, ReplayError) as error:
+        say("")
         return {"not_simulated": str(error)}
     told: dict[str, Any] = {"simulation": facts(simulation), "fixes": []}
     if not simulation.fits:
@@ -138,8 +143,9 @@ def judge(
                 "tokens_per_s_per_gpu": fix.speed,
                 "peak_reserved_gib": fix.reserved_gib,
             }
-            for fix in find_fixes(job, config, layout, profile=profile)
+            for fix in find_fixes(job, config, layout, profile=profile, progress=tried)
         ]
+    say("")
     return told
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from .allocator import Allocator, OutOfMemory
 from .profiles import Profile
@@ -69,13 +70,27 @@ def memory_report(
     trace: Trace, profile: Profile, *, expandable: bool = True, num_largest: int = 20
 ) -> MemoryReport:
     """Replay a rank's memory on a device; expandable: segments, as titan runs."""
-    events = list(_events(trace, int(profile.workspace_mib * 2**20)))
-    of_step = sum(isinstance(event, (Allocate, Free)) for event in trace.step)
+    workspace = int(profile.workspace_mib * 2**20)
     capacity = int(profile.memory_gib * 2**30)
     used = {event.group for event in trace.step if isinstance(event, Transfer)}
     communicators = sum(len(trace.groups[name].ranks) > 1 for name in used)
     outside = int((profile.context_gib + communicators * profile.communicator_gib) * 2**30)
+    report = _unlimited(trace, workspace, expandable, num_largest)
+    fits = report.peak_reserved_bytes + outside <= capacity
+    report = replace(report, outside_bytes=outside, capacity_bytes=capacity, fits=fits)
+    if not report.fits:
+        events = list(_events(trace, workspace))
+        _try_within(report, events, limit_bytes=capacity - outside, expandable=expandable)
+    return report
 
+
+@lru_cache(maxsize=16)  # a sweep asks for one device after the other
+def _unlimited(
+    trace: Trace, workspace_bytes: int, expandable: bool, num_largest: int
+) -> MemoryReport:
+    """On a device that has any amount of memory."""
+    events = list(_events(trace, workspace_bytes))
+    of_step = sum(isinstance(event, (Allocate, Free)) for event in trace.step)
     run = _Run(Allocator(expandable=expandable))
     run.all(events)
     report = MemoryReport(
@@ -87,13 +102,11 @@ def memory_report(
         by_module={},
         largest=[],
         timeline=_timeline(events, run.sizes, first=max(0, len(events) - of_step)),
-        outside_bytes=outside,
-        capacity_bytes=capacity,
-        fits=run.allocator.peak_reserved_bytes + outside <= capacity,
+        outside_bytes=0,
+        capacity_bytes=0,
+        fits=True,
     )
     _tell_peak(report, events[: run.peak_at + 1], run.sizes, num_largest)
-    if not report.fits:
-        _try_within(report, events, limit_bytes=capacity - outside, expandable=expandable)
     return report
 
 

@@ -98,10 +98,13 @@ def record_job(
     steps: to run; the last one is the trace's `step`. remembers: as the Recorder. on_backward_error: is told at once of an error
     that may be the process's last. Raises RecordError, and what `join` raises.
     """
+    from titan import program as program_module
+
     from . import shims
     from .environment import act_as, environment
     from .recorder import Recorder
 
+    program_module.initialize = lambda *_, **__: None  # weights are drawn and leave nothing behind
     config, rank = job.programs[0], job.ranks[0]
     layout = resolve_layout(config, job.world_size)
     with environment(layout, rank=rank, like=job.like) as (device, mesh):
@@ -142,6 +145,7 @@ def _record(
     steps: int,
 ) -> Trace:
     from titan import program as program_module
+    from titan.optim.adam import local
 
     trace = Trace(rank, layout.world_size)
     recorder.begin()
@@ -149,7 +153,7 @@ def _record(
         program = program_module.build_program(config, device=device, mesh=mesh)
         recorder.storages.mark_made("parameters")
         for parameter, owner in _owners(program).items():
-            recorder.storages.attribute([_local(parameter)], owner)
+            recorder.storages.attribute([local(parameter)], owner)
         trace.setup = _left(recorder.events)
         batches = [_fake_batch(config) for _ in range(layout.accumulation)]
         gc.collect()
@@ -193,6 +197,8 @@ def _watched(program: Any, program_module: Any, recorder: Any) -> Iterator[None]
     """Know when the program's parts run."""
     import torch
 
+    from titan.optim.adam import local
+
     places, storages = recorder.places, recorder.storages
     for part in program.parts:
         places.watch(part)
@@ -201,7 +207,7 @@ def _watched(program: Any, program_module: Any, recorder: Any) -> Iterator[None]
 
     def mark_gradients() -> None:
         grads = (p.grad for p in parameters if p.grad is not None)
-        storages.mark((_local(grad) for grad in grads), "gradients")
+        storages.mark((local(grad) for grad in grads), "gradients")
 
     clip, step = program_module.clip_gradients, program.optimizer.step
 
@@ -217,7 +223,7 @@ def _watched(program: Any, program_module: Any, recorder: Any) -> Iterator[None]
             result = step(*args, **kwargs)
         storages.mark_made("optimizer")
         for parameter, state in program.optimizer.state.items():
-            tensors = (_local(value) for value in state.values() if isinstance(value, torch.Tensor))
+            tensors = (local(value) for value in state.values() if isinstance(value, torch.Tensor))
             storages.attribute(tensors, owners[parameter])
         return result
 
@@ -263,12 +269,6 @@ def _watch_actions(places: Any) -> None:
         return losing
 
     shims.replace("torch.distributed.pipelining.schedules", "_PipelineSchedule._maybe_compute_loss", with_loss)  # fmt: skip
-
-
-def _local(tensor: Any) -> Any:
-    from titan.optim.adam import local
-
-    return local(tensor)
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,8 @@ class Recorder(TorchDispatchMode):
 
     def begin(self) -> None:
         """Recording another program: nothing is left of the one before."""
-        gc.collect()
+        if self.storages.any:
+            gc.collect()
         gc.freeze()  # what was imported and compiled is not to be looked through again
         self.events = []
         self.places.begin()

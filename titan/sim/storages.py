@@ -154,6 +154,10 @@ class Storages:
                 entry.category = entry.event.category = "gradients" if added_up else category
         self._made.clear()
 
+    @property
+    def any(self) -> bool:
+        return bool(self._live)
+
     def forget(self) -> None:
         """What is there is another program's."""
         self._live.clear()

@@ -208,9 +208,9 @@ Event: TypeAlias = (
 )
 
 
-@dataclass
+@dataclass(eq=False)
 class Trace:
-    """One rank's program.
+    """One rank's program. Equal to itself only, so that what was found out about it can be remembered.
 
     setup: what is allocated when the model is built. first_step: what the first step allocates and leaves, the optimizer's state above
     all. step: every step but for that.
