@@ -19,7 +19,7 @@ SIM = [sys.executable, "-m", "titan.cli", "sim"]
 JOBS = ROOT / "train_configs" / "published"
 SMALL = [str(JOBS / "R1.toml"), "--world-size", "8", "--hardware", "h100-96g-500w"]
 LARGE = [str(JOBS / "R9.toml"), "--world-size", "512", "--hardware", "h100-96g-500w"]
-# 1,008 variants of one model, of which some are refused.
+# 1,728 variants of one model: 432 programs on four kinds of hardware.
 SWEEP = [
     *(str(ROOT / "train_configs" / "llama3_8b.toml"), "--world-size", "64"),
     *("--hardware", "h100-sxm,h200-sxm,b200,a100-80g"),

@@ -94,6 +94,7 @@ class Program:
 
     def __call__(self, args: list[Any]) -> list[Any]:
         recorder = self.recorder
+        self._marks.clear()
         with recorder.compiled():
             if not recorder.remembers or any(map(recorder.transfers.is_awaited, _tensors(args))):
                 return [_plain(output) for output in self.call(args)]
@@ -120,7 +121,6 @@ class Program:
     ) -> tuple[_Run | None, list[Any]]:
         """None for a run that takes part in something outside of it."""
         recorder, storages = self.recorder, self.recorder.storages
-
         stand_ins, inputs = list(given), dict[int, int]()  # by address of the stand-in
 
         def done_with(address: int, stand_in: int) -> None:
@@ -139,7 +139,6 @@ class Program:
                     if a == address:
                         stand_ins[j] = _Shape.of(given[j]).within(memory)
                 del memory
-        self._marks.clear()
         start = len(recorder.events)
         outputs, told = [], []
         for output in self.call(stand_ins):
