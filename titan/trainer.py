@@ -537,7 +537,10 @@ class Trainer:
     # ---- setting up and ending -----------------------------------------------------------------
 
     def _init_distributed(self) -> torch.device:
-        return start_process_group(init_timeout_s=self.config.comm.init_timeout_seconds)
+        return start_process_group(
+            init_timeout_s=self.config.comm.init_timeout_seconds,
+            expandable_segments=self.config.training.expandable_segments,
+        )
 
     def _after_first_step(self) -> None:
         """Everything is set up and compiled: from now on a collective that takes long is one that hangs."""

@@ -122,3 +122,33 @@ def test_helpers_import_neither_trainer_nor_config() -> None:
 )
 def test_canonical_name(name: str) -> None:
     assert canonical_name(name) == "layers.0.w.weight"
+
+
+_START = """
+import sys, torch
+from titan.parallel.start import start_process_group
+start_process_group(init_timeout_s=60, expandable_segments=sys.argv[1] == "True")
+print(torch._C._accelerator_getAllocatorSettings())
+"""
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C, "_accelerator_getAllocatorSettings"), reason="torch 2.11 does not tell"
+)
+@pytest.mark.parametrize(
+    ("wanted", "variable", "expected"),
+    [
+        ("True", "", "expandable_segments:True"),
+        ("False", "", "expandable_segments:False"),
+        ("True", "max_split_size_mb:512", "max_split_size_mb:512"),
+    ],
+)
+def test_the_allocator_is_set_before_it_is_used(
+    wanted: str, variable: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", variable)
+    command = [sys.executable, "-c", _START, wanted]
+    assert subprocess.check_output(command, text=True).strip() == expected

@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from titan.cli import main
+from titan.sim.memory import memory_report
+from titan.sim.profiles import load_profile
 from titan.sim.sweep import Variant, front
 from titan.sim.trace import CATEGORIES
+from titan.sim.traces import _read
 
 JOB = ["train_configs/debug_model.toml", "--training.seq_len=64", "--training.local_batch_size=2"]
 ON = ["--hardware", "h100-sxm"]
@@ -73,6 +76,25 @@ def test_page_json_trace_and_html(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert compute and all(e["dur"] >= 0 and e["ts"] < 2 * step_us for e in compute)
     page = files["html"].read_text()
     assert "/*DATA*/null" not in page and "https://" not in page and "rank" in page
+
+
+def test_memory_is_that_of_the_allocator_the_job_has(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The default allocator takes segments of 2 and 20 MiB and more; expandable ones grow page by page in one range for each pool."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    reserved = {}
+    for expandable in (True, False):
+        setting = f"--training.expandable_segments={str(expandable).lower()}"
+        assert sim("--world-size", "2", *ON, setting, "--json", "-") == 0
+        told = json.loads(capsys.readouterr().out)["memory"]
+        reserved[expandable] = told["peak_reserved_gib"]
+    [path] = tmp_path.rglob("*.pickle")  # one trace serves both
+    [trace] = _read(path) or []
+    for expandable, gib in reserved.items():
+        report = memory_report(trace, load_profile("h100-sxm"), expandable=expandable)
+        assert report.peak_reserved_bytes / 2**30 == gib
+    assert reserved[True] != reserved[False]
 
 
 def test_the_trace_is_kept_for_other_hardware_and_replicas(

@@ -243,6 +243,9 @@ class TrainingSection(Section):
     """Optimizer steps of the whole run."""
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory (FSDP)."""
+    expandable_segments: bool = True
+    """On CUDA the caching allocator grows its segments in place, so that less memory lies idle between blocks; false: torch's own default.
+    PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF, where one is set, has the last word."""
     dtype: DType = "float32"
     """Precision of the master parameters and of the optimizer."""
     mixed_precision_param: DType = "bfloat16"

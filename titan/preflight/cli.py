@@ -77,7 +77,10 @@ def run_rank(config: JobConfig, layout: Layout, *, json_file: Path | None, dry: 
     from titan.parallel import build_mesh
     from titan.parallel.start import start_process_group
 
-    device = start_process_group(init_timeout_s=config.comm.init_timeout_seconds)
+    device = start_process_group(
+        init_timeout_s=config.comm.init_timeout_seconds,
+        expandable_segments=config.training.expandable_segments,
+    )
     axes = asdict(layout)
     del axes["accumulation"]
     mesh = build_mesh(device.type, **axes)

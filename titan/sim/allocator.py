@@ -7,7 +7,7 @@ As in PyTorch's c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h
     freed blocks merge with free neighbours at once
     memory that is missing comes as a segment: 2 MiB for the small pool, 20 MiB for less than 10 MiB, else rounded to 2 MiB
 
-With expandable segments (what titan sets, PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True), each pool of each stream is one
+With expandable segments (what titan sets, `training.expandable_segments`), each pool of each stream is one
 range of addresses, mapped by pages of 2 MiB (small) or 20 MiB (large) where it grows; a free block at its end grows by
 what is missing. At the limit, cached blocks of all pools are given back and the allocation is tried once more. Then it is out of
 memory. Not modelled: blocks that other streams still use (record_stream), garbage collection below the limit. Imports no torch.

@@ -69,7 +69,7 @@ class MemoryReport:
 def memory_report(
     trace: Trace, profile: Profile, *, expandable: bool = True, num_largest: int = 20
 ) -> MemoryReport:
-    """Replay a rank's memory on a device; expandable: segments, as titan runs."""
+    """Replay a rank's memory on a device; expandable: segments, as `training.expandable_segments`."""
     workspace = int(profile.workspace_mib * 2**20)
     capacity = int(profile.memory_gib * 2**30)
     used = {event.group for event in trace.step if isinstance(event, Transfer)}

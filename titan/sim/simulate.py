@@ -102,7 +102,10 @@ def price(
     """What traces that are there already come to on some hardware."""
     started = time.monotonic() if started is None else started
     timeline = replay(traces, Cost(profile))
-    memory = {rank: memory_report(trace, profile) for rank, trace in traces.items()}
+    expandable = config.training.expandable_segments
+    memory = {
+        rank: memory_report(trace, profile, expandable=expandable) for rank, trace in traces.items()
+    }
     wall_s = time.monotonic() - started
     return Simulation(config, layout, profile, traces, timeline, memory, wall_s)
 

@@ -70,7 +70,14 @@ class Wanted:
         shape["accumulation"] = layout.accumulation
         shape["training"] = training.model_dump(
             mode="json",
-            exclude={"dataset", "dataset_path", "dataloader", "global_batch_size", "steps"},
+            exclude={
+                "dataset",
+                "dataset_path",
+                "dataloader",
+                "global_batch_size",
+                "steps",
+                "expandable_segments",
+            },
         )
         shape["data"] = [config.data.reset_positions, config.data.document_mask]
         for name in ("data_parallel_replicate_degree", "data_parallel_shard_degree"):
