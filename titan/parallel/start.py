@@ -9,9 +9,7 @@ import torch
 import torch.distributed as dist
 
 
-def start_process_group(
-    *, init_timeout_s: float, expandable_segments: bool = True
-) -> torch.device:
+def start_process_group(*, init_timeout_s: float, expandable_segments: bool = True) -> torch.device:
     """Start the process group, on the accelerator if there is one; returns this rank's device.
 
     expandable_segments: of its caching allocator, unless the environment says something of it.

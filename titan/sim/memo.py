@@ -51,7 +51,7 @@ class _Shape:
     def of(cls, tensor: Tensor) -> _Shape:
         storage = tensor.untyped_storage()
         shape, stride = tuple(tensor.shape), tensor.stride()
-        return cls(tensor.dtype, shape, stride, tensor.storage_offset(), storage.nbytes())
+        return cls(tensor.dtype, shape, stride, int(tensor.storage_offset()), storage.nbytes())
 
     @property
     def whole(self) -> bool:
