@@ -132,7 +132,7 @@ def document(rows: dict[str, Row]) -> str:
         "- C6 to C8: the published model copied keys and values to every query head before attention, so that context parallelism sent 16 times the bytes between nodes.",
         "  The jobs here do, too (`model.overrides.repeat_kv`); without it they would be 12%, 13% and 32% too fast. What is left has no explanation.",
         "- Memory on several nodes is that of the default allocator, memory on one node that of expandable segments: of the two launchers in TorchTitan's repository only that for one node",
-        "  sets them. What the authors had is not published; with expandable segments everywhere the mean would be 6.4%, and the worst -22.5% (R10).",
+        "  sets them, as far as we know. What the authors had is not published; with expandable segments everywhere the mean would be 6.4%, and the worst -22.5% (R10).",
         "- Memory under pipelines (R10, C8, P9, P10): too low, and not explained. Tried: keeping every microbatch's logits until the step's end, as torch's pipelines then did",
         "  and titan does not, makes R10's last stage its fullest, at 64.4 GiB, still 11% too low.",
         "",
