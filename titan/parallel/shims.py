@@ -52,6 +52,7 @@ __all__ = [
     "micro_pipeline_module",
     "record_memory_history",
     "replicate",
+    "set_allocator",
     "set_memory_budget",
     "set_timeout",
     "traced_module_path",
@@ -103,6 +104,11 @@ _with_random_state = partitioners.functionalize_rng_ops
 
 def _without_random_state(joint: Any, forward: Any, backward: Any, *_: Any) -> tuple[Any, Any]:
     return forward, backward
+
+
+def set_allocator(settings: str) -> None:
+    """Of the accelerator, as in PYTORCH_ALLOC_CONF; before its first allocation. A variable that is set now might be read too late."""
+    torch._C._accelerator_setAllocatorSettings(settings)
 
 
 def set_memory_budget(share: float) -> None:

@@ -8,15 +8,16 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from .shims import set_allocator
 
-def start_process_group(*, init_timeout_s: float, expandable_segments: bool = True) -> torch.device:
+
+def start_process_group(*, init_timeout_s: float, expandable_segments: bool) -> torch.device:
     """Start the process group, on the accelerator if there is one; returns this rank's device.
 
     expandable_segments: of its caching allocator, unless the environment says something of it.
     """
     if not ({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & {*os.environ}):
-        # private, but the same in torch 2.11 to 2.15; the variables may be read before this
-        torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{expandable_segments}")
+        set_allocator(f"expandable_segments:{expandable_segments}")
     accelerator = (
         torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     )

@@ -24,6 +24,21 @@ OPTIONS = (
 
 def main(argv: list[str] | None = None) -> int:
     """The command; 2 for the user's mistakes, of which titan.cli tells a `ConfigError`."""
+    parser = _parser()
+    options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    if options.calibrate:
+        from .calibrate import calibrate
+
+        return calibrate(options.calibrate, base_name=options.hardware, say=say)
+    if options.world_size is None or options.hardware is None:
+        parser.error("--world-size and --hardware are needed")
+    if options.world_size < 1:
+        message = f"expected a whole number of at least 1, got {options.world_size}"
+        raise ConfigError([Problem("command line", 0, "--world-size", message)])
+    return _sweep(options, job) if options.sweep else _simulate(options, job)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="titan sim",
         usage="titan sim JOB.toml [OVERLAY.toml ...] [--section.key=value ...] --world-size N --hardware H "
@@ -58,18 +73,11 @@ def main(argv: list[str] | None = None) -> int:
         metavar="FILE",
         help="measure this machine instead, and write a profile; --hardware is then what it is compared with, and no job is needed",
     )
-    options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
-    if options.calibrate:
-        from .calibrate import calibrate
+    return parser
 
-        return calibrate(options.calibrate, base_name=options.hardware, say=say)
-    if options.world_size is None or options.hardware is None:
-        parser.error("--world-size and --hardware are needed")
-    if options.world_size < 1:
-        message = f"expected a whole number of at least 1, got {options.world_size}"
-        raise ConfigError([Problem("command line", 0, "--world-size", message)])
-    if options.sweep:
-        return _sweep(options, job)
+
+def _simulate(options: argparse.Namespace, job: list[str]) -> int:
+    """One job: its page, and what was asked for in files."""
     profile = load_profile(options.hardware)
     config = load_from_argv(job, options=list(OPTIONS))
     check_to_run(config, world_size=options.world_size)

@@ -503,9 +503,8 @@ class _Extension:
     ) -> Event:
         """The event with numbers and places of the whole model."""
         of = self.blocks
-        refers = (
-            -1 if target is None else of[target]
-        )  # -1: to something from before the trace began
+        # -1: it refers to something from before the trace began
+        refers = -1 if target is None else of[target]
         match event:
             case Launch():
                 return Launch(event.kernel, event.stream, self._place(event.place, layer))
