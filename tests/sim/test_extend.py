@@ -98,7 +98,7 @@ def job(sections: dict[str, Any]) -> JobConfig:
 def recordings(wanted: Wanted, stages: list[Depth]) -> dict[int, tuple[Trace, Trace]]:
     """Of each pipeline rank: the extended trace, as all are made in one process (but for a pipeline of single ranks), which runs
     every compiled program once; and the whole one, from a process of its own that runs everything."""
-    world, ranks = wanted.layout.world_size, distinct_ranks(wanted.layout)
+    world, ranks = wanted.layout.world_size, distinct_ranks(wanted.config, wanted.layout)
     together = _Plan(wanted, stages, None, lambda *_: None).jobs(1)
     alone = [Job((wanted.config,), world, (rank,), wanted.like) for rank in ranks]
     extended, whole = {}, {}

@@ -20,6 +20,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import groupby
 from typing import Any, TypeAlias
 
 from .trace import (
@@ -144,7 +145,7 @@ def _labels(events: Sequence[Event], made: dict[int, Allocate], depth: int) -> l
     """((phase, action, stage), block) of each event that belongs to a block, else None.
 
     Events that have no place are where the ones before them are. What frees memory outside of all blocks belongs to the
-    block that took it: gradients and states are given back in the order of their blocks.
+    block that took it: gradients and states are given back in the order of their blocks. So do waits for all blocks of a stage.
     """
     labels: list[Any] = []
     here: Any = None
@@ -160,7 +161,24 @@ def _labels(events: Sequence[Event], made: dict[int, Allocate], depth: int) -> l
             labels.append(None if layer is None else ((*phase, "free", layer // depth), layer))
             continue
         labels.append(here)
+    _label_waits(events, labels, depth)
     return labels
+
+
+def _label_waits(events: Sequence[Event], labels: list[Any], depth: int) -> None:
+    """Where one stream awaits what all blocks of a stage recorded (FSDP does after a backward pass), each wait is its block's."""
+    recorded = {
+        event.event: label[1]
+        for event, label in zip(events, labels, strict=True)
+        if isinstance(event, RecordEvent) and label is not None
+    }
+    for waits, run in groupby(range(len(events)), lambda n: isinstance(events[n], AwaitEvent)):
+        if not waits:
+            continue
+        awaited = {n: recorded.get(getattr(events[n], "event", None)) for n in run}
+        if len({*awaited.values()} - {None}) >= depth:
+            for n, layer in awaited.items():
+                labels[n] = None if layer is None else (("wait", layer // depth), layer)
 
 
 def _layer(place: Place) -> int | None:
@@ -312,8 +330,9 @@ class _Extension:
             if unit.steps:
                 unit.template = self._find_template(number, unit)
 
-    def _fail(self, number: int, why: str) -> CannotExtend:
-        return CannotExtend(f"{why}: {self.more.units[number].parts[0][0]}")
+    def _fail(self, number: int, why: str, spot: _Spot | None = None) -> CannotExtend:
+        parts = self.more.units[number].parts
+        return CannotExtend(f"{why}: {parts[spot.part][spot.number] if spot else parts[0][0]}")
 
     def _grown(self, few: int, more: int) -> int:
         """A number that grows with the blocks, at the whole model's depth."""
@@ -370,7 +389,7 @@ class _Extension:
         )
         twin = self.few.targets.get(same)
         if twin is None or twin.unit != target.unit:
-            raise self._fail(spot.unit, "refers to different things at different depths")
+            raise self._fail(spot.unit, "refers to different things at different depths", spot)
         was, its_last = self.few.block(twin), len(self.few.units[twin.unit].parts) - 1
         if own.steps and block - self.more.block(spot) == was - self.few.block(same):
             return ("block", target.unit, block - self.more.block(spot), target.number)
@@ -378,7 +397,7 @@ class _Extension:
             return ("start", target.unit, block, target.number)
         if last - block == its_last - was:
             return ("end", target.unit, last - block, target.number)
-        raise self._fail(spot.unit, "refers to different blocks at different depths")
+        raise self._fail(spot.unit, "refers to different blocks at different depths", spot)
 
     def _is_even(self, number: int, relation: Callable[[_Spot, _Spot], int]) -> bool:
         """Whether all parts of a series refer alike."""

@@ -63,14 +63,13 @@ def record(
     like: Like = "cuda",
     **options: Any,
 ) -> dict[int, Trace]:
-    """Traces by rank. ranks: the first of each pipeline stage's, unless given: the others do the same. options: as those of
-    `record_job`.
+    """Traces by rank. ranks: one of each pipeline stage's (`distinct_ranks`), unless given. options: as those of `record_job`.
 
     Raises ConfigError for a layout that does not fit `world_size`, and RecordError.
     """
     layout = resolve_layout(config, world_size)
     if ranks is None:
-        ranks = distinct_ranks(layout)
+        ranks = distinct_ranks(config, layout)
     jobs = [Job((config,), world_size, (rank,), like) for rank in ranks]
     traces: dict[int, Trace] = {}
     for number, result in record_jobs(jobs, processes or os.cpu_count() or 1, **options):
@@ -80,9 +79,15 @@ def record(
     return {rank: traces[rank] for rank in ranks}
 
 
-def distinct_ranks(layout: Layout) -> list[int]:
-    """Ranks are numbered stage by stage; within a stage all do alike."""
-    return [stage * (layout.world_size // layout.pp) for stage in range(layout.pp)]
+def distinct_ranks(config: JobConfig, layout: Layout) -> list[int]:
+    """One rank of each pipeline stage: the first, or that with the sequence's end where it has more to do than the others."""
+    parallel = config.parallelism
+    alike = parallel.context_parallel_load_balancer == "headtail" or (
+        parallel.context_parallel_rotate_method == "ulysses"
+    )
+    busiest = 0 if alike else (layout.cp - 1) * layout.tp
+    size = layout.world_size // layout.pp  # ranks are numbered stage by stage
+    return [stage * size + busiest for stage in range(layout.pp)]
 
 
 def record_job(

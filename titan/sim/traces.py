@@ -137,7 +137,7 @@ class _Plan:
         done: Callable[..., None],
     ) -> None:
         self.wanted, self.depths, self.path, self.done = wanted, depths, path, done
-        self.ranks = distinct_ranks(wanted.layout)
+        self.ranks = distinct_ranks(wanted.config, wanted.layout)
         self.traces: dict[int, Trace] = {}
         self.ended = False
 
