@@ -87,7 +87,7 @@ def sums(generator: torch.Generator) -> Tensor:
 
 def train(tp: int, steps: int = STEPS) -> float:
     """Train on the default process group; returns the last loss."""
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     mesh = build_mesh(device.type, tp=tp, dp_shard=dist.get_world_size() // tp)
     with torch.device("meta"):
         model = Adder()

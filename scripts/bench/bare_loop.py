@@ -59,7 +59,7 @@ def build_model(config: JobConfig, device: torch.device) -> nn.Module:
 
 def train(config: JobConfig) -> None:
     training, log_freq = config.training, config.metrics.log_freq
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     torch.manual_seed(0)
     model = build_model(config, device)
     weights = [p.detach().clone() for p in model.parameters()]

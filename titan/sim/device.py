@@ -25,6 +25,7 @@ _aten = torch.ops.aten
 # What the device tells goes here; the recorder puts its own function in.
 _report: Callable[[Any], None] = lambda _: None  # noqa: E731
 _stream_numbers, _event_numbers = count(), count()
+_TYPE = 20  # c10::DeviceType::PrivateUse1
 SECOND_STREAM = COMPUTE_STREAM + 1
 """The one that fused collectives and products of compiled programs run on by turns, in whichever program they are."""
 
@@ -52,7 +53,7 @@ class Stream:
         self, device: Any = None, priority: int = 0, *, number: int | None = None, **_: Any
     ) -> None:
         self.number = next(_stream_numbers) if number is None else number
-        self.stream_id, self.device_index = self.number, 0
+        self.stream_id, self.device_index, self.device_type = self.number, 0, _TYPE
         self._before: list[Stream] = []
 
     def wait_stream(self, other: Stream) -> None:

@@ -1,6 +1,6 @@
 """torch's private names that compilation on the fake device depends on; apart from shims.py because importing Inductor takes seconds.
 
-Tried on torch 2.13. A name that is missing fails here, with the torch that lacks it.
+Tried on torch 2.11, 2.13 and 2.15. A name that is missing fails here, with the torch that lacks it.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def write_program(
         lowering = find("torch._inductor.graph", "GraphLowering")(
             graph,
             example_inputs=inputs,
-            shape_env=None,
+            shape_env=find(_compile_fx, "shape_env_from_inputs")(inputs),
             graph_id=graph_id,
             is_inference=is_inference,
             is_backward=is_backward,

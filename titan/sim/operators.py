@@ -23,10 +23,10 @@ _WITH_ADDEND = {"addmm", "baddbmm"}
 _GATHERS = {"embedding", "embedding_dense_backward", "gather", "scatter", "scatter_", "scatter_add",
             "scatter_add_", "index", "index_select", "index_put", "index_put_", "_index_put_impl_"}  # fmt: skip
 _COPIES = {"copy_", "clone", "_to_copy", "cat", "stack", "split_with_sizes_copy", "chunk_cat",
-           "all_gather_copy_in", "_foreach_copy_", "_chunk_cat", "repeat"}  # fmt: skip
+           "all_gather_copy_in", "_foreach_copy_", "_chunk_cat", "chunk_cat_mixed_dtype", "repeat"}  # fmt: skip
 _OVERWRITE = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "uniform_", "normal_", "all_gather_copy_in"}  # fmt: skip
 _FREE = {"detach", "detach_", "alias", "lift_fresh", "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided",
-         "_unsafe_view", "_reshape_alias", "as_strided", "set_", "resize_", "record_stream", "is_pinned", "_pin_memory",
+         "_unsafe_view", "_reshape_alias", "as_strided", "set_", "resize_", "record_stream", "record_grad_output_stream", "is_pinned", "_pin_memory",
          "result_type", "is_same_size", "_has_compatible_shallow_copy_type", "_version", "lift"}  # fmt: skip
 _FREE_NAMESPACES = {"prim", "profiler", "sym"}
 # Kernels of one operation, where it is not one: FlashAttention's backward prepares, computes and converts; a sorted gather

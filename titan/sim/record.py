@@ -117,6 +117,7 @@ def record_job(
         recorder.places.watch_fsdp()
         _watch_actions(recorder.places)
         shims.answer_pipeline_metadata(lambda: _boundary(config, layout, device))
+        shims.release_sent_outputs()
         told: dict[int, RecordError] = {}  # what was said of an error, where it was raised
 
         def tell(error: Exception) -> None:

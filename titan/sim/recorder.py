@@ -41,7 +41,7 @@ _under_way = torch.ops._c10d_functional._wrap_tensor_autograd.default
 _read = torch.ops.aten._local_scalar_dense.default
 _LEAST_HOST_BYTES = 2**20  # of what the host computes: else it is part of issuing the work
 # What FSDP gathers into and scatters from, whose memory is neither a parameter's nor an activation's.
-_UNSHARDED = {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "fsdp::chunk_cat", "fsdp::all_gather_copy_in"}  # fmt: skip
+_UNSHARDED = {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "fsdp::chunk_cat", "fsdp::chunk_cat_mixed_dtype", "fsdp::all_gather_copy_in"}  # fmt: skip
 
 
 class Recorder(TorchDispatchMode):

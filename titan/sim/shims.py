@@ -1,4 +1,4 @@
-"""torch's private names that the simulator depends on, in this one place; tried on torch 2.11 and 2.13.
+"""torch's private names that the simulator depends on, in this one place; tried on torch 2.11, 2.13 and 2.15.
 
 A name that is missing is told by `find` when the recorder starts: what is missing, and in which torch. Things that are
 replaced are replaced for the life of the process, which only makes recordings.
@@ -194,7 +194,28 @@ def answer_pipeline_metadata(answer: Callable[[], Tensor]) -> None:
         for s in stages:
             s._inference_mode = dynamic
 
-    replace("torch.distributed.pipelining.schedules", "_PipelineSchedule._warmup_p2p", lambda _: vote)  # fmt: skip
+    schedules = "torch.distributed.pipelining.schedules"
+    names = ("_warmup_p2p", "_initialize_pipeline_distributed_state")  # until 2.14, and since
+    name = next((n for n in names if hasattr(find(schedules, "_PipelineSchedule"), n)), names[-1])
+    replace(schedules, f"_PipelineSchedule.{name}", lambda _: vote)
+
+
+_A_TENSOR = torch.empty(0)
+
+
+def release_sent_outputs() -> None:
+    """Since 2.15 a pipeline's stage lets go of what it has sent, if that is a plain tensor; a fake one is as good."""
+    stage, name = (
+        "torch.distributed.pipelining.stage",
+        "_PipelineStageBase._output_slot_is_releasable",
+    )
+    if not hasattr(find(stage, "_PipelineStageBase"), name.partition(".")[2]):
+        return
+
+    def wrap(is_releasable: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, output: is_releasable(self, _A_TENSOR if type(output) is FakeTensor else output)  # fmt: skip
+
+    replace(stage, name, wrap)
 
 
 def tell_of_unpacking(tell: Callable[[Exception], None]) -> None:

@@ -35,6 +35,9 @@ def install(recorder: Recorder) -> None:
     stream = device.Stream(number=device.SECOND_STREAM)
     shims.replace(_MODULE, "_get_backend_stream", lambda _: lambda priority=0: stream)
     shims.replace(_MODULE, "get_symm_mem_workspace", lambda _: lambda name, min_size: _Workspace(recorder, name))  # fmt: skip
+    # torch 2.15 asks for an accelerator's allocator of it, earlier ones for what is asked here: whether the group was announced.
+    announced = shims.find(_MODULE, "_group_name_to_store")
+    shims.replace(_MODULE, "is_symm_mem_enabled_for_group", lambda _: announced.__contains__)
     torch.cuda.current_stream = lambda *_: device.current()  # pyright: ignore
     torch.cuda._sleep = lambda *_: None
     for name in _FUSED:
