@@ -138,6 +138,23 @@ def test_blocks_share_a_program_and_know_their_modules() -> None:
     assert any("silu" in name for name in fused) and any("rms_norm" in name for name in fused)
 
 
+def test_the_backward_of_a_custom_function_is_no_recomputation() -> None:
+    """The ring's own block and one more, in each of four layers."""
+    config = compiled_job(
+        parallelism=LAYOUTS["CP all-gather"], activation_checkpoint={"mode": "full"}
+    )
+    attention = Counter(
+        (e.kernel.kind, e.place.phase)
+        for e in events_of(trace_of(config, world=2).step, Launch)
+        if e.kernel.kind.startswith("attention")
+    )
+    assert attention == {
+        ("attention", "forward"): 8,
+        ("attention", "recompute"): 8,
+        ("attention_backward", "backward"): 8,
+    }
+
+
 def test_the_loss_is_compiled() -> None:
     config = compiled_job(compile={"enable": True, "components": ["loss"]})
     names = {

@@ -125,6 +125,7 @@ class _Wrapper(inductor.PythonWrapperCodegen):
     def __init__(self) -> None:
         super().__init__()
         self.kernels: dict[str, Kernel] = {}
+        self.recomputed: set[torch.fx.Node] | None = None
 
     @staticmethod
     def create(is_subgraph: bool, subgraph_name: Any, parent_wrapper: Any, *rest: Any) -> Any:
@@ -138,18 +139,32 @@ class _Wrapper(inductor.PythonWrapperCodegen):
 
     def enter_context(self, ctx: torch.fx.Node) -> None:
         super().enter_context(ctx)
-        path, recomputes = _origin(ctx, is_backward=inductor.V.graph.is_backward)
-        self.writeline(f"at({path!r}, {recomputes})")
+        if self.recomputed is None:
+            self.recomputed = _recomputed(ctx.graph) if inductor.V.graph.is_backward else set()
+        self.writeline(f"at({_module_of(ctx)!r}, {ctx in self.recomputed})")
 
 
-def _origin(node: torch.fx.Node, *, is_backward: bool) -> tuple[str, bool]:
-    """Module within the compiled one that a node of a graph was traced in, and whether it is of a forward pass done again."""
-    stack = node.meta.get("nn_module_stack")
-    tag = node.meta.get("partitioner_tag")
-    if tag is None:  # made by a pass, of nodes that may have one
-        made_of = {n.meta.get("partitioner_tag") for n in node.all_input_nodes} - {None}
-        tag = "is_forward" if made_of == {"is_forward"} else "is_backward"
-    recomputes = is_backward and tag == "is_forward"
-    paths = [path for path, _ in (stack or node.meta.get("fwd_nn_module_stack") or {}).values()]
+def _module_of(node: torch.fx.Node) -> str:
+    """The one within the compiled module that a node of a graph was traced in."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    paths = [path for path, _ in stack.values()]
     inner = paths[-1].removeprefix("L['self']").removeprefix(_WRAPPED) if paths else ""
-    return inner.lstrip("."), recomputes
+    return inner.lstrip(".")
+
+
+def _recomputed(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """The nodes of a backward graph that do a part of the forward pass again.
+
+    The partitioner has tagged most. A node of an autograd.Function's backward, or made by a pass, has no tag: it is of the backward
+    pass if it needs anything of it.
+    """
+    tags: dict[torch.fx.Node, str | None] = {}
+    for node in graph.nodes:
+        tag = node.meta.get("partitioner_tag")
+        if tag is None:
+            of = {tags[n] for n in node.all_input_nodes} - {None}
+            tag = next((t for t in ("is_backward", "is_forward") if t in of), None)
+        if node.op == "placeholder":  # a gradient, or what was kept
+            tag = "is_backward" if node.name.startswith("tangents") else None
+        tags[node] = tag
+    return {node for node, tag in tags.items() if tag == "is_forward"}
