@@ -130,9 +130,8 @@ def _forwarder(agent: subprocess.Popen[Any]) -> Any:
         if number != ASKING:
             received.append(number)
         ranks = ranks_of(agent.pid)
-        if number != ASKING and (
-            not ranks or len(received) > 2
-        ):  # still starting, or asked for the third time: torchrun ends them
+        # Still starting, or asked for the third time: torchrun ends them.
+        if number != ASKING and (not ranks or len(received) > 2):
             agent.terminate()
         for rank in ranks:
             with suppress(ProcessLookupError):  # it has just ended

@@ -266,9 +266,8 @@ def test_training_from_and_to_a_folder(sources, pool: Pool, tmp_path: Path) -> N
     pool.run(2, train, job(source, {"pp": 2}, folder=by_folder, **hf, **last))
     pool.run(1, train, job(source, {}, folder=drawn, enable=False))
     assert losses(by_step) == pytest.approx(losses(by_folder), rel=1e-5)
-    assert (
-        abs(losses(by_step)[0] - losses(drawn)[0]) > 0.01
-    )  # as those of the drawn weights are not
+    # Those of the drawn weights are not the same.
+    assert abs(losses(by_step)[0] - losses(drawn)[0]) > 0.01
     saved = tensors(by_folder / "huggingface" / "step-2")
     model = HFModel.of("qwen3", model_config(job(source, {}, folder=drawn).model))
     stored = {

@@ -84,9 +84,8 @@ def ranks(degrees: Degrees) -> int:
 # ---- the loss curve --------------------------------------------------------------------------------
 
 
-Seen = dict[
-    int, tuple[int, tuple[int, ...]]
-]  # by the sample's number, the step that trained on it, and its tokens
+# By the number of a sample: the step that trained on it, and its tokens.
+Seen = dict[int, tuple[int, tuple[int, ...]]]
 
 
 def run_leg(degrees: Degrees, folder: Path, steps: int) -> tuple[int, int, Seen]:

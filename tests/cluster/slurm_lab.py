@@ -157,9 +157,8 @@ class Slurm:
         """Wait until the job, which runs, is requeued; change it, and spare us the two minutes that Slurm then lets pass."""
         state = ("squeue", "--noheader", f"--jobs={job}", "--format=%T")
         self.wait_for(lambda: self.run(*state) == "PENDING", within_s=within_s)
-        time.sleep(
-            2
-        )  # its credential was revoked; one made within the same second would count as revoked, too
+        # Its credential was revoked; one made within the same second would count as revoked, too.
+        time.sleep(2)
         self.run("scontrol", "update", f"JobId={job}", *changes, "StartTime=now")
 
     def log(self) -> str:

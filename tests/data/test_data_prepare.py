@@ -137,9 +137,8 @@ def test_killed_at_any_moment_it_continues_to_the_same_bytes(tmp_path: Path) -> 
             time.sleep(0.005)
         kills += process.poll() is None
         os.kill(process.pid, signal.SIGKILL)
-        process.communicate(
-            timeout=30
-        )  # ends only when the workers, which hold the pipe, have ended too
+        # It ends only when the workers, which hold the pipe, have ended too.
+        process.communicate(timeout=30)
     assert kills >= 1
     assert main([*options, "--output", str(folder), "--workers", "1"]) == 0
     assert main([*options, "--output", str(tmp_path / "whole"), "--workers", "1"]) == 0

@@ -31,9 +31,8 @@ def test_stdlib_is_python_source_without_its_tests() -> None:
     texts = list(documents.read())
     assert sum(map(len, texts)) > 3_000_000
     joined = "\n".join(texts)
-    assert (
-        '"""JSON (JavaScript Object Notation) <https://json.org>' in joined
-    )  # json/__init__.py's docstring
+    # From json/__init__.py.
+    assert '"""JSON (JavaScript Object Notation) <https://json.org>' in joined
     assert "class ArgumentParser(" in joined
     assert open_documents(s.StdlibSource()).identity == documents.identity
 

@@ -349,9 +349,8 @@ def test_bombs_in_the_other_files_run_nothing(run_dir: Path, tmp_path: Path) -> 
         load(step, {"model.0": torch.empty(40, 50)})
     metadata = step_dir(run_dir, 20) / ".metadata"
     shutil.copy(metadata, step)
-    with pytest.raises(
-        CheckpointError, match="cannot be read"
-    ):  # the bomb lies where a tensor should
+    # The bomb lies where a tensor should.
+    with pytest.raises(CheckpointError, match="cannot be read"):
         load(step, {"model.0": torch.empty(40, 50)})
     assert not mark.exists()
 

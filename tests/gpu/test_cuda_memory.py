@@ -64,9 +64,8 @@ def test_modes_keep_the_numbers_and_save_memory(group: None) -> None:
     }.items():
         losses, norms, peaks[name] = run(activation_checkpoint=section)
         assert losses == pytest.approx(plain[0], rel=1e-4), name
-        assert norms == pytest.approx(plain[1], rel=3e-3), (
-            name
-        )  # attention's backward adds atomically
+        # Attention's backward adds atomically.
+        assert norms == pytest.approx(plain[1], rel=3e-3), name
     assert plain[2] > peaks["every 2nd"] > peaks["op"] > peaks["full"] > peaks["full, offload"]
     assert plain[2] > peaks["offload"]
 

@@ -58,9 +58,8 @@ def test_formula(mode: str, rows: dict[str, tuple[float, float, float]]) -> None
 
 
 def test_more_recomputation_keeps_less(rows: dict[str, tuple[float, float, float]]) -> None:
-    order = [
-        EAGER[i] for i in (0, 1, 3, 2, 4, 5, 6)
-    ]  # every matmul is as much as every second block
+    # Every matmul is as much as every second block.
+    order = [EAGER[i] for i in (0, 1, 3, 2, 4, 5, 6)]
     kept = [rows[mode][0] for mode in order]
     assert kept == sorted(kept, reverse=True)
     assert rows["full"][1] < rows['selective, "op"'][1] < rows["none"][1]  # the peaks too

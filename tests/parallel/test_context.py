@@ -255,9 +255,8 @@ def _check_kernels(
 ) -> None:
     """Every rank's blocks, one rank after the other on one device, against float64 on a CPU."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [
-        (2, h, 600, 32) for h in (4, 2, 2, 4)
-    ]  # chunks of 75 positions: no multiple of a tile
+    # Chunks of 75 positions: no multiple of a tile.
+    shapes = [(2, h, 600, 32) for h in (4, 2, 2, 4)]
     *whole, grad = (torch.randn(s, generator=generator).to(dtype) for s in shapes)
     leaves = [x.double().requires_grad_() for x in whole]
     out = PlainAttention()(*leaves)

@@ -253,9 +253,8 @@ CASES = [
 
 def _plan(case: tuple[int, str, int]) -> pipeline.PipelinePlan:
     ranks, name, count = case
-    less = (
-        0 if ranks == 4 else 1
-    )  # a stage with the embedding alone would have no activations to count
+    # A stage with the embedding alone would have no activations to count.
+    less = 0 if ranks == 4 else 1
     return plan_pipeline(
         LAYERS,
         num_ranks=ranks,

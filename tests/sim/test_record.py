@@ -127,9 +127,8 @@ def test_matrix_products_are_the_models() -> None:
     tokens = 8 * 64
     sizes = model_config(config.model)
     blocks = sizes.flops_per_token(64) - 6 * sizes.num_embedding_params
-    head = (
-        6 * sizes.num_embedding_params
-    )  # the loss runs its backward products within the forward pass
+    # The loss runs its backward products within the forward pass.
+    head = 6 * sizes.num_embedding_params
     assert by_phase["forward"] == tokens * (blocks / 3 + head)
     assert by_phase["backward"] == tokens * blocks * 2 / 3
     # w2, the last product, is not needed again: recomputation stops before it.
@@ -150,9 +149,8 @@ def test_kernels_know_what_they_move() -> None:
     adam = kernels["aten::_fused_adamw_", ""]
     shard = model_config(job().model).num_params // 2
     assert adam.kind == "optimizer"
-    assert adam.write_bytes == pytest.approx(
-        3 * 4 * shard, rel=0.05
-    )  # one of two groups of parameters
+    # Of one of two groups of parameters.
+    assert adam.write_bytes == pytest.approx(3 * 4 * shard, rel=0.05)
     assert adam.read_bytes == pytest.approx(4 * 4 * shard, rel=0.05)
 
 
@@ -172,9 +170,8 @@ def test_places() -> None:
         if e.kind == "all_gather"
     )
     assert gathers["forward", "layers.0"] == 1
-    assert (
-        sum(n for (phase, _), n in gathers.items() if phase == "backward") == 3
-    )  # but the last block's
+    # All but the last block's.
+    assert sum(n for (phase, _), n in gathers.items() if phase == "backward") == 3
     scatters = [
         e.place.module for e in events_of(trace.step, Transfer) if e.kind == "reduce_scatter"
     ]

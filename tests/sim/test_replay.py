@@ -111,9 +111,8 @@ def test_sends_cost_time() -> None:
     timeline = replay(pipeline(schedule, send_us=500), FixedCost())
     assert timeline.step_s == pytest.approx((1 + 0.5 + 1 + 2 + 0.5 + 2) * 1e-3)
     exposed = timeline.mean_by("exposed_s")
-    assert (
-        exposed["pp+pp 0-1"] == exposed["pp+pp 1-0"] == pytest.approx(0.25e-3)
-    )  # of one rank each
+    # Groups of one rank each.
+    assert exposed["pp+pp 0-1"] == exposed["pp+pp 1-0"] == pytest.approx(0.25e-3)
     check_sums(timeline)
 
 
@@ -215,9 +214,8 @@ def test_transfers_of_one_group_queue_and_those_of_one_work_do_not() -> None:
     together = play([
         transfer(40, group="dp", work=1), transfer(10, group="dp", work=1), AwaitWork(0, 1),
     ])  # fmt: skip
-    assert (
-        us(together.step_s) == 50
-    )  # on the same links: half the rate until the short one is through
+    # On the same links each has half the rate until the short one is through.
+    assert us(together.step_s) == 50
 
 
 def test_transfers_share_links() -> None:

@@ -112,9 +112,8 @@ def test_the_trace_is_kept_for_other_hardware_and_replicas(
     )
     assert sim("--world-size", "4", "--hardware", "a100-80g", f"{hsdp}=2", "--json", "-") == 0
     slower = json.loads(capsys.readouterr().out)
-    assert (
-        slower["time"]["compute_s"] > first["time"]["compute_s"]
-    )  # the step itself waits for the host
+    # The step itself waits for the host.
+    assert slower["time"]["compute_s"] > first["time"]["compute_s"]
     categories = [told["memory"]["by_category_gib"] for told in (first, slower)]
     assert categories[0]["activations"] == categories[1]["activations"] > 0
     assert sim("--world-size", "64", *ON, f"{hsdp}=32", "--json", "-") == 0
@@ -124,9 +123,8 @@ def test_the_trace_is_kept_for_other_hardware_and_replicas(
         == first["comm"]["by_axis"]["dp_replicate"]["bytes"]
     )
     of = [told["comm"]["by_axis"]["dp_replicate"] for told in (first, wider)]
-    assert (
-        of[1]["exposed_s"] + of[1]["overlapped_s"] > of[0]["exposed_s"] + of[0]["overlapped_s"]
-    )  # across nodes
+    # The second goes across nodes.
+    assert of[1]["exposed_s"] + of[1]["overlapped_s"] > of[0]["exposed_s"] + of[0]["overlapped_s"]
     with pytest.raises(AssertionError, match="traced again"):
         sim("--world-size", "8", *ON, f"{hsdp}=2")  # other shards
 

@@ -40,9 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if store := _store(arguments):
         threading.Thread(target=_end_with_store, args=store, name="store", daemon=True).start()
-    if (
-        "SLURM_NODEID" in os.environ
-    ):  # the first node has it; torchrun would guess, by its addresses
+    # The first node has the store; torchrun would guess, by its addresses.
+    if "SLURM_NODEID" in os.environ:
         is_first = os.environ["SLURM_NODEID"] == "0"
         arguments.insert(0, f"--rdzv-conf=is_host={int(is_first)}")
     return torchrun(arguments)
@@ -93,6 +92,5 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(
-        code
-    )  # an interpreter that is torn down has no handlers any more, and a signal would change the exit code
+    # An interpreter that is torn down has no handlers any more, and a signal would change the exit code.
+    os._exit(code)

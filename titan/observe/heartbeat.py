@@ -73,9 +73,8 @@ class Heartbeat:
         self.limit_s, self.run_dir, self.step = limit_s, run_dir, step
         self.rank, self.world_size = rank, world_size
         self.every_s = limit_s / BEATS_PER_TIMEOUT
-        self._me = self._first = (
-            Owner.this_process()
-        )  # the latter: rank 0, which may hold the store
+        # The first is rank 0, which may hold the store.
+        self._me = self._first = Owner.this_process()
         self._store: Any = None
         self._rounds = 0  # of beats that the store has taken
         self._leaving = threading.Event()  # the main thread ends by itself
@@ -182,6 +181,7 @@ class Heartbeat:
         if silent:
             reason = describe_silence(after, silent, limit_s=self.limit_s)
             lost = "is lost" in reason
+            # The next beat finds it, like those of all others.
             self._agree(
                 Verdict(
                     reason,
@@ -190,7 +190,7 @@ class Heartbeat:
                     rank=self.rank,
                     silent=tuple(silent),
                 )
-            )  # which the next beat finds, like those of all others
+            )
 
     def _obey(self, verdict: Verdict) -> None:
         """End, unless the main thread is about to: it may have failed of the same, and says more."""

@@ -35,9 +35,8 @@ WINDOW_STEPS = (
     20  # looked at together, in three logged steps at least: one slow step is no slow rank
 )
 _LEAST_SHARE = 0.02  # of a step: a rank that is later by less than that delays nobody
-_MAX_BYTES = (
-    2**18
-)  # of a file of times; then it becomes rank-N.times.previous.jsonl. Two thousand rows or so
+# Two thousand rows or so: a longer file of times becomes rank-N.times.previous.jsonl.
+_MAX_BYTES = 2**18
 _FLUSH_S = 2.0
 
 

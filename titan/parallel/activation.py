@@ -117,9 +117,8 @@ class _Selection:
                 block.get_submodule(name).register_forward_hook(self._leave)
 
     def _enter(self, *_: Any) -> None:
-        if (
-            not torch.compiler.is_compiling()
-        ):  # a compiler is asked where it is, see _in_kept_module
+        # A compiler is asked where it is, see _in_kept_module.
+        if not torch.compiler.is_compiling():
             self.depth += 1
 
     def _leave(self, *_: Any) -> None:

@@ -122,9 +122,8 @@ class _BlockwiseAttention(torch.autograd.Function):
             if gather:
                 gathered[sources.start] = dkv_N2BGSK
                 continue
-            if (
-                traveling is not None
-            ):  # arrived, with what the ranks before added, during this block
+            # They arrived, with what the ranks before added, during this block.
+            if traveling is not None:
                 dkv_N2BGSK += wait(traveling)
             traveling = _pass_on(dkv_N2BGSK, part)
         if gather:

@@ -16,6 +16,5 @@ if __name__ == "__main__":
             print(error, file=sys.stderr)
         code = 2
     sys.stdout.flush()
-    os._exit(
-        code
-    )  # as titan/train.py: gloo's threads may be at work while the interpreter is torn down
+    # As in titan/train.py: gloo's threads may be at work while the interpreter is torn down.
+    os._exit(code)

@@ -132,9 +132,8 @@ def _attention(known: Profile, seconds_of: SecondsOf, sizes: Sizes, dtype: str) 
         """TFLOP/s that make the formula's time the measured one."""
         name = "attention_backward" if backward else "attention"
         shape = (max(1, sizes.lengths[-1] // length), sizes.heads, length, 128)
-        kernel = Kernel(
-            f"aten::{name}", name, (shape,) * 3, dtype, causal=causal
-        )  # shapes of q, k, v
+        # The shapes are those of q, k, v.
+        kernel = Kernel(f"aten::{name}", name, (shape,) * 3, dtype, causal=causal)
         flat = dict.fromkeys(("attention_forward_tflops", "attention_backward_tflops"), ((1, 1.0),))  # fmt: skip
         one = known.model_copy(update={**flat, "attention_causal_share": 1.0, "kernel_min_us": 0.0})
         return Cost(one).kernel_s(kernel) / max(

@@ -132,14 +132,12 @@ def _sweep(options: argparse.Namespace, job: list[str]) -> int:
             message = f"'{text}': expected KEY=A,B,..., such as training.local_batch_size=1,2,4"
             raise ConfigError([Problem("command line", 0, "--sweep", message)])
         axes[key] = values.split(",")
-        for value in axes[
-            key
-        ]:  # no key, or no value of one: a mistake, and no variant that cannot run
+        # What is no key, or no value of one, is a mistake, and no variant that cannot run.
+        for value in axes[key]:
             load_from_argv([*job, f"--{key}={value}"], options=list(OPTIONS))
     profiles = [load_profile(name) for name in options.hardware.split(",")]
-    load_from_argv(
-        job, options=list(OPTIONS)
-    )  # mistakes of the job itself, before thousands of variants
+    # Mistakes of the job itself, before thousands of variants.
+    load_from_argv(job, options=list(OPTIONS))
     start = time.monotonic()
     variants = sweep(
         job,

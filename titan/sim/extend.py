@@ -175,7 +175,7 @@ def _label_waits(events: Sequence[Event], labels: list[Any], depth: int) -> None
     for waits, run in groupby(range(len(events)), lambda n: isinstance(events[n], AwaitEvent)):
         if not waits:
             continue
-        awaited = {n: recorded.get(getattr(events[n], "event", None)) for n in run}
+        awaited = {n: recorded.get(getattr(events[n], "event", -1)) for n in run}
         if len({*awaited.values()} - {None}) >= depth:
             for n, layer in awaited.items():
                 labels[n] = None if layer is None else (("wait", layer // depth), layer)
@@ -443,11 +443,8 @@ class _Extension:
             )
             for n, event in enumerate(unit.parts[source]):
                 spot = _Spot(number, part, n)
+                # Beyond what was traced of a series, an event refers as its neighbours do.
                 reference = self.references[number][source][n]
-                if (
-                    unit.series and part > source
-                ):  # beyond what was traced: refers as its neighbours do
-                    reference = self.references[number][source][n]
                 target = None if reference is None else self._resolve(reference, spot)
                 grown = event if unit.steps else self._grow(number, source, n, event)
                 events.append(self._copy(grown, spot, target, self._layer(unit, part)))

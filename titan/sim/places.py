@@ -28,10 +28,8 @@ class Places:
     def __init__(self) -> None:
         self.phase: Phase = "setup"
         self.action = ""
-        self._failure = (
-            0,
-            "",
-        )  # id of an error, which must not keep its frames alive, and the innermost module
+        # Id of an error, which must not keep its frames alive, and the innermost module.
+        self._failure = (0, "")
         self.on_backward: Callable[[], None] = lambda: None
         self._path: list[str] = [""]
         self._recomputing = 0

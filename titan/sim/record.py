@@ -211,6 +211,7 @@ def _watched(program: Any, program_module: Any, recorder: Any) -> Iterator[None]
     owners = _owners(program)
     parameters = list(owners)
 
+    @torch.no_grad()  # or a DTensor's shard would be a new tensor, with a history
     def mark_gradients() -> None:
         grads = (p.grad for p in parameters if p.grad is not None)
         storages.mark((local(grad) for grad in grads), "gradients")
@@ -228,10 +229,14 @@ def _watched(program: Any, program_module: Any, recorder: Any) -> Iterator[None]
         with places.during("optimizer"):
             result = step(*args, **kwargs)
         storages.mark_made("optimizer")
+        attribute_states()
+        return result
+
+    @torch.no_grad()
+    def attribute_states() -> None:
         for parameter, state in program.optimizer.state.items():
             tensors = (local(value) for value in state.values() if isinstance(value, torch.Tensor))
             storages.attribute(tensors, owners[parameter])
-        return result
 
     program_module.clip_gradients = clip_gradients
     program.optimizer.step = optimizer_step

@@ -247,6 +247,7 @@ class Recorder(TorchDispatchMode):
         shims.tell_of_unpacking(self._note_error)
         shims.read_meshes_for_real(self.paused)
         shims.keep_slices_of_meshes()
+        shims.make_shards_when_asked()
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: Any, size: int) -> Any:

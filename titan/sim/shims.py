@@ -63,8 +63,6 @@ def register_backend(name: str, module: Any) -> None:
 
 def init_fake_process_group(device_type: str, *, rank: int, world_size: int) -> None:
     store = find("torch.testing._internal.distributed.fake_pg", "FakeStore")()
-    # As NCCL does: what is issued together is one piece of work.
-    find("torch._C._distributed_c10d", "FakeProcessGroup").supports_coalescing = True
     # As NCCL's: sends and receives that are issued together are one launch, in which none waits for another.
     find("torch._C._distributed_c10d", "FakeProcessGroup").supports_coalescing = property(lambda _: True)  # fmt: skip
     dist.init_process_group(
@@ -135,6 +133,28 @@ def keep_slices_of_meshes() -> None:
         return kept
 
     replace("torch.distributed.device_mesh", "DeviceMesh.__getitem__", wrap)
+
+
+def make_shards_when_asked() -> None:
+    """FSDP cuts each parameter into as many shards as there are ranks, and looks at the first and its own: only these are made."""
+
+    def wrap(old: Callable[..., Any]) -> Callable[..., Any]:
+        def chunk(tensor: Tensor, num_chunks: int, dim: int) -> Any:
+            if tensor.size(dim) % num_chunks or not tensor.size(dim):
+                return old(tensor, num_chunks, dim)
+            return _Shards(tensor, tensor.size(dim) // num_chunks, dim)
+
+        return chunk
+
+    replace("torch.distributed.fsdp._fully_shard._fsdp_param", "_chunk_with_empty", wrap)
+
+
+class _Shards:
+    def __init__(self, tensor: Tensor, size: int, dim: int) -> None:
+        self.tensor, self.size, self.dim = tensor, size, dim
+
+    def __getitem__(self, number: int) -> Tensor:
+        return self.tensor.narrow(self.dim, number * self.size, self.size)
 
 
 def pause_in_sharding_propagation(paused: Callable[..., Any]) -> None:
