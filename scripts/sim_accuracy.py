@@ -128,7 +128,7 @@ def document(rows: dict[str, Row]) -> str:
         "What is off, and what was tried:",
         "",
         "- C3, C4: with the sequence on 4 and 8 ranks the published runs slow down by more than attention's FLOPs do (2.4 times from CP 2 to CP 4, where they",
-        "  predict 1.7). Nothing published says why; no factor was invented for it.",
+        "  predict 1.7). Nothing published says why; no factor was invented for it. Tried: a sequence whose work is not balanced, which makes C2 to C4 32%, 23% and 26% too slow.",
         "- C6 to C8: the published model copied keys and values to every query head before attention, so that context parallelism sent 16 times the bytes between nodes.",
         "  The jobs here do, too (`model.overrides.repeat_kv`); without it they would be 12%, 13% and 32% too fast. What is left has no explanation.",
         "- Memory on several nodes is that of the default allocator, memory on one node that of expandable segments: of the two launchers in TorchTitan's repository only that for one node",

@@ -20,13 +20,13 @@ from recording import (
     trace_of,
     traced_peak,
 )
-from titan.config.rules import model_config
+from titan.config.rules import model_config, resolve_layout
 from titan.config.sections import JobConfig
 from titan.sim import record as record_module
 from titan.sim import recorder
 from titan.sim.cost import Cost
 from titan.sim.profiles import load_profile
-from titan.sim.record import RecordError, record
+from titan.sim.record import RecordError, distinct_ranks, record
 from titan.sim.replay import replay
 from titan.sim.trace import (
     HOST,
@@ -112,6 +112,28 @@ def test_peak_is_the_real_one(name: str, pool: Pool) -> None:
 
 
 # ---- operations ----------------------------------------------------------------------------------
+
+
+def test_without_balance_the_rank_with_the_sequences_end_is_traced() -> None:
+    """Two ranks, cut once through the sequence: the second sees two blocks of keys in each of four layers, the first one."""
+    context: dict[str, Any] = {"context_parallel_degree": 2}
+    ranks = {
+        balancer: record(job(parallelism=context | {"context_parallel_load_balancer": balancer}), world_size=2)
+        for balancer in ("headtail", "none")
+    }  # fmt: skip
+    assert [[*traces] for traces in ranks.values()] == [[0], [1]]
+    in_forward = [
+        launch.kernel.causal
+        for launch in events_of(ranks["none"][1].step, Launch)
+        if launch.kernel.kind == "attention" and launch.place.phase == "forward"
+    ]
+    assert sorted(in_forward) == [False] * 4 + [True] * 4
+    pipeline = job(parallelism=context | {
+        "pipeline_parallel_degree": 2,
+        "tensor_parallel_degree": 2,
+        "context_parallel_load_balancer": "none",
+    })  # fmt: skip
+    assert distinct_ranks(pipeline, resolve_layout(pipeline, 8)) == [2, 6]
 
 
 def test_matrix_products_are_the_models() -> None:
