@@ -307,6 +307,11 @@ RULES = [
         "no layer is converted",
     ),
     (
+        "[model]\nconverters = ['float8']\n[hardware]\nname = 'a100-80g'\n",
+        "job.toml:4: hardware.name",
+        "a100-80g does not multiply in float8; set emulate = true",
+    ),
+    (
         "[model]\nconverters = ['quantize.linear.mx', 'float8']\n",
         "job.toml:2: model.converters",
         "a layer is converted once",

@@ -97,6 +97,16 @@ def test_memory_is_that_of_the_allocator_the_job_has(
     assert reserved[True] != reserved[False]
 
 
+def test_hardware_without_float8_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    converted = ("--world-size", "1", "--model.converters", '["quantize.linear.float8"]')
+    assert sim(*converted, "--hardware", "a100-80g") == 2
+    assert "a100-80g does not multiply in float8; set emulate" in capsys.readouterr().err
+    several = ("--hardware", "a100-80g,h100-sxm", "--sweep", "training.local_batch_size=2")
+    assert sim(*converted, *several) == 0
+    said = capsys.readouterr().out
+    assert "2 variants: 1 fit" in said and "1 cannot run: a100-80g does not multiply" in said
+
+
 def test_the_trace_is_kept_for_other_hardware_and_replicas(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

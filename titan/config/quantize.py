@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from .problems import Finding, choose
 from .sections import Float8Section, JobConfig, MXSection
@@ -22,6 +22,17 @@ def quantize_section(config: JobConfig) -> Float8Section | MXSection | None:
     if any(name in FLOAT8 for name in config.model.converters):
         return config.quantize.linear.float8
     return config.quantize.linear.mx if MX[0] in config.model.converters else None
+
+
+def lacks_units(config: JobConfig, hardware: str, dtypes: Container[str]) -> str:
+    """What is to be said if the hardware, whose matrix units multiply these dtypes, cannot run the job; else nothing."""
+    section = quantize_section(config)
+    if section is None or section.emulate or "float8" in dtypes:
+        return ""
+    return (
+        f"{hardware} does not multiply in float8; set emulate = true to compute the same numbers slowly, or take the "
+        "converter out of model.converters"
+    )
 
 
 def check_converters(config: JobConfig) -> Iterator[Finding]:

@@ -14,7 +14,7 @@ from titan.parallel.schedules import canonical_schedule, splits_backward
 from .layout import CUDA_GRAPHS, Layout, check_layout, resolve_layout
 from .model import model_config, resolve_model
 from .problems import ConfigError, Finding, Problem, choose
-from .quantize import check_converters
+from .quantize import check_converters, lacks_units
 from .sections import JobConfig
 from .supported import check_supported
 
@@ -89,9 +89,13 @@ def _check_schedule(config: JobConfig) -> Iterator[Finding]:
 
 
 def _check_hardware(config: JobConfig) -> Iterator[Finding]:
-    name, known = config.hardware.name, [hardware.name for hardware in HARDWARE]
-    if name != "auto" and name.lower() not in known:
+    name, known = config.hardware.name, {hardware.name: hardware for hardware in HARDWARE}
+    if name == "auto":
+        return
+    if name.lower() not in known:
         yield "hardware.name", f'unknown hardware "{name}"{choose(name, ["auto", *known])}'
+    elif problem := lacks_units(config, name, known[name.lower()].peak_flops):
+        yield "hardware.name", problem
 
 
 def _check_data(config: JobConfig) -> Iterator[Finding]:

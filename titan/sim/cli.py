@@ -84,7 +84,7 @@ def _simulate(options: argparse.Namespace, job: list[str]) -> int:
 
     from .record import RecordError
     from .replay import ReplayError
-    from .simulate import facts, simulate
+    from .simulate import HardwareError, facts, simulate
 
     try:
         simulation = simulate(
@@ -114,7 +114,7 @@ def _simulate(options: argparse.Namespace, job: list[str]) -> int:
             write_page(simulation, told, options.html)
     except BrokenPipeError:  # of `titan sim ... | head`
         raise
-    except (RecordError, ReplayError, OSError) as error:
+    except (HardwareError, RecordError, ReplayError, OSError) as error:
         say("")
         print(f"titan sim: {error}", file=sys.stderr)
         return 1 if isinstance(error, ReplayError) else 2

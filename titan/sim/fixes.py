@@ -12,7 +12,7 @@ from .profiles import Profile, load_profile, profile_names
 from .record import RecordError
 from .replay import ReplayError
 from .report import duration, say
-from .simulate import facts, simulate
+from .simulate import HardwareError, facts, simulate
 from .sweep import Variant, sweep
 
 Settings = dict[str, str]
@@ -132,7 +132,7 @@ def judge(
     profile = load_profile(hardware)
     try:
         simulation = simulate(config, world_size=layout.world_size, profile=profile, say=say)
-    except (RecordError, ReplayError) as error:
+    except (HardwareError, RecordError, ReplayError) as error:
         say("")
         return {"not_simulated": str(error)}
     told: dict[str, Any] = {"simulation": facts(simulation), "fixes": []}

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from titan.config.layout import Layout
+from titan.config.quantize import lacks_units
 from titan.config.rules import model_config, resolve_layout
 from titan.config.sections import JobConfig
 
@@ -57,6 +58,10 @@ class Simulation:
         return self.tokens_per_step / self.timeline.step_s / self.layout.world_size
 
 
+class HardwareError(ValueError):
+    """The hardware cannot run the job; the message is for the user."""
+
+
 def simulate(
     config: JobConfig,
     *,
@@ -70,9 +75,11 @@ def simulate(
 ) -> Simulation:
     """A step of a job that passed titan.config.rules, on `world_size` devices of a profile.
 
-    whole: trace every block, even if they are alike; use_cache: of traces; like: as titan.sim.device.Like. say: is told what is being done. Raises ConfigError, RecordError and ReplayError.
+    whole: trace every block, even if they are alike; use_cache: of traces; like: as titan.sim.device.Like. say: is told what is being done. Raises ConfigError, HardwareError, RecordError and ReplayError.
     """
     start = time.monotonic()
+    if reason := lacks_units(config, profile.name, profile.peak_tflops):
+        raise HardwareError(reason)
     wanted = Wanted(config, resolve_layout(config, world_size), like)
     say(f"tracing {wanted.layout.pp} of {world_size} ranks")
     results: list[dict[int, Trace] | Exception] = []

@@ -15,6 +15,7 @@ from typing import Any
 
 from titan.config.load import load_from_argv
 from titan.config.problems import ConfigError
+from titan.config.quantize import lacks_units
 from titan.config.rules import check_to_run
 
 from .profiles import Profile
@@ -81,8 +82,16 @@ def sweep(
             settled += len(same)
             continue
         one = Wanted(config, layout)
-        wanted.setdefault(one.key, one)
-        by_key[one.key] += [(variant, one, by_name[variant.hardware]) for variant in same]
+        for variant in same:
+            peaks = by_name[variant.hardware].peak_tflops
+            variant.problem = lacks_units(config, variant.hardware, peaks)
+        able = [
+            (variant, one, by_name[variant.hardware]) for variant in same if not variant.problem
+        ]
+        settled += len(same) - len(able)
+        if able:
+            wanted.setdefault(one.key, one)
+            by_key[one.key] += able
     progress(settled, len(found))
 
     def done(one: Wanted, traces: dict[int, Trace] | Exception) -> None:
