@@ -144,7 +144,8 @@ def test_the_loss_curve_goes_on_under_other_layouts(pool: Pool, tmp_path: Path) 
     assert [row["lr"] for row in found] == [row["lr"] for row in expected]
     for key in ("loss", "grad_norm"):
         assert [row[key] for row in found] == pytest.approx([r[key] for r in expected], rel=1e-5)
-    assert expected[-1]["loss"] < expected[0]["loss"] - 0.01  # these were not twelve idle steps
+    losses = [row["loss"] for row in expected]
+    assert sum(losses[-4:]) < sum(losses[:4]) - 0.04  # these were not twelve idle steps
     states = [stored(folder / "checkpoint" / f"step-{STEPS}") for folder in (whole, parts)]
     assert states[0].keys() == states[1].keys()
     for name, value in states[0].items():

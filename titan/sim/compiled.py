@@ -12,6 +12,7 @@ of CUDA graphs.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +42,10 @@ _SETTINGS: dict[str, Any] = {
 }
 
 
-# How Dynamo names the module in torch's wrapper for activation checkpointing.
-_WRAPPED = ".__dict__['_modules']['_checkpoint_wrapped_module']"
+# How Dynamo names a compiled module, or the one in torch's wrapper for activation checkpointing, in older torch and newer.
+_ITSELF = re.compile(
+    r"^L\['self'\](\._checkpoint_wrapped_module|\.__dict__\['_modules'\]\['_checkpoint_wrapped_module'\])?\.?"
+)
 
 
 def install(recorder: Recorder) -> None:
@@ -148,8 +151,7 @@ def _module_of(node: torch.fx.Node) -> str:
     """The one within the compiled module that a node of a graph was traced in."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     paths = [path for path, _ in stack.values()]
-    inner = paths[-1].removeprefix("L['self']").removeprefix(_WRAPPED) if paths else ""
-    return inner.lstrip(".")
+    return _ITSELF.sub("", paths[-1]) if paths else ""
 
 
 def _recomputed(graph: torch.fx.Graph) -> set[torch.fx.Node]:
