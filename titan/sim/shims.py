@@ -225,17 +225,14 @@ _A_TENSOR = torch.empty(0)
 
 def release_sent_outputs() -> None:
     """Since 2.15 a pipeline's stage lets go of what it has sent, if that is a plain tensor; a fake one is as good."""
-    stage, name = (
-        "torch.distributed.pipelining.stage",
-        "_PipelineStageBase._output_slot_is_releasable",
-    )
-    if not hasattr(find(stage, "_PipelineStageBase"), name.partition(".")[2]):
+    module, stage, method = "torch.distributed.pipelining.stage", "_PipelineStageBase", "_output_slot_is_releasable"  # fmt: skip
+    if not hasattr(find(module, stage), method):
         return
 
     def wrap(is_releasable: Callable[..., Any]) -> Callable[..., Any]:
         return lambda self, output: is_releasable(self, _A_TENSOR if type(output) is FakeTensor else output)  # fmt: skip
 
-    replace(stage, name, wrap)
+    replace(module, f"{stage}.{method}", wrap)
 
 
 def tell_of_unpacking(tell: Callable[[Exception], None]) -> None:
