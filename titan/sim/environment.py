@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,6 +68,8 @@ def _replace_generic_names() -> None:
             return generator("cpu")
 
     torch.Generator = Generator  # pyright: ignore
+    # Unless told otherwise, of CUDA's generators: so do pipelines of torch 2.12.
+    torch.random.fork_rng = partial(torch.random.fork_rng, device_type=device.NAME)
     pin = Tensor.pin_memory
 
     def pin_memory(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:

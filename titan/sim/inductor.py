@@ -1,6 +1,6 @@
 """torch's private names that compilation on the fake device depends on; apart from shims.py because importing Inductor takes seconds.
 
-Tried on torch 2.11, 2.13 and 2.15. A name that is missing fails here, with the torch that lacks it.
+Tried on torch 2.11 to 2.15. A name that is missing fails here, with the torch that lacks it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""torch's private names that the simulator depends on, in this one place; tried on torch 2.11, 2.13 and 2.15.
+"""torch's private names that the simulator depends on, in this one place; tried on torch 2.11 to 2.15.
 
 A name that is missing is told by `find` when the recorder starts: what is missing, and in which torch. Things that are
 replaced are replaced for the life of the process, which only makes recordings.
