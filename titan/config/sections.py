@@ -643,6 +643,14 @@ class ValidationSection(Section):
     cover the validation text once, which must be finite."""
 
 
+class SimulatorSection(Section):
+    """What `titan sim`, `titan check` and `titan plan` take for granted; training does not read it."""
+
+    torch: Literal["installed", "2.6"] = "installed"
+    """Whose pipelines are simulated: those of the torch that is installed, or torch 2.6's, which held more memory, for runs that were
+    published in its time; docs/simulator.md says what."""
+
+
 class DebugSection(Section):
     """Reproducibility."""
 
@@ -681,6 +689,7 @@ class JobConfig(Section):
     comm: CommSection = CommSection()
     fault_tolerance: FaultToleranceSection = FaultToleranceSection()
     hardware: HardwareSection = HardwareSection()
+    simulator: SimulatorSection = SimulatorSection()
     debug: DebugSection = DebugSection()
 
     _origin: Origin = PrivateAttr(default_factory=Origin)

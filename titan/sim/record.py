@@ -112,7 +112,7 @@ def record_job(
     program_module.initialize = lambda *_, **__: None  # weights are drawn and leave nothing behind
     config, rank = job.programs[0], job.ranks[0]
     layout = resolve_layout(config, job.world_size)
-    with environment(layout, rank=rank, like=job.like) as (device, mesh):
+    with environment(layout, config.simulator, rank=rank, like=job.like) as (device, mesh):
         recorder = Recorder(mesh, remembers=remembers)
         recorder.places.watch_fsdp()
         _watch_actions(recorder.places)

@@ -41,6 +41,7 @@ _PROGRAM = (
     "activation_checkpoint",
     "compile",
     "quantize",
+    "simulator",
 )
 """Sections that the program is built from, whole."""
 _DEPTH = 5
