@@ -136,11 +136,15 @@ def try_save(manager: CheckpointManager, step: int) -> bool:
     return manager.poll(wait=True)
 
 
+@pytest.mark.parametrize("room", [0, 8_192], ids=["no room", "some room"])
 @MODES
-def test_a_full_disk(mode: str, small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk(
+    mode: str, room: int, small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     manager = manager_of(small_disk, async_mode=mode)
     assert try_save(manager, 10)
     ballast = fill(small_disk)
+    os.truncate(ballast, ballast.stat().st_size - room)
     assert not try_save(manager, 20)
     errors = [r.getMessage() for r in caplog.records if r.name == "titan"]
     assert len(errors) == 1 and "\n" not in errors[0]

@@ -51,6 +51,17 @@ def _trace_of(config: str, world: int, **settings: Any) -> Trace:
     return record(job, world_size=world, ranks=[0], **settings)[0]
 
 
+def left_behind(trace: Trace) -> list[Allocate]:
+    """What is alive after the last step."""
+    alive: dict[int, Allocate] = {}
+    for event in (*trace.setup, *trace.first_step, *trace.step):
+        if isinstance(event, Allocate):
+            alive[event.block] = event
+        elif isinstance(event, Free):
+            del alive[event.block]
+    return [*alive.values()]
+
+
 def in_turn(names: Collection[str], *, slow: Collection[str]) -> list[Any]:
     """Parameters of a test, some of which run with -m slow only."""
     marked = set(slow)

@@ -15,13 +15,14 @@ from recording import (
     events_of,
     in_turn,
     job,
+    left_behind,
     real_batches,
     real_program,
     trace_of,
     traced_peak,
 )
 from titan.config.rules import model_config, resolve_layout
-from titan.config.sections import JobConfig, SimulatorSection
+from titan.config.sections import JobConfig
 from titan.sim import record as record_module
 from titan.sim import recorder
 from titan.sim.cost import Cost
@@ -32,9 +33,7 @@ from titan.sim.trace import (
     HOST,
     Allocate,
     Event,
-    Free,
     Launch,
-    Trace,
     Transfer,
 )
 
@@ -223,22 +222,11 @@ def test_pipeline_actions() -> None:
     assert peers == {("send", 0), ("recv", 0)}
 
 
-def _left(trace: Trace) -> list[Allocate]:
-    """What the last step leaves behind."""
-    alive: dict[int, Allocate] = {}
-    for event in (*trace.setup, *trace.first_step, *trace.step):
-        if isinstance(event, Allocate):
-            alive[event.block] = event
-        elif isinstance(event, Free):
-            del alive[event.block]
-    return [*alive.values()]
-
-
 def test_categories() -> None:
     trace = trace_of(job(batch=8, training=BF16), world=2)
     sizes = model_config(job().model)
     left: Counter[str] = Counter()
-    for event in _left(trace):
+    for event in left_behind(trace):
         left[event.category] += event.size_bytes
     shard = 4 * sizes.num_params // 2
     assert left["parameters"] == shard
@@ -264,24 +252,6 @@ def test_gradients_that_microbatches_add_up_are_no_activations() -> None:
     )
     whole = [e for e in made if e.category == "gradients" and e.place.phase == "backward"]
     assert sum(e.size_bytes for e in whole) >= 2 * parameters  # sharded over two ranks
-
-
-@pytest.mark.parametrize("stage", [0, 1])
-def test_pipelines_of_torch_2_6_hold_more(stage: int) -> None:
-    """From one step to the next: all outputs, and the fp32 gradients of the stage's last block."""
-    pipeline = {"pipeline_parallel_degree": 2}
-    config = job(batch=4, training=BF16, parallelism=pipeline, loss={"chunk_output": False})
-    old = config.model_copy(update={"simulator": SimulatorSection(torch="2.6")})
-    rank = 2 * stage
-    held = [
-        sum(e.size_bytes for e in _left(record(c, world_size=4, ranks=[rank])[rank]))
-        for c in (config, old)
-    ]
-    model = model_config(config.model)
-    tokens = config.training.local_batch_size * config.training.seq_len
-    outputs = tokens * (model.vocab_size if stage else model.dim) * 2
-    gradients = model.num_block_params * 4
-    assert held[1] - held[0] == outputs + gradients
 
 
 def test_every_later_step_is_the_same() -> None:

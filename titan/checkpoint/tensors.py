@@ -44,7 +44,13 @@ class _Folder(FileSystem):
                 yield stream
                 return
             hashing = HashingStream(stream)
-            yield hashing
+            try:
+                yield hashing
+            except RuntimeError as error:
+                # torch's zip writer, cut short by a full disk, ends with an error of its own.
+                if isinstance(error.__context__, OSError):
+                    raise error.__context__ from None
+                raise
             die_at("unsynced", self.location)
             self.files.persist(stream)
             self.entries[name] = hashing.entry()

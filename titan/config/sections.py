@@ -647,8 +647,8 @@ class SimulatorSection(Section):
     """What `titan sim`, `titan check` and `titan plan` take for granted; training does not read it."""
 
     torch: Literal["installed", "2.6"] = "installed"
-    """Whose pipelines are simulated: those of the torch that is installed, or torch 2.6's, which held more memory, for runs that were
-    published in its time; docs/simulator.md says what."""
+    """Whose program is simulated: that of the torch which is installed, or what torch 2.6 made of pipelines and of compiled context
+    parallelism, for runs that were published in its time; docs/simulator.md says what differs."""
 
 
 class DebugSection(Section):

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan.config.layout import Layout
-from titan.config.sections import SimulatorSection
 from titan.parallel import build_mesh, offload
 
 from . import device, shims
@@ -26,12 +25,10 @@ _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 @contextmanager
 def environment(
-    layout: Layout, section: SimulatorSection, *, rank: int, like: device.Like
+    layout: Layout, *, rank: int, like: device.Like
 ) -> Iterator[tuple[torch.device, DeviceMesh]]:
     """A rank of a fake world, and fake tensors inside of it."""
     fake_device = device.register(like)
-    if section.torch == "2.6" and layout.pp > 1:
-        shims.hold_as_2_6_did()
     shims.init_fake_process_group(device.NAME, rank=rank, world_size=layout.world_size)
     _replace_generic_names()
     mesh = build_mesh(device.NAME, **{axis: getattr(layout, axis) for axis in _AXES})

@@ -105,19 +105,21 @@ def record_job(
     """
     from titan import program as program_module
 
-    from . import shims
+    from . import era, shims
     from .environment import act_as, environment
     from .recorder import Recorder
 
     program_module.initialize = lambda *_, **__: None  # weights are drawn and leave nothing behind
     config, rank = job.programs[0], job.ranks[0]
     layout = resolve_layout(config, job.world_size)
-    with environment(layout, config.simulator, rank=rank, like=job.like) as (device, mesh):
+    with environment(layout, rank=rank, like=job.like) as (device, mesh):
         recorder = Recorder(mesh, remembers=remembers)
         recorder.places.watch_fsdp()
         _watch_actions(recorder.places)
         shims.answer_pipeline_metadata(lambda: _boundary(config, layout, device))
         shims.release_sent_outputs()
+        if config.simulator.torch == "2.6":
+            era.go_back(config, layout)
         told: dict[int, RecordError] = {}  # what was said of an error, where it was raised
 
         def tell(error: Exception) -> None:

@@ -235,49 +235,6 @@ def release_sent_outputs() -> None:
     replace(module, f"{stage}.{method}", wrap)
 
 
-def hold_as_2_6_did() -> None:
-    """What pipelines of torch 2.6 kept until the next step: each stage every microbatch's output, and, since they never ended FSDP's
-    backward pass, what the last block's reduce-scatter sends, until the next one.
-
-    Read off its stage.py: `output_chunks`, and `run_post_backward`, which lacks the call wrapped here.
-    """
-    module, stage = "torch.distributed.pipelining.stage", "_PipelineStageBase"
-
-    def keep_output(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def keeping(self: Any, *args: Any, **kwargs: Any) -> Any:
-            output = forward(self, *args, **kwargs)
-            self.__dict__.setdefault("kept_outputs", []).append(output)
-            return output
-
-        return keeping
-
-    def drop_outputs(clear: Callable[[Any], None]) -> Callable[[Any], None]:
-        def clearing(self: Any) -> None:
-            self.__dict__.pop("kept_outputs", None)
-            clear(self)
-
-        return clearing
-
-    def keep_reduction(end: Callable[[Any], None]) -> Callable[[Any], None]:
-        def ending(state: Any) -> None:
-            context = state._comm_ctx
-            if hasattr(context, "reduce_scatter_state"):  # 2.11
-                kept = context.reduce_scatter_state
-                end(state)
-                context.reduce_scatter_state = kept
-            else:
-                kept = [*context.reduce_scatter_states]
-                end(state)
-                context.reduce_scatter_states += kept
-
-        return ending
-
-    replace(module, f"{stage}.forward_one_chunk", keep_output)
-    replace(module, f"{stage}.clear_runtime_states", drop_outputs)
-    fsdp = "torch.distributed.fsdp._fully_shard._fsdp_state"
-    replace(fsdp, "FSDPState._root_post_backward_final_callback", keep_reduction)
-
-
 def tell_of_unpacking(tell: Callable[[Exception], None]) -> None:
     """Call `tell` with errors that leave the unpacking of a saved tensor, which may be a recomputation, for C++."""
 
