@@ -8,6 +8,8 @@ Read off its sources:
     _functional_collectives.py           a collective that a compiler traces is awaited where it starts (`_maybe_wrap_tensor`): compiled
                                          ring attention, which there was traced collective by collective, hides none behind its blocks
 
+With torch 2.15 this is an approximation: it reduces the root's gradients last, not the last block's, and its compiler moves waits.
+
 Not here: torch 2.6 had no fused RMSNorm. The published runs had a module of their own, of which docs/simulator_accuracy.md tells.
 """
 
@@ -20,7 +22,7 @@ from titan.config.layout import Layout
 from titan.config.sections import JobConfig
 from titan.parallel import ring
 
-from .shims import replace
+from .shims import find, replace
 
 
 def go_back(config: JobConfig, layout: Layout) -> None:
@@ -68,8 +70,10 @@ def _hold_reductions() -> None:
 
         return ending
 
-    module = "torch.distributed.fsdp._fully_shard._fsdp_state"
-    replace(module, "FSDPState._root_post_backward_final_callback", keep)
+    module, state = "torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState"
+    names = ("_end_backward_iteration", "_root_post_backward_final_callback")  # since 2.15, before
+    name = next((n for n in names if hasattr(find(module, state), n)), names[-1])
+    replace(module, f"{state}.{name}", keep)
 
 
 def _await_at_once() -> None:
