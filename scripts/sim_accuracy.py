@@ -129,7 +129,6 @@ def document(rows: dict[str, Row]) -> str:
         if r.run["use"] == "report" and r.run["source"] == MAIN and not r.failure
     ]
     others = [r for r in rows.values() if r.run["source"] not in (MAIN, PAPER)]
-    told = [r for r in others if not (r.failure or r.run.get("out_of_memory"))]
     lines = [
         "# How accurate the simulator is",
         "",
@@ -164,6 +163,23 @@ def document(rows: dict[str, Row]) -> str:
         "|---|---|---|--:|--:|--:|--:|--:|--:|",
         *(_line(row) for row in rows.values() if row not in others),
         "",
+        *_elsewhere(others),
+        "## Ratios",
+        "",
+        "What people choose by.",
+        "",
+        "| | published | predicted | error |",
+        "|---|--:|--:|--:|",
+        *(_ratio(what, rows[over], rows[under]) for what, over, under in RATIOS),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _elsewhere(others: list[Row]) -> list[str]:
+    """The section of rows that nothing was set with."""
+    told = [r for r in others if not (r.failure or r.run.get("out_of_memory"))]
+    return [
         "## Other times and machines",
         "",
         "No figure of the simulator was set with these, nor changed after they were seen. A: TorchTitan's performance page of mid-2024, Llama 2 and 3 in bf16, not compiled, on 64 A100; J: its benchmarks of",
@@ -194,16 +210,7 @@ def document(rows: dict[str, Row]) -> str:
         "|---|---|---|--:|--:|--:|--:|--:|--:|",
         *(_line(row) for row in others),
         "",
-        "## Ratios",
-        "",
-        "What people choose by.",
-        "",
-        "| | published | predicted | error |",
-        "|---|--:|--:|--:|",
-        *(_ratio(what, rows[over], rows[under]) for what, over, under in RATIOS),
-        "",
     ]
-    return "\n".join(lines)
 
 
 def _summary(what: str, errors: list[float]) -> str:
