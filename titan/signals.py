@@ -108,3 +108,11 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it has died in between
         os._exit(EXIT_FAILED)
+
+
+def to_main_thread(pid: int, number: int) -> None:
+    """Signal another process's main thread, which then runs no further. os.kill lets the kernel choose a thread: while one
+    that it chose writes all stacks, the main thread may leave what it was in. Before glibc 2.30: os.kill."""
+    tgkill = getattr(ctypes.CDLL(None), "tgkill", None)
+    if tgkill is None or tgkill(pid, pid, number):
+        os.kill(pid, number)

@@ -36,7 +36,7 @@ from titan.lease import Owner, started
 from titan.observe import flight_recorder
 from titan.observe.runinfo import State, write_status
 from titan.observe.stacks import main_thread
-from titan.signals import EXIT_FAILED, has_agent, leave
+from titan.signals import EXIT_FAILED, has_agent, leave, to_main_thread
 
 BEATS_PER_TIMEOUT = 20
 LINGER_S = (
@@ -228,7 +228,7 @@ class Heartbeat:
             with suppress(Exception):
                 there = self._first if rank == 0 else _owner(self._beats([rank])[rank])
                 if _is_here(there) and started(str(there.pid)) == there.started:
-                    os.kill(there.pid, signal.SIGABRT)
+                    to_main_thread(there.pid, signal.SIGABRT)
                     os.kill(there.pid, signal.SIGCONT)
 
     # ---- the store ---------------------------------------------------------------------------------
