@@ -315,6 +315,38 @@ def test_offloaded_parameters_are_the_hosts_work() -> None:
     assert update.ranks[0].host_s > 0.5 * seconds
 
 
+@pytest.mark.parametrize("float8", [False, True])
+def test_offloaded_8_bit_moments_are_updated_on_the_host(float8: bool) -> None:
+    """By a compiled update, and in the parameters themselves, from which torchao's wrapper is to be taken off there."""
+    settings = {"linear": {"float8": {"enable_fsdp_float8_all_gather": True}}}
+    config = job(
+        model={"overrides": {"n_layers": 4, "dim": 512, "ffn_dim": 1024}}
+        | ({"converters": ["float8"]} if float8 else {}),
+        training={**BF16, "enable_cpu_offload": True},
+        optimizer={"name": "AdamW8bit"},
+        quantize=settings if float8 else {},
+    )
+    step = trace_of(config, world=2).step
+    update = [e for e in events_of(step, Launch) if e.place.phase == "optimizer"]
+    assert {e.stream for e in update} == {HOST}
+    shard = model_config(config.model).num_params // 2
+    # Weights and gradients in fp32, and two moments of a byte with a scale in fp32 for each 64.
+    assert sum(e.kernel.write_bytes for e in update) == pytest.approx(6.125 * shard, rel=0.01)
+    assert sum(e.kernel.read_bytes for e in update) == pytest.approx(10.125 * shard, rel=0.01)
+
+
+def test_offloaded_matrices_are_the_hosts_work_under_muon() -> None:
+    """In float8 as well: what torchao wraps is pinned, too."""
+    config = job(
+        model={"converters": ["float8"]},
+        training={**BF16, "enable_cpu_offload": True},
+        optimizer={"name": "Muon"},
+        quantize={"linear": {"float8": {"enable_fsdp_float8_all_gather": True}}},
+    )
+    step = trace_of(config, world=2).step
+    assert {e.stream for e in events_of(step, Launch) if e.place.phase == "optimizer"} <= {HOST}
+
+
 # ---- what cannot be traced -----------------------------------------------------------------------
 
 

@@ -133,10 +133,8 @@ def plain(tensor: Tensor) -> Tensor:
         return tensor
     if not isinstance(tensor, DTensor):
         return local._tensor
-    place, shape = (tensor.device_mesh, tensor.placements), (tensor.shape, tensor.stride())
-    return DTensor.from_local(
-        local._tensor, *place, run_check=False, shape=shape[0], stride=shape[1]
-    )
+    # Not by from_local, which would copy an offloaded weight to the mesh's device.
+    return DTensor(local._tensor, tensor._spec, requires_grad=False)  # pyright: ignore
 
 
 def table(report: Iterable[Conversion], *, recipe: str, emulated: bool, compiled: bool) -> str:

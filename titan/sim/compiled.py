@@ -22,6 +22,7 @@ from torch import Tensor
 from . import inductor, symmetric
 from .device import NAME
 from .memo import Program
+from .operators import size_bytes
 from .trace import Kernel
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ def _compile(
     **_: Any,
 ) -> Callable[[list[Any]], Any]:
     """Inductor's own inner compiler, up to the point where it has written its program; that program, to be called."""
+    if not any(isinstance(x, Tensor) and x.device.type == NAME for x in inputs):
+        return _HostProgram(recorder, graph)
     code, names = inductor.write_program(
         graph, inputs, is_backward=is_backward, is_inference=is_inference, graph_id=graph_id
     )
@@ -82,6 +85,32 @@ def _compile(
     compiled = Program(recorder, program["call"])
     program["at"] = compiled.at
     return compiled
+
+
+class _HostProgram:
+    """Of tensors on the host (the update of offloaded parameters): taken for one loop, which reads the inputs and writes those
+    that it changes, and what it returns."""
+
+    def __init__(self, recorder: Recorder, graph: torch.fx.GraphModule) -> None:
+        self.recorder, self.graph = recorder, graph
+        nodes = list(graph.graph.nodes)
+        inputs = [n for n in nodes if n.op == "placeholder"]
+        written = {n.args[0] for n in nodes if n.target is torch.ops.aten.copy_.default}
+        self.changed = [i for i, node in enumerate(inputs) if node in written]
+        self._boxed_call = True  # inputs come in a list
+
+    def __call__(self, args: list[Any]) -> Any:
+        with self.recorder.pause():
+            outputs = self.graph(*args)
+        changed = [args[i] for i in self.changed]
+        sizes = [
+            sum(size_bytes(t) for t in ts if isinstance(t, Tensor))
+            for ts in (args, [*changed, *outputs])
+        ]
+        kernel = Kernel("fused: on the host", "pointwise", read_bytes=sizes[0], write_bytes=sizes[1], host="compiled")  # fmt: skip
+        self.recorder.launch_on_host(kernel)
+        args.clear()
+        return outputs
 
 
 class _Launcher:

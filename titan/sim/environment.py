@@ -70,12 +70,7 @@ def _replace_generic_names() -> None:
     torch.Generator = Generator  # pyright: ignore
     # Unless told otherwise, of CUDA's generators: so do pipelines of torch 2.12.
     torch.random.fork_rng = partial(torch.random.fork_rng, device_type=device.NAME)
-    pin = Tensor.pin_memory
-
-    def pin_memory(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return tensor if isinstance(tensor, shims.FakeTensor) else pin(tensor, *args, **kwargs)
-
-    Tensor.pin_memory = pin_memory  # pyright: ignore
+    Tensor.pin_memory = lambda tensor, *_, **__: tensor  # pyright: ignore
     # Only titan.parallel.offload calls it (FSDP2 waits for events instead). Not modelled: that what was copied to the host is given back when
     # the copy is through, a block later than here.
     Tensor.record_stream = lambda *_: None  # pyright: ignore

@@ -328,10 +328,12 @@ def _describe(error: Exception, recorder: Any, rank: int) -> str:
     where = [places.current().phase, places.action, module and f"module {module}"]
     where.append(f"{'/'.join(Path(last.filename).parts[-3:])}:{last.lineno} in {last.name}")
     after = f" after {recorder.running}" if recorder.running is not None else ""
-    lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    # "backend='inductor' raised:" is what torch begins with, and what was raised the next line.
+    said = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])
     return (
         f"rank {rank} cannot be traced{after} ({', '.join(filter(None, where))}): "
-        f"{type(error).__name__}: {lines[0].strip()}"
+        f"{type(error).__name__}: {said}"
     )
 
 

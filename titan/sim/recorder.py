@@ -181,7 +181,7 @@ class Recorder(TorchDispatchMode):
             if not inputs and not outputs:
                 return
             if not any(t.fake_device.type == device.NAME for t in inputs):  # pyright: ignore
-                self._compute_on_host(op, args, kwargs, outputs)
+                self.launch_on_host(kernel_of(op, args, kwargs, outputs))
                 return
         kernel = kernel_of(op, args, kwargs, outputs, host=self._host)
         self._host = "compiled" if self._compiled else "eager"
@@ -192,9 +192,8 @@ class Recorder(TorchDispatchMode):
         if kernel.kind == "host_copy" and not _may_run_on(op, args, kwargs):
             self.record(Synchronize(device.current_stream(), f"{op.name} between device and host"))
 
-    def _compute_on_host(self, op: Operator, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
+    def launch_on_host(self, kernel: Kernel) -> None:
         """Of parameters that are offloaded, the norm of gradients and the optimizer's update."""
-        kernel = kernel_of(op, args, kwargs, outputs)
         if kernel.read_bytes + kernel.write_bytes >= _LEAST_HOST_BYTES:
             kernel = self._kernels.setdefault(kernel, kernel)
             self.record(Launch(kernel, HOST, self.places.current()))
