@@ -168,7 +168,7 @@ def _train_alone(config: JobConfig, stop: StopRequest) -> int:
     stop.on_ask = asked
     flight_recorder.catch_terminate(terminated)
     try:
-        trainer = Trainer(config, stop=stop, connected=connected)
+        trainer = Trainer(config, stop=stop, connected=connected, agree=heartbeat.tell)
         return trainer.run()
     except UserError as error:
         return fail(error, EXIT_USER_ERROR)

@@ -49,6 +49,7 @@ from titan.observe.chronicle import Chronicle
 from titan.observe.clock import StepTimer
 from titan.observe.console import Console
 from titan.observe.hardware import by_name, recognise
+from titan.observe.heartbeat import Verdict
 from titan.observe.memory import peak_memory
 from titan.observe.metrics import MetricsLog, StepRow, ValidationRow, model_tflops
 from titan.observe.profiler import Profiler
@@ -108,7 +109,9 @@ class Trainer:
         *,
         stop: StopRequest | None = None,
         connected: Callable[[], None] = lambda: None,
+        agree: Callable[[Verdict], Verdict] = lambda mine: mine,
     ) -> None:
+        """connected: called once the process group is there. agree: as the Watchdog's."""
         self.config = config
         self.stop = stop or StopRequest()
         self.rank, self.world_size = _rank_and_world()
@@ -151,6 +154,7 @@ class Trainer:
             run_dir=self.run_dir,
             rank=self.rank,
             world_size=self.world_size,
+            agree=agree,
         )
         if config.checkpoint.async_mode == "async_with_pinned_mem":
             self.program.optimizer.register_step_pre_hook(self._before_update)

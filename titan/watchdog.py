@@ -2,7 +2,8 @@
 
     T         every rank whose step has lasted `fault_tolerance.step_timeout_seconds` writes the stacks of its threads
               into logs/rank-N.stacks.txt, and into logs/.hung-N.json whether it waits for others, and where
-    T + 5 s   status.json: the ranks that do not wait, or say nothing (stopped, or the interpreter is locked). Exit 1
+    T + 5 s   status.json: the ranks that do not wait, or say nothing (stopped, or the interpreter is locked). Exit 1.
+              The others hear it, as any verdict on the run: those that lose their connection now do not call that the cause
     T + 10 s  a rank whose interpreter is locked (a C extension holds the GIL) cannot run the thread that does all this:
               faulthandler, which needs no interpreter, writes its stacks, and ends it
 
@@ -17,10 +18,12 @@ import logging
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 from titan.observe import flight_recorder
+from titan.observe.heartbeat import Verdict
 from titan.observe.runinfo import write_status, write_text_atomically
 from titan.observe.stacks import Whereabouts, dump_stacks, main_thread, stacks_file
 from titan.signals import EXIT_FAILED, leave
@@ -30,11 +33,21 @@ _POLL_S = 0.5
 
 
 class Watchdog:
-    """Watches from `begin` to `end` of each step, in a thread of its own; a limit of 0 switches it off."""
+    """Watches from `begin` to `end` of each step, in a thread of its own; a limit of 0 switches it off. agree: tells the
+    other ranks, and returns what holds for all."""
 
-    def __init__(self, limit_s: float, *, run_dir: Path, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        limit_s: float,
+        *,
+        run_dir: Path,
+        rank: int,
+        world_size: int,
+        agree: Callable[[Verdict], Verdict] = lambda mine: mine,
+    ) -> None:
         self.limit_s, self.run_dir = limit_s, run_dir
         self.rank, self.world_size = rank, world_size
+        self.agree = agree
         self.step = 0
         self._deadline = float("inf")
         self._closed = threading.Event()
@@ -78,10 +91,9 @@ class Watchdog:
         flight_recorder.dump(title, stacks=False)
         write_text_atomically(self._note(self.rank), text, durable=False)
         time.sleep(SHARE_S)
-        reason = self._reason()
-        write_status(
-            self.run_dir, state="hung", exit_code=EXIT_FAILED, step=self.step, reason=reason
-        )
+        run = self.agree(Verdict(self._reason(), step=self.step, state="hung", rank=self.rank))
+        reason, said = run.reason, {"exit_code": run.exit_code, "step": run.step}
+        write_status(self.run_dir, state=run.state, reason=reason, **said)
         logging.getLogger("titan").error(reason, extra={"last_words": True})
         print(f"{'' if self.rank == 0 else f'[rank {self.rank}] '}{reason}", file=sys.stderr)
 

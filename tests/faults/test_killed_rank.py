@@ -126,8 +126,15 @@ def _check_end(job: Job, *, layout: str, survivor: int, within_s: float) -> None
     assert status["reason"] in (job.folder / "logs" / f"rank-{survivor}.log").read_text()
 
 
+QUICK = ("FSDP2", 1), ("TP", 1), ("PP", 0)
+
+
 @pytest.mark.parametrize(
-    ("layout", "victim"), [*((layout, 1) for layout in LAYOUTS), ("FSDP2", 0), ("PP", 0)]
+    ("layout", "victim"),
+    [
+        pytest.param(layout, victim, marks=[] if (layout, victim) in QUICK else pytest.mark.slow)
+        for layout, victim in [*((layout, 1) for layout in LAYOUTS), ("FSDP2", 0), ("PP", 0)]
+    ],
 )
 def test_a_killed_rank_ends_the_job(layout: str, victim: int, start: Any) -> None:
     job = start(layout, timeout_s=20)
@@ -136,10 +143,8 @@ def test_a_killed_rank_ends_the_job(layout: str, victim: int, start: Any) -> Non
     assert re.search(rf"rank {victim} \(pid \d+\) was ended by SIGKILL", job.said())
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(layout, marks=[] if layout == "TP" else pytest.mark.slow) for layout in LAYOUTS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_hung_rank_ends_the_job_at_the_time_limit(layout: str, start: Any) -> None:
     limit_s = 6
     job = start(layout, timeout_s=limit_s)

@@ -124,7 +124,8 @@ def test_no_rank_outlives_its_agent(victim: str, start: Start) -> None:
 
 
 @pytest.mark.parametrize(
-    "hang", ["data", "locked", pytest.param("stopped", marks=pytest.mark.slow)]
+    "hang",
+    ["data", *(pytest.param(hang, marks=pytest.mark.slow) for hang in ("locked", "stopped"))],
 )
 def test_a_hung_step_ends_the_run_and_names_the_rank(hang: str, start: Start) -> None:
     limits = ("--fault_tolerance.step_timeout_seconds=4", "--comm.init_timeout_seconds=60")

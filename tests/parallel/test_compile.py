@@ -137,6 +137,7 @@ def test_the_cache_s_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert os.environ[variable] == str(tmp_path / "programs")
 
 
+@pytest.mark.slow
 def test_a_restart_takes_its_programs_from_the_cache(tmp_path: Path) -> None:
     settings = [
         "--training.steps=2",

@@ -80,19 +80,21 @@ def references(pool: Pool) -> References:
     return References(pool)
 
 
-def layouts(most_ranks: int) -> list[Any]:
-    """All of them; those of more ranks are slow."""
+def layouts(*besides: str) -> list[Any]:
+    """All of them; those of more than two ranks are slow, but for these on four."""
     return [
         pytest.param(
             layout,
             id=f"{layout.name}-{layout.ranks}x{layout.accumulation}",
-            marks=[pytest.mark.slow] if layout.ranks > most_ranks else [],
+            marks=[]
+            if layout.ranks <= (4 if layout.name in besides else 2)
+            else [pytest.mark.slow],
         )
         for layout in LAYOUTS
     ]
 
 
-@pytest.mark.parametrize("layout", layouts(most_ranks=2))
+@pytest.mark.parametrize("layout", layouts())
 def test_compiled_and_recomputed(layout, references, pool, composition_table) -> None:
     stacked = replace(layout, compiled=TRACED, recompute="selective")
     found = differences(
@@ -102,7 +104,7 @@ def test_compiled_and_recomputed(layout, references, pool, composition_table) ->
     add(composition_table, f"{layout.name}, compiled, selective AC", layout, found, BOUND)
 
 
-@pytest.mark.parametrize("layout", layouts(most_ranks=4))
+@pytest.mark.parametrize("layout", layouts("FSDP2 x TP+SP", "FSDP2 x CP", "PP x FSDP2"))
 def test_float8(layout: Layout, references, pool, composition_table) -> None:
     """A tensor's scale is that of what a rank multiplies at once, so the one process takes as few sequences at a time.
 

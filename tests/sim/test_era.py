@@ -43,7 +43,7 @@ def test_pipelines_held_more(stage: int) -> None:
     assert held[1] - held[0] == outputs + 4 * model.num_block_params
 
 
-@pytest.mark.parametrize("method", ["allgather", "ring"])
+@pytest.mark.parametrize("method", ["allgather", pytest.param("ring", marks=pytest.mark.slow)])
 def test_compiled_context_parallelism_hid_nothing(method: str) -> None:
     parallelism = {
         "context_parallel_degree": 4,
