@@ -71,7 +71,7 @@ def _compile(
     **_: Any,
 ) -> Callable[[list[Any]], Any]:
     """Inductor's own inner compiler, up to the point where it has written its program; that program, to be called."""
-    if not any(isinstance(x, Tensor) and x.device.type == NAME for x in inputs):
+    if {x.device.type for x in inputs if isinstance(x, Tensor)} == {"cpu"}:
         return _HostProgram(recorder, graph)
     code, names = inductor.write_program(
         graph, inputs, is_backward=is_backward, is_inference=is_inference, graph_id=graph_id
