@@ -361,9 +361,7 @@ def _parallel_plan(config: JobConfig, *, family: ModuleType, num_kv_heads: int) 
         recompute_keep_modules=tuple(ac.op_keep_modules) if by_op else (),
         preserve_rng_state=ac.preserve_rng_state,
         offload_activations=ac.cpu_offload,
-        # Ulysses runs whole sequences, whose work needs no balancing.
-        context_balanced=parallel.context_parallel_load_balancer == "headtail"
-        and method != "ulysses",
+        context_balanced=parallel.splits_from_both_ends,
     )
 
 

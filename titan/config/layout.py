@@ -151,12 +151,7 @@ def _check_batch(config: JobConfig, world_size: int) -> Iterator[Finding]:
 def _check_sequence(config: JobConfig) -> Iterator[Finding]:
     parallel = config.parallelism
     cp, tp = parallel.context_parallel_degree, parallel.tensor_parallel_degree
-    # Head-tail balance gives each rank one chunk from either end of the sequence; Ulysses needs no balance.
-    balanced = (
-        cp > 1
-        and parallel.context_parallel_load_balancer == "headtail"
-        and parallel.context_parallel_rotate_method != "ulysses"
-    )
+    balanced = cp > 1 and parallel.splits_from_both_ends
     unit = (2 if balanced else 1) * cp * tp
     lengths = {"training.seq_len": config.training.seq_len}
     if config.validation.enable and config.validation.seq_len:

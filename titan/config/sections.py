@@ -450,6 +450,13 @@ class ParallelismSection(Section):
     expert_tensor_parallel_degree: Positive = 1
     """Tensor-parallel ranks within an expert."""
 
+    @property
+    def splits_from_both_ends(self) -> bool:
+        """Whether each context-parallel rank gets an early and a late part of the sequence. Ulysses runs whole sequences, whose
+        work needs no balancing."""
+        method, balancer = self.context_parallel_rotate_method, self.context_parallel_load_balancer
+        return balancer == "headtail" and method != "ulysses"
+
 
 class CheckpointSection(Section):
     """Saving and resuming."""

@@ -82,9 +82,7 @@ def record(
 def distinct_ranks(config: JobConfig, layout: Layout) -> list[int]:
     """One rank of each pipeline stage: the first, or that with the sequence's end where it has more to do than the others."""
     parallel = config.parallelism
-    alike = parallel.context_parallel_load_balancer == "headtail" or (
-        parallel.context_parallel_rotate_method == "ulysses"
-    )
+    alike = parallel.splits_from_both_ends or parallel.context_parallel_rotate_method == "ulysses"
     busiest = 0 if alike else (layout.cp - 1) * layout.tp
     size = layout.world_size // layout.pp  # ranks are numbered stage by stage
     return [stage * size + busiest for stage in range(layout.pp)]
