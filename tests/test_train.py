@@ -64,7 +64,7 @@ while True:
 
 
 def test_a_stopped_main_thread_takes_the_signal_itself() -> None:
-    """Which os.kill leaves to chance: four in ten of these took it in another thread."""
+    """Which os.kill leaves to chance: a third of these took it in another thread."""
     for _ in range(6):
         process = subprocess.Popen(
             [sys.executable, "-c", STOPPED], stderr=subprocess.PIPE, text=True

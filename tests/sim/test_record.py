@@ -336,15 +336,23 @@ def test_offloaded_8_bit_moments_are_updated_on_the_host(float8: bool) -> None:
 
 
 def test_offloaded_matrices_are_the_hosts_work_under_muon() -> None:
-    """In float8 as well: what torchao wraps is pinned, too."""
+    """In float8 as well: what torchao wraps is pinned, too. Their products take as long as the host's processors need."""
     config = job(
-        model={"converters": ["float8"]},
+        model={"converters": ["float8"], "overrides": {"n_layers": 4, "dim": 512}},
         training={**BF16, "enable_cpu_offload": True},
         optimizer={"name": "Muon"},
         quantize={"linear": {"float8": {"enable_fsdp_float8_all_gather": True}}},
     )
     step = trace_of(config, world=2).step
-    assert {e.stream for e in events_of(step, Launch) if e.place.phase == "optimizer"} <= {HOST}
+    update = [e for e in events_of(step, Launch) if e.place.phase == "optimizer"]
+    assert {e.stream for e in update} == {HOST}
+    products = [e.kernel for e in update if e.kernel.kind == "matmul"]
+    # Five steps of Newton-Schulz, of three products each, of at least the smallest matrix.
+    flops = sum(k.flops for k in products)
+    assert flops >= 5 * 3 * 2 * 192 * 192 * 512
+    profile = load_profile("h100-sxm")
+    seconds = sum(Cost(profile).host_s(k) for k in products)
+    assert seconds >= 0.999 * flops / (profile.host_tflops * 1e12)
 
 
 # ---- what cannot be traced -----------------------------------------------------------------------

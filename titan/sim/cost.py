@@ -44,7 +44,8 @@ class Cost:
     def host_s(self, kernel: Kernel) -> float:
         """How long the host takes to compute what it has in its own memory."""
         moved = kernel.read_bytes + kernel.write_bytes
-        return moved / (self.profile.host_memory_gb_per_s * 1e9)
+        products_s = kernel.flops / (self.profile.host_tflops * 1e12)
+        return max(products_s, moved / (self.profile.host_memory_gb_per_s * 1e9))
 
     def launch_s(self, kernel: Kernel) -> float:
         """How long the host takes; launches beyond an operation's first come from a loop in C++."""

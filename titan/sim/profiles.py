@@ -75,6 +75,8 @@ class Profile(BaseModel):
     host_us: float
     host_memory_gb_per_s: float
     """Each GPU's share of what the host's processors reach with their own memory: they update parameters that are offloaded."""
+    host_tflops: float
+    """The same of their matrix products, which Muon's update of such parameters is made of."""
 
     gpus_per_node: int = Field(ge=1)
     ring_gb_per_s: float
