@@ -43,6 +43,7 @@ RATIOS = [
     ("async TP over TP, 8B, float8, 2025", "J10", "J9"),
     ("float8 over bf16, 70B, TP, 2025", "J3", "J1"),
     ("float8 over bf16, 8B, TP, 2025", "J9", "J7"),
+    ("float8 over bf16, one sequence a GPU, 2025", "T2", "T1"),
     ("interleaved over 1F1B, 405B", "R10", "R9"),
     ("CP 2 over CP 1, 8B", "C2", "C1"),
     ("CP 4 over CP 2, 8B", "C3", "C2"),
@@ -182,8 +183,9 @@ def _elsewhere(others: list[Row]) -> list[str]:
     return [
         "## Other times and machines",
         "",
-        "No figure of the simulator was set with these, nor changed after they were seen. A: TorchTitan's performance page of mid-2024, Llama 2 and 3 in bf16, not compiled, on 64 A100; J: its benchmarks of",
-        "asynchronous TP of June 2025, on the cluster above; H: the Trainy team's run of it on H200, June 2025. The profiles a100-80g and h200-sxm have no figure that comes from a training run.",
+        "No figure of the simulator was set with these. One came after they were seen: what a kernel that transposes reaches (`transpose_share`), from a microbenchmark. A: TorchTitan's performance page of",
+        "mid-2024, Llama 2 and 3 in bf16, not compiled, on 64 A100; J: its benchmarks of asynchronous TP of June 2025, on the cluster above; H: the Trainy team's run of it on H200, June 2025; T: torchao's",
+        "benchmarks of float8 recipes, February 2025, on one node of H100 like those above. The profiles a100-80g and h200-sxm have no figure that comes from a training run.",
         'Little memory is published, but that A9 ran out of it. "AC layer" is taken for every second block. Rowwise float8 under TP (J5, J6, J11, J12) was slow by a fault, as its authors say.',
         "",
         "| tokens/s/GPU | mean absolute error | worst |",
@@ -203,6 +205,8 @@ def _elsewhere(others: list[Row]) -> list[str]:
                 ("J: TP and asynchronous TP", "J", False),
                 ("J: the same with rowwise float8", "J", True),
                 ("H: H200", "H", False),
+                ("T: one node, one sequence a GPU", "T", False),
+                ("T: the same with rowwise float8", "T", True),
             )
         ),
         "",

@@ -136,6 +136,7 @@ def test_blocks_share_a_program_and_know_their_modules() -> None:
         assert counts[phase, "attention.wq"] == number
     fused = [k.name for k, *_ in kernels[0] if k.name.startswith("fused: ")]
     assert any("silu" in name for name in fused) and any("rms_norm" in name for name in fused)
+    assert not any(k.transposes for k, *_ in kernels[0])
 
 
 def test_the_backward_of_a_custom_function_is_no_recomputation() -> None:
@@ -235,3 +236,15 @@ def test_float8_casts_are_fused() -> None:
     assert not any(
         e.kernel.name in ("aten::_to_copy", "aten::clamp", "aten::mul") for e in launches
     )
+
+
+def test_float8_casts_transpose() -> None:
+    """Of one linear, for the products of its backward pass: its weight, its input, and the gradient of its output in both orders."""
+    others = ["output", "wk", "wv", "wo", "feed_forward"]
+    config = compiled_job(
+        model={"converters": ["quantize.linear.float8"], "overrides": {"n_layers": 1, "n_kv_heads": 4}},
+        quantize={"linear": {"float8": {"filter_fqns": others}}},
+    )  # fmt: skip
+    kernels = [e.kernel for e in events_of(trace_of(config).step, Launch)]
+    weight, rows = 64 * 64, 8 * 64 * 64
+    assert [k.write_bytes for k in kernels if k.transposes] == [rows, 2 * rows, weight]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from titan.sim.cost import Cost, attended, matmul_sizes
@@ -65,6 +67,14 @@ def test_float8() -> None:
     assert 1.0 <= gain_small < 1.4  # filling tiles and launching take as long
 
 
+@pytest.mark.parametrize(("m", "n", "k", "gain"), [(8192, 8192, 8192, 1.92), (65536, 8192, 7168, 1.88)])  # fmt: skip
+def test_measured_gain_of_float8(m: int, n: int, k: int, gain: float) -> None:
+    """Rates of single products on a 500 W H100 (FBGEMM, pull request 2546), far above those of a training run in both dtypes."""
+    h100 = Cost(load_profile("h100-96g-500w"))
+    bf16, fp8 = (h100.kernel_s(matmul(m, k, n, dtype=t)) for t in ("bfloat16", "float8_e4m3fn"))
+    assert bf16 / fp8 == pytest.approx(gain, rel=0.05)
+
+
 def test_measured_products_on_b200() -> None:
     """Two of SimuMax's measured shapes, of which only the highest of all 514 rates went into the profile."""
     b200 = Cost(load_profile("b200"))
@@ -117,6 +127,15 @@ def test_bytes() -> None:
     assert H100.kernel_s(tiny) == pytest.approx(LEAST_S, rel=0.01)
     middle = Kernel("add", "pointwise", read_bytes=10**7)
     assert H100.kernel_s(middle) == pytest.approx(1e7 / (0.75 * 3.35e12) + LEAST_S)
+
+
+def test_transposing_takes_longer() -> None:
+    """2.2 and 1.4 TB/s were measured on an H100 of 2.4 TB/s, with and without."""
+    h100, moved = Cost(load_profile("h100-96g-500w")), 4 * 16384 * 14336
+    cast = Kernel("fused", "pointwise", read_bytes=moved // 2, write_bytes=moved // 2)
+    for transposes, rate in ((False, 2.2e12), (True, 1.4e12)):
+        seconds = h100.kernel_s(replace(cast, transposes=transposes))
+        assert moved / seconds == pytest.approx(rate, rel=0.03)
 
 
 def test_host_copies_go_over_pcie() -> None:

@@ -8,7 +8,7 @@ Kernels are described as the simulator knows them (titan.sim.trace.Kernel), run,
     host                launches without a device to wait for
     collectives         under torchrun: bus bandwidth of large messages between the ranks of this node
 
-Nothing is fitted to a training run. What is not measured (networks between nodes, the compiled launch) stays the base profile's.
+Nothing is fitted to a training run. What is not measured (networks between nodes, compiled launches and kernels that transpose) stays the base profile's.
 """
 
 from __future__ import annotations

@@ -147,6 +147,7 @@ class _Scheduling(inductor.TritonScheduling):
             read_bytes=int(node.get_read_buffer_sizes()),
             write_bytes=int(node.get_write_buffer_sizes()),
             host="compiled",
+            transposes="y" in kernel.numels,  # where Inductor walks in tiles, not rows
         )
         return name
 

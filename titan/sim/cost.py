@@ -3,7 +3,7 @@
     matmul      tiles of the output go to the SMs in waves; each tile costs its share of K and a fixed time to fill and drain;
                 never faster than its bytes through memory. The best tile (and split of K) is what the library would choose
     attention   FLOPs that the mask leaves, at a rate by sequence length, if there are blocks of queries for all SMs
-    all others  bytes at the bandwidth that kernels of that size reach
+    all others  bytes at the bandwidth that kernels of that size reach; less if a fused kernel transposes
 
 Imports no torch.
 """
@@ -68,6 +68,8 @@ class Cost:
             one_way = max(kernel.read_bytes, kernel.write_bytes)
             return self.profile.host_us * 1e-6 + one_way / (self.profile.host_gb_per_s * 1e9)
         busy = self._memory_s(moved)
+        if kernel.transposes:
+            busy /= self.profile.transpose_share
         if kernel.kind == "matmul":
             busy = max(busy, self._matmul_s(kernel))
         elif kernel.kind in ("attention", "attention_backward"):

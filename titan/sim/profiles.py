@@ -62,6 +62,8 @@ class Profile(BaseModel):
     attention_causal_share: float
     memory_share: Curve
     """Achievable share of the memory bandwidth, by bytes that a kernel moves."""
+    transpose_share: float = Field(gt=0, le=1)
+    """Part of that which a fused kernel reaches that reads along one dimension and writes along another, as float8's casts do."""
     kernel_min_us: float
     """What a kernel takes that has next to nothing to do."""
 

@@ -79,6 +79,9 @@ class Kernel:
     host: Host = "eager"
     num_launches: int = 1
     causal: bool = False  # attention under a causal mask
+    transposes: bool = (
+        False  # a fused kernel that reads along one dimension and writes along another
+    )
 
 
 _CHUNKS_AT_ONCE = 320  # MultiTensorApply.cuh
