@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pool import Pool
@@ -122,6 +124,33 @@ def test_the_backward_pass_may_come_in_two_parts() -> None:
     (d_w,) = torch.autograd.grad(loss, w)
     expected = torch.autograd.grad(F.cross_entropy(h @ w.T, labels, reduction="sum"), (h, w))
     torch.testing.assert_close((d_h, d_w), expected)
+
+
+@pytest.mark.parametrize("with_weight", [False, True])
+def test_a_loss_that_is_kept_keeps_no_gradients(with_weight: bool) -> None:
+    """Pipeline schedules keep the loss of every microbatch to the end of the step: fp32 gradients of the weight would add up."""
+    made: list[tuple[int, StorageWeakRef]] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                made.append((result.numel(), StorageWeakRef(result.untyped_storage())))
+            return result
+
+    weight = torch.randn(500, 16, requires_grad=True) if with_weight else None
+    input = torch.randn(8, 16 if with_weight else 500, requires_grad=True)
+    with Watch():
+        loss = cross_entropy_sum(input, torch.arange(8), chunk_tokens=4, weight=weight)
+        loss.backward()
+    for tensor in (input, weight):
+        if tensor is not None:
+            tensor.grad = None
+    given = {t.untyped_storage()._cdata for t in (input, weight) if t is not None}
+    left = [size for size, ref in made if not ref.expired() and ref.cdata not in given]
+    assert loss.isfinite() and max(left) == 1
 
 
 def test_the_scale_of_the_gradient_is_not_rounded() -> None:

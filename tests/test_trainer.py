@@ -62,6 +62,21 @@ def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path) -> None:
     assert rows(parts)[-1]["tokens"] == 8 * 2 * 32
 
 
+def test_a_resumed_run_tells_what_has_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The position in the data stays, and means other samples."""
+    run(job(tmp_path, training={"steps": 4}))
+    capsys.readouterr()
+    run(job(tmp_path, training={"local_batch_size": 4}, debug={"seed": 9}, metrics={"log_freq": 2}))
+    said = " ".join(capsys.readouterr().out.split())
+    assert (
+        "changed since it was saved: training.local_batch_size: 2 -> 4; training.steps: 4 -> 8; debug.seed: 0 -> 9"
+        in said
+    )
+    assert "768 tokens in all" in said  # 4 steps of 64 tokens, 4 of 128
+
+
 def test_the_loss_goes_down_on_real_text(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 500)

@@ -108,18 +108,21 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             torch.mm(d_logits_CV, weight_VD, out=d_input_CD)
             if d_weight_VD is not None:
                 d_weight_VD += d_logits_CV.T @ input_CD
-        ctx.gradients = (d_input_ND, d_weight_VD)
         ctx.weight_dtype = None if weight_VD is None else weight_VD.dtype
+        if weight_VD is None:
+            ctx.gradient = d_input_ND
+        else:  # autograd frees them after the backward pass, though a pipeline schedule keeps its losses to the end of the step
+            ctx.save_for_backward(d_input_ND, d_weight_VD)
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        d_input_ND, d_weight_VD = ctx.gradients
         if ctx.weight_dtype is None:  # in place: the largest tensor of the step
-            ctx.gradients = (None, None)
-            if d_input_ND is None:
+            d_logits_NV, ctx.gradient = ctx.gradient, None
+            if d_logits_NV is None:
                 raise RuntimeError("this loss keeps its gradient for one backward pass only")
-            return d_input_ND.mul_(grad_output), None, None, None
+            return d_logits_NV.mul_(grad_output), None, None, None
+        d_input_ND, d_weight_VD = ctx.saved_tensors
         if d_weight_VD is not None:
             out = torch.empty_like(d_weight_VD, dtype=ctx.weight_dtype)
             d_weight_VD = torch.mul(d_weight_VD, grad_output, out=out)

@@ -34,6 +34,7 @@ from titan.checkpoint.commit import TIMEOUT
 from titan.checkpoint.export import Export, export_state
 from titan.checkpoint.files import Location, as_location
 from titan.checkpoint.manager import CheckpointError, CheckpointManager, SaveFailed
+from titan.config.changes import changed_settings
 from titan.config.quantize import quantize_section
 from titan.config.render import to_toml
 from titan.config.rules import model_config, resolve_layout
@@ -140,6 +141,7 @@ class Trainer:
         self._build_data()
         self.hugging_face = self._hugging_face()
         self.checkpoints = CheckpointManager(config.checkpoint, run_dir=self.run_dir)
+        self.changes: list[str] = []  # of settings since the checkpoint
         self.decision = ""  # the last about a step that was not taken
         self.recovery = Recovery(config.fault_tolerance, device=self.device)
         self.fault = Fault.from_environment(parts=self.program.parts, rank=self.rank)
@@ -533,6 +535,7 @@ class Trainer:
             checkpoints.load(path, checkpoints.empty_optimizer_state(path, parts, optimizer))
         if "train_state" not in exclude:
             self.step, self.tokens_seen = step, metadata["tokens"]
+            self.changes = changed_settings(metadata.get("config", ""), self.config)
             self.recovery.load_state_dict(metadata.get("recovery", {}))
         if "dataloader" not in exclude:
             self.loader.load_state_dict(metadata["data"])
@@ -643,6 +646,7 @@ class Trainer:
                 hardware=hardware,
                 tokenizer=f"{self.tokenizer.kind}, {self.tokenizer.vocab_size:,} tokens",
                 resume_step=self.step,
+                tokens_seen=self.tokens_seen,
             )
         )
         quantize = quantize_section(config)
@@ -658,6 +662,8 @@ class Trainer:
             )
         if self.resumed_from:
             self.console.message(f"starting from {self.resumed_from}")
+        if self.changes:
+            self.console.message(f"changed since it was saved: {'; '.join(self.changes)}")
         if config.job.print_config:
             self.console.message(to_toml(config))
         self.timer = StepTimer(total_steps=config.training.steps, step=self.step)

@@ -10,7 +10,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titan.parallel import apply_ddp, apply_fsdp, build_mesh, initialize, materialize, submesh
+from pool import RankFailed
+from titan.parallel import (
+    apply_ddp,
+    apply_fsdp,
+    apply_tp,
+    build_mesh,
+    initialize,
+    materialize,
+    submesh,
+)
 from titan.parallel.mesh import axis_rank, axis_size
 from titan.parallel.weights import canonical_name
 
@@ -105,6 +114,16 @@ def _mesh_facts() -> tuple[int, int, int, bool]:
 
 def test_mesh_axes(pool) -> None:
     assert pool.run(4, _mesh_facts) == [(4, rank, 0, True) for rank in range(4)]
+
+
+def _leave_out(plan: dict[str, str]) -> None:
+    apply_tp(Net(), mesh=build_mesh("cpu", tp=2)["tp"], plan=plan, num_kv_heads=2)
+
+
+def test_a_plan_names_every_module_with_parameters(pool) -> None:
+    """Else each rank would keep the gradient of its own part of the sequence."""
+    with pytest.raises(RankFailed, match=r"no style for blocks\.1\.weight, blocks\.1\.bias: name"):
+        pool.run(2, _leave_out, {"blocks.0": "columns", "blocks.[2-9]": "rows", "head": "columns"})
 
 
 def test_helpers_import_neither_trainer_nor_config() -> None:

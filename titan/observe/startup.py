@@ -47,12 +47,14 @@ def startup_page(
     hardware: Hardware | None,
     tokenizer: str = "",
     resume_step: int = 0,
+    tokens_seen: int = 0,
 ) -> StartupPage:
-    """The page of a job. tokenizer: its name and size, as in "bytes, 264 tokens"; run_dir: the run folder."""
+    """The page of a job. tokenizer: its name and size, as in "bytes, 264 tokens"; run_dir: the run folder; tokens_seen: up to resume_step."""
     training = config.training
     resumed = f", resumed after step {resume_step:,}" if resume_step else ""
     sequences = training.local_batch_size * layout.dp * layout.accumulation
     tokens = sequences * training.seq_len
+    in_all = tokens_seen + max(0, training.steps - resume_step) * tokens
     return StartupPage(
         title=f"titan: {config.model.name} {config.model.flavor}, "
         f"{model_config.num_params:,} parameters",
@@ -64,7 +66,7 @@ def startup_page(
             "precision": f"{training.mixed_precision_param} compute, "
             f"{training.mixed_precision_reduce} gradient reduction, {_states(config)}",
             "tokens per step": f"{_factors(config, layout)} = {tokens:,}",
-            "steps": f"{training.steps:,}{resumed}; {training.steps * tokens:,} tokens in all",
+            "steps": f"{training.steps:,}{resumed}; {in_all:,} tokens in all",
             "schedule": _schedule(config),
             "memory": _memory(estimate_memory(config, model_config, layout), hardware),
             "hardware": _hardware(config, device_name, hardware),

@@ -127,12 +127,13 @@ def apply_tp(
     """Split `model` in place over the one axis of `mesh`.
 
     plan: pattern of module names (`layers.*.attention.wq`) -> style, from the table above; the first pattern
-    that matches counts. Modules that no pattern matches stay as they are, whole on each rank. Patterns
+    that matches counts. Modules that no pattern matches stay as they are. Patterns
     without a module are fine: a pipeline stage holds some of the model. loss_parallel: the output layer's
     logits stay split over the vocabulary. output_in_loss: the loss applies the output layer's weight. Shared parameters stay shared.
 
     The sequence must divide by the number of ranks, and so must query heads; key/value heads must divide by it or
-    it by them. Raises KeyError for an unknown style.
+    it by them. Raises KeyError for an unknown style, and ValueError if the plan leaves out a module that has parameters to train:
+    each rank would see its part of the sequence, and nobody would add their gradients up.
     """
     # The logits, a DTensor's local part, are a view; nobody writes to them.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
@@ -165,6 +166,15 @@ def apply_tp(
     for (first, first_name), *others in shared:
         for module, name in others:
             module.register_parameter(name, first._parameters[first_name])
+    if left := [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and not isinstance(parameter, DTensor)
+    ]:
+        more = f" and {len(left) - 5} more" if len(left) > 5 else ""
+        raise ValueError(
+            f"the plan of tensor parallelism has no style for {', '.join(left[:5])}{more}: name their modules, norms as 'sequence'"
+        )
 
 
 def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:

@@ -66,7 +66,7 @@ class Kernel:
     of an optimizer's operation over lists of tensors, what `list_launches` asks.
     dtype: of the first operand, as torch prints it without its "torch.". flops: multiplications and additions, causality not
     deducted. host: what launched it, which is what it costs the host. num_launches: kernels that the operation is made of
-    (a foreach over many tensors runs in several).
+    (a foreach over many tensors runs in several). transposes: a fused one that reads along one dimension and writes along another.
     """
 
     name: str
@@ -79,9 +79,7 @@ class Kernel:
     host: Host = "eager"
     num_launches: int = 1
     causal: bool = False  # attention under a causal mask
-    transposes: bool = (
-        False  # a fused kernel that reads along one dimension and writes along another
-    )
+    transposes: bool = False
 
 
 _CHUNKS_AT_ONCE = 320  # MultiTensorApply.cuh
