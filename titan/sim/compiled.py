@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -79,7 +80,7 @@ def _compile(
     program: dict[str, Any] = {}
     exec(compile(code, f"<compiled {graph_id}>", "exec"), program)
     for name, value in names.items():
-        program[name] = _Launcher(recorder, value) if isinstance(value, Kernel) else value
+        program[name] = _Launcher(recorder, value) if isinstance(value, _Fused) else value
     program["get_raw_stream"] = int
     program["reinterpret_tensor"] = _reinterpret
     compiled = Program(recorder, program["call"])
@@ -113,14 +114,34 @@ class _HostProgram:
         return outputs
 
 
+@dataclass
+class _Fused:
+    """A compiled kernel. pointers: names of its arguments, if it was compiled for tensors of any size."""
+
+    kernel: Kernel
+    pointers: tuple[str, ...]
+
+
 class _Launcher:
     """In place of a compiled kernel."""
 
-    def __init__(self, recorder: Recorder, kernel: Kernel) -> None:
-        self.recorder, self.kernel = recorder, kernel
+    def __init__(self, recorder: Recorder, fused: _Fused) -> None:
+        self.recorder, self.fused = recorder, fused
 
-    def run(self, *_: Any, stream: Any) -> None:
-        self.recorder.launch(self.kernel)
+    def run(self, *args: Any, stream: Any) -> None:
+        kernel = self.fused.kernel
+        if self.fused.pointers:
+            sizes = [
+                (name, size_bytes(x))
+                for name, x in zip(self.fused.pointers, args, strict=False)  # then come their sizes
+                if isinstance(x, Tensor)
+            ]
+            kernel = replace(
+                kernel,
+                read_bytes=sum(size for name, size in sizes if not name.startswith("out_ptr")),
+                write_bytes=sum(size for name, size in sizes if not name.startswith("in_ptr")),
+            )
+        self.recorder.launch(kernel)
 
 
 def _reinterpret(tensor: Tensor, size: Any, stride: Any, offset: int = 0) -> Tensor:
@@ -140,7 +161,7 @@ class _Scheduling(inductor.TritonScheduling):
         first = next(iter(node.read_writes.reads or node.read_writes.writes))
         kernels = graph.wrapper_code.kernels
         name = f"kernel_{len(kernels)}"
-        kernels[name] = Kernel(
+        told = Kernel(
             f"fused: {fused}",
             "pointwise",
             dtype=str(graph.get_dtype(first.name))[6:],
@@ -149,6 +170,8 @@ class _Scheduling(inductor.TritonScheduling):
             host="compiled",
             transposes="y" in kernel.numels,  # where Inductor walks in tiles, not rows
         )
+        for_any_size = any(not length.is_number for length in kernel.numels.values())
+        kernels[name] = _Fused(told, inductor.pointers(kernel) if for_any_size else ())
         return name
 
 
@@ -157,7 +180,7 @@ class _Wrapper(inductor.PythonWrapperCodegen):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kernels: dict[str, Kernel] = {}
+        self.kernels: dict[str, _Fused] = {}
         self.recomputed: set[torch.fx.Node] | None = None
 
     @staticmethod

@@ -176,3 +176,8 @@ def fused_name(schedule: Any) -> str:
     """Of a kernel, by the operations that were fused."""
     name = find("torch._inductor.utils", "get_fused_kernel_name")(schedule, "original_aten")
     return name.removeprefix("fused_")
+
+
+def pointers(kernel: Any) -> tuple[str, ...]:
+    """Names of a kernel's arguments, in order: in_ptr0, out_ptr0, in_out_ptr0, ..."""
+    return tuple(str(argument.name) for argument in kernel.args.python_argdefs()[0])
