@@ -63,6 +63,36 @@ def test_mistakes_exit_2_and_are_told_on_stderr(tmp_path: Path) -> None:
         assert err[-1] == "2 problems"
 
 
+def test_a_run_folder_that_cannot_be_made_is_a_mistake(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "run"):
+        code, out, err = titan("train", DEBUG, f"--job.dump_folder={folder}")
+        assert (code, out) == (2, "")
+        assert err[0].startswith("command line: job.dump_folder: cannot be written: ")
+
+
+def test_a_warning_is_told_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    job = tmp_path / "job.toml"
+    job.write_text(f"[job]\ndump_folder = '{tmp_path / 'file'}'\n[training]\nbatch_size = 4\n")
+    code, _, err = titan("train", str(job))
+    assert code == 2 and sum("training.batch_size" in line for line in err) == 1
+
+
+def test_check_knows_the_profiles_of_the_simulator(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text(
+        'name = "mine"\nbase = "h100-sxm"\nmemory_gib = 4.0\n[sources]\nmemory_gib = "a test"\n'
+    )
+    for hardware, told in (
+        (str(mine), "of 4.0 GiB on mine"),
+        ("H100-96G-500W", "of 95.0 GiB on h100-96g-500w"),
+    ):
+        code, out, _ = titan("check", DEBUG, f"--hardware={hardware}", "--formula")
+        assert code == 0 and told in out
+    assert "unknown hardware" in titan("check", DEBUG, "--hardware=h999")[2][0]
+
+
 def test_answers_take_less_than_a_second(tmp_path: Path) -> None:
     job = tmp_path / "job.toml"
     job.write_text("[training]\nstep = 5\n")

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from titan.config.layout import Layout
     from titan.config.sections import JobConfig
+    from titan.sim.profiles import Profile
 
 JOB = "JOB.toml [OVERLAY.toml ...] [--section.key=value ...]"
 
@@ -119,7 +120,7 @@ def train(argv: list[str]) -> int:
         from titan.launch import count_accelerators, launch
 
         num_processes = options.nproc or max(1, count_accelerators())
-        config = _load(job, options=["--nproc", "--max-restarts"])
+        config = _load(job, options=["--nproc", "--max-restarts"], warn=False)  # rank 0 does
         _check_to_run(config, world_size=num_processes)
         if num_processes > 1 or options.max_restarts:
             code = import_module("titan.train").before_start(config)
@@ -141,7 +142,9 @@ def check(argv: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="the answer as JSON")
     parser.add_argument(
-        "--hardware", metavar="H", help="a profile: will it fit? As --hardware.name=H"
+        "--hardware",
+        metavar="H",
+        help="will it fit? As --hardware.name=H, or a profile of titan sim, by name or file",
     )
     parser.add_argument(
         "--formula",
@@ -151,9 +154,12 @@ def check(argv: list[str]) -> int:
     options, job = parser.parse_known_args(argv)
     from titan.config.problems import ConfigError
 
-    if options.hardware:
-        job.append(f"--hardware.name={options.hardware}")
+    profile = None
     try:
+        if options.hardware and not _is_datasheet(options.hardware):
+            profile = import_module("titan.sim.profiles").load_profile(options.hardware)
+        elif options.hardware:
+            job.append(f"--hardware.name={options.hardware}")
         config = _load(job, options=["--world-size", "--hardware", "--json", "--formula"])
         layout = _check_to_run(config, world_size=options.world_size)
     except ConfigError as error:
@@ -161,11 +167,11 @@ def check(argv: list[str]) -> int:
             raise
         print(json.dumps({"problems": [asdict(problem) for problem in error.problems]}, indent=2))
         return 2
-    facts = _facts(config, layout)
+    facts = _facts(config, layout, profile)
     judged: dict[str, Any] = {}
     if options.hardware and not options.formula:
         judged = import_module("titan.sim.fixes").judge(
-            job, config, layout, hardware=config.hardware.name
+            job, config, layout, hardware=options.hardware
         )
         if "simulation" in judged:
             facts |= {"memory_method": "simulation", "fits": judged["simulation"]["fits"]}
@@ -199,10 +205,10 @@ def schema(argv: list[str]) -> int:
     return 0
 
 
-def _load(argv: Sequence[str], *, options: Sequence[str]) -> JobConfig:
+def _load(argv: Sequence[str], *, options: Sequence[str], warn: bool = True) -> JobConfig:
     from titan.config.load import load_from_argv
 
-    return load_from_argv(argv, options=options)
+    return load_from_argv(argv, options=options, warn=warn)
 
 
 def _check_to_run(config: JobConfig, *, world_size: int) -> Layout:
@@ -211,8 +217,18 @@ def _check_to_run(config: JobConfig, *, world_size: int) -> Layout:
     return check_to_run(config, world_size=world_size)
 
 
-def _facts(config: JobConfig, layout: Layout) -> dict[str, Any]:
-    """What `titan check` says, as data."""
+def _is_datasheet(hardware: str) -> bool:
+    """Whether a job file may name it. What nobody knows is a mistake in the job, too."""
+    from titan.observe.hardware import HARDWARE
+    from titan.sim.profiles import profile_names
+
+    known = {row.name for row in HARDWARE}
+    is_profile = hardware.endswith(".toml") or hardware.lower() in profile_names()
+    return hardware.lower() in known or not is_profile
+
+
+def _facts(config: JobConfig, layout: Layout, profile: Profile | None) -> dict[str, Any]:
+    """What `titan check` says, as data. profile: of the simulator, instead of the job's hardware."""
     from titan.config.model import model_config
     from titan.observe.estimate import estimate_memory
     from titan.observe.hardware import by_name
@@ -220,7 +236,8 @@ def _facts(config: JobConfig, layout: Layout) -> dict[str, Any]:
     model, training = model_config(config.model), config.training
     memory_gib = estimate_memory(config, model, layout)
     named = config.hardware.name != "auto"
-    available_gib = by_name(config.hardware.name).memory_gib if named else None
+    hardware = profile or (by_name(config.hardware.name) if named else None)
+    available_gib = hardware.memory_gib if hardware else None
     sequences = training.local_batch_size * layout.dp * layout.accumulation
     return {
         "world_size": layout.world_size,
@@ -236,7 +253,7 @@ def _facts(config: JobConfig, layout: Layout) -> dict[str, Any]:
         "tokens_per_step": sequences * training.seq_len,
         "memory_gib": memory_gib,
         "memory_method": "formula",
-        "hardware": config.hardware.name if named else None,
+        "hardware": hardware.name if hardware else None,
         "hardware_memory_gib": available_gib,
         "fits": None if available_gib is None else memory_gib["total"] <= available_gib,
     }
@@ -264,7 +281,9 @@ def _page(facts: dict[str, Any], judged: dict[str, Any]) -> str:
             "memory   GiB on the fullest rank, by formula (not measured)",
             *memory,
             *verdict,
-            "no problems",
+            "no mistakes in the job, but it does not fit"
+            if facts["fits"] is False
+            else "no problems",
         ]
     )
 

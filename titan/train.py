@@ -52,10 +52,15 @@ def before_start(config: JobConfig) -> int | None:
         if rank == 0:
             print(f"nothing to do: all {config.training.steps:,} steps are done")
         return EXIT_DONE
+    folder = Path(config.job.dump_folder)
     try:
-        Lease(Path(config.job.dump_folder)).require_free()
+        folder.mkdir(parents=True, exist_ok=True)
+        Lease(folder).require_free()
     except LeaseHeld as error:
         return _refuse(error)
+    except OSError as error:
+        problem = config.origin.problem("job.dump_folder", f"cannot be written: {error}")
+        return _refuse(ConfigError([problem]))
     return None
 
 

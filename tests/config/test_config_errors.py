@@ -163,7 +163,7 @@ NAMES = [
     (
         "[[data.sources]]\ntype='text'\npath='a'\n[[data.sources]]\ntype='text'\npath='b'\ntext_key='c'\n",
         "job.toml:7: data.sources[1].text_key",
-        "unknown key; there are weight, type, path",
+        'unknown key; only type = "jsonl", type = "parquet", type = "huggingface" have it',
     ),
     (
         '[training]\ndtype = "bf16"\n',
@@ -563,6 +563,16 @@ ALIASES = [
         "titan has no such setting",
     ),
     (
+        '[optimizer]\nname = "AdamW"\nmomentum = 0.9\n',
+        "job.toml:3: optimizer.momentum",
+        'unknown key; only name = "Muon" has it',
+    ),
+    (
+        '[tokenizer]\nname = "bytes"\npath = "tokenizer.json"\n',
+        "job.toml:3: tokenizer.path",
+        'tokenizer "bytes" reads no file',
+    ),
+    (
         "[training]\ndebug_moe_force_load_balance = true\n",
         "job.toml:2: training.debug_moe_force_load_balance",
         "remove the key",
@@ -633,6 +643,14 @@ def test_rules_are_told_together(tmp_path: Path) -> None:
         "data.reset_positions",
         "model.flavor",
     ]
+
+
+def test_an_unknown_schedule_is_told_once(tmp_path: Path) -> None:
+    text = "[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule = 'foo'\n"
+    told = report(text, tmp_path, world_size=2).splitlines()
+    assert len(told) == 2 and told[0].startswith(
+        "job.toml:3: parallelism.pipeline_parallel_schedule: unknown"
+    )
 
 
 def test_a_problem_in_an_overlay_is_told_there(tmp_path: Path) -> None:

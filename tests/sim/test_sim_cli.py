@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,12 @@ def test_page_json_trace_and_html(tmp_path: Path, capsys: pytest.CaptureFixture[
     events = json.loads(files["trace"].read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 2}
     step_us = facts["step_time_s"] * 1e6
+    lanes: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for e in events:
+        if e["ph"] == "X":
+            lanes.setdefault((e["pid"], e["tid"]), []).append((e["ts"], e["ts"] + e["dur"]))
+    for spans in map(sorted, lanes.values()):
+        assert all(end <= start + 1e-6 for (_, end), (start, _) in pairwise(spans))
     compute = [e for e in events if e["ph"] == "X" and e["pid"] == 0 and e["tid"] == 0]
     assert compute and all(e["dur"] >= 0 and e["ts"] < 2 * step_us for e in compute)
     page = files["html"].read_text()
@@ -107,6 +114,28 @@ def test_hardware_without_float8_is_refused(capsys: pytest.CaptureFixture[str]) 
     assert "2 variants: 1 fit" in said and "1 cannot run: a100-80g does not multiply" in said
 
 
+def _refuse_to_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_recording(*_: object) -> None:
+        raise AssertionError("traced again")
+
+    monkeypatch.setattr(
+        "titan.sim.traces.record_jobs", lambda jobs, *_: no_recording() if jobs else iter(())
+    )
+
+
+def test_a_trace_whose_blocks_are_not_alike_is_kept(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every second block recomputed: nothing to extend."""
+    job = ("--world-size", "1", "--model.overrides.n_layers=15", "--activation_checkpoint.mode=selective",
+           "--activation_checkpoint.selective_ac_option=2", "--json", "-")  # fmt: skip
+    assert sim(*job, *ON) == 0
+    first = json.loads(capsys.readouterr().out)
+    _refuse_to_record(monkeypatch)
+    assert sim(*job, *ON) == 0
+    assert json.loads(capsys.readouterr().out)["step_time_s"] == first["step_time_s"]
+
+
 def test_the_trace_is_kept_for_other_hardware_and_replicas(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,12 +143,7 @@ def test_the_trace_is_kept_for_other_hardware_and_replicas(
     assert sim("--world-size", "4", *ON, f"{hsdp}=2", "--json", "-") == 0
     first = json.loads(capsys.readouterr().out)
 
-    def no_recording(*_: object) -> None:
-        raise AssertionError("traced again")
-
-    monkeypatch.setattr(
-        "titan.sim.traces.record_jobs", lambda jobs, *_: no_recording() if jobs else iter(())
-    )
+    _refuse_to_record(monkeypatch)
     assert sim("--world-size", "4", "--hardware", "a100-80g", f"{hsdp}=2", "--json", "-") == 0
     slower = json.loads(capsys.readouterr().out)
     # The step itself waits for the host.
@@ -175,6 +199,9 @@ def test_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     speeds = [float(line.split()[3].replace(",", "")) for line in said.splitlines()[1:13]]
     assert speeds == sorted(speeds, reverse=True)
     assert "18 variants: 12 fit" in said and re.search(r"6 cannot run: .*2", said)
+    repeated = ("--world-size", "2", "--hardware", "h100-sxm,H100-SXM", "--json", "-")
+    assert sim(*repeated, "--sweep", "training.local_batch_size=2,2") == 0
+    assert len(json.loads(capsys.readouterr().out)) == 1
 
 
 def test_the_front_holds_what_nothing_beats() -> None:
@@ -205,6 +232,12 @@ def test_the_front_holds_what_nothing_beats() -> None:
             ["--world-size", "2", *ON, "--sweep", "training.local_batch_size"],
             "expected KEY=A,B,...",
         ),
+        (
+            ["--world-size", "2", *ON, "--sweep", "training.steps=1", "--html", "a.html"],
+            "--html: is for one job, not for a sweep",
+        ),
+        (["--world-size", "2", *ON, "--processes", "0"], "--processes: expected a whole number"),
+        (["--world-size", "2", *ON, "--json", "none/a.json"], "--json: there is no folder none"),
     ],
 )
 def test_mistakes(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

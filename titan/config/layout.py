@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from titan.parallel.schedules import canonical_schedule
 from titan.parallel.stages import plan_stages
 
 from .model import resolve_model
@@ -210,6 +211,10 @@ def _check_stages(config: JobConfig, model: Any, world_size: int) -> Iterator[Fi
             "the model's output layer is its embedding, and pipeline parallelism would put them on two ranks; use 1, or "
             "model.overrides.tied_embeddings = false",
         )
+    try:
+        canonical_schedule(parallel.pipeline_parallel_schedule)
+    except ValueError:
+        return  # rules.py tells
     layers = getattr(model, "n_layers", 0)
     if problem := _stage_problem(config, layers):
         yield _blame(config, layers, problem, world_size)

@@ -81,11 +81,13 @@ def load_config(
     return config
 
 
-def load_from_argv(argv: Sequence[str], *, options: Sequence[str] = ()) -> JobConfig:
+def load_from_argv(
+    argv: Sequence[str], *, options: Sequence[str] = (), warn: bool = True
+) -> JobConfig:
     """The config of `JOB.toml [OVERLAY.toml ...] [--section.key=value ...]`; warnings go to stderr, once a run."""
     arguments = parse_args(argv, options=options)
     config = load_config(arguments.job, overlays=arguments.overlays, overrides=arguments.overrides)
-    if os.environ.get("RANK", "0") == "0":
+    if warn and os.environ.get("RANK", "0") == "0":
         for warning in config.origin.warnings:
             print(warning, file=sys.stderr)
     return config

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from datetime import date, datetime, time
-from typing import Any
+from typing import Any, Literal, get_origin
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from .problems import Origin, Problem, choose, did_you_mean, key_text, nearest
@@ -140,6 +140,8 @@ def _choice(value: Any, choices: list[str]) -> str:
 def _unknown(path: KeyPath, value: Any, *, data: dict[str, Any]) -> str:
     """What to say of a key that does not exist: one spelt like it here, or the same one elsewhere."""
     name, here = str(path[-1]), fields_at(path[:-1], data=data)
+    if owners := [_tag(model) for model in models_at(path[:-1]) if name in model.model_fields]:
+        return f"unknown key; only {', '.join(owners)} {'has' if len(owners) == 1 else 'have'} it"
     elsewhere = sections_with(name)
     if len(path) == 1:
         what = "unknown section" if isinstance(value, dict) else "key outside any section"
@@ -151,6 +153,15 @@ def _unknown(path: KeyPath, value: Any, *, data: dict[str, Any]) -> str:
     if not hint and len(path) > 1:
         hint = did_you_mean(name, here) or f"; there are {', '.join(here)}"
     return what + (hint or f"; there are {', '.join(here)}")
+
+
+def _tag(model: type[BaseModel]) -> str:
+    """What makes a table this member of a union: `name = "Muon"`."""
+    return next(
+        f"{name} = {format_value(field.default)}"
+        for name, field in model.model_fields.items()
+        if get_origin(field.annotation) is Literal
+    )
 
 
 def _member(table: Any) -> str:

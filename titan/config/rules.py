@@ -106,6 +106,8 @@ def _check_data(config: JobConfig) -> Iterator[Finding]:
             "training.dataset",
             f'"{training.dataset}" and [[data.sources]] both say what to train on; remove one',
         )
+    if config.tokenizer.path and config.tokenizer.name == "bytes":
+        yield "tokenizer.path", 'tokenizer "bytes" reads no file; set tokenizer.name = "auto"'
     yield from _check_dataset("training", training.dataset, training.dataset_path)
     if data.reset_positions and not data.document_mask:
         yield (

@@ -14,7 +14,7 @@ from titan.config.problems import ConfigError, Problem
 from titan.config.rules import check_to_run
 
 from .profiles import load_profile, profile_names
-from .report import page, say
+from .report import page, require_folders, say
 
 OPTIONS = (
     *("--world-size", "--hardware", "--json", "--trace", "--html", "--processes"),
@@ -32,9 +32,11 @@ def main(argv: list[str] | None = None) -> int:
         return calibrate(options.calibrate, base_name=options.hardware, say=say)
     if options.world_size is None or options.hardware is None:
         parser.error("--world-size and --hardware are needed")
-    if options.world_size < 1:
-        message = f"expected a whole number of at least 1, got {options.world_size}"
-        raise ConfigError([Problem("command line", 0, "--world-size", message)])
+    for name, number in (("--world-size", options.world_size), ("--processes", options.processes)):
+        if number is not None and number < 1:
+            message = f"expected a whole number of at least 1, got {number}"
+            raise ConfigError([Problem("command line", 0, name, message)])
+    require_folders(options, "json", "trace", "html")
     return _sweep(options, job) if options.sweep else _simulate(options, job)
 
 
@@ -125,17 +127,22 @@ def _sweep(options: argparse.Namespace, job: list[str]) -> int:
     """All variants: a table, and with --json everything."""
     from .sweep import combinations, sweep, table
 
+    for name in ("trace", "html", "whole", "no_cache"):
+        if getattr(options, name):
+            name, message = f"--{name.replace('_', '-')}", "is for one job, not for a sweep"
+            raise ConfigError([Problem("command line", 0, name, message)])
     axes: dict[str, list[str]] = {}
     for text in options.sweep:
         key, _, values = text.partition("=")
         if not values:
             message = f"'{text}': expected KEY=A,B,..., such as training.local_batch_size=1,2,4"
             raise ConfigError([Problem("command line", 0, "--sweep", message)])
-        axes[key] = values.split(",")
+        axes[key] = list(dict.fromkeys(values.split(",")))
         # What is no key, or no value of one, is a mistake, and no variant that cannot run.
         for value in axes[key]:
             load_from_argv([*job, f"--{key}={value}"], options=list(OPTIONS))
-    profiles = [load_profile(name) for name in options.hardware.split(",")]
+    named = (load_profile(name) for name in options.hardware.split(","))
+    profiles = [*{profile.name: profile for profile in named}.values()]
     # Mistakes of the job itself, before thousands of variants.
     load_from_argv(job, options=list(OPTIONS))
     start = time.monotonic()
@@ -148,9 +155,12 @@ def _sweep(options: argparse.Namespace, job: list[str]) -> int:
         progress=lambda done, of: say(f"{done:,} of {of:,} variants"),
     )
     say("")
+    told = json.dumps([asdict(variant) for variant in variants])
+    if options.json == "-":
+        print(told)
+        return 0
     print(table(variants))
     print(f"simulated in {time.monotonic() - start:.1f} s")
     if options.json:
-        told = [asdict(variant) for variant in variants]
-        Path(options.json).write_text(json.dumps(told) + "\n", encoding="utf-8")
+        Path(options.json).write_text(told + "\n", encoding="utf-8")
     return 0

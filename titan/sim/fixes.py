@@ -123,7 +123,7 @@ def judge(
     job: Sequence[str], config: JobConfig, layout: Layout, *, hardware: str
 ) -> dict[str, Any]:
     """For `titan check`: {"simulation": facts, "fixes": changes with which it fits, if it does not}, or {"not_simulated": why}."""
-    if hardware not in profile_names():
+    if not hardware.endswith(".toml") and hardware.lower() not in profile_names():
         return {"not_simulated": f"the simulator has no profile of {hardware}"}
 
     def tried(done: int, of: int) -> None:
@@ -155,11 +155,10 @@ def describe(judged: dict[str, Any]) -> list[str]:
         return [f"not simulated: {reason}"]
     told, fixes = judged["simulation"], judged["fixes"]
     memory = told["memory"]
-    total = memory["peak_reserved_gib"] + memory["outside_gib"]
     lines = [
         f"time     {duration(told['step_time_s'])} a step, {told['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, simulated on {told['hardware']}",
-        f"{'fits' if told['fits'] else 'DOES NOT FIT'}: {total:.1f} of {memory['capacity_gib']:.1f} GiB on {told['hardware']}, simulated; "
-        f"the most at {memory['at'] or 'the start'} of rank {memory['rank']}",
+        f"{'fits' if told['fits'] else 'DOES NOT FIT'}: {memory['peak_reserved_gib']:.1f} GiB reserved + {memory['outside_gib']:.1f} outside, "
+        f"of {memory['capacity_gib']:.1f} on {told['hardware']}, simulated; the most at {memory['at'] or 'the start'} of rank {memory['rank']}",
     ]
     if told["fits"]:
         return lines
@@ -171,6 +170,6 @@ def describe(judged: dict[str, Any]) -> list[str]:
     for fix in fixes:
         what = " ".join(f"--{key}={value}" for key, value in fix["settings"].items())
         lines.append(
-            f"  {fix['tokens_per_s_per_gpu']:>8,.0f} tokens/s/GPU  {fix['peak_reserved_gib']:>6.1f} GiB  {what}"
+            f"  {fix['tokens_per_s_per_gpu']:>8,.0f} tokens/s/GPU  {fix['peak_reserved_gib']:>6.1f} GiB reserved  {what}"
         )
     return lines

@@ -21,10 +21,13 @@ def write_trace(simulation: Simulation, path: Path) -> None:
         events.append(_name("process_name", rank, 0, f"rank {rank}"))
         lanes: dict[str, int] = {}
         for interval in timeline.intervals:
-            if interval.lane not in lanes:
-                lanes[interval.lane] = len(lanes)
-                events.append(_name("thread_name", rank, lanes[interval.lane], interval.lane))
-            events.append(_event(interval, rank, lanes[interval.lane]))
+            lane = interval.lane
+            if not isinstance(interval.event, Launch) and interval.event.kind in ("send", "recv"):
+                lane += f", {interval.event.kind}"  # both at once
+            if lane not in lanes:
+                lanes[lane] = len(lanes)
+                events.append(_name("thread_name", rank, lanes[lane], lane))
+            events.append(_event(interval, rank, lanes[lane]))
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
 
 

@@ -35,7 +35,7 @@ from titan.config.sections import JobConfig
 from titan.observe.estimate import estimate_memory
 
 from .profiles import Profile, load_profile, profile_names
-from .report import say
+from .report import require_folders, say
 from .sweep import Variant, sweep
 
 EQUAL = 0.03
@@ -394,9 +394,7 @@ def main(argv: list[str] | None = None) -> int:
             key = f"--{name.replace('_', '-')}"
             message = f"expected a whole number of at least 1, got {getattr(options, name)}"
             raise ConfigError([Problem("command line", 0, key, message)])
-    if options.json not in (None, "-") and not Path(options.json).parent.is_dir():
-        message = f"there is no folder {Path(options.json).parent}"
-        raise ConfigError([Problem("command line", 0, "--json", message)])
+    require_folders(options, "json")
     profile = load_profile(options.hardware)
     known = ["--world-size", "--hardware", "--simulate", "--most", "--output", "--json"]
     config = load_from_argv(job, options=[*known, "--processes"])

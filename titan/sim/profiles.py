@@ -176,12 +176,10 @@ def _find(name_or_path: str | Path, *, asked_in: str) -> Path:
     name = str(name_or_path)
     if name.endswith(".toml"):
         return Path(name)
-    if name not in profile_names():
-        message = (
-            f"no profile '{name}'{choose(name, profile_names())}, or give the path of a TOML file"
-        )
-        raise ConfigError([Problem(asked_in, 0, "", message)])
-    return _FOLDER / f"{name}.toml"
+    if name.lower() in profile_names():
+        return _FOLDER / f"{name.lower()}.toml"
+    message = f"no profile '{name}'{choose(name, profile_names())}, or give the path of a TOML file"
+    raise ConfigError([Problem(asked_in, 0, "", message)])
 
 
 def _merged(file: Path, *, below: Sequence[Path] = ()) -> tuple[dict[str, Any], dict[Any, int]]:

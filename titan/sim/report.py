@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import re
 import sys
+from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from titan.config.problems import ConfigError, Problem
 
 from .simulate import Facts
 
@@ -17,6 +21,15 @@ def say(text: str) -> None:
     """What is being done, on one line of a terminal that the next text replaces."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def require_folders(options: Namespace, *names: str) -> None:
+    """Raises ConfigError for files, given as these options, that cannot be written: before a minute of simulating."""
+    for name in names:
+        file = getattr(options, name)
+        if file not in (None, "-") and not Path(file).parent.is_dir():
+            message = f"there is no folder {Path(file).parent}"
+            raise ConfigError([Problem("command line", 0, f"--{name}", message)])
 
 
 def page(facts: Facts) -> str:
@@ -46,7 +59,7 @@ def _speed(facts: Facts) -> Iterator[str]:
     mfu = "MFU n/a" if facts["mfu"] is None else f"{facts['mfu']:.1%} MFU"
     yield f"  step      {duration(facts['step_time_s'])} for {facts['tokens_per_step']:,} tokens"
     yield (
-        f"  speed     {facts['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, {facts['tflops_per_gpu']:,.0f} TFLOP/s/GPU, "
+        f"  speed     {facts['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, {_tflops(facts['tflops_per_gpu'])} TFLOP/s/GPU, "
         f"{mfu} ({facts['mfu_convention']} attention)"
     )
 
@@ -81,9 +94,7 @@ def _memory(memory: Facts, *, fits: bool) -> Iterator[str]:
     verdict = f"fits, {capacity - reserved - outside:.1f} GiB to spare" if fits else "DOES NOT FIT"
     if fits and memory["num_retries"]:
         verdict = f"fits only by giving back its cache {memory['num_retries']} times, which is slow"
-    yield (
-        f"  memory    {reserved:.1f} GiB reserved + {outside:.1f} outside the allocator, of {capacity:.1f}: {verdict}"
-    )
+    yield f"  memory    {verdict}: {reserved:.1f} GiB reserved + {outside:.1f} outside, of {capacity:.1f}"
     if memory["failure"]:
         yield f"            {memory['failure']}"
     yield f"  at its peak of {memory['peak_active_gib']:.1f} GiB in use (rank {memory['rank']}, {memory['at'] or 'start'})"
@@ -121,6 +132,10 @@ def _bars(rows: Mapping[str, float], *, total: float, unit: object) -> Iterator[
     for name, value in shown.items():
         share = value / total
         yield f"    {name:<{width}}  {unit(value):>9}  {share:>6.1%}  {'█' * round(_BAR * share)}"
+
+
+def _tflops(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def duration(seconds: float) -> str:

@@ -110,7 +110,7 @@ class Timeline:
 
 def axis_of(group: Group) -> str:
     """A group's axes as one word, such as "dp_shard+cp"."""
-    return "+".join(group.axes) or group.name
+    return "+".join(group.axes) or ("one rank" if len(group.ranks) == 1 else group.name)
 
 
 def summarise(

@@ -116,15 +116,20 @@ def obtain(
             )
         )
     processes = processes or os.cpu_count() or 1
+    refused = _record(plans, processes)
+    _record([_Plan(plan.wanted, None, plan.path, done) for plan in refused], processes)
+
+
+def _record(plans: Sequence[_Plan], processes: int) -> list[_Plan]:
+    """Trace and tell; returns the plans whose blocks cannot be extended."""
     parts = -(-processes // max(1, len(plans)))  # of each plan: a process of its own for each
     waiting = [(plan, job) for plan in plans for job in plan.jobs(parts)]
-    again: list[Wanted] = []
+    refused = []
     for number, result in record_jobs([job for _, job in waiting], processes):
         plan, job = waiting[number]
         if plan.finish(job, result):
-            again.append(plan.wanted)
-    if again:
-        obtain(again, processes=processes, whole=True, use_cache=use_cache, done=done)
+            refused.append(plan)
+    return refused
 
 
 class _Plan:
