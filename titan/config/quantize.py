@@ -27,10 +27,11 @@ def quantize_section(config: JobConfig) -> Float8Section | MXSection | None:
 def lacks_units(config: JobConfig, hardware: str, dtypes: Container[str]) -> str:
     """What is to be said if the hardware, whose matrix units multiply these dtypes, cannot run the job; else nothing."""
     section = quantize_section(config)
-    if section is None or section.emulate or "float8" in dtypes:
+    wanted = "mxfp8" if isinstance(section, MXSection) else "float8"
+    if section is None or section.emulate or wanted in dtypes:
         return ""
     return (
-        f"{hardware} does not multiply in float8; set emulate = true to compute the same numbers slowly, or take the "
+        f"{hardware} does not multiply in {wanted}; set emulate = true to compute the same numbers slowly, or take the "
         "converter out of model.converters"
     )
 

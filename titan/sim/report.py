@@ -143,4 +143,4 @@ def duration(seconds: float) -> str:
 
 
 def _gib(value: float) -> str:
-    return f"{value:.2f} GiB"
+    return f"{value:.2f} GiB" if value >= 0.1 else f"{value * 1024:.1f} MiB"

@@ -10,9 +10,9 @@ from functools import cached_property
 from typing import Any
 
 from titan.config.layout import Layout
-from titan.config.quantize import lacks_units
+from titan.config.quantize import lacks_units, quantize_section
 from titan.config.rules import model_config, resolve_layout
-from titan.config.sections import JobConfig
+from titan.config.sections import JobConfig, MXSection
 
 from .cost import Cost
 from .memory import MemoryReport, memory_report
@@ -58,6 +58,13 @@ class Simulation:
         return self.tokens_per_step / self.timeline.step_s / self.layout.world_size
 
 
+def not_simulated(config: JobConfig, profile: Profile) -> str:
+    """Why a job is not simulated on some hardware; empty: it is."""
+    mx = isinstance(section := quantize_section(config), MXSection) and not section.emulate
+    lacks = lacks_units(config, profile.name, profile.peak_tflops)
+    return lacks or ("products in MXFP8 are not simulated yet" if mx else "")
+
+
 class HardwareError(ValueError):
     """The hardware cannot run the job; the message is for the user."""
 
@@ -78,7 +85,7 @@ def simulate(
     whole: trace every block, even if they are alike; use_cache: of traces; like: as titan.sim.device.Like. say: is told what is being done. Raises ConfigError, HardwareError, RecordError and ReplayError.
     """
     start = time.monotonic()
-    if reason := lacks_units(config, profile.name, profile.peak_tflops):
+    if reason := not_simulated(config, profile):
         raise HardwareError(reason)
     wanted = Wanted(config, resolve_layout(config, world_size), like)
     say(f"tracing {wanted.layout.pp} of {world_size} ranks")

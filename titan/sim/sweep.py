@@ -15,12 +15,11 @@ from typing import Any
 
 from titan.config.load import load_from_argv
 from titan.config.problems import ConfigError
-from titan.config.quantize import lacks_units
 from titan.config.rules import check_to_run
 
 from .profiles import Profile
 from .replay import ReplayError
-from .simulate import GIB, Facts, facts, price
+from .simulate import GIB, Facts, facts, not_simulated, price
 from .trace import Trace, no_garbage_collection
 from .traces import Wanted, obtain, regroup
 
@@ -83,8 +82,7 @@ def sweep(
             continue
         one = Wanted(config, layout)
         for variant in same:
-            peaks = by_name[variant.hardware].peak_tflops
-            variant.problem = lacks_units(config, variant.hardware, peaks)
+            variant.problem = not_simulated(config, by_name[variant.hardware])
         able = [
             (variant, one, by_name[variant.hardware]) for variant in same if not variant.problem
         ]
