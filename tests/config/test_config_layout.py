@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,6 +111,25 @@ def test_model_overrides() -> None:
     assert model_config(ModelSection(overrides={"head_dim": 32})).head_dim == 32
     with pytest.raises(ConfigError, match="did you mean 'n_layers'"):
         model_config(ModelSection(overrides={"nlayers": 2}))
+
+
+@dataclass(frozen=True)
+class OwnHeads:
+    """A size of somebody else's family, whose head_dim is its own, though it is dim / n_heads."""
+
+    dim: int = 32
+    n_heads: int = 4
+    head_dim: int = 8
+
+
+@pytest.mark.parametrize("overrides", [{}, {"dim": 64}])
+def test_a_head_dim_that_is_not_derived_stays(
+    overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = SimpleNamespace(FLAVORS={"debugmodel": OwnHeads()})
+    monkeypatch.setattr("titan.config.model.family", lambda name: own)
+    config = model_config(ModelSection(name="own", overrides=overrides))
+    assert config == replace(OwnHeads(), **overrides)
 
 
 ZERO_BUBBLE = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "InterleavedZeroBubble"}

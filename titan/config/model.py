@@ -92,7 +92,10 @@ def _check_overrides(overrides: dict[str, Any], flavor: Any) -> Iterator[Finding
 def _replace(flavor: Any, overrides: dict[str, Any]) -> Any:
     types = get_type_hints(type(flavor))
     changes = {name: float(v) if types[name] is float else v for name, v in overrides.items()}
-    if getattr(flavor, "head_dim", 0) and flavor.head_dim == flavor.dim // flavor.n_heads:
+    # 0 by default: the family derives it where nothing is given.
+    derives = any(f.name == "head_dim" and f.default == 0 for f in dataclasses.fields(flavor))
+    has_changed = derives and overrides.keys() & {"dim", "n_heads"}
+    if has_changed and flavor.head_dim == flavor.dim // flavor.n_heads:
         changes.setdefault("head_dim", 0)  # it was derived: derive it again from what has changed
     return dataclasses.replace(flavor, **changes)
 
