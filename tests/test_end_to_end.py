@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -82,6 +83,19 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError:  # ended while we looked
         return b""
+
+
+def test_another_model_in_the_folder_is_a_mistake_and_no_damage(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(run_dir, tmp_path / "run")
+    settings = (f"--job.dump_folder={folder}", "--training.steps=61", "--model.overrides.dim=128")
+    refused = titan("train", str(run_dir / "config.toml"), *settings, "--nproc", "1")
+    assert (refused.returncode, "holds other shapes" in refused.stderr) == (2, True)
+    status = json.loads((folder / "status.json").read_text())
+    assert (status["state"], status["step"]) == ("failed", 60)
+    [found] = json.loads(titan("doctor", str(folder), "--json").stdout)["findings"]
+    assert found["kind"] == "checkpoint_differs"
 
 
 def test_generate_from_the_run_and_from_a_step(run_dir: Path) -> None:

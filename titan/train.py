@@ -123,7 +123,7 @@ def _train_alone(config: JobConfig, stop: StopRequest) -> int:
         saved = stop.exit_code is not None
         reason += "All is saved" if saved else "The last checkpoint is from before"
         if not saved:
-            step = trainer.step if trainer else 0
+            step = trainer.step if trainer else None
             write_status(folder, state="failed", exit_code=EXIT_FAILED, step=step, reason=reason)
         print(f"{reason}. Stacks of all threads: {stacks}", file=sys.stderr, flush=True)
         flight_recorder.dump(reason)  # the longest, and there is not much time
@@ -161,7 +161,7 @@ def _train_alone(config: JobConfig, stop: StopRequest) -> int:
         run = heartbeat.tell(Verdict(reason, step=step, exit_code=code, rank=rank))
         if not expected:
             flight_recorder.dump(reason, at=where_failed(error))
-        said = {"exit_code": run.exit_code, "step": run.step, "reason": run.reason}
+        said = {"exit_code": run.exit_code, "step": run.step or None, "reason": run.reason}
         write_status(folder, state=run.state, **said)
         logging.getLogger("titan").error(reason, extra={"last_words": True})
         print(f"{'' if rank == 0 else f'[rank {rank}] '}{reason}", file=sys.stderr)

@@ -149,7 +149,8 @@ def test_a_rank_that_left_no_word(folder: Folder) -> None:
     folder.status("failed", "rank 0 failed in step 7 in all_reduce: Connection closed by peer")
     for rank in (0, 1, 3):
         folder.dump(rank, {"dp_shard": 5, "tp": 8})
-    assert folder.diagnosis().findings[0].cause.startswith("rank 2 left no word: killed")
+    found = folder.diagnosis().findings[0]
+    assert found.cause.startswith("rank 2 left no word: killed") and "SIGKILL" in found.advice
     launch = {"ranks": {"2": {"pid": 1, "exit_code": -9, "unix_s": NOW}}, "oom_kills": 1}
     folder.write("logs/launch-node1.json", launch)
     assert folder.diagnosis().findings[0].cause.startswith("rank 2 was killed by the kernel")

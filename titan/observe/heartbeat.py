@@ -203,8 +203,8 @@ class Heartbeat:
 
     def _end(self, verdict: Verdict, *, alone: bool) -> None:
         def report() -> None:
-            said = {"exit_code": verdict.exit_code, "step": verdict.step, "reason": verdict.reason}
-            write_status(self.run_dir, state=verdict.state, **said)
+            said = {"exit_code": verdict.exit_code, "reason": verdict.reason}
+            write_status(self.run_dir, state=verdict.state, step=verdict.step or None, **said)
             logging.getLogger("titan").error(verdict.reason)
             if self.rank == 0 or alone or verdict.rank == self.rank:
                 name = "" if self.rank == 0 else f"[rank {self.rank}] "

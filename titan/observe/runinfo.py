@@ -86,12 +86,20 @@ def _git_state(folder: Path) -> dict[str, Any] | None:
 
 
 def write_status(
-    run_dir: Path, *, state: State, exit_code: int | None = None, step: int = 0, reason: str = ""
+    run_dir: Path,
+    *,
+    state: State,
+    exit_code: int | None = None,
+    step: int | None = None,
+    reason: str = "",
 ) -> None:
-    """Write status.json: where the run stands, and with which code it ended (null while it runs).
+    """Write status.json: where the run stands, and with which code it ended (null while it runs). step: unset, the one
+    that the file names stays: a process that has not loaded its checkpoint yet knows of none.
 
     torchrun turns every exit code but 0 into 1; this file keeps the real one.
     """
+    if step is None:
+        step = read_status(run_dir).get("step", 0)
     content = {"state": state, "exit_code": exit_code, "step": step, "reason": reason}
     text = json.dumps(content | {"unix_s": round(time.time(), 3)}, indent=2) + "\n"
     # Written at every logged step while running: training does not wait for the disk.
