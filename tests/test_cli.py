@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -169,6 +170,58 @@ def test_options_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", "--help"]) == 0
     assert "--world-size" in capsys.readouterr().out
     assert cli.main(["--version"]) == 0
+
+
+def install(folder: Path, package: str, **groups: dict[str, str]) -> None:
+    """What pip leaves of a package's metadata: its entry points, as titan.GROUP = {name: object}."""
+    metadata = folder / f"{package}-0.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 0.1\n")
+    lines = [
+        line
+        for group, entries in groups.items()
+        for line in (f"[titan.{group}]", *(f"{name} = {what}" for name, what in entries.items()))
+    ]
+    (metadata / "entry_points.txt").write_text("\n".join(lines))
+
+
+def test_the_optimizer_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its module may be imported first, before anything of titan; and it trains."""
+    page = (ROOT / "docs" / "optimizers.md").read_text().split("## An optimizer of your own")[1]
+    code, package, job = re.findall(r"```\w+\n(.*?)```", page, re.DOTALL)[:3]
+    (tmp_path / "my_sgd.py").write_text(code)
+    (tmp_path / "job.toml").write_text(job)
+    [entry] = re.findall(r'^sgd = "(.*)"$', package, re.MULTILINE)
+    install(tmp_path, "my-sgd", optimizers={"sgd": entry})
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    exit_code, shown, _ = titan("config", str(tmp_path / "job.toml"))
+    assert exit_code == 0 and 'name = "SGD"\nlr = 0.1\nmomentum = 0.95' in shown
+    program = """
+import my_sgd, sys, torch
+from titan.config.load import load_config
+from titan.optim.optimizers import build_optimizer
+weight = torch.nn.Parameter(torch.ones(2))
+weight.grad = torch.ones(2)
+optimizer = build_optimizer(load_config(sys.argv[1]).optimizer, [("weight", weight)])
+optimizer.step()
+print(weight.tolist(), optimizer.param_groups[0]["initial_lr"])
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "job.toml")]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert result.stdout == "[0.8999999761581421, 0.8999999761581421] 0.1\n", result.stderr
+
+
+def test_a_plug_in_that_cannot_be_imported_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    install(tmp_path, "my-model", models={"mine": "not_there"})
+    said = "cannot be loaded: ModuleNotFoundError: No module named 'not_there'"
+    exit_code, _, lines = titan("check", DEBUG, "--model.name=mine")
+    assert (exit_code, lines[0]) == (2, f"entry point mine (package my-model) {said}")
+    install(tmp_path, "my-sgd", optimizers={"sgd": "not_there:SGDSection"})
+    exit_code, _, lines = titan("train", DEBUG)
+    assert (exit_code, lines[0]) == (2, f"entry point sgd (package my-sgd) {said}")
 
 
 def test_other_commands_reach_their_modules(monkeypatch: pytest.MonkeyPatch) -> None:

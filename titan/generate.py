@@ -16,13 +16,12 @@ from torch import Tensor, nn
 
 from titan.checkpoint.manager import CheckpointError, list_steps, load, model_state
 from titan.config.load import ConfigError, load_config
-from titan.config.rules import model_config
+from titan.config.model import family, model_config
 from titan.config.sections import JobConfig
 from titan.data import DataError
 from titan.data.tokenizer import Tokenizer, build_tokenizer
 from titan.models.attention import CachedAttention, InnerAttention
 from titan.parallel import materialize
-from titan.program import import_family
 
 
 def find_checkpoint(path: Path, *, folder: str = "checkpoint") -> tuple[Path, Path]:
@@ -45,7 +44,7 @@ def load_model(path: Path, *, device: torch.device) -> tuple[nn.Module, Tokenize
     if config.checkpoint.folder != "checkpoint":
         run, step = find_checkpoint(path, folder=config.checkpoint.folder)
     with torch.device("meta"):
-        model = import_family(config.model.name).build_model(model_config(config.model))
+        model = family(config.model.name).build_model(model_config(config.model))
     materialize(model, device=device)
     load(step, model_state([model]))
     tokenizer = build_tokenizer(config.tokenizer, hf_assets_path=config.model.hf_assets_path)

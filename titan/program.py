@@ -21,8 +21,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.metadata import entry_points
 from types import ModuleType
 
 import torch
@@ -31,8 +29,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan.batches import LocalBatch, Localizer, MicroBatch, sum_valid
+from titan.config.model import family as import_family
+from titan.config.model import model_config
 from titan.config.quantize import quantize_section
-from titan.config.rules import model_config
 from titan.config.sections import (
     ActivationCheckpointSection,
     CompileSection,
@@ -454,14 +453,6 @@ def _vocabulary_shard(mesh: DeviceMesh, vocab_size: int) -> VocabularyShard | No
         return None
     start = tp.get_local_rank() * -(-vocab_size // tp.size())
     return VocabularyShard(tp.get_group(), start=start, mesh=tp)
-
-
-def import_family(name: str) -> ModuleType:
-    """The package of a model family: titan.models.<name>, or one registered as `titan.models`."""
-    for entry in entry_points(group="titan.models"):
-        if entry.name == name:
-            return entry.load()
-    return import_module(f"titan.models.{name}")
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -25,11 +25,11 @@ from titan.checkpoint.commit import Ranks
 from titan.checkpoint.export import Export, export_state
 from titan.checkpoint.huggingface import INDEX, HFModel, model_keys, open_folder, read_sizes
 from titan.config.load import load_config
-from titan.config.model import model_config
+from titan.config.model import family, model_config
 from titan.config.rules import check_to_run, resolve_layout
 from titan.config.sections import CheckpointSection, JobConfig
 from titan.parallel import build_mesh, materialize
-from titan.program import build_program, import_family
+from titan.program import build_program
 
 transformers = pytest.importorskip("transformers")
 
@@ -233,7 +233,7 @@ def test_our_logits_are_theirs(name: str, sources) -> None:
     source = sources[name, False]
     _, sizes = read_sizes(open_folder(source))
     with torch.device("meta"):
-        ours = import_family(name).build_model(sizes)
+        ours = family(name).build_model(sizes)
     materialize(ours, device="cpu")
     state = checkpoints.model_state([ours])
     huggingface.load(source, state, model=HFModel.of(name, sizes), ranks=Ranks())

@@ -15,6 +15,7 @@ from importlib.metadata import entry_points
 from types import ModuleType
 from typing import Any, get_type_hints
 
+from .base import load_plug_in
 from .problems import ConfigError, Finding, Problem, choose
 from .sections import ModelSection
 from .toml import format_value
@@ -60,11 +61,15 @@ def families() -> list[str]:
 
 @cache
 def family(name: str) -> ModuleType:
-    """The package of a model family; raises `KeyError` for one that is not installed."""
+    """The package of a model family; raises `KeyError` for one that is not installed, `ConfigError` for one that is broken."""
     if name not in families():
         raise KeyError(name)
     registered = {entry.name: entry for entry in entry_points(group="titan.models")}
-    return registered[name].load() if name in registered else import_module(f"titan.models.{name}")
+    return (
+        load_plug_in(registered[name])
+        if name in registered
+        else import_module(f"titan.models.{name}")
+    )
 
 
 def _check_overrides(overrides: dict[str, Any], flavor: Any) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ the JSON schema are generated from it. This module imports no torch.
 
 A choice that carries its own options (the optimizer, a data source) is a union told apart by one key;
 third parties add members through the entry-point groups `titan.optimizers` and `titan.sources`, each entry
-naming a `Section` subclass.
+naming a subclass of base.py's `Section`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,10 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr
 
+from .base import DocumentOptions, Section, load_plug_in
 from .problems import Origin
-
-
-class Section(BaseModel):
-    """Base of every section: frozen, strict about types, and unknown keys are errors."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
 
 
 def _split_commas(value: Any) -> Any:
@@ -268,13 +261,6 @@ class LossSection(Section):
     loss that most frameworks have, for comparison: torch's cross entropy on an fp32 copy of all logits."""
 
 
-class DocumentOptions(Section):
-    """Shared by every source."""
-
-    weight: Annotated[float, Field(gt=0)] = 1.0
-    """Share of the samples drawn from this source, relative to the other sources' weights."""
-
-
 class StdlibSource(DocumentOptions):
     """Embedded default: the Python standard library's own source and documentation strings on this machine."""
 
@@ -343,7 +329,7 @@ class HuggingFaceSource(DocumentOptions):
 
 def _members(group: str, *builtin: type[Section]) -> Any:
     """Union of the built-in sections and those registered under an entry-point group."""
-    return Union[(*builtin, *(e.load() for e in entry_points(group=group)))]
+    return Union[(*builtin, *(load_plug_in(e) for e in entry_points(group=group)))]
 
 
 if TYPE_CHECKING:
