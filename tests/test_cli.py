@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from titan import cli, launch
+from titan.observe.runinfo import State, read_status, write_status
 
 ROOT = Path(__file__).resolve().parents[1]
 DEBUG = "train_configs/debug_model.toml"
@@ -303,6 +304,18 @@ def test_a_signal_reaches_the_ranks_and_their_exit_code_comes_back(tmp_path: Pat
     assert int(status["threads"]) >= 1
 
 
+def end_launch(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line of Python in torchrun's place."""
+    real = subprocess.Popen
+    monkeypatch.setattr(
+        launch.subprocess,
+        "Popen",
+        lambda command, **kwargs: real(
+            [sys.executable, "-c", f"import sys; {end}", *command[5:]], **kwargs
+        ),
+    )
+
+
 @pytest.mark.parametrize(
     ("end", "code"),
     [
@@ -315,16 +328,24 @@ def test_exit_codes_of_a_launch(
     end: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "status.json").write_text('{"state": "stopped", "exit_code": 75}')  # an older run's
-    real = subprocess.Popen
-    monkeypatch.setattr(
-        launch.subprocess,
-        "Popen",
-        lambda command, **kwargs: real(
-            [sys.executable, "-c", f"import sys; {end}", *command[5:]], **kwargs
-        ),
-    )
+    end_launch(end, monkeypatch)
     assert launch.launch([str(tmp_path)], num_processes=2, dump_folder=str(tmp_path)) == code
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_killed_torchrun_is_told_by_its_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    end_launch("import os; os.kill(os.getpid(), 9)", monkeypatch)
+    ends: dict[State, State] = {"running": "failed", "done": "done"}
+    for state, left in ends.items():
+        write_status(tmp_path, state=state, step=7)
+        assert launch.launch([], num_processes=2, dump_folder=str(tmp_path)) == 1
+        [said] = capsys.readouterr().err.splitlines()
+        assert "which `titan train` starts the ranks with, was ended by SIGKILL" in said
+        status = read_status(tmp_path)
+        assert (status["state"], status["step"]) == (left, 7)
+    assert status["reason"] == ""
 
 
 def test_accelerators_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 from titan.observe.failure import oom_kills
-from titan.observe.runinfo import write_text_atomically
+from titan.observe.runinfo import read_status, write_status, write_text_atomically
 from titan.signals import ASKING, EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR, die_with_parent
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, ASKING)
@@ -62,9 +62,19 @@ def launch(
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+    if code < 0 and -code != signal.SIGTERM:  # which is ours, to one that is still starting
+        _tell_of_killed(agent.pid, signal.Signals(-code).name, Path(dump_folder))
     if _version(status) == before:  # an older run's status says nothing of this one
         return min(abs(code), 1)
     return _exit_code(status, unknown=min(abs(code), 1))
+
+
+def _tell_of_killed(pid: int, name: str, run_dir: Path) -> None:
+    """torchrun's last words, which had no chance to say any; its ranks end with it, and say nothing either."""
+    reason = f"torchrun (pid {pid}), which `titan train` starts the ranks with, was ended by {name}"
+    print(reason, file=sys.stderr)
+    if read_status(run_dir).get("state") == "running":
+        write_status(run_dir, state="failed", exit_code=EXIT_FAILED, reason=reason)
 
 
 def torchrun(argv: Sequence[str]) -> int:

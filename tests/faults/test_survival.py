@@ -13,6 +13,8 @@ import pytest
 
 from running import CLI, Run
 from titan.checkpoint.manager import list_steps
+from titan.doctor.diagnose import diagnose
+from titan.doctor.evidence import Evidence
 
 HANGING = [
     *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
@@ -118,6 +120,10 @@ def test_no_rank_outlives_its_agent(victim: str, start: Start) -> None:
     while time.monotonic() < deadline and run.processes():
         time.sleep(0.05)
     assert not run.processes()
+    if victim == "torchrun":
+        assert run.end() == 1 and "was ended by SIGKILL" in run.said().splitlines()[-1]
+        assert run.status()["state"] == "failed" and run.status()["step"] >= 2
+        assert [found.kind for found in diagnose(Evidence(run.folder)).findings] == ["killed"]
 
 
 # ---- hangs -----------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ _SAID = [
     ("replicas_differ", r"replicas hold different weights", "memory, or a link, of one machine is broken"),
     ("checkpoint_differs", r"holds other shapes|lacks .* saved from", "the job's model or optimizer is not the checkpoint's"),
     ("checkpoint_damaged", r"is damaged|NO CHECKPOINT|is not a checkpoint", "the checkpoint cannot be loaded"),
+    ("killed", r"^torchrun .* was ended by SIG", "what starts the ranks was killed, and they with it"),
     ("save_failed", r"could not be saved|was not written", "a checkpoint could not be saved"),
     ("data_source", r"\(titan/data/|dataset|tokenizer|shards|no text|UTF-8|line of JSON|Parquet", "the data source failed"),
     ("error", r"failed in step \d+.*: \w+: ", "the program failed"),
