@@ -156,6 +156,20 @@ def test_a_rank_that_left_no_word(folder: Folder) -> None:
     assert folder.diagnosis().findings[0].cause.startswith("rank 2 was killed by the kernel")
 
 
+def test_the_stack_of_a_silent_rank_is_newer_than_its_last_beat(folder: Folder) -> None:
+    silence = "rank 2 on node1 has not been heard of for 30 s: it is stopped"
+    folder.status("hung", f"{silence}; rank 2 was in all_reduce (a.py:1, in f), step 6")
+    for rank in (0, 1, 3):
+        folder.dump(rank, {"dp_shard": 5, "tp": 8})
+    assert "was in all_reduce (a.py:1, in f), step 6" in folder.diagnosis().findings[0].cause
+    stack = 'Current thread 0x1 (most recent call first):\n  File "/x/models/llama3/model.py", line 90 in forward\n'
+    (folder.path / "logs" / "rank-2.stacks.txt").write_text(
+        f"Fatal Python error: Aborted\n\n{stack}"
+    )
+    found = folder.diagnosis().findings[0]
+    assert found.cause == f"{silence}; rank 2 was in models/llama3/model.py:90, in forward"
+
+
 def test_the_word_of_a_rank_counts_more_than_that_of_those_who_lost_it(folder: Folder) -> None:
     log = "2030-01-01 00:00:00,123 ERROR   titan: OSError: [Errno 28] No space left on device\n"
     (folder.path / "logs" / "rank-2.log").write_text(log)

@@ -223,10 +223,15 @@ def _silent(run: Evidence) -> list[Finding]:
     if not re.search(_SILENT, run.reason):
         return []
     kind = "host_lost" if " is lost" in run.reason else "rank_silent"
-    missing = _missing(run)
-    evidence = [f"rank {rank}: {run.stack(rank)}" for rank in missing[:3] if run.stack(rank)]
+    missing, cause = _missing(run), run.reason.split(". Stacks")[0]
+    stacks = {rank: stack for rank in missing if (stack := run.stack(rank))}
+    for rank, stack in stacks.items():  # written when it was ended: newer than its last beat
+        cause = re.sub(
+            rf"; rank {rank} was in .*?, step \d+", f"; rank {rank} was in {stack}", cause
+        )
+    evidence = [f"rank {rank}: {stack}" for rank, stack in [*stacks.items()][:3]]
     evidence += [f"no flight recorder of {_ranks(missing)}"] * bool(missing)
-    return [Finding(kind, run.reason.split(". Stacks")[0], [*_status(run), *evidence])]
+    return [Finding(kind, cause, [*_status(run), *evidence])]
 
 
 def _disk(run: Evidence) -> list[Finding]:
