@@ -221,5 +221,10 @@ def test_mistakes_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "empty.txt").write_text("")
     assert prepare(tmp_path / "out", tmp_path / "empty.txt") == 2
     assert "no documents to train on" in capsys.readouterr().err
+    for name in ("a.txt", "b.txt", "info.json"):
+        (tmp_path / "books").mkdir(exist_ok=True)
+        (tmp_path / "books" / name).write_text("{}")
+    assert prepare(tmp_path / "out", tmp_path / "books") == 2
+    assert "several kinds of files: 2 .txt, 1 .json;" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         prepare(tmp_path / "out", tmp_path, "--validation-fraction", "1.5")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,8 @@ def test_parquet(tmp_path: Path, texts: list[str]) -> None:
     assert read(s.ParquetSource(path=str(tmp_path))) == texts
     with pytest.raises(DataError, match="no column 'body'; its columns are id, text"):
         read(s.ParquetSource(path=str(tmp_path), text_key="body"))
+    with pytest.raises(DataError, match=r"a\.parquet: 'id' is a number, not text"):
+        read(s.ParquetSource(path=str(tmp_path), text_key="id"))
     (tmp_path / "a.parquet").write_bytes(b"nonsense")
     with pytest.raises(DataError, match=r"a\.parquet: not a Parquet file"):
         read(s.ParquetSource(path=str(tmp_path)))
@@ -89,7 +92,8 @@ def test_parquet(tmp_path: Path, texts: list[str]) -> None:
         (b'{"text": "x"', r"corpus\.jsonl:2: not a line of JSON"),
         (b'{"body": "x"}', r"corpus\.jsonl:2: no text under 'text'; its fields are body"),
         (b'["x"]', r"corpus\.jsonl:2: no text under 'text'"),
-        (b'{"text": null}', r"corpus\.jsonl:2: no text under 'text'"),
+        (b'{"text": null}', r"corpus\.jsonl:2: 'text' is None, not text"),
+        (b'{"text": 3}', r"corpus\.jsonl:2: 'text' is a number, not text .*--text-key"),
         (b'{"text": "\xff"}', r"corpus\.jsonl:2: not a line of JSON"),
     ],
 )
@@ -160,6 +164,17 @@ def test_a_path_on_the_command_line_means_its_kind(tmp_path: Path, corpus: Path)
     (tmp_path / "notes" / "a.md").write_text("x")
     assert isinstance(source_of_path(str(tmp_path / "notes"), text_key="text"), s.TextSource)
     assert source_of_path("stdlib", text_key="text") == s.StdlibSource()
+
+
+def test_a_path_of_several_kinds_is_refused_with_their_counts(tmp_path: Path) -> None:
+    for name in ("a.json.gz", "b.txt", "c.txt", "d.md"):
+        (tmp_path / name).touch()
+    counts = r"2 \.txt, 1 \.json\.gz, 1 \.md; name those .* --input 'DIR/\*\*/\*\.txt'"
+    for path in (tmp_path, tmp_path / "*"):
+        with pytest.raises(DataError, match=f"'{re.escape(str(path))}' holds .*{counts}"):
+            source_of_path(str(path), text_key="text")
+    (tmp_path / "a.json.gz").unlink()
+    assert source_of_path(str(tmp_path), text_key="x") == s.TextSource(path=str(tmp_path))
 
 
 def test_a_section_of_a_third_party_brings_its_documents() -> None:

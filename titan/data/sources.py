@@ -16,9 +16,11 @@ import glob
 import gzip
 import hashlib
 import json
+import re
 import sys
 import sysconfig
 import tokenize
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +34,8 @@ _STDLIB_SKIPPED = {
     *("site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3"),
     *("turtledemo", "encodings", "__phello__", "lib-dynload"),
 }
+_SET_KEY = "set text_key; for titan prepare and tokenizer, --text-key"
+_NO_TEXT = {int: "a number", float: "a number", list: "a list", dict: "an object"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,12 +154,18 @@ def _read_jsonl(file: Path, key: str) -> Iterator[str]:
 
 
 def _field(row: Any, key: str, *, where: str) -> str:
-    """The text of a row; half surrogate pairs, which JSON can spell but UTF-8 cannot, become U+FFFD."""
     fields = row if isinstance(row, dict) else {}
-    text = fields.get(key)
-    if not isinstance(text, str):
+    if key not in fields:
         names = ", ".join(sorted(fields)) or "none"
-        raise DataError(f"{where}: no text under '{key}'; its fields are {names} (set text_key)")
+        raise DataError(f"{where}: no text under '{key}'; its fields are {names} ({_SET_KEY})")
+    return _text(fields[key], key, where=where)
+
+
+def _text(text: Any, key: str, *, where: str) -> str:
+    """The text of a field; half surrogate pairs, which JSON can spell but UTF-8 cannot, become U+FFFD."""
+    if not isinstance(text, str):
+        kind = _NO_TEXT.get(type(text), repr(text)[:40])
+        raise DataError(f"{where}: '{key}' is {kind}, not text ({_SET_KEY})")
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -169,10 +179,11 @@ def _read_parquet(file: Path, key: str) -> Iterator[str]:
         names = table.schema_arrow.names
         if key not in names:
             raise DataError(
-                f"{file}: no column '{key}'; its columns are {', '.join(names)} (set text_key)"
+                f"{file}: no column '{key}'; its columns are {', '.join(names)} ({_SET_KEY})"
             )
         for batch in table.iter_batches(batch_size=1024, columns=[key]):
-            yield from (text for text in batch.column(0).to_pylist() if text)
+            texts = batch.column(0).to_pylist()
+            yield from (_text(text, key, where=str(file)) for text in texts if text)
 
 
 class TextStream:
@@ -248,16 +259,28 @@ def resolve_sources(dataset: str, *, dataset_path: str | None = None) -> list[s.
     )
 
 
+_KINDS = {".jsonl": s.JsonlSource, ".json": s.JsonlSource, ".parquet": s.ParquetSource}
+
+
 def source_of_path(path: str, *, text_key: str) -> s.Section:
-    """The source a path on the command line means, by the names of its files."""
+    """The source a path on the command line means, by the names of its files.
+
+    Files of several kinds are refused: beside the text they are often about it (README.md, dataset_infos.json).
+    """
     if path == "stdlib":
         return s.StdlibSource()
-    name = find_files(path, patterns=["*.jsonl*", "*.json*", "*.parquet", "*.txt", "*.md"])[0].name
-    if name.endswith(".parquet"):
-        return s.ParquetSource(path=path, text_key=text_key)
-    if name.removesuffix(".gz").endswith((".json", ".jsonl")):
-        return s.JsonlSource(path=path, text_key=text_key)
-    return s.TextSource(path=path)
+    files = find_files(path, patterns=["*.jsonl*", "*.json*", "*.parquet", "*.txt", "*.md"])
+    endings = Counter(re.findall(r"(?:\.[^.]+(?:\.gz)?)?$", file.name)[0] for file in files)
+    kinds = {_KINDS.get(ending.removesuffix(".gz"), s.TextSource) for ending in endings}
+    if len(kinds) > 1:
+        counts = ", ".join(f"{n} {end or 'without ending'}" for end, n in endings.most_common())
+        raise DataError(
+            f"'{path}' holds several kinds of files: {counts}; name those to read, as in "
+            f"--input 'DIR/**/*{endings.most_common(1)[0][0]}' (several are read one after another)"
+        )
+    [kind] = kinds
+    options: dict[str, Any] = {} if kind is s.TextSource else {"text_key": text_key}
+    return kind(path=path, **options)
 
 
 def open_all(sections: Sequence[s.Section]) -> Documents:
