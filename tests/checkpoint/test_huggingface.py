@@ -27,12 +27,13 @@ from titan.checkpoint.huggingface import INDEX, HFModel, model_keys, open_folder
 from titan.config.load import load_config
 from titan.config.model import family, model_config
 from titan.config.rules import check_to_run, resolve_layout
-from titan.config.sections import CheckpointSection, JobConfig
+from titan.config.sections import CheckpointSection, JobConfig, TokenizerSection
 from titan.parallel import build_mesh, materialize
 from titan.program import build_program
 
 transformers = pytest.importorskip("transformers")
 
+DEBUG = Path(__file__).parents[2] / "train_configs" / "debug_model.toml"
 Degrees = dict[str, int]
 KEYS = {
     "pp": "pipeline_parallel_degree",
@@ -301,7 +302,9 @@ def test_command_there_and_back(
         (with_tokenizer / file.name).write_bytes(file.read_bytes())
     write_tokenizer(with_tokenizer)
     assert convert_cli.main(["from-hf", str(with_tokenizer), str(there)]) == 0
-    assert load_config(there / "config.toml").model.name == name
+    config = load_config(DEBUG, overlays=[there / "config.toml"])
+    assert config.model.name == name and config.checkpoint.initial_load_path
+    assert config.tokenizer == TokenizerSection(path=str(there)), "the job's own wins"
     argv = ["to-hf", f"{there}/checkpoint/step-0", str(back)]
     assert convert_cli.main([*argv, "--dtype", "bfloat16", "--max-shard-size", "30KB"]) == 0
     assert "in bfloat16" in capsys.readouterr().out
@@ -514,6 +517,7 @@ def test_a_step_of_another_model(sources, tmp_path: Path, capsys) -> None:
     there = tmp_path / "there"
     assert convert_cli.main(["from-hf", str(sources["llama3", True]), str(there)]) == 0
     config = there / "config.toml"
+    assert "[tokenizer]" not in config.read_text(), "the folder has none"
     config.write_text(config.read_text().replace("n_layers = 2", "n_layers = 3"))
     assert convert_cli.main(["to-hf", str(there), str(tmp_path / "out")]) == 2
     assert "step-0 lacks model." in capsys.readouterr().err

@@ -63,13 +63,16 @@ def from_hf(source: Path, output: Path) -> list[str]:
     for asset in assets:
         shutil.copyfile(asset, output / asset.name)
     keys = model_keys(name, sizes)
-    if assets:
-        keys["hf_assets_path"] = str(output.absolute())
+    sections = {
+        "model": keys,
+        # Both, and not model.hf_assets_path, over which a job's own [tokenizer] would win.
+        "tokenizer": {"name": "auto", "path": str(output.absolute())} if assets else {},
+        "checkpoint": {"initial_load_path": str(Path(step).absolute())},
+    }
     overlay = output / "config.toml"
     overlay.write_text(
         "# The model of the checkpoint beside this file. Lay it over a job: titan train job.toml config.toml\n"
-        f"[model]\n{_lines(keys)}\n"
-        f"[checkpoint]\n{_lines({'initial_load_path': str(Path(step).absolute())})}"
+        + "\n".join(f"[{name}]\n{_lines(values)}" for name, values in sections.items() if values)
     )
     return [
         f"{step}: {name} {keys['flavor']}, {sizes.num_params:,} parameters",
