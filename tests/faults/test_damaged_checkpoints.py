@@ -226,6 +226,24 @@ def test_titan_verify(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None
     answer = json.loads(capsys.readouterr().out)
     assert not answer["whole"] and answer["damages"][0]["file"] == "__0_0.distcp"
     assert verify.main([str(run_dir / "nothing")]) == 2
+    (step / "manifest.json").unlink()
+    assert verify.main([str(step)]) == 1
+
+
+def test_titan_verify_of_a_run_names_its_newest_step(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run_dir / "logs").mkdir()
+    (run_dir / "logs" / "rank-0.log").touch()
+    newest = step_dir(run_dir)
+    for folder in (run_dir, newest.parent, f"file://{run_dir}"):
+        assert verify.main([str(folder)]) == 2
+        told = f"{folder} is no checkpoint; did you mean {folder}"
+        assert capsys.readouterr().err.startswith(told)
+    assert verify.main([str(run_dir)]) == 2
+    assert capsys.readouterr().err.endswith(f"did you mean {newest}?\n")
+    assert verify.main([str(run_dir / "logs")]) == 2
+    assert verify.main(["nowhere://run"]) == 2
 
 
 def test_titan_verify_imports_no_torch(run_dir: Path) -> None:

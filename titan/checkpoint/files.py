@@ -12,6 +12,8 @@ import signal
 from pathlib import Path
 from typing import IO, Any
 
+from titan.checkpoint import CheckpointError
+
 Location = str | Path  # of a folder: a path, or a URL, which has to stay a string
 
 
@@ -95,7 +97,10 @@ class RemoteFiles(Files):
     def __init__(self, url: str) -> None:
         import fsspec  # torch brings it; a scheme may need a package of its own, which its message names
 
-        self.system: Any = fsspec.core.url_to_fs(url)[0]
+        try:
+            self.system: Any = fsspec.core.url_to_fs(url)[0]
+        except (ValueError, ImportError) as error:
+            raise CheckpointError(f"{url}: {error}") from error
         self.system.invalidate_cache()  # listings of another process's files
 
     def open(self, location: Location, mode: str) -> IO[bytes]:

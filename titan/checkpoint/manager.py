@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import time
 from concurrent.futures import Future
 from functools import cached_property
@@ -24,7 +23,7 @@ from titan.checkpoint import commit as committing
 from titan.checkpoint.commit import TITAN_JSON, Ranks
 from titan.checkpoint.files import Location, as_location, files_of, join
 from titan.checkpoint.manifest import NAME as MANIFEST
-from titan.checkpoint.manifest import Damage, describe, find_damage
+from titan.checkpoint.manifest import Damage, describe, find_damage, list_steps
 from titan.checkpoint.staging import Staging
 from titan.checkpoint.state import (
     empty_optimizer_state,
@@ -33,7 +32,7 @@ from titan.checkpoint.state import (
     optimizer_state,
     rng_state,
 )
-from titan.checkpoint.tensors import METADATA, State, load, reason, stored_shapes
+from titan.checkpoint.tensors import State, load, reason, stored_shapes
 from titan.config.sections import CheckpointSection
 
 __all__ = [
@@ -297,17 +296,3 @@ def read_metadata(path: Location) -> dict[str, Any]:
             return json.load(stream)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not a checkpoint of titan: {error}") from error
-
-
-def list_steps(folder: Location) -> list[int]:
-    """Steps with a committed checkpoint in a folder, oldest first."""
-    files = files_of(folder)
-    # Local steps are committed by their name; what titan wrote before it wrote manifests is to be found, and refused.
-    marks = (MANIFEST, METADATA) if files.has_rename else (MANIFEST,)
-    found = []
-    for name in files.names(folder):
-        step = join(folder, name)
-        match = re.fullmatch(r"step-(\d+)", name)
-        if match and any(files.exists(join(step, mark)) for mark in marks):
-            found.append(int(match[1]))
-    return sorted(found)

@@ -8,6 +8,7 @@ manifest holds a hash of itself, and only one spelling of it is accepted. It gua
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import IO, Any
@@ -17,6 +18,7 @@ from xxhash import xxh3_128
 from titan.checkpoint.files import Location, files_of, join, name_of
 
 NAME = "manifest.json"
+METADATA = ".metadata"  # DCP's; all that marks the steps of titan's first days
 BLOCK_BYTES = 16 * 2**20
 Entry = dict[str, Any]  # of a file: {"bytes": its size, "blocks": [a hash for each block]}
 
@@ -85,6 +87,20 @@ def render(content: dict[str, Any]) -> bytes:
 def write_manifest(folder: Location, entries: dict[str, Entry], *, step: int) -> None:
     content = {"format": 1, "step": step, "block_bytes": BLOCK_BYTES, "files": entries}
     files_of(folder).write(join(folder, NAME), render(content))
+
+
+def list_steps(folder: Location) -> list[int]:
+    """Steps with a committed checkpoint in a folder, oldest first."""
+    files = files_of(folder)
+    # Local steps are committed by their name; what titan wrote before it wrote manifests is to be found, and refused.
+    marks = (NAME, METADATA) if files.has_rename else (NAME,)
+    found = []
+    for name in files.names(folder):
+        step = join(folder, name)
+        match = re.fullmatch(r"step-(\d+)", name)
+        if match and any(files.exists(join(step, mark)) for mark in marks):
+            found.append(int(match[1]))
+    return sorted(found)
 
 
 def find_damage(folder: Location, *, part: int = 0, parts: int = 1) -> list[Damage]:

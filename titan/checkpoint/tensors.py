@@ -20,10 +20,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from titan.checkpoint import CheckpointError, safe
 from titan.checkpoint.files import Location, die_at, files_of, join, name_of
-from titan.checkpoint.manifest import Entry, HashingStream
+from titan.checkpoint.manifest import METADATA, Entry, HashingStream
 
 State = dict[str, Tensor]
-METADATA = ".metadata"
 # That a single process saves and loads alone is no news. For good: a background thread cannot do so for a moment.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
