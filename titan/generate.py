@@ -10,11 +10,21 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import torch
 from torch import Tensor, nn
 
-from titan.checkpoint.manager import CheckpointError, list_steps, load, model_state
+from titan.checkpoint.files import Location, as_location, files_of, join
+from titan.checkpoint.manager import (
+    CheckpointError,
+    CheckpointManager,
+    list_steps,
+    load,
+    model_state,
+    read_metadata,
+)
+from titan.checkpoint.manifest import METADATA
 from titan.config.load import ConfigError, load_config
 from titan.config.model import family, model_config
 from titan.config.sections import JobConfig
@@ -24,25 +34,40 @@ from titan.models.attention import CachedAttention, InnerAttention
 from titan.parallel import materialize
 
 
-def find_checkpoint(path: Path, *, folder: str = "checkpoint") -> tuple[Path, Path]:
-    """(run folder, step folder) for a run folder, its checkpoint folder or one of its steps."""
-    for run in (path, *path.parents[:2]):
-        if (run / "config.toml").exists():
-            if run != path and path.name.startswith("step-"):
-                return run, path
-            steps = list_steps(run / folder)
-            if not steps:
-                raise CheckpointError(f"{run / folder} holds no checkpoint")
-            return run, run / folder / f"step-{steps[-1]}"
-    raise CheckpointError(f"{path}: no run folder (with a config.toml) here or above")
+def find_checkpoint(where: Location) -> tuple[JobConfig, Location]:
+    """The job and the step that are meant by a run folder, a folder of checkpoints (of both, the newest) or a step."""
+    config, folder = None, where
+    for run in (where, *where.absolute().parents[:2]) if isinstance(where, Path) else ():
+        if (run / "config.toml").is_file():
+            config = load_config(run / "config.toml")
+            if run == where:
+                folder = CheckpointManager(config.checkpoint, run_dir=run).folder
+            break
+    if files_of(folder).exists(join(folder, METADATA)):
+        step = folder
+    elif steps := list_steps(folder):
+        step = join(folder, f"step-{steps[-1]}")
+    else:
+        raise CheckpointError(
+            f"{folder} holds no checkpoint; name a run folder (with a config.toml) or a step of it"
+        )
+    return config or _config_within(step), step
 
 
-def load_model(path: Path, *, device: torch.device) -> tuple[nn.Module, Tokenizer, Path]:
+def _config_within(step: Location) -> JobConfig:
+    """The config that a step was saved with, for one that does not lie in its run folder."""
+    text = read_metadata(step).get("config")
+    if text is None:
+        raise CheckpointError(f"{step}: holds no config, and there is no config.toml above it")
+    with NamedTemporaryFile(suffix=".toml") as file:
+        file.write(text.encode())
+        file.flush()
+        return load_config(file.name)
+
+
+def load_model(where: Location, *, device: torch.device) -> tuple[nn.Module, Tokenizer, Location]:
     """The model of a checkpoint, unsharded on `device`, and its tokenizer."""
-    run, step = find_checkpoint(path)
-    config: JobConfig = load_config(run / "config.toml")
-    if config.checkpoint.folder != "checkpoint":
-        run, step = find_checkpoint(path, folder=config.checkpoint.folder)
+    config, step = find_checkpoint(where)
     with torch.device("meta"):
         model = family(config.model.name).build_model(model_config(config.model))
     materialize(model, device=device)
@@ -116,9 +141,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--checkpoint",
-        type=Path,
+        type=as_location,
         required=True,
-        help="a run folder (its newest step) or a step-N folder",
+        help="a run folder (its newest step) or a step-N folder, or its URL",
     )
     parser.add_argument("--prompt", default="", help="text to continue; empty: a new document")
     parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N")

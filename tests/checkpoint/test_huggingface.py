@@ -326,6 +326,17 @@ def test_command_there_and_back(
     assert torch.equal(logits(again), logits(source))
 
 
+def test_the_checkpoints_of_a_run_that_keeps_them_elsewhere(sources, tmp_path: Path) -> None:
+    source, run = sources["qwen3", False], tmp_path / "run"
+    assert convert_cli.main(["from-hf", str(source), str(run)]) == 0
+    (run / "checkpoint").rename(run / "elsewhere")
+    config = (run / "config.toml").read_text()
+    config = config.replace("[checkpoint]", '[checkpoint]\nfolder = "elsewhere"')
+    (run / "config.toml").write_text(config)
+    assert convert_cli.main(["to-hf", str(run), str(tmp_path / "out")]) == 0
+    assert_same(tensors(tmp_path / "out"), tensors(source))
+
+
 def write_tokenizer(folder: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3, "b": 4}

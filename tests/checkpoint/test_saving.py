@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from titan import generate
 from titan.checkpoint import verify
 from titan.checkpoint.commit import remove
 from titan.checkpoint.files import files_of
@@ -32,6 +33,7 @@ from titan.checkpoint.staging import Staging
 from titan.config.load import load_config
 from titan.config.rules import check
 from titan.config.sections import CheckpointSection, JobConfig
+from titan.generate import find_checkpoint
 from titan.signals import StopRequest
 from titan.trainer import Trainer
 
@@ -398,3 +400,21 @@ def test_a_run_with_a_remote_folder_resumes(url: str, mode: str, tmp_path: Path)
     run(job(tmp_path / "whole"))
     assert numbers(tmp_path / "parts") == numbers(tmp_path / "whole")
     assert list_steps(url) == [3, 6]
+    for where in (tmp_path / "parts", url, f"{url}/step-6"):  # the last two lie in no run folder
+        config, step = find_checkpoint(where)
+        assert (config.checkpoint.folder, step) == (url, f"{url}/step-6")
+
+
+def test_generate_finds_the_checkpoints_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(job(tmp_path, checkpoint={"interval": 3, "folder": "elsewhere"}))
+    capsys.readouterr()
+    step = tmp_path / "elsewhere" / "step-6"
+    for where in (tmp_path, step.parent, step, f"file://{step}"):
+        argv = ["--checkpoint", str(where), "--prompt", "a", "--max-new-tokens", "2"]
+        assert generate.main(argv) == 0
+        assert f"{step}, temperature" in capsys.readouterr().err
+    for where in (tmp_path / "logs", tmp_path / "elsewhere" / "step-7", tmp_path / "no"):
+        assert generate.main(["--checkpoint", str(where)]) == 2
+        assert capsys.readouterr().err.startswith(f"{where} holds no checkpoint; name a run")

@@ -21,6 +21,7 @@ from titan.checkpoint import CheckpointError, SaveFailed
 from titan.checkpoint import manager as checkpoints
 from titan.checkpoint.commit import Ranks
 from titan.checkpoint.export import DEFAULT_FILE_BYTES, Export, tokenizer_files, write_folder
+from titan.checkpoint.files import Location, as_location
 from titan.checkpoint.huggingface import (
     HFModel,
     check_folder,
@@ -28,8 +29,8 @@ from titan.checkpoint.huggingface import (
     open_folder,
     read_sizes,
 )
-from titan.config.load import ConfigError, load_config
-from titan.config.sections import CheckpointSection, JobConfig
+from titan.config.load import ConfigError
+from titan.config.sections import CheckpointSection
 from titan.config.toml import format_value
 from titan.data import DataError
 from titan.data.tokenizer import build_tokenizer
@@ -81,13 +82,16 @@ def from_hf(source: Path, output: Path) -> list[str]:
 
 
 def to_hf(
-    source: Path, output: Path, *, dtype: torch.dtype | None, file_bytes: int = DEFAULT_FILE_BYTES
+    source: Location,
+    output: Path,
+    *,
+    dtype: torch.dtype | None,
+    file_bytes: int = DEFAULT_FILE_BYTES,
 ) -> list[str]:
     """Write a Hugging Face folder of a step's weights; what to say about it. dtype None: as they are stored."""
     _check_new(output)
-    run, step = find_checkpoint(source)
-    config: JobConfig = load_config(run / "config.toml")
-    manager = checkpoints.CheckpointManager(config.checkpoint, run_dir=run)
+    config, step = find_checkpoint(source)
+    manager = checkpoints.CheckpointManager(config.checkpoint, run_dir=Path(config.job.dump_folder))
     manager.require_whole(step)
     stored = checkpoints.stored_shapes(step)
     tokenizer = build_tokenizer(config.tokenizer, hf_assets_path=config.model.hf_assets_path)
@@ -150,9 +154,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     ).add_argument
     add(
         "source",
-        type=Path,
+        type=as_location,
         metavar="STEP_DIR",
-        help="a step-N folder, or a run folder (its newest)",
+        help="a step-N folder or its URL, or a run folder (its newest)",
     )
     add("output", type=Path, metavar="OUT", help="a new folder")
     dtypes = ["float32", "bfloat16", "float16"]
