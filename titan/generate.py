@@ -7,6 +7,7 @@ swapped for a caching one from outside (titan.models.attention.CachedAttention),
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,8 +26,10 @@ from titan.checkpoint.manager import (
     read_metadata,
 )
 from titan.checkpoint.manifest import METADATA
-from titan.config.load import ConfigError, load_config
+from titan.checkpoint.tensors import reason
+from titan.config.load import load_config
 from titan.config.model import family, model_config
+from titan.config.problems import COMMAND_LINE, ConfigError, Problem
 from titan.config.sections import JobConfig
 from titan.data import DataError
 from titan.data.tokenizer import Tokenizer, build_tokenizer
@@ -158,14 +161,32 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the prompt and what the model makes of it; exit code as in docs/architecture.md."""
-    args = parse(argv)
+def _check(args: argparse.Namespace) -> torch.device:
+    """The device asked for, or the best there is. Raises ConfigError of all options that cannot be."""
+    problems = [
+        Problem(COMMAND_LINE, 0, f"--{name}", f"expected a number of at least 0, got {value}")
+        for name in ("max-new-tokens", "temperature", "top-k")
+        if not 0 <= (value := getattr(args, name.replace("-", "_"))) < math.inf
+    ]
     accelerator = (
         torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     )
-    device = torch.device(args.device) if args.device else accelerator or torch.device("cpu")
+    device = args.device or accelerator or "cpu"
     try:
+        torch.empty(0, device=device).cpu()
+    except Exception as error:  # of many kinds, one for each way of not being there
+        why = reason(error).split(". ")[0]
+        problems.append(Problem(COMMAND_LINE, 0, "--device", f"cannot use {device}: {why}"))
+    if problems:
+        raise ConfigError(problems)
+    return torch.device(device)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the prompt and what the model makes of it; exit code as in docs/architecture.md."""
+    args = parse(argv)
+    try:
+        device = _check(args)
         model, tokenizer, step = load_model(args.checkpoint, device=device)
         prompt = tokenizer.encode(args.prompt)
         if tokenizer.bos_id is not None:

@@ -405,6 +405,20 @@ def test_a_run_with_a_remote_folder_resumes(url: str, mode: str, tmp_path: Path)
         assert (config.checkpoint.folder, step) == (url, f"{url}/step-6")
 
 
+def test_generate_refuses_what_no_model_can_do(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--temperature", "nan", "--top-k", "-3", "--max-new-tokens", "-2"]
+    assert generate.main(["--checkpoint", "none", *options, "--device", "meta"]) == 2
+    *told, device, count = capsys.readouterr().err.splitlines()
+    assert told == [
+        "command line: --max-new-tokens: expected a number of at least 0, got -2",
+        "command line: --temperature: expected a number of at least 0, got nan",
+        "command line: --top-k: expected a number of at least 0, got -3",
+    ]
+    assert device.startswith("command line: --device: cannot use meta: ") and count == "4 problems"
+    assert generate.main(["--checkpoint", "none", "--device", "cuda:99"]) == 2
+    assert "--device: cannot use cuda:99: " in capsys.readouterr().err
+
+
 def test_generate_finds_the_checkpoints_of_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
