@@ -632,8 +632,8 @@ class ValidationSection(Section):
     freq: Positive = 100
     """Steps between two validations."""
     steps: PositiveOrAuto = 10
-    """Forward passes of each validation: fixed, so that it cannot hang, and over the same samples each time. -1: as many as
-    cover the validation text once, which must be finite."""
+    """Forward passes of each rank and validation: fixed, so that it cannot hang, and over the same samples each time, of which more data-parallel
+    ranks take more. -1: as many as cover the validation text once, which must be finite."""
 
 
 class SimulatorSection(Section):

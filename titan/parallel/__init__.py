@@ -7,6 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .activation import apply_ac
+    from .compile import apply_compile
     from .context import apply_cp, shard_sequence
     from .float8 import apply_float8
     from .fsdp import apply_ddp, apply_fsdp
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from .weights import initialize, materialize
 
 _MODULES = {
+    "activation": ("apply_ac",),
+    "compile": ("apply_compile",),
     "context": ("apply_cp", "shard_sequence"),
     "float8": ("apply_float8",),
     "fsdp": ("apply_ddp", "apply_fsdp"),
@@ -28,6 +32,8 @@ _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "Pipeline",
+    "apply_ac",
+    "apply_compile",
     "apply_cp",
     "apply_ddp",
     "apply_float8",
