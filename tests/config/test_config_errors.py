@@ -443,6 +443,12 @@ WORLD = [
         "tp 4 = 16, but there are 8 ranks; data_parallel_shard_degree = 2, or tensor_parallel_degree = 2, or 16 ranks would do",
     ),
     (
+        6,  # 3 and 6 divide it, but not the heads
+        f"{PARALLEL}tensor_parallel_degree = 4\n",
+        "job.toml:2: parallelism.tensor_parallel_degree",
+        "6 ranks / (tp 4) is not whole; tensor_parallel_degree = 2, or 4 or 8 ranks would do",
+    ),
+    (
         2,
         f"{PARALLEL}data_parallel_shard_degree = 1\n",
         "job.toml:2: parallelism.data_parallel_shard_degree",

@@ -70,7 +70,7 @@ def check_layout(config: JobConfig, *, world_size: int) -> list[Problem]:
     """Everything about the config that does not fit `world_size` ranks."""
     model = resolve_model(config.model)[0]
     # Where the degrees are wrong anyway, what would follow from them is no help.
-    findings = [*_check_world(config, world_size)] or [
+    findings = [*_check_world(config, model, world_size)] or [
         *_check_batch(config, world_size),
         *_check_sequence(config),
         *_check_stages(config, model, world_size),
@@ -97,7 +97,7 @@ def _shard_degree(config: JobConfig, world_size: int) -> int:
     return world_size // prod(degrees.values()) if shard == -1 else shard
 
 
-def _check_world(config: JobConfig, world_size: int) -> Iterator[Finding]:
+def _check_world(config: JobConfig, model: Any, world_size: int) -> Iterator[Finding]:
     degrees = _degrees(config)
     fixed = {axis: degree for axis, degree in degrees.items() if degree != -1}
     product = prod(fixed.values())
@@ -116,8 +116,13 @@ def _check_world(config: JobConfig, world_size: int) -> Iterator[Finding]:
         for axis, degree in fixed.items()
         if (degree > 1 or axis == "dp_shard")
         and (
-            values := _fitting(
-                degree, rest=product // degree, world_size=world_size, is_open=is_open
+            values := _nearest(
+                degree,
+                [
+                    d
+                    for d in _fitting(product // degree, world_size=world_size, is_open=is_open)
+                    if _suits_model(config, model, axis, d)
+                ],
             )
         )
     ]
@@ -127,13 +132,20 @@ def _check_world(config: JobConfig, world_size: int) -> Iterator[Finding]:
     yield key, f"{why}; {', or '.join(fixes)} would do"
 
 
-def _fitting(degree: int, *, rest: int, world_size: int, is_open: bool) -> list[int]:
-    """Degrees near `degree` with which the world factorises, the other fixed degrees multiplying to `rest`."""
+def _fitting(rest: int, *, world_size: int, is_open: bool) -> list[int]:
+    """Degrees with which the world factorises, the other fixed degrees multiplying to `rest`."""
     if world_size % rest:
         return []
     share = world_size // rest
-    fitting = [d for d in range(1, share + 1) if share % d == 0] if is_open else [share]
-    return _nearest(degree, fitting)
+    return [d for d in range(1, share + 1) if share % d == 0] if is_open else [share]
+
+
+def _suits_model(config: JobConfig, model: Any, axis: str, degree: int) -> bool:
+    """Whether the sequence and the model's matrices could be split with another degree of an axis."""
+    changes = {AXES[axis].rpartition(".")[2]: degree}
+    parallelism = config.parallelism.model_copy(update=changes)
+    changed = config.model_copy(update={"parallelism": parallelism})
+    return not [*_check_sequence(changed), *_uneven(model, parallelism.tensor_parallel_degree)]
 
 
 def _check_batch(config: JobConfig, world_size: int) -> Iterator[Finding]:
