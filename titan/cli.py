@@ -73,7 +73,7 @@ def _overview() -> str:
             "",
             *rows,
             "",
-            "`titan COMMAND --help` says more. The keys of a job file: docs/config.md",
+            "`titan COMMAND --help` says more. The keys of a job file: `titan config JOB.toml --comments`, docs/config.md",
         ]
     )
 

@@ -563,6 +563,7 @@ ALIASES = [
         "job.toml:2: fault_tolerance.step_timeout_seconds",
         "comm.train_timeout_seconds = 100 ends the ranks before their stacks are written; use 85, or raise",
     ),
+    ('[hardware]\nname = "h100"\n', "job.toml:2: hardware.name", "did you mean 'h100-sxm'?"),
     (
         "[experimental]\ncustom_import = 'x'\n",
         "job.toml:2: experimental.custom_import",

@@ -74,6 +74,15 @@ def test_implementations_agree(implementation: str) -> None:
     torch.testing.assert_close(model.bias, twin.bias)
 
 
+def test_a_section_that_builds_its_own_is_let_even_if_it_is_an_adam() -> None:
+    class Lookalike(AdamWSection):
+        def build(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+            return torch.optim.SGD(parameters, lr=self.lr)
+
+    weight = nn.Parameter(torch.zeros(2, 2))
+    assert type(build_optimizer(Lookalike(), [("w", weight)])) is torch.optim.SGD
+
+
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
 def test_clipping_equals_torch(max_norm: float) -> None:
     torch.manual_seed(0)

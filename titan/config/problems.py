@@ -112,10 +112,9 @@ def parent(key: str) -> str:
 def nearest(word: str, choices: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """The choice that `word` is the beginning of, or is most like, letter case aside, if there is one."""
     by_lower = {choice.lower(): choice for choice in choices}
-    if len(word) >= 3:
-        for choice in by_lower:
-            if choice.startswith(word.lower() + "-"):  # h200 of h200-sxm
-                return by_lower[choice]
+    longer = [c for c in by_lower if c.startswith(word.lower() + "-")]  # h200-sxm of h200
+    if len(word) >= 3 and longer:
+        return by_lower[min(longer, key=len)]
     found = get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
     return by_lower[found[0]] if found else None
 

@@ -53,11 +53,13 @@ def build_optimizer(
     it has a method `build(parameters) -> torch.optim.Optimizer`. seed: of stochastic rounding.
     """
     named = {canonical_name(name): p for name, p in named_parameters if p.requires_grad}
-    if not isinstance(section, AdamOptions):
-        optimizer = section.build(list(named.values()))
+    build: Any = getattr(section, "build", None)
+    if build is not None:
+        optimizer = build(list(named.values()))
     elif isinstance(section, MuonSection):
         optimizer = _muon(section, named, seed=seed)
     else:
+        assert isinstance(section, AdamOptions)
         optimizer = _adam(section, named, lr=section.lr, seed=seed)
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
