@@ -23,7 +23,7 @@ def test_names() -> None:
 def test_each_figure_has_a_source(name: str) -> None:
     profile = load_profile(name)
     assert profile.name == name
-    figures = set(type(profile).model_fields) - {"name", "device", "sources"}
+    figures = set(type(profile).model_fields) - {"name", "device", "sources", "note"}
     assert figures <= set(profile.sources)
     assert all(len(source) >= 3 for source in profile.sources.values())
 
@@ -68,6 +68,10 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     assert profile.nic_gb_per_s == 25.0
     assert profile.sources["nic_gb_per_s"] == "my network"
     assert profile.num_sms == 132
+    file.write_text('name = "mine"\nbase = "mi300x"\n')
+    assert (
+        load_profile("mi300x").note and not load_profile(file).note
+    )  # which tells of its own runs
 
 
 def test_a_figure_without_a_source_is_refused(tmp_path: Path) -> None:

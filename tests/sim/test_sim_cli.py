@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from titan.cli import main
+from titan.sim import report
 from titan.sim.memory import memory_report
 from titan.sim.profiles import load_profile
 from titan.sim.sweep import Variant, front
@@ -59,6 +60,7 @@ def test_page_json_trace_and_html(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert tokens == pytest.approx(2 * 64 * 2) == facts["tokens_per_step"]
     assert facts["mfu"] == pytest.approx(facts["tflops_per_gpu"] / 67)  # of fp32
     assert facts["mfu_convention"] == "full" and facts["hardware"] == "h100-sxm" and facts["fits"]
+    assert "\n  h100-sxm: too fast\n" in report.page(facts | {"hardware_note": "too fast"})
     assert [rank["rank"] for rank in facts["per_rank"]] == [0, 2]
     assert 0 < facts["pipeline"]["bubble_fraction"] < 1
     assert facts["wall_s"] > 0

@@ -25,6 +25,7 @@ from titan.config.toml import read_toml
 from titan.observe.hardware import by_name
 
 _FOLDER = Path(__file__).parent / "hardware"
+_NOT_FIGURES = {"name", "device", "sources", "note"}
 Curve = tuple[tuple[float, float], ...]
 """Points (size, value), by increasing size."""
 
@@ -104,10 +105,12 @@ class Profile(BaseModel):
     """Buffers of each process group's communicator, outside the allocator."""
 
     sources: dict[str, str]
+    note: str = ""
+    """What is known of how its predictions compare with runs; shown beside them. Not taken over from a base."""
 
     @model_validator(mode="after")
     def _check(self) -> Profile:
-        for figure in type(self).model_fields.keys() - {"name", "device", "sources"}:
+        for figure in type(self).model_fields.keys() - _NOT_FIGURES:
             if not self.sources.get(figure):
                 raise ValueError(f"[sources] does not say where '{figure}' comes from")
         for share in (*self.matmul_share.values(), self.nic_share, *_values(self.memory_share)):
@@ -195,9 +198,10 @@ def _merged(file: Path, *, below: Sequence[Path] = ()) -> tuple[dict[str, Any], 
             )
         figures, _ = _merged(beneath, below=(*below, file))
         sources = figures.pop("sources")
+        figures.pop("note", None)
     stated = values.pop("sources", {})
     figures |= _of_device(values["device"], sources) if "device" in values else {}
-    unsourced = values.keys() - stated.keys() - {"name", "device"}
+    unsourced = values.keys() - stated.keys() - _NOT_FIGURES
     if unsourced:
         problems = [
             Problem(str(file), lines.get((key,), 0), key, "[sources] does not say where it is from")

@@ -37,6 +37,7 @@ def page(facts: Facts) -> str:
     return "\n".join(
         [
             f"{facts['model']} on {facts['world_size']} x {facts['hardware']}: {_degrees(facts['layout'])}",
+            *([f"  {facts['hardware']}: {note}"] if (note := facts["hardware_note"]) else []),
             "",
             *_speed(facts),
             "",

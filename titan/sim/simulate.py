@@ -137,6 +137,7 @@ def facts(simulation: Simulation) -> Facts:
         "layout": str(simulation.layout),
         "model": f"{config.model.name} {config.model.flavor}",
         "hardware": profile.name,
+        "hardware_note": profile.note,
         "step_time_s": timeline.step_s,
         "tokens_per_step": simulation.tokens_per_step,
         "tokens_per_s_per_gpu": simulation.tokens_per_s_per_gpu,
