@@ -26,12 +26,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .activation import apply_ac
-from .compile import CompileMode, apply_compile, detach_collective
+from .compile import CompileMode, apply_compile
 from .context import Method, apply_cp
 from .fsdp import apply_ddp, apply_fsdp
 from .mesh import submesh
 from .offload import apply_offload
-from .shims import keep_random_state_in_graphs
 from .tensor import apply_tp
 
 
@@ -99,17 +98,13 @@ def parallelize(model: nn.Module, *, mesh: DeviceMesh, plan: ParallelPlan) -> nn
     if plan.recompute_every and not recompute_compiled:
         recompute()
     if plan.compile_backend:
-        keep_random_state_in_graphs(plan.preserve_rng_state)
         apply_compile(
             model,
             backend=plan.compile_backend,
             mode=plan.compile_mode,
             memory_budget=plan.memory_budget,
+            preserve_rng_state=plan.preserve_rng_state,
         )
-        if tp is not None:
-            for name, style in plan.tensor_plan.items():
-                if style == "vocab_embedding":
-                    detach_collective(getattr(model, name))
     if plan.recompute_every and recompute_compiled:
         recompute()
     if plan.offload_activations:

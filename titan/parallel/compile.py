@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
-from .shims import CompileEvent, compile_events, set_memory_budget
+from .shims import CompileEvent, compile_events, keep_random_state_in_graphs, set_memory_budget
 
 CompileMode = Literal["default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"]
 
@@ -27,19 +28,28 @@ def apply_compile(
     mode: CompileMode = "default",
     memory_budget: float = 1.0,
     fullgraph: bool = False,
+    preserve_rng_state: bool = True,
 ) -> None:
     """Compile every block in `model.<container>` (a ModuleDict or ModuleList), in place; names do not change.
 
     mode: torch.compile's, for inductor: kernels chosen by measuring ("max-autotune-no-cudagraphs"), CUDA graphs
     ("reduce-overhead"), both ("max-autotune"). memory_budget: share of the activations, 0 to 1, that a block keeps for its backward
     pass; the compiler chooses what to recompute; it applies to all that this process compiles from now on. fullgraph: an error, rather
-    than slower code, where a block cannot be compiled whole. Compilation happens in the first forward and backward pass.
+    than slower code, where a block cannot be compiled whole. preserve_rng_state: graphs of this process restore the state of random
+    generators for what they recompute; False where blocks draw no random numbers, and under tensor parallelism, where torch up to
+    2.13 cannot. Compilation happens in the first forward and backward pass. After `apply_tp`, before FSDP.
     """
+    keep_random_state_in_graphs(preserve_rng_state)
     settings: dict[str, Any] = {"backend": backend, "fullgraph": fullgraph}
     if mode != "default":
         settings["mode"] = mode
     set_memory_budget(memory_budget)
-    for block in model.get_submodule(container).children():
+    blocks = model.get_submodule(container)
+    inside = set(blocks.modules())
+    for module in model.modules():
+        if module not in inside and _leaves_collective(module):
+            detach_collective(module)
+    for block in blocks.children():
         block.compile(**settings)
 
 
@@ -94,15 +104,20 @@ def _first_lines(reason: str) -> str:
     return "; ".join([*lines[:1], *(line.removeprefix("Explanation: ") for line in explained)])
 
 
-def detach_collective(module: nn.Module | None) -> None:
+def _leaves_collective(module: nn.Module) -> bool:
+    """Whether tensor parallelism has it return a reduction that is still under way: rows are split."""
+    if not isinstance(module, nn.Embedding | nn.Linear) or not isinstance(module.weight, DTensor):
+        return False
+    return isinstance(module, nn.Embedding) or module.weight.placements == (Shard(1),)
+
+
+def detach_collective(module: nn.Module) -> None:
     """Make `module` return a plain tensor rather than a collective that is still under way.
 
     torch 2.13 and 2.15 lose the gradient of a vocabulary-parallel embedding without a word where its output, such a
     tensor, goes straight into a compiled block: its unwrapping there forgets requires_grad (pytorch PR 179849).
     A copy is a plain tensor. tests/parity compares every gradient under compile x TP and would see it come back.
     """
-    if module is None:  # a pipeline stage without it
-        return
 
     def copy(_: nn.Module, args: Any, output: Tensor) -> Tensor:
         return output.clone()

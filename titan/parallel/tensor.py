@@ -6,7 +6,7 @@ model names a style for each module; nothing in the model changes. With S the se
     style            weight        input -> output of the module, local shapes
     vocab_embedding  rows V/tp     (B, S) -> (B, S/tp, D): each rank looks up its rows, reduce-scatter
     sequence         whole         (B, S/tp, D) -> same: norms work on each rank's part of the sequence
-    gather_sequence  none          first argument (B, S/tp, D) -> (B, S, D), all-gather
+    gather_sequence  none          first argument (B, S/tp, D) -> (B, S, D), all-gather; others are taken as they are
     columns          columns /tp   (B, S, D) -> (B, S, F/tp)
     kv_columns       columns /tp   as `columns`; whole where ranks outnumber key/value heads, and each rank keeps
                                    the one head that its query heads read
@@ -21,6 +21,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -131,13 +132,18 @@ def apply_tp(
     without a module are fine: a pipeline stage holds some of the model. loss_parallel: the output layer's
     logits stay split over the vocabulary. output_in_loss: the loss applies the output layer's weight. Shared parameters stay shared.
 
-    The sequence must divide by the number of ranks, and so must query heads; key/value heads must divide by it or
-    it by them. Raises KeyError for an unknown style, and ValueError if the plan leaves out a module that has parameters to train:
-    each rank would see its part of the sequence, and nobody would add their gradients up.
+    The sequence must divide by the number of ranks, and so must query heads and what `columns` split; key/value heads must divide
+    by it or it by them. Raises KeyError for an unknown style, and ValueError for numbers that do not divide (of the sequence: in
+    the forward pass), or if the plan leaves out a module that has parameters to train: each rank would see its part of the
+    sequence, and nobody would add their gradients up.
     """
     # The logits, a DTensor's local part, are a view; nobody writes to them.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     size = mesh.size()
+    if num_kv_heads % size and size % num_kv_heads:
+        raise ValueError(
+            f"{num_kv_heads} key/value heads do not divide by {size} ranks, nor they by the heads"
+        )
     kv_split = num_kv_heads % size == 0
     styles: dict[str, Callable[[], ParallelStyle]] = {
         "vocab_embedding": lambda: RowwiseParallel(
@@ -156,9 +162,16 @@ def apply_tp(
             output_layouts=Shard(-1) if loss_parallel else Replicate(),
         ),
     }
+    if unknown := sorted(set(plan.values()) - styles.keys()):
+        raise KeyError(f"unknown style {', '.join(unknown)}; there are {', '.join(styles)}")
     shared = _shared_parameters(model)
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     for name, module in list(model.named_modules()):
         style = next((s for pattern, s in plan.items() if fnmatchcase(name, pattern)), None)
+        if style == "columns" or (style == "kv_columns" and kv_split):
+            _require_split(name, module, size)
+        elif style == "vocab_embedding":
+            module.register_forward_pre_hook(partial(_require_whole_parts, size=size))
         if style == "rows" and is_tensorwise(module):
             parallelize_module(module, mesh, rows_style(mesh, sequence_dim=SEQUENCE_DIM))
         elif style is not None:
@@ -166,6 +179,8 @@ def apply_tp(
     for (first, first_name), *others in shared:
         for module, name in others:
             module.register_parameter(name, first._parameters[first_name])
+    for name in frozen:  # torch's styles make parameters anew
+        model.get_parameter(name).requires_grad_(False)
     if left := [
         name
         for name, parameter in model.named_parameters()
@@ -175,6 +190,18 @@ def apply_tp(
         raise ValueError(
             f"the plan of tensor parallelism has no style for {', '.join(left[:5])}{more}: name their modules, norms as 'sequence'"
         )
+
+
+def _require_split(name: str, layer: nn.Module, size: int) -> None:
+    columns = getattr(layer, "out_features", 0)
+    if columns % size:
+        raise ValueError(f"the {columns} outputs of {name} do not divide by {size} ranks")
+
+
+def _require_whole_parts(_: nn.Module, args: tuple[Any, ...], *, size: int) -> None:
+    length = args[0].shape[SEQUENCE_DIM]
+    if length % size:
+        raise ValueError(f"a sequence of {length} tokens does not divide by {size} ranks")
 
 
 def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
