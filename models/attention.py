@@ -16,6 +16,8 @@ from torch import Tensor, nn
 class InnerAttention(nn.Module):
     """Causal scaled-dot-product attention over grouped heads, optionally only within documents."""
 
+    is_causal_softmax = True  # so that context parallelism may compute it block by block
+
     def forward(
         self, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, document_ids_BS: Tensor | None = None
     ) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -96,6 +98,29 @@ def test_who_gets_what() -> None:
         p.grad = torch.ones_like(p)
     optimizer.step()  # a learning rate set in the groups is that of both parts
     assert all(torch.equal(p, torch.ones_like(p)) for p in named.values())
+
+
+def test_goes_on_from_a_state_dict() -> None:
+    """Also the others, and with learning rates that are set afterwards."""
+    results = []
+    for resumed in (False, True):
+        parameters = [nn.Parameter(torch.ones(shape)) for shape in ((8, 8), (32, 8))]
+        named = list(zip(("layers.0.w.weight", "output.weight"), parameters, strict=True))
+        section = MuonSection(lr=0.02, ns_dtype="float32")
+        optimizer = build_optimizer(section, named)
+        for step in range(6):
+            if resumed and step == 3:
+                saved = copy.deepcopy(optimizer.state_dict())
+                optimizer = build_optimizer(section, named)
+                optimizer.load_state_dict(saved)
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01 * (step + 1)
+            generator = torch.Generator().manual_seed(step)
+            for parameter in parameters:
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            optimizer.step()
+        results.append(parameters)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def exchange(shape: tuple[int, int], placements: list[str], num: int) -> list[Tensor]:

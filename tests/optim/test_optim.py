@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from titan.config.sections import AdamWSection, LRSchedulerSection
@@ -112,3 +113,27 @@ def test_non_finite_norm_shows() -> None:
     p = nn.Parameter(torch.zeros(3))
     p.grad = torch.tensor([1.0, float("nan"), 2.0])
     assert not torch.isfinite(clip_gradients([p], max_norm=1.0))
+    assert p.grad.isnan().all()
+    p.grad = torch.tensor([1.0, float("inf"), 2.0])
+    assert clip_gradients([p], max_norm=1.0).isinf()
+    assert p.grad[1].isnan() and (p.grad[::2] == 0).all()
+
+
+def test_a_negative_norm_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"max_norm is -1\.0: must be positive, or 0"):
+        clip_gradients([nn.Parameter(torch.ones(1))], max_norm=-1.0)
+
+
+def _clip_a_stage() -> tuple[float, list[float]]:
+    """Of two stages, the first of which is frozen."""
+    p = nn.Parameter(torch.zeros(2), requires_grad=dist.get_rank() == 1)
+    if p.requires_grad:
+        p.grad = torch.tensor([3.0, 4.0])
+    norm = clip_gradients([p], max_norm=1.0, stages=dist.group.WORLD)
+    return norm.item(), [] if p.grad is None else p.grad.tolist()
+
+
+def test_a_frozen_stage_adds_nothing_to_the_norm(pool) -> None:
+    frozen, trained = pool.run(2, _clip_a_stage)
+    assert frozen == (5.0, [])
+    assert trained == (5.0, pytest.approx([0.6, 0.8], rel=1e-6))

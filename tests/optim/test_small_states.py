@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from pool import Pool
 from titan.config.sections import AdamSection, AdamW8bitSection, AdamWSection, OptimizerSection
 from titan.optim.adam import CompactAdam
 from titan.optim.eightbit import block_size, dequantize, levels, quantize
+from titan.optim.muon import Muon
 from titan.optim.optimizers import build_optimizer
 from titan.optim.rounding import Dice, store
 from titan.parallel import build_mesh
@@ -163,6 +165,41 @@ def test_memory_of_eight_bits() -> None:
     assert kept["wide"] == 6 * 2048 * 2 + 6 * 8 * 4 * 2 + 4
     assert kept["narrow"] == 10 * 64 * 2 + 10 * 8 * 4 * 2 + 4
     assert kept["vector"] == 64 * 4 * 2 + 4
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16, torch.uint8])
+def test_state_dicts_keep_precision(weights: torch.dtype, moments: torch.dtype) -> None:
+    def build() -> CompactAdam:
+        named = parameters(weights)
+        return CompactAdam(
+            named.values(), lr=0.01, betas=(0.9, 0.95), eps=1e-8, state_dtype=moments
+        )
+
+    saving, loading = build(), build()
+    run(saving, dict(enumerate(saving.param_groups[0]["params"])), steps=2)
+    saved = saving.state_dict()
+    loading.load_state_dict(copy.deepcopy(saved))
+    loaded = loading.state_dict()
+    for number, state in saved["state"].items():
+        for name, value in state.items():
+            torch.testing.assert_close(loaded["state"][number][name], value, rtol=0, atol=0)
+
+
+def test_a_closure_is_called() -> None:
+    """As torch's optimizers do: with gradients on, before the update, and its loss is returned."""
+    weight, vector = (nn.Parameter(torch.ones(shape)) for shape in ((4, 4), (4,)))
+    others = CompactAdam([vector], lr=0.1, betas=(0.9, 0.95), eps=1e-8, state_dtype=torch.float32)
+    optimizer = Muon([weight], others=others, lr=0.1, weight_decay=0.0)
+
+    def closure() -> Tensor:
+        loss = (weight @ vector).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 16
+    assert (weight != 1).any() and (vector != 1).all()
+    assert others.step(lambda: 5) == 5
 
 
 # ---- stochastic rounding ---------------------------------------------------------------------

@@ -25,6 +25,8 @@ METHODS = ("ring", "allgather", "ulysses")
 class PlainAttention(nn.Module):
     """What a model of somebody else's may call: causal, grouped heads, documents."""
 
+    is_causal_softmax = True
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None = None
     ) -> Tensor:
@@ -342,6 +344,36 @@ def test_lengths_that_do_not_divide() -> None:
     with pytest.raises(ValueError, match=r"multiple of 4 \(the number of ranks\); try 4$"):
         shard_sequence(torch.arange(3), dim=0, rank=0, size=4, balanced=False)
     check_divides(100, size=4, balanced=False)
+
+
+class Scaled(PlainAttention):
+    """Computes something else, and does not say otherwise itself."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None = None
+    ) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.9)
+
+
+def _replaced(method: Any) -> list[str] | str:
+    """Types of what a module with one attention under two names holds afterwards, or the refusal."""
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+    net = nn.Module()
+    net.plain, net.first = PlainAttention(), Scaled()
+    net.second = net.first
+    try:
+        apply_cp(net, mesh=mesh, attention_type=PlainAttention, method=method)
+    except ValueError as error:
+        assert type(net.plain) is PlainAttention, "nothing is replaced where something is refused"
+        return str(error)
+    return [type(child).__name__ for child in net._modules.values()]
+
+
+def test_what_is_no_causal_softmax_is_not_replaced_by_it(pool) -> None:
+    for method in ("ring", "allgather"):
+        (refusal,) = pool.run(1, _replaced, method)
+        assert f"by {method} computes causal softmax" in refusal and "in place of Scaled" in refusal
+    assert pool.run(1, _replaced, "ulysses") == [["ContextParallelAttention"] * 3]
 
 
 def _refusals() -> list[str]:

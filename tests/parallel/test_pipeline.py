@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from titan.config.problems import ConfigError
 from titan.observe.pipeline_plot import main
 from titan.parallel import apply_ddp, apply_fsdp, build_mesh, initialize, materialize, pipeline
+from titan.parallel.activation import DEFAULT_KEEP, apply_ac
 from titan.parallel.pipeline import (
     Pipeline,
     plan_pipeline,
@@ -479,6 +480,24 @@ def test_every_module_has_one_stage() -> None:
         take_stages(model, modules, numbers=[0])
 
 
+def test_modules_without_parameters_may_be_in_several_stages_but_must_be_in_one() -> None:
+    model, modules = _meta_model(), split_modules(LAYERS, num_stages=2)
+    model.positions = nn.Identity()
+    with pytest.raises(ValueError, match="'positions' is in no stage; put it into one"):
+        take_stages(model, modules, numbers=[0])
+    first = take_stages(model, [["positions", *modules[0]], modules[1]], numbers=[0, 1])
+    assert first[0].positions is not None and first[1].positions is None
+    both = take_stages(model, [["positions", *names] for names in modules], numbers=[0, 1])
+    assert all(stage.positions is not None for stage in both.values())
+
+
+def test_a_list_of_layers_is_told_to_be_a_dict() -> None:
+    model = nn.Module()
+    model.blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    with pytest.raises(ValueError, match=r"'blocks' is in no stage; .* must be an nn\.ModuleDict"):
+        take_stages(model, [["blocks.0"], ["blocks.1"]], numbers=[0])
+
+
 def test_tied_embeddings_are_refused_across_stages() -> None:
     model = _meta_model(tied=True)
     with pytest.raises(ValueError, match=r"output\.weight is tied"):
@@ -491,6 +510,16 @@ def test_compiled_stages_are_refused_where_backward_is_split() -> None:
     stage = take_stage(_meta_model(), ["layers.0"])
     stage.layers["0"].compile()  # pyright: ignore
     with pytest.raises(ValueError, match=r"'layers\.0' is compiled"):
+        pipeline._prepare_to_split_backward(stage)
+
+
+def test_selective_recomputation_is_refused_where_backward_is_split() -> None:
+    stage = take_stage(_meta_model(), ["layers.0"])
+    apply_ac(stage)
+    pipeline._prepare_to_split_backward(stage)  # whole blocks may be recomputed
+    stage = take_stage(_meta_model(), ["layers.0"])
+    apply_ac(stage, keep=DEFAULT_KEEP)
+    with pytest.raises(ValueError, match=r"'layers\.0' keeps some operations"):
         pipeline._prepare_to_split_backward(stage)
 
 

@@ -16,7 +16,7 @@ against each other where they should agree.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -56,11 +56,16 @@ class CompactAdam(torch.optim.Optimizer):
         self.compute = torch.compile(_compute, dynamic=True) if compiled else _compute
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = torch.enable_grad()(closure)() if closure else None
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, group)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        load_as_saved(self, state_dict)
 
     def init_state(self, parameter: Tensor) -> None:
         """Zeros, laid out like the parameter; plain tensors, so that a checkpoint needs to know nothing of them."""
@@ -154,6 +159,17 @@ def _write(state: dict[str, Tensor], name: str, value: Tensor, levels: Tensor | 
     codes, scale = quantize(value, state[f"{name}_scale"].shape[-1], levels)
     state[f"{name}_codes"].copy_(codes)
     state[f"{name}_scale"].copy_(scale)
+
+
+def load_as_saved(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """torch's load_state_dict, less its cast of every state to the weights' precision."""
+    torch.optim.Optimizer.load_state_dict(optimizer, state_dict)
+    saved = (i for group in state_dict["param_groups"] for i in group["params"])
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    for i, parameter in zip(saved, parameters, strict=True):
+        for name, value in state_dict["state"].get(i, {}).items():
+            if name != "step":
+                optimizer.state[parameter][name] = value.to(parameter.device)
 
 
 def local(tensor: Tensor | None) -> Tensor:

@@ -21,17 +21,25 @@ def clip_gradients(
     parameters: Iterable[Tensor], *, max_norm: float, stages: dist.ProcessGroup | None = None
 ) -> Tensor:
     """Scale all gradients in place so that their global L2 norm is at most max_norm; returns the norm before that.
-    max_norm = 0 scales nothing.
+    max_norm = 0 scales nothing; a negative one raises ValueError.
 
     The norm is a scalar fp32 tensor on the gradients' device, the same on every rank of their meshes; nothing
-    is copied to the host. stages: pipeline ranks, whose parameters are others. A non-finite norm makes the gradients non-finite, which the caller sees in the norm.
+    is copied to the host. stages: pipeline ranks, whose parameters are others; one without gradients (frozen) adds 0.
+    Look at the norm before the step: a NaN makes all gradients NaN, an infinite one makes them 0, and NaN where they were
+    infinite themselves.
     """
+    if max_norm < 0:
+        raise ValueError(f"max_norm is {max_norm}: must be positive, or 0 for no clipping")
+    parameters = list(parameters)
     locals_by_axes: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
             grad, groups = local_gradient(parameter)
             locals_by_axes[groups].append(grad)
-    square = reduce_squares({k: local_sum_of_squares(v) for k, v in locals_by_axes.items()})
+    squares = {k: local_sum_of_squares(v) for k, v in locals_by_axes.items()}
+    if stages is not None and not squares:
+        squares[()] = torch.zeros((), device=parameters[0].device)
+    square = reduce_squares(squares)
     if stages is not None:
         dist.all_reduce(square, group=stages)
     norm = square.sqrt()

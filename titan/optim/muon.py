@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from titan.parallel.float8 import plain
 
-from .adam import local
+from .adam import load_as_saved, local
 from .rounding import Dice, store
 
 # a X + b (X X^T) X + c (X X^T)^2 X lifts small singular values fast and leaves those near 1 within 0.7 .. 1.2 (Jordan).
@@ -64,12 +64,19 @@ class Muon(torch.optim.Optimizer):
         self.param_groups += others.param_groups
         others.state = self.state
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        load_as_saved(self, state_dict)
+        # torch has made new dictionaries.
+        self.others.param_groups, self.others.state = self.param_groups[1:], self.state
+
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = torch.enable_grad()(closure)() if closure else None
         group = self.param_groups[0]
         for batch in _batches([p for p in group["params"] if p.grad is not None]):
             self._update(batch, lr=group["lr"], weight_decay=group["weight_decay"])
         self.others.step()
+        return loss
 
     def _update(self, batch: list[Tensor], *, lr: float, weight_decay: float) -> None:
         """Matrices of one shape and layout."""

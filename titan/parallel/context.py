@@ -10,6 +10,9 @@ queries, keys and values and returns the local part of attention over the whole 
     ulysses    DeepSpeed Ulysses (arXiv:2309.14509): two all-to-alls trade sequence for heads, so that a rank runs
                the wrapped attention over the whole sequence for its share of heads; at most as many ranks as heads
 
+Ulysses calls the wrapped attention, whatever that computes; the others compute causal softmax attention with scale
+1/sqrt(K) in its place, and want its class to say that it is that: `is_causal_softmax = True`.
+
 Causal attention gives later positions more work. `balanced` deals each rank an early and a late chunk (head and
 tail, see ring.py) instead of one contiguous part; ring and allgather need it to be fast, Ulysses does not.
 
@@ -37,14 +40,14 @@ def apply_cp(
     *,
     mesh: DeviceMesh,
     attention_type: type[nn.Module],
-    method: Method = "ring",
+    method: Method = "allgather",
     balanced: bool = True,
 ) -> None:
     """Replace each `attention_type` in `model`, in place, by one that works on parts of the sequence.
 
     mesh: the one cp axis. attention_type: a causal attention without parameters, called as forward(q_BHSK,
-    k_BGSK, v_BGSK, document_ids_BS=None). balanced: how the caller splits the sequence. Raises ValueError for an
-    unknown method, or if the model has no such module.
+    k_BGSK, v_BGSK, document_ids_BS=None), by position or by these names. balanced: how the caller splits the sequence. Raises
+    ValueError for an unknown method, if the model has no such module, or for one that ring or allgather may not replace.
     """
     if method not in get_args(Method):
         raise ValueError(f"context parallel method {method!r}: must be one of {get_args(Method)}")
@@ -52,13 +55,21 @@ def apply_cp(
     found = [
         (parent, name, child)
         for parent in model.modules()
-        for name, child in parent.named_children()
+        for name, child in parent._modules.items()  # named_children() has each child once
         if isinstance(child, attention_type)
     ]
     if not found:
         raise ValueError(
             f"context parallelism found no {attention_type.__name__} in {type(model).__name__}"
         )
+    for kind in {type(child) for *_, child in found} if method != "ulysses" else ():
+        # Of the class itself: one that is derived from it may compute something else.
+        if not vars(kind).get("is_causal_softmax"):
+            raise ValueError(
+                f"context parallelism by {method} computes causal softmax attention with scale 1/sqrt(head size), without "
+                f"bias, window or soft cap, in place of {kind.__name__}: if that is what it computes, say "
+                "`is_causal_softmax = True` in its class; else use the method 'ulysses', which calls it"
+            )
     for parent, name, child in found:
         setattr(parent, name, ContextParallelAttention(child, part=part, method=method))
 

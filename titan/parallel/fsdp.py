@@ -33,7 +33,7 @@ def apply_fsdp(
     model: nn.Module,
     *,
     mesh: DeviceMesh,
-    blocks: Iterable[nn.Module],
+    blocks: Iterable[nn.Module] | nn.ModuleDict,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype = torch.float32,
     reshard_after_forward: bool = True,
@@ -57,7 +57,7 @@ def apply_fsdp(
     offload = (
         CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
     )
-    units = list(blocks)
+    units = list(blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks)
     for unit in units:
         fully_shard(
             unit,
@@ -81,19 +81,21 @@ def apply_ddp(
     model: nn.Module,
     *,
     mesh: DeviceMesh,
-    blocks: Iterable[nn.Module],
+    blocks: Iterable[nn.Module] | nn.ModuleDict,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype = torch.float32,
     cast_forward_inputs: bool = True,
 ) -> None:
     """Replicate `model` in place over the one axis of `mesh`; gradients of each block are reduced as a bucket.
 
-    Arguments as in `apply_fsdp`.
+    Arguments as in `apply_fsdp`. Nothing is broadcast, unlike torch's DistributedDataParallel: replicas must start
+    equal. `initialize` draws the same weights on all; `replicas.require_equal_replicas` checks any others.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=cast_forward_inputs
     )
-    for unit in [*blocks, model]:
+    units = blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks
+    for unit in [*units, model]:
         replicate(unit, mesh=mesh, mp_policy=precision)
     sum_gradients(model)
 

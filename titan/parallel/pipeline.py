@@ -66,16 +66,21 @@ def take_stages(
 ) -> dict[int, nn.Module]:
     """The stages of these numbers, taken out of `model`; modules: the names of every stage's.
 
-    Raises ValueError unless every module that has parameters is in one stage.
+    Raises ValueError unless every module is in one stage; one without parameters (rotation tables, dropout) may be in several,
+    wherever forward is to call it.
     """
     stages_of: dict[str, list[int]] = {}
     for stage, names in enumerate(modules):
         for name in names:
             stages_of.setdefault(name, []).append(stage)
     for name, unit in _units(model).items():
-        if any(True for _ in unit.parameters()) and len(found := stages_of.get(name, [])) != 1:
+        found = stages_of.get(name, [])
+        if not found or (len(found) > 1 and any(True for _ in unit.parameters())):
             where = f"in stages {' and '.join(map(str, found))}" if found else "in no stage"
-            raise ValueError(f"module '{name}' is {where}; put it into one")
+            fix = "put it into one"
+            if isinstance(unit, nn.ModuleList):
+                fix = "to be cut into stages it must be an nn.ModuleDict"
+            raise ValueError(f"module '{name}' is {where}; {fix}")
     for name, _ in model.named_parameters(recurse=False):
         raise ValueError(f"parameter '{name}' lies in no module, so no stage could have it")
     return {number: take_stage(model, modules[number]) for number in numbers}
@@ -311,6 +316,11 @@ def _prepare_to_split_backward(stage: nn.Module) -> None:
             raise ValueError(
                 f"module '{name}' is compiled: torch.compile cannot split its backward pass into inputs and weights, "
                 "as this schedule does; use 1F1B or Interleaved1F1B, or do not compile"
+            )
+        if "context_fn" in getattr(getattr(module, "checkpoint_fn", None), "keywords", ()):
+            raise ValueError(
+                f"module '{name}' keeps some operations and recomputes others, which cannot be cut as this schedule cuts "
+                "backward passes; use 1F1B or Interleaved1F1B, or apply_ac without keep and keep_modules"
             )
         if isinstance(module, FSDPModule) and not isinstance(module, ReplicateModule):
             module.set_reshard_after_forward(False, recurse=False)
