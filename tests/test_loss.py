@@ -10,12 +10,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pool import Pool
-from titan.data.packing import IGNORED
-from titan.loss import Kernels, VocabularyShard, cross_entropy_sum
+from titan.loss import (
+    IGNORED,
+    Kernels,
+    VocabularyShard,
+    cross_entropy_sum,
+    leave_output_to_loss,
+)
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 7, 24, 100])
@@ -178,14 +184,14 @@ def test_logits_are_never_whole() -> None:
     assert largest == 8 * 100  # one chunk's logits; also the weight's size
 
 
-def _torchs_own(rank_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _torchs_own(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss, and this rank's part of the gradient, of logits split over the vocabulary, all at once."""
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
-    whole = torch.randn(3, 8, rank_columns * mesh.size()) * 3
+    whole, rank_columns = torch.randn(3, 8, vocabulary) * 3, -(-vocabulary // mesh.size())
     mine = whole[..., rank * rank_columns : (rank + 1) * rank_columns].clone().requires_grad_()
     shard = VocabularyShard(mesh.get_group(), start=rank * rank_columns, mesh=mesh)
-    labels = torch.arange(24).view(3, 8) % whole.shape[-1]
+    labels = torch.arange(24).view(3, 8) % vocabulary
     labels[1, 2:5] = IGNORED
     loss = cross_entropy_sum(mine, labels, chunk_tokens=0, shard=shard)
     loss.backward()
@@ -193,14 +199,45 @@ def _torchs_own(rank_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
     return loss.detach(), mine.grad
 
 
-def test_torchs_own_loss_over_a_split_vocabulary(pool: Pool) -> None:
-    (loss, first), (other, second) = pool.run(2, _torchs_own, 10)
+@pytest.mark.parametrize("vocabulary", [20, 19])
+def test_torchs_own_loss_over_a_split_vocabulary(vocabulary: int, pool: Pool) -> None:
+    (loss, first), (other, second) = pool.run(2, _torchs_own, vocabulary)
     torch.manual_seed(0)
-    logits = (torch.randn(3, 8, 20) * 3).requires_grad_()
-    labels = torch.arange(24).view(3, 8) % 20
+    logits = (torch.randn(3, 8, vocabulary) * 3).requires_grad_()
+    labels = torch.arange(24).view(3, 8) % vocabulary
     labels[1, 2:5] = IGNORED
     expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     expected.backward()
     assert loss == other
     torch.testing.assert_close(loss, expected.detach())
     torch.testing.assert_close(torch.cat([first, second], dim=-1), logits.grad)
+
+
+def _split_weight() -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss and whole gradient of a weight that is given as tensor parallelism leaves it."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    h, w = torch.randn(6, 4), torch.randn(9, 4)
+    weight: Any = distribute_tensor(w, mesh, [Shard(0)], src_data_rank=None).requires_grad_()
+    shard = VocabularyShard(mesh.get_group(), start=5 * dist.get_rank())
+    with pytest.raises(ValueError, match="after the forward pass, when FSDP has gathered it"):
+        cross_entropy_sum(h, torch.arange(6), chunk_tokens=4, weight=weight)
+    loss = cross_entropy_sum(h, torch.arange(6), chunk_tokens=4, weight=weight, shard=shard)
+    loss.backward()
+    return loss.detach(), weight.grad.full_tensor()
+
+
+def test_a_weight_may_be_given_as_tensor_parallelism_leaves_it(pool: Pool) -> None:
+    torch.manual_seed(0)
+    h, w = torch.randn(6, 4), torch.randn(9, 4, requires_grad=True)
+    expected = F.cross_entropy(h @ w.T, torch.arange(6), reduction="sum")
+    expected.backward()
+    for loss, gradient in pool.run(2, _split_weight):
+        torch.testing.assert_close((loss, gradient), (expected.detach(), w.grad))
+
+
+def test_mistakes_that_would_compute_another_loss() -> None:
+    with pytest.raises(ValueError, match=r"labels are \(1,\) and the input is \(8, 5\)"):
+        cross_entropy_sum(torch.randn(8, 5), torch.tensor([3]), chunk_tokens=8)
+    with pytest.raises(ValueError, match="build it with bias=False"):
+        leave_output_to_loss(torch.nn.Linear(4, 5))

@@ -27,13 +27,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from titan.data.packing import IGNORED
 from titan.parallel.shims import enable_loss_parallel
+
+IGNORED = -100  # torch's cross entropy leaves this label out
 
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """Logits split over the vocabulary (loss parallel): this rank's begin at `start`; `group` holds all of them."""
+    """Logits split over the vocabulary (loss parallel), as DTensor cuts: this rank's begin at `start`; `group` holds all of them."""
 
     group: dist.ProcessGroup
     start: int
@@ -179,23 +180,59 @@ def cross_entropy_sum(
     chunk_tokens: 0 for all at once, which without `weight` is torch's own cross entropy on an fp32 copy of the logits.
     input (..., D) of an output layer whose weight is (V, D), or without `weight` the logits (..., V), in any floating
     dtype; with `shard`, weight and logits are this rank's rows (V/tp, D) and columns (..., V/tp), and the gradient of
-    `input` is this rank's part of a sum over the ranks. labels (...) int64 in the whole vocabulary, IGNORED where not
-    trained on. Differentiable once in input and weight.
+    `input` is this rank's part of a sum over the ranks. A weight that tensor parallelism split may be given as the DTensor it
+    is; under FSDP take it from the layer after the forward pass, when it is gathered. labels (...) int64 in the whole
+    vocabulary, IGNORED where not trained on; others are not looked for, and the loss means nothing where there are some.
+    Differentiable once in input and weight. Raises ValueError for labels of another shape and for a weight that is not gathered.
     """
+    if labels.shape != input.shape[:-1]:
+        raise ValueError(
+            f"labels are {tuple(labels.shape)} and the input is {tuple(input.shape)}: one label for each position"
+        )
+    if isinstance(weight, DTensor):
+        weight = _local_rows(weight, shard)
     input_ND, labels_N = input.reshape(-1, input.shape[-1]), labels.reshape(-1)
     if not chunk_tokens and shard is None and weight is None:
         return F.cross_entropy(input_ND.float(), labels_N, ignore_index=IGNORED, reduction="sum")
     if not chunk_tokens and shard is not None and shard.mesh is not None and weight is None:
-        return _plain_over_vocabulary(input_ND, labels_N, shard.mesh)
+        return _plain_over_vocabulary(input_ND, labels_N, shard.mesh, start=shard.start)
     num_chunks = -(-len(input_ND) // (chunk_tokens or len(input_ND)))
     settings = _Settings(num_chunks, shard, kernels or Kernels())
     return _ChunkedCrossEntropy.apply(input_ND, weight, labels_N, settings)  # pyright: ignore[reportReturnType]
 
 
-def _plain_over_vocabulary(logits_NV: Tensor, labels_N: Tensor, mesh: DeviceMesh) -> Tensor:
+def _local_rows(weight: DTensor, shard: VocabularyShard | None) -> Tensor:
+    """This rank's rows of a weight that is split over the ranks of `shard` and over no others."""
+    mesh, ranks = weight.device_mesh, dist.get_process_group_ranks
+    if (
+        shard is None
+        or mesh.ndim > 1
+        or weight.placements != (Shard(0),)
+        or ranks(mesh.get_group()) != ranks(shard.group)
+    ):
+        raise ValueError(
+            f"the output layer's weight is laid out as {weight.placements} over {mesh}: take it from the layer after the forward "
+            "pass, when FSDP has gathered it; where tensor parallelism splits its rows, give `shard` with that group"
+        )
+    return weight.to_local()
+
+
+def _plain_over_vocabulary(
+    logits_NV: Tensor, labels_N: Tensor, mesh: DeviceMesh, *, start: int
+) -> Tensor:
     """torch's loss parallel: cross entropy of an fp32 copy of logits that are split over the vocabulary."""
     enable_loss_parallel()
-    whole = DTensor.from_local(logits_NV.float(), mesh, [Shard(1)], run_check=False)
+    # The last ranks may have fewer columns. All must give one shape, or labels are looked for in the wrong places: equal parts.
+    rank = mesh.get_local_rank()
+    columns = -(-start // rank) if rank else logits_NV.shape[1]
+    whole = DTensor.from_local(
+        logits_NV.float(),
+        mesh,
+        [Shard(1)],
+        run_check=False,
+        shape=torch.Size([len(logits_NV), columns * mesh.size()]),
+        stride=(columns * mesh.size(), 1),
+    )
     labels = DTensor.from_local(labels_N, mesh, [Replicate()], run_check=False)
     loss = F.cross_entropy(whole, labels, ignore_index=IGNORED, reduction="sum")
     assert isinstance(loss, DTensor)
@@ -203,7 +240,11 @@ def _plain_over_vocabulary(logits_NV: Tensor, labels_N: Tensor, mesh: DeviceMesh
 
 
 def leave_output_to_loss(output: nn.Module) -> None:
-    """Make the output layer hand its input on, so that the loss can apply its weight in chunks."""
+    """Make the output layer hand its input on, so that the loss can apply its weight in chunks. ValueError if it has a bias."""
+    if getattr(output, "bias", None) is not None:
+        raise ValueError(
+            "the loss applies the output layer's weight only: build it with bias=False"
+        )
     output.forward = _hand_on
 
 
@@ -232,7 +273,7 @@ class LossSum:
                 input,
                 labels_BS,
                 chunk_tokens=self.chunk_tokens,
-                weight=weight.to_local() if isinstance(weight, DTensor) else weight,
+                weight=weight,
                 shard=self.shard,
                 kernels=self.kernels,
             )

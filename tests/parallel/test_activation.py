@@ -112,12 +112,35 @@ def test_kept_modules_under_the_compiler() -> None:
     [
         ({"keep": ["aten.nonesuch"]}, "torch has no operation 'aten.nonesuch'.*matmul"),
         ({"keep": ["matmal"]}, "torch has no operation 'matmal'"),
+        ({"keep": ["matmul/0"]}, "'matmul/0': after the slash comes a number"),
+        ({"keep": ["matmul/x"]}, "'matmul/x': after the slash comes a number"),
         ({"keep_modules": ["mlp.*"]}, "no module of a block matches 'mlp.*'.*feed_forward.w1"),
     ],
 )
 def test_what_does_not_exist_cannot_be_kept(mode: dict[str, Any], message: str) -> None:
     with pytest.raises(KeepError, match=message):
         apply_ac(debug_model(), **mode)
+
+
+def test_every_counts_from_one() -> None:
+    with pytest.raises(ValueError, match="every is 0: 1 is each block"):
+        apply_ac(debug_model(), every=0)
+
+
+@pytest.mark.parametrize("keep", [(), DEFAULT_KEEP], ids=["full", "op"])
+def test_dropout_is_recomputed_as_it_was(keep: tuple[str, ...]) -> None:
+    """By default, as in torch: else gradients would be those of other random numbers."""
+    gradients = []
+    for recomputed in (False, True):
+        block = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Tanh())
+        model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([block])})
+        if recomputed:
+            apply_ac(model, keep=keep)
+        torch.manual_seed(0)
+        x = torch.ones(4, 8, requires_grad=True)
+        model["layers"][0](x).sum().backward()  # pyright: ignore
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
 
 
 def test_the_default_list_is_the_config_s() -> None:

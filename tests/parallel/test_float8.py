@@ -26,7 +26,7 @@ from titan.checkpoint import manager as checkpoints
 from titan.config.sections import CheckpointSection, JobConfig
 from titan.models.llama3 import FLAVORS, build_model
 from titan.parallel import apply_float8, build_mesh
-from titan.parallel.float8 import Float8Error, plain, require_hardware, table
+from titan.parallel.float8 import RECIPES, Float8Error, plain, require_hardware, table
 from titan.parallel.mesh import axis_rank, axis_size
 from titan.parallel.shims import can_split_custom_functions
 from titan.parallel.weights import canonical_name
@@ -36,7 +36,6 @@ from titan.train import main
 pytest.importorskip("torchao")
 
 GLOBAL_BATCH, SEQUENCE, VOCABULARY = 8, 64, 512
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8_cublas", "mxfp8_cublas_rceil")
 EXACT, FLIPS, ROUNDING = 1e-5, 1e-2, 0.15
 GATHER = {"enable_fsdp_float8_all_gather": True}
 SCALES = {**GATHER, "precompute_float8_dynamic_scale_for_fsdp": True}
@@ -169,6 +168,30 @@ def test_which_layers_stay_in_high_precision_and_why() -> None:
     assert small["layers.0.attention.wq"] == "too small to gain (auto_filter_small_kn)"
 
 
+class Adapted(nn.Linear):
+    """As a LoRA layer is: more parameters, another forward."""
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8_cublas"])
+def test_a_subclass_of_linear_is_left_alone(recipe: str) -> None:
+    model = nn.ModuleDict({"w": Adapted(32, 32)})
+    assert kept(model, recipe=recipe) == {"w": "what Adapted adds to nn.Linear would be lost"}
+    assert type(model["w"]) is Adapted
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"recipe": "tensorwize"}, "no recipe tensorwize, but tensorwise, rowwise, "),
+        ({"recipe": "mxfp8_rciel"}, "no recipe mxfp8_rciel, but .*, mxfp8_cublas_rceil"),
+        ({"recipe": "rowwise", "fsdp_all_gather": True}, "rowwise cannot be gathered in float8"),
+    ],
+)
+def test_recipes_that_do_not_exist(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(Float8Error, match=message):
+        apply_float8(meta_model(), emulate=True, **settings)
+
+
 def test_it_is_a_ranks_part_that_must_divide() -> None:
     plan = {"layers.*.attention.w[kv]": "kv_columns", "layers.*.feed_forward.w2": "rows"}
     split = {"tensor_plan": plan, "tp": 4, "num_kv_heads": 2, "filter_fqns": []}
@@ -292,15 +315,20 @@ def test_layouts_compute_what_one_process_does(
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_one_layer_shows_that_tensor_parallel_scales_are_right(recipe: str, pool: Pool) -> None:
-    """With no layer after it for a flipped rounding to spread through, the tight bound holds, if none is flipped within: on torch
-    2.13 with six seeds of six, on 2.11 with three."""
-    one = {
-        "model": {"overrides": {"n_layers": 1, "n_kv_heads": 4, "vocab_size": VOCABULARY}},
-        "debug": {"seed": 1},
-    }
-    reference = pool.run(1, partial(train, recipe, {}, **one))[0]
-    for run in pool.run(2, partial(train, recipe, TP, **one)):
-        assert distance(run.gradients, reference.gradients) < EXACT
+    """With no layer after it for a flipped rounding to spread through, the tight bound holds, if none is flipped within. That
+    depends on the seed, on torch and on the processor (AVX-512: six seeds of six, AVX2: two), and another scale never meets it."""
+    distances = []
+    for seed in range(12):
+        one = {
+            "model": {"overrides": {"n_layers": 1, "n_kv_heads": 4, "vocab_size": VOCABULARY}},
+            "debug": {"seed": seed},
+        }
+        reference = pool.run(1, partial(train, recipe, {}, **one))[0]
+        runs = pool.run(2, partial(train, recipe, TP, **one))
+        distances.append(max(distance(run.gradients, reference.gradients) for run in runs))
+        if distances[-1] < EXACT:
+            return
+    pytest.fail(f"no seed meets {EXACT}: {distances}")
 
 
 @pytest.fixture(scope="module")

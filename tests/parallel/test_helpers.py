@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +40,20 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def _gradients(kind: str) -> dict[str, torch.Tensor]:
+class DictNet(Net):
+    """The same with a dict of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict({str(i): block for i, block in enumerate(self.blocks)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks.values():
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+def _gradients(kind: str, net: type[Net] = Net) -> dict[str, torch.Tensor]:
     """Whole gradients of a sum over a batch of 8 split over ranks, under one kind of data parallelism."""
     degrees = {
         "plain": {},
@@ -49,7 +64,7 @@ def _gradients(kind: str) -> dict[str, torch.Tensor]:
     }[kind]
     mesh = build_mesh("cpu", **degrees)
     with torch.device("meta"):
-        model = Net()
+        model = net()
     if kind == "ddp":
         apply_ddp(model, mesh=mesh["dp_replicate"], blocks=model.blocks)
     elif kind != "plain":
@@ -69,8 +84,14 @@ def _gradients(kind: str) -> dict[str, torch.Tensor]:
 def test_gradients_are_sums_over_ranks(pool) -> None:
     (expected,) = pool.run(1, _gradients, "plain")
     assert len(expected) == 6
-    for kind, world in (("fsdp", 2), ("zero2", 2), ("ddp", 2), ("hsdp", 4)):
-        for grads in pool.run(world, _gradients, kind):
+    for kind, world, net in (
+        ("fsdp", 2, Net),
+        ("fsdp", 2, DictNet),
+        ("zero2", 2, Net),
+        ("ddp", 2, DictNet),
+        ("hsdp", 4, Net),
+    ):
+        for grads in pool.run(world, _gradients, kind, net):
             for name, value in expected.items():
                 torch.testing.assert_close(
                     grads[name], value, rtol=1e-5, atol=1e-6, msg=f"{kind} {name}"
@@ -102,6 +123,56 @@ def test_initial_weights_do_not_depend_on_the_layout(pool) -> None:
             assert all(torch.equal(weights[n], expected[n]) for n in expected)
 
 
+def test_a_deviation_of_zero_sets_zeros() -> None:
+    model = Net()
+    initialize(model, seed=3, std_of=lambda name: 0.0 if "bias" in name else 0.3)
+    assert not model.head.bias.any() and model.head.weight.all()
+
+
+class Places(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+
+class FilledPlaces(Places):
+    table: torch.Tensor
+
+    def reset_buffers(self) -> None:
+        torch.arange(4.0, out=self.table)
+
+
+def test_buffers_are_filled_or_refused() -> None:
+    with torch.device("meta"):
+        good, bad = FilledPlaces(), nn.Sequential(Net(), Places())
+    materialize(nn.Sequential(good), device="cpu")
+    assert good.table.tolist() == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match=r"buffers 1\.table, .* a method reset_buffers\(\)"):
+        materialize(bad, device="cpu")
+    assert all(p.is_meta for p in bad.parameters())
+
+
+class NormedNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(3)
+
+
+def _run_readme() -> dict[str, torch.Tensor]:
+    """Weights of the model in README's snippet; on four ranks and a CPU."""
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    code = text.partition("```python\n")[2].partition("```")[0]
+    names: dict[str, Any] = {"MyModel": NormedNet}
+    exec(code.replace('"cuda"', '"cpu"').replace("dp_shard=8", "dp_shard=2"), names)
+    return {n: p.detach().full_tensor() for n, p in names["model"].named_parameters()}
+
+
+def test_readme_s_snippet_runs_and_sets_biases_to_zero(pool) -> None:
+    for weights in pool.run(4, _run_readme):
+        assert not any(value.any() for name, value in weights.items() if "bias" in name)
+        assert (weights["norm.weight"] == 1).all() and weights["head.weight"].std() < 0.03
+
+
 def _mesh_facts() -> tuple[int, int, int, bool]:
     mesh = build_mesh("cpu", dp_replicate=2, dp_shard=2)
     return (
@@ -123,16 +194,28 @@ def _leave_out(plan: dict[str, str]) -> None:
 def test_a_plan_names_every_module_with_parameters(pool) -> None:
     """Else each rank would keep the gradient of its own part of the sequence."""
     with pytest.raises(RankFailed, match=r"no style for blocks\.1\.weight, blocks\.1\.bias: name"):
-        pool.run(2, _leave_out, {"blocks.0": "columns", "blocks.[2-9]": "rows", "head": "columns"})
+        pool.run(
+            2, _leave_out, {"blocks.0": "sequence", "blocks.[2-9]": "rows", "head": "sequence"}
+        )
 
 
 def test_helpers_import_neither_trainer_nor_config() -> None:
-    code = "import sys, titan.parallel; print([m for m in sys.modules if m.startswith('titan')])"
+    names = "apply_offload, precompute_scales, require_equal_replicas, set_gradient_sync, unshard_sequence"
+    code = (
+        f"import sys, titan.loss; from titan.parallel import *; {names}; print(list(sys.modules))"
+    )
     modules = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout
     assert "titan.parallel" in modules
-    for forbidden in ("titan.config", "titan.trainer", "titan.models", "titan.data"):
+    for forbidden in (
+        "titan.config",
+        "titan.trainer",
+        "titan.models",
+        "titan.data",
+        "pydantic",
+        "torchao",
+    ):
         assert forbidden not in modules
 
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from titan.data.framing import Framing
-
-IGNORED = -100  # torch's cross entropy leaves this label out
+from titan.loss import IGNORED
 
 
 @dataclass(frozen=True, kw_only=True)

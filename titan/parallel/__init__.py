@@ -9,22 +9,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .activation import apply_ac
     from .compile import apply_compile
-    from .context import apply_cp, shard_sequence
-    from .float8 import apply_float8
-    from .fsdp import apply_ddp, apply_fsdp
+    from .context import apply_cp, shard_sequence, unshard_sequence
+    from .float8 import apply_float8, precompute_scales
+    from .fsdp import apply_ddp, apply_fsdp, set_gradient_sync
     from .mesh import axis_rank, axis_size, build_mesh, submesh
+    from .offload import apply_offload
     from .pipeline import Pipeline, plan_pipeline, take_stages
+    from .replicas import require_equal_replicas
     from .tensor import apply_tp
     from .weights import initialize, materialize
 
 _MODULES = {
     "activation": ("apply_ac",),
     "compile": ("apply_compile",),
-    "context": ("apply_cp", "shard_sequence"),
-    "float8": ("apply_float8",),
-    "fsdp": ("apply_ddp", "apply_fsdp"),
+    "context": ("apply_cp", "shard_sequence", "unshard_sequence"),
+    "float8": ("apply_float8", "precompute_scales"),
+    "fsdp": ("apply_ddp", "apply_fsdp", "set_gradient_sync"),
     "mesh": ("axis_rank", "axis_size", "build_mesh", "submesh"),
+    "offload": ("apply_offload",),
     "pipeline": ("Pipeline", "plan_pipeline", "take_stages"),
+    "replicas": ("require_equal_replicas",),
     "tensor": ("apply_tp",),
     "weights": ("initialize", "materialize"),
 }
@@ -38,6 +42,7 @@ __all__ = [
     "apply_ddp",
     "apply_float8",
     "apply_fsdp",
+    "apply_offload",
     "apply_tp",
     "axis_rank",
     "axis_size",
@@ -45,9 +50,13 @@ __all__ = [
     "initialize",
     "materialize",
     "plan_pipeline",
+    "precompute_scales",
+    "require_equal_replicas",
+    "set_gradient_sync",
     "shard_sequence",
     "submesh",
     "take_stages",
+    "unshard_sequence",
 ]
 
 

@@ -54,16 +54,18 @@ def apply_ac(
     every: int = 1,
     keep: Sequence[str] = (),
     keep_modules: Sequence[str] = (),
-    preserve_rng_state: bool = False,
+    preserve_rng_state: bool = True,
 ) -> None:
     """Wrap every `every`-th block in `model.<container>` (a ModuleDict or ModuleList), in place.
 
     keep: operations whose results are kept, as above; none: full. keep_modules: patterns of module names within a block
     ("feed_forward.w*") whose matrix products and attention are kept besides, and not counted. Blocks count by their place in
-    the container, also on a pipeline stage. preserve_rng_state: recompute with the random numbers of the forward pass;
-    for blocks that draw some (dropout).
+    the container, also on a pipeline stage. preserve_rng_state: recompute with the random numbers of the forward pass, without
+    which the gradients of blocks that draw some (dropout) are wrong; others save a little with False.
     Raises KeepError for an operation that torch does not have and for a pattern that no module of a block matches.
     """
+    if every < 1:
+        raise ValueError(f"every is {every}: 1 is each block, 2 every second one")
     # torch.compile would warn, in five lines, that in-place operations must not be recomputed; blocks have none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     selection = _Selection(keep, keep_modules)
@@ -83,7 +85,11 @@ def apply_ac(
 
 def _rule(entry: str) -> tuple[tuple[str, ...], int]:
     """ "matmul/2" -> the operations, 2."""
-    name, _, every = entry.partition("/")
+    name, slash, every = entry.partition("/")
+    if slash and not (every.isdecimal() and int(every)):
+        raise KeepError(
+            f"'{entry}': after the slash comes a number such as 2, to keep every second one"
+        )
     operations = GROUPS.get(name, (name,))
     if name not in GROUPS:
         namespace, _, operation = name.partition(".")

@@ -34,6 +34,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 # The oldest compute capability that multiplies so: Ada, Hopper, Blackwell; MI300 (gfx942), MI350 (gfx950).
 _NVIDIA = {"tensorwise": (8, 9), "rowwise": (9, 0), "mxfp8": (10, 0)}
 _AMD = {"tensorwise": (9, 4), "rowwise": (9, 4), "mxfp8": (9, 5)}
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8_cublas", "mxfp8_cublas_rceil")
 # A name in filter_fqns, as in TorchTitan: leave layers alone that are too small to gain, by torchao's measurements.
 _SMALL = "auto_filter_small_kn"
 
@@ -67,9 +68,14 @@ def apply_float8(
 
     filter_fqns: parts of names to leave alone. The output layer is among them unless you say otherwise: the rounding of logits
     goes straight into the loss. keep: names of more layers to leave alone, and why. fsdp_all_gather (tensorwise): FSDP gathers
-    weights in float8. tensor_plan, tp, num_kv_heads: how `apply_tp` will split the layers, since it is a rank's part that must
-    divide by 16 (MXFP8: 32). Raises Float8Error.
+    weights in float8; under tensor parallelism call `precompute_scales` before the first forward pass of every step then, or each
+    rank's part has a scale of its own. tensor_plan, tp, num_kv_heads: how `apply_tp` will split the layers, since it is a rank's
+    part that must divide by 16 (MXFP8: 32). Raises Float8Error.
     """
+    if recipe not in RECIPES:
+        raise Float8Error(f"there is no recipe {recipe}, but {', '.join(RECIPES)}")
+    if fsdp_all_gather and recipe != "tensorwise":
+        raise Float8Error(f"recipe {recipe} cannot be gathered in float8, only tensorwise can")
     convert = _converter(recipe, emulate=emulate, fsdp_all_gather=fsdp_all_gather)
     multiple = 32 if _is_mx(recipe) else 16
     places = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
@@ -86,6 +92,8 @@ def apply_float8(
             kept = f'filter_fqns has "{named}"'
         elif keep and name in keep:
             kept = keep[name]
+        elif type(layer) is not nn.Linear:
+            kept = f"what {type(layer).__name__} adds to nn.Linear would be lost"
         elif places[id(layer.weight)] > 1:
             kept = "shares its weight with another module"
         elif style == "kv_columns" and num_kv_heads % tp:

@@ -30,8 +30,20 @@ def canonical_name(name: str) -> str:
 def materialize(model: nn.Module, *, device: torch.device | str) -> None:
     """Give meta parameters and buffers uninitialised memory on `device`, in place.
 
-    Unlike nn.Module.to_empty, parameters that are shared (tied embeddings) stay shared.
+    Unlike nn.Module.to_empty, parameters that are shared (tied embeddings) stay shared. Then `reset_buffers()` is called on
+    modules that have such buffers, to fill them: the method is theirs to define. Raises ValueError where it is missing.
     """
+    on_meta = [
+        (canonical_name(name), module)
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(prefix, recurse=False)
+        if buffer.is_meta
+    ]
+    if left := [name for name, module in on_meta if not hasattr(module, "reset_buffers")]:
+        raise ValueError(
+            f"nothing fills the buffers {', '.join(left)}, which were built on meta: give their modules a method reset_buffers(), "
+            "which materialize calls"
+        )
     moved: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -47,20 +59,22 @@ def materialize(model: nn.Module, *, device: torch.device | str) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.empty_like(buffer, device=device)
+    for module in dict.fromkeys(module for _, module in on_meta):
+        module.reset_buffers()  # pyright: ignore
 
 
 @torch.no_grad()
 def initialize(model: nn.Module, *, seed: int, std_of: Callable[[str], float | None]) -> None:
     """Draw every parameter from a normal distribution truncated at three standard deviations.
 
-    std_of: standard deviation for a parameter's name; None sets it to ones. Memory: one full parameter at
+    std_of: standard deviation for a parameter's name; 0.0 sets it to zeros, None to ones. Memory: one full parameter at
     a time beyond the model itself.
     """
     for name, parameter in model.named_parameters():
         name = canonical_name(name)
         std = std_of(name)
-        if std is None:
-            parameter.fill_(1.0)
+        if not std:
+            parameter.fill_(1.0 if std is None else 0.0)
             continue
         generator = torch.Generator(device=parameter.device).manual_seed(_seed_of(seed, name))
         full = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
