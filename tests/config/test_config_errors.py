@@ -580,6 +580,11 @@ ALIASES = [
         'tokenizer "bytes" reads no file',
     ),
     (
+        "[activation_checkpoint]\nop_keep = 'attention, matmul/0'\n",
+        "job.toml:2: activation_checkpoint.op_keep",
+        '"matmul/0" is no operation such as "aten.mm" and no group',
+    ),
+    (
         "[training]\ndebug_moe_force_load_balance = true\n",
         "job.toml:2: training.debug_moe_force_load_balance",
         "remove the key",

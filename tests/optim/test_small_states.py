@@ -177,7 +177,7 @@ def test_state_dicts_keep_precision(weights: torch.dtype, moments: torch.dtype) 
         )
 
     saving, loading = build(), build()
-    run(saving, dict(enumerate(saving.param_groups[0]["params"])), steps=2)
+    run(saving, {str(i): p for i, p in enumerate(saving.param_groups[0]["params"])}, steps=2)
     saved = saving.state_dict()
     loading.load_state_dict(copy.deepcopy(saved))
     loaded = loading.state_dict()

@@ -45,10 +45,10 @@ class DictNet(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleDict({str(i): block for i, block in enumerate(self.blocks)})
+        self.blocks = nn.ModuleDict({"0": nn.Linear(7, 7), "1": nn.Linear(7, 7)})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks.values():
+        for block in self.blocks.children():
             x = torch.tanh(block(x))
         return self.head(x)
 

@@ -280,7 +280,8 @@ def _check_recomputation(config: JobConfig) -> Iterator[Finding]:
     by_op = section.mode == "selective" and option == "op"
     for entry in section.op_keep:
         name, slash, every = entry.partition("/")
-        if (name not in KEEP_GROUPS and "." not in name) or (slash and not every.isdecimal()):
+        counts = not slash or (every.isdecimal() and int(every))
+        if (name not in KEEP_GROUPS and "." not in name) or not counts:
             yield (
                 "activation_checkpoint.op_keep",
                 f'"{entry}" is no operation such as "aten.mm" and no group{choose(name, KEEP_GROUPS)}; '
