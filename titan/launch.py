@@ -86,8 +86,16 @@ def torchrun(argv: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
+    from titan import rendezvous
+
+    rendezvous.register()
+    # torchrun's own --standalone listens on every interface, and unpickles what it reads there.
+    arguments = [
+        f"--rdzv-backend={rendezvous.BACKEND}" if argument == "--standalone" else argument
+        for argument in argv
+    ]
     try:
-        main(list(argv))
+        main(arguments)
     except ChildFailedError as error:
         for rank, failure in error.failures.items():
             # Killed, it had no chance to say anything; SIGTERM is torchrun's own, to the ranks that are left.

@@ -41,9 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if store := _store(arguments):
         threading.Thread(target=_end_with_store, args=store, name="store", daemon=True).start()
     # The first node has the store; torchrun would guess, by its addresses.
-    if "SLURM_NODEID" in os.environ:
-        is_first = os.environ["SLURM_NODEID"] == "0"
-        arguments.insert(0, f"--rdzv-conf=is_host={int(is_first)}")
+    if (number := os.environ.get("SLURM_NODEID")) is not None:
+        is_first = int(number == "0")
+        arguments.insert(0, f"--rdzv-conf=rank={number},is_host={is_first}")
     return torchrun(arguments)
 
 

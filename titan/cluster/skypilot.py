@@ -18,8 +18,8 @@ SUMMARY = "Write a task for SkyPilot, for sky jobs launch. docs/cluster.md"
 RUN = """\
 head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)
 exec python -m titan.cluster.node --nnodes="$SKYPILOT_NUM_NODES" --nproc-per-node={ranks} \\
-  --rdzv-backend=c10d --rdzv-id="$SKYPILOT_TASK_ID" --rdzv-endpoint="$head:29500" \\
-  --rdzv-conf="is_host=$((SKYPILOT_NODE_RANK == 0))" \\
+  --rdzv-backend=titan --rdzv-id="$SKYPILOT_TASK_ID" --rdzv-endpoint="$head:29500" \\
+  --rdzv-conf="rank=$SKYPILOT_NODE_RANK" \\
   -m titan.train {job}
 """
 

@@ -34,7 +34,7 @@ from typing import Any
 
 from titan.lease import Owner, started
 from titan.observe import flight_recorder
-from titan.observe.runinfo import State, write_status
+from titan.observe.runinfo import State, write_status, write_text_atomically
 from titan.observe.stacks import main_thread
 from titan.signals import EXIT_FAILED, has_agent, leave, to_main_thread
 
@@ -44,6 +44,7 @@ LINGER_S = (
 )
 _STUCK_S = 20.0  # after a verdict, for a main thread that ends by itself
 _GONE = "gone"
+_FIRST_BEAT_S = 60.0  # ranks start together
 
 
 @dataclass(frozen=True)
@@ -328,17 +329,62 @@ def _store_host() -> str:
 
 
 def _connect(limit_s: float) -> Any:
-    """A connection of its own to the ranks' store; None if it is no TCPStore."""
+    """Return a second connection to the ranks' store; None if it is neither a TCPStore nor a file."""
     import torch.distributed as dist
 
     store = _default_store()
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    if isinstance(store, dist.FileStore):
+        return _FolderStore(Path(f"{store.path}-beats"))
     if not isinstance(store, dist.TCPStore):
         return None
     own = dist.TCPStore(
         store.host, store.port, is_master=False, timeout=timedelta(seconds=max(limit_s, 5))
     )
     # torchrun may keep its store over a restart.
-    return dist.PrefixStore(f"titan/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", own)
+    return dist.PrefixStore(f"titan/{attempt}", own)
+
+
+class _FolderStore:
+    """What heartbeats need of a store, as files: torch's FileStore appends each beat to its file for ever."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+
+    def _path(self, key: str) -> Path:
+        return self.folder / key.replace("/", "-")
+
+    def set(self, key: str, text: str) -> None:
+        write_text_atomically(self._path(key), text, durable=False)
+
+    def get(self, key: str) -> bytes:
+        deadline = time.monotonic() + _FIRST_BEAT_S
+        while not self.check([key]) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self._path(key).read_bytes()
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(self._path(key).exists() for key in keys)
+
+    def compare_set(self, key: str, expected: str, text: str) -> bytes:
+        """Set a key that nobody has set. Returns what it holds then."""
+        assert not expected, "only the first value is decided here"
+        mine = self.folder / f".{key}.{os.getpid()}-{threading.get_ident()}"
+        mine.write_text(text, encoding="utf-8")
+        with suppress(FileExistsError):
+            os.link(mine, self._path(key))
+        mine.unlink()
+        return self.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        """Count the processes that have added 1 to a key."""
+        if amount:
+            (self.folder / f"{key}-by-{os.getpid()}").touch()
+        return len(list(self.folder.glob(f"{key}-by-*")))
 
 
 def _end_agent() -> None:

@@ -6,6 +6,7 @@ with the name in the message, and not in the middle of a run.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ __all__ = [
     "enable_symmetric_memory",
     "enclose_calls",
     "keep_random_state_in_graphs",
+    "limit_gloo",
     "micro_pipeline_module",
     "record_memory_history",
     "replicate",
@@ -174,6 +176,36 @@ def set_timeout(timeout: timedelta, *, but_not_of: dist.ProcessGroup | None = No
     for group in dist.distributed_c10d._world.pg_map:
         if group is not but_not_of:
             _set_pg_timeout(timeout, group)
+
+
+def limit_gloo(*, loopback: bool) -> None:
+    """Give each gloo group made from now on one thread; with `loopback`, let it listen on 127.0.0.1 only.
+
+    torch gives a group two threads. Both assign the name of the operation that they have completed to one
+    std::string without a lock (ProcessGroupGloo::runLoop, `lastCompletedWorkName`), and free it twice where the name
+    does not fit into the string itself ("ALLGATHER_COALESCED", which DTensor's all-gather is). The heap is
+    then corrupt, and the process dies later, anywhere: docs/torch.md. GLOO_SOCKET_IFNAME wins over `loopback`.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    original = getattr(gloo.__init__, "original", gloo.__init__)
+    inside = loopback and "GLOO_SOCKET_IFNAME" not in os.environ
+
+    def init(self: Any, store: Any, rank: int, size: int, timeout: Any = _GLOO_TIMEOUT) -> None:
+        options = timeout
+        if isinstance(timeout, timedelta):
+            options = gloo._Options()
+            device = (
+                gloo.create_device(hostname="127.0.0.1") if inside else gloo.create_default_device()
+            )
+            options._devices, options._timeout = [device], timeout
+        options._threads = 1
+        original(self, store, rank, size, options)
+
+    init.original = original  # pyright: ignore[reportFunctionMemberAccess]
+    gloo.__init__ = init
+
+
+_GLOO_TIMEOUT = timedelta(minutes=30)  # torch's
 
 
 def enclose_calls(module: nn.Module, *, name: str) -> tuple[bool, Callable[[], None]]:

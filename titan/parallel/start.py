@@ -1,18 +1,25 @@
-"""The first thing a rank does: find its device and the others."""
+"""The first thing a rank does: find its device and the other ranks."""
 
 from __future__ import annotations
 
 import os
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .shims import set_allocator
+from .shims import limit_gloo, set_allocator
+
+# Set by the launcher of a run on one machine: a folder that only its user can open (titan/rendezvous.py).
+STORE_FOLDER = "TITAN_STORE"
 
 
 def start_process_group(*, init_timeout_s: float, expandable_segments: bool) -> torch.device:
-    """Start the process group, on the accelerator if there is one; returns this rank's device.
+    """Start the process group, on the accelerator if there is one. Returns this rank's device.
+
+    Where all ranks are on one machine, gloo listens on loopback only.
 
     expandable_segments: of its caching allocator, unless the environment says something of it.
     """
@@ -25,12 +32,26 @@ def start_process_group(*, init_timeout_s: float, expandable_segments: bool) -> 
     if accelerator is not None:
         device = torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", 0)))
         torch.accelerator.set_device_index(device.index)
-    store = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    limit_gloo(loopback=world_size == int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(
         backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}",
         timeout=timedelta(seconds=init_timeout_s),
         device_id=None if device.type == "cpu" else device,
-        **store,
+        **_store(world_size),
     )
     return device
+
+
+def _store(world_size: int) -> dict[str, Any]:
+    """Return what init_process_group needs to find the other ranks; nothing where torchrun's environment says it."""
+    if "RANK" not in os.environ:
+        return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    if (folder := os.environ.get(STORE_FOLDER)) is None:
+        return {}
+    # A file for each attempt: a restarted rank must not find the address of a dead one.
+    path = Path(folder) / f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    # -1: torch leaves the file alone; the launcher deletes the folder.
+    store = dist.FileStore(str(path), -1)
+    return {"store": store, "rank": int(os.environ["RANK"]), "world_size": world_size}

@@ -1,0 +1,119 @@
+"""A run on one machine leaves strangers no door: not from another address, and not to another user."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[2]
+LISTEN = "0A"  # the state in /proc/net/tcp
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+    """`titan train --nproc 2` after its first step. It must then end well, whatever the tests did to it."""
+    folder = tmp_path_factory.mktemp("strangers") / "run"
+    command = [sys.executable, "-m", "titan.cli", "train", "train_configs/debug_model.toml"]
+    command += ["--nproc=2", "--training.seq_len=32", "--training.steps=100000"]
+    command += ["--model.overrides.n_layers=2", "--checkpoint.enable=true"]
+    process = subprocess.Popen(
+        [*command, "--metrics.log_freq=1", f"--job.dump_folder={folder}"],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        deadline = time.monotonic() + 200
+        while not (folder / "metrics.jsonl").exists():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        yield process
+        process.send_signal(signal.SIGTERM)
+        output = process.communicate(timeout=100)[0]
+        assert process.returncode == 75, output
+    finally:
+        process.kill()
+
+
+def processes(parent: int) -> list[int]:
+    """A process and all below it."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return [parent, *(pid for child in children for pid in processes(int(child)))]
+
+
+def listening(pids: list[int]) -> list[tuple[str, int]]:
+    """The hexadecimal address and the port of every socket on which these processes listen."""
+    inodes = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                inodes.add(os.readlink(link))
+            except OSError:  # closed by now
+                continue
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTEN and f"socket:[{fields[9]}]" in inodes:
+                address, port = fields[1].split(":")
+                found.append((address, int(port, 16)))
+    return found
+
+
+def test_nothing_listens_beyond_loopback(run: subprocess.Popen[str]):
+    pids = processes(run.pid)
+    assert len(pids) >= 4, "titan train, its launcher and two ranks"
+    sockets = listening(pids)
+    assert sockets, "gloo's"
+    assert {address for address, _ in sockets} == {"0100007F"}, sockets  # 127.0.0.1
+
+
+def test_no_socket_takes_what_the_launcher_would_unpickle(run: subprocess.Popen[str]):
+    """The attack: write a pickle to the launcher's store. Nothing that listens speaks its protocol, from any address."""
+    own = socket.gethostbyname(socket.gethostname())
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing; shows the address that other machines see
+        outside = probe.getsockname()[0]
+    doors: list[tuple[str, int]] = []
+
+    def attack(host: str, port: int) -> None:
+        with suppress(RuntimeError, ValueError):
+            store = dist.TCPStore(host, port, timeout=timedelta(seconds=1))
+            store.set("torch.rendezvous.none", b"a pickle")
+            doors.append((host, port))
+
+    ports = [port for _, port in listening(processes(run.pid))]
+    attacks = [
+        # It may wait for an answer for ever: gloo gives none.
+        threading.Thread(target=attack, args=(host, port), daemon=True)
+        for host in {"127.0.0.1", own, outside}
+        for port in ports
+    ]
+    for thread in attacks:
+        thread.start()
+    for thread in attacks:
+        thread.join(3)
+    assert not doors
+    assert run.poll() is None
+
+
+def test_the_folder_where_ranks_meet_is_private(run: subprocess.Popen[str]):
+    *_, rank = processes(run.pid)
+    environment = Path(f"/proc/{rank}/environ").read_bytes().split(b"\0")
+    folder = next(Path(os.fsdecode(v[12:])) for v in environment if v.startswith(b"TITAN_STORE="))
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert folder.stat().st_uid == os.getuid()

@@ -1,0 +1,124 @@
+"""How the launcher and the ranks of a run find each other, without a door for strangers.
+
+torchrun's own meeting point (c10d) unpickles what anybody has written to a store that listens on every interface
+without a password. titan.launch and titan.cluster.node use this handler in its place, which unpickles nothing:
+
+    one machine     launcher: a store in its own memory    ranks: a file in a folder that only their user can open
+    several nodes   both: a TCP store of node 0's launcher, bound to the address that the nodes were given
+
+titan/parallel/start.py is the ranks' side. docs/security.md says what remains open, and to whom.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from titan.parallel.start import STORE_FOLDER
+
+BACKEND = "titan"
+JOIN_TIMEOUT = timedelta(minutes=10)  # torchrun's own, for nodes that start one after the other
+
+
+class _Rendezvous(RendezvousHandler):
+    """A fixed set of launchers, one per node, numbered from outside."""
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        self.parameters = parameters
+        self.num_nodes = parameters.max_nodes
+        self.rank = int(parameters.config.get("rank", 0))
+        self.store: Store | None = None  # kept: its ranks use it
+        self.attempt = -1
+        if self.num_nodes == 1:
+            os.environ[STORE_FOLDER] = tempfile.mkdtemp(prefix="titan-")  # the ranks inherit it
+            # Nobody listens there; it tells this attempt from others (titan/lease.py).
+            self.host, self.port = "127.0.0.1", 1024 + secrets.randbelow(2**15)
+        else:
+            os.environ.pop(STORE_FOLDER, None)
+            self.host, self.port = parse_rendezvous_endpoint(parameters.endpoint, -1)
+            if self.port <= 0 or not 0 <= self.rank < self.num_nodes:
+                raise ValueError(
+                    f"{self.num_nodes} nodes need --rdzv-endpoint=HOST:PORT and --rdzv-conf=rank=N, "
+                    f"got {parameters.endpoint!r} and {self.rank}"
+                )
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        return self.num_nodes > 1
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        # A store for each attempt: a restarted rank must not find the address of a dead one.
+        self.attempt += 1
+        port = self.port + self.attempt
+        self.store = HashStore() if self.num_nodes == 1 else self._open_tcp_store(port)
+        info = RendezvousStoreInfo(self.host, port)
+        store = PrefixStore(self.parameters.run_id, self.store)
+        return RendezvousInfo(store, self.rank, self.num_nodes, info)
+
+    def _open_tcp_store(self, port: int) -> Store:
+        listening: dict[str, Any] = {}
+        if self.rank == 0:
+            listening["master_listen_fd"] = listen(self.host, port).detach()
+        return TCPStore(
+            self.host,
+            port,
+            is_master=self.rank == 0,
+            timeout=JOIN_TIMEOUT,
+            wait_for_workers=False,
+            **listening,
+        )
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self.parameters.run_id
+
+    def shutdown(self) -> bool:
+        if folder := os.environ.pop(STORE_FOLDER, None):
+            shutil.rmtree(folder, ignore_errors=True)
+        return True
+
+
+def register() -> None:
+    """Let torchrun's --rdzv-backend=titan name this handler."""
+    with suppress(ValueError):  # registered already
+        rendezvous_handler_registry.register(BACKEND, _Rendezvous)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on the address of `host` alone.
+
+    A host that calls itself 127.0.1.1, as Debian's /etc/hosts does, must still be reached by others:
+    then the socket listens on all interfaces.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    ip = str(address[0])
+    if ip == "::1" or ip.startswith("127."):
+        return socket.create_server(("", port))
+    return socket.create_server((ip, port), family=family)
