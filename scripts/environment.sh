@@ -1,12 +1,14 @@
 # Sourced by the other scripts: makes a virtual environment with titan in it, or reuses it; sets $PYTHON.
-#   prepare_environment EXTRA     installs titan, editable, with an extra of pyproject.toml (demo, dev, ...)
+#   prepare_environment EXTRA     installs titan, editable, with an extra that has a lock file: demo or dev (scripts/lock.sh)
 # TITAN_VENV names another folder than .venv.
 
 prepare_environment() {
-  local extra=$1 venv=${TITAN_VENV:-.venv} base stamp
+  local extra=$1 venv=${TITAN_VENV:-.venv} lock base stamp sum
   PYTHON=$venv/bin/python
+  lock=scripts/requirements-$extra.lock
   stamp=$venv/.titan-$extra
-  if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(cksum pyproject.toml constraints.txt)" ]; then
+  sum=$(cksum pyproject.toml constraints.txt "$lock")
+  if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$sum" ]; then
     echo "environment: $venv (ready)"
     return
   fi
@@ -15,9 +17,19 @@ prepare_environment() {
     echo "environment: making $venv with $("$base" --version)"
     "$base" -m venv "$venv"
   fi
-  echo "environment: installing titan[$extra] and what it needs (torch is the large one; once)"
-  "$PYTHON" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[$extra]"
-  cksum pyproject.toml constraints.txt > "$stamp"
+  echo "environment: 1 of 3, the packages of $lock, checked against their hashes (one to three minutes, once)"
+  install --require-hashes --no-deps --requirement "$lock"
+  echo "environment: 2 of 3, torch (200 MB for CPUs, 3 GB with CUDA; the longest)"
+  install --constraint constraints.txt torch
+  echo "environment: 3 of 3, titan itself, editable"
+  install --no-deps --no-build-isolation --editable .
+  echo "$sum" > "$stamp"
+}
+
+# pip, with a line for each file that it fetches and none for what is there already.
+install() {
+  "$PYTHON" -m pip install --disable-pip-version-check --progress-bar off "$@" |
+    { grep --line-buffered -oE '^ *(Downloading|Processing|Using cached) .*|^Installing collected' || true; }
 }
 
 find_python() {

@@ -46,19 +46,15 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process.communicate()
 
 
-def start_second_copy(
-    folder: Path, *options: str
-) -> tuple[subprocess.CompletedProcess[str], float]:
+def start_second_copy(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "titan.cli", "train", "train_configs/debug_model.toml"]
-    begin = time.monotonic()
-    result = subprocess.run(
+    return subprocess.run(
         [*command, f"--job.dump_folder={folder}", *options],
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
-    return result, time.monotonic() - begin
 
 
 @pytest.mark.parametrize("options", [(), ("--nproc", "2")], ids=["in place", "2 processes"])
@@ -66,9 +62,10 @@ def test_a_second_copy_is_refused(
     options: tuple[str, ...], holder: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     before = set(tmp_path.rglob("*"))
-    result, took_s = start_second_copy(tmp_path, *options)
+    cpu_s = os.times().children_user
+    result = start_second_copy(tmp_path, *options)
     assert result.returncode == 2 and not result.stdout
-    assert took_s < 2 * max(1, os.getloadavg()[0] / (os.cpu_count() or 1))
+    assert os.times().children_user - cpu_s < 2, "refused before torch is imported"
     assert result.stderr == (
         f"{tmp_path}: this run goes on already, in process {holder.pid} on {socket.gethostname()} "
         "(job 4711); end it first, or choose another job.dump_folder\n"

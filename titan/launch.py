@@ -55,6 +55,7 @@ def launch(
     command = [sys.executable, "-m", "titan.launch", "--standalone"]
     command += [f"--nproc-per-node={num_processes}", f"--max-restarts={max_restarts}"]
     command += ["-m", "titan.train", *argv]
+    print(f"titan: starting {num_processes} processes; each imports torch first", flush=True)
     agent = subprocess.Popen(command, env=_environment(num_processes), start_new_session=True)
     handlers = {number: signal.signal(number, _forwarder(agent)) for number in FORWARDED}
     try:
@@ -98,10 +99,8 @@ def torchrun(argv: Sequence[str]) -> int:
         main(arguments)
     except ChildFailedError as error:
         for rank, failure in error.failures.items():
-            # Killed, it had no chance to say anything; SIGTERM is torchrun's own, to the ranks that are left.
-            if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:
-                name = signal.Signals(-failure.exitcode).name
-                print(f"rank {rank} (pid {failure.pid}) was ended by {name}", file=sys.stderr)
+            if killed := _describe_kill(rank, failure):
+                print(killed, file=sys.stderr)
         if not any("preflight" in argument for argument in argv):  # it is no run
             _write_failures(argv, error.failures, num_oom_kills=oom_kills() - oom_kills_before)
         said = {f.exitcode for f in error.failures.values()} - {-signal.SIGTERM}  # torchrun's own
@@ -109,10 +108,19 @@ def torchrun(argv: Sequence[str]) -> int:
     return 0
 
 
+def _describe_kill(rank: int, failure: Any) -> str:
+    """Say which signal ended a rank; nothing where it exited. SIGTERM is torchrun's own, to the ranks that are left."""
+    if failure.exitcode >= 0 or -failure.exitcode == signal.SIGTERM:
+        return ""
+    name = signal.Signals(-failure.exitcode).name
+    return f"rank {rank} (pid {failure.pid}) was ended by {name}"
+
+
 def _write_failures(
     argv: Sequence[str], failures: Mapping[int, Any], *, num_oom_kills: int
 ) -> None:
-    """logs/launch-HOST.json: how ranks ended, which nobody else is told; for `titan doctor`."""
+    """Write how the ranks ended, which no rank may have lived to say: logs/launch-HOST.json for `titan doctor`, and status.json
+    where it still says "running"."""
     from titan.config.load import load_from_argv
 
     ranks = {
@@ -124,8 +132,20 @@ def _write_failures(
     with suppress(Exception):  # it only explains a failure
         first = next(n for n, argument in enumerate(argv) if argument.endswith(".toml"))
         config = load_from_argv(argv[first:])
-        path = Path(config.job.dump_folder) / "logs" / f"launch-{host}.json"
+        run_dir = Path(config.job.dump_folder)
+        path = run_dir / "logs" / f"launch-{host}.json"
         write_text_atomically(path, json.dumps(content) + "\n")
+        status = read_status(run_dir)
+        if status.get("state") == "running":
+            kills = filter(None, (_describe_kill(*item) for item in sorted(failures.items())))
+            reason = "; ".join(kills) or f"all ranks on {host} ended without a report"
+            write_status(
+                run_dir,
+                state="failed",
+                exit_code=EXIT_FAILED,
+                step=status.get("step"),
+                reason=reason,
+            )
 
 
 def _environment(num_processes: int) -> dict[str, str]:

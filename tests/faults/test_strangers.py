@@ -58,12 +58,9 @@ def processes(parent: int) -> list[int]:
 def listening(pids: list[int]) -> list[tuple[str, int]]:
     """The hexadecimal address and the port of every socket on which these processes listen."""
     inodes = set()
-    for pid in pids:
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            try:
-                inodes.add(os.readlink(link))
-            except OSError:  # closed by now
-                continue
+    for link in (link for pid in pids for link in Path(f"/proc/{pid}/fd").iterdir()):
+        with suppress(OSError):  # closed by now
+            inodes.add(str(link.readlink()))
     found = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -17,7 +18,7 @@ from titan.doctor.diagnose import diagnose
 from titan.doctor.evidence import Evidence
 
 HANGING = [
-    *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+    *("-m", "titan.launch", "--standalone", "--nproc-per-node=2"),
     str(Path(__file__).with_name("hanging_train.py")),
 ]
 Start = Callable[..., Run]
@@ -34,6 +35,13 @@ def start(tmp_path: Path) -> Iterator[Start]:
     yield start
     for run in runs:
         run.kill()
+
+
+def assert_ranks_ended_by_themselves(run: Run) -> None:
+    """And were not killed by torchrun, which waits 30 seconds first."""
+    [launch] = (run.folder / "logs").glob("launch-*.json")
+    codes = [rank["exit_code"] for rank in json.loads(launch.read_text())["ranks"].values()]
+    assert codes and -signal.SIGKILL not in codes, codes
 
 
 # ---- signals ---------------------------------------------------------------------------------------
@@ -69,11 +77,10 @@ def test_a_signal_in_a_collective_that_never_ends(start: Start) -> None:
     run.wait_until_training()
     ranks = [run.rank(0), run.rank(1)]
     time.sleep(1)  # rank 0 waits for rank 1
-    asked = time.monotonic()
     for pid in ranks:
         os.kill(pid, signal.SIGTERM)
-    assert run.end(within_s=45) == 1
-    assert 3 <= time.monotonic() - asked < 25
+    assert run.end() == 1
+    assert_ranks_ended_by_themselves(run)
     status, said = run.status(), run.said()
     assert (status["state"], status["exit_code"], status["step"]) == ("failed", 1, 3)
     asked_to_stop = r"SIGTERM asked rank {} to stop, but the fault_tolerance.grace_seconds = 3 are over: it is in {}"
@@ -126,6 +133,19 @@ def test_no_rank_outlives_its_agent(victim: str, start: Start) -> None:
         assert [found.kind for found in diagnose(Evidence(run.folder)).findings] == ["killed"]
 
 
+def test_status_says_failed_where_no_rank_lived_to_say_so(start: Start) -> None:
+    run = start("--training.steps=100000", "--nproc=2")
+    run.wait_until_training()
+    ranks = [run.rank(0), run.rank(1)]
+    for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first: neither sees the other die
+        for pid in ranks:
+            os.kill(pid, number)
+    assert run.end() == 1, run.said()
+    status = run.status()
+    assert (status["state"], status["exit_code"]) == ("failed", 1), status
+    assert all(f"(pid {pid}) was ended by SIGKILL" in status["reason"] for pid in ranks), status
+
+
 # ---- hangs -----------------------------------------------------------------------------------------
 
 
@@ -139,10 +159,7 @@ def test_a_hung_step_ends_the_run_and_names_the_rank(hang: str, start: Start) ->
     run.wait_until_training()
     if hang == "stopped":
         os.kill(run.rank(1), signal.SIGSTOP)
-    begin = time.monotonic()
-    # Given SIGTERM by torchrun, a rank that hears nothing has 30 seconds.
-    assert run.end(within_s=4 + 15 + 35) == 1
-    took_s = time.monotonic() - begin
+    assert run.end() == 1
     status = run.status()
     assert (status["state"], status["exit_code"], status["step"]) == ("hung", 1, 3), status
     culprit = {
@@ -152,7 +169,8 @@ def test_a_hung_step_ends_the_run_and_names_the_rank(hang: str, start: Start) ->
     }[hang]
     waiting = r"rank 0 waits in \w+.* \((titan|models)/[\w/]+\.py:\d+, in \w+\)"
     assert re.search(rf"step 3 hangs: .* 4 s; {culprit}; {waiting}\. Stacks", status["reason"])
-    assert took_s < 4 + 15 or hang == "stopped"
+    if hang != "stopped":
+        assert_ranks_ended_by_themselves(run)
     stacks = [(run.folder / "logs" / f"rank-{n}.stacks.txt").read_text() for n in (0, 1)]
     assert "in _one_step" in stacks[0]
     assert ("hanging_train.py" in stacks[1]) == (hang != "stopped")
