@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -88,16 +89,18 @@ def _parser(name: str, arguments: str = JOB) -> argparse.ArgumentParser:
     )
 
 
+def _whole(text: str, least: int = 0) -> int:
+    is_number = re.fullmatch(r"\d+", text, re.ASCII)
+    if is_number and len(text) > 6:
+        raise argparse.ArgumentTypeError(f"expected less than a million, got {text[:40]!r}")
+    if not is_number or int(text) < least:
+        at_least = f" of at least {least}" if least else ""
+        raise argparse.ArgumentTypeError(f"expected a whole number{at_least}, got {text[:40]!r}")
+    return int(text)
+
+
 def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return int(text)
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}")
-    return int(text)
+    return _whole(text, least=1)
 
 
 def train(argv: list[str]) -> int:
@@ -120,8 +123,10 @@ def train(argv: list[str]) -> int:
         from titan.launch import count_accelerators, launch
 
         num_processes = options.nproc or max(1, count_accelerators())
-        config = _load(job, options=["--nproc", "--max-restarts"], warn=False)  # rank 0 does
-        _check_to_run(config, world_size=num_processes)
+        options_here = ["--nproc", "--max-restarts"]
+        config, _ = _load_to_run(
+            job, world_size=num_processes, options=options_here, here=True, warn=False
+        )  # rank 0 warns
         if num_processes > 1 or options.max_restarts:
             code = import_module("titan.train").before_start(config)
             if code is not None:
@@ -144,7 +149,8 @@ def check(argv: list[str]) -> int:
     parser.add_argument(
         "--hardware",
         metavar="H",
-        help="will it fit? As --hardware.name=H, or a profile of titan sim, by name or file",
+        help="will it fit another machine? As --hardware.name=H, or a profile of titan sim, by name or file. "
+        "Files and folders of the job are then not looked for on this one",
     )
     parser.add_argument(
         "--formula",
@@ -160,8 +166,10 @@ def check(argv: list[str]) -> int:
             profile = import_module("titan.sim.profiles").load_profile(options.hardware)
         elif options.hardware:
             job.append(f"--hardware.name={options.hardware}")
-        config = _load(job, options=["--world-size", "--hardware", "--json", "--formula"])
-        layout = _check_to_run(config, world_size=options.world_size)
+        names = ["--world-size", "--hardware", "--json", "--formula"]
+        # With --hardware the question is about another machine, which has the files, or will have.
+        here = options.hardware is None
+        config, layout = _load_to_run(job, world_size=options.world_size, options=names, here=here)
     except ConfigError as error:
         if not options.json:
             raise
@@ -190,8 +198,14 @@ def config(argv: list[str]) -> int:
     from titan.config.render import to_toml
     from titan.config.rules import check as check_rules
 
-    resolved = _load(job, options=["--comments"])
-    if problems := check_rules(resolved):
+    problems = []
+    try:
+        resolved = _load(job, options=["--comments"])
+    except ConfigError as error:
+        problems, resolved = error.problems, error.partial
+    if resolved is not None:
+        problems += check_rules(resolved)
+    if problems or resolved is None:
         raise ConfigError(problems)
     print(to_toml(resolved, comments=options.comments), end="")
     return 0
@@ -205,16 +219,16 @@ def schema(argv: list[str]) -> int:
     return 0
 
 
-def _load(argv: Sequence[str], *, options: Sequence[str], warn: bool = True) -> JobConfig:
+def _load(argv: Sequence[str], *, options: Sequence[str]) -> JobConfig:
     from titan.config.load import load_from_argv
 
-    return load_from_argv(argv, options=options, warn=warn)
+    return load_from_argv(argv, options=options)
 
 
-def _check_to_run(config: JobConfig, *, world_size: int) -> Layout:
-    from titan.config.rules import check_to_run
+def _load_to_run(argv: Sequence[str], **how: Any) -> tuple[JobConfig, Layout]:
+    from titan.config.rules import load_to_run
 
-    return check_to_run(config, world_size=world_size)
+    return load_to_run(argv, **how)
 
 
 def _is_datasheet(hardware: str) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from titan.config.environment import FAULT
 from titan.optim.adam import local
 
 _FACTORS = {"nan": float("nan"), "spike": 1e3}
@@ -23,12 +24,11 @@ class Fault:
     """`parts`: this rank's modules, the last of which ends the model or its pipeline stage."""
 
     def __init__(self, text: str, *, parts: Sequence[nn.Module], rank: int) -> None:
-        kind, *numbers = text.split(":")
-        lengths = {"nan": 1, "spike": 1, "flip": 2}
-        if lengths.get(kind) != len(numbers) or not all(n.isdecimal() for n in numbers):
+        if not FAULT.fullmatch(text):
             raise ValueError(
                 f"TITAN_FAULT={text}: expected nan:SAMPLE, spike:SAMPLE or flip:RANK:STEP"
             )
+        kind, *numbers = text.split(":")
         self.kind, self.numbers, self.parts, self.rank = (
             kind,
             [int(n) for n in numbers],

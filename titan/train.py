@@ -10,13 +10,15 @@ import faulthandler
 import logging
 import os
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan.config.load import ConfigError, load_from_argv
-from titan.config.rules import check_to_run
+from titan.config.environment import check_environment
+from titan.config.problems import ConfigError
+from titan.config.rules import load_to_run
 from titan.config.sections import JobConfig
 from titan.lease import Lease, LeaseHeld
 from titan.observe import flight_recorder
@@ -55,10 +57,12 @@ def before_start(config: JobConfig) -> int | None:
     folder = Path(config.job.dump_folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:  # a full disk still makes folders
+            probe.write(bytes(4096))
         Lease(folder).require_free()
     except LeaseHeld as error:
         return _refuse(error)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         problem = config.origin.problem("job.dump_folder", f"cannot be written: {error}")
         return _refuse(ConfigError([problem]))
     return None
@@ -76,8 +80,9 @@ def is_finished(config: JobConfig) -> bool:
 
 
 def _refuse(error: ConfigError | LeaseHeld) -> int:
-    """Rank 0 tells; others give it the time, for torchrun ends it with the first rank that leaves."""
-    if int(os.environ.get("RANK", 0)) == 0:
+    """Report on rank 0, for every rank reads the same file; others give it the time, as torchrun ends it with the first rank
+    that leaves. Each rank has an environment of its own, though."""
+    if os.environ.get("RANK", "0") == "0" or check_environment(os.environ):
         print(error, file=sys.stderr)
     else:
         time.sleep(2)
@@ -85,12 +90,11 @@ def _refuse(error: ConfigError | LeaseHeld) -> int:
 
 
 def _train(argv: Sequence[str], stop: StopRequest) -> int:
-    rank = int(os.environ.get("RANK", 0))
     try:
-        config = load_from_argv(argv)
-        check_to_run(config, world_size=int(os.environ.get("WORLD_SIZE", 1)))
+        config, _ = load_to_run(argv, world_size=None, here=True)
     except ConfigError as error:
-        return _refuse(error)  # every rank reads the same file
+        return _refuse(error)
+    rank = int(os.environ.get("RANK", 0))
     if (code := before_start(config)) is not None:
         return code
     lease = Lease(Path(config.job.dump_folder))
@@ -109,7 +113,7 @@ def _train_alone(config: JobConfig, stop: StopRequest) -> int:
     rank, folder = int(os.environ.get("RANK", 0)), Path(config.job.dump_folder)
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     if rank == 0 and restarts:
-        allowed = os.environ["TORCHELASTIC_MAX_RESTARTS"]
+        allowed = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
         print(f"started again by torchrun, {restarts} of {allowed} times", file=sys.stderr)
     _set_compile_cache(config.compile.cache_folder)
     trainer = None

@@ -35,6 +35,7 @@ from titan.checkpoint.export import Export, export_state
 from titan.checkpoint.files import Location, as_location
 from titan.checkpoint.manager import CheckpointError, CheckpointManager, SaveFailed
 from titan.config.changes import changed_settings
+from titan.config.machine import open_tokenizer
 from titan.config.quantize import quantize_section
 from titan.config.render import to_toml
 from titan.config.rules import model_config, resolve_layout
@@ -43,7 +44,6 @@ from titan.data import DataError
 from titan.data.loader import Loader, build_loader, build_validation_loader, merge_states
 from titan.data.packing import Batch
 from titan.data.statistics import unigram_bits_per_byte
-from titan.data.tokenizer import build_tokenizer
 from titan.faults import Fault
 from titan.observe import flight_recorder
 from titan.observe.chronicle import Chronicle
@@ -58,7 +58,7 @@ from titan.observe.runinfo import open_rank_log, write_environment, write_status
 from titan.observe.sinks import MissingExtra
 from titan.observe.startup import startup_page
 from titan.parallel import build_mesh
-from titan.parallel.activation import KeepError
+from titan.parallel.activation import KeepError, require_operation
 from titan.parallel.float8 import Float8Error, require_hardware, table
 from titan.parallel.mesh import axis_rank
 from titan.parallel.replicas import ReplicaError, require_equal_replicas
@@ -124,6 +124,8 @@ class Trainer:
         self.device = self._init_distributed()
         connected()
         self._seed()
+        for entry in config.activation_checkpoint.op_keep:
+            require_operation(entry)
         quantize = quantize_section(config)
         if quantize and not quantize.emulate:
             require_hardware(quantize.recipe_name or "tensorwise", self.device)
@@ -137,8 +139,8 @@ class Trainer:
             tp=self.layout.tp,
         )
         flight_recorder.name_axes(self.mesh)
+        self._build_data()  # first, for it fails more often than the model, and sooner
         self.program = build_program(config, device=self.device, mesh=self.mesh)
-        self._build_data()
         self.hugging_face = self._hugging_face()
         self.checkpoints = CheckpointManager(config.checkpoint, run_dir=self.run_dir)
         self.changes: list[str] = []  # of settings since the checkpoint
@@ -575,16 +577,7 @@ class Trainer:
 
     def _build_data(self) -> None:
         config, training = self.config, self.config.training
-        self.tokenizer = build_tokenizer(
-            config.tokenizer, hf_assets_path=config.model.hf_assets_path
-        )
-        self.sizes = model_config(config.model)
-        if self.tokenizer.vocab_size > self.sizes.vocab_size:
-            raise DataError(
-                f"the tokenizer has {self.tokenizer.vocab_size:,} tokens, but {config.model.name} "
-                f"{config.model.flavor} has a vocabulary of {self.sizes.vocab_size:,}; set "
-                f"model.overrides.vocab_size = {self.tokenizer.vocab_size} or take another tokenizer"
-            )
+        self.tokenizer, self.sizes = open_tokenizer(config), model_config(config.model)
         self.dp_rank = axis_rank(self.mesh, "dp_replicate", "dp_shard")
         self.sequences_per_step = (
             training.local_batch_size * self.layout.dp * self.layout.accumulation

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan.config.load import load_from_argv, parse_args
+from titan.config.load import parse_args
 from titan.config.problems import COMMAND_LINE, ConfigError, Problem
-from titan.config.rules import check_to_run
+from titan.config.rules import load_to_run
 from titan.config.sections import JobConfig
 
 
@@ -78,9 +78,8 @@ def gather(options: argparse.Namespace, job: Sequence[str]) -> Facts:
     if problems:
         raise ConfigError(problems)
     known = [f"--{name.replace('_', '-')}" for name in vars(options)]
-    config = load_from_argv(job, options=known)
     ranks = options.ranks_per_node or options.gpus_per_node or 1
-    check_to_run(config, world_size=options.nodes * ranks)
+    config, _ = load_to_run(job, world_size=options.nodes * ranks, options=known)
     return Facts(
         config=config,
         words=list(job),

@@ -4,11 +4,11 @@ also the one that is just being imported."""
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from .problems import ConfigError, Problem
+from .problems import ConfigError, KeyPath, Problem, UnknownValue
 
 
 class Section(BaseModel):
@@ -18,11 +18,27 @@ class Section(BaseModel):
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
 
+    if not TYPE_CHECKING:  # else every name would pass for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            if name in type(self).model_fields:
+                raise UnknownValue(name)
+            return super().__getattr__(name)
+
+    def forget(self, path: KeyPath) -> None:
+        """Make the setting at `path` one that nobody knows; what is no setting by itself (an item of a list), the one that holds it."""
+        name, *rest = path
+        inner = self.__dict__.get(name)
+        if rest and isinstance(inner, Section):
+            inner.forget(tuple(rest))
+        else:
+            self.__dict__.pop(name, None)
+
 
 class DocumentOptions(Section):
     """Shared by every source."""
 
-    weight: Annotated[float, Field(gt=0)] = 1.0
+    weight: Annotated[float, Field(gt=0, le=1e12)] = 1.0
     """Share of the samples drawn from this source, relative to the other sources' weights."""
 
 

@@ -7,7 +7,7 @@ nearby values would do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -15,8 +15,8 @@ from typing import Any
 from titan.parallel.schedules import canonical_schedule
 from titan.parallel.stages import plan_stages
 
-from .model import resolve_model
-from .problems import ConfigError, Finding, Problem
+from .model import divisors, resolve_model
+from .problems import ConfigError, Finding, Problem, UnknownValue, findings_of
 from .sections import JobConfig
 
 # Axis and key of its degree, outermost first.
@@ -68,23 +68,32 @@ CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
 def check_layout(config: JobConfig, *, world_size: int) -> list[Problem]:
     """Everything about the config that does not fit `world_size` ranks."""
-    model = resolve_model(config.model)[0]
+
+    def find(rule: Callable[..., Iterable[Finding]], *arguments: Any) -> list[Finding]:
+        return findings_of(lambda config: rule(config, *arguments), config)
+
+    try:
+        model = resolve_model(config.model)[0]
+    except UnknownValue:
+        model = None
     # Where the degrees are wrong anyway, what would follow from them is no help.
-    findings = [*_check_world(config, model, world_size)] or [
-        *_check_batch(config, world_size),
-        *_check_sequence(config),
-        *_check_stages(config, model, world_size),
+    findings = find(_check_world, model, world_size) or [
+        *find(_check_batch, world_size),
+        *find(_check_sequence),
+        *find(_check_stages, model, world_size),
     ]
-    findings += _check_matrices(config, model, world_size)
-    if world_size > 1 and config.compile.enable and config.compile.mode in CUDA_GRAPHS:
-        findings.append(
-            (
-                "compile.mode",
-                f'"{config.compile.mode}" replays CUDA graphs, which is for one rank only; '
-                'use "max-autotune-no-cudagraphs"',
-            )
-        )
+    findings += find(_check_matrices, model, world_size)
+    findings += find(_check_graphs, world_size)
     return [config.origin.problem(key, message) for key, message in findings]
+
+
+def _check_graphs(config: JobConfig, world_size: int) -> Iterator[Finding]:
+    if world_size > 1 and config.compile.enable and config.compile.mode in CUDA_GRAPHS:
+        yield (
+            "compile.mode",
+            f'"{config.compile.mode}" replays CUDA graphs, which is for one rank only; '
+            'use "max-autotune-no-cudagraphs"',
+        )
 
 
 def _degrees(config: JobConfig) -> dict[str, int]:
@@ -137,7 +146,7 @@ def _fitting(rest: int, *, world_size: int, is_open: bool) -> list[int]:
     if world_size % rest:
         return []
     share = world_size // rest
-    return [d for d in range(1, share + 1) if share % d == 0] if is_open else [share]
+    return divisors(share) if is_open else [share]
 
 
 def _suits_model(config: JobConfig, model: Any, axis: str, degree: int) -> bool:
@@ -184,7 +193,8 @@ def _check_matrices(config: JobConfig, model: Any, world_size: int) -> Iterator[
     reasons = [*_uneven(model, tp)]
     if not reasons:
         return
-    fitting = [d for d in range(1, getattr(model, "n_heads", tp) + 1) if not [*_uneven(model, d)]]
+    heads = getattr(model, "n_heads", tp)
+    fitting = [d for d in divisors(heads) if not [*_uneven(model, d)]]
     near = _nearest(tp, _fitting_world(fitting, config, axis="tp", world_size=world_size))
     for reason in reasons:
         yield "parallelism.tensor_parallel_degree", f"{reason}; {_either(near)} would do"
@@ -227,8 +237,15 @@ def _check_stages(config: JobConfig, model: Any, world_size: int) -> Iterator[Fi
         canonical_schedule(parallel.pipeline_parallel_schedule)
     except ValueError:
         return  # rules.py tells
+    if model is None:
+        return  # what there is to be cut is unknown
     layers = getattr(model, "n_layers", 0)
-    if problem := _stage_problem(config, layers):
+    if not layers:
+        yield (
+            "parallelism.pipeline_parallel_degree",
+            f'the sizes of model family "{config.model.name}" name no n_layers, by which a pipeline is cut; use 1',
+        )
+    elif problem := _stage_problem(config, layers):
         yield _blame(config, layers, problem, world_size)
 
 
@@ -256,7 +273,9 @@ def _stage_problem(config: JobConfig, num_layers: int, **changes: int) -> str | 
 
 
 def _stage_values(config: JobConfig) -> dict[str, Any]:
-    return dict(config.parallelism) | {"local_batch_size": config.training.local_batch_size}
+    section = config.parallelism
+    values = {name: getattr(section, name) for name in type(section).model_fields}
+    return values | {"local_batch_size": config.training.local_batch_size}
 
 
 def _blame(config: JobConfig, num_layers: int, problem: str, world_size: int) -> Finding:

@@ -18,10 +18,11 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import ValidationError
 
 from .aliases import Layer, modernise
-from .messages import explain
+from .messages import explain, meant
 from .problems import (
     COMMAND_LINE,
     ConfigError,
+    KeyPath,
     Origin,
     Place,
     Problem,
@@ -71,26 +72,78 @@ def load_config(
     data: dict[str, Any] = {}
     for layer in layers:
         _merge(data, layer.data, places=origin.places, new_places=layer.places)
+    config, mistakes = _validate(data, origin)
+    if problems := problems + mistakes:
+        raise ConfigError(problems, partial=config)
+    return config
+
+
+def _validate(data: dict[str, Any], origin: Origin) -> tuple[JobConfig, list[Problem]]:
+    """Return the config and what is wrong with it. Settings that are wrong have no value then, and no rule judges by them."""
+    problems: list[Problem] = []
+    unknown: list[KeyPath] = []
     try:
         config = JobConfig.model_validate(data)
     except ValidationError as error:
-        problems += explain(error, data=data, origin=origin)
-    if problems:
-        raise ConfigError(problems)
+        mistakes = explain(error, data=data, origin=origin)
+        problems += mistakes.values()
+        unknown += [_whole(meant(path, data=data)) for path in mistakes]
+        for path in mistakes:
+            _remove(data, _whole(path))
+        try:
+            config = JobConfig.model_validate(data)
+        except ValidationError:  # what is left does not go together
+            config, unknown = JobConfig(), [(name,) for name in JobConfig.model_fields]
+    for path in sorted(unknown, key=len):
+        config.forget(path)
     config._origin = origin
-    return config
+    return config, problems
+
+
+def _whole(path: KeyPath) -> KeyPath:
+    """Return the path of what a mistake makes useless: a list with all its items, and a table that lacks a key or whose kind
+    nobody knows."""
+    lists = (n for n, part in enumerate(path) if isinstance(part, int))
+    path = path[: next(lists, len(path))]
+    field = field_at(path)
+    if field is None:
+        return path
+    is_tag = get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
+    return path[:-1] if is_tag or field.is_required() else path
+
+
+def _remove(data: dict[str, Any], path: KeyPath) -> None:
+    *tables, name = path
+    for table in tables:
+        data = data[table] if isinstance(data.get(table), dict) else {}
+    data.pop(name, None)
 
 
 def load_from_argv(
     argv: Sequence[str], *, options: Sequence[str] = (), warn: bool = True
 ) -> JobConfig:
     """The config of `JOB.toml [OVERLAY.toml ...] [--section.key=value ...]`; warnings go to stderr, once a run."""
-    arguments = parse_args(argv, options=options)
-    config = load_config(arguments.job, overlays=arguments.overlays, overrides=arguments.overrides)
-    if warn and os.environ.get("RANK", "0") == "0":
-        for warning in config.origin.warnings:
-            print(warning, file=sys.stderr)
+    arguments, problems = _take_apart(argv, options=options)
+    config = None
+    if arguments is not None:
+        try:
+            config = load_config(
+                arguments.job, overlays=arguments.overlays, overrides=arguments.overrides
+            )
+        except ConfigError as error:
+            problems, config = problems + error.problems, error.partial
+    if warn and config is not None:
+        say_once(config.origin.warnings)
+    if problems or config is None:
+        raise ConfigError(problems, partial=config)
     return config
+
+
+def say_once(warnings: Iterable[str]) -> None:
+    """Print warnings to stderr, on rank 0 only."""
+    if os.environ.get("RANK", "0") == "0":
+        for warning in warnings:
+            print(warning, file=sys.stderr)
 
 
 def parse_args(argv: Sequence[str], *, options: Sequence[str] = ()) -> Arguments:
@@ -99,6 +152,16 @@ def parse_args(argv: Sequence[str], *, options: Sequence[str] = ()) -> Arguments
     `--section.key value` and, for a boolean, `--section.key` alone are understood too. `options` are
     those the calling command understands besides, for the hint at a misspelt one.
     """
+    arguments, problems = _take_apart(argv, options=options)
+    if problems or arguments is None:
+        raise ConfigError(problems)
+    return arguments
+
+
+def _take_apart(
+    argv: Sequence[str], *, options: Sequence[str]
+) -> tuple[Arguments | None, list[Problem]]:
+    """As `parse_args`, with the problems instead of an exception; no arguments where no file is named."""
     files: list[str] = []
     overrides: list[str] = []
     problems: list[Problem] = []
@@ -112,18 +175,17 @@ def parse_args(argv: Sequence[str], *, options: Sequence[str] = ()) -> Arguments
             problems.append(
                 Problem(COMMAND_LINE, 0, key, f"unknown option{_option_hint(key, options)}")
             )
+            if not equals and rest and not rest[0].startswith("-") and ".toml" not in rest[0]:
+                rest.pop(0)  # its value
         else:
             overrides.append(f"{key[2:]}={value if equals else _take_value(key[2:], rest)}")
-    problems += [
-        Problem(COMMAND_LINE, 0, word, f"not a file; did you mean --{word}?")
-        for word in files
-        if "=" in word and not Path(word).exists()
-    ]
+    for word in [word for word in files if "=" in word and not Path(word).exists()]:
+        problems.append(Problem(COMMAND_LINE, 0, word, f"not a file; did you mean --{word}?"))
+        files.remove(word)
     if not files:
         problems.append(Problem(COMMAND_LINE, 0, "", f"no job file; expected {USAGE}"))
-    if problems:
-        raise ConfigError(problems)
-    return Arguments(Path(files[0]), tuple(map(Path, files[1:])), tuple(overrides))
+        return None, problems
+    return Arguments(Path(files[0]), tuple(map(Path, files[1:])), tuple(overrides)), problems
 
 
 def _take_value(key: str, rest: list[str]) -> str:

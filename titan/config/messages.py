@@ -39,15 +39,25 @@ _BOOLEANS: dict[str, bool] = {
 }
 
 
-def explain(error: ValidationError, *, data: dict[str, Any], origin: Origin) -> list[Problem]:
-    """Every mistake that pydantic found in `data`, in the order of its keys."""
+def explain(
+    error: ValidationError, *, data: dict[str, Any], origin: Origin
+) -> dict[KeyPath, Problem]:
+    """Return every mistake that pydantic found in `data`, by its key, in the order of the keys."""
     by_path: dict[KeyPath, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         by_path.setdefault(_path_in(data, detail), []).append(detail)
-    return [
-        origin.problem(key_text(path), _message(path, details, data=data))
+    return {
+        path: origin.problem(key_text(path), _message(path, details, data=data))
         for path, details in by_path.items()
-    ]
+    }
+
+
+def meant(path: KeyPath, *, data: dict[str, Any]) -> KeyPath:
+    """Return the key that was probably meant by an unknown one; `path` itself if it is known, or like no other."""
+    here = fields_at(path[:-1], data=data)
+    name = str(path[-1])
+    match = None if name in here else nearest(name, here)
+    return (*path[:-1], match) if match else path
 
 
 def _path_in(data: Any, error: ErrorDetails) -> KeyPath:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
+from math import isqrt
 from types import ModuleType
 from typing import Any, get_type_hints
 
@@ -20,6 +21,9 @@ from .problems import ConfigError, Finding, Problem, choose
 from .sections import ModelSection
 from .toml import format_value
 
+# Far beyond any model; without bounds a slip of the finger is found out by the memory that it asks for.
+LARGEST = {"n_layers": 10_000, "": 2**24}
+LARGEST_MODEL = 10**15
 _WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -90,6 +94,8 @@ def _check_overrides(overrides: dict[str, Any], flavor: Any) -> Iterator[Finding
         # A field that may be 0 ("head_dim = 0" derives it) says so by its default.
         elif wanted is int and value < (0 if fields[name].default == 0 else 1):
             yield key, f"must be at least 1, got {value}"
+        elif wanted is int and value > LARGEST.get(name, LARGEST[""]):
+            yield key, f"must be at most {LARGEST.get(name, LARGEST['']):,}, got {value}"
         elif wanted is float and value < 0:
             yield key, f"must not be negative, got {value}"
 
@@ -118,6 +124,11 @@ def _check_shape(config: Any, is_head_dim_given: bool) -> Iterator[Finding]:
             "model.overrides.n_kv_heads",
             f"{kv_heads} key/value heads do not divide {heads} heads; use {_near_divisors(kv_heads, heads)}",
         )
+    if (parameters := getattr(config, "num_params", 0)) > LARGEST_MODEL:
+        yield (
+            "model.overrides",
+            f"make a model of {parameters:.2g} parameters, which no machine holds; lower dim or n_layers",
+        )
     head_dim = getattr(config, "head_dim", 0)
     if head_dim % 2 and not (heads and dim % heads):
         yield (
@@ -127,6 +138,12 @@ def _check_shape(config: Any, is_head_dim_given: bool) -> Iterator[Finding]:
 
 
 def _near_divisors(value: int, whole: int) -> str:
-    divisors = [d for d in range(1, whole + 1) if whole % d == 0]
-    near = [d for d in divisors if d < value][-1:] + [d for d in divisors if d > value][:1]
+    near = [d for d in divisors(whole) if d < value][-1:]
+    near += [d for d in divisors(whole) if d > value][:1]
     return " or ".join(map(str, near))
+
+
+def divisors(whole: int) -> list[int]:
+    """Return the divisors of a number, ascending."""
+    small = [d for d in range(1, isqrt(whole) + 1) if whole % d == 0]
+    return sorted({*small, *(whole // d for d in small)})

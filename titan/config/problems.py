@@ -9,11 +9,13 @@ which look at finished values can still point at a line. Keys are written as in
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from typing import Any
 
+KeyPath = tuple[str | int, ...]
 COMMAND_LINE = "command line"
 Finding = tuple[str, str]
 """Key and message of a problem whose place is yet to be looked up."""
@@ -34,9 +36,13 @@ class Problem:
 
 
 class ConfigError(Exception):
-    """The user's configuration cannot be used; `str()` is the whole report: a line each, in the order of the files, and a count."""
+    """The user's configuration cannot be used; `str()` is the whole report: a line each, in the order of the files, and a count.
 
-    def __init__(self, problems: Iterable[Problem]) -> None:
+    partial: the `JobConfig` without what is wrong, for the rules to judge (UnknownValue); None where nothing could be read.
+    """
+
+    def __init__(self, problems: Iterable[Problem], *, partial: Any = None) -> None:
+        self.partial = partial
         unique = list(dict.fromkeys(problems))
         files = [*dict.fromkeys(p.file for p in unique if p.file != COMMAND_LINE), COMMAND_LINE]
         self.problems = sorted(unique, key=lambda p: (files.index(p.file), p.line))
@@ -45,6 +51,10 @@ class ConfigError(Exception):
     def __str__(self) -> str:
         count = len(self.problems)
         return "\n".join([*map(str, self.problems), f"{count} problem{'s' * (count != 1)}"])
+
+
+class UnknownValue(Exception):
+    """A rule reads a setting that was written wrongly, so that nobody knows its value."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +139,15 @@ def choose(word: str, choices: Iterable[str]) -> str:
     """The choice most like `word`, if any, and all of them, to append to a message."""
     hint = did_you_mean(word, choices)
     return f"{hint} There are {', '.join(choices)}" if hint else f"; there are {', '.join(choices)}"
+
+
+def findings_of(rule: Callable[[Any], Iterable[Finding]], config: Any) -> list[Finding]:
+    """Return what a rule finds before it reads a setting whose value nobody knows."""
+    findings = []
+    with suppress(UnknownValue):
+        for finding in rule(config):
+            findings.append(finding)  # noqa: PERF402 (those before the exception count)
+    return findings
 
 
 @contextmanager

@@ -1,29 +1,51 @@
 """Rules that tie several settings together. Torch-free, all reported at once, each with the nearest fix.
 
-Three sets: `check` needs only the config; `check_layout` (layout.py) the number of ranks as well;
-`check_supported` (supported.py) refuses what this version cannot run yet. `check_to_run` runs them all.
+Four sets: `check` needs only the config; `check_layout` (layout.py) the number of ranks as well;
+`check_supported` (supported.py) refuses what this version cannot run yet; `check_machine` (machine.py) asks the machine
+that is to run the job. `check_to_run` runs them all, `load_to_run` from a command line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+from titan.data.errors import DataError
+from titan.data.sources import resolve_sources
 from titan.observe.hardware import HARDWARE
+from titan.optim.schedule import phases
 from titan.parallel.schedules import canonical_schedule, splits_backward
+from titan.parallel.stages import split_modules
 
+from .base import Section
+from .environment import check_environment
 from .layout import CUDA_GRAPHS, Layout, check_layout, resolve_layout
-from .model import model_config, resolve_model
-from .problems import ConfigError, Finding, Problem, choose
+from .load import load_from_argv, say_once
+from .model import family, model_config, resolve_model
+from .problems import (
+    ConfigError,
+    Finding,
+    KeyPath,
+    Problem,
+    choose,
+    did_you_mean,
+    findings_of,
+    key_text,
+)
 from .quantize import check_converters, lacks_units
-from .sections import JobConfig
+from .sections import LIMIT, HuggingFaceSource, JobConfig, SyntheticSource
 from .supported import check_supported
 
 __all__ = [
     "Layout",
+    "advise",
     "check",
     "check_layout",
     "check_supported",
     "check_to_run",
+    "load_to_run",
     "model_config",
     "resolve_layout",
 ]
@@ -34,57 +56,126 @@ LOCAL_PRESETS = ("text", "jsonl", "parquet", "shards")
 EMBEDDED_PRESETS = ("stdlib", "synthetic")
 
 
+def load_to_run(
+    argv: Sequence[str],
+    *,
+    world_size: int | None,
+    options: Sequence[str] = (),
+    here: bool = False,
+    warn: bool = True,
+) -> tuple[JobConfig, Layout]:
+    """Return the job of a command line and its layout; raises `ConfigError` with everything that is in its way, whether a
+    line is misspelt, a rule is broken, or (here) this machine or its environment lacks something.
+
+    world_size: None, as many ranks as torchrun's environment names. options: as in `load_from_argv`.
+    """
+    problems = check_environment(os.environ) if here else []
+    if world_size is None and not problems:
+        world_size = int(os.environ.get("WORLD_SIZE", 1))
+    try:
+        config = load_from_argv(argv, options=options, warn=warn)
+    except ConfigError as error:
+        problems, config = problems + error.problems, error.partial
+    if config is not None:
+        problems += _problems(config, world_size, here=here)
+    if problems or config is None or world_size is None:
+        raise ConfigError(problems)
+    if warn:
+        say_once(advise(config))
+    return config, resolve_layout(config, world_size)
+
+
 def check_to_run(config: JobConfig, *, world_size: int) -> Layout:
-    """The layout of a run that can start; raises `ConfigError` with everything that is in its way."""
-    problems = [
-        *check(config),
-        *check_supported(config),
-        *check_layout(config, world_size=world_size),
-    ]
-    if problems:
+    """Return the layout of a run that can start; raises `ConfigError` with everything in the job that is in its way."""
+    if problems := _problems(config, world_size, here=False):
         raise ConfigError(problems)
     return resolve_layout(config, world_size)
+
+
+def _problems(config: JobConfig, world_size: int | None, *, here: bool) -> list[Problem]:
+    problems = [*check(config), *check_supported(config)]
+    if world_size is not None:
+        problems += check_layout(config, world_size=world_size)
+    if here:
+        from .machine import check_machine  # reads tokenizers, which imports numpy
+
+        problems += check_machine(config)
+    return problems
 
 
 def check(config: JobConfig) -> list[Problem]:
     """Everything about the config that is wrong whatever the number of ranks."""
     rules: tuple[Callable[[JobConfig], Iterator[Finding]], ...] = (
+        _check_text,
         lambda config: iter(resolve_model(config.model)[1]),
-        _check_schedule,
         _check_hardware,
         _check_data,
         _check_validation,
+        _check_sizes,
         _check_precision,
         _check_optimizer,
         check_converters,
         _check_parallelism,
+        _check_modules,
         _check_recomputation,
         _check_compile,
         _check_checkpoint,
         _check_profiling,
         _check_fault_tolerance,
     )
-    findings = [finding for rule in rules for finding in rule(config)]
-    return [config.origin.problem(key, message) for key, message in findings]
+    return [
+        config.origin.problem(*finding) for rule in rules for finding in findings_of(rule, config)
+    ]
 
 
-def _check_schedule(config: JobConfig) -> Iterator[Finding]:
+def _check_text(part: Any, path: KeyPath = ()) -> Iterator[Finding]:
+    """No file can have a name with a null character in it, and no file can hold text with half a surrogate pair."""
+    if isinstance(part, Section):
+        part = {name: value for name, value in part if name in type(part).model_fields}
+    if isinstance(part, str) and ("\0" in part or part != part.encode(errors="replace").decode()):
+        yield key_text(path), f"holds a character that no file can: {ascii(part)[:60]}"
+    items = (
+        part.items()
+        if isinstance(part, dict)
+        else enumerate(part)
+        if isinstance(part, list)
+        else ()
+    )
+    for name, value in items:
+        yield from _check_text(value, (*path, name))
+
+
+def advise(config: JobConfig) -> list[str]:
+    """Return warnings about settings that a run goes on without: most jobs that are cut short with --training.steps have some."""
+    findings = [*_shortened(config), *_untraced(config)]
+    return [str(config.origin.problem(key, message)) for key, message in findings]
+
+
+def _shortened(config: JobConfig) -> Iterator[Finding]:
     schedule = config.lr_scheduler
     total = schedule.total_steps or config.training.steps
     name = "lr_scheduler.total_steps" if schedule.total_steps else "training.steps"
-    decay = round(total * (schedule.decay_ratio or 0))
-    if schedule.warmup_steps > total:
+    warmup, decay = phases(schedule, total_steps=config.training.steps)
+    if warmup < schedule.warmup_steps:
         yield (
             "lr_scheduler.warmup_steps",
-            f"{schedule.warmup_steps} steps of warm-up do not fit into {name} = {total}; use {total // 10 or 1}",
+            f"{schedule.warmup_steps} steps of warm-up do not fit into {name} = {total}, and are cut to {warmup}",
         )
-    elif schedule.warmup_steps + decay > total:
-        room = total - schedule.warmup_steps
-        ratio = int(room / total * 1000) / 1000  # rounded down, so that it fits
+    wanted = round(total * (schedule.decay_ratio or 0))
+    if decay < wanted:
         yield (
             "lr_scheduler.decay_ratio",
-            f"{schedule.decay_ratio} of {name} = {total} is {decay} steps of decay, which with {schedule.warmup_steps} "
-            f"of warm-up make {decay + schedule.warmup_steps}; use decay_ratio = {ratio} or warmup_steps = {total - decay}",
+            f"{schedule.decay_ratio} of {name} = {total} is {wanted} steps of decay, which {warmup} of warm-up leave no room for: "
+            f"they are cut to {decay}",
+        )
+
+
+def _untraced(config: JobConfig) -> Iterator[Finding]:
+    profiling, steps = config.profiling, config.training.steps
+    if profiling.enable_profiling and profiling.profile_freq > steps:
+        yield (
+            "profiling.profile_freq",
+            f"{profiling.profile_freq}, but the run ends at training.steps = {steps}: no trace will be written",
         )
 
 
@@ -129,6 +220,12 @@ def _check_dataset(section: str, dataset: str, path: str | None) -> Iterator[Fin
             f'dataset "{dataset}" reads no files; set {section}.dataset to one of {", ".join(LOCAL_PRESETS)}, '
             "or remove dataset_path",
         )
+        return
+    if dataset not in LOCAL_PRESETS:
+        try:
+            resolve_sources(dataset)
+        except DataError as error:
+            yield f"{section}.dataset", str(error)
 
 
 def _check_validation(config: JobConfig) -> Iterator[Finding]:
@@ -141,7 +238,32 @@ def _check_validation(config: JobConfig) -> Iterator[Finding]:
             "validation has no text: set validation.dataset, or data.validation_fraction = 0.01 to keep some "
             "of the training documents for it",
         )
-    yield from _check_dataset("validation", validation.dataset, validation.dataset_path)
+    sources: Sequence[object] = config.data.sources
+    if validation.dataset:
+        findings = [*_check_dataset("validation", validation.dataset, validation.dataset_path)]
+        yield from findings
+        if not findings:
+            sources = resolve_sources(validation.dataset, dataset_path=validation.dataset_path)
+    endless = [s for s in sources if isinstance(s, (HuggingFaceSource, SyntheticSource))]
+    if validation.steps == -1 and any(getattr(source, "streaming", True) for source in endless):
+        yield (
+            "validation.steps",
+            "-1 wants the whole text, and a stream has no end; give a number",
+        )
+
+
+def _check_sizes(config: JobConfig) -> Iterator[Finding]:
+    training, parallel = config.training, config.parallelism
+    sequences = training.local_batch_size
+    if parallel.pipeline_parallel_degree > 1:
+        sequences = parallel.pipeline_parallel_microbatch_size
+    tokens = sequences * training.seq_len // parallel.context_parallel_degree
+    if tokens > LIMIT:
+        yield (
+            "training.seq_len",
+            f"{sequences:,} sequences of {training.seq_len:,} are {tokens:,} tokens in one forward pass, more than the "
+            f"{LIMIT:,} that kernels can count",
+        )
 
 
 def _check_precision(config: JobConfig) -> Iterator[Finding]:
@@ -239,6 +361,27 @@ def _check_parallelism(config: JobConfig) -> Iterator[Finding]:
     yield from _check_context(config)
 
 
+def _check_modules(config: JobConfig) -> Iterator[Finding]:
+    """Whether the stages that a job names hold each module once. A plug-in's modules may have other names, which torch knows."""
+    parallel, model = config.parallelism, resolve_model(config.model)[0]
+    stages, layers = parallel.module_fqns_per_model_part, getattr(model, "n_layers", 0)
+    if not stages or not layers or parallel.pipeline_parallel_degree == 1:
+        return
+    if not family(config.model.name).__name__.startswith("titan.models."):
+        return
+    key = "parallelism.module_fqns_per_model_part"
+    [modules] = split_modules(layers, num_stages=1, first_less=0, last_less=0)
+    named = [name for names in stages for name in names]
+    for name in dict.fromkeys(named):
+        if name not in modules:
+            yield key, f"the model has no module '{name}'{did_you_mean(name, modules)}"
+        elif named.count(name) > 1:
+            yield key, f"module '{name}' is named {named.count(name)} times; put it into one stage"
+    if missing := [name for name in modules if name not in named]:
+        listed = ", ".join(missing[:5]) + f" and {len(missing) - 5} more" * (len(missing) > 5)
+        yield key, f"{listed} would be in no stage; put each module of the model into one"
+
+
 def _check_context(config: JobConfig) -> Iterator[Finding]:
     parallel, key = config.parallelism, "parallelism.context_parallel_rotate_method"
     if parallel.context_parallel_degree == 1:
@@ -272,15 +415,23 @@ def _check_context(config: JobConfig) -> Iterator[Finding]:
 def _check_recomputation(config: JobConfig) -> Iterator[Finding]:
     section = config.activation_checkpoint
     option = section.selective_ac_option
-    if isinstance(option, str) and option != "op" and not (option.isdecimal() and int(option) > 0):
+    if isinstance(option, str) and option != "op" and not _is_count(option):
         yield (
             "activation_checkpoint.selective_ac_option",
             f'expected "op" or a number such as 2, got "{option}"',
         )
+    model = resolve_model(config.model)[0]
+    layers, every = getattr(model, "n_layers", 0), str(option)
+    if section.mode == "selective" and layers and _is_count(every) and int(every) > layers:
+        yield (
+            "activation_checkpoint.selective_ac_option",
+            f"{every}: no block would be recomputed, as the model has {layers} layers; use {layers} or less, or "
+            'mode = "none"',
+        )
     by_op = section.mode == "selective" and option == "op"
     for entry in section.op_keep:
         name, slash, every = entry.partition("/")
-        counts = not slash or (every.isdecimal() and int(every))
+        counts = not slash or _is_count(every)
         if (name not in KEEP_GROUPS and "." not in name) or not counts:
             yield (
                 "activation_checkpoint.op_keep",
@@ -307,6 +458,10 @@ def _check_recomputation(config: JobConfig) -> Iterator[Finding]:
             '"memory_budget" is kept by the compiler; set compile.enable = true with the component model, '
             'or use "selective" or "full"',
         )
+
+
+def _is_count(text: str) -> bool:
+    return re.fullmatch(r"[1-9]\d{0,8}", text, re.ASCII) is not None
 
 
 def _check_compile(config: JobConfig) -> Iterator[Finding]:
@@ -389,7 +544,7 @@ def _unreachable(url: str) -> str:
 
 
 def _check_profiling(config: JobConfig) -> Iterator[Finding]:
-    section, steps = config.profiling, config.training.steps
+    section = config.profiling
     if not section.enable_profiling:
         return
     needed = section.profiler_warmup + section.profiler_active
@@ -398,13 +553,6 @@ def _check_profiling(config: JobConfig) -> Iterator[Finding]:
             "profiling.profile_freq",
             f"{section.profile_freq} steps cannot hold profiler_warmup = {section.profiler_warmup} and "
             f"profiler_active = {section.profiler_active}; use {needed} or more",
-        )
-    elif section.profile_freq > steps:
-        yield (
-            "profiling.profile_freq",
-            f"{section.profile_freq}, but the run ends at training.steps = {steps}: no trace would be written; "
-            f"use {max(needed, steps)}"
-            + (f" and training.steps = {needed}" if steps < needed else ""),
         )
 
 

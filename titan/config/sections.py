@@ -35,9 +35,11 @@ def _not_zero(value: int) -> int:
 
 
 StrList = Annotated[list[str], BeforeValidator(_split_commas)]
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
-PositiveOrAuto = Annotated[int, Field(ge=-1), AfterValidator(_not_zero)]
+LIMIT = 2**31 - 1
+"""Largest count of anything: what is more is a mistake, and would overflow somewhere in torch."""
+Positive = Annotated[int, Field(ge=1, le=LIMIT)]
+NonNegative = Annotated[int, Field(ge=0, le=LIMIT)]
+PositiveOrAuto = Annotated[int, Field(ge=-1, le=LIMIT), AfterValidator(_not_zero)]
 DType = Literal["float32", "bfloat16"]
 
 
@@ -92,7 +94,7 @@ class MetricsSection(Section):
     """Run name at Weights & Biases; empty: the name of the run folder."""
     mfu_convention: Literal["full", "causal"] = "full"
     """FLOPs counted for attention: "full" counts the whole S x S matrix (PaLM, TorchTitan), "causal" half of it."""
-    log_layer_norms_every_n_steps: Annotated[int, Field(ge=0)] = 0
+    log_layer_norms_every_n_steps: NonNegative = 0
     """Write gradient and weight norms of each block to layer_norms.jsonl (and TensorBoard, if on); 0: never."""
 
 
@@ -192,7 +194,7 @@ class LRSchedulerSection(Section):
 
     warmup_steps: NonNegative = 200
     """Steps over which the learning rate rises linearly to its peak."""
-    total_steps: Annotated[int | None, Field(ge=1)] = None
+    total_steps: Annotated[int | None, Field(ge=1, le=LIMIT)] = None
     """Length of the schedule; unset: training.steps."""
     decay_ratio: Annotated[float | None, Field(ge=0, le=1)] = None
     """Share of the schedule spent decaying, at its end; unset: decay begins right after warm-up."""
@@ -211,7 +213,7 @@ class DataloaderSection(Section):
     """Accepted from TorchTitan's files; the background thread always lives as long as the run."""
     pin_memory: bool = True
     """Copy batches from page-locked memory when training on an accelerator."""
-    prefetch_factor: Positive = 4
+    prefetch_factor: Annotated[int, Field(ge=1, le=1024)] = 4
     """Batches prepared ahead."""
 
 
@@ -413,7 +415,7 @@ class ParallelismSection(Section):
     """A schedule of one's own, as a CSV of actions per rank."""
     pipeline_parallel_microbatch_size: Positive = 1
     """Sequences per pipeline microbatch."""
-    pipeline_parallel_layers_per_stage: Annotated[int | None, Field(ge=1)] = None
+    pipeline_parallel_layers_per_stage: Annotated[int | None, Field(ge=1, le=LIMIT)] = None
     """Layers per stage; unset: split evenly."""
     pipeline_parallel_first_stage_less_layers: NonNegative = 1
     """Layers the first stage has fewer, for the embedding."""
@@ -478,7 +480,7 @@ class CheckpointSection(Section):
     """Checkpoints kept; 0 keeps all."""
     keep_every_n_steps: NonNegative = 0
     """Checkpoints of steps that this divides are kept for ever; 0: none are."""
-    load_step: Annotated[int, Field(ge=-1)] = -1
+    load_step: Annotated[int, Field(ge=-1, le=LIMIT)] = -1
     """Step to resume from; -1: the newest."""
     exclude_from_loading: StrList = []
     """Parts of the state not to load: "optimizer", "lr_scheduler", "dataloader", "train_state"."""
@@ -577,7 +579,7 @@ class CommSection(Section):
     heartbeat_timeout_seconds: NonNegative = 30
     """A rank that has not been heard of for so long (its host lost, stopped, or its interpreter locked by an extension) ends the run on all
     ranks, and is named with its host; 0: ranks do not listen for each other. docs/fault-tolerance.md."""
-    trace_buf_size: NonNegative = 2_000
+    trace_buf_size: Annotated[int, Field(ge=0, le=10_000_000)] = 2_000
     """Collectives the flight recorder remembers; 0 switches it off. To write 20,000 down takes a rank some seconds, 2,000 a tenth of it."""
     save_traces_folder: str = "flight_recorder"
     """Folder of its dumps, below the run folder."""
@@ -599,9 +601,9 @@ class FaultToleranceSection(Section):
     on_nonfinite other than "stop", make the host wait for each step before it updates."""
     spike_threshold: Annotated[float, Field(gt=0)] = 10.0
     """Robust z-score (distance from the median over 1.4826 x median absolute deviation) above which a loss is a spike."""
-    spike_window: Annotated[int, Field(ge=8)] = 128
+    spike_window: Annotated[int, Field(ge=8, le=LIMIT)] = 128
     """Newest losses that a loss is compared with."""
-    spike_min_steps: Annotated[int, Field(ge=8)] = 32
+    spike_min_steps: Annotated[int, Field(ge=8, le=LIMIT)] = 32
     """Losses that must be known before one can be a spike: the first steps of a run fall fast."""
     max_skips: Positive = 10
     """Steps skipped in a row after which the run ends."""
@@ -627,7 +629,7 @@ class ValidationSection(Section):
     """File, folder or glob of a local dataset."""
     local_batch_size: Positive = 8
     """Sequences per rank and forward pass."""
-    seq_len: Annotated[int | None, Field(ge=1)] = None
+    seq_len: Annotated[int | None, Field(ge=1, le=LIMIT)] = None
     """Tokens per sequence; unset: training.seq_len."""
     freq: Positive = 100
     """Steps between two validations."""
@@ -647,7 +649,7 @@ class SimulatorSection(Section):
 class DebugSection(Section):
     """Reproducibility."""
 
-    seed: NonNegative = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the initial weights and of the data order."""
     deterministic: bool = False
     """Use only deterministic algorithms; slower."""

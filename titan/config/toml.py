@@ -14,14 +14,12 @@ from bisect import bisect_right
 from pathlib import Path
 from typing import Any
 
-from .problems import ConfigError, Problem, key_text, nearest
+from .problems import ConfigError, KeyPath, Problem, key_text, nearest
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-KeyPath = tuple[str | int, ...]
 
 _BLANK = re.compile(r"(?:[\s,]|#[^\n]*)*")
 _KEY = re.compile(r'[ \t]*([\w-]+|"(?:[^"\\]|\\.)*"|\'[^\']*\')[ \t]*')

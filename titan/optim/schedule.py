@@ -7,6 +7,15 @@ import math
 from titan.config.sections import LRSchedulerSection
 
 
+def phases(section: LRSchedulerSection, *, total_steps: int) -> tuple[int, int]:
+    """Return the steps of warm-up and of decay. Where they do not fit, warm-up comes first and decay takes what is left, as in
+    TorchTitan."""
+    total = section.total_steps or total_steps
+    warmup = min(section.warmup_steps, total)
+    wanted = total if section.decay_ratio is None else round(total * section.decay_ratio)
+    return warmup, min(wanted, total - warmup)
+
+
 def learning_rate_factor(step: int, *, section: LRSchedulerSection, total_steps: int) -> float:
     """Share of the peak learning rate for step 1, 2, ... total_steps.
 
@@ -15,12 +24,9 @@ def learning_rate_factor(step: int, *, section: LRSchedulerSection, total_steps:
     decay_ratio the decay begins right after warm-up. Steps past the end keep min_lr_factor.
     """
     total = section.total_steps or total_steps
-    if step <= section.warmup_steps:
-        return step / section.warmup_steps
-    if section.decay_ratio is None:
-        decay_steps = total - section.warmup_steps
-    else:
-        decay_steps = round(total * section.decay_ratio)
+    warmup_steps, decay_steps = phases(section, total_steps=total_steps)
+    if step <= warmup_steps:
+        return step / warmup_steps
     progress = (step - (total - decay_steps)) / max(decay_steps, 1)
     if progress <= 0:
         return 1.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
+from titan.config.environment import check_environment
 from titan.config.problems import ConfigError
 from titan.preflight.cli import main
 
@@ -12,7 +13,8 @@ if __name__ == "__main__":
     try:
         code = main()
     except ConfigError as error:
-        if int(os.environ.get("RANK", 0)) == 0:  # every rank reads the same file
+        # Every rank reads the same file, but has an environment of its own.
+        if os.environ.get("RANK", "0") == "0" or check_environment(os.environ):
             print(error, file=sys.stderr)
         code = 2
     sys.stdout.flush()

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.config.layout import Layout
-from titan.config.load import load_from_argv
-from titan.config.rules import check_to_run, model_config
+from titan.config.rules import load_to_run, model_config
 from titan.config.sections import JobConfig
 
 _MOST = 30  # problems that are printed
@@ -44,15 +43,12 @@ def main(argv: list[str] | None = None) -> int:
     options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     if options.nproc is not None and options.nproc < 1:
         parser.error(f"--nproc: expected a whole number of at least 1, got {options.nproc}")
-    config = load_from_argv(job, options=OPTIONS)
-    if "RANK" in os.environ:
-        layout = check_to_run(config, world_size=int(os.environ["WORLD_SIZE"]))
-        return run_rank(config, layout, json_file=options.json, dry=not options.no_dry_run)
     from titan.launch import count_accelerators
 
-    num_processes = options.nproc or max(1, count_accelerators())
-    layout = check_to_run(config, world_size=num_processes)
-    if num_processes > 1:
+    is_rank = "RANK" in os.environ
+    num_processes = None if is_rank else options.nproc or max(1, count_accelerators())
+    config, layout = load_to_run(job, world_size=num_processes, options=OPTIONS, here=True)
+    if num_processes is not None and num_processes > 1:
         rest = [f"--json={options.json}"] if options.json else []
         rest += ["--no-dry-run"] if options.no_dry_run else []
         return _launch([*job, *rest], num_processes)

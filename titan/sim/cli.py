@@ -11,7 +11,7 @@ from pathlib import Path
 
 from titan.config.load import load_from_argv
 from titan.config.problems import ConfigError, Problem
-from titan.config.rules import check_to_run
+from titan.config.rules import load_to_run
 
 from .profiles import load_profile, profile_names
 from .report import page, require_folders, say
@@ -81,8 +81,7 @@ def _parser() -> argparse.ArgumentParser:
 def _simulate(options: argparse.Namespace, job: list[str]) -> int:
     """One job: its page, and what was asked for in files."""
     profile = load_profile(options.hardware)
-    config = load_from_argv(job, options=list(OPTIONS))
-    check_to_run(config, world_size=options.world_size)
+    config, _ = load_to_run(job, world_size=options.world_size, options=list(OPTIONS))
 
     from .record import RecordError
     from .replay import ReplayError

@@ -1,0 +1,50 @@
+"""Environment variables that decide how a run starts: torchrun's, and TITAN_FAULT. Checked as the job file is, before torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from .problems import Finding, Problem
+
+# Whole numbers that torchrun sets, or whoever starts ranks in its place.
+_NUMBERS = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"),
+    *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
+)
+FAULT = re.compile(r"(nan|spike):\d{1,18}|flip:\d{1,18}:\d{1,18}", re.ASCII)
+_STARTER = "start the run with torchrun, srun and torchrun, or titan train --nproc"
+
+
+def check_environment(environment: Mapping[str, str]) -> list[Problem]:
+    """Return everything that is wrong with the variables."""
+    findings = [*_check_numbers(environment)] or [*_check_ranks(environment)]
+    fault = environment.get("TITAN_FAULT")
+    if fault and not FAULT.fullmatch(fault):
+        expected = "expected nan:SAMPLE, spike:SAMPLE or flip:RANK:STEP"
+        findings.append(("TITAN_FAULT", f"{expected}, got {fault!r}"))
+    return [Problem("environment", 0, name, message) for name, message in findings]
+
+
+def _check_numbers(environment: Mapping[str, str]) -> Iterator[Finding]:
+    for name in _NUMBERS:
+        value = environment.get(name)
+        if value is not None and not re.fullmatch(r"\d{1,9}", value, re.ASCII):
+            yield name, f"expected a whole number, got {value!r}; {_STARTER}, or unset it"
+
+
+def _check_ranks(environment: Mapping[str, str]) -> Iterator[Finding]:
+    number = {name: int(environment[name]) for name in _NUMBERS if name in environment}
+    if "RANK" not in number:
+        if number.get("WORLD_SIZE", 1) != 1:
+            yield "RANK", f"missing beside WORLD_SIZE = {number['WORLD_SIZE']}; {_STARTER}"
+        return
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        if not environment.get(name, "").strip():
+            yield name, f"missing beside RANK = {number['RANK']}; {_STARTER}"
+    for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if size in number and number.get(rank, 0) >= number[size]:
+            ranks = f"0 to {number[size] - 1}" if number[size] else "none"
+            yield rank, f"{number[rank]} is no rank of {size} = {number[size]}, which are {ranks}"
+    if not 1 <= number.get("MASTER_PORT", 1) <= 65_535:
+        yield "MASTER_PORT", f"{number['MASTER_PORT']} is no port; use one from 1 to 65535"
