@@ -73,6 +73,34 @@ def test_a_run_folder_that_cannot_be_made_is_a_mistake(tmp_path: Path) -> None:
         assert err[0].startswith("command line: job.dump_folder: cannot be written: ")
 
 
+def test_a_run_folder_on_a_full_disk_is_a_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No byte can be written, which folders do not need; and `titan check` asks the file system."""
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); "
+    argv = ["train", DEBUG, f"--job.dump_folder={tmp_path}/run"]
+    run = [sys.executable, "-c", limit + PROBE, *argv]
+    result = subprocess.run(run, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    told, _, imported = result.stderr.splitlines()
+    assert (result.returncode, imported) == (2, "False")
+    assert told.startswith("command line: job.dump_folder: cannot be written: [Errno 27]")
+    assert list((tmp_path / "run").iterdir()) == []
+    full = SimpleNamespace(f_bavail=0, f_blocks=1000)
+    monkeypatch.setattr(os, "statvfs", lambda path: full)
+    monkeypatch.chdir(ROOT)
+    for command in ("check", "train"):
+        assert cli.main([command, *argv[1:]]) == 2
+        assert f"no space is left on the disk of {tmp_path}" in capsys.readouterr().err
+
+
+def test_check_of_another_machine_looks_for_no_files() -> None:
+    job = ["check", "train_configs/llama3_1b.toml", "--training.dataset=stdlib"]
+    code, _, err = titan(*job)
+    assert code == 2
+    assert err[0].startswith("train_configs/llama3_1b.toml:11: model.hf_assets_path: tokenizer")
+    assert titan(*job, "--hardware=h100-sxm", "--formula")[0] == 0
+
+
 def test_a_warning_is_told_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     job = tmp_path / "job.toml"

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from titan.checkpoint.manager import CheckpointError, list_steps
 from titan.config.load import load_config
 from titan.config.sections import JobConfig
+from titan.data import DataError
 from titan.signals import EXIT_DONE, EXIT_STOPPED, StopRequest
 from titan.trainer import NonFiniteError, Trainer
 
@@ -71,10 +73,63 @@ def test_a_resumed_run_tells_what_has_changed(
     run(job(tmp_path, training={"local_batch_size": 4}, debug={"seed": 9}, metrics={"log_freq": 2}))
     said = " ".join(capsys.readouterr().out.split())
     assert (
-        "changed since it was saved: training.local_batch_size: 2 -> 4; training.steps: 4 -> 8; debug.seed: 0 -> 9"
-        in said
+        "changed since it was saved: debug.seed: 0 -> 9; training.global_batch_size: 2 -> 4" in said
     )
     assert "768 tokens in all" in said  # 4 steps of 64 tokens, 4 of 128
+
+
+def test_harmless_changes_are_no_news(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same samples in each step, shared out otherwise, and settings that change no result."""
+    run(job(tmp_path, training={"steps": 4, "local_batch_size": 4}))
+    changes = {
+        "training": {"local_batch_size": 2, "global_batch_size": 4},
+        "optimizer": {"implementation": "foreach"},
+        "data": {"cache_folder": str(tmp_path / "cache")},
+    }
+    capsys.readouterr()
+    run(job(tmp_path, **changes))
+    said = capsys.readouterr().out
+    assert "starting from" in said and "changed since" not in said
+
+
+def test_data_and_tokenizer_are_opened_before_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(*_: Any, **__: Any) -> None:
+        raise AssertionError("the model is built")
+
+    monkeypatch.setattr("titan.trainer.build_program", build)
+    path = str(tmp_path / "none")
+    for changes in (
+        {"tokenizer": {"path": path}},
+        {"training": {"dataset": "text", "dataset_path": path}},
+        {"validation": {"enable": True, "dataset": "text", "dataset_path": path}},
+    ):
+        with pytest.raises(DataError):
+            Trainer(job(tmp_path / "run", **changes))
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("setting", ["enable = false", "load_only = true"])
+def test_a_stop_without_checkpoints_says_that_nothing_is_saved(
+    setting: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """75 would have it requeued, to be stopped again, for ever."""
+    name, _, value = setting.partition(" = ")
+    stop = StopRequest()
+    stop.signal_name = "SIGTERM"
+    code = run(job(tmp_path, checkpoint={name: value == "true"}), stop=stop)
+    said = " ".join(capsys.readouterr().out.split())
+    assert code == 2
+    assert (
+        f"stopped by SIGTERM after step 1. NOTHING WAS SAVED, because of checkpoint.{setting}"
+        in said
+    )
+    assert "run the same command to go on" not in said
+    assert "1 steps lost" in said
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("stopped", 2)
+    assert "NOTHING WAS SAVED" in status["reason"]
 
 
 def test_the_loss_goes_down_on_real_text(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ else can be known by then: that the run is finished, or goes on already in anoth
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import logging
 import os
@@ -14,6 +15,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from titan.config.environment import check_environment
@@ -35,6 +37,8 @@ from titan.signals import (
     for_agent,
     has_agent,
 )
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -166,7 +170,8 @@ def _train_alone(config: JobConfig, stop: StopRequest) -> int:
         if not expected:
             flight_recorder.dump(reason, at=where_failed(error))
         said = {"exit_code": run.exit_code, "step": run.step or None, "reason": run.reason}
-        write_status(folder, state=run.state, **said)
+        with suppress(OSError):  # the disk may be what failed
+            write_status(folder, state=run.state, **said)
         logging.getLogger("titan").error(reason, extra={"last_words": True})
         print(f"{'' if rank == 0 else f'[rank {rank}] '}{reason}", file=sys.stderr)
         if rank == 0 and run.reason != reason:
@@ -184,6 +189,8 @@ def _train_alone(config: JobConfig, stop: StopRequest) -> int:
     except (NonFiniteError, *RunError) as error:
         return fail(error, EXIT_FAILED)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            return fail(error, EXIT_FAILED)
         traceback.print_exc()
         return fail(error, EXIT_FAILED, expected=False)
     finally:

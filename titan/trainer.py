@@ -67,7 +67,7 @@ from titan.parallel.start import start_process_group
 from titan.program import StepReport, build_program, torch_dtype
 from titan.readback import Readback
 from titan.recovery import Action, Recovery, SpikeError
-from titan.signals import EXIT_DONE, EXIT_STOPPED, StopRequest
+from titan.signals import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, StopRequest
 from titan.watchdog import Watchdog
 
 RunError = (SaveFailed, SpikeError, ReplicaError)
@@ -179,7 +179,9 @@ class Trainer:
         try:
             while self.step < steps:
                 if self._one_step():
-                    return self._end("stopped", EXIT_STOPPED)
+                    # What was not saved would be stopped again and again by whoever requeues it.
+                    saved = self.checkpoints.can_save
+                    return self._end("stopped", EXIT_STOPPED if saved else EXIT_USER_ERROR)
         except torch.OutOfMemoryError:
             self.profiler.out_of_memory()
             raise
@@ -419,6 +421,7 @@ class Trainer:
                         "format": 1,
                         "step": self.step,
                         "tokens": self.tokens_seen,
+                        "sequences_per_step": self.sequences_per_step,
                         "data": self._data_state(),
                         "recovery": self.recovery.state_dict(),
                         "config": to_toml(self.config),
@@ -537,7 +540,11 @@ class Trainer:
             checkpoints.load(path, checkpoints.empty_optimizer_state(path, parts, optimizer))
         if "train_state" not in exclude:
             self.step, self.tokens_seen = step, metadata["tokens"]
-            self.changes = changed_settings(metadata.get("config", ""), self.config)
+            self.changes = changed_settings(
+                metadata.get("config", ""),
+                self.config,
+                sequences=(metadata.get("sequences_per_step"), self.sequences_per_step),
+            )
             self.recovery.load_state_dict(metadata.get("recovery", {}))
         if "dataloader" not in exclude:
             self.loader.load_state_dict(metadata["data"])
@@ -679,17 +686,31 @@ class Trainer:
         )
 
     def _end(self, state: Any, code: int) -> int:
+        reason = ""
         if state == "stopped":
             name = self.stop.signal_name or "a signal to another rank"
-            self.console.message(
-                f"stopped by {name} after step {self.step:,}; run the same command to go on"
-            )
+            told = f"stopped by {name} after step {self.step:,}"
+            if self.checkpoints.can_save:
+                self.console.message(f"{told}; run the same command to go on")
+            else:
+                reason = self._why_unsaved(told)
+                self.console.message(reason)
         self.chronicle.events.end(state, step=self.step, spent=self.timer.total_s, exit_code=code)
+        if reason:
+            self.chronicle.events.discard(self.step, kept=self.first_step - 1)
         if self.rank == 0:
             self.console.message(self.chronicle.events.summary())
-            write_status(self.run_dir, state=state, exit_code=code, step=self.step)
+            write_status(self.run_dir, state=state, exit_code=code, step=self.step, reason=reason)
         self.stop.exit_code = code
         return code
+
+    def _why_unsaved(self, told: str) -> str:
+        setting = "load_only = true" if self.config.checkpoint.enable else "enable = false"
+        steps = f"the steps since {self.first_step:,}" if self.first_step > 1 else "all steps"
+        return (
+            f"{told}. NOTHING WAS SAVED, because of checkpoint.{setting}: {steps} are lost, and the same command does "
+            "them again"
+        )
 
     def close(self) -> None:
         """End threads, files and the process group."""

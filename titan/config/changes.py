@@ -14,22 +14,36 @@ from .toml import KeyPath, format_value, tomllib
 _SECTIONS = ("tokenizer", "optimizer", "lr_scheduler", "data")
 _KEYS = {
     ("debug", "seed"),
-    *(
-        ("training", key)
-        for key in ("dataset", "dataset_path", "local_batch_size", "global_batch_size", "seq_len", "steps")
-    ),
-}  # fmt: skip
+    *(("training", key) for key in ("dataset", "dataset_path", "seq_len", "steps")),
+}
+# Of these sections, what changes no result: how the update is computed, and where tokens are kept.
+_HARMLESS = {
+    ("optimizer", "implementation"),
+    ("optimizer", "early_step_in_backward"),
+    ("data", "cache_folder"),
+}
 
 
-def changed_settings(saved: str, config: JobConfig) -> list[str]:
+def changed_settings(
+    saved: str, config: JobConfig, *, sequences: tuple[int | None, int]
+) -> list[str]:
     """`key: old -> new` of each setting that differs from `saved`, a resolved config as TOML. Keys that only one of them has are
-    no change: they are of another version of titan, or were not set."""
+    no change: they are of another version of titan, or were not set.
+
+    sequences: of a step, then (None: unknown) and now. How ranks share them out is no change.
+    """
     before, now = (dict(_leaves(tomllib.loads(text))) for text in (saved, to_toml(config)))
-    return [
-        f"{key_text(path)}: {format_value(before[path])} -> {format_value(value)}"
+    watched = {path for path in now if path[0] in _SECTIONS or path in _KEYS} - _HARMLESS
+    if config.lr_scheduler.total_steps:
+        watched -= {("training", "steps")}  # the schedule does not depend on them
+    changes = [
+        (key_text(path), before[path], value)
         for path, value in now.items()
-        if before.get(path, value) != value and (path[0] in _SECTIONS or path in _KEYS)
+        if path in watched and before.get(path, value) != value
     ]
+    if sequences[0] not in (None, sequences[1]):
+        changes.append(("training.global_batch_size", *sequences))
+    return [f"{key}: {format_value(old)} -> {format_value(new)}" for key, old, new in changes]
 
 
 def _leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:

@@ -7,8 +7,10 @@ nearby values would do.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from math import prod
 from typing import Any
 
@@ -19,6 +21,7 @@ from .model import divisors, resolve_model
 from .problems import ConfigError, Finding, Problem, UnknownValue, findings_of
 from .sections import JobConfig
 
+_TRIED = 4096  # values for a fix, on either side of the wrong one: more would take seconds
 # Axis and key of its degree, outermost first.
 AXES = {
     "pp": "parallelism.pipeline_parallel_degree",
@@ -302,29 +305,31 @@ def _blame(config: JobConfig, num_layers: int, problem: str, world_size: int) ->
 
 
 def _stage_fix(config: JobConfig, num_layers: int, key: str, world_size: int) -> str | None:
-    """The nearest values of `key` with which stages, schedule and batch go together, if a number can mend it."""
+    """The nearest values of `key` with which stages, schedule and batch go together, if a number can fix it."""
     values, name = _stage_values(config), key.rpartition(".")[2]
     value, pp = values[name], config.parallelism.pipeline_parallel_degree
     size = config.parallelism.pipeline_parallel_microbatch_size
-    candidates = (
-        {
-            "local_batch_size": range(size, value + 2 * pp * num_layers * size + 1, size),
-            "pipeline_parallel_degree": range(1, pp),
-            "pipeline_parallel_layers_per_stage": range(1, 2 * num_layers + 1),
-            "pipeline_parallel_first_stage_less_layers": range(value),
-            "pipeline_parallel_last_stage_less_layers": range(value),
-        }
-        if isinstance(value, int)
-        else {}
-    )
-    fitting = [
-        candidate
-        for candidate in candidates.get(name, ())
-        if not _stage_problem(config, num_layers, **{name: candidate})
-    ]
-    if name == "pipeline_parallel_degree":
-        fitting = _fitting_world(fitting, config, axis="pp", world_size=world_size)
-    near = _nearest(value, fitting) if fitting else []
+    if not isinstance(value, int):
+        return None
+    candidates = {
+        "local_batch_size": range(size, value + 2 * pp * num_layers * size + 1, size),
+        "pipeline_parallel_degree": range(1, pp),
+        "pipeline_parallel_layers_per_stage": range(1, 2 * num_layers + 1),
+        "pipeline_parallel_first_stage_less_layers": range(value),
+        "pipeline_parallel_last_stage_less_layers": range(value),
+    }.get(name, range(0))
+
+    def first(numbers: Iterable[int]) -> list[int]:
+        fits = (n for n in numbers if not _stage_problem(config, num_layers, **{name: n}))
+        return list(islice(fits, 1))
+
+    near = []
+    below = candidates[: bisect_left(candidates, value)]
+    for side in (below[::-1], candidates[bisect_right(candidates, value) :]):
+        tried = list(side[:_TRIED])
+        if name == "pipeline_parallel_degree":
+            near += first(_fitting_world(tried, config, axis="pp", world_size=world_size))
+        near += first(tried) if not near or name != "pipeline_parallel_degree" else []
     if name == "local_batch_size" and near and near[0] > value:
         return f"use {near[0]} or more"
     return f"{_either(near)} would do" if near else None

@@ -30,6 +30,7 @@ from .problems import (
     did_you_mean,
     key_text,
     parent,
+    visible,
 )
 from .schema import field_at, sections_with
 from .sections import JobConfig
@@ -143,7 +144,7 @@ def say_once(warnings: Iterable[str]) -> None:
     """Print warnings to stderr, on rank 0 only."""
     if os.environ.get("RANK", "0") == "0":
         for warning in warnings:
-            print(warning, file=sys.stderr)
+            print(visible(warning), file=sys.stderr)
 
 
 def parse_args(argv: Sequence[str], *, options: Sequence[str] = ()) -> Arguments:

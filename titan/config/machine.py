@@ -75,7 +75,7 @@ def open_tokenizer(config: JobConfig) -> Tokenizer:
 def _check_folders(config: JobConfig) -> Iterator[Finding]:
     folders = {
         "job.dump_folder": config.job.dump_folder,
-        "data.cache_folder": config.data.cache_folder,
+        "data.cache_folder": os.path.expanduser(config.data.cache_folder),  # noqa: PTH111 (no error for ~nobody)
         "compile.cache_folder": config.compile.cache_folder if config.compile.enable else "",
     }
     if config.checkpoint.enable and not config.checkpoint.load_only:
@@ -90,7 +90,6 @@ def _why_unwritable(folder: Path) -> str:
     """Return why no file can be made below `folder`, which may be still to be made; empty if it can."""
     try:
         folder = folder.absolute()
-        os.stat(folder) if folder.exists() else None  # a name that is too long
         there = next(path for path in (folder, *folder.parents) if path.exists())
         if not there.is_dir():
             return f"{there} is a file"
@@ -108,8 +107,7 @@ def _why_unwritable(folder: Path) -> str:
 
 def _check_data(config: JobConfig) -> Iterator[Finding]:
     """The tokenizer, then what each source reads with it."""
-    name, path = config.tokenizer.name, config.tokenizer.path
-    assets = config.model.hf_assets_path
+    path, assets = config.tokenizer.path, config.model.hf_assets_path
     tokenizer = None
     if resolve_model(config.model)[0] is not None:
         try:

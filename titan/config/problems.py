@@ -32,7 +32,7 @@ class Problem:
 
     def __str__(self) -> str:
         place = f"{self.file}:{self.line}" if self.line else self.file
-        return ": ".join(part for part in (place, self.key, self.message) if part)
+        return visible(": ".join(part for part in (place, self.key, self.message) if part))
 
 
 class ConfigError(Exception):
@@ -100,6 +100,11 @@ class Origin:
             if place := self.places.get(around):
                 return Problem(place.file, place.line, key, message)
         return Problem(self.file, self.line, key, message)
+
+
+def visible(text: str) -> str:
+    """Return text that a terminal shows and does not obey: what cannot be printed is spelt out."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def key_text(path: Iterable[str | int]) -> str:

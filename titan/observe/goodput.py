@@ -123,6 +123,10 @@ class Events:
             self.is_over = True
             self.write("end", step=step, state=state, **facts)
 
+    def discard(self, step: int, *, kept: int) -> None:
+        """Count the steps after `kept` as lost, for the summary: the next start finds that out by itself."""
+        self._go_back(kept, from_step=step)
+
     def summary(self) -> str:
         """One line for people."""
         wall_s = sum(self.seconds.values())
