@@ -193,7 +193,8 @@ class LRSchedulerSection(Section):
     """Linear warm-up, then constant, then decay (warmup-stable-decay, arXiv:2404.06395); see docs/config.md."""
 
     warmup_steps: NonNegative = 200
-    """Steps over which the learning rate rises linearly to its peak."""
+    """Steps over which the learning rate rises linearly to its peak. In a run that is too short for them, warm-up is cut first to its
+    length, then decay to what is left, with a warning."""
     total_steps: Annotated[int | None, Field(ge=1, le=LIMIT)] = None
     """Length of the schedule; unset: training.steps."""
     decay_ratio: Annotated[float | None, Field(ge=0, le=1)] = None

@@ -133,10 +133,10 @@ class Events:
         parts = sorted(self.seconds.items(), key=lambda x: -x[1])
         shares = (f"{name.replace('_', ' ')} {s / wall_s:.1%}" for name, s in parts)
         told = ", ".join(t for t in shares if not t.endswith(" 0.0%"))
-        plural = "restart" if self.restarts == 1 else "restarts"
+        restarts, steps = ("s" * (n != 1) for n in (self.restarts, self.lost_steps))
         return (
             f"goodput {goodput(self.seconds):.1%} of {wall_s:,.0f} s since the first start, "
-            f"{self.restarts} {plural}, {self.lost_steps:,} steps lost ({told})"
+            f"{self.restarts} restart{restarts}, {self.lost_steps:,} step{steps} lost ({told})"
         )
 
     def _account(self, spent: Mapping[str, float]) -> None:
