@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
 import pickle
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -20,9 +22,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from pool import Pool
-from titan.checkpoint import verify
+from titan.checkpoint import safe, verify
 from titan.checkpoint.manager import CheckpointError, CheckpointManager, list_steps, load
-from titan.checkpoint.manifest import find_damage
+from titan.checkpoint.manifest import HashingStream, find_damage, render
 from titan.config.sections import CheckpointSection, JobConfig
 from titan.trainer import Trainer
 
@@ -352,6 +354,89 @@ def test_metadata_runs_nothing(attack: str, run_dir: Path, tmp_path: Path) -> No
     assert not mark.exists()
 
 
+def chunks_changed(change: Callable[[list[Any]], Any]) -> Callable[[Path, Path], bytes]:
+    def make(step: Path, mark: Path) -> bytes:
+        metadata = harmless(step)
+        change(metadata.state_dict_metadata["model.3"].chunks)
+        return pickle.dumps(metadata)
+
+    return make
+
+
+def smaller(chunks: list[Any]) -> None:
+    object.__setattr__(chunks[0], "sizes", torch.Size([1, 1]))
+
+
+def unplaced(step: Path, mark: Path) -> bytes:
+    metadata = harmless(step)
+    metadata.storage_data = {k: v for k, v in metadata.storage_data.items() if k.fqn != "model.3"}
+    return pickle.dumps(metadata)
+
+
+def misplaced(step: Path, mark: Path) -> bytes:
+    return path_out(step, mark, path="__7_0.distcp")
+
+
+HOLES: dict[str, tuple[Callable[[Path, Path], bytes], str]] = {
+    "no chunks": (chunks_changed(list.clear), 'its chunks do not cover "model.3" once'),
+    "a smaller chunk": (chunks_changed(smaller), 'its chunks do not cover "model.3" once'),
+    "a chunk too many": (chunks_changed(lambda c: c.append(c[0])), "do not cover"),
+    "a chunk without a file": (unplaced, 'does not say where the chunk of "model.3" at'),
+    "a file that is not the manifest's": (misplaced, "__7_0.distcp, which the manifest does not"),
+}
+
+
+@pytest.mark.parametrize("hole", HOLES)
+def test_metadata_that_leaves_something_out(hole: str, run_dir: Path, tmp_path: Path) -> None:
+    """Though the manifest agrees with it: found by `titan verify` and by loading; a run steps back."""
+    step, (make, told) = step_dir(run_dir), HOLES[hole]
+    (step / ".metadata").write_bytes(make(step, tmp_path))
+    hash_again(step, ".metadata")
+    assert [d.file for d in find_damage(step)] == [".metadata"]
+    assert told in str(find_damage(step)[0])
+    with pytest.raises(CheckpointError, match=re.escape(told)):
+        load(step, {"model.3": torch.empty(40, 50)})
+    path = CheckpointManager(section(), run_dir=run_dir).step_to_resume()
+    assert path == step_dir(run_dir, 20)
+
+
+def hash_again(step: Path, name: str) -> None:
+    """Make the manifest agree with a file, as whoever can write the folder can."""
+    manifest = json.loads((step / "manifest.json").read_text())
+    stream = HashingStream(io.BytesIO())
+    stream.write((step / name).read_bytes())
+    manifest["files"][name] = stream.entry()
+    (step / "manifest.json").write_bytes(render(manifest))
+
+
+@pytest.mark.parametrize("size", [(), (7,), (6, 5), (4, 3, 5), (0, 3)], ids=str)
+def test_which_chunks_cover_a_tensor(size: tuple[int, ...]) -> None:
+    """Any cut of a box into boxes covers it, in any order; none does if a part is lost, doubled or moved."""
+    dice = random.Random(0)
+
+    def cut(offsets: tuple[int, ...], sizes: tuple[int, ...], depth: int) -> list[Any]:
+        axes = [d for d, n in enumerate(sizes) if n > 1]
+        if not axes or depth == 0:
+            return [(offsets, sizes)]
+        d = dice.choice(axes)
+        n = dice.randrange(1, sizes[d])
+        first = (*sizes[:d], n, *sizes[d + 1 :])
+        rest = (*sizes[:d], sizes[d] - n, *sizes[d + 1 :])
+        moved = (*offsets[:d], offsets[d] + n, *offsets[d + 1 :])
+        return [*cut(offsets, first, depth - 1), *cut(moved, rest, depth - 1)]
+
+    for _ in range(50):
+        chunks = cut((0,) * len(size), size, 4)
+        dice.shuffle(chunks)
+        assert safe.is_covered(safe.Stored("float32", size, chunks))
+        if 0 in size:
+            continue
+        (offsets, sizes), *rest = chunks
+        shifted = [(tuple(n + 1 for n in offsets), sizes)] if size else []
+        for wrong in (rest, [*chunks, chunks[0]], [*rest, *rest], [*rest, *shifted]):
+            assert not safe.is_covered(safe.Stored("float32", size, wrong))
+
+
 def test_an_entry_that_torch_would_unpickle_is_refused(tmp_path: Path) -> None:
     dcp.save({"x": torch.ones(2), "bytes": 3}, checkpoint_id=tmp_path / "step", no_dist=True)
     with pytest.raises(CheckpointError, match='"bytes" is a pickled object'):
@@ -361,7 +446,8 @@ def test_an_entry_that_torch_would_unpickle_is_refused(tmp_path: Path) -> None:
 def test_bombs_in_the_other_files_run_nothing(run_dir: Path, tmp_path: Path) -> None:
     mark, step = tmp_path / "executed", step_dir(run_dir)
     for name in FILES:
-        (step / name).write_bytes(pickle.dumps(Bomb(mark)))
+        size = (step / name).stat().st_size
+        (step / name).write_bytes(pickle.dumps(Bomb(mark)).ljust(size))
     assert files_found(step) == {"manifest.json"}
     with pytest.raises(CheckpointError, match=r"cannot be read|is refused"):
         load(step, {"model.0": torch.empty(40, 50)})

@@ -1,7 +1,9 @@
 """Saving, loading and converting checkpoints."""
 
+from titan.untrusted import InputError
 
-class CheckpointError(ValueError):
+
+class CheckpointError(InputError):
     """A checkpoint that was asked for is not there, is damaged or does not fit; the message is for the user."""
 
 

@@ -6,6 +6,7 @@ they hold is whole: an object appears when its stream is closed. No torch here: 
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -13,7 +14,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from titan.checkpoint import CheckpointError
+from titan.untrusted import open_regular
 
+# Of fsspec: they wrap another file system, or read an archive, and may write copies on this machine.
+_WRAPPERS = {
+    *("simplecache", "filecache", "blockcache", "cached", "dir", "reference", "generic", "async_wrapper"),
+    *("zip", "tar", "libarchive", "data"),
+}  # fmt: skip
 Location = str | Path  # of a folder: a path, or a URL, which has to stay a string
 
 
@@ -27,6 +34,20 @@ def name_of(location: Location) -> str:
 
 def as_location(text: str) -> Location:
     return text if "://" in text else Path(text)
+
+
+def unusable(url: str) -> str:
+    """Why a URL cannot hold checkpoints, if so. Asks fsspec, which only those who have a URL need."""
+    from fsspec import get_filesystem_class
+
+    scheme = url.split("://", 1)[0]
+    if "::" in url or scheme in _WRAPPERS:
+        return "chained and wrapped file systems are not used; name the folder itself"
+    try:
+        get_filesystem_class(scheme)
+    except (ImportError, ValueError) as error:
+        return str(error)
+    return ""
 
 
 def files_of(location: Location) -> Files:
@@ -47,7 +68,8 @@ class Files:
     has_rename = True
 
     def open(self, location: Location, mode: str) -> IO[bytes]:
-        return Path(location).open(mode)
+        path = Path(location)
+        return open_regular(path, within=path.parent) if mode == "rb" else path.open(mode)
 
     def exists(self, location: Location) -> bool:
         return Path(location).exists()
@@ -95,7 +117,9 @@ class RemoteFiles(Files):
     has_rename = False
 
     def __init__(self, url: str) -> None:
-        import fsspec  # torch brings it; a scheme may need a package of its own, which its message names
+        if reason := unusable(url):
+            raise CheckpointError(f"{url}: {reason}")
+        import fsspec  # torch brings it; a scheme may need its own package, which its message names
 
         try:
             self.system: Any = fsspec.core.url_to_fs(url)[0]
@@ -104,6 +128,10 @@ class RemoteFiles(Files):
         self.system.invalidate_cache()  # listings of another process's files
 
     def open(self, location: Location, mode: str) -> IO[bytes]:
+        if mode == "rb":
+            about = self.system.info(str(location))
+            if about["type"] != "file" or about.get("islink"):
+                raise OSError(errno.EINVAL, "it is not a regular file")
         return self.system.open(str(location), mode)
 
     def exists(self, location: Location) -> bool:

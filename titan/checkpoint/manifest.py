@@ -11,16 +11,35 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from math import ceil
 from typing import IO, Any
 
 from xxhash import xxh3_128
 
+from titan.checkpoint import CheckpointError, safe
 from titan.checkpoint.files import Location, files_of, join, name_of
+from titan.untrusted import Count, InputError, is_plain_name, parse_json, printable, read_stream
 
 NAME = "manifest.json"
 METADATA = ".metadata"  # DCP's; all that marks the steps of titan's first days
 BLOCK_BYTES = 16 * 2**20
+_MAX_VALUES = 1_000_000  # of a manifest: the blocks of 16 TB
 Entry = dict[str, Any]  # of a file: {"bytes": its size, "blocks": [a hash for each block]}
+
+
+@dataclass(frozen=True)
+class _Entry:
+    bytes: Count
+    blocks: list[str]
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    format: int
+    step: Count
+    block_bytes: int
+    files: dict[str, _Entry]
+    hash: str
 
 
 @dataclass(frozen=True, order=True)
@@ -34,7 +53,7 @@ class Damage:
 
     def __str__(self) -> str:
         where = f" bytes {self.first:,} to {self.last - 1:,}" if self.last else ""
-        return f"{self.file}:{where} {self.reason}"
+        return printable(f"{self.file}:{where} {self.reason}")
 
 
 class HashingStream:
@@ -105,35 +124,85 @@ def list_steps(folder: Location) -> list[int]:
 
 def find_damage(folder: Location, *, part: int = 0, parts: int = 1) -> list[Damage]:
     """What is wrong with a checkpoint; of its blocks, looks only at each `parts`-th, so that ranks share the work."""
-    files = files_of(folder)
     try:
-        with files.open(join(folder, NAME), "rb") as stream:
-            text = stream.read()
+        manifest = _read(folder)
+    except FileNotFoundError:
+        return [Damage(NAME, "cannot be read (it is missing)")]
     except OSError as error:
-        return [Damage(NAME, f"cannot be read ({error.strerror or 'it is missing'})")]
-    try:
-        content = json.loads(text)
-        if render(content) != text:
-            raise ValueError
-        entries: dict[str, Entry] = content["files"]
-    except (ValueError, TypeError, KeyError, AttributeError):
+        return [Damage(NAME, f"cannot be read ({error.strerror or error})")]
+    except InputError:
         return [Damage(NAME, "is not what was saved")]
     name = name_of(folder)
-    if name.startswith("step-") and name != f"step-{content['step']}":
-        return [Damage(NAME, f"belongs to step {content['step']}")]
+    if name.startswith("step-") and name != f"step-{manifest.step}":
+        return [Damage(NAME, f"belongs to step {manifest.step}")]
     found, number = [], 0
-    for file in sorted(entries):
-        blocks = entries[file]["blocks"] or [None]  # an empty file still has a size
+    for file, entry in sorted(manifest.files.items()):
+        blocks = entry.blocks or [None]  # an empty file still has a size
         mine = [i for i in range(len(blocks)) if (number + i) % parts == part]
         number += len(blocks)
         if mine:
-            found += _check_file(join(folder, file), file, entries[file], mine)
+            found += _check_file(join(folder, file), file, asdict(entry), mine)
+    if part == 0 and METADATA not in {damage.file for damage in found}:
+        try:
+            read_layout(folder, _sizes(manifest))
+        except InputError as error:
+            found.append(Damage(METADATA, str(error).removeprefix(f"{join(folder, METADATA)} ")))
     return found
 
 
-def _check_file(
-    location: Location, file: str, entry: Entry, blocks: list[int]
-) -> Iterator[Damage] | list[Damage]:
+def read_layout(folder: Location, sizes: dict[str, int] | None = None) -> safe.Layout:
+    """Read which tensors a checkpoint holds, and where. Raises CheckpointError where they are not whole, or lie in other
+    files than the manifest's (`sizes`, which is read if it is not given; without one, the files in the folder)."""
+    files, name = files_of(folder), str(join(folder, METADATA))
+    try:
+        if sizes is None:
+            sizes = _sizes_of(folder)
+        total = sum(size for file, size in sizes.items() if file != METADATA)
+        with files.open(join(folder, METADATA), "rb") as stream:
+            # A chunk takes more space in its file than here.
+            if (size := files.size(join(folder, METADATA))) > min(2**20 + total, safe.MAX_BYTES):
+                raise CheckpointError(f"{name} is refused: {size:,} bytes are too many")
+            layout = safe.read_metadata(stream, name=name)
+        safe.check_files(layout, sizes)
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} is not a checkpoint: {name}: {error.strerror or 'it is missing'}"
+        ) from error
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{name} is refused: {error}") from error
+    return layout
+
+
+def _read(folder: Location) -> _Manifest:
+    files, where = files_of(folder), join(folder, NAME)
+    with files.open(where, "rb") as stream:
+        text = read_stream(stream, files.size(where), name=where)
+    manifest = parse_json(text, _Manifest, name=where, values=_MAX_VALUES)
+    fits = all(
+        is_plain_name(name) and len(entry.blocks) == ceil(entry.bytes / BLOCK_BYTES)
+        for name, entry in manifest.files.items()
+    )
+    if not fits or manifest.block_bytes != BLOCK_BYTES or render(asdict(manifest)) != text:
+        raise InputError(f"{where}: is not what was saved")
+    return manifest
+
+
+def _sizes(manifest: _Manifest) -> dict[str, int]:
+    return {name: entry.bytes for name, entry in manifest.files.items()}
+
+
+def _sizes_of(folder: Location) -> dict[str, int]:
+    """Sizes of a checkpoint's files: by its manifest or, where there is none that can be read, as they lie there."""
+    try:
+        return _sizes(_read(folder))
+    except (OSError, InputError):  # a run that verifies does not come here
+        files = files_of(folder)
+        return {name: files.size(join(folder, name)) for name in files.names(folder)}
+
+
+def _check_file(location: Location, file: str, entry: Entry, blocks: list[int]) -> list[Damage]:
     files, expected = files_of(location), entry["bytes"]
     try:
         size = files.size(location)

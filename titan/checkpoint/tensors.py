@@ -1,28 +1,39 @@
 """Tensors in and out of a checkpoint's folder: DCP's reader and writer, on our files.
 
-What the writer writes is hashed on its way; what the reader reads as metadata goes through safe.py.
+What the writer writes is hashed on its way; what the reader reads as metadata goes through safe.py, and each tensor is looked
+at before torch reads it.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import warnings
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from titan.checkpoint import CheckpointError, safe
+from titan.checkpoint import CheckpointError
 from titan.checkpoint.files import Location, die_at, files_of, join, name_of
-from titan.checkpoint.manifest import METADATA, Entry, HashingStream
+from titan.checkpoint.manifest import Entry, HashingStream, read_layout
 
 State = dict[str, Tensor]
+_DIRECTORY_BYTES = 2**16  # at the end of an archive: torch's has four entries or so
 # That a single process saves and loads alone is no news. For good: a background thread cannot do so for a moment.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
@@ -89,29 +100,57 @@ class Writer(dcp.FileSystemWriter):
 class Reader(dcp.FileSystemReader):
     """Reads tensors, and never runs what a file says."""
 
-    def __init__(self, location: Location) -> None:
+    def __init__(self, location: Location, metadata: Metadata | None = None) -> None:
         super().__init__(str(location))
         self.fs = self.folder = _Folder(location)
         self.path = str(location)
+        self.metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return read_metadata(self.folder.location)
+        return self.metadata or read_metadata(self.folder.location)
+
+    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
+        """The bytes of a chunk, which torch.load reads next: a small archive must not become a large tensor."""
+        part = super()._slice_file(file, sinfo)
+        part.seek(max(sinfo.length - _DIRECTORY_BYTES, 0))
+        try:
+            with zipfile.ZipFile(io.BytesIO(part.read(_DIRECTORY_BYTES))) as archive:
+                entries = archive.infolist()
+        except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+            raise CheckpointError(f"{sinfo.relative_path}: no tensor of torch: {error}") from error
+        packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
+        if packed or sum(entry.file_size for entry in entries) > sinfo.length:
+            raise CheckpointError(f"{sinfo.relative_path}: holds a compressed tensor")
+        part.seek(0)
+        return part
 
 
 def read_metadata(location: Location) -> Metadata:
     """DCP's metadata of a checkpoint."""
-    path = join(location, METADATA)
-    try:
-        with files_of(location).open(path, "rb") as stream:
-            return safe.read_metadata(stream, name=str(path))
-    except OSError as error:
-        raise CheckpointError(f"{location} is not a checkpoint: {error}") from error
+    layout = read_layout(location)
+    tensors: Any = {}
+    for name, stored in layout.tensors.items():
+        dtype = getattr(torch, stored.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise CheckpointError(f"{location}: {name} is {stored.dtype}, which this torch lacks")
+        chunks = [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in stored.chunks]
+        properties = TensorProperties(dtype=dtype)
+        tensors[name] = TensorStorageMetadata(properties, torch.Size(stored.size), chunks)
+    places = {
+        MetadataIndex(name, None if offset is None else torch.Size(offset), index): _StorageInfo(*p)
+        for (name, offset, index), p in layout.places.items()
+    }
+    return Metadata(tensors, storage_data=places, storage_meta=StorageMeta())
 
 
 def stored_shapes(location: Location) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Shape and dtype of every tensor in a checkpoint."""
-    metadata: Any = read_metadata(location).state_dict_metadata
-    return {name: (entry.size, entry.properties.dtype) for name, entry in metadata.items()}
+    return _shapes(read_metadata(location))
+
+
+def _shapes(metadata: Metadata) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    entries: Any = metadata.state_dict_metadata
+    return {name: (entry.size, entry.properties.dtype) for name, entry in entries.items()}
 
 
 def load(location: Location, state: State) -> None:
@@ -119,7 +158,8 @@ def load(location: Location, state: State) -> None:
 
     Raises CheckpointError naming the tensors that are missing or have another shape, or saying why files are refused.
     """
-    stored = stored_shapes(location)
+    metadata = read_metadata(location)
+    stored = _shapes(metadata)
     missing = [name for name in state if name not in stored]
     if missing:
         raise CheckpointError(
@@ -135,7 +175,9 @@ def load(location: Location, state: State) -> None:
             f"{location} holds other shapes: {_some(other)}: saved from another model?"
         )
     try:
-        dcp.load(state, storage_reader=Reader(location), no_dist=not dist.is_initialized())
+        dcp.load(
+            state, storage_reader=Reader(location, metadata), no_dist=not dist.is_initialized()
+        )
     except dcp.CheckpointException as error:  # a BaseException
         raise CheckpointError(f"{location} cannot be read: {reason(error)}") from error
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
+from titan.untrusted import InputError
 
-class DataError(ValueError):
+
+class DataError(InputError):
     """Text, a tokenizer or a data setting is not usable; the message says which, why, and the nearest fix."""
 
 

@@ -1,0 +1,150 @@
+"""Read files that others wrote: only regular ones, of bounded size, with checked types; and make their text safe to print.
+
+A job file, a run folder, a checkpoint or a model's folder may come from anybody. Every reader here raises `InputError`, one
+line that names the file. `kind` is a type that pydantic knows (a dataclass, `dict[str, Any]`); other keys are left out.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from functools import cache
+from pathlib import Path
+from typing import IO, Annotated, Any, TypeVar
+
+from pydantic import AllowInfNan, Field, TypeAdapter, ValidationError
+
+T = TypeVar("T")
+Finite = Annotated[float, AllowInfNan(False)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Rank = Annotated[int, Field(ge=0, lt=2**20)]
+MAX_BYTES = 64 * 2**20
+MAX_VALUES = 300_000  # of a JSON file: Python needs about 100 bytes for each
+TAIL_BYTES = 2**20
+MAX_TEXT = 4000  # characters of a text, or a line, that somebody will read
+# Control characters (C0, C1), marks that change the direction of text or are invisible, line separators, surrogates.
+_UNPRINTABLE = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb\ud800-\udfff]"
+)
+
+
+class InputError(ValueError):
+    """A file that was given cannot be used. The message is for the user, and safe to print."""
+
+    def __init__(self, message: object) -> None:
+        super().__init__("\n".join(map(printable, str(message).split("\n"))))
+
+
+def printable(text: str, limit: int = 0) -> str:
+    """Return text for one line of a terminal: what could control it is spelt out, as `\\u001b`, and the rest is cut off."""
+    if limit and len(text) > limit:
+        text = f"{text[: limit - 4]} ..."
+    return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether this is the name of a file in a folder, and no path out of it."""
+    return (
+        isinstance(name, str)
+        and name not in ("", ".", "..")
+        and not {"/", "\\"} & {*name}
+        and printable(name, 255) == name
+    )
+
+
+def open_regular(path: Path, *, within: Path | None = None) -> IO[bytes]:
+    """Open a regular file; a FIFO or a device, which could block for ever, is refused. Raises OSError.
+
+    within: the folder that a link must not lead out of. None: links are followed.
+    """
+    try:
+        if within is not None and not path.resolve().is_relative_to(within.resolve()):
+            raise OSError(errno.ELOOP, "it is a link that leads out of its folder")
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (ValueError, RuntimeError) as error:  # a NUL in the name; links in a circle
+        raise OSError(errno.EINVAL, str(error)) from error
+    if not stat.S_ISREG(mode := os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, "it is a folder")
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_bytes(path: Path, *, limit: int = MAX_BYTES, within: Path | None = None) -> bytes:
+    try:
+        with open_regular(path, within=within) as file:
+            return read_stream(file, os.fstat(file.fileno()).st_size, name=path, limit=limit)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def read_stream(stream: IO[bytes], size: int, *, name: object, limit: int = MAX_BYTES) -> bytes:
+    """Return all of a stream of `size` bytes, if these are not more than `limit`."""
+    if size > limit:
+        raise InputError(f"{name}: has {size:,} bytes, more than the {limit:,} that are read")
+    return stream.read(size)
+
+
+def read_text(path: Path, *, limit: int = MAX_BYTES, within: Path | None = None) -> str:
+    data = read_bytes(path, limit=limit, within=within)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: is not UTF-8 text (at byte {error.start:,})") from error
+
+
+def read_json(
+    path: Path,
+    kind: type[T],
+    *,
+    limit: int = MAX_BYTES,
+    values: int = MAX_VALUES,
+    within: Path | None = None,
+) -> T:
+    return parse_json(read_bytes(path, limit=limit, within=within), kind, name=path, values=values)
+
+
+def parse_json(text: str | bytes, kind: type[T], *, name: object, values: int = MAX_VALUES) -> T:
+    """Return the `kind` that a JSON text describes. values: how many it may hold, counted before it is parsed."""
+    marks = (b",", b"[", b"{") if isinstance(text, bytes) else (",", "[", "{")
+    if sum(text.count(mark) for mark in marks) > values:  # pyright: ignore[reportArgumentType]
+        raise InputError(f"{name}: holds more than {values:,} values")
+    try:
+        return _adapter(kind).validate_json(text, strict=True)
+    except ValidationError as error:
+        raise InputError(f"{name}: {_explain(error)}") from None
+
+
+def check_value(value: Any, kind: type[T], *, name: object) -> T:
+    """Return the `kind` that a value, parsed already, describes."""
+    try:
+        return _adapter(kind).validate_python(value, strict=True)
+    except ValidationError as error:
+        raise InputError(f"{name}: {_explain(error)}") from None
+
+
+def tail_lines(path: Path, *, limit: int = TAIL_BYTES, within: Path | None = None) -> list[str]:
+    """Return the last lines of a text file, as far as they lie within its last `limit` bytes; long ones are cut."""
+    try:
+        with open_regular(path, within=within) as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(start := max(size - limit, 0))
+            text = file.read(limit).decode("utf-8", errors="replace")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
+    return [line[:MAX_TEXT] for line in text.split("\n")[bool(start) :]]
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def _explain(error: ValidationError) -> str:
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    where = ".".join(printable(str(part), 40) for part in first["loc"])
+    return f"{where}: {first['msg']}" if where else first["msg"]
