@@ -59,10 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _problems_in(error: Exception) -> str | None:
-    """The report in a `ConfigError`; anything else is not the user's mistake."""
+    """The report in a `ConfigError` or an `InputError`; anything else is not the user's mistake."""
     from titan.config.problems import ConfigError
+    from titan.untrusted import InputError
 
-    return str(error) if isinstance(error, ConfigError) else None
+    return str(error) if isinstance(error, ConfigError | InputError) else None
 
 
 def _overview() -> str:

@@ -10,35 +10,39 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 import torch
 from torch import Tensor, nn
 
+from titan.checkpoint.commit import TITAN_JSON
 from titan.checkpoint.files import Location, as_location, files_of, join
 from titan.checkpoint.manager import (
     CheckpointError,
     CheckpointManager,
-    list_steps,
     load,
     model_state,
     read_metadata,
 )
 from titan.checkpoint.manifest import METADATA
+from titan.checkpoint.manifest import NAME as MANIFEST
 from titan.checkpoint.tensors import reason
 from titan.config.load import load_config
 from titan.config.model import family, model_config
 from titan.config.problems import COMMAND_LINE, ConfigError, Problem
-from titan.config.sections import JobConfig
+from titan.config.sections import CheckpointSection, JobConfig
 from titan.data import DataError
 from titan.data.tokenizer import Tokenizer, build_tokenizer
 from titan.models.attention import CachedAttention, InnerAttention
 from titan.parallel import materialize
+from titan.untrusted import InputError
 
 
 def find_checkpoint(where: Location) -> tuple[JobConfig, Location]:
-    """The job and the step that are meant by a run folder, a folder of checkpoints (of both, the newest) or a step."""
+    """Return the job and the step that are meant by a run folder, a folder of checkpoints (of both, the newest step that is
+    whole) or a step. Raises CheckpointError where that is damaged, or nothing is there."""
     config, folder = None, where
     for run in (where, *where.absolute().parents[:2]) if isinstance(where, Path) else ():
         if (run / "config.toml").is_file():
@@ -46,10 +50,14 @@ def find_checkpoint(where: Location) -> tuple[JobConfig, Location]:
             if run == where:
                 folder = CheckpointManager(config.checkpoint, run_dir=run).folder
             break
-    if files_of(folder).exists(join(folder, METADATA)):
-        step = folder
-    elif steps := list_steps(folder):
-        step = join(folder, f"step-{steps[-1]}")
+    manager = CheckpointManager(
+        config.checkpoint if config else CheckpointSection(), run_dir=Path()
+    )
+    manager.folder = folder
+    if any(files_of(folder).exists(join(folder, mark)) for mark in (METADATA, MANIFEST)):
+        manager.require_whole(step := folder)
+    elif newest := manager.newest(read_only=True):
+        step = newest
     else:
         raise CheckpointError(
             f"{folder} holds no checkpoint; name a run folder (with a config.toml) or a step of it"
@@ -65,7 +73,11 @@ def _config_within(step: Location) -> JobConfig:
     with NamedTemporaryFile(suffix=".toml") as file:
         file.write(text.encode())
         file.flush()
-        return load_config(file.name)
+        try:
+            return load_config(file.name)
+        except ConfigError as error:
+            place = str(join(step, TITAN_JSON))
+            raise ConfigError(replace(problem, file=place) for problem in error.problems) from None
 
 
 def load_model(where: Location, *, device: torch.device) -> tuple[nn.Module, Tokenizer, Location]:
@@ -195,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise DataError(
                 "--prompt: this tokenizer has no begin-of-text token, so a prompt is needed"
             )
-    except (ConfigError, CheckpointError, DataError) as error:
+    except (ConfigError, InputError) as error:
         print(error, file=sys.stderr)
         return 2
     print(f"[{step}, temperature {args.temperature:g}, top-k {args.top_k}]", file=sys.stderr)

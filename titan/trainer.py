@@ -40,7 +40,6 @@ from titan.config.quantize import quantize_section
 from titan.config.render import to_toml
 from titan.config.rules import model_config, resolve_layout
 from titan.config.sections import JobConfig
-from titan.data import DataError
 from titan.data.loader import Loader, build_loader, build_validation_loader, merge_states
 from titan.data.packing import Batch
 from titan.data.statistics import unigram_bits_per_byte
@@ -68,10 +67,11 @@ from titan.program import StepReport, build_program, torch_dtype
 from titan.readback import Readback
 from titan.recovery import Action, Recovery, SpikeError
 from titan.signals import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, StopRequest
+from titan.untrusted import InputError
 from titan.watchdog import Watchdog
 
 RunError = (SaveFailed, SpikeError, ReplicaError)
-UserError = (DataError, CheckpointError, MissingExtra, Float8Error, KeepError)
+UserError = (InputError, MissingExtra, Float8Error, KeepError)
 
 
 class NonFiniteError(RuntimeError):
@@ -528,7 +528,7 @@ class Trainer:
         checkpoints.load(path, checkpoints.model_state(parts))
         if model_only:
             return
-        metadata = checkpoints.read_metadata(path)
+        metadata = checkpoints.read_metadata(path, "step", "tokens", "data")
         step, steps = metadata["step"], self.config.training.steps
         if metadata.get("model_only") and step < steps:
             raise CheckpointError(
@@ -538,17 +538,24 @@ class Trainer:
         has_optimizer = step > 0 and not metadata.get("model_only")
         if has_optimizer and "optimizer" not in exclude:
             checkpoints.load(path, checkpoints.empty_optimizer_state(path, parts, optimizer))
-        if "train_state" not in exclude:
-            self.step, self.tokens_seen = step, metadata["tokens"]
-            self.changes = changed_settings(
-                metadata.get("config", ""),
-                self.config,
-                sequences=(metadata.get("sequences_per_step"), self.sequences_per_step),
-            )
-            self.recovery.load_state_dict(metadata.get("recovery", {}))
-        if "dataloader" not in exclude:
-            self.loader.load_state_dict(metadata["data"])
-        checkpoints.load_rng_state(path, self.rank, self.device)
+        try:
+            if "train_state" not in exclude:
+                self.step, self.tokens_seen = step, metadata["tokens"]
+                self.changes = changed_settings(
+                    metadata.get("config") or "",
+                    self.config,
+                    sequences=(metadata.get("sequences_per_step"), self.sequences_per_step),
+                )
+                self.recovery.load_state_dict(metadata.get("recovery", {}))
+            if "dataloader" not in exclude:
+                self.loader.load_state_dict(metadata["data"])
+            checkpoints.load_rng_state(path, self.rank, self.device)
+        except InputError:
+            raise
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            raise CheckpointError(
+                f"{path}: its state is not one of this program: {error}"
+            ) from error
 
     # ---- setting up and ending -----------------------------------------------------------------
 

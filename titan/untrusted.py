@@ -119,14 +119,6 @@ def parse_json(text: str | bytes, kind: type[T], *, name: object, values: int = 
         raise InputError(f"{name}: {_explain(error)}") from None
 
 
-def check_value(value: Any, kind: type[T], *, name: object) -> T:
-    """Return the `kind` that a value, parsed already, describes."""
-    try:
-        return _adapter(kind).validate_python(value, strict=True)
-    except ValidationError as error:
-        raise InputError(f"{name}: {_explain(error)}") from None
-
-
 def tail_lines(path: Path, *, limit: int = TAIL_BYTES, within: Path | None = None) -> list[str]:
     """Return the last lines of a text file, as far as they lie within its last `limit` bytes; long ones are cut."""
     try:

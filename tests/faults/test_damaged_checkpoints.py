@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from pool import Pool
+from titan import cli
 from titan.checkpoint import safe, verify
 from titan.checkpoint.manager import CheckpointError, CheckpointManager, list_steps, load
 from titan.checkpoint.manifest import HashingStream, find_damage, render
@@ -476,3 +477,45 @@ def test_what_plain_dcp_wrote_is_read(tmp_path: Path) -> None:
     found = {"x": torch.empty(3, 4, dtype=torch.bfloat16)}
     load(tmp_path / "step", found)
     assert torch.equal(found["x"], value)
+
+
+# ---- what reads a checkpoint besides a run ---------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps, both kept."""
+    folder = tmp_path_factory.mktemp("trained")
+    config = JobConfig.model_validate(
+        {
+            "job": {"dump_folder": str(folder)},
+            "model": {"overrides": {"n_layers": 1}},
+            "training": {"dataset": "synthetic", "seq_len": 32, "steps": 2},
+            "lr_scheduler": {"warmup_steps": 1},
+            "checkpoint": {"interval": 1},
+        }
+    )
+    trainer = Trainer(config)
+    assert trainer.run() == 0
+    trainer.close()
+    return folder
+
+
+def test_generate_uses_what_a_resume_would(trained: Path, tmp_path: Path, capsys, caplog) -> None:
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    flip(step_dir(run, 2) / "__0_0.distcp")
+    command = ["generate", "--prompt", "a", "--max-new-tokens", "2", "--checkpoint"]
+    for where in (run, run / "checkpoint"):
+        caplog.clear()
+        assert cli.main([*command, str(where)]) == 0
+        assert f"[{step_dir(run, 1)}, " in capsys.readouterr().err
+        assert "CHECKPOINT STEP 2 IS DAMAGED AND NOT USED: __0_0.distcp" in caplog.text
+    assert list_steps(run / "checkpoint") == [1, 2], "a reader renames nothing"
+    assert cli.main([*command, str(step_dir(run, 2))]) == 2
+    assert capsys.readouterr().err.startswith(f"{step_dir(run, 2)} is damaged: __0_0.distcp: bytes")
+    flip(step_dir(run, 1) / "titan.json")
+    assert cli.main([*command, str(run)]) == 2
+    assert "NO CHECKPOINT IS WHOLE" in capsys.readouterr().err
+    (step_dir(run, 2) / ".metadata").unlink()
+    assert cli.main([*command, str(step_dir(run, 2))]) == 2
+    assert ".metadata: cannot be read" in capsys.readouterr().err

@@ -32,9 +32,9 @@ from titan.checkpoint.huggingface import (
 from titan.config.load import ConfigError
 from titan.config.sections import CheckpointSection
 from titan.config.toml import format_value
-from titan.data import DataError
 from titan.data.tokenizer import build_tokenizer
 from titan.generate import find_checkpoint
+from titan.untrusted import InputError
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -91,8 +91,6 @@ def to_hf(
     """Write a Hugging Face folder of a step's weights; what to say about it. dtype None: as they are stored."""
     _check_new(output)
     config, step = find_checkpoint(source)
-    manager = checkpoints.CheckpointManager(config.checkpoint, run_dir=Path(config.job.dump_folder))
-    manager.require_whole(step)
     stored = checkpoints.stored_shapes(step)
     tokenizer = build_tokenizer(config.tokenizer, hf_assets_path=config.model.hf_assets_path)
     weights = (kind for name, (_, kind) in stored.items() if name.startswith("model."))
@@ -180,7 +178,7 @@ def main(argv: Sequence[str]) -> int:
         else:
             dtype = getattr(torch, args.dtype) if args.dtype else None
             said = to_hf(args.source, args.output, dtype=dtype, file_bytes=args.max_shard_size)
-    except (ConfigError, CheckpointError, DataError) as error:
+    except (ConfigError, InputError) as error:
         print(f"titan convert: {error}", file=sys.stderr)
         return 2
     except SaveFailed as error:

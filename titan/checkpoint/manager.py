@@ -7,10 +7,10 @@ one is used; where none is left, the run does not start.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from threading import Thread
@@ -34,6 +34,7 @@ from titan.checkpoint.state import (
 )
 from titan.checkpoint.tensors import State, load, reason, stored_shapes
 from titan.config.sections import CheckpointSection
+from titan.untrusted import Count, InputError, parse_json, read_stream
 
 __all__ = [
     "CheckpointError",
@@ -208,16 +209,17 @@ class CheckpointManager:
         self.require_whole(path)
         return path
 
-    def newest(self) -> Location | None:
-        """The newest step that is whole, or None where there is none at all."""
-        return self._newest_whole(steps) if (steps := self.steps()) else None
+    def newest(self, *, read_only: bool = False) -> Location | None:
+        """The newest step that is whole, or None where there is none at all. read_only: leave damaged ones where they are."""
+        steps = self.steps()
+        return self._newest_whole(steps, read_only=read_only) if steps else None
 
     def require_whole(self, path: Location) -> None:
         """Raises CheckpointError if a checkpoint that was asked for by name is damaged, or cannot be verified."""
         if damages := self._find_damage(path):
             raise CheckpointError(f"{path} is damaged: {describe(damages)}{_hint(damages)}")
 
-    def _newest_whole(self, steps: list[int]) -> Location | None:
+    def _newest_whole(self, steps: list[int], *, read_only: bool = False) -> Location | None:
         damaged: dict[int, list[Damage]] = {}
         for step in reversed(steps):
             path = join(self.folder, f"step-{step}")
@@ -225,7 +227,12 @@ class CheckpointManager:
                 damaged[step] = found
                 continue
             for bad, damages in damaged.items():
-                self._set_aside(bad, damages, instead=step)
+                self._announce(
+                    f"CHECKPOINT STEP {bad} IS DAMAGED AND NOT USED: {describe(damages)}. "
+                    + (f"STEP {step} IS USED." if read_only else f"RESUMING FROM STEP {step}.")
+                )
+                if not read_only:
+                    self._set_aside(bad)
             return path
         if damaged:
             newest = max(damaged)
@@ -243,12 +250,8 @@ class CheckpointManager:
         mine = find_damage(path, part=self.ranks.rank, parts=self.ranks.size)
         return [damage for found in self.ranks.gather(mine) for damage in found]
 
-    def _set_aside(self, step: int, damages: list[Damage], *, instead: int) -> None:
+    def _set_aside(self, step: int) -> None:
         """Under a name that no finder takes for a step; of a remote one, only the manifest."""
-        self._announce(
-            f"CHECKPOINT STEP {step} IS DAMAGED AND NOT USED: {describe(damages)}. "
-            f"RESUMING FROM STEP {instead}."
-        )
         path, files = join(self.folder, f"step-{step}"), files_of(self.folder)
 
         def rename() -> None:
@@ -289,10 +292,28 @@ def _hint(damages: list[Damage]) -> str:
     return text if missing else ""
 
 
-def read_metadata(path: Location) -> dict[str, Any]:
-    """What `save` was given as metadata."""
+@dataclass
+class _Saved:
+    """What titan itself reads of a step's titan.json."""
+
+    step: Count = 0
+    tokens: Count = 0
+    model_only: bool = False
+    config: str | None = None
+    data: dict[str, Any] = field(default_factory=dict)
+    recovery: dict[str, Any] = field(default_factory=dict)
+
+
+def read_metadata(path: Location, *wanted: str) -> dict[str, Any]:
+    """What `save` was given as metadata. Raises CheckpointError where it cannot be that, or lacks a key of `wanted`."""
+    files, name = files_of(path), join(path, TITAN_JSON)
     try:
-        with files_of(path).open(join(path, TITAN_JSON), "rb") as stream:
-            return json.load(stream)
-    except (OSError, ValueError) as error:
+        with files.open(name, "rb") as stream:
+            text = read_stream(stream, files.size(name), name=name)
+        parse_json(text, _Saved, name=name)
+        content = parse_json(text, dict[str, Any], name=name)
+    except (OSError, InputError) as error:
         raise CheckpointError(f"{path} is not a checkpoint of titan: {error}") from error
+    if missing := [key for key in wanted if key not in content]:
+        raise CheckpointError(f"{name}: lacks {', '.join(missing)}")
+    return content

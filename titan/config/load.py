@@ -17,6 +17,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import ValidationError
 
+from titan.untrusted import MAX_TEXT, printable
+
 from .aliases import Layer, modernise
 from .messages import explain, meant
 from .problems import (
@@ -30,7 +32,6 @@ from .problems import (
     did_you_mean,
     key_text,
     parent,
-    visible,
 )
 from .schema import field_at, sections_with
 from .sections import JobConfig
@@ -144,7 +145,7 @@ def say_once(warnings: Iterable[str]) -> None:
     """Print warnings to stderr, on rank 0 only."""
     if os.environ.get("RANK", "0") == "0":
         for warning in warnings:
-            print(visible(warning), file=sys.stderr)
+            print(printable(warning, MAX_TEXT), file=sys.stderr)
 
 
 def parse_args(argv: Sequence[str], *, options: Sequence[str] = ()) -> Arguments:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
+from titan.untrusted import MAX_TEXT, printable
+
 KeyPath = tuple[str | int, ...]
 COMMAND_LINE = "command line"
 Finding = tuple[str, str]
@@ -32,7 +34,8 @@ class Problem:
 
     def __str__(self) -> str:
         place = f"{self.file}:{self.line}" if self.line else self.file
-        return visible(": ".join(part for part in (place, self.key, self.message) if part))
+        parts = (printable(part, MAX_TEXT) for part in (place, self.key, self.message))
+        return ": ".join(part for part in parts if part)
 
 
 class ConfigError(Exception):
@@ -100,11 +103,6 @@ class Origin:
             if place := self.places.get(around):
                 return Problem(place.file, place.line, key, message)
         return Problem(self.file, self.line, key, message)
-
-
-def visible(text: str) -> str:
-    """Return text that a terminal shows and does not obey: what cannot be printed is spelt out."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def key_text(path: Iterable[str | int]) -> str:

@@ -521,8 +521,11 @@ def _check_checkpoint(config: JobConfig) -> Iterator[Finding]:
             "is a save, which enable = false and load_only = true forbid; use false",
         )
     for key in ("folder", "initial_load_path"):
-        if "://" in (url := getattr(section, key) or "") and (reason := _unreachable(url)):
-            yield f"checkpoint.{key}", f'"{url}": {reason}'
+        if "://" in (url := getattr(section, key) or ""):
+            from titan.checkpoint.files import unusable  # only for those who have a URL
+
+            if reason := unusable(url):
+                yield f"checkpoint.{key}", f'"{url}": {reason}'
     parts = ("optimizer", "lr_scheduler", "dataloader", "train_state")
     for name in section.exclude_from_loading:
         if name not in parts:
@@ -530,17 +533,6 @@ def _check_checkpoint(config: JobConfig) -> Iterator[Finding]:
                 "checkpoint.exclude_from_loading",
                 f'unknown part "{name}"{choose(name, parts)}',
             )
-
-
-def _unreachable(url: str) -> str:
-    """Why fsspec does not know this kind of URL, if so."""
-    from fsspec import get_filesystem_class  # only for those who have a URL
-
-    try:
-        get_filesystem_class(url.split("://", 1)[0])
-    except (ImportError, ValueError) as error:
-        return str(error)
-    return ""
 
 
 def _check_profiling(config: JobConfig) -> Iterator[Finding]:

@@ -8,11 +8,14 @@ headers, dotted and quoted keys, and where a value ends. Mistakes are told as `C
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from bisect import bisect_right
 from pathlib import Path
 from typing import Any
+
+from titan.untrusted import InputError, open_regular, printable, read_stream
 
 from .problems import ConfigError, KeyPath, Problem, key_text, nearest
 
@@ -23,6 +26,11 @@ else:
 
 _BLANK = re.compile(r"(?:[\s,]|#[^\n]*)*")
 _KEY = re.compile(r'[ \t]*([\w-]+|"(?:[^"\\]|\\.)*"|\'[^\']*\')[ \t]*')
+# A key of 64 parts: a parser takes time, and memory, by the square of their number.
+_DEEP = re.compile(
+    r"""(?:(?:\w[\w-]{0,63}|"[^"\n]{0,63}"|'[^'\n]{0,63}')[ \t]{0,9}\.[ \t]{0,9}){64}"""
+)
+_MAX_BYTES = 2**20
 # A multi-line string may end in up to five quotes, of which three close it.
 _SCALAR = re.compile(
     r'"""(?:[^\\]|\\.)*?"""(?:"{0,2})'
@@ -38,6 +46,8 @@ def read_toml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     """The tables of a file, and the line of every key path in them; raises `ConfigError`."""
     text = _read_text(path)
     try:
+        if _DEEP.search(text):
+            raise RecursionError
         return tomllib.loads(text), scan_lines(text)
     except RecursionError:
         raise ConfigError([Problem(str(path), 1, "", "values are nested too deeply")]) from None
@@ -61,7 +71,7 @@ def format_value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        return printable(json.dumps(value, ensure_ascii=False))
     if isinstance(value, list):
         return f"[{', '.join(map(format_value, value))}]"
     if isinstance(value, dict):
@@ -75,9 +85,13 @@ def _read_text(path: Path) -> str:
         return ConfigError([Problem(str(path), 0, "", message)])
 
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        with open_regular(path) as file:
+            data = read_stream(file, os.fstat(file.fileno()).st_size, name=path, limit=_MAX_BYTES)
+        return data.decode("utf-8-sig")
+    except InputError as error:
+        raise problem(str(error).removeprefix(f"{path}: ")) from None
     except UnicodeDecodeError as error:
-        line = path.read_bytes()[: error.start].count(b"\n") + 1
+        line = error.object[: error.start].count(b"\n") + 1
         byte = error.object[error.start]
         message = f"not UTF-8 text (byte 0x{byte:02x}); save the file as UTF-8"
         raise ConfigError([Problem(str(path), line, "", message)]) from None
