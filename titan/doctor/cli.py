@@ -14,6 +14,9 @@ from pathlib import Path
 
 from titan.doctor.diagnose import Diagnosis, diagnose
 from titan.doctor.evidence import Evidence
+from titan.untrusted import printable
+
+_MAX_LINE = 2000  # of a cause, or a piece of evidence
 
 
 def main(argv: list[str]) -> int:
@@ -49,12 +52,12 @@ def _page(run: Path, found: Diagnosis) -> str:
         lines += _wrap(finding.cause)
         lines += [line for text in finding.evidence for line in _wrap(text, "  - ")]
         lines += _wrap(f"what to do: {finding.advice}")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def _wrap(text: str, begin: str = "  ") -> list[str]:
     return textwrap.wrap(
-        text,
+        printable(text, _MAX_LINE),
         width=110,
         initial_indent=begin,
         subsequent_indent=" " * len(begin),

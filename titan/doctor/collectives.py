@@ -13,9 +13,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
-from titan.doctor.evidence import Dump
+from titan.doctor.evidence import Call, Dump, Message
 
 _SAME_SIZES = ("allreduce", "allgather", "reducescatter", "broadcast")
 
@@ -65,17 +64,17 @@ def root(waits: Iterable[Wait], dumps: dict[int, Dump]) -> Wait | None:
 
 def find_mismatch(dumps: dict[int, Dump]) -> Mismatch | None:
     """The first, among what is still in the recorders of all ranks of a group."""
-    calls: dict[tuple[str, str, int], dict[int, dict[str, Any]]] = defaultdict(dict)
+    calls: dict[tuple[str, str, int], dict[int, Call]] = defaultdict(dict)
     for rank, dump in dumps.items():
         for entry in dump.entries:
-            if not entry["p2p_seq"]:
-                calls[entry["group"], entry["backend"], entry["seq"]][rank] = entry
+            if not entry.p2p_seq:
+                calls[entry.group, entry.backend, entry.seq][rank] = entry
     found = []
     for (group, _, seq), by_rank in calls.items():
         for differs in ("operation", "dtype", "shape"):
             seen = {rank: _signature(entry, differs) for rank, entry in by_rank.items()}
             if len(set(seen.values())) > 1:
-                first = min(entry["enqueued_unix_s"] or 0 for entry in by_rank.values())
+                first = min(entry.enqueued_unix_s or 0 for entry in by_rank.values())
                 found.append((first, group, seq, differs, by_rank))
                 break
     if not found:
@@ -87,28 +86,26 @@ def find_mismatch(dumps: dict[int, Dump]) -> Mismatch | None:
         axis=_axis_of(dumps, group),
         seq=seq,
         calls={text: tuple(r for r in sorted(texts) if texts[r] == text) for text in frequent},
-        lines={texts[rank]: entry["line"] for rank, entry in by_rank.items()},
+        lines={texts[rank]: entry.line for rank, entry in by_rank.items()},
         differs=differs,
     )
 
 
-def describe(entry: dict[str, Any]) -> str:
+def describe(entry: Call) -> str:
     """`all_gather of 4 x 16 float`."""
-    sizes = " and ".join(" x ".join(map(str, size)) for size in entry["input_sizes"][:2])
-    dtype = entry["input_dtypes"][0].lower() if entry["input_dtypes"] else ""
+    sizes = " and ".join(" x ".join(map(str, size)) for size in entry.input_sizes[:2])
+    dtype = entry.input_dtypes[0].lower() if entry.input_dtypes else ""
     of = f" of {sizes} {dtype}" if sizes else ""
-    return f"{entry['called'] or entry['operation']}{of}"
+    return f"{entry.called or entry.operation}{of}"
 
 
-def latest(dumps: dict[int, Dump]) -> tuple[int, float, dict[str, Any]] | None:
+def latest(dumps: dict[int, Dump]) -> tuple[int, float, Call] | None:
     """The rank that came last to the last collective that all ranks of a group have begun, by how many seconds, and its entry."""
-    arrivals: dict[tuple[str, str, int], list[tuple[float, int, dict[str, Any]]]] = defaultdict(
-        list
-    )
+    arrivals: dict[tuple[str, str, int], list[tuple[float, int, Call]]] = defaultdict(list)
     for rank, dump in dumps.items():
         for entry in dump.entries[-200:]:
-            key = (entry["group"], entry["backend"], entry["seq"])
-            arrivals[key].append((entry["enqueued_unix_s"] or 0, rank, entry))
+            key = (entry.group, entry.backend, entry.seq)
+            arrivals[key].append((entry.enqueued_unix_s or 0, rank, entry))
     late = None
     for rows in arrivals.values():
         rows.sort(key=lambda row: row[0])
@@ -119,16 +116,16 @@ def latest(dumps: dict[int, Dump]) -> tuple[int, float, dict[str, Any]] | None:
 
 
 def _axis_of(dumps: dict[int, Dump], group: str) -> str:
-    return next(d.groups[group]["axis"] for d in dumps.values() if group in d.groups)
+    return next((d.groups[group].axis for d in dumps.values() if group in d.groups), "")
 
 
-def _signature(entry: dict[str, Any], what: str) -> str:
-    name = entry["operation"].lower().replace("_", "")
+def _signature(entry: Call, what: str) -> str:
+    name = entry.operation.lower().replace("_", "")
     if what == "operation":
         return name
     if not name.startswith(_SAME_SIZES):
         return ""  # of others, ranks may well give different ones
-    return str(entry["input_dtypes"] if what == "dtype" else entry["input_sizes"])
+    return str(entry.input_dtypes if what == "dtype" else entry.input_sizes)
 
 
 def _waits_in_groups(dumps: dict[int, Dump]) -> list[Wait]:
@@ -136,7 +133,7 @@ def _waits_in_groups(dumps: dict[int, Dump]) -> list[Wait]:
     for rank, dump in dumps.items():
         for name, group in dump.groups.items():
             for backend in ("gloo", "nccl"):
-                num = group.get("begun", {}).get(backend, 0)
+                num = group.begun.get(backend, 0)
                 begun[name, backend][rank] = num
     waits = []
     for (name, backend), counts in begun.items():
@@ -149,44 +146,45 @@ def _waits_in_groups(dumps: dict[int, Dump]) -> list[Wait]:
                 Wait(
                     rank=rank,
                     waiting=tuple(ahead),
-                    axis=dumps[rank].groups[name]["axis"],
+                    axis=dumps[rank].groups[name].axis,
                     seq=num + 1,
                     what=describe(entry) if entry else "a collective",
-                    line=entry["line"] if entry else "",
-                    since_unix_s=(entry or {}).get("enqueued_unix_s") or 0,
+                    line=entry.line if entry else "",
+                    since_unix_s=(entry.enqueued_unix_s if entry else None) or 0,
                 )
             )
     return waits
 
 
-def _entry(dump: Dump, group: str, backend: str, seq: int) -> dict[str, Any] | None:
+def _entry(dump: Dump, group: str, backend: str, seq: int) -> Call | None:
     for entry in dump.entries:
-        if (entry["group"], entry["backend"], entry["seq"]) == (group, backend, seq):
+        if (entry.group, entry.backend, entry.seq) == (group, backend, seq):
             return entry
     return None
 
 
 def _waits_of_pairs(dumps: dict[int, Dump]) -> list[Wait]:
-    last: dict[tuple[int, int, bool], dict[str, Any]] = {}  # rank, peer, whether it sends
+    last: dict[tuple[int, int, bool], Message] = {}  # rank, peer, whether it sends
     for rank, dump in dumps.items():
         for row in dump.p2p:
-            last[rank, row["peer"], row["sends"]] = row
+            last[rank, row.peer, row.sends] = row
     waits = []
     for (rank, peer, sends), row in last.items():
-        other = last.get((peer, rank, not sends), {"seq": 0})
-        if peer not in dumps or other["seq"] >= row["seq"]:
+        other = last.get((peer, rank, not sends))
+        seq = other.seq if other else 0
+        if peer not in dumps or seq >= row.seq:
             continue
         verb = f"its {'receive from' if sends else 'send to'} rank {rank}"
-        size = " x ".join(map(str, row["size"]))
+        size = " x ".join(map(str, row.size))
         waits.append(
             Wait(
                 rank=peer,
                 waiting=(rank,),
-                axis=row["axis"],
-                seq=other["seq"] + 1,
-                what=f"{verb} of {size} {row['dtype']}",
-                line=row["line"],
-                since_unix_s=row["enqueued_unix_s"],
+                axis=row.axis,
+                seq=seq + 1,
+                what=f"{verb} of {size} {row.dtype}",
+                line=row.line,
+                since_unix_s=row.enqueued_unix_s,
             )
         )
     return waits

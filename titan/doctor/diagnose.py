@@ -23,6 +23,7 @@ SLOW = 1.5  # times the median of the other ranks: a straggler
 LATE_S = 5.0  # to a collective in which others have failed
 STALE_S = 60.0  # without a step: a run that lives, but may hang
 FULL_BYTES = 2**20
+_MAX_DAMAGED = 20  # files to name
 
 # Kind, the words of a rank's own error, what they mean. The first that matches counts.
 _SAID = [
@@ -61,6 +62,7 @@ _ADVICE = {
     "hang": "see the line that it was in, and the stacks of its threads",
     "hang_in_data": "its data source does not answer: see the file server or service that it reads from, as seen from its host",
     "host_lost": f"look at that host and its network; without it, or mended, {_AGAIN.removeprefix('then ')}",
+    "evidence": "read these files with care, or restore them; what is said here rests on the others",
     "rank_silent": "a debugger, an operator or the scheduler stops a process; an extension that holds the GIL locks it: see its stack in logs/",
     "slow_rank": "look at the clocks and temperature of its device, at other processes on its host, at its disk; `titan preflight`",
     "no_progress": "`kill -USR2 PID` of `titan train`, or of each rank, writes their stacks and flight recorders; then ask again",
@@ -93,7 +95,15 @@ class Diagnosis:
 
 
 def diagnose(run: Evidence) -> Diagnosis:
-    step = run.metrics[-1].get("step", 0) if run.metrics else run.status.get("step", 0)
+    found = _diagnose(run)
+    if run.damaged:
+        cause = "files of the run folder cannot be used: damaged, or written by something else"
+        found.findings.append(Finding("evidence", cause, [*run.damaged.values()][:_MAX_DAMAGED]))
+    return found
+
+
+def _diagnose(run: Evidence) -> Diagnosis:
+    step = run.metrics[-1].step if run.metrics else run.status.step
     if run.state == "done":
         return Diagnosis("done", f"finished: all {step:,} steps are done", _slow(run))
     if run.state == "stopped":
@@ -113,7 +123,7 @@ def diagnose(run: Evidence) -> Diagnosis:
         cause = run.reason or "the run folder does not say why"
         findings = [Finding("unknown", cause, _status(run))]
     what = "hangs" if alive else "hung" if run.state == "hung" else "failed"
-    at = f"{what} in step {run.status.get('step', step):,}"
+    at = f"{what} in step {run.status.step or step:,}"
     return Diagnosis("running" if alive else "failed", at, findings)
 
 
@@ -156,7 +166,7 @@ def _ended(run: Evidence) -> list[Finding]:
         evidence = [f"cgroup: oom_kill rose by {run.num_oom_kills}", *_exits(run, killed)]
         return [Finding("out_of_host_memory", cause, evidence)]
     for number, ranks in by_signal.items():
-        cause = f"{_ranks(ranks)} {_was(ranks)} ended by {signal.Signals(number).name}"
+        cause = f"{_ranks(ranks)} {_was(ranks)} ended by {_signal(number)}"
         if number == signal.SIGKILL:
             return [Finding("killed", f"{cause}, from outside", _exits(run, ranks))]
         if not _mismatch(run):  # where gloo ends a process
@@ -227,7 +237,9 @@ def _silent(run: Evidence) -> list[Finding]:
     stacks = {rank: stack for rank in missing if (stack := run.stack(rank))}
     for rank, stack in stacks.items():  # written when it was ended: newer than its last beat
         cause = re.sub(
-            rf"; rank {rank} was in .*?, step \d+", f"; rank {rank} was in {stack}", cause
+            rf"; rank {rank} was in .*?, step \d+",
+            lambda _, rank=rank, stack=stack: f"; rank {rank} was in {stack}",
+            cause,
         )
     evidence = [f"rank {rank}: {stack}" for rank, stack in [*stacks.items()][:3]]
     evidence += [f"no flight recorder of {_ranks(missing)}"] * bool(missing)
@@ -247,7 +259,7 @@ def _late(run: Evidence) -> list[Finding]:
     if not found or found[1] < LATE_S or collectives.find_waits(run.dumps):
         return []
     rank, lag_s, entry = found
-    what = f"{collectives.describe(entry)}{_at(entry['line'])}"
+    what = f"{collectives.describe(entry)}{_at(entry.line)}"
     cause = f"rank {rank} on {run.dumps[rank].host} entered {what} {lag_s:.0f} s after the others"
     return [Finding("slow_rank", cause, _dumps(run, [rank]))]
 
@@ -256,7 +268,7 @@ def _slow(run: Evidence) -> list[Finding]:
     """Ranks whose own time per step is far above the others'."""
     own: dict[int, float] = {}
     for rank, rows in run.times.items():
-        values = [float(row.get("own_s", row["step_s"])) for row in rows if row["step"] > 1]
+        values = [row.step_s if row.own_s is None else row.own_s for row in rows if row.step > 1]
         if len(values) >= 3:
             own[rank] = median(values)
     findings = []
@@ -264,7 +276,7 @@ def _slow(run: Evidence) -> list[Finding]:
         others = [value for other, value in own.items() if other != rank]
         if not others or seconds < max(SLOW * median(others), median(others) + 0.05):
             continue
-        wait = median(float(row["data_wait_s"]) for row in run.times[rank])
+        wait = median(row.data_wait_s for row in run.times[rank])
         why = f", {wait:.2f} s of it for data" if wait > seconds / 4 else ""
         cause = f"rank {rank} is slow: {seconds:.2f} s of its own per step{why}, against {median(others):.2f} s of the others"
         findings.append(Finding("slow_rank", cause, [f"logs/rank-{rank}.times.jsonl"]))
@@ -273,8 +285,8 @@ def _slow(run: Evidence) -> list[Finding]:
 
 def _is_stale(run: Evidence) -> bool:
     """No step for long, by the standards of the run."""
-    step_s = [float(row.get("step_s", 0)) for row in run.metrics[-20:]]
-    since_s = time.time() - run.status.get("unix_s", 0)
+    step_s = [row.step_s for row in run.metrics[-20:]]
+    since_s = time.time() - run.status.unix_s
     return bool(step_s) and since_s > max(STALE_S, 10 * median(step_s))
 
 
@@ -313,6 +325,11 @@ def _verb(verb: str, ranks: Sequence[int]) -> str:
 
 def _was(ranks: Sequence[int]) -> str:
     return "were" if len(ranks) > 1 else "was"
+
+
+def _signal(number: int) -> str:
+    known = number in {*signal.Signals}
+    return signal.Signals(number).name if known else f"signal {number}"
 
 
 def _exits(run: Evidence, ranks: Sequence[int]) -> list[str]:

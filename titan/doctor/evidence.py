@@ -2,102 +2,227 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from titan.lease import NAME, Owner, started
-from titan.observe.runinfo import read_status
+from titan.observe.runinfo import Status, load_status
 from titan.observe.stacks import stacks_file
+from titan.untrusted import (
+    Count,
+    Finite,
+    InputError,
+    Rank,
+    parse_json,
+    read_json,
+    tail_lines,
+)
 
 _ERROR = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (?:ERROR|CRITICAL) +[\w.]+: (.*)$")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 _OURS = re.compile(r"(?:^|/)((?:titan|models)/[\w/]+\.py)$")
 _FRESH_S = 60  # of a lease whose owner is on another machine
+_MAX_ENTRIES = 60_000  # of all flight recorders together: what counts is at their ends
+_DUMP_BYTES = 8 * 2**20
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective, as a flight recorder has it."""
+
+    group: str
+    backend: str
+    seq: Count
+    p2p_seq: Count
+    operation: str
+    called: str
+    line: str
+    input_sizes: list[list[Count]]
+    input_dtypes: list[str]
+    enqueued_unix_s: Finite | None
+
+
+@dataclass(frozen=True)
+class Message:
+    """A send or receive."""
+
+    peer: Rank
+    sends: bool
+    seq: Count
+    axis: str
+    size: list[Count]
+    dtype: str
+    line: str
+    enqueued_unix_s: Finite
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group. begun: how many collectives, by backend."""
+
+    axis: str
+    begun: dict[str, Count] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MainThread:
+    """What it does; and whether it waits, for others or for the device."""
+
+    text: str
+    waits: bool
 
 
 @dataclass(frozen=True)
 class Dump:
     """One rank's flight recorder; titan/observe/flight_recorder.py says what is in it."""
 
-    rank: int
+    rank: Rank
     host: str
     reason: str
-    step: int
-    unix_s: float
-    doing: str
-    waits: bool  # the main thread: for others, or for the device
-    world_size: int
+    step: Count
+    unix_s: Finite
+    main_thread: MainThread
+    world_size: Rank
     oom_kills: int
-    groups: dict[str, dict[str, Any]] = field(repr=False)
-    entries: list[dict[str, Any]] = field(repr=False)
-    p2p: list[dict[str, Any]] = field(repr=False)
+    groups: dict[str, Group] = field(repr=False)
+    entries: list[Call] = field(repr=False)
+    p2p: list[Message] = field(repr=False)
 
-    @staticmethod
-    def read(path: Path) -> Dump | None:
-        content = _json(path)
-        try:
-            return Dump(
-                rank=content["rank"],
-                host=content["host"],
-                reason=content["reason"],
-                step=content["step"],
-                unix_s=content["unix_s"],
-                doing=content["main_thread"]["text"],
-                waits=content["main_thread"]["waits"],
-                world_size=content["world_size"],
-                oom_kills=content["oom_kills"],
-                groups=content["groups"],
-                entries=content["entries"],
-                p2p=content["p2p"],
-            )
-        except (KeyError, TypeError):  # of another version, or not one of ours
-            return None
+    @property
+    def doing(self) -> str:
+        return self.main_thread.text
+
+    @property
+    def waits(self) -> bool:
+        return self.main_thread.waits
 
     @property
     def idle_s(self) -> float | None:
         """Since the last collective, send or receive was begun."""
-        times = [row[-1]["enqueued_unix_s"] for row in (self.entries, self.p2p) if row]
+        times = [row[-1].enqueued_unix_s or 0 for row in (self.entries, self.p2p) if row]
         return self.unix_s - max(times) if times else None
+
+
+@dataclass(frozen=True)
+class Environment:
+    """environment.json, as far as it is read."""
+
+    written_unix_s: Finite = 0.0
+    world_size: Rank = 1
+
+
+@dataclass(frozen=True)
+class Exit:
+    exit_code: int
+    unix_s: Finite
+
+
+@dataclass(frozen=True)
+class Launch:
+    """logs/launch-*.json."""
+
+    ranks: dict[str, Exit]
+    oom_kills: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of metrics.jsonl."""
+
+    step: Count
+    step_s: Finite = 0.0
+
+
+@dataclass(frozen=True)
+class Times:
+    """A row of a rank's own times."""
+
+    step: Count
+    step_s: Finite
+    data_wait_s: Finite
+    unix_s: Finite
+    own_s: Finite | None = None
 
 
 @dataclass
 class Evidence:
-    """Everything that is known; ranks that said nothing are missing from the tables by rank."""
+    """Everything that is known; ranks that said nothing are missing from the tables by rank.
+
+    damaged: why a file cannot be used, or rows of it, as far as files have been read.
+    """
 
     run_dir: Path
+    damaged: dict[str, str] = field(default_factory=dict)
+
+    def _try(self, read: Callable[[], T], default: T) -> T:
+        try:
+            return read()
+        except InputError as error:
+            file, _, why = str(error).removeprefix(f"{self.run_dir}/").partition(": ")
+            self.damaged.setdefault(file, f"{file}: {why}")
+            return default
+
+    def _json(self, path: Path, kind: type[T], default: T, *, limit: int = 2**20) -> T:
+        """What a file holds; `default` where there is none, or it is damaged."""
+        if not path.is_symlink() and not path.exists():
+            return default
+        return self._try(lambda: read_json(path, kind, limit=limit, within=path.parent), default)
+
+    def _lines(self, path: Path) -> list[str]:
+        if not path.is_symlink() and not path.exists():
+            return []
+        return self._try(lambda: tail_lines(path, within=path.parent), [])
+
+    def _rows(self, path: Path, kind: type[T], num: int) -> list[T]:
+        """The newest whole rows. The last line may be torn, by a kill."""
+        *lines, torn = self._lines(path) or [""]
+        found = [self._try(lambda x=x: [parse_json(x, kind, name=path)], []) for x in lines[-num:]]
+        with suppress(InputError):
+            found.append([parse_json(torn, kind, name=path)])
+        return [row for rows in found for row in rows]
 
     @cached_property
-    def status(self) -> dict[str, Any]:
-        return read_status(self.run_dir)
+    def status(self) -> Status:
+        return self._try(lambda: load_status(self.run_dir), Status())
 
     @property
     def state(self) -> str:
-        return str(self.status.get("state", ""))
+        return self.status.state
 
     @property
     def reason(self) -> str:
-        return str(self.status.get("reason", ""))
+        return self.status.reason
 
     @cached_property
-    def environment(self) -> dict[str, Any]:
-        return _json(self.run_dir / "environment.json")
+    def environment(self) -> Environment:
+        return self._json(self.run_dir / "environment.json", Environment, Environment())
 
-    @cached_property
+    @property
     def began_unix_s(self) -> float:
-        return float(self.environment.get("written_unix_s", 0))
+        return self.environment.written_unix_s
 
     @cached_property
     def dumps(self) -> dict[int, Dump]:
         """Of the run that wrote last: an older one may have had more ranks."""
-        found = [Dump.read(path) for path in sorted(self.run_dir.glob("*/*.json"))]
-        dumps = [dump for dump in found if dump is not None]
+        # Named by rank. Other files of that kind in the folder are no concern of ours.
+        paths = [
+            path
+            for path in sorted(self.run_dir.glob("*/*.json"))
+            if re.search(r"\d\.json$", path.name) and not path.name.startswith("launch-")
+        ]
+        dumps, keep = [], max(_MAX_ENTRIES // max(len(paths), 1), 20)
+        for path in paths:
+            if dump := self._json(path, Dump, None, limit=_DUMP_BYTES):  # pyright: ignore
+                del dump.entries[:-keep], dump.p2p[:-keep]
+                dumps.append(dump)
         if not dumps:
             return {}
         newest = max(dumps, key=lambda dump: dump.unix_s)
@@ -106,63 +231,75 @@ class Evidence:
     @property
     def world_size(self) -> int:
         sizes = [dump.world_size for dump in self.dumps.values()]
-        return max(sizes, default=int(self.environment.get("world_size", 1)))
+        return max(sizes, default=self.environment.world_size)
 
     @cached_property
     def errors(self) -> dict[int, str]:
         """The last error in each rank's log, of this run."""
         found = {}
-        for path in self.run_dir.glob("logs/rank-*.log"):
-            for line in _lines(path):
+        for rank, path in self._of_ranks("log"):
+            for line in self._lines(path):
                 match = _ERROR.match(line)
                 if match and _local_time(match[1]) >= self.began_unix_s - 1:
-                    found[int(path.stem.removeprefix("rank-"))] = match[2]
-        return dict(sorted(found.items()))
+                    found[rank] = match[2]
+        return found
 
     @cached_property
     def exits(self) -> dict[int, int]:
         """Exit codes of ranks, as the launcher saw them; below 0: the signal."""
         return {
-            int(rank): failure["exit_code"]
+            int(rank): failure.exit_code
             for launch in self._launches
-            for rank, failure in launch["ranks"].items()
-            if failure["unix_s"] >= int(self.began_unix_s)
+            for rank, failure in launch.ranks.items()
+            if failure.unix_s >= int(self.began_unix_s) and re.fullmatch(r"\d{1,6}", rank)
         }
 
     @property
     def num_oom_kills(self) -> int:
         """Processes that the kernel has killed in the cgroup of the run."""
-        seen = [launch["oom_kills"] for launch in self._launches]
+        seen = [launch.oom_kills for launch in self._launches]
         return max([*seen, *(dump.oom_kills for dump in self.dumps.values())], default=0)
 
     @cached_property
-    def _launches(self) -> list[dict[str, Any]]:
-        return [_json(path) for path in sorted(self.run_dir.glob("logs/launch-*.json"))]
+    def _launches(self) -> list[Launch]:
+        paths = sorted(self.run_dir.glob("logs/launch-*.json"))
+        found = [self._json(path, Launch, None) for path in paths]  # pyright: ignore
+        return [launch for launch in found if launch]
 
     @cached_property
-    def metrics(self) -> list[dict[str, Any]]:
-        return _rows(self.run_dir / "metrics.jsonl")[-100:]
+    def metrics(self) -> list[Row]:
+        return self._rows(self.run_dir / "metrics.jsonl", Row, 100)
 
     @cached_property
-    def times(self) -> dict[int, list[dict[str, Any]]]:
+    def times(self) -> dict[int, list[Times]]:
         """Newest rows of each rank's own times."""
-        found = {}
-        for path in self.run_dir.glob("logs/rank-*.times.jsonl"):
-            rows = [row for row in _rows(path) if row["unix_s"] >= self.began_unix_s - 60]
-            found[int(path.name.split(".")[0].removeprefix("rank-"))] = rows[-20:]
-        return dict(sorted(found.items()))
+        return {
+            rank: [
+                row for row in self._rows(path, Times, 20) if row.unix_s >= self.began_unix_s - 60
+            ]
+            for rank, path in self._of_ranks("times.jsonl")
+        }
+
+    def _of_ranks(self, ending: str) -> list[tuple[int, Path]]:
+        """The ranks' files of a kind in logs/, by rank."""
+        matches = [
+            (re.fullmatch(rf"rank-(\d{{1,6}})\.{re.escape(ending)}", path.name), path)
+            for path in self.run_dir.glob(f"logs/rank-*.{ending}")
+        ]
+        return sorted((int(match[1]), path) for match, path in matches if match)
 
     @cached_property
     def owner(self) -> Owner | None:
         """The process that holds the run folder, if it lives."""
         path = self.run_dir / NAME
-        try:
-            owner = Owner(**_json(path))
-            if owner.machine == Owner.this_process().machine != "":
-                return owner if started(str(owner.pid)) == owner.started else None
-            return owner if time.time() - path.stat().st_mtime < _FRESH_S else None
-        except (OSError, TypeError):
+        owner = self._json(path, Owner, None)  # pyright: ignore[reportArgumentType]
+        if owner is None:
             return None
+        if owner.machine == Owner.this_process().machine != "":
+            return owner if started(str(owner.pid)) == owner.started else None
+        with suppress(OSError):
+            return owner if time.time() - path.stat().st_mtime < _FRESH_S else None
+        return None
 
     @property
     def free_bytes(self) -> int:
@@ -171,7 +308,7 @@ class Evidence:
     def stack(self, rank: int) -> str:
         """Where the main thread of a rank was, by its last stacks; empty where there are none."""
         threads: list[list[str]] = []
-        for line in _lines(stacks_file(self.run_dir, rank)):
+        for line in self._lines(stacks_file(self.run_dir, rank)):
             if line.startswith(("Thread 0x", "Current thread 0x")):
                 threads.append([])
             elif threads and (frame := _FRAME.match(line)):
@@ -186,28 +323,8 @@ def _short(file: str) -> str:
     return match[1] if match and "site-packages" not in file else "/".join(file.split("/")[-2:])
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    rows = []
-    for line in _lines(path):
-        with suppress(ValueError):  # the last line of a run that was killed
-            rows.append(json.loads(line))
-    return rows
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-
-
 def _local_time(text: str) -> float:
-    return time.mktime(time.strptime(text, "%Y-%m-%d %H:%M:%S"))
+    try:
+        return time.mktime(time.strptime(text, "%Y-%m-%d %H:%M:%S"))
+    except (ValueError, OverflowError):  # no such day
+        return 0.0

@@ -10,12 +10,14 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 import titan
+from titan.untrusted import MAX_TEXT, Count, Finite, InputError, printable, read_json
 
 State = Literal["running", "done", "stopped", "failed", "hung"]
 
@@ -106,13 +108,29 @@ def write_status(
     write_text_atomically(run_dir / "status.json", text, durable=state != "running")
 
 
+@dataclass(frozen=True)
+class Status:
+    """status.json."""
+
+    state: str = ""
+    exit_code: int | None = None
+    step: Count = 0
+    reason: str = ""
+    unix_s: Finite = 0.0
+
+
 def read_status(run_dir: Path) -> dict[str, Any]:
     """What write_status wrote last; empty where there is nothing that makes sense."""
     try:
-        content = json.loads((run_dir / "status.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return asdict(load_status(run_dir))
+    except InputError:
         return {}
-    return content if isinstance(content, dict) else {}
+
+
+def load_status(run_dir: Path) -> Status:
+    """As `read_status`, but raises InputError."""
+    found = read_json(run_dir / "status.json", Status, limit=2**20, within=run_dir)
+    return replace(found, reason=printable(found.reason, MAX_TEXT))
 
 
 def open_rank_log(run_dir: Path, rank: int) -> logging.Handler:
