@@ -116,7 +116,7 @@ def parse_json(text: str | bytes, kind: type[T], *, name: object, values: int = 
     try:
         return _adapter(kind).validate_json(text, strict=True)
     except ValidationError as error:
-        raise InputError(f"{name}: {_explain(error)}") from None
+        raise InputError(f"{name}: cannot be read: {_explain(error)}") from None
 
 
 def tail_lines(path: Path, *, limit: int = TAIL_BYTES, within: Path | None = None) -> list[str]:

@@ -101,6 +101,8 @@ def read_sizes(
         if hf.get(key, only) != only:
             raise ValueError(f"{key} is {hf[key]!r}; titan's model has {only!r} and nothing else")
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ValueError("rope_scaling is not a table")
     fields = (
         *FIELDS,
         ("n_kv_heads", "num_key_value_heads", n_kv_heads),
@@ -116,7 +118,12 @@ def read_sizes(
         wanted = type(getattr(_EXAMPLE, ours))
         if type(value) is not wanted and not (wanted is float and type(value) is int):
             raise ValueError(f"{theirs} is {value!r}, which is not a valid {wanted.__name__}")
+        # head_dim 0: derived.
+        if value < (0 if wanted is bool or default == 0 else 1e-12) or value > 2**31:
+            raise ValueError(f"{theirs} is {value}, which no model has")
         sizes[ours] = wanted(value)
+    if sizes["dim"] % sizes["n_heads"] and not sizes["head_dim"]:
+        raise ValueError("num_attention_heads does not divide hidden_size, and head_dim is missing")
     return kind(**sizes)
 
 

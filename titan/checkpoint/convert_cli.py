@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -20,19 +19,27 @@ import torch
 from titan.checkpoint import CheckpointError, SaveFailed
 from titan.checkpoint import manager as checkpoints
 from titan.checkpoint.commit import Ranks
-from titan.checkpoint.export import DEFAULT_FILE_BYTES, Export, tokenizer_files, write_folder
+from titan.checkpoint.export import (
+    DEFAULT_FILE_BYTES,
+    Export,
+    read_asset,
+    tokenizer_files,
+    write_folder,
+)
 from titan.checkpoint.files import Location, as_location
 from titan.checkpoint.huggingface import (
     HFModel,
     check_folder,
     model_keys,
+    not_finite,
     open_folder,
     read_sizes,
+    require_weights_for,
 )
 from titan.config.load import ConfigError
 from titan.config.sections import CheckpointSection
 from titan.config.toml import format_value
-from titan.data.tokenizer import build_tokenizer
+from titan.data.tokenizer import build_tokenizer, tokenizer_named
 from titan.generate import find_checkpoint
 from titan.untrusted import InputError
 
@@ -42,9 +49,13 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 def from_hf(source: Path, output: Path) -> list[str]:
     """Write a checkpoint of a Hugging Face folder's weights, and the config it implies; what to say about it."""
     _check_new(output)
-    name, sizes = read_sizes(open_folder(source))
+    name, sizes = read_sizes(opened := open_folder(source))
+    require_weights_for(sizes, opened)
     model = HFModel.of(name, sizes)
     folder = check_folder(source, model)
+    assets = {file.name: read_asset(file) for file in tokenizer_files(str(source))}
+    if assets:
+        tokenizer_named(str(source))  # that it can be used
     manager = checkpoints.CheckpointManager(CheckpointSection(), run_dir=output)
     metadata = {"format": 1, "step": 0, "tokens": 0, "data": {}, "model_only": True}
     with ExitStack() as stack:
@@ -59,10 +70,12 @@ def from_hf(source: Path, output: Path) -> list[str]:
             f"model.{ours}": open_files[folder.files[theirs]].get_tensor(theirs)
             for ours, theirs in model.names.items()
         }
+        for ours, theirs in model.names.items():
+            if not state[f"model.{ours}"].isfinite().all():
+                raise CheckpointError(not_finite(folder.files[theirs], theirs))
         step = manager.save(0, state, metadata=metadata)
-    assets = tokenizer_files(str(source))
-    for asset in assets:
-        shutil.copyfile(asset, output / asset.name)
+    for file_name, data in assets.items():
+        (output / file_name).write_bytes(data)
     keys = model_keys(name, sizes)
     sections = {
         "model": keys,

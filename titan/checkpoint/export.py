@@ -24,11 +24,12 @@ from torch.distributed.tensor import DTensor
 from titan.checkpoint import SaveFailed
 from titan.checkpoint.commit import Ranks
 from titan.checkpoint.files import Files
-from titan.checkpoint.huggingface import INDEX, HFModel
+from titan.checkpoint.huggingface import INDEX, HFModel, root_of
 from titan.checkpoint.tensors import State
 from titan.config.model import model_config
 from titan.config.sections import ModelSection
 from titan.data.tokenizer import Tokenizer
+from titan.untrusted import InputError, parse_json, read_bytes
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -40,6 +41,9 @@ TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
     "generation_config.json",
+)
+_MAX_VALUES = (
+    3_000_000  # of a tokenizer.json: a vocabulary of 250,000 with its merges has 1.5 million
 )
 DEFAULT_FILE_BYTES = 5_000_000_000
 Fetch = Callable[[Sequence[str], bool], State]
@@ -104,6 +108,24 @@ def tokenizer_files(where: str) -> list[Path]:
     folder = path if path.is_dir() else path.parent
     files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
     return files if files and files[0].name in ("tokenizer.json", "tokenizer.model") else []
+
+
+def read_asset(file: Path) -> bytes:
+    """Return a tokenizer's file, to be copied. Raises InputError where it is not what its name says, or lies elsewhere."""
+    data = read_bytes(file, within=root_of(file.parent))
+    if file.suffix == ".json":
+        parse_json(data, dict[str, Any], name=file, values=_MAX_VALUES)
+    elif file.suffix in (".txt", ".jinja") and not _is_text(data):
+        raise InputError(f"{file}: is not UTF-8 text")
+    return data
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in data
 
 
 def export_state(folder: Path, state: State, export: Export, *, ranks: Ranks) -> None:
@@ -201,5 +223,5 @@ def _write_texts(folder: Path, export: Export, files: dict[str, list[str]]) -> N
     for name, value in ((INDEX, index), ("config.json", export.config())):
         Files().write(folder / name, (json.dumps(value, indent=2) + "\n").encode())
     for asset in export.assets:
-        Files().write(folder / asset.name, asset.read_bytes())
+        Files().write(folder / asset.name, read_asset(asset))
     Files().persist_folder(folder)

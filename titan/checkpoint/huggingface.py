@@ -8,7 +8,6 @@ of the model than its own part and one slice of one tensor, and nothing is sent.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,8 +30,10 @@ from titan.config.sections import ModelSection
 from titan.config.toml import format_value
 from titan.data.errors import require
 from titan.parallel.shims import compute_local_shape_and_global_offset
+from titan.untrusted import MAX_VALUES, is_plain_name, open_regular, printable, read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_MAX_HEADER = 16 * 2**20
 _DTYPES = ("F32", "BF16", "F16")
 _DERIVED = ".rotary_emb.inv_freq"  # stored by old versions of transformers, computed by everyone
 
@@ -79,10 +80,14 @@ def open_folder(path: Path) -> HFFolder:
     """Read config.json and the index. Raises CheckpointError naming the file that is missing or no good."""
     if not path.is_dir():
         raise CheckpointError(f"{path}: there is no such folder")
-    config = _read_json(path / "config.json")
+    if not (path / "config.json").exists():
+        raise CheckpointError(
+            f"{path / 'config.json'}: missing; a Hugging Face folder says with it which model it is"
+        )
+    config = read_json(path / "config.json", dict[str, Any], limit=2**20, within=root_of(path))
     if (path / INDEX).is_file():
-        files = _read_json(path / INDEX).get("weight_map")
-        if not isinstance(files, dict) or not all(map(_is_plain_name, files.values())):
+        files = read_json(path / INDEX, dict[str, Any], within=root_of(path)).get("weight_map")
+        if not isinstance(files, dict) or not all(map(_is_weights_name, files.values())):
             raise CheckpointError(
                 f"{path / INDEX}: its weight_map does not name safetensors files of this folder"
             )
@@ -111,13 +116,26 @@ def read_sizes(folder: HFFolder) -> tuple[str, Any]:
     architecture = listed[0] if isinstance(listed, list) and len(listed) == 1 else listed
     if not isinstance(architecture, str) or architecture not in known:
         raise CheckpointError(
-            f"{folder.path / 'config.json'}: architecture {architecture} is none of {', '.join(known)}"
+            f"{folder.path / 'config.json'}: architecture {printable(str(architecture), 80)} is none of "
+            + ", ".join(known)
         )
     name, hooks = known[architecture]
     try:
         return name, hooks.read_config(config)
-    except ValueError as error:
-        raise CheckpointError(f"{folder.path / 'config.json'}: {error}") from error
+    # Of any family's code: the values may be of every type, and size.
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        why = printable(str(error), 300)
+        raise CheckpointError(f"{folder.path / 'config.json'}: {why}") from error
+
+
+def require_weights_for(sizes: Any, folder: HFFolder) -> None:
+    """Raise CheckpointError where the files cannot hold a model of these sizes; before it is built, even on the meta device."""
+    held = sum(file.stat().st_size for file in {*folder.files.values()})
+    if not 0 < 2 * sizes.num_params <= held:  # no precision that is read has less than two bytes
+        raise CheckpointError(
+            f"{folder.path / 'config.json'}: means {sizes.num_params:.3g} parameters, which the {held:,} bytes "
+            "of the weights cannot hold"
+        )
 
 
 def check_folder(path: Path, model: HFModel) -> HFFolder:
@@ -142,17 +160,34 @@ def check_folder(path: Path, model: HFModel) -> HFFolder:
 
 
 def load(path: Path, state: State, *, model: HFModel, ranks: Ranks) -> None:
-    """Fill the tensors "model.<parameter>" of `state`, in their own precision; all ranks call this together."""
+    """Fill the tensors "model.<parameter>" of `state`, in their own precision; all ranks call this together. Raises
+    CheckpointError on all of them if a weight is not a number."""
     from safetensors import safe_open
 
     folder = _check_on_main(path, model, ranks)
     by_file: dict[Path, list[str]] = defaultdict(list)
     for ours in (key.removeprefix("model.") for key in state):
         by_file[folder.files[model.names[ours]]].append(ours)
+    bad: list[str] = []
     for file, names in by_file.items():
         with safe_open(file, framework="pt") as stored:
-            for ours in names:
-                _fill(state[f"model.{ours}"], stored.get_slice(model.names[ours]))
+            slices = {ours: stored.get_slice(model.names[ours]) for ours in names}
+            bad += [
+                not_finite(file, model.names[ours])
+                for ours in names
+                if not _fill(state[f"model.{ours}"], slices[ours])
+            ]
+    if found := [problem for problems in ranks.gather(bad) for problem in problems]:
+        raise CheckpointError(found[0])
+
+
+def not_finite(file: Path, name: str) -> str:
+    return f"{file}: tensor {name} holds a weight that is not a number, or infinite"
+
+
+def root_of(folder: Path) -> Path:
+    """Where a link in a Hugging Face folder may lead: into the folder itself or, in the hub's cache, into its model's."""
+    return folder.parents[1] if folder.absolute().parent.name == "snapshots" else folder
 
 
 def model_keys(name: str, sizes: Any) -> dict[str, Any]:
@@ -182,17 +217,19 @@ def _check_on_main(path: Path, model: HFModel, ranks: Ranks) -> HFFolder:
     return found[0]
 
 
-def _fill(tensor: Tensor, stored: Any) -> None:
-    """Copy what a tensor holds of the whole from a slice of a file."""
+def _fill(tensor: Tensor, stored: Any) -> bool:
+    """Copy what a tensor holds of the whole from a slice of a file; whether all of it is finite."""
     if not isinstance(tensor, DTensor):
-        tensor.copy_(stored[:])
-        return
+        tensor.copy_(part := stored[:])
+        return bool(part.isfinite().all())
     sizes, offsets = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
     if 0 not in sizes:  # more ranks than rows: some hold nothing
         where = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
-        tensor.to_local().copy_(stored[where])
+        tensor.to_local().copy_(part := stored[where])
+        return bool(part.isfinite().all())
+    return True
 
 
 def _problems(folder: HFFolder, model: HFModel) -> Iterator[str]:
@@ -204,7 +241,7 @@ def _problems(folder: HFFolder, model: HFModel) -> Iterator[str]:
     tied = {model.hooks.hf_name("output.weight")} if model.sizes.tied_embeddings else set()
     for name in folder.files.keys() - wanted.keys() - tied:
         if not name.endswith(_DERIVED):
-            yield f"{folder.files[name]}: tensor {name} is not one of {model.hooks.ARCHITECTURE}"
+            yield f"{folder.files[name]}: tensor {printable(name, 100)} is not one of {model.hooks.ARCHITECTURE}"
     for file in sorted(set(folder.files.values())):
         headers = _headers(file)
         for name in (n for n in wanted if folder.files.get(n) == file):
@@ -223,30 +260,26 @@ def _headers(file: Path) -> dict[str, tuple[list[int], str]]:
     from safetensors import SafetensorError, safe_open
 
     try:
+        with open_regular(file, within=root_of(file.parent)) as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            if size > _MAX_HEADER:
+                raise CheckpointError(f"{file}: has a header of {size:,} bytes")
+            marks = stream.read(size).count(b",")
+        if marks > MAX_VALUES:
+            raise CheckpointError(f"{file}: its header holds more than {MAX_VALUES:,} values")
         with safe_open(file, framework="pt") as stored:
             slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118
             return {name: (s.get_shape(), s.get_dtype()) for name, s in slices.items()}
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file}: not a whole safetensors file: {error}") from error
+    except CheckpointError:
+        raise
+    except (SafetensorError, OSError, ValueError) as error:
+        why = printable(getattr(error, "strerror", None) or str(error), 200)
+        raise CheckpointError(f"{file}: not a whole safetensors file: {why}") from error
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text("utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{file}: missing; a Hugging Face folder says with it which model it is"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file}: holds {type(value).__name__}, not an object")
-    return value
-
-
-def _is_plain_name(name: Any) -> bool:
+def _is_weights_name(name: Any) -> bool:
     """A safetensors file of this folder, and no path out of it."""
-    return isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
+    return is_plain_name(name) and name.endswith(".safetensors")
 
 
 def _differences(sizes: Any, other: Any) -> dict[str, Any]:

@@ -23,6 +23,7 @@ import tiktoken
 
 from titan.config.sections import TokenizerSection
 from titan.data.errors import DataError, require
+from titan.untrusted import printable, read_bytes, read_json, read_text
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 # How Llama 3 cuts text before merging (its released tokenizer.py); also used by `titan tokenizer train`.
@@ -34,6 +35,7 @@ _LLAMA3_NUM_SPECIALS = 256
 # Limits of Llama 3's tokenizer.py: the regular expression engine overflows on longer text, and merging slows
 # down on longer runs without (or of nothing but) white space.
 _MAX_CHARS, _MAX_RUN = 400_000, 25_000
+_MAX_GAPS = 2**20  # numbers below the highest that no token has
 _LONG_RUN = re.compile(r"\S{512,}|\s{512,}")
 
 
@@ -99,11 +101,14 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def __init__(self, path: Path) -> None:
         tokenizers = require("tokenizers", purpose=f"tokenizer {path}")
-        content = path.read_text(encoding="utf-8")
+        content = read_text(path)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content)
-        except Exception as error:  # the library raises bare Exception
-            raise DataError(f"tokenizer {path}: not a valid tokenizer.json: {error}") from error
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the library raises bare Exception, or panics
+            why = printable(str(error), 200)
+            raise DataError(f"tokenizer {path}: not a valid tokenizer.json: {why}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # as text, that is: not recognised in it
@@ -113,8 +118,13 @@ class HuggingFaceTokenizer(Tokenizer):
         self.special_tokens = {
             t.content: number for number, t in sorted(added.items()) if t.special
         }
-        self._byte_level = '"ByteLevel"' in json.dumps(json.loads(content).get("decoder"))
-        self.vocab_size = max(vocab.values()) + 1
+        decoder = self._tokenizer.decoder
+        self._byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
+        self.vocab_size = max(vocab.values(), default=-1) + 1
+        if not 0 < self.vocab_size <= len(vocab) + _MAX_GAPS:
+            raise DataError(
+                f"tokenizer {path}: {len(vocab):,} tokens with numbers up to {self.vocab_size - 1:,}"
+            )
         self.bos_id = _find_special(path.parent, "bos", vocab)
         self.eos_id = _find_special(path.parent, "eos", vocab)
         self.fingerprint = _fingerprint(self.kind, content, self.bos_id, self.eos_id)
@@ -156,7 +166,7 @@ def bytes_tokenizer() -> Tokenizer:
 
 def tiktoken_tokenizer(path: Path) -> Tokenizer:
     """Llama 3's tokenizer.model: lines of "base64(token) rank", 256 special tokens after the last rank."""
-    content = path.read_bytes()
+    content = read_bytes(path)
     lines = enumerate(content.splitlines(), start=1)
     ranks = dict(_rank_line(line, where=f"{path}:{number}") for number, line in lines)
     if sorted(ranks.values()) != list(range(len(ranks))) or len(ranks) < 256:
@@ -240,13 +250,13 @@ def _find_special(folder: Path, which: str, vocab: dict[str, int]) -> int | None
     """The id of "bos" or "eos" from the files that may lie beside a tokenizer.json, first hit wins."""
     names = ("tokenizer_config", "special_tokens_map", "generation_config", "config")
     for file in (folder / f"{name}.json" for name in names):
-        values: dict[str, Any] = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+        values = read_json(file, dict[str, Any]) if file.is_file() else {}
         token, number = values.get(f"{which}_token"), values.get(f"{which}_token_id")
         token = token.get("content") if isinstance(token, dict) else token
         number = number[0] if isinstance(number, list) and number else number
-        if token in vocab:
+        if isinstance(token, str) and token in vocab:
             return vocab[token]
-        if isinstance(number, int):
+        if isinstance(number, int) and 0 <= number <= max(vocab.values()):
             return number
     return None
 
