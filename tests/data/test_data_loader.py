@@ -20,6 +20,7 @@ from titan.data.loader import Loader, build_loader, build_validation_loader, mer
 from titan.data.sources import in_validation
 from titan.data.statistics import cross_entropy_bits, unigram_bits_per_byte
 from titan.data.tokenizer import bytes_tokenizer
+from titan.loss import IGNORED
 
 SEQ_LEN = 32
 TOKENIZER = bytes_tokenizer()
@@ -253,14 +254,16 @@ def test_an_error_in_the_background_is_raised_by_next_step() -> None:
                 loader.next_step()
 
 
-def validation_loader(data: s.DataSection, **changes: Any) -> Loader:
+def validation_loader(
+    data: s.DataSection, *, rank: int = 0, world: int = 1, **changes: Any
+) -> Loader:
     return build_validation_loader(
         s.ValidationSection.model_validate({"local_batch_size": 4} | changes),
         training=training(),
         data=data,
         tokenizer=TOKENIZER,
-        rank=0,
-        world=1,
+        rank=rank,
+        world=world,
     )
 
 
@@ -284,25 +287,44 @@ def test_validation_is_disjoint_from_training_and_covers_the_rest(corpus: Path, 
     assert not documents["train"] & held_out
 
 
-def test_validation_repeats_and_wraps(corpus: Path, cache: str) -> None:
-    data = Job(s.JsonlSource(path=str(corpus)), cache=cache, validation_fraction=0.02).data
-    loader = validation_loader(data)
-    length = loader.samples.num_samples
-    assert length is not None
-    steps = length // 4 + 3
-    first = list(loader.validation_batches(steps))
-    second = list(validation_loader(data).validation_batches(steps))
-    assert len(first) == steps
+def test_validation_repeats_and_ends_with_the_text(corpus: Path, cache: str) -> None:
+    data = Job(s.JsonlSource(path=str(corpus)), cache=cache, validation_fraction=0.1).data
+    length = validation_loader(data).samples.num_samples
+    assert length is not None and length > 8 and length % 4
+    first, second = (list(validation_loader(data).validation_batches(2)) for _ in range(2))
+    assert len(first) == 2
     assert all(torch.equal(a.tokens_BS, b.tokens_BS) for a, b in zip(first, second, strict=True))
+    assert not any((batch.labels_BS == IGNORED).any() for batch in first)
+    for steps in (-1, length // 4 + 3):  # more than there is: the text is not read twice
+        batches = list(validation_loader(data).validation_batches(steps))
+        assert (len(batches) - 1) * 4 < length <= len(batches) * 4
 
 
-def test_validation_of_all_the_text_ends_after_one_pass(corpus: Path, cache: str) -> None:
-    data = Job(s.JsonlSource(path=str(corpus)), cache=cache, validation_fraction=0.02).data
-    loader = validation_loader(data)
-    length = loader.samples.num_samples
-    assert length is not None
-    batches = list(loader.validation_batches(-1))
-    assert (len(batches) - 1) * 4 < length <= len(batches) * 4
+@pytest.mark.parametrize(("world", "batch"), [(1, 1), (1, 5), (2, 3), (3, 4), (4, 64)])
+def test_validation_counts_every_sample_once_under_every_layout(
+    corpus: Path, cache: str, world: int, batch: int
+) -> None:
+    data = Job(s.JsonlSource(path=str(corpus)), cache=cache, validation_fraction=0.1).data
+    whole = validation_loader(data)
+    length = whole.samples.num_samples
+    assert length is not None and length > 20
+    seen: dict[int, list[int]] = {}
+    num_bytes, num_batches = 0, set()
+    for rank in range(world):
+        loader = validation_loader(data, rank=rank, world=world, local_batch_size=batch)
+        batches = list(loader.validation_batches(-1))
+        num_batches.add(len(batches))  # or a collective would wait for ever
+        for one in batches:
+            num_bytes += loader.num_bytes(one)
+            for row, labels in enumerate(one.labels_BS.tolist(), start=one.first_sample):
+                if row >= length:
+                    assert set(labels) == {IGNORED}
+                else:
+                    assert row not in seen
+                    seen[row] = labels
+    rows = whole.samples.get(np.arange(length))[:, 1:]
+    assert [seen[row] for row in range(length)] == rows.tolist()
+    assert len(num_batches) == 1 and num_bytes == TOKENIZER.byte_lengths[rows].sum()
 
 
 def test_validation_on_a_stream_reads_it_once(

@@ -636,7 +636,7 @@ class ValidationSection(Section):
     """Steps between two validations."""
     steps: PositiveOrAuto = 10
     """Forward passes of each rank and validation: fixed, so that it cannot hang, and over the same samples each time, of which more data-parallel
-    ranks take more. -1: as many as cover the validation text once, which must be finite."""
+    ranks take more. A finite text is read once at most. -1: all of it, which gives the same loss for every batch size and layout."""
 
 
 class SimulatorSection(Section):

@@ -31,6 +31,7 @@ from titan.data.samples import SampleOptions, build_samples
 from titan.data.sources import resolve_sources
 from titan.data.streams import merge_bookmarks
 from titan.data.tokenizer import Tokenizer
+from titan.loss import IGNORED
 
 
 @dataclass(frozen=True)
@@ -100,23 +101,28 @@ class Loader:
         self.load_state_dict(self._state | {"skipped": skipped})
 
     def validation_batches(self, steps: int) -> Iterator[Batch]:
-        """`steps` batches from the beginning of the samples: the same each time, a short text starting over.
+        """Return `steps` batches from the beginning of the samples, the same each time, -1: those of all the text.
 
-        -1: as many as cover the text once; raises DataError for a stream. For a loader of its own, not the one
-        that trains. Batches of a stream are kept, so that it is read once.
+        A finite text is read once at most: there are no batches past its end, and the labels of rows past it are ignored,
+        so that no sample counts twice, whatever the layout. Raises DataError for -1 and a stream. Use a separate loader,
+        not the one that trains. Batches of a stream are kept, so that it is read once.
         """
         assert self._steps is None, "validation rewinds the samples; use a separate loader"
-        is_stream = self.samples.num_samples is None
-        if steps == -1:
-            if self.samples.num_samples is None:
-                raise DataError(
-                    "validation.steps = -1 wants all of the text, and a stream has no end; give a number"
-                )
-            steps = -(-self.samples.num_samples // self.layout.stride)
+        num_samples = self.samples.num_samples
+        is_stream = num_samples is None
+        if num_samples is not None:
+            all_steps = -(-num_samples // self.layout.stride)
+            steps = all_steps if steps == -1 else min(steps, all_steps)
+        elif steps == -1:
+            raise DataError(
+                "validation.steps = -1 wants all of the text, and a stream has no end; give a number"
+            )
         if is_stream and len(self._validation) == steps:
             return iter(self._validation)
         self.samples.seek(0, layout=self.layout, bookmark=None)
-        batches = (self._make_batch(step * self.layout.stride) for step in range(steps))
+        batches = (
+            self._make_batch(step * self.layout.stride, end=num_samples) for step in range(steps)
+        )
         if is_stream:
             self._validation = list(batches)
         return iter(self._validation) if is_stream else batches
@@ -150,8 +156,8 @@ class Loader:
             state |= {"bookmark": bookmark} if bookmark else {}
             yield _Step(batches, state)
 
-    def _make_batch(self, begin: int) -> Batch:
-        """The rank's share of the stride of samples from `begin`."""
+    def _make_batch(self, begin: int, *, end: int | None = None) -> Batch:
+        """Return the rank's share of the stride of samples from `begin`; labels of samples from `end` on are ignored."""
         first = begin + self.layout.rank * self.layout.batch
         batch = pack(
             self.samples.get(np.arange(first, first + self.layout.batch)),
@@ -160,6 +166,8 @@ class Loader:
             document_mask=self._data.document_mask,
             first_sample=first,
         )
+        if end is not None:
+            batch.labels_BS[max(end - first, 0) :] = IGNORED
         return batch.pin_memory() if self._pin else batch
 
 
