@@ -82,7 +82,8 @@ def test_a_finished_folder_is_left_alone_and_another_is_refused(
     before = {file.name: file.stat().st_mtime_ns for file in prepared.iterdir()}
     assert prepare(prepared, corpus) == 0
     assert {file.name: file.stat().st_mtime_ns for file in prepared.iterdir()} == before
-    assert "train: " in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "train: " in shown and "[validation]\n  enable = true" in shown
     assert prepare(prepared, corpus, "--no-bos") == 2
     assert "other options" in capsys.readouterr().err
 

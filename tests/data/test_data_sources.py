@@ -79,7 +79,7 @@ def test_parquet(tmp_path: Path, texts: list[str]) -> None:
     assert read(s.ParquetSource(path=str(tmp_path))) == texts
     with pytest.raises(DataError, match="no column 'body'; its columns are id, text"):
         read(s.ParquetSource(path=str(tmp_path), text_key="body"))
-    with pytest.raises(DataError, match=r"a\.parquet: 'id' is a number, not text"):
+    with pytest.raises(DataError, match=r"a\.parquet, row group 0: 'id' is a number, not text"):
         read(s.ParquetSource(path=str(tmp_path), text_key="id"))
     (tmp_path / "a.parquet").write_bytes(b"nonsense")
     with pytest.raises(DataError, match=r"a\.parquet: not a Parquet file"):
@@ -92,7 +92,7 @@ def test_parquet(tmp_path: Path, texts: list[str]) -> None:
         (b'{"text": "x"', r"corpus\.jsonl:2: not a line of JSON"),
         (b'{"body": "x"}', r"corpus\.jsonl:2: no text under 'text'; its fields are body"),
         (b'["x"]', r"corpus\.jsonl:2: no text under 'text'"),
-        (b'{"text": null}', r"corpus\.jsonl:2: 'text' is None, not text"),
+        (b'{"text": true}', r"corpus\.jsonl:2: 'text' is true or false, not text"),
         (b'{"text": 3}', r"corpus\.jsonl:2: 'text' is a number, not text .*--text-key"),
         (b'{"text": "\xff"}', r"corpus\.jsonl:2: not a line of JSON"),
     ],
@@ -104,12 +104,12 @@ def test_broken_jsonl_lines_are_told(tmp_path: Path, line: bytes, message: str) 
 
 
 def test_missing_files_and_broken_text_are_told(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no \*\.txt or \*\.md in folder"):
+    with pytest.raises(DataError, match=r"no \*\.txt or \*\.md or \*\.txt\.gz in folder"):
         open_documents(s.TextSource(path=str(tmp_path)))
     with pytest.raises(DataError, match="as a glob matches nothing"):
         open_documents(s.TextSource(path=str(tmp_path / "nothing.txt")))
     (tmp_path / "latin.txt").write_bytes("Stra\xdfe".encode("latin-1"))
-    with pytest.raises(DataError, match=r"latin\.txt: not UTF-8 at byte 4"):
+    with pytest.raises(DataError, match=r"latin\.txt:1: not UTF-8 at byte 4"):
         read(s.TextSource(path=str(tmp_path)))
 
 

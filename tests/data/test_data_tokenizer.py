@@ -173,6 +173,16 @@ def test_train_refuses_a_vocabulary_without_room(
     assert "below 258" in capsys.readouterr().err
 
 
+def test_train_does_not_overwrite_a_tokenizer(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (trained / "tokenizer.json").read_bytes()
+    arguments = ["train", "--input", "stdlib", "--vocab-size", "400", "--output", str(trained)]
+    assert main(arguments) == 2
+    assert "tokenizer.json' exists" in capsys.readouterr().err
+    assert (trained / "tokenizer.json").read_bytes() == before
+
+
 def test_byte_lengths_of_sentencepiece_style_vocabulary(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     vocab = {"<unk>": 0, "<0x0A>": 1, "▁hi": 2, "é": 3}

@@ -232,7 +232,10 @@ def _check_validation(config: JobConfig) -> Iterator[Finding]:
     validation, fraction = config.validation, config.data.validation_fraction
     if not validation.enable:
         return
-    if not validation.dataset and not fraction:
+    sources = config.data.sources
+    kinds = {source.type for source in sources} if sources else {config.training.dataset}
+    # Shards were split when they were prepared.
+    if not validation.dataset and not fraction and kinds != {"shards"}:
         yield (
             "validation.dataset",
             "validation has no text: set validation.dataset, or data.validation_fraction = 0.01 to keep some "

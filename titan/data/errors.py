@@ -8,11 +8,19 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-from titan.untrusted import InputError
+from titan.untrusted import InputError, printable
+
+_MAX_CHARS = 2000
 
 
 class DataError(InputError):
-    """Text, a tokenizer or a data setting is not usable; the message says which, why, and the nearest fix."""
+    """Text, a tokenizer or a data setting is not usable; the message says which, why, and the nearest fix.
+
+    It may quote what a stranger's file says, so it is one line, of limited length, with control characters spelled out.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message, _MAX_CHARS))
 
 
 def require(module: str, *, purpose: str) -> ModuleType:

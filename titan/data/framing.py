@@ -34,10 +34,10 @@ class Framing:
     def marks_boundaries(self) -> bool:
         return self.bos_id is not None or self.eos_id is not None
 
-    def wrap(self, ids: list[int]) -> list[int]:
-        """A document's ids with its frame."""
-        head = [] if self.bos_id is None else [self.bos_id]
-        tail = [] if self.eos_id is None else [self.eos_id]
+    def wrap(self, ids: list[int], *, first: bool = True, last: bool = True) -> list[int]:
+        """Return a document's ids with its frame; of a piece of one with what belongs to its first or last piece."""
+        head = [self.bos_id] if first and self.bos_id is not None else []
+        tail = [self.eos_id] if last and self.eos_id is not None else []
         return head + ids + tail
 
     def starts(self, tokens_BT: np.ndarray) -> np.ndarray:

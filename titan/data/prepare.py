@@ -12,21 +12,18 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from titan.data.cache import exclusive
+from titan.data.cache import exclusive, usable_cores
+from titan.data.display import display
 from titan.data.errors import DataError
 from titan.data.framing import Framing
 from titan.data.shards import Index
 from titan.data.sources import Documents, open_all, resolve_sources, source_of_path
 from titan.data.tokenizer import tokenizer_named
-from titan.data.writer import Progress, Recipe, write_shards
+from titan.data.writer import Recipe, write_shards
 
 INPUT_HELP = 'text, JSONL or Parquet (files, folders, globs), or "stdlib"'
-_PLAIN_INTERVAL_S = 10.0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -39,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--text-key", default="text", help="field or column with the text; default: text")
     add("--tokenizer", required=True, metavar="PATH", help='file, folder, or "bytes"')
     add("--output", required=True, metavar="DIR", type=Path, help="folder to write, or continue")
-    add("--workers", type=_positive, default=_usable_cores(), help="processes; default: cores")
+    add("--workers", type=_positive, default=usable_cores(), help="processes; default: cores")
     add("--shard-tokens", type=_positive, default=2**27, help="tokens a shard; default: 2^27")
     add("--validation-fraction", type=_fraction, default=0.0, help="share of documents held out")
     add("--no-bos", action="store_true", help="no begin token before a document")
@@ -59,11 +56,6 @@ def _fraction(text: str) -> float:
     return value
 
 
-def _usable_cores() -> int:
-    """Cores this process may run on, which in a container or a Slurm job are fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _open(arguments: argparse.Namespace) -> Documents:
     key = arguments.text_key
     if arguments.input:
@@ -72,33 +64,6 @@ def _open(arguments: argparse.Namespace) -> Documents:
     if hasattr(section, "text_key"):
         section = section.model_copy(update={"text_key": key})
     return open_all([section])
-
-
-@contextmanager
-def _display(documents: Documents, folder: Path) -> Iterator[Callable[[Progress], None]]:
-    """A progress bar on a terminal, a line every 10 seconds elsewhere."""
-    from rich.console import Console
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Bar(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task(f"preparing {folder}", total=documents.num_bytes)
-        begin = printed = time.monotonic()
-
-        def report(progress: Progress) -> None:
-            nonlocal printed
-            now = time.monotonic()
-            done = f"{progress.documents:,} documents  {progress.tokens:,} tokens"
-            line = f"{done}  {progress.chars / (now - begin) / 1e6:.1f} MB/s"
-            bar.update(task, description=line, completed=progress.chars)
-            if bar.disable and now - printed >= _PLAIN_INTERVAL_S:
-                printed = now
-                print(line, file=sys.stderr, flush=True)
-
-        yield report
-        bar.update(task, completed=documents.num_bytes)
 
 
 def _summary(folder: Path, index: Index) -> str:
@@ -110,8 +75,15 @@ def _summary(folder: Path, index: Index) -> str:
                 f"  {split}: {tokens:,} tokens, {index.total(split, 'documents'):,} documents, "
                 f"{len(shards)} shards, {num_bytes / tokens:.2f} bytes/token"
             )
-    train = f'  train on it: training.dataset = "shards", training.dataset_path = "{folder}"'
-    return "\n".join([*lines, train])
+    lines += [
+        "to train on it:",
+        "  [training]",
+        '  dataset = "shards"',
+        f'  dataset_path = "{folder}"',
+    ]
+    if index.splits["validation"]:
+        lines += ["  [validation]", "  enable = true"]
+    return "\n".join(lines)
 
 
 def _prepare(arguments: argparse.Namespace) -> str:
@@ -123,7 +95,7 @@ def _prepare(arguments: argparse.Namespace) -> str:
         framing=Framing.of(tokenizer, add_bos=not arguments.no_bos, add_eos=not arguments.no_eos),
         validation_fraction=arguments.validation_fraction,
     )
-    with exclusive(folder), _display(documents, folder) as report:
+    with exclusive(folder), display(documents, title=f"preparing {folder}") as report:
         index = write_shards(
             documents,
             folder=folder,

@@ -2,8 +2,8 @@
 
 A folder holds index.json and flat files of little-endian uint16 (uint32 above 65,536 ids): train-00000.bin ...
 and, where documents were held out, validation-00000.bin ... Documents lie one after another, framed by
-begin and end ids; a shard ends at a document's end. index.json is written last: a folder that has one is complete.
-Until then progress.json, of the same form, lists the shards there are.
+begin and end ids; a shard ends at the end of a document, or of a piece of a long one. index.json is written last: a
+folder that has one is complete. Until then progress.json, of the same form, lists the shards there are.
 The reader maps the files, so that processes on one machine share the pages and opening costs nothing.
 """
 
@@ -12,10 +12,17 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import BaseModel, ValidationError, computed_field
+from pydantic import (
+    BaseModel,
+    Field,
+    NonNegativeInt,
+    ValidationError,
+    computed_field,
+    field_validator,
+)
 
 from titan.data.errors import DataError
 from titan.data.framing import Framing
@@ -23,18 +30,20 @@ from titan.data.framing import Framing
 FORMAT = "titan-shards-1"
 INDEX, PROGRESS = "index.json", "progress.json"
 SPLITS = ("train", "validation")
+_MAX_INDEX_BYTES = 2**28  # a million shards
 
 
 class Shard(BaseModel):
-    """One file: its tokens, the documents they make up, the bytes of text those were, and how many documents
-    of the source, of all splits, had been read when it was closed.
+    """One file: its tokens, the documents that end in it, the bytes of text those were, and where reading stood when it was
+    closed: after so many documents of the source, of all splits, and so many pieces (pieces.py) of the next one.
     """
 
-    file: str
-    tokens: int = 0
-    documents: int = 0
-    bytes: int = 0
-    documents_read: int = 0
+    file: Annotated[str, Field(pattern=r"^[a-z]+-[0-9]+\.bin$")]
+    tokens: NonNegativeInt = 0
+    documents: NonNegativeInt = 0
+    bytes: NonNegativeInt = 0
+    documents_read: NonNegativeInt = 0
+    pieces_read: NonNegativeInt = 0
 
 
 class Index(BaseModel):
@@ -48,6 +57,13 @@ class Index(BaseModel):
     bos_id: int | None
     eos_id: int | None
     splits: dict[str, list[Shard]]
+
+    @field_validator("splits")
+    @classmethod
+    def _has_every_split(cls, splits: dict[str, list[Shard]]) -> dict[str, list[Shard]]:
+        if set(splits) != set(SPLITS):
+            raise ValueError(f"expected {' and '.join(SPLITS)}")
+        return splits
 
     @computed_field
     @property
@@ -89,10 +105,17 @@ def read_index(file: Path) -> Index:
         )
         raise DataError(f"'{file.parent}' holds no token shards: {why}")
     try:
-        return Index.model_validate_json(file.read_text(encoding="utf-8"))
+        if file.stat().st_size > _MAX_INDEX_BYTES:
+            raise DataError(f"{file}: too large for an index; prepare the folder again")
+        return Index.model_validate_json(file.read_bytes())
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error})") from error
     except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the whole file"
         raise DataError(
-            f"{file}: not an index that this version of `titan prepare` writes ({error})"
+            f"{file}: not an index that this version of `titan prepare` writes ({where}: {first['msg']}); "
+            "prepare the folder again"
         ) from error
 
 
@@ -100,10 +123,12 @@ class TokenShards:
     """The tokens of one split as one long row, read from the mapped files."""
 
     def __init__(self, folder: Path, *, split: str) -> None:
-        self.folder = folder
+        self.folder, self._split = folder, split
         self.index = read_index(folder / INDEX)
         self.framing = Framing(self.index.bos_id, self.index.eos_id)
-        self._maps = [self._map(shard) for shard in self.index.splits[split]]
+        known = (self.index.vocab_size - 1, self.index.bos_id or 0, self.index.eos_id or 0)
+        self._num_ids = max(known) + 1
+        self._maps = [self._map(shard) for shard in self.index.splits[split] if shard.tokens]
         self._ends = np.cumsum([len(tokens) for tokens in self._maps], dtype=np.int64)
         self.num_tokens = self.index.total(split)
 
@@ -127,4 +152,10 @@ class TokenShards:
             parts.append(self._maps[number][begin : begin + missing])
             missing -= len(parts[-1])
             number, begin = number + 1, 0
-        return np.concatenate(parts, dtype=np.int64)
+        tokens = np.concatenate(parts, dtype=np.int64)
+        if tokens.size and tokens.max() >= self._num_ids:
+            raise DataError(
+                f"the {self._split} shards in '{self.folder}' hold the id {tokens.max()}, but their vocabulary has "
+                f"{self._num_ids}: they are damaged; delete the folder and prepare it again"
+            )
+        return tokens

@@ -1,4 +1,4 @@
-"""Sources: where documents (strings) come from, one reader per kind, in an order that is always the same.
+"""Sources: where documents come from, in an order that is always the same; reading.py reads their files.
 
 `Documents` is finite text with an identity: the paths, sizes and times of its files, so that a cache notices
 a change. `TextStream` is Hugging Face text read while training, that can resume at a recorded place. Which
@@ -13,13 +13,10 @@ from __future__ import annotations
 
 import difflib
 import glob
-import gzip
 import hashlib
-import json
 import re
 import sys
 import sysconfig
-import tokenize
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,14 +25,24 @@ from typing import Any
 
 from titan.config import sections as s
 from titan.data.errors import DataError, require
+from titan.data.pieces import pieces_of
+from titan.data.reading import (
+    Document,
+    Meter,
+    Reader,
+    field,
+    read_files,
+    read_jsonl,
+    read_parquet,
+    read_python,
+    read_text,
+)
 
 # Not prose about the library, or not in every Python: its tests, applications, and tables of character codes.
 _STDLIB_SKIPPED = {
     *("site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3"),
     *("turtledemo", "encodings", "__phello__", "lib-dynload"),
 }
-_SET_KEY = "set text_key; for titan prepare and tokenizer, --text-key"
-_NO_TEXT = {int: "a number", float: "a number", list: "a list", dict: "an object"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,17 +52,21 @@ class Documents:
     name: str
     identity: list[object]
     """JSON-able; two sources with equal identities hold the same documents."""
-    read: Callable[[], Iterator[str]]
+    read: Callable[[], Iterator[str]] | Callable[[], Iterator[Document]]
     num_bytes: int | None = None
     """Size of the files, for a progress bar; None where unknown."""
+    position: Callable[[], int] = lambda: 0
+    """How many of these bytes have been read."""
 
 
-def in_validation(text: str, *, fraction: float) -> bool:
-    """Whether a document is kept from training: a hash of its text falls into the lowest `fraction`."""
+def in_validation(document: Document, *, fraction: float) -> bool:
+    """Return whether a document is kept from training: a hash of its text falls into the lowest `fraction`."""
     if not fraction:
         return False
-    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < fraction * 2**64
+    digest = hashlib.blake2b(digest_size=8)
+    for piece in pieces_of(document):
+        digest.update(piece.encode("utf-8", "surrogatepass"))
+    return int.from_bytes(digest.digest(), "big") < fraction * 2**64
 
 
 def find_files(path: str, *, patterns: list[str]) -> list[Path]:
@@ -81,35 +92,41 @@ def open_documents(section: s.Section) -> Documents:
     if hasattr(section, "documents"):
         return section.documents()  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(section, s.StdlibSource):
-        return _from_files("stdlib", _stdlib_files(), _read_python)
+        return _from_files("stdlib", _stdlib_files(), read_python)
     if isinstance(section, s.TextSource):
-        files = find_files(section.path, patterns=["*.txt", "*.md"])
-        return _from_files("text", files, _read_text)
+        files = find_files(section.path, patterns=["*.txt", "*.md", "*.txt.gz"])
+        return _from_files("text", files, read_text)
     if isinstance(section, s.JsonlSource):
         files = find_files(section.path, patterns=["*.jsonl", "*.json", "*.jsonl.gz", "*.json.gz"])
-        return _from_files("jsonl", files, _read_jsonl, key=section.text_key)
+        return _from_files("jsonl", files, read_jsonl, key=section.text_key)
     if isinstance(section, s.ParquetSource):
         files = find_files(section.path, patterns=["*.parquet"])
-        return _from_files("parquet", files, _read_parquet, key=section.text_key)
+        return _from_files("parquet", files, read_parquet, key=section.text_key)
     if isinstance(section, s.HuggingFaceSource):
         stream = TextStream(section)
         what = section.model_dump(exclude={"weight"})
         identity: list[object] = ["huggingface", what, stream.fingerprint]
-        return Documents(name=stream.name, identity=identity, read=stream.read)
+        return Documents(
+            name=stream.name,
+            identity=identity,
+            read=stream.read,
+            num_bytes=stream.num_bytes,
+            position=lambda: stream.position,
+        )
     kind = getattr(section, "type", type(section).__name__)
     raise DataError(f"source '{kind}' holds no text to read")
 
 
-def _from_files(
-    kind: str, files: list[Path], read: Callable[..., Iterator[str]], **options: str
-) -> Documents:
-    """Documents of the files, each read by `read(file, **options)`."""
+def _from_files(kind: str, files: list[Path], read: Reader, **options: str) -> Documents:
+    """Return the documents of the files, each read by `read`."""
     stats = [(str(f.resolve()), f.stat()) for f in files]
+    meter = Meter()
     return Documents(
         name=f"{kind} ({len(files)} file{'s' * (len(files) != 1)})",
         identity=[kind, options, [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]],
-        read=lambda: (text for file in files for text in read(file, **options) if text),
+        read=lambda: read_files(files, read, meter, **options),
         num_bytes=sum(stat.st_size for _, stat in stats),
+        position=lambda: meter.num_bytes,
     )
 
 
@@ -127,65 +144,6 @@ def _stdlib_files() -> list[Path]:
     return files
 
 
-def _read_python(file: Path) -> Iterator[str]:
-    with tokenize.open(file) as lines:  # honours the file's coding line
-        yield lines.read()
-
-
-def _read_text(file: Path) -> Iterator[str]:
-    try:
-        yield file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{file}: not UTF-8 at byte {error.start}; convert it (iconv) or leave it out"
-        ) from error
-
-
-def _read_jsonl(file: Path, key: str) -> Iterator[str]:
-    with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise DataError(f"{file}:{number}: not a line of JSON: {error}") from error
-            yield _field(row, key, where=f"{file}:{number}")
-
-
-def _field(row: Any, key: str, *, where: str) -> str:
-    fields = row if isinstance(row, dict) else {}
-    if key not in fields:
-        names = ", ".join(sorted(fields)) or "none"
-        raise DataError(f"{where}: no text under '{key}'; its fields are {names} ({_SET_KEY})")
-    return _text(fields[key], key, where=where)
-
-
-def _text(text: Any, key: str, *, where: str) -> str:
-    """The text of a field; half surrogate pairs, which JSON can spell but UTF-8 cannot, become U+FFFD."""
-    if not isinstance(text, str):
-        kind = _NO_TEXT.get(type(text), repr(text)[:40])
-        raise DataError(f"{where}: '{key}' is {kind}, not text ({_SET_KEY})")
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def _read_parquet(file: Path, key: str) -> Iterator[str]:
-    parquet = require("pyarrow.parquet", purpose=f"reading {file}")
-    try:
-        table = parquet.ParquetFile(file)
-    except Exception as error:
-        raise DataError(f"{file}: not a Parquet file: {error}") from error
-    with table:
-        names = table.schema_arrow.names
-        if key not in names:
-            raise DataError(
-                f"{file}: no column '{key}'; its columns are {', '.join(names)} ({_SET_KEY})"
-            )
-        for batch in table.iter_batches(batch_size=1024, columns=[key]):
-            texts = batch.column(0).to_pylist()
-            yield from (_text(text, key, where=str(file)) for text in texts if text)
-
-
 class TextStream:
     """A Hugging Face dataset read row by row; `state()` and `read(state)` resume at a place in it."""
 
@@ -196,6 +154,8 @@ class TextStream:
         dataset = _load_dataset(section)
         self.fingerprint = None if section.streaming else dataset._fingerprint
         """Names the content, where it was downloaded."""
+        self.num_bytes = None if section.streaming else _size(dataset, section.text_key)
+        self.position = 0
         self._dataset = dataset if section.streaming else dataset.to_iterable_dataset()
         self._beginning = self._dataset.state_dict()
 
@@ -203,12 +163,20 @@ class TextStream:
         """Documents from the recorded place, or from the first."""
         # Always said: a dataset that was given a place once starts there ever after.
         self._dataset.load_state_dict(self._beginning if state is None else state)
-        texts = (_field(row, self._key, where=self.name) for row in self._dataset)
-        return (text for text in texts if text)
+        self.position = 0
+        for row in self._dataset:
+            text = field(row, self._key, where=self.name)
+            self.position += len(text)
+            if text:
+                yield text
 
     def state(self) -> dict[str, Any]:
         """The place after the document read last, JSON-able."""
         return self._dataset.state_dict()
+
+
+def _size(dataset: Any, key: str) -> int | None:
+    return dataset.select_columns([key]).data.nbytes if key in dataset.column_names else None
 
 
 def _load_dataset(section: s.HuggingFaceSource) -> Any:
@@ -269,7 +237,7 @@ def source_of_path(path: str, *, text_key: str) -> s.Section:
     """
     if path == "stdlib":
         return s.StdlibSource()
-    files = find_files(path, patterns=["*.jsonl*", "*.json*", "*.parquet", "*.txt", "*.md"])
+    files = find_files(path, patterns=["*.jsonl*", "*.json*", "*.parquet", "*.txt*", "*.md"])
     endings = Counter(re.findall(r"(?:\.[^.]+(?:\.gz)?)?$", file.name)[0] for file in files)
     kinds = {_KINDS.get(ending.removesuffix(".gz"), s.TextSource) for ending in endings}
     if len(kinds) > 1:
@@ -292,4 +260,5 @@ def open_all(sections: Sequence[s.Section]) -> Documents:
         identity=[part.identity for part in parts],
         read=lambda: (text for part in parts for text in part.read()),
         num_bytes=sum(sizes) if len(sizes) == len(parts) else None,
+        position=lambda: sum(part.position() for part in parts),
     )

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from titan.data.errors import DataError, require
+from titan.data.pieces import pieces_of
 from titan.data.prepare import INPUT_HELP
 from titan.data.sources import Documents, open_all, source_of_path
 from titan.data.tokenizer import BOS, EOS, LLAMA3_PATTERN, tokenizer_named
@@ -42,6 +43,11 @@ def train(documents: Documents, *, vocab_size: int, output: Path) -> int:
         raise DataError(
             f"--vocab-size {vocab_size} is below {_SMALLEST}: 256 bytes and two special tokens"
         )
+    file = output / "tokenizer.json"
+    if file.exists():
+        raise DataError(
+            f"'{file}' exists; a model trained with it would lose its meaning. Choose another --output, or delete it first"
+        )
     tokenizers = require("tokenizers", purpose="training a tokenizer")
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -56,9 +62,10 @@ def train(documents: Documents, *, vocab_size: int, output: Path) -> int:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty(),
     )
-    tokenizer.train_from_iterator(documents.read(), trainer=trainer)
+    texts = (piece for document in documents.read() for piece in pieces_of(document))
+    tokenizer.train_from_iterator(texts, trainer=trainer)
     output.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(output / "tokenizer.json"))
+    tokenizer.save(str(file))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS}
     (output / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     return tokenizer.get_vocab_size()

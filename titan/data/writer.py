@@ -1,10 +1,10 @@
 """Writing token shards: parallel, resumable, and the same bytes for any number of workers and interruptions.
 
-One process reads documents in order and cuts them into chunks; workers tokenise chunks; results come back in order
-and are appended to the open shard of their split. A shard that is full goes from its temporary to its final
-name, then progress.json says so, with the number of documents read by then. A later run reads from the start but
-tokenises only what no closed shard holds. Shards end at document ends and depend on nothing but the documents
-and the options, so a run killed anywhere continues to the same bytes.
+One process reads documents in order and cuts them into pieces (pieces.py), and these into chunks; workers tokenise
+chunks; results come back in order and are appended to the open shard of their split. A shard that is full goes from its
+temporary to its final name, then progress.json says so, with the documents and pieces read by then. A later run reads
+from the start but tokenises only what no closed shard holds. Shards end where pieces do and depend on nothing but the
+documents and the options, so a run killed anywhere continues to the same bytes. Memory does not depend on their size.
 
 Called by prepare.py (a user's folder) and cache.py (the cache of raw text sources).
 """
@@ -14,22 +14,27 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import multiprocessing
 import os
-import threading
+import pickle
+import queue
+import signal
+import subprocess
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
 from titan.data.errors import DataError
 from titan.data.framing import Framing
+from titan.data.pieces import pieces_of
+from titan.data.reading import Document
 from titan.data.shards import (
     FORMAT,
     INDEX,
@@ -48,7 +53,10 @@ from titan.data.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 # Of a chunk: large enough to hide the hand-over, small enough to keep few in memory.
-_CHUNK_DOCUMENTS, _CHUNK_CHARS = 256, 1_000_000
+_CHUNK_PIECES, _CHUNK_CHARS = 256, 2**18
+
+Place = tuple[int, int]
+"""Where reading stands: after so many documents, and so many pieces of the next."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +67,8 @@ class Recipe:
     framing: Framing
     validation_fraction: float
 
-    def split_of(self, text: str) -> str:
-        return SPLITS[in_validation(text, fraction=self.validation_fraction)]
+    def split_of(self, document: Document) -> str:
+        return SPLITS[in_validation(document, fraction=self.validation_fraction)]
 
     def key(self, documents: Documents, *, shard_tokens: int) -> str:
         parts = [FORMAT, documents.identity, self.tokenizer.fingerprint, asdict(self.framing)]
@@ -70,27 +78,30 @@ class Recipe:
 
 @dataclass
 class Progress:
-    """What was done so far; for the display."""
+    """What was done so far, for the display. num_bytes: of the files, as `Documents.position` counts them."""
 
     documents: int = 0
-    chars: int = 0
+    num_bytes: int = 0
     tokens: int = 0
 
 
-@dataclass(frozen=True)
-class _Chunk:
-    """Consecutive documents, the first with its number: what a worker gets at a time."""
-
-    first: int
-    texts: list[str]
-
-
-@dataclass(frozen=True)
-class _Document:
-    """A tokenised document, framed."""
+class _Piece(NamedTuple):
+    """A document or a part of one. number: of its document."""
 
     number: int
+    index: int
     split: str
+    text: str
+    last: bool
+
+    @property
+    def place(self) -> Place:
+        return self.number, self.index
+
+
+class _Encoded(NamedTuple):
+    """A piece's tokens, framed, and how many bytes of text they stand for."""
+
     tokens: np.ndarray
     num_bytes: int
 
@@ -101,25 +112,25 @@ class _SplitWriter:
     def __init__(self, folder: Path, *, split: str, limit: int, closed: list[Shard]) -> None:
         self._folder, self._split, self._limit, self._closed = folder, split, limit, closed
         self._file: BinaryIO | None = None
-        self._shard = Shard(file="")
+        self._shard = Shard(file=f"{split}-00000.bin")
 
-    def add(self, document: _Document) -> bool:
-        """Append a document; True where that closed the shard before it, which had no room for it."""
-        tokens = document.tokens
+    def add(self, piece: _Piece, encoded: _Encoded) -> bool:
+        """Append a piece; True where that closed the shard before it, which had no room for it."""
+        tokens = encoded.tokens
         full = self._file is not None and self._shard.tokens + len(tokens) > self._limit
         if full:
-            self.close(documents_read=document.number)
+            self.close(piece.place)
         if self._file is None:
             self._shard = Shard(file=f"{self._split}-{len(self._closed):05d}.bin")
             self._file = temporary_name(self._folder / self._shard.file).open("wb")
         self._file.write(tokens.tobytes())
         self._shard.tokens += len(tokens)
-        self._shard.documents += 1
-        self._shard.bytes += document.num_bytes
+        self._shard.documents += piece.last
+        self._shard.bytes += encoded.num_bytes
         return full
 
-    def close(self, *, documents_read: int) -> None:
-        """Give the open shard, if there is one, its final name, after its bytes are on disk."""
+    def close(self, read: Place) -> None:
+        """Give the open shard, if there is one, its final name, after its bytes are on disk. read: up to where."""
         if self._file is None:
             return
         self._file.flush()
@@ -127,7 +138,7 @@ class _SplitWriter:
         self._file.close()
         self._file, path = None, self._folder / self._shard.file
         temporary_name(path).replace(path)
-        self._shard.documents_read = documents_read
+        self._shard.documents_read, self._shard.pieces_read = read
         self._closed.append(self._shard)
 
 
@@ -150,22 +161,25 @@ def write_shards(
     logger.info("tokenising %s into %s", documents.name, folder)
     for left_over in folder.glob("*.tmp"):
         left_over.unlink()
-    done = {s: shards[-1].documents_read if shards else 0 for s, shards in index.splits.items()}
+    done = {
+        split: (shards[-1].documents_read, shards[-1].pieces_read) if shards else (0, 0)
+        for split, shards in index.splits.items()
+    }
     writers = {
         split: _SplitWriter(folder, split=split, limit=shard_tokens, closed=closed)
         for split, closed in index.splits.items()
     }
     progress = Progress()
-    for chunk, encoded in _encoded_chunks(documents, recipe, done, workers=workers):
-        for document in encoded:
-            if writers[document.split].add(document):
+    chunks = _chunks(documents, recipe, done, progress)
+    for chunk, encoded in _encode_all(chunks, recipe, workers=workers):
+        for piece, one in zip(chunk, encoded, strict=True):
+            if writers[piece.split].add(piece, one):
                 write_index(folder / PROGRESS, index)
-            progress.tokens += len(document.tokens)
-        progress.documents += len(chunk.texts)
-        progress.chars += sum(map(len, chunk.texts))
+            progress.tokens += len(one.tokens)
+        progress.num_bytes = documents.position()
         report(progress)
     for writer in writers.values():
-        writer.close(documents_read=progress.documents)
+        writer.close((progress.documents, 0))
     write_index(folder / INDEX, index)
     (folder / PROGRESS).unlink(missing_ok=True)
     return index
@@ -192,77 +206,137 @@ def _open_index(folder: Path, *, key: str, recipe: Recipe) -> Index:
     )
 
 
-def _chunks(documents: Documents) -> Iterator[_Chunk]:
-    first, texts, chars = 0, [], 0
-    for text in documents.read():
-        texts.append(text)
-        chars += len(text)
-        if len(texts) == _CHUNK_DOCUMENTS or chars >= _CHUNK_CHARS:
-            yield _Chunk(first, texts)
-            first, texts, chars = first + len(texts), [], 0
-    if texts:
-        yield _Chunk(first, texts)
+def _chunks(
+    documents: Documents, recipe: Recipe, done: dict[str, Place], progress: Progress
+) -> Iterator[list[_Piece]]:
+    """Yield the pieces that no closed shard holds; those of a split begin at done[split]. Counts documents."""
+    chunk, num_chars = [], 0
+    for number, document in enumerate(documents.read()):
+        progress.documents = number + 1
+        if number < min(done.values())[0]:
+            continue
+        split = recipe.split_of(document)
+        for piece in _pieces(document, number=number, split=split):
+            if piece.place < done[split]:
+                continue
+            chunk.append(piece)
+            num_chars += len(piece.text)
+            if len(chunk) == _CHUNK_PIECES or num_chars >= _CHUNK_CHARS:
+                yield chunk
+                chunk, num_chars = [], 0
+    if chunk:
+        yield chunk
 
 
-def _encode(chunk: _Chunk, recipe: Recipe, done: dict[str, int]) -> list[_Document]:
-    """Tokenise the documents of a chunk that no closed shard holds: those of number done[split] and above."""
+def _pieces(document: Document, *, number: int, split: str) -> Iterator[_Piece]:
+    texts = pieces_of(document)
+    text, index = next(texts, None), 0
+    while text is not None:
+        following = next(texts, None)
+        yield _Piece(number, index, split, text, last=following is None)
+        text, index = following, index + 1
+
+
+def _encode(chunk: list[_Piece], recipe: Recipe) -> list[_Encoded]:
     dtype = token_dtype(recipe.tokenizer.vocab_size)
-    documents = []
-    for number, text in enumerate(chunk.texts, start=chunk.first):
-        if number >= min(done.values()) and number >= done[split := recipe.split_of(text)]:
-            tokens = np.array(recipe.framing.wrap(recipe.tokenizer.encode(text)), dtype)
-            documents.append(_Document(number, split, tokens, len(text.encode())))
-    return documents
+    encoded = []
+    for piece in chunk:
+        ids = recipe.tokenizer.encode(piece.text)
+        framed = recipe.framing.wrap(ids, first=piece.index == 0, last=piece.last)
+        encoded.append(_Encoded(np.array(framed, dtype), len(piece.text.encode())))
+    return encoded
 
 
-def _encoded_chunks(
-    documents: Documents, recipe: Recipe, done: dict[str, int], *, workers: int
-) -> Iterator[tuple[_Chunk, list[_Document]]]:
-    """Chunks in order with their tokens; at most 3 chunks a worker or thread are under way."""
-    options = (recipe, done)
-    if workers == 1:
-        num_tasks = min(8, os.cpu_count() or 1)
-        pool = ThreadPoolExecutor(num_tasks)
-        encode = partial(_encode, recipe=recipe, done=done)
-    else:
-        context = multiprocessing.get_context("spawn")  # a fork would copy locks of threads
-        pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=options)
-        num_tasks, encode = workers, _encode_in_worker
-    pending: deque[tuple[_Chunk, Future[list[_Document]]]] = deque()
+def _encode_all(
+    chunks: Iterator[list[_Piece]], recipe: Recipe, *, workers: int
+) -> Iterator[tuple[list[_Piece], list[_Encoded]]]:
+    """Yield the chunks in order with their tokens; at most 3 chunks a worker or thread are under way."""
+    num_tasks = min(8, os.cpu_count() or 1) if workers == 1 else workers
+    idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+    encode = partial(_encode, recipe=recipe)
+    started = [_Worker(recipe) for _ in range(workers)] if workers > 1 else []
+    if started:
+        for worker in started:
+            idle.put(worker)
+        encode = partial(_encode_in_any, idle)
+    pool = ThreadPoolExecutor(num_tasks)
+    pending: deque[tuple[list[_Piece], Future[list[_Encoded]]]] = deque()
     try:
-        for chunk in _chunks(documents):
+        for chunk in chunks:
             pending.append((chunk, pool.submit(encode, chunk)))
             if len(pending) >= 3 * num_tasks:
                 oldest, future = pending.popleft()
                 yield oldest, future.result()
-        for chunk, future in pending:
-            yield chunk, future.result()
-    except BrokenProcessPool as error:
+        while pending:
+            oldest, future = pending.popleft()
+            yield oldest, future.result()
+    except WorkerDied as error:
         raise DataError(
-            "a tokenising process died, perhaps for want of memory; run the same command again to continue, "
-            f"with fewer than {workers} workers if it repeats"
+            f"a tokenising process died ({error}), perhaps for want of memory; run the same command again to "
+            f"continue, with fewer than {workers} workers if it repeats"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
+        for worker in started:
+            worker.close()
 
 
-# What a worker process keeps between chunks, set once by _start_worker.
-_worker_options: tuple[Recipe, dict[str, int]]
+class WorkerDied(Exception):
+    """A worker process ended before it was asked to."""
 
 
-def _start_worker(recipe: Recipe, done: dict[str, int]) -> None:
-    global _worker_options
-    _worker_options = recipe, done
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+class _Worker:
+    """A process that tokenises chunks, and ends when this one does: its input is a pipe from here.
+
+    Not one of multiprocessing's, which would import the program that called us, a user's script or all of torch.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        code = f"import sys; sys.path[:] = {sys.path!r}; from titan.data.writer import work; work()"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        self._send(recipe)
+
+    def _send(self, value: object) -> None:
+        assert self._process.stdin is not None
+        pickle.dump(value, self._process.stdin)
+        self._process.stdin.flush()
+
+    def encode(self, chunk: list[_Piece]) -> list[_Encoded]:
+        """Return the chunk's tokens; raises WorkerDied."""
+        assert self._process.stdout is not None
+        try:
+            self._send(chunk)
+            return pickle.load(self._process.stdout)
+        except (OSError, EOFError, pickle.UnpicklingError) as error:
+            raise WorkerDied(f"exit code {self._process.wait()}") from error
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with suppress(OSError):
+            self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.wait()
 
 
-def _exit_with_parent() -> None:
-    """End this worker when its parent was killed: nobody is left to hand it work or tell it to stop."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
+def _encode_in_any(idle: queue.SimpleQueue[_Worker], chunk: list[_Piece]) -> list[_Encoded]:
+    worker = idle.get()
+    try:
+        return worker.encode(chunk)
+    finally:
+        idle.put(worker)
 
 
-def _encode_in_worker(chunk: _Chunk) -> list[_Document]:
-    return _encode(chunk, *_worker_options)
+def work() -> None:
+    """Tokenise what comes in through standard input, in a worker process, until it is closed."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # they are for the process that started this one
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints is no answer
+    recipe: Recipe = pickle.load(sys.stdin.buffer)
+    with suppress(EOFError, BrokenPipeError):
+        while True:
+            pickle.dump(_encode(pickle.load(sys.stdin.buffer), recipe), answers)
+            answers.flush()
