@@ -17,7 +17,8 @@ _INTERVAL_S = 10.0
 def display(documents: Documents, *, title: str) -> Iterator[Callable[[Progress], None]]:
     """Yield what is called with the progress. Writes to standard error."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress as Bar, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())

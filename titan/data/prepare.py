@@ -10,7 +10,6 @@ number of workers. writer.py does the work.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
