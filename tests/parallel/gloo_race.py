@@ -7,6 +7,7 @@ without a lock. "ALLGATHER_COALESCED" does not fit into the string itself, so bo
 
 import os
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 world = dist.group.WORLD
 assert world is not None
 if "--limited" in sys.argv:
-    backend = world._get_backend(torch.device("cpu"))
+    backend: Any = world._get_backend(torch.device("cpu"))
     assert backend.options._threads == 1, backend.options._threads
 gather = torch.ops._c10d_functional.all_gather_into_tensor
 wait = torch.ops._c10d_functional.wait_tensor

@@ -335,7 +335,7 @@ def _connect(limit_s: float) -> Any:
     store = _default_store()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
     if isinstance(store, dist.FileStore):
-        return _FolderStore(Path(f"{store.path}-beats"))
+        return _FolderStore(Path(f"{store.path}-beats"))  # pyright: ignore[reportAttributeAccessIssue]
     if not isinstance(store, dist.TCPStore):
         return None
     own = dist.TCPStore(
