@@ -26,6 +26,7 @@ from titan.observe.failure import oom_kills
 from titan.observe.runinfo import read_status, write_status, write_text_atomically
 from titan.signals import ASKING, EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR, die_with_parent
 
+FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, ASKING)
 
 
@@ -136,7 +137,10 @@ def _write_failures(
         path = run_dir / "logs" / f"launch-{host}.json"
         write_text_atomically(path, json.dumps(content) + "\n")
         status = read_status(run_dir)
-        if status.get("state") == "running":
+        # A fault in native code outranks what its peers say, who lost their connection to it.
+        faults = {rank: f for rank, f in failures.items() if -f.exitcode in FAULTS}
+        if faults or status.get("state") == "running":
+            failures = faults or failures
             kills = filter(None, (_describe_kill(*item) for item in sorted(failures.items())))
             reason = "; ".join(kills) or f"all ranks on {host} ended without a report"
             write_status(

@@ -140,9 +140,7 @@ def test_pieces_depend_on_the_text_alone_and_lie_between_words() -> None:
     text = long_text(5 * PIECE_CHARS)
     whole = list(pieces([text]))
     assert "".join(whole) == text and max(map(len, whole)) <= PIECE_CHARS < len(whole[0]) + 100
-    assert all(
-        p[0] == " " or before[-1] == "\n" for before, p in pairwise(whole)
-    )
+    assert all(p[0] == " " or before[-1] == "\n" for before, p in pairwise(whole))
     for size in (1, 7777, 10**9):
         blocks = (text[n : n + size] for n in range(0, len(text), size))
         assert list(pieces(blocks)) == whole

@@ -225,3 +225,22 @@ def test_it_imports_no_torch(folder: Folder) -> None:
     code = "import sys, titan.cli; titan.cli.main(sys.argv[1:]); assert 'torch' not in sys.modules"
     command = [sys.executable, "-c", code, "doctor", str(folder.path)]
     subprocess.run(command, check=True, env=dict(os.environ), capture_output=True)
+
+
+def test_a_fault_in_native_code_outranks_what_its_victims_say(folder: Folder) -> None:
+    """The pipeline wraps a lost connection in an error of another kind, which names the victim."""
+    victim = (
+        "rank 0 failed in step 7 (a.py:1, in f): RuntimeError: stage 1 failed: Connection reset"
+    )
+    folder.status("failed", victim)
+    stacks = folder.path / "logs" / "rank-3.stacks.txt"
+    stacks.write_text(
+        "Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n"
+        '  File "/x/titan/parallel/tensor.py", line 60 in gather\n'
+    )
+    os.utime(stacks, (NOW, NOW))
+    first = folder.diagnosis().findings[0]
+    assert first.kind == "crashed"
+    assert first.cause == "rank 3 was ended by SIGSEGV, in titan/parallel/tensor.py:60, in gather"
+    os.utime(stacks, (NOW - 1000, NOW - 1000))  # of an earlier run
+    assert folder.diagnosis().findings[0].kind == "error"

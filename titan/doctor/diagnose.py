@@ -1,7 +1,7 @@
 """From evidence to findings: what went wrong, most likely cause first, and what to do.
 
 A run that failed has one cause and many symptoms: every other rank loses its connection, or waits. Rules are asked in the order
-of how much they know: what a rank itself said of an error that is not one of communication, how processes ended, who waits for whom
+of how much they know: a fault in native code, what a rank itself said of an error that is not one of communication, how processes ended, who waits for whom
 by the flight recorders, what is left.
 """
 
@@ -111,7 +111,7 @@ def _diagnose(run: Evidence) -> Diagnosis:
     alive = run.state == "running" and run.owner is not None
     if alive and not _is_stale(run):
         return Diagnosis("running", f"running: step {step:,}, on {run.owner}", _slow(run))
-    rules = (_said, _ended, _mismatch, _hang, _silent, _disk, _late, _slow)
+    rules = (_crashed, _said, _ended, _mismatch, _hang, _silent, _disk, _late, _slow)
     findings = [finding for rule in rules for finding in rule(run)]
     if not findings and alive:
         cause = f"the run lives, in {run.owner}, but has made no step for long"
@@ -128,6 +128,21 @@ def _diagnose(run: Evidence) -> Diagnosis:
 
 
 # ---- rules -----------------------------------------------------------------------------------------
+
+
+def _crashed(run: Evidence) -> list[Finding]:
+    """A fault in native code. It outranks what others say: they lose their connection to a rank that died of it."""
+    if not run.fatal:
+        return []
+    ranks = sorted(run.fatal)
+    names = " and ".join(sorted({number.name for number in run.fatal.values()}))
+    where = run.stack(ranks[0])
+    cause = f"{_ranks(ranks)} {_was(ranks)} ended by {names}{f', in {where}' * bool(where)}"
+    stacks = [
+        f"logs/rank-{rank}.stacks.txt: {run.stack(rank)}" for rank in ranks[:4] if run.stack(rank)
+    ]
+    launched = [rank for rank in ranks if rank in run.exits]
+    return [Finding("crashed", cause, [*_exits(run, launched), *stacks])]
 
 
 def _said(run: Evidence) -> list[Finding]:
@@ -155,7 +170,8 @@ def _ended(run: Evidence) -> list[Finding]:
     ends = {} if timed_out else {rank: -code for rank, code in run.exits.items() if code < 0}
     by_signal: dict[int, list[int]] = {}
     for rank, number in ends.items():
-        if number != signal.SIGTERM:  # torchrun's own, to the ranks that are left
+        # torchrun's own SIGTERM goes to the ranks that are left; _crashed names faults.
+        if number != signal.SIGTERM and rank not in run.fatal:
             by_signal.setdefault(number, []).append(rank)
     killed = by_signal.get(signal.SIGKILL, [])
     if run.num_oom_kills and (killed or not run.exits):

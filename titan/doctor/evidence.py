@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,6 +27,14 @@ from titan.untrusted import (
 )
 
 _ERROR = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (?:ERROR|CRITICAL) +[\w.]+: (.*)$")
+_TITLE = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")
+# Signals of a fault in native code, and how faulthandler names them.
+_FATAL = {
+    "Fatal Python error: Segmentation fault": signal.SIGSEGV,
+    "Fatal Python error: Bus error": signal.SIGBUS,
+    "Fatal Python error: Floating-point exception": signal.SIGFPE,
+    "Fatal Python error: Illegal instruction": signal.SIGILL,
+}
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 _OURS = re.compile(r"(?:^|/)((?:titan|models)/[\w/]+\.py)$")
 _FRESH_S = 60  # of a lease whose owner is on another machine
@@ -253,6 +262,24 @@ class Evidence:
             for rank, failure in launch.ranks.items()
             if failure.unix_s >= int(self.began_unix_s) and re.fullmatch(r"\d{1,6}", rank)
         }
+
+    @cached_property
+    def fatal(self) -> dict[int, signal.Signals]:
+        """Ranks that died of a fault in native code: as the launcher saw it, or as their stacks begin."""
+        found = {
+            r: signal.Signals(-code) for r, code in self.exits.items() if -code in _FATAL.values()
+        }
+        for rank, path in self._of_ranks("stacks.txt"):
+            with suppress(OSError):
+                if path.stat().st_mtime < self.began_unix_s:
+                    continue
+            # A process that has died of it writes nothing after it.
+            for line in reversed(self._lines(path)):
+                if _TITLE.match(line):
+                    break
+                if line in _FATAL:
+                    found[rank] = _FATAL[line]
+        return found
 
     @property
     def num_oom_kills(self) -> int:
