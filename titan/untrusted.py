@@ -128,7 +128,8 @@ def tail_lines(path: Path, *, limit: int = TAIL_BYTES, within: Path | None = Non
             text = file.read(limit).decode("utf-8", errors="replace")
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
-    return [line[:MAX_TEXT] for line in text.split("\n")[bool(start) :]]
+    lines = text.split("\n")
+    return [line[:MAX_TEXT] for line in lines[bool(start) :] or lines]
 
 
 @cache

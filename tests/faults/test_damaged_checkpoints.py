@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from titan import cli
 from titan.checkpoint import safe, verify
 from titan.checkpoint.manager import CheckpointError, CheckpointManager, list_steps, load
 from titan.checkpoint.manifest import HashingStream, find_damage, render
+from titan.config.problems import ConfigError
+from titan.config.rules import check_to_run
 from titan.config.sections import CheckpointSection, JobConfig
 from titan.trainer import Trainer
 
@@ -458,6 +461,33 @@ def test_bombs_in_the_other_files_run_nothing(run_dir: Path, tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match="cannot be read"):
         load(step, {"model.0": torch.empty(40, 50)})
     assert not mark.exists()
+
+
+def test_a_compressed_tensor_is_refused(tmp_path: Path) -> None:
+    """A small archive could become a tensor of any size."""
+    dcp.save({"x": torch.zeros(1000)}, checkpoint_id=tmp_path / "step", no_dist=True)
+    file = tmp_path / "step" / "__0_0.distcp"
+    size, packed = file.stat().st_size, io.BytesIO()
+    with zipfile.ZipFile(file) as old, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as new:
+        for entry in old.infolist():
+            new.writestr(entry.filename, old.read(entry))
+        new.writestr("archive/padding", random.Random(0).randbytes(size - packed.tell()))
+    file.write_bytes(packed.getvalue())
+    metadata = harmless(tmp_path / "step")
+    for info in metadata.storage_data.values():
+        info.length = len(packed.getvalue())
+    (tmp_path / "step" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp: holds a compressed tensor"):
+        load(tmp_path / "step", {"x": torch.empty(1000)})
+
+
+@pytest.mark.parametrize("url", ["simplecache::s3://a/b", "simplecache://a", "zip://a::file:///b"])
+def test_chained_urls_are_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    config = JobConfig.model_validate({"checkpoint": {"folder": url}})
+    with pytest.raises(ConfigError, match=r"checkpoint\.folder: .*chained and wrapped"):
+        check_to_run(config, world_size=1)
+    assert verify.main([url]) == 2
+    assert "chained and wrapped file systems are not used" in capsys.readouterr().err
 
 
 def test_metadata_reads_back_as_torch_wrote_it(run_dir: Path) -> None:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from titan.checkpoint import SaveFailed
 from titan.checkpoint.commit import Ranks
 from titan.checkpoint.files import Files
-from titan.checkpoint.huggingface import INDEX, HFModel, root_of
+from titan.checkpoint.huggingface import INDEX, HFModel, is_there, root_of
 from titan.checkpoint.tensors import State
 from titan.config.model import model_config
 from titan.config.sections import ModelSection
@@ -106,7 +106,7 @@ def tokenizer_files(where: str) -> list[Path]:
         return []
     path = Path(where).expanduser()
     folder = path if path.is_dir() else path.parent
-    files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    files = [folder / name for name in TOKENIZER_FILES if is_there(folder / name)]
     return files if files and files[0].name in ("tokenizer.json", "tokenizer.model") else []
 
 

@@ -85,7 +85,7 @@ def open_folder(path: Path) -> HFFolder:
             f"{path / 'config.json'}: missing; a Hugging Face folder says with it which model it is"
         )
     config = read_json(path / "config.json", dict[str, Any], limit=2**20, within=root_of(path))
-    if (path / INDEX).is_file():
+    if is_there(path / INDEX):
         files = read_json(path / INDEX, dict[str, Any], within=root_of(path)).get("weight_map")
         if not isinstance(files, dict) or not all(map(_is_weights_name, files.values())):
             raise CheckpointError(
@@ -183,6 +183,11 @@ def load(path: Path, state: State, *, model: HFModel, ranks: Ranks) -> None:
 
 def not_finite(file: Path, name: str) -> str:
     return f"{file}: tensor {name} holds a weight that is not a number, or infinite"
+
+
+def is_there(file: Path) -> bool:
+    """Whether there is something of this name, of whatever kind: what is not a regular file is refused when it is read."""
+    return file.is_symlink() or file.exists()
 
 
 def root_of(folder: Path) -> Path:

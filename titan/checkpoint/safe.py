@@ -11,7 +11,7 @@ from __future__ import annotations
 import pickle
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -90,6 +90,15 @@ class _Record:
 
 class _Unpickler(pickle._Unpickler):
     """Python's own, with the operations that DCP's pickles consist of."""
+
+    # Of the base class, whose types are not published.
+    stack: list[Any]
+    metastack: list[Any]
+    append: Callable[[Any], None]
+    read: Callable[[int], bytes]
+    load_mark: Callable[[], None]
+    pop_mark: Callable[[], list[Any]]
+    _unframer: Any
 
     def find_class(self, module: str, name: str) -> _Name:
         if (module, name) in _RECORDS:

@@ -256,7 +256,9 @@ def _find_special(folder: Path, which: str, vocab: dict[str, int]) -> int | None
         token, number = values.get(f"{which}_token"), values.get(f"{which}_token_id")
         token = token.get("content") if isinstance(token, dict) else token
         number = number[0] if isinstance(number, list) and number else number
-        if isinstance(token, str) and token in vocab:
+        if not isinstance(token, str | None):
+            raise DataError(f"{file}: {which}_token is a {type(token).__name__}, not a text")
+        if token in vocab:
             return vocab[token]
         if isinstance(number, int) and 0 <= number <= max(vocab.values()):
             return number

@@ -11,7 +11,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
+
+from pydantic import Field
 
 from titan.lease import NAME, Owner, started
 from titan.observe.runinfo import Status, load_status
@@ -100,7 +102,7 @@ class Dump:
     unix_s: Finite
     main_thread: MainThread
     world_size: Rank
-    oom_kills: int
+    oom_kills: Count
     groups: dict[str, Group] = field(repr=False)
     entries: list[Call] = field(repr=False)
     p2p: list[Message] = field(repr=False)
@@ -130,7 +132,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Exit:
-    exit_code: int
+    exit_code: Annotated[int, Field(ge=-255, le=255)]
     unix_s: Finite
 
 
@@ -139,7 +141,7 @@ class Launch:
     """logs/launch-*.json."""
 
     ranks: dict[str, Exit]
-    oom_kills: int
+    oom_kills: Count
 
 
 @dataclass(frozen=True)
@@ -194,8 +196,11 @@ class Evidence:
         """The newest whole rows. The last line may be torn, by a kill."""
         *lines, torn = self._lines(path) or [""]
         found = [self._try(lambda x=x: [parse_json(x, kind, name=path)], []) for x in lines[-num:]]
-        with suppress(InputError):
-            found.append([parse_json(torn, kind, name=path)])
+        if torn and any(found):
+            with suppress(InputError):
+                found.append([parse_json(torn, kind, name=path)])
+        elif torn:  # there is nothing else
+            found.append(self._try(lambda: [parse_json(torn, kind, name=path)], []))
         return [row for rows in found for row in rows]
 
     @cached_property

@@ -1,0 +1,550 @@
+"""Files that others wrote, of every kind, with every damage: one line that names the file, little memory and time, nothing run.
+
+Each reader runs in one child, and each damage in a fork of it, whose memory and processor time are measured. (Data files: tests/data/; the watcher's
+and the plotter's: tests/observe/.)
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import random
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan.untrusted import InputError, is_plain_name, printable, read_json, tail_lines
+
+MAX_BYTES, MAX_CPU_S = 200 * 2**20, 10  # over an idle process
+ESCAPE = "\x1b]52;c;aGFoYQ==\x07\x9b31m\u202e"  # into the clipboard, in colour, backwards
+
+
+# ---- damages ---------------------------------------------------------------------------------------
+
+
+def truncated(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def flipped(file: Path) -> None:
+    dice, data = random.Random(0), bytearray(file.read_bytes())
+    for _ in range(max(len(data) // 50, 3)):
+        data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+    file.write_bytes(data)
+
+
+def junk(file: Path) -> None:
+    file.write_bytes(random.Random(0).randbytes(100_000))
+
+
+def deep(file: Path) -> None:
+    file.write_bytes(b"[" * 10_000_000)
+
+
+def deep_tables(file: Path) -> None:
+    file.write_bytes(b'{"a":' * 2_000_000)
+
+
+def wide(file: Path) -> None:
+    file.write_bytes(b"[" + b"[]," * 15_000_000 + b"[]]")
+
+
+def sparse(file: Path) -> None:
+    os.truncate(file, 2**36)
+
+
+def huge_numbers(file: Path) -> None:
+    change(file, lambda value: 10**30 if isinstance(value, int) else value)
+
+
+def endless_number(file: Path) -> None:
+    file.write_bytes(b'{"step": ' + b"9" * 5_000_000 + b"}")
+
+
+def not_numbers(file: Path) -> None:
+    change(file, lambda value: float("nan") if isinstance(value, int | float) else value)
+
+
+def negative(file: Path) -> None:
+    change(file, lambda value: -value - 1 if isinstance(value, int | float) else value)
+
+
+def other_types(file: Path) -> None:
+    change(file, lambda value: [str(value)])
+
+
+def list_for_table(file: Path) -> None:
+    file.write_text("[1, null]")
+
+
+def escapes(file: Path) -> None:
+    change(file, lambda value: f"{value}{ESCAPE}" if isinstance(value, str) else value)
+
+
+def escape_keys(file: Path) -> None:
+    file.write_text(json.dumps({ESCAPE: ESCAPE, f"x\n{ESCAPE}": {ESCAPE: 1}}))
+
+
+def fifo(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def device(file: Path) -> None:
+    file.unlink()
+    file.symlink_to("/dev/zero")
+
+
+def link_out(file: Path) -> None:
+    outside = file.parents[2] / "secret"
+    outside.write_bytes(file.read_bytes() if file.is_file() else b"{}")
+    file.unlink()
+    file.symlink_to(outside)
+
+
+def folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def change(file: Path, what: Callable[[Any], Any]) -> None:
+    """Every leaf of a JSON file, or of the lines of one."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: changed(item) for key, item in value.items()}
+        return [changed(item) for item in value] if isinstance(value, list) else what(value)
+
+    texts = [file.read_text()] if file.suffix == ".json" else file.read_text().splitlines()
+    file.write_text("\n".join(json.dumps(changed(json.loads(text))) for text in texts) + "\n")
+
+
+ANY = (truncated, flipped, junk, deep, wide, sparse, fifo, device, link_out, folder)
+JSON = (*ANY, deep_tables, huge_numbers, endless_number, not_numbers, negative, other_types)
+JSON = (*JSON, list_for_table, escapes, escape_keys)
+
+
+def bomb(file: Path) -> None:
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(file.parents[2] / "executed"),)
+
+    file.write_bytes(pickle.dumps(Bomb()))
+
+
+def nested_tuples(file: Path, *, levels: int = 60, end: bytes = b".") -> None:
+    """Each holds the one before twice: 2^60 to print, or to hash."""
+    twice = b"\x94h%c\x86"
+    body = b"".join(b"\x94h" + bytes([n]) + b"h" + bytes([n]) + b"\x86" for n in range(levels))
+    assert twice
+    file.write_bytes(b"\x80\x04)" + body + end)
+
+
+def nested_key(file: Path) -> None:
+    nested_tuples(file, end=b"\x94}h\x3cNs.")
+
+
+def deep_tuples(file: Path) -> None:
+    file.write_bytes(b"\x80\x04)" + b"\x85" * 3_000_000 + b".")
+
+
+def shared_state(file: Path) -> None:
+    """The nested tuples where a dtype should be: what a message must not spell out."""
+    name = b"\x8c\x26torch.distributed.checkpoint.metadata\x8c\x08Metadata\x93)\x81"
+    body = b"".join(b"\x94h" + bytes([n]) + b"h" + bytes([n]) + b"\x86" for n in range(60))
+    key = b"}\x8c\x13state_dict_metadata"
+    file.write_bytes(b"\x80\x04)" + body + b"\x940" + name + key + b"h\x3csb.")
+
+
+def memo_far_away(file: Path) -> None:
+    file.write_bytes(b"\x80\x04Nr\xff\xff\xff\x7f.")
+
+
+def large_array(file: Path) -> None:
+    file.write_bytes(b"\x80\x05\x96" + (2**35).to_bytes(8, "little") + b"x.")
+
+
+def large_frame(file: Path) -> None:
+    file.write_bytes(b"\x80\x04\x95" + (2**35).to_bytes(8, "little") + b"x.")
+
+
+def many_values(file: Path) -> None:
+    file.write_bytes(b"\x80\x04" + b"]" * 1_000_000 + b".")
+
+
+def many_marks(file: Path) -> None:
+    file.write_bytes(b"\x80\x04" + b"(" * 1_000_000 + b".")
+
+
+def many_sets(file: Path) -> None:
+    file.write_bytes(b"\x80\x04" + b"\x8f" * 1_000_000 + b".")
+
+
+def long_number(file: Path) -> None:
+    file.write_bytes(b"\x80\x04\x8b" + (10_000_000).to_bytes(4, "little") + b"\x7f" * 10_000_000)
+
+
+PICKLE = (*ANY, bomb, nested_tuples, nested_key, deep_tuples, shared_state, memo_far_away)
+PICKLE = (*PICKLE, large_array, large_frame, many_values, many_marks, many_sets, long_number)
+
+
+def long_header(file: Path) -> None:
+    file.write_bytes((2**40).to_bytes(8, "little") + b"{}" + bytes(20_000))
+
+
+def wide_header(file: Path) -> None:
+    body = b"{" + b'"a":[],' * 2_000_000 + b'"b":[]}'
+    file.write_bytes(len(body).to_bytes(8, "little") + body)
+
+
+def deep_header(file: Path) -> None:
+    file.write_bytes((5_000_000).to_bytes(8, "little") + b"[" * 5_000_000)
+
+
+def nan_weights(file: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    save_file({name: t * float("nan") for name, t in load_file(file).items()}, file)
+
+
+def escaped_names(file: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    save_file(
+        load_file(file) | {f"x\n{ESCAPE}": next(iter(load_file(file).values())).clone()}, file
+    )
+
+
+WEIGHTS = (*ANY, long_header, wide_header, deep_header, nan_weights, escaped_names)
+
+
+def billion_layers(file: Path) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": 10**9}))
+
+
+def no_heads(file: Path) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_attention_heads": 0}))
+
+
+def long_key(file: Path) -> None:
+    file.write_text('"a".' * 200_000 + "b = 1\n")
+
+
+def escaped_toml(file: Path) -> None:
+    file.write_text(
+        '[job]\n"x\\u001b]52;c;\\u0007" = "\\u001b[31m"\n[training]\nsteps = "\\u009b"\n'
+    )
+
+
+TOML = (truncated, flipped, junk, deep, deep_tables, sparse, fifo, device, folder, long_key)
+TOML = (*TOML, escaped_toml, endless_number)
+
+
+# ---- kinds of files --------------------------------------------------------------------------------
+
+STATUS = {"state": "failed", "exit_code": 1, "step": 7, "reason": "rank 0 failed", "unix_s": 1.7e9}
+DUMP = {
+    **{"rank": 0, "host": "a", "reason": "asked", "step": 7, "unix_s": 1.7e9, "world_size": 2},
+    "main_thread": {"text": "all_reduce", "waits": True},
+    "oom_kills": 0,
+    "groups": {"1": {"axis": "tp", "ranks": [0, 1], "begun": {"gloo": 5}}},
+    "entries": [
+        {
+            **{"group": "1", "backend": "gloo", "seq": 5, "p2p_seq": 0, "operation": "all_reduce"},
+            **{"called": "all_reduce", "line": "a.py:1", "input_sizes": [[4]]},
+            **{"input_dtypes": ["Float"], "enqueued_unix_s": 1.7e9},
+        }
+    ],
+    "p2p": [
+        {
+            **{"peer": 1, "sends": True, "seq": 1, "axis": "pp", "size": [4], "dtype": "float32"},
+            **{"line": "a.py:1", "enqueued_unix_s": 1.7e9},
+        }
+    ],
+}
+TIMES = {"step": 5, "step_s": 1.0, "own_s": 1.0, "data_wait_s": 0.1, "unix_s": 1.7e9}
+
+
+def write_run(run: Path) -> None:
+    (run / "logs").mkdir(parents=True)
+    (run / "flight_recorder").mkdir()
+    launch = {"ranks": {"1": {"pid": 1, "exit_code": -9, "unix_s": 1.7e9}}, "oom_kills": 0}
+    owner = {"host": "a", "pid": 1, "started": "1", "machine": "m", "job": "", "attempt": ""}
+    for name, content in {
+        "status.json": STATUS,
+        "environment.json": {"written_unix_s": 1.6e9, "world_size": 2},
+        "flight_recorder/rank-0.json": DUMP,
+        "logs/launch-a.json": launch,
+        "lease.json": owner,
+    }.items():
+        (run / name).write_text(json.dumps(content))
+    for name, row in {"metrics.jsonl": TIMES, "logs/rank-0.times.jsonl": TIMES}.items():
+        (run / name).write_text(f"{json.dumps(row)}\n" * 5)
+    line = "2030-01-01 00:00:00,123 ERROR   titan: OSError: no\n"
+    (run / "logs" / "rank-0.log").write_text(line * 5)
+    stack = 'Current thread 0x1 (most recent call first):\n  File "/x/titan/a.py", line 90 in f\n'
+    (run / "logs" / "rank-0.stacks.txt").write_text(stack * 5)
+
+
+def write_running(run: Path) -> None:
+    write_run(run)
+    (run / "status.json").write_text(json.dumps(STATUS | {"state": "running"}))
+
+
+def write_crashed(run: Path) -> None:
+    write_run(run)
+    launch = {"ranks": {"0": {"pid": 1, "exit_code": -11, "unix_s": 1.7e9}}, "oom_kills": 0}
+    (run / "logs" / "launch-a.json").write_text(json.dumps(launch))
+
+
+def write_step(step: Path) -> None:
+    import torch
+
+    from titan.checkpoint.manager import CheckpointManager
+    from titan.config.sections import CheckpointSection
+
+    manager = CheckpointManager(CheckpointSection(), run_dir=step.parents[1])
+    state = {f"model.{i}": torch.randn(40, 50) for i in range(4)}
+    manager.save(7, state, metadata={"step": 7, "tokens": 1, "data": {}, "config": "[job]\n"})
+
+
+def write_model(model: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    from titan.checkpoint.huggingface import HFModel
+    from titan.models.llama3.config import LlamaConfig
+    from titan.models.llama3.huggingface import hf_config
+
+    model.mkdir(parents=True)
+    sizes = LlamaConfig(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=32, vocab_size=64)
+    described = HFModel.of("llama3", sizes)
+    weights = {described.names[k]: torch.randn(shape) for k, shape in described.shapes.items()}
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    index = {"weight_map": dict.fromkeys(weights, "model.safetensors")}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    (model / "config.json").write_text(json.dumps(hf_config(sizes)))
+    vocab = {"a": 0, "b": 1, "<s>": 2}
+    kind = {"type": "WordLevel", "vocab": vocab, "unk_token": "a"}
+    parts = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
+    tokenizer = {"version": "1.0", "added_tokens": [], **dict.fromkeys(parts), "model": kind}
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (model / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
+
+
+def write_single(model: Path) -> None:
+    write_model(model)
+    (model / "model.safetensors.index.json").unlink()
+
+
+def doctor(run: Path) -> int:
+    from titan import cli
+
+    return cli.main(["doctor", str(run)])
+
+
+def verify_and_load(step: Path) -> int:
+    """`titan verify`; then the same again with a manifest that agrees with the damaged file."""
+    import torch
+
+    from titan import cli
+    from titan.checkpoint.manager import load, read_metadata
+    from titan.checkpoint.manifest import HashingStream, render
+
+    code = cli.main(["verify", str(step)])
+    if (step / "manifest.json").is_file() and not (step / "manifest.json").is_symlink():
+        with_hashes = {}
+        for file in sorted(step.iterdir()):
+            if file.is_file() and not file.is_symlink() and file.stat().st_size < 2**24:
+                stream = HashingStream(io.BytesIO())
+                stream.write(file.read_bytes())
+                with_hashes[file.name] = stream.entry()
+        with_hashes.pop("manifest.json", None)
+        content = {"format": 1, "step": 7, "block_bytes": 2**24, "files": with_hashes}
+        (step / "manifest.json").write_bytes(render(content))
+    try:
+        load(step, {f"model.{i}": torch.empty(40, 50) for i in range(4)})
+        read_metadata(step, "step", "tokens", "data")
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return code
+
+
+def convert(model: Path) -> int:
+    from titan import cli
+
+    return cli.main(["convert", "from-hf", str(model), str(model.parent / "out")])
+
+
+def check(job: Path) -> int:
+    from titan import cli
+
+    return cli.main(["config", str(job / "job.toml")])
+
+
+def write_job(job: Path) -> None:
+    job.mkdir(parents=True)
+    (job / "job.toml").write_text('[job]\ndescription = "a job"\n[training]\nsteps = 5\n' * 1)
+
+
+RUN: tuple[Any, ...] = (write_run, doctor)
+STEP: tuple[Any, ...] = (write_step, verify_and_load)
+MODEL: tuple[Any, ...] = (write_model, convert)
+TEXT = (junk, deep, sparse, fifo, device, link_out, folder)
+KINDS: dict[str, tuple[tuple[Any, ...], tuple[Callable[[Path], None], ...]]] = {
+    "run/status.json": (RUN, JSON),
+    "run/environment.json": (RUN, JSON),
+    "run/lease.json": ((write_running, doctor), JSON),
+    "run/flight_recorder/rank-0.json": (RUN, JSON),
+    "run/logs/launch-a.json": (RUN, JSON),
+    "run/metrics.jsonl": (RUN, JSON),
+    "run/logs/rank-0.times.jsonl": (RUN, JSON),
+    "run/logs/rank-0.log": (RUN, TEXT),
+    "run/logs/rank-0.stacks.txt": ((write_crashed, doctor), TEXT),
+    "run/checkpoint/step-7/manifest.json": (STEP, JSON),
+    "run/checkpoint/step-7/titan.json": (STEP, JSON),
+    "run/checkpoint/step-7/.metadata": (STEP, PICKLE),
+    "run/checkpoint/step-7/__0_0.distcp": (STEP, PICKLE),
+    "model/config.json": (MODEL, (*JSON, billion_layers, no_heads)),
+    "model/model.safetensors.index.json": (MODEL, JSON),
+    "model/model.safetensors": ((write_single, convert), WEIGHTS),
+    "model/tokenizer.json": (MODEL, JSON),
+    "model/tokenizer_config.json": (MODEL, JSON),
+    "job/job.toml": ((write_job, check), TOML),
+}
+# What is not refused, since it is shown harmlessly, not used, or what a killed run leaves (a torn last line).
+HARMLESS: dict[str, set[str]] = {
+    "*": {"escapes", "flipped"},
+    "run/environment.json": {"negative", "escape_keys"},
+    "run/status.json": {"escape_keys"},
+    "run/lease.json": {"negative", "huge_numbers"},
+    "run/metrics.jsonl": {"truncated"},
+    "run/logs/rank-0.times.jsonl": {"truncated"},
+    "run/logs/rank-0.log": {"junk", "deep", "sparse"},
+    "run/logs/rank-0.stacks.txt": {"junk", "deep", "sparse"},
+    "model/model.safetensors.index.json": {"negative", "huge_numbers", "not_numbers"},  # has none
+    "model/tokenizer_config.json": {"negative", "huge_numbers", "not_numbers", "escape_keys"},
+}
+READERS = {read.__name__: read for (_, read), _ in KINDS.values()}
+
+
+def feed(kind: str, damage: str, home: Path) -> dict[str, Any]:
+    """One damage, in this process: what was said, and what it took."""
+    (write, read), damages = KINDS[kind]
+    top = home / kind.split("/")[0]
+    root = (home / kind).parent if write is write_step else top
+    write(root)
+    next(d for d in damages if d.__name__ == damage)(home / kind)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    idle, started = _peak(), _cpu_s()
+    said = io.StringIO()
+    with redirect_stdout(said), redirect_stderr(said):
+        code = read(root)
+    return {
+        "code": code,
+        "said": said.getvalue(),
+        "bytes": _peak() - idle,
+        "cpu_s": _cpu_s() - started,
+        "executed": (home / "executed").exists() or (top.parent / "executed").exists(),
+    }
+
+
+def _peak() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def serve(reader: str, home: Path) -> None:
+    """Each damage of a reader's files in a fork of this process, which has everything imported and warm."""
+    for number, (kind, ((write, read), damages)) in enumerate(KINDS.items()):
+        if read.__name__ != reader:
+            continue
+        warm = home / f"warm-{number}"
+        write((warm / kind).parent if write is write_step else warm / kind.split("/")[0])
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            read((warm / kind).parent if write is write_step else warm / kind.split("/")[0])
+        for damage in damages:
+            place = home / f"{number}-{damage.__name__}"
+            place.mkdir()
+            child = os.fork()
+            if child == 0:
+                resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
+                answer = feed(kind, damage.__name__, place)
+                (place / "answer.json").write_text(json.dumps(answer))
+                os._exit(0)
+            os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_damaged_files(reader: str, tmp_path: Path) -> None:
+    command = [sys.executable, __file__, reader, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    wrong = []
+    for number, (kind, ((_, read), damages)) in enumerate(KINDS.items()):
+        for name in (damage.__name__ for damage in damages if read.__name__ == reader):
+            answer = tmp_path / f"{number}-{name}" / "answer.json"
+            if not answer.exists():
+                wrong.append(f"{kind}, {name}: ended by an exception or a signal")
+                continue
+            found = json.loads(answer.read_text())
+            said, file = found["said"], kind.rsplit("/", 1)[1]
+            is_harmless = name in HARMLESS["*"] | HARMLESS.get(kind, set())
+            refused = found["code"] and any(file in line for line in said.splitlines())
+            is_clean = all(printable(line) == line for line in said.splitlines())
+            is_small = found["bytes"] <= MAX_BYTES and found["cpu_s"] <= MAX_CPU_S
+            is_well = is_clean and is_small and "Traceback" not in said and not found["executed"]
+            if not is_well or not (refused or is_harmless):
+                wrong.append(f"{kind}, {name}: {found}")
+    assert not wrong, "\n".join([*wrong, done.stderr[-3000:]])
+
+
+# ---- the reader itself -----------------------------------------------------------------------------
+
+
+def test_what_reaches_a_terminal() -> None:
+    assert printable(f"a{ESCAPE}\n") == "a\\u001b]52;c;aGFoYQ==\\u0007\\u009b31m\\u202e\\u000a"
+    assert printable("straße, 東京, 🙂") == "straße, 東京, 🙂"
+    assert printable("x" * 50, 10) == "xxxxxx ..."
+    assert str(InputError(f"a\n{ESCAPE}")).count("\n") == 1
+
+
+def test_names_in_a_folder() -> None:
+    assert is_plain_name("__0_0.distcp")
+    for name in ("", ".", "..", "a/b", "a\\b", "/a", "a\x00", "a\n", ESCAPE, "x" * 300, 3, None):
+        assert not is_plain_name(name)
+
+
+def test_links_within_a_folder_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshots" / "1").mkdir(parents=True)
+    (tmp_path / "blobs" / "a").write_text('{"a": 1}')
+    link = tmp_path / "snapshots" / "1" / "a.json"
+    link.symlink_to("../../blobs/a")
+    assert read_json(link, dict[str, int]) == {"a": 1}
+    assert read_json(link, dict[str, int], within=tmp_path) == {"a": 1}
+    with pytest.raises(InputError, match=r"a\.json: cannot be read: it is a link that leads out"):
+        read_json(link, dict[str, int], within=link.parent)
+
+
+def test_the_tail_of_a_long_file(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"x" * 100 + b"\nsecond\n\xffthird\n")
+    assert tail_lines(tmp_path / "a", limit=20) == ["second", "�third", ""]
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], Path(sys.argv[2]))
