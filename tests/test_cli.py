@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -123,15 +124,15 @@ def test_check_knows_the_profiles_of_the_simulator(tmp_path: Path) -> None:
     assert "unknown hardware" in titan("check", DEBUG, "--hardware=h999")[2][0]
 
 
-def test_answers_take_about_a_cpu_second(tmp_path: Path) -> None:
+def test_answers_take_less_than_a_second(tmp_path: Path) -> None:
+    """Of processor time: what else the machine does is no matter."""
     job = tmp_path / "job.toml"
     job.write_text("[training]\nstep = 5\n")
     for argv in (["config", DEBUG], ["check", DEBUG], ["config", str(job)], ["--help"], ["schema"]):
-        before = os.times()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         titan(*argv)
-        after = os.times()
-        cpu_s = sum(after[2:4]) - sum(before[2:4])  # of children: user and system
-        assert cpu_s < 1.5, argv
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0, argv
 
 
 def test_check_says_layout_size_and_memory() -> None:

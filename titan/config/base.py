@@ -28,11 +28,11 @@ class Section(BaseModel):
     def forget(self, path: KeyPath) -> None:
         """Make the setting at `path` one that nobody knows; what is no setting by itself (an item of a list), the one that holds it."""
         name, *rest = path
-        inner = self.__dict__.get(name)
-        if rest and isinstance(inner, Section):
-            inner.forget(tuple(rest))
+        values: dict[Any, Any] = vars(self)
+        if rest and isinstance(values.get(name), Section):
+            values[name].forget(tuple(rest))
         else:
-            self.__dict__.pop(name, None)
+            values.pop(name, None)
 
 
 class DocumentOptions(Section):

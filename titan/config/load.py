@@ -95,7 +95,8 @@ def _validate(data: dict[str, Any], origin: Origin) -> tuple[JobConfig, list[Pro
         try:
             config = JobConfig.model_validate(data)
         except ValidationError:  # what is left does not go together
-            config, unknown = JobConfig(), [(name,) for name in JobConfig.model_fields]
+            config = JobConfig()
+            unknown = [(name,) for name in JobConfig.model_fields]
     for path in sorted(unknown, key=len):
         config.forget(path)
     config._origin = origin
@@ -114,7 +115,7 @@ def _whole(path: KeyPath) -> KeyPath:
     return path[:-1] if is_tag or field.is_required() else path
 
 
-def _remove(data: dict[str, Any], path: KeyPath) -> None:
+def _remove(data: dict[Any, Any], path: KeyPath) -> None:
     *tables, name = path
     for table in tables:
         data = data[table] if isinstance(data.get(table), dict) else {}
@@ -134,10 +135,10 @@ def load_from_argv(
             )
         except ConfigError as error:
             problems, config = problems + error.problems, error.partial
-    if warn and config is not None:
-        say_once(config.origin.warnings)
     if problems or config is None:
         raise ConfigError(problems, partial=config)
+    if warn:
+        say_once(config.origin.warnings)
     return config
 
 

@@ -67,17 +67,21 @@ def load_to_run(
     """Return the job of a command line and its layout; raises `ConfigError` with everything that is in its way, whether a
     line is misspelt, a rule is broken, or (here) this machine or its environment lacks something.
 
-    world_size: None, as many ranks as torchrun's environment names. options: as in `load_from_argv`.
+    world_size: None, as many ranks as torchrun's environment names. options: as in `load_from_argv`. warn: False, for one that starts
+    another process with the same job, which warns.
     """
     problems = check_environment(os.environ) if here else []
     if world_size is None and not problems:
         world_size = int(os.environ.get("WORLD_SIZE", 1))
     try:
-        config = load_from_argv(argv, options=options, warn=warn)
+        config = load_from_argv(argv, options=options, warn=False)
+        warnings = config.origin.warnings
     except ConfigError as error:
-        problems, config = problems + error.problems, error.partial
+        problems, config, warnings = problems + error.problems, error.partial, []
     if config is not None:
         problems += _problems(config, world_size, here=here)
+    if warn or problems:
+        say_once(warnings)
     if problems or config is None or world_size is None:
         raise ConfigError(problems)
     if warn:
