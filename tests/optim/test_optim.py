@@ -12,7 +12,7 @@ from torch import nn
 from titan.config.sections import AdamWSection, LRSchedulerSection
 from titan.optim.clipping import clip_gradients
 from titan.optim.optimizers import build_optimizer, parameter_groups
-from titan.optim.schedule import learning_rate_factor
+from titan.optim.schedule import learning_rate_factor, phases
 
 
 def _factors(total: int, **section: object) -> list[float]:
@@ -31,6 +31,13 @@ def test_warmup_stable_decay() -> None:
 
 def test_decay_right_after_warmup_to_a_floor() -> None:
     assert _factors(6, warmup_steps=2, min_lr_factor=0.2) == [0.5, 1, 0.8, 0.6, 0.4, 0.2]
+
+
+def test_a_run_too_short_for_its_schedule_cuts_warmup_then_decay() -> None:
+    assert _factors(4, warmup_steps=10, decay_ratio=0.5) == [0.25, 0.5, 0.75, 1]
+    assert _factors(5, warmup_steps=3, decay_ratio=0.8)[:3] == [0.333333, 0.666667, 1]
+    section = LRSchedulerSection(warmup_steps=3, decay_ratio=0.8)
+    assert phases(section, total_steps=5) == (3, 2)
 
 
 def test_cosine_and_sqrt() -> None:

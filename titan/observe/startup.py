@@ -12,6 +12,7 @@ from titan.config.layout import AXES, Layout
 from titan.config.sections import JobConfig
 from titan.observe.estimate import ModelSizes, estimate_memory, keeps_gathered
 from titan.observe.hardware import Hardware
+from titan.optim.schedule import phases
 
 _MAX_WIDTH = 120  # of the page, also on a wide terminal
 
@@ -127,13 +128,11 @@ def _schedule(config: JobConfig) -> str:
     """Optimizer and learning rate over the run."""
     section, optimizer = config.lr_scheduler, config.optimizer
     total = section.total_steps or config.training.steps
-    decay = total - section.warmup_steps
-    if section.decay_ratio is not None:
-        decay = round(total * section.decay_ratio)
-    stable = total - section.warmup_steps - decay
+    warmup, decay = phases(section, total_steps=config.training.steps)
+    stable = total - warmup - decay
     parts = [f"{optimizer.name}, peak learning rate {optimizer.lr:g}"]
-    if section.warmup_steps:
-        parts.append(f"{section.warmup_steps:,} steps of warm-up")
+    if warmup:
+        parts.append(f"{warmup:,} steps of warm-up")
     if stable > 0:
         parts.append(f"{stable:,} constant")
     if decay > 0:
