@@ -180,7 +180,8 @@ def test_the_command(tmp_path: Path) -> None:
     command += ["--nproc", "2", f"--job.dump_folder={tmp_path}", "--training.dataset=synthetic"]
     file = tmp_path / "report.json"
     huge = [
-        "--model.overrides.ffn_dim=4000000000",
+        "--model.overrides.dim=16384",
+        "--model.overrides.ffn_dim=16777216",
         "--checkpoint.enable=false",
         "--json",
         str(file),

@@ -57,7 +57,7 @@ from titan.observe.runinfo import open_rank_log, write_environment, write_status
 from titan.observe.sinks import MissingExtra
 from titan.observe.startup import startup_page
 from titan.parallel import build_mesh
-from titan.parallel.activation import KeepError, require_operation
+from titan.parallel.activation import KeepError
 from titan.parallel.float8 import Float8Error, require_hardware, table
 from titan.parallel.mesh import axis_rank
 from titan.parallel.replicas import ReplicaError, require_equal_replicas
@@ -124,8 +124,6 @@ class Trainer:
         self.device = self._init_distributed()
         connected()
         self._seed()
-        for entry in config.activation_checkpoint.op_keep:
-            require_operation(entry)
         quantize = quantize_section(config)
         if quantize and not quantize.emulate:
             require_hardware(quantize.recipe_name or "tensorwise", self.device)

@@ -83,11 +83,6 @@ def apply_ac(
             blocks.register_module(name, wrapped)
 
 
-def require_operation(entry: str) -> None:
-    """Raise KeepError unless torch has the operation, or there is the group, that an entry of `keep` names."""
-    _rule(entry)
-
-
 def _rule(entry: str) -> tuple[tuple[str, ...], int]:
     """ "matmul/2" -> the operations, 2."""
     name, slash, every = entry.partition("/")
