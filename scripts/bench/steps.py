@@ -44,7 +44,7 @@ from titan.config.model import model_config
 from titan.config.sections import ModelSection
 from titan.config.toml import format_value
 from titan.observe.hardware import recognise
-from titan.observe.metrics import read_rows
+from titan.observe.rows import read_rows
 
 HERE = Path(__file__).resolve().parent
 NUM_TOKENS = 258  # kinds of token in the random batches: those of titan's byte tokenizer

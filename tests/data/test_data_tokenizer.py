@@ -191,3 +191,57 @@ def test_byte_lengths_of_sentencepiece_style_vocabulary(tmp_path: Path) -> None:
     tokenizer = build_tokenizer(TokenizerSection(path=str(tmp_path)), hf_assets_path="")
     assert tokenizer.byte_lengths.dtype == np.int64
     assert tokenizer.byte_lengths.tolist()[1:] == [1, 3, 2]
+
+
+def word_tokenizer(folder: Path, **config: object) -> Tokenizer:
+    """One that splits at spaces and drops them."""
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return build_tokenizer(TokenizerSection(path=str(folder)), hf_assets_path="")
+
+
+def test_a_tokenizer_that_drops_spaces_counts_no_bytes(trained: Path, tmp_path: Path) -> None:
+    assert bytes_tokenizer().keeps_bytes
+    assert build_tokenizer(TokenizerSection(path=str(trained)), hf_assets_path="").keeps_bytes
+    write_rank_file(tmp_path / "ranks")
+    section = TokenizerSection(name="tiktoken", path=str(tmp_path / "ranks"))
+    assert build_tokenizer(section, hf_assets_path="").keeps_bytes
+    assert not word_tokenizer(tmp_path).keeps_bytes
+
+
+def test_special_tokens_that_only_the_config_names(tmp_path: Path) -> None:
+    added = {
+        "7": {"content": "<|end|>", "special": True},
+        "8": {"content": "<x>", "special": False},
+    }
+    added |= {"1": {"content": "<taken>", "special": True}, "-1": {"content": "<no>"}, "9": "junk"}
+    tokenizer = word_tokenizer(tmp_path, added_tokens_decoder=added, eos_token="<|end|>")
+    assert (tokenizer.eos_id, tokenizer.bos_id, tokenizer.vocab_size) == (7, None, 8)
+    assert tokenizer.special_tokens == {"<|end|>": 7}
+    assert tokenizer.token_bytes(7) == b"" and tokenizer.decode([0, 7, 1]) == "a b"
+    assert 7 not in tokenizer.encode("a <|end|> b")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
+@pytest.mark.parametrize("content", [b"\xff", b"[" * 10**5, b"{", b""])
+def test_damaged_files_of_a_tokenizer_are_told(tmp_path: Path, name: str, content: bytes) -> None:
+    word_tokenizer(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=name.replace(".", r"\.")) as raised:
+        build_tokenizer(TokenizerSection(path=str(tmp_path)), hf_assets_path="")
+    assert len(str(raised.value)) < 2100
+    for odd in (
+        {"eos_token": ["x"], "eos_token_id": 10**30},
+        {"eos_token_id": -1},
+        [1],
+        {"eos_token_id": True},
+    ):
+        (tmp_path / name).write_text(json.dumps(odd))
+        if name != "tokenizer.json":
+            assert (
+                build_tokenizer(TokenizerSection(path=str(tmp_path)), hf_assets_path="").eos_id
+                is None
+            )

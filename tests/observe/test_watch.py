@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -15,8 +16,9 @@ from typing import Any
 
 import pytest
 
+from titan.observe.rows import MAX_ROWS
 from titan.watch.cli import main, open_runs
-from titan.watch.reading import COLUMNS, MAX_ROWS, RunReader, thin
+from titan.watch.reading import COLUMNS, RunReader, read_all
 from titan.watch.server import Server
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"alert(1)\"> & <!--"
@@ -146,7 +148,66 @@ def test_a_hundred_thousand_rows(tmp_path: Path) -> None:
     assert run["total"] == 109_999 and len(run["rows"]) <= MAX_ROWS
     kept = steps(run)
     assert kept == sorted(set(kept)) and 100_001 in kept and kept[-1] == 109_999
-    assert thin([{"loss": None}] * 9999)  # no number anywhere
+
+
+def test_where_a_run_started_again_is_sent(get: Get) -> None:
+    assert poll(get)["starts"] == [[1, "resume"]]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xff\x00" * 999,
+        b"[" * 99_999,
+        b'{"a": NaN}',
+        b"[1]",
+        b"x\n" * 99,
+        b'{"step": {}, "event": 3, "rank": "x"}\n',
+    ],
+)
+def test_a_damaged_file_costs_that_file(run_dir: Path, content: bytes) -> None:
+    """And a pipe does not hang the page, nor is a link followed."""
+    good = RunReader(run_dir, name="run").data()
+    secret = run_dir.parent / "secret.json"
+    secret.write_text('{"state": "secret", "step": 1}')
+    changing = {"status.json": "status", "events.jsonl": "events", "environment.json": "facts"}
+    changing |= {"metrics.jsonl": "rows", "config.toml": "facts"}
+    for name, key in changing.items():
+        path = run_dir / name
+        before = path.read_bytes() if path.exists() else None
+        reader = RunReader(run_dir, name="run")
+        for damage in (
+            path.write_bytes,
+            lambda _: os.mkfifo(path),
+            lambda _: path.symlink_to(secret),
+        ):
+            path.unlink(missing_ok=True)
+            damage(content)
+            data = reader.data()
+            assert "secret" not in json.dumps(data, allow_nan=False)
+            untouched = set(good) - {key, "problems", "generation", "total", "since"}
+            if name == "events.jsonl":
+                untouched -= {"stragglers", "starts", "seconds", "restarts", "lost_steps"}
+            assert {k: data[k] for k in untouched} == {k: good[k] for k in untouched}
+            assert all(p.count("\n") == 0 and name in p for p in data["problems"])
+        path.unlink()
+        if before is not None:
+            path.write_bytes(before)
+
+
+def test_many_runs_make_no_larger_page(tmp_path: Path) -> None:
+    folders = [tmp_path / f"run-{n}" for n in range(60)]
+    for folder in folders:
+        folder.mkdir()
+        metrics(folder, range(1, 1001))
+        lines(
+            folder / "events.jsonl",
+            *({"event": "save", "unix_s": 1.0, "step": n} for n in range(300)),
+        )
+    answer = read_all(open_runs(folders))
+    assert sum(len(run["rows"]) for run in answer["runs"]) <= 20_000
+    assert all(len(run["rows"]) > 100 and run["rows"][-1][0] == 1000 for run in answer["runs"])
+    assert sum(len(run["events"]) for run in answer["runs"]) <= 2500
 
 
 def test_once_writes_a_page_that_no_text_can_break(run_dir: Path, tmp_path: Path) -> None:

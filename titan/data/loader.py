@@ -13,6 +13,7 @@ the steps handed out.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,8 @@ from titan.data.sources import resolve_sources
 from titan.data.streams import merge_bookmarks
 from titan.data.tokenizer import Tokenizer
 from titan.loss import IGNORED
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,8 @@ class Loader:
         self._data, self._accumulation = data, accumulation
         self._prefetch = dataloader.prefetch_factor if dataloader.num_workers else 0
         self._pin = dataloader.pin_memory and torch.cuda.is_available()
-        self._byte_lengths = torch.from_numpy(tokenizer.byte_lengths)
+        lengths = tokenizer.byte_lengths if tokenizer.keeps_bytes else 0 * tokenizer.byte_lengths
+        self._byte_lengths = torch.from_numpy(lengths)
         self._state: dict[str, Any] = {"position": 0}
         self._steps: Iterator[_Step] | None = None
         self._validation: list[Batch] = []
@@ -128,7 +132,10 @@ class Loader:
         return iter(self._validation) if is_stream else batches
 
     def num_bytes(self, batch: Batch) -> int:
-        """Bytes of text that the valid labels of a batch (on the CPU) stand for: loss / ln 2 / this is bits a byte."""
+        """Return the bytes of text that the valid labels of a batch (on the CPU) stand for: loss / ln 2 / this is bits a byte.
+
+        0 for a tokenizer whose tokens do not have all bytes of the text, so that bits per byte would be wrong.
+        """
         labels = batch.labels_BS[batch.labels_BS >= 0]
         return int(self._byte_lengths[labels].sum())
 
@@ -274,6 +281,11 @@ def build_validation_loader(
         split, data = "train", data.model_copy(update={"validation_fraction": 0.0})
     else:
         sources, split = _training_sources(training, data), "validation"
+    if not tokenizer.keeps_bytes and rank == 0:
+        logger.warning(
+            "this tokenizer drops or changes parts of a text, such as spaces: bits per byte are left out, since bytes "
+            "cannot be counted from its tokens"
+        )
     seq_len = validation.seq_len or training.seq_len
     options = SampleOptions(tokenizer=tokenizer, data=data, seq_len=seq_len, split=split, seed=0)
     return Loader(

@@ -16,8 +16,11 @@ def unigram_bits_per_byte(
 ) -> float | None:
     """Cross entropy of the validation text under the byte frequencies of the training text, in bits a byte.
 
-    Each is measured on its first `max_tokens` tokens in the order of its samples. None where either is endless.
+    Each is measured on its first `max_tokens` tokens in the order of its samples. None where either is endless, or the
+    tokenizer does not keep all bytes of a text.
     """
+    if not train.tokenizer.keeps_bytes:
+        return None
     if train.samples.num_samples is None or validation.samples.num_samples is None:
         return None
     counts = byte_counts(train, max_tokens=max_tokens)

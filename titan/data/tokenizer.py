@@ -40,6 +40,11 @@ _MAX_GAPS = 2**20  # numbers below the highest that no token has
 _LONG_RUN = re.compile(r"\S{512,}|\s{512,}")
 
 
+# What some tokenizers drop or change: runs of spaces, lines, capitals, accents, rare characters.
+_SAMPLE = "The cat,  2 cats;\n\tif x == 1:\n    naïve ﬁne Straße 日本語 \U0001f600 don't. "
+_MAX_ID = 2**24
+
+
 class Tokenizer(ABC):
     """Text to ids and back. `bos_id` and `eos_id` are None where the tokenizer has no such token."""
 
@@ -62,6 +67,12 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids, special tokens left out; broken UTF-8 shows as U+FFFD."""
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
+
+    @cached_property
+    def keeps_bytes(self) -> bool:
+        """Return whether the bytes of a text's tokens are as many as those of the text; a space put in front is none."""
+        num_bytes = sum(len(self.token_bytes(token)) for token in self.encode(_SAMPLE))
+        return num_bytes - len(_SAMPLE.encode()) in (0, 1)
 
     @cached_property
     def byte_lengths(self) -> np.ndarray:
@@ -119,6 +130,10 @@ class HuggingFaceTokenizer(Tokenizer):
         self.special_tokens = {
             t.content: number for number, t in sorted(added.items()) if t.special
         }
+        for token, number in _named_beside(path.parent):
+            if token not in vocab and number not in self._names:
+                vocab[token], self._names[number] = number, token
+                self.special_tokens[token] = number
         decoder = self._tokenizer.decoder
         self._byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
         self.vocab_size = max(vocab.values(), default=-1) + 1
@@ -128,6 +143,7 @@ class HuggingFaceTokenizer(Tokenizer):
             )
         self.bos_id = _find_special(path.parent, "bos", vocab)
         self.eos_id = _find_special(path.parent, "eos", vocab)
+        self.vocab_size = max(*vocab.values(), self.bos_id or 0, self.eos_id or 0) + 1
         self.fingerprint = _fingerprint(self.kind, content, self.bos_id, self.eos_id)
         self._path = path
 
@@ -248,11 +264,27 @@ def _fingerprint(*parts: object) -> str:
     return hashlib.blake2b(json.dumps([str(p) for p in parts]).encode(), digest_size=8).hexdigest()
 
 
+def _read_beside(file: Path) -> dict[str, Any]:
+    """Return the object in a file beside a tokenizer.json; {} where there is no file. Raises DataError."""
+    return read_json(file, dict[str, Any]) if file.is_file() else {}
+
+
+def _named_beside(folder: Path) -> list[tuple[str, int]]:
+    """Return special tokens and their ids from tokenizer_config.json, which may name more than tokenizer.json."""
+    added = _read_beside(folder / "tokenizer_config.json").get("added_tokens_decoder")
+    found = []
+    for number, token in added.items() if isinstance(added, dict) else ():
+        content = token.get("content") if isinstance(token, dict) and token.get("special") else None
+        if isinstance(content, str) and number.isdecimal() and len(number) < 9:
+            found += [(content, int(number))] if int(number) < _MAX_ID else []
+    return found
+
+
 def _find_special(folder: Path, which: str, vocab: dict[str, int]) -> int | None:
-    """The id of "bos" or "eos" from the files that may lie beside a tokenizer.json, first hit wins."""
+    """Return the id of "bos" or "eos" from the files that may lie beside a tokenizer.json, first hit wins."""
     names = ("tokenizer_config", "special_tokens_map", "generation_config", "config")
     for file in (folder / f"{name}.json" for name in names):
-        values = read_json(file, dict[str, Any]) if file.is_file() else {}
+        values = _read_beside(file)
         token, number = values.get(f"{which}_token"), values.get(f"{which}_token_id")
         token = token.get("content") if isinstance(token, dict) else token
         number = number[0] if isinstance(number, list) and number else number
@@ -260,7 +292,7 @@ def _find_special(folder: Path, which: str, vocab: dict[str, int]) -> int | None
             raise DataError(f"{file}: {which}_token is a {type(token).__name__}, not a text")
         if token in vocab:
             return vocab[token]
-        if isinstance(number, int) and 0 <= number <= max(vocab.values()):
+        if isinstance(number, int) and not isinstance(number, bool) and 0 <= number < _MAX_ID:
             return number
     return None
 

@@ -94,13 +94,13 @@ class Console(logging.Handler):
             _Column(self._step_column(row.step), style="cyan"),
             _Column(f"loss {row.loss:7.4f}", style="bold"),
             _Column(f"gnorm {_short(row.grad_norm):>6}", order=2),
-            *self._spikes(row),
             _Column(f"lr {row.lr:.2e}", order=4),
             _Column(f"{row.tokens_per_s:>9,.0f} tok/s"),
             _Column(f"mfu {mfu}", order=3),
             _Column(f"{memory} {row.memory_gib:5.2f} GiB", order=5),
             _Column(f"data {row.data_wait_s * 1e3:5.1f}ms", order=6),
             _Column(f"eta {duration(row.eta_s):>8}", order=1),
+            *self._spikes(row),  # last, so that the columns stay where they are
         )
         self.advance(row.step, eta_s=row.eta_s)
 

@@ -13,14 +13,13 @@ import math
 import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from titan.config.sections import MetricsSection
-from titan.observe.runinfo import write_text_atomically
-from titan.observe.sinks import Row, Sink, TensorBoardSink, WandbSink, require
+from titan.observe.rows import Row, cut_after, number
+from titan.observe.sinks import Sink, TensorBoardSink, WandbSink, require
 
 _LOG = logging.getLogger("titan")
 _NORMS = "layer_norms.jsonl"
@@ -77,9 +76,11 @@ class JsonlSink:
 
     def __init__(self, path: Path, *, resume_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        last = truncate_after(path, step=resume_step) if path.exists() else None
+        last = (cut_after(path, step=resume_step) if path.exists() else None) or {}
+        unix_s, time_s = number(last.get("unix_s")), number(last.get("time_s"))
         # time_s counts from the first start, over every pause and crash since.
-        self._started_unix_s = last["unix_s"] - last["time_s"] if last else time.time()
+        known = unix_s is not None and time_s is not None
+        self._started_unix_s = unix_s - time_s if known else time.time()
         self._file = path.open("ab", buffering=0)
 
     def write(self, row: Row) -> None:
@@ -97,33 +98,6 @@ class JsonlSink:
 
     def close(self) -> None:
         self._file.close()
-
-
-def truncate_after(path: Path, *, step: int) -> Row | None:
-    """Keep the whole rows up to `step`, replacing the file at once; the last one kept.
-
-    Where none is kept the file belonged to another run, or to a start that left no checkpoint: it is moved
-    to metrics.previous.jsonl, not thrown away.
-    """
-    rows = read_rows(path)
-    kept = [row for row in rows if row["step"] <= step]
-    if kept:
-        write_text_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
-    elif rows:
-        path.replace(path.with_name(f"{path.stem}.previous{path.suffix}"))
-    else:
-        path.unlink()
-    return kept[-1] if kept else None
-
-
-def read_rows(path: Path) -> list[Row]:
-    """The rows of a metrics.jsonl, without a torn one."""
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with suppress(ValueError):
-            row = json.loads(line)
-            rows += [row] if isinstance(row, dict) and "step" in row else []
-    return rows
 
 
 class MetricsLog:

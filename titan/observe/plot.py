@@ -1,7 +1,7 @@
 """`titan plot RUN... [--output FILE.png] [--x step|tokens|time]`: curves of one or several runs in one picture.
 
 Above the loss: training thin, its running mean bold, validations as markers. Below the throughput. Reads nothing but
-metrics.jsonl. Needs the extra `plot` (matplotlib).
+metrics.jsonl, of a long run the rows that show its course (rows.py). Needs the extra `plot` (matplotlib).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from titan.observe.metrics import read_rows
-from titan.observe.sinks import MissingExtra, Row, require
+from titan.observe.rows import Row, RowFile, number
+from titan.observe.sinks import MissingExtra, require
 
 _X = ("step", "tokens", "time")
 
@@ -33,8 +33,9 @@ class Run:
     def points(self, x: str, key: str) -> tuple[list[float], list[float]]:
         """x and y of every row that has the key."""
         x_key, unit = ("time_s", 3600) if x == "time" else (x, 1)
-        kept = [row for row in self.rows if row.get(key) is not None]
-        return [row[x_key] / unit for row in kept], [row[key] for row in kept]
+        both = ((number(row.get(x_key)), number(row.get(key))) for row in self.rows)
+        kept = [(a / unit, b) for a, b in both if a is not None and b is not None]
+        return [a for a, _ in kept], [b for _, b in kept]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -74,10 +75,17 @@ def _read(path: Path) -> list[Row]:
         near = sorted(p.parent for p in path.parent.glob("*/metrics.jsonl"))[:5]
         hint = f"; runs near it: {', '.join(map(str, near))}" if near else ""
         raise PlotError(f"{path}: no metrics.jsonl there, so not the folder of a run{hint}")
-    rows = read_rows(file)
-    if not rows:
-        raise PlotError(f"{file}: no step was logged yet")
-    return rows
+    rows = RowFile(file)
+    rows.update()
+    if rows.problem:
+        raise PlotError(rows.problem)
+    found = rows.thin.rows()
+    if not found:
+        what = (
+            "no step was logged yet" if not rows.thin.count else "its lines are not rows of metrics"
+        )
+        raise PlotError(f"{file}: {what}")
+    return found
 
 
 def running_mean(values: list[float]) -> list[float]:
@@ -101,8 +109,8 @@ def draw(runs: list[Run], *, output: Path, x: str) -> None:
 
     figure = Figure(figsize=(10, 7.5), layout="constrained", dpi=120)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    for number, run in enumerate(runs):
-        _draw_run(run, x=x, colour=f"C{number % 10}", loss_axes=upper, speed_axes=lower)
+    for place, run in enumerate(runs):
+        _draw_run(run, x=x, colour=f"C{place % 10}", loss_axes=upper, speed_axes=lower)
     upper.set_ylabel("loss (nats per token)")
     lower.set_ylabel("tokens per second")
     lower.set_xlabel("hours since the first start" if x == "time" else x)

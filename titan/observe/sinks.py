@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from titan.config.sections import MetricsSection
-
-Row = dict[str, Any]
+from titan.observe.rows import Row
 
 
 class Sink(Protocol):

@@ -7,10 +7,12 @@ import socket
 import sys
 from pathlib import Path
 
+from titan.observe.rows import MAX_ROWS
 from titan.watch.reading import RunReader, WatchError, read_all
 from titan.watch.server import LOOPBACK, Server, page
 
 PORT = 6060
+_ALL_ROWS = 20_000  # of all runs together, so that many runs make no larger page
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,7 +60,10 @@ def open_runs(paths: list[Path]) -> list[RunReader]:
     names = [path.resolve().name for path in paths]
     if len(set(names)) < len(names):
         names = [str(path) for path in paths]
-    return [RunReader(path, name=name) for path, name in zip(paths, names, strict=True)]
+    limit = max(min(MAX_ROWS, _ALL_ROWS // len(paths)), 40)
+    return [
+        RunReader(path, name=name, limit=limit) for path, name in zip(paths, names, strict=True)
+    ]
 
 
 def _told(error: Exception, arguments: argparse.Namespace) -> str:

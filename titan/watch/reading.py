@@ -1,31 +1,41 @@
 """What a page shows of a run, read from its folder while the run writes it: only files of fixed names, and nothing is changed.
 
-metrics.jsonl and events.jsonl are read on from where they were read to; one that was replaced (a resume or a rewind cuts rows away) is read
-anew, which its `generation` tells. A hundred thousand rows become two thousand, with every peak among them. Imports no torch.
+metrics.jsonl and events.jsonl are read on from where they were read to (titan/observe/rows.py); one that was cut by a resume or
+replaced is read again from its start, and its `generation` changes. A million rows become four thousand, with every peak among them.
+A file that is damaged costs what it says, and a line under `problems`. Imports no torch.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import sys
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from math import ceil
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from titan.config.toml import read_toml
-from titan.observe.runinfo import read_status
+from titan.observe.rows import MAX_ROWS, Row, RowFile, Tail, number, open_regular, parse
 
-Row = dict[str, Any]
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 COLUMNS = (
     *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "mfu", "memory_gib", "time_s"),
     *("step_s", "data_wait_s", "validation_loss", "bits_per_byte", "loss_z", "grad_norm_z"),
     *("slowest_rank", "slowest_rank_s", "median_rank_s", "goodput", "unix_s", "eta_s"),
 )
-MAX_ROWS = 2000
 MAX_EVENTS = 500
+_EVENTS_BYTES, _SMALL_BYTES = 2**22, 2**20
+_MAX_STARTS, _MAX_RANKS, _MAX_KEYS, _MAX_TEXT = 200, 8192, 64, 2000
+_LASTING = re.compile(rb'"event": "(start|resume|rewind|straggler|recovered)"')
+_RANK_NUMBERS = ("step", "unix_s", "step_s", "data_wait_s", "own_s")
 _SIGNS = ("metrics.jsonl", "status.json", "config.toml", "environment.json")
 _TAIL_BYTES = 1024  # of a file of times: more than a row
 
@@ -34,127 +44,172 @@ class WatchError(Exception):
     """The user's mistake, in a line."""
 
 
-class Tail:
-    """Rows of a JSON-lines file that grows; a torn last line waits for its end."""
-
-    def __init__(self, path: Path, *, key: str) -> None:
-        self.path, self.key = path, key
-        self.rows: list[Row] = []
-        self.generation = 0
-        self._inode, self._offset = -1, 0
-
-    def update(self) -> None:
-        try:
-            stat = self.path.stat()
-            if stat.st_ino != self._inode or stat.st_size < self._offset:
-                self.rows, self._offset, self._inode = [], 0, stat.st_ino
-                self.generation += 1
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                text = file.read(stat.st_size - self._offset)
-        except OSError:
-            return
-        whole = text[: text.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        for line in whole.splitlines():
-            with suppress(ValueError):
-                row = json.loads(line)
-                self.rows += [row] if isinstance(row, dict) and self.key in row else []
-
-
 class RunReader:
-    """One run's folder."""
+    """One run's folder. limit: of the rows that are kept of it."""
 
-    def __init__(self, folder: Path, *, name: str) -> None:
+    def __init__(self, folder: Path, *, name: str, limit: int = MAX_ROWS) -> None:
         if not any((folder / sign).is_file() for sign in _SIGNS):
             near = sorted({p.parent.name for s in _SIGNS for p in folder.parent.glob(f"*/{s}")})[:5]
             hint = f"; runs near it: {', '.join(near)}" if near else ""
             raise WatchError(f"{folder}: not the folder of a run{hint}")
         self.folder, self.name = folder, name
-        self.metrics = Tail(folder / "metrics.jsonl", key="step")
-        self.events = Tail(folder / "events.jsonl", key="event")
-        self._ranks: dict[str, tuple[float, Row]] = {}
+        self.metrics = RowFile(folder / "metrics.jsonl", limit=limit)
+        self.events = EventFile(
+            folder / "events.jsonl", limit=max(limit * MAX_EVENTS // MAX_ROWS, 10)
+        )
+        self._ranks: dict[int, tuple[float, Row]] = {}
+        self._read: dict[str, tuple[float, Row]] = {}
+        self._problems: list[str] = []
 
     def data(self, *, generation: int = 0, since: int = 0) -> Row:
-        """What is new since a client's `since` rows of a `generation`; all of it, where that is not this one."""
+        """Return what is new since a client's `since` rows of a `generation`; all of it, where that is not this one."""
         self.metrics.update()
         self.events.update()
-        rows, events = self.metrics.rows, self.events.rows
-        since = since if generation == self.metrics.generation and since <= len(rows) else 0
-        status = read_status(self.folder)
-        account = events[-1] if events else {}
+        self._problems = [p for p in (self.metrics.problem, self.events.problem) if p]
+        is_known = generation == self.metrics.tail.generation
+        rows = self.metrics.since(since) if is_known else None
+        status = self._small("status.json", json.loads)
+        account = self.events.rows[-1] if self.events.rows else {}
+        seconds = account.get("seconds", {})
         return {
             "name": self.name,
-            "generation": self.metrics.generation,
-            "since": since,
-            "total": len(rows),
-            "rows": [[row.get(c) for c in COLUMNS] for row in thin(rows[since:])],
+            "generation": self.metrics.tail.generation,
+            "since": 0 if rows is None else since,
+            "total": self.metrics.thin.count,
+            "rows": [
+                [number(row.get(c)) for c in COLUMNS]
+                for row in (self.metrics.thin.rows() if rows is None else rows)
+            ],
             "status": status,
             "facts": self._facts(),
             "ranks": self._rank_rows(),
-            "stragglers": _stragglers(events),
-            "events": [
-                {k: v for k, v in e.items() if k != "seconds"} for e in events[-MAX_EVENTS:]
-            ],
-            "seconds": account.get("seconds", {}),
+            "stragglers": sorted(self.events.slow),
+            "starts": list(self.events.starts),
+            "events": [{k: v for k, v in e.items() if k != "seconds"} for e in self.events.rows],
+            "seconds": seconds if isinstance(seconds, dict) else {},
             "restarts": account.get("restarts"),
             "lost_steps": account.get("lost_steps"),
+            "problems": self._problems,
         }
 
     def _facts(self) -> Row:
-        """What does not change while a run goes on."""
+        """Return what does not change while a run goes on."""
+        config = self._small("config.toml", lambda text: tomllib.loads(text.decode()))
+        environment = self._small("environment.json", json.loads)
         facts: Row = {"folder": str(self.folder)}
-        with suppress(Exception):  # being written, or by hand
-            config, _ = read_toml(self.folder / "config.toml")
-            facts["steps"] = config["training"]["steps"]
+        with suppress(KeyError, TypeError):
+            facts["steps"] = number(config["training"]["steps"])
+        with suppress(KeyError, TypeError):
             facts["description"] = config["job"]["description"]
             facts["model"] = f"{config['model']['name']} {config['model']['flavor']}"
-        with suppress(OSError, ValueError):
-            environment = json.loads((self.folder / "environment.json").read_text())
+        with suppress(KeyError, TypeError, IndexError):
             facts |= {k: environment[k] for k in ("world_size", "torch", "hostname")}
             facts["device"] = environment["device_names"][0]
-        return facts
+        return scalars(facts)
+
+    def _small(self, name: str, load: Callable[[bytes], Any]) -> Row:
+        """Return what a small file says, which is read again where it has changed; {} and a problem where it is damaged."""
+        try:
+            with open_regular(self.folder / name) as file:
+                status = os.fstat(file.fileno())
+                if self._read.get(name, (0.0,))[0] != status.st_mtime:
+                    if status.st_size > _SMALL_BYTES:
+                        raise ValueError(f"{status.st_size:,} bytes")
+                    content = load(file.read(_SMALL_BYTES))
+                    if not isinstance(content, dict):
+                        raise ValueError("no object")
+                    kept = content if name == "config.toml" else scalars(content, nested=True)
+                    self._read[name] = status.st_mtime, kept
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, RecursionError) as error:
+            self._problems.append(f"{name} cannot be read ({str(error)[:200]})")
+            return {}
+        return self._read[name][1]
 
     def _rank_rows(self) -> list[Row]:
-        """The newest row of each rank's times."""
-        for path in self.folder.glob("logs/rank-*.times.jsonl"):
-            rank = path.name.split(".")[0].removeprefix("rank-")
-            with suppress(OSError, ValueError, IndexError):
-                stat = path.stat()
-                if self._ranks.get(rank, (0.0,))[0] != stat.st_mtime:
-                    with path.open("rb") as file:
-                        file.seek(max(stat.st_size - _TAIL_BYTES, 0))
-                        line = file.read().rpartition(b"\n")[0].rpartition(b"\n")[2]
-                    self._ranks[rank] = stat.st_mtime, {"rank": int(rank)} | json.loads(line)
-        return sorted((row for _, row in self._ranks.values()), key=lambda row: row["rank"])
+        """Return the newest row of each rank's times."""
+        for path in islice(self.folder.glob("logs/rank-*.times.jsonl"), _MAX_RANKS):
+            with suppress(OSError, ValueError):
+                rank = int(path.name.split(".")[0].removeprefix("rank-"))
+                with open_regular(path) as file:
+                    status = os.fstat(file.fileno())
+                    if self._ranks.get(rank, (0.0,))[0] == status.st_mtime:
+                        continue
+                    file.seek(max(status.st_size - _TAIL_BYTES, 0))
+                    line = file.read(_TAIL_BYTES).rpartition(b"\n")[0].rpartition(b"\n")[2]
+                row = scalars(parse(line) or {})
+                numbers = {k: number(row.get(k)) for k in _RANK_NUMBERS}
+                self._ranks[rank] = (
+                    status.st_mtime,
+                    numbers | {"rank": rank, "host": row.get("host")},
+                )
+        return [self._ranks[rank][1] for rank in sorted(self._ranks)]
 
 
-def thin(rows: Sequence[Row], limit: int = MAX_ROWS) -> Sequence[Row]:
-    """At most about `limit` rows: of each stretch those with its least and largest loss, a validation, and the last."""
-    if len(rows) <= limit:
-        return rows
-    stretch = ceil(len(rows) / (limit / 4))
-    kept = []
-    for start in range(0, len(rows), stretch):
-        part = range(start, min(start + stretch, len(rows)))
-        valid = [i for i in part if rows[i].get("loss") is not None]
-        chosen = {part[-1]}
-        if valid:
-            chosen |= {f(valid, key=lambda i: rows[i]["loss"]) for f in (min, max)}
-        chosen |= set([i for i in part if rows[i].get("validation_loss") is not None][-1:])
-        kept += [rows[i] for i in sorted(chosen)]
+class EventFile:
+    """The newest events of a run, where it started again, and the ranks that are slow."""
+
+    def __init__(self, path: Path, *, limit: int) -> None:
+        self.tail, self.problem = Tail(path, last_bytes=_EVENTS_BYTES), ""
+        self._limit, self._generation = limit, -1
+        self._begin()
+
+    def _begin(self) -> None:
+        self._generation, self.slow = self.tail.generation, set[int]()
+        self.rows, self.starts = (
+            deque[Row](maxlen=self._limit),
+            deque[list[Any]](maxlen=_MAX_STARTS),
+        )
+        self._num_bad = 0
+
+    def update(self) -> None:
+        """Read what is new."""
+        self.problem = ""
+        try:
+            for lines in self.tail.read():
+                if self.tail.generation != self._generation:
+                    self._begin()
+                newest = len(lines) - self._limit
+                for n, line in enumerate(lines):
+                    if n >= newest or _LASTING.search(line):
+                        self._take(parse(line, key="event"))
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self.problem = str(error)
+        num_bad = self._num_bad + self.tail.num_long
+        if num_bad:
+            self.problem = f"{self.tail.path.name}: {num_bad:,} lines are no events"
+
+    def _take(self, row: Row | None) -> None:
+        row = scalars(row or {}, nested=True)
+        event, step, rank = row.get("event"), number(row.get("step")), row.get("rank")
+        if not isinstance(event, str):
+            self._num_bad += 1
+            return
+        self.rows.append(row | {"step": step, "unix_s": number(row.get("unix_s"))})
+        if event in ("start", "resume"):
+            self.slow.clear()
+        if event in ("resume", "rewind") and step is not None:
+            self.starts.append([step, event])
+        if event in ("straggler", "recovered") and isinstance(rank, int):
+            (self.slow.add if event == "straggler" else self.slow.discard)(rank)
+
+
+def scalars(row: Row, *, nested: bool = False) -> Row:
+    """Return a row's texts, cut, and its numbers; where nested, with those of the objects in it. The rest is dropped."""
+    kept: Row = {}
+    for key, value in islice(row.items(), _MAX_KEYS):
+        if isinstance(value, str):
+            kept[key[:100]] = value[:_MAX_TEXT]
+        elif isinstance(value, bool) or number(value) is not None:
+            kept[key[:100]] = value
+        elif nested and isinstance(value, dict):
+            kept[key[:100]] = scalars(value)
+        elif nested and isinstance(value, list):
+            kept[key[:100]] = [v[:_MAX_TEXT] for v in value[:1] if isinstance(v, str)]
     return kept
-
-
-def _stragglers(events: Sequence[Row]) -> list[int]:
-    """Ranks that were told to be slow since the last start, and not to be fast again."""
-    slow: set[int] = set()
-    for event in events:
-        if event["event"] in ("start", "resume"):
-            slow.clear()
-        elif event["event"] in ("straggler", "recovered") and isinstance(event.get("rank"), int):
-            (slow.add if event["event"] == "straggler" else slow.discard)(event["rank"])
-    return sorted(slow)
 
 
 def read_all(readers: Sequence[RunReader], positions: Sequence[tuple[int, int]] = ()) -> Row:
