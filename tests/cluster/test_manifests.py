@@ -261,6 +261,47 @@ def test_skypilot(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     ]
 
 
+def test_skypilot_installs_the_extras_that_the_job_needs(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = manifest(capfd, "skypilot", JOB, "--nodes=1")
+    assert plain["setup"] == "pip install ."
+    (tmp_path / "job.toml").write_text(Path(JOB).read_text())
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets" / "tokenizer.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    options = ["--tokenizer.path=assets", "--metrics.enable_wandb=true"]
+    made = manifest(capfd, "skypilot", "job.toml", "--nodes=1", *options)
+    assert made["setup"] == "pip install '.[huggingface,wandb]'"
+    made = manifest(capfd, "skypilot", "job.toml", "--nodes=1", *options, "--setup=true")
+    assert made["setup"] == "true"
+
+
+def test_relative_paths_that_the_machines_would_not_have(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "job.toml").write_text(Path(JOB).read_text())
+    (tmp_path / "here" / "assets").mkdir()
+    (tmp_path / "assets").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    job = ["job.toml", "--nodes=1"]
+    for path, message in {"../assets": "is outside this folder", "typo": "is not in this"}.items():
+        assert main(["skypilot", *job, f"--tokenizer.path={path}"]) == 2
+        error = capfd.readouterr().err
+        assert f"tokenizer.path: '{path}' {message}" in error and error.count("\n") == 1
+    subprocess.run(["git", "init", "-q"], check=True)
+    Path(".gitignore").write_text("assets/\n")
+    assert main(["skypilot", *job, "--tokenizer.path=assets"]) == 2
+    assert "is ignored by git" in capfd.readouterr().err
+    Path(".skyignore").write_text("")
+    assert main(["skypilot", *job, "--tokenizer.path=assets"]) == 0
+    capfd.readouterr()
+    assert main(["kubernetes", *job, "--image=i", "--tokenizer.path=assets"]) == 2
+    assert "tokenizer.path: 'assets' is relative to this folder" in capfd.readouterr().err
+    assert main(["kubernetes", *job, "--image=i", "--tokenizer.path=/assets"]) == 0
+
+
 def test_yaml_gives_back_what_was_given() -> None:
     yaml = pytest.importorskip("yaml")
     words = [

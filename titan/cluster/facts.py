@@ -13,6 +13,9 @@ from titan.config.problems import COMMAND_LINE, ConfigError, Problem
 from titan.config.rules import load_to_run
 from titan.config.sections import JobConfig
 
+# Datasets, and sources, that are read through `datasets` or pyarrow.
+_HUGGING_FACE = {"huggingface", "parquet", "c4", "c4_validation", "fineweb-edu"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
@@ -35,6 +38,41 @@ class Facts:
     @property
     def run_folder(self) -> Path:
         return Path(self.config.job.dump_folder).absolute()
+
+    @property
+    def extras(self) -> list[str]:
+        """Return the extras of titan-pretrain that the job needs."""
+        config = self.config
+        kinds = {config.training.dataset, config.validation.dataset}
+        kinds |= {source.type for source in config.data.sources}
+        reads_hub = any("/" in kind for kind in kinds) or bool(kinds & _HUGGING_FACE)
+        tokenizer = config.tokenizer.path or config.model.hf_assets_path
+        has_tokenizer = bool(tokenizer) and config.tokenizer.name not in ("bytes", "tiktoken")
+        checkpoint = config.checkpoint
+        exports = checkpoint.initial_load_in_hf or checkpoint.last_save_in_hf
+        needed = {
+            "huggingface": reads_hub or has_tokenizer or exports,
+            "float8": bool(config.model.converters),
+            "tensorboard": config.metrics.enable_tensorboard,
+            "wandb": config.metrics.enable_wandb,
+        }
+        return [name for name, is_needed in needed.items() if is_needed]
+
+    def relative_inputs(self) -> dict[str, str]:
+        """Return the relative paths that the job reads, by their keys."""
+        config = self.config
+        found = {
+            "tokenizer.path": config.tokenizer.path,
+            "model.hf_assets_path": config.model.hf_assets_path,
+            "training.dataset_path": config.training.dataset_path,
+            "validation.dataset_path": config.validation.dataset_path,
+            "checkpoint.initial_load_path": config.checkpoint.initial_load_path,
+        }
+        for number, source in enumerate(config.data.sources):
+            is_local = source.type != "huggingface"
+            found[f"data.sources.{number}.path"] = getattr(source, "path", "") if is_local else ""
+        is_relative = re.compile(r"(?!/|~|\w+://).+")
+        return {key: path for key, path in found.items() if path and is_relative.match(path)}
 
     @property
     def notice_s(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from titan.config.problems import ConfigError
 from titan.config.render import to_toml
 
 from .facts import Facts, gather, parser, require, volumes
@@ -34,6 +35,15 @@ def main(argv: list[str] | None = None) -> int:
     for claim, _ in mounts:
         require("volume", claim, pattern=NAME, example="checkpoints:/checkpoints")
     facts = gather(options, job)
+    problems = [
+        facts.config.origin.problem(
+            key,
+            f"'{path}' is relative to this folder, and the image has another; give the path in the image or on a --volume",
+        )
+        for key, path in facts.relative_inputs().items()
+    ]
+    if problems:
+        raise ConfigError(problems)
     made_of = manifest(facts, image=options.image, runtime=options.runtime, mounts=mounts)
     return deliver(to_yaml(made_of), options.output)
 

@@ -1,14 +1,21 @@
 """`titan skypilot JOB.toml --nodes N --gpu H100`: a task for SkyPilot, for `sky jobs launch`, which starts it again after a
 preemption, or after an exit with 75.
 
-SkyPilot copies this folder to every machine, and the job is run there as it is given here.
+SkyPilot copies this folder to every machine, less what git ignores, and the job is run there as it is given here. So every
+relative path that the job reads must be in this folder.
 """
 
 from __future__ import annotations
 
+import glob
 import shlex
+import shutil
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
+
+from titan.config.problems import ConfigError
 
 from .facts import Facts, gather, parser, require, volumes
 from .kubernetes import deliver
@@ -32,18 +39,46 @@ def main(argv: list[str] | None = None) -> int:
     add("--gpu", default="H100", metavar="NAME", help="as SkyPilot names them; default: H100")
     add("--image", metavar="I", help="a container image to run in")
     add("--volume", action="append", default=[], metavar="BUCKET:/PATH", help="to mount")
-    add("--setup", default="pip install .", metavar="COMMAND", help="default: pip install .")
+    help_ = "default: pip install '.[EXTRAS]', with those that the job needs"
+    add("--setup", metavar="COMMAND", help=help_)
     options, job = made.parse_known_args(sys.argv[1:] if argv is None else argv)
     require("gpu", options.gpu, pattern=r"[\w.-]+", example="H100")
     facts = gather(options, job)
+    _check_inputs(facts)
+    extras = f"[{','.join(facts.extras)}]" if facts.extras else ""
     task = manifest(
         facts,
         gpu=options.gpu,
         image=options.image,
-        setup=options.setup,
+        setup=options.setup or f"pip install {shlex.quote(f'.{extras}')}",
         mounts=volumes(options.volume),
     )
     return deliver(to_yaml(task), options.output)
+
+
+def _check_inputs(facts: Facts) -> None:
+    """Raise ConfigError for every relative path that the job reads and SkyPilot would not copy."""
+    problems = []
+    for key, path in facts.relative_inputs().items():
+        if not Path(path).resolve().is_relative_to(Path.cwd()):
+            reason = "is outside this folder, which is what SkyPilot copies"
+        elif not glob.glob(path):  # noqa: PTH207
+            reason = "is not in this folder, which is what SkyPilot copies"
+        elif _is_ignored(path):
+            reason = "is ignored by git, so SkyPilot does not copy it (a .skyignore file would say otherwise)"
+        else:
+            continue
+        message = f"'{path}' {reason}; give a path on a --volume, or put it into this folder"
+        problems.append(facts.config.origin.problem(key, message))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _is_ignored(path: str) -> bool:
+    if Path(".skyignore").exists() or shutil.which("git") is None:
+        return False
+    command = ["git", "check-ignore", "--quiet", "--", path]
+    return subprocess.run(command, stderr=subprocess.DEVNULL).returncode == 0
 
 
 def manifest(
