@@ -178,8 +178,8 @@ def test_a_damaged_file_costs_that_file(run_dir: Path, content: bytes) -> None:
         reader = RunReader(run_dir, name="run")
         for damage in (
             path.write_bytes,
-            lambda _: os.mkfifo(path),
-            lambda _: path.symlink_to(secret),
+            lambda _, path=path: os.mkfifo(path),
+            lambda _, path=path: path.symlink_to(secret),
         ):
             path.unlink(missing_ok=True)
             damage(content)
@@ -236,6 +236,23 @@ def test_no_torch_is_imported(run_dir: Path, tmp_path: Path) -> None:
     code = "import sys; from titan.watch.cli import main; main(sys.argv[1:]); print('torch' in sys.modules)"
     command = [sys.executable, "-c", code, str(run_dir), "--once", str(tmp_path / "x.html")]
     assert subprocess.check_output(command, text=True).endswith("False\n")
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="needs node")
+def test_charts_have_a_legend_marks_of_restarts_zoom_and_a_log_axis(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    metrics(other, range(1, 100))
+    file = tmp_path / "page.html"
+    assert main([str(run_dir), str(other), "--once", str(file)]) == 0
+    command = ["node", str(Path(__file__).with_name("page.js")), str(file)]
+    shown = subprocess.check_output(command, text=True, timeout=60).splitlines()
+    assert '"legend":"run|other|thin: each row, bold: running mean' in shown[0]
+    assert "dashes: restarts" in shown[0] and json.loads(shown[0])["dashes"] > 0
+    assert shown[1].startswith("log [") and shown[2].startswith("zoom step ")
+    assert "other  loss  " in shown[3] and shown[4] == "zoom drag over a chart to zoom"
 
 
 @pytest.mark.slow

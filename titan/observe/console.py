@@ -100,8 +100,9 @@ class Console(logging.Handler):
             _Column(f"{memory} {row.memory_gib:5.2f} GiB", order=5),
             _Column(f"data {row.data_wait_s * 1e3:5.1f}ms", order=6),
             _Column(f"eta {duration(row.eta_s):>8}", order=1),
-            *self._spikes(row),  # last, so that the columns stay where they are
         )
+        if spikes := self._spikes(row):  # a line below, so that the columns stay where they are
+            self._print_columns(_Column(self._step_column(row.step), style="cyan"), *spikes)
         self.advance(row.step, eta_s=row.eta_s)
 
     def validation(self, row: ValidationRow) -> None:

@@ -12,7 +12,9 @@ Knows no torch, so that it answers at once. Integers are nanoseconds.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
@@ -31,7 +33,12 @@ ELSEWHERE = "(elsewhere)"
 PHASES = ("forward", "recompute", "backward")
 _NODE = "autograd::engine::evaluate_function"
 _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
+MAX_EVENTS = 2_000_000  # which take 2 GB
 _ON_HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
+
+
+class TooLarge(Exception):
+    """A trace has more than MAX_EVENTS events."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,16 +82,15 @@ class Report:
     modules_s: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
-def analyse(raw: list[dict[str, Any]]) -> Report:
-    """The report of a trace's events, as chrome's format has them."""
-    events, by_correlation = _host_events(raw)
+def analyse(raw: Iterable[dict[str, Any]]) -> Report:
+    """Return the report of a trace's events, as chrome's format has them, which are read once and not kept."""
+    events, by_correlation, kernels, flows = _sorted_out(raw)
     self_times = _nest(events)
-    _find_places(events, links=_links(raw, events))
+    _find_places(events, links=_links(flows, events))
     nowhere = Event("", False, None, 0, 0)
     intervals = [
         Interval(*_span(kernel), kind_of_kernel(kernel["name"], launch.within), launch)
-        for kernel in raw
-        if kernel["cat"] in _KERNELS
+        for kernel in kernels
         for launch in [by_correlation.get(kernel.get("args", {}).get("correlation"), nowhere)]
     ]
     is_gpu = bool(intervals)
@@ -125,17 +131,37 @@ def _span(record: dict[str, Any]) -> tuple[int, int]:
     return begin, begin + round(record.get("dur", 0) * 1000)
 
 
-def _host_events(raw: list[dict[str, Any]]) -> tuple[list[Event], dict[int, Event]]:
-    """Events of the host's threads by beginning, outer ones first; and launches by correlation id."""
-    events, by_correlation = [], {}
+_Records = list[dict[str, Any]]
+
+
+def _sorted_out(
+    raw: Iterable[dict[str, Any]],
+) -> tuple[list[Event], dict[int, Event], _Records, _Records]:
+    """Return events of the host's threads by beginning, outer ones first; launches by correlation id; kernels; flows."""
+    events, by_correlation, kernels, flows = [], {}, [], []
     for record in raw:
-        if record["ph"] == "X" and record["cat"] in _ON_HOST:
+        category = record.get("cat")
+        if category in _KERNELS:
+            kernels.append(_kernel(record))
+        elif category == "fwdbwd":
+            flows.append({key: record[key] for key in ("ph", "id", "pid", "tid", "ts")})
+        elif category in _ON_HOST and record["ph"] == "X":
             thread = (record["pid"], record["tid"])
-            event = Event(record["name"], record["cat"] == "cpu_op", thread, *_span(record))
+            name = sys.intern(record["name"])
+            event = Event(name, category == "cpu_op", thread, *_span(record))
             events.append(event)
             if "correlation" in record.get("args", {}):
                 by_correlation[record["args"]["correlation"]] = event
-    return sorted(events, key=lambda event: (event.begin, -event.end)), by_correlation
+        if len(events) + len(kernels) + len(flows) > MAX_EVENTS:
+            raise TooLarge
+    events.sort(key=lambda event: (event.begin, -event.end))
+    return events, by_correlation, kernels, flows
+
+
+def _kernel(record: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: record[key] for key in ("ts", "dur") if key in record}
+    correlation = record.get("args", {}).get("correlation")
+    return kept | {"name": sys.intern(record["name"]), "args": {"correlation": correlation}}
 
 
 def _nest(events: list[Event]) -> list[tuple[Event, int, int]]:
@@ -166,12 +192,11 @@ def _nest(events: list[Event]) -> list[tuple[Event, int, int]]:
     return stretches
 
 
-def _links(raw: list[dict[str, Any]], events: list[Event]) -> dict[Event, Event]:
+def _links(flows: _Records, events: list[Event]) -> dict[Event, Event]:
     """Backward node to the forward operator that made it, by the profiler's flow events."""
     # Of several that begin together the innermost, which comes last.
     at = {(event.thread, event.begin): event for event in events if event.is_operator}
     forward, links = {}, {}
-    flows = [record for record in raw if record["cat"] == "fwdbwd"]
     for record in sorted(flows, key=lambda record: record["ph"], reverse=True):  # "s", then "f"
         event = at.get(((record["pid"], record["tid"]), _span(record)[0]))
         if record["ph"] == "s":

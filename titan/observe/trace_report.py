@@ -7,20 +7,28 @@ they are.
 from __future__ import annotations
 
 import argparse
+import codecs
 import gzip
 import json
 import re
 import sys
+import zlib
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from titan.observe.trace import PHASES, Report, analyse
+from titan.observe.rows import open_regular
+from titan.observe.trace import MAX_EVENTS, PHASES, Report, TooLarge, analyse
 from titan.observe.trace_kinds import COMMUNICATION, HOST, PARTS
 
 _MAX_RANKS = 8  # that are read: a large trace takes seconds
+_BLOCK_BYTES, _MAX_EVENT_CHARS = 2**20, 2**22
+_MAX_RATIO, _RATIO_FROM_BYTES = 200, 2**26  # traces shrink 10 to 20 times
+_BEGIN = re.compile(r'"traceEvents"\s*:\s*\[')
+_NEXT = re.compile(r"[\s,]*([^\s,])")
+_ODD = (AttributeError, RecursionError, IndexError, OverflowError, ZeroDivisionError)
 _FILE = re.compile(r"step-(\d+)/rank-(\d+)\.json\.gz$")
 
 
@@ -96,15 +104,48 @@ def _some(numbers: Iterable[int]) -> str:
 
 
 def read_report(path: Path) -> Report:
-    """The report of a trace file. Raises TraceError where it is not a whole trace."""
+    """Return the report of a trace file, which is read event by event. Raises TraceError where it is not a whole trace."""
+    advice = "a run that is killed leaves such: take another --step or --rank"
     try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-            records = json.loads(file.read().decode(errors="replace"))["traceEvents"]
-        return analyse([record for record in records if "cat" in record])
-    except (EOFError, gzip.BadGzipFile, ValueError, KeyError, TypeError) as error:
-        raise TraceError(
-            f"{path}: not a whole trace ({error}); a run that is killed leaves such: take another --step or --rank"
-        ) from None
+        with open_regular(path) as packed:
+            file = gzip.GzipFile(fileobj=packed) if path.suffix == ".gz" else packed
+            return analyse(_events(file, packed))
+    except TooLarge:
+        advice = "record fewer steps: profiling.profiler_active"
+        raise TraceError(f"{path}: more than {MAX_EVENTS:,} events; {advice}") from None
+    except (EOFError, OSError, zlib.error, ValueError, KeyError, TypeError, *_ODD) as error:
+        reason = "".join(c if c.isprintable() else "?" for c in str(error)[:200])
+        raise TraceError(f"{path}: not a whole trace ({reason}); {advice}") from None
+
+
+def _events(file: Any, packed: BinaryIO) -> Iterator[dict[str, Any]]:
+    """Yield the events of a trace in chrome's format. Raises ValueError where it ends before they do."""
+    decode = json.JSONDecoder().raw_decode
+    text, at, is_within, num_bytes = "", 0, False, 0
+    incremental = codecs.getincrementaldecoder("utf-8")("replace")
+    while block := file.read(_BLOCK_BYTES):
+        num_bytes += len(block)
+        if num_bytes > max(_RATIO_FROM_BYTES, _MAX_RATIO * packed.tell()):
+            raise ValueError("it unpacks to more than a trace does")
+        text, at = text[at:] + incremental.decode(block), 0
+        if not is_within:
+            begin = _BEGIN.search(text)
+            if begin is None:
+                at = max(len(text) - 64, 0)
+                continue
+            is_within, at = True, begin.end()
+        while (start := _NEXT.match(text, at)) is not None:
+            if start[1] == "]":
+                return
+            try:
+                event, at = decode(text, start.start(1))
+            except ValueError:
+                break  # it goes on in the next block
+            if isinstance(event, dict):
+                yield event
+        if len(text) - at > _MAX_EVENT_CHARS:
+            raise ValueError("no event where one should be")
+    raise ValueError("no end of its events" if is_within else "no traceEvents")
 
 
 def _parts(report: Report) -> list[str]:
