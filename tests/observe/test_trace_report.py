@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -351,3 +353,76 @@ def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_the_command_imports_no_torch() -> None:
     code = "import sys, titan.observe.trace_report; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def _damaged(name: str, tmp_path: Path) -> Path:
+    event = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 1, "dur": 2}
+    whole = json.dumps({"traceEvents": [event] * 1000}).encode()
+    contents = {
+        "junk.json.gz": os.urandom(3000),
+        "cut.json.gz": gzip.compress(whole)[:-200],
+        "cut.json": whole[:-200],
+        "zeros.json.gz": gzip.compress(bytes(3 * 10**7), 1),
+        "bomb.json.gz": gzip.compress(b'{"traceEvents": [' + b"{}," * 3 * 10**7, 1),
+        "deep.json": b'{"traceEvents": [' + b"[" * 10**6,
+        "text.json": b'{"traceEvents": ["' + b"x" * 10**7,
+        "types.json": b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": [], "pid": 1, "tid": 1, "ts": 1}]}',
+        "huge.json": b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "a", "ts": 1e999}]}',
+        "empty.json": b'{"traceEvents": []}',
+        "escape.json": b"\x1b]52;c;aGk=\x07",
+    }
+    (tmp_path / name).write_bytes(contents[name])
+    return tmp_path / name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("junk.json.gz", "cut.json.gz", "cut.json", "zeros.json.gz", "bomb.json.gz", "deep.json"),
+        *("text.json", "types.json", "huge.json", "empty.json", "escape.json"),
+    ],
+)
+def test_a_damaged_trace_is_one_line(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = _damaged(name, tmp_path)
+    begin = time.process_time()
+    assert main([str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"titan profile: {path}: not a whole trace") and error.count("\n") == 1
+    assert error.rstrip("\n").isprintable() and time.process_time() - begin < 20
+
+
+def test_a_large_trace_is_read_event_by_event(tmp_path: Path) -> None:
+    """What is read of an event is kept, not the event: these took 600 MB."""
+    path = tmp_path / "large.json"
+    event = {
+        "ph": "X",
+        "cat": "python_function",
+        "name": "f",
+        "pid": 1,
+        "tid": 1,
+        "ts": 1,
+        "dur": 2,
+    }
+    line = json.dumps(event | {"args": {"stack": ["x" * 20] * 20}})
+    real = json.dumps(event | {"cat": "cpu_op", "name": "aten::mm"})
+    path.write_text('{"traceEvents": [' + f"{line}," * 80_000 + real + "]}")
+    code = (
+        "import sys; from titan.observe.trace_report import main\n"
+        "used = lambda: int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]) / 1024\n"
+        "before = used(); assert main([sys.argv[1]]) == 0; print(used() - before)\n"
+    )
+    done = subprocess.check_output([sys.executable, "-c", code, str(path)], text=True)
+    assert float(done.splitlines()[-1]) < 50
+
+
+def test_a_trace_of_too_many_events_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("titan.observe.trace.MAX_EVENTS", 500)
+    path = tmp_path / "trace.json"
+    event = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 1, "dur": 2}
+    path.write_text(json.dumps({"traceEvents": [event] * 1000}))
+    assert main([str(path)]) == 2
+    assert "record fewer steps: profiling.profiler_active" in capsys.readouterr().err
