@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 
 from titan.config import sections as s
+from titan.config.rules import check
+from titan.config.sections import JobConfig
 from titan.data import DataError
 from titan.data.loader import build_loader, build_validation_loader
 from titan.data.prepare import main
@@ -229,3 +231,11 @@ def test_mistakes_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "several kinds of files: 2 .txt, 1 .json;" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         prepare(tmp_path / "out", tmp_path, "--validation-fraction", "1.5")
+
+
+@pytest.mark.parametrize(("kinds", "is_refused"), [(["shards"], False), (["shards", "text"], True)])
+def test_validation_of_shards_needs_no_fraction(kinds: list[str], is_refused: bool) -> None:
+    job = {"validation": {"enable": True}, "training": {"dataset": "shards", "dataset_path": "x"}}
+    job |= {"data": {"sources": [{"type": kind, "path": "x"} for kind in kinds]}}
+    problems = [p.key for p in check(JobConfig.model_validate(job))]
+    assert ("validation.dataset" in problems) == is_refused
