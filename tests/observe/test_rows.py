@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "metrics.jsonl"
 
 
-def steps(rows: list[dict[str, object]]) -> list[object]:
+def steps(rows: list[dict[str, Any]]) -> list[int]:
     return [row["step"] for row in rows]
 
 

@@ -363,7 +363,7 @@ def _damaged(name: str, tmp_path: Path) -> Path:
         "cut.json.gz": gzip.compress(whole)[:-200],
         "cut.json": whole[:-200],
         "zeros.json.gz": gzip.compress(bytes(3 * 10**7), 1),
-        "bomb.json.gz": gzip.compress(b'{"traceEvents": [' + b"{}," * 3 * 10**7, 1),
+        "bomb.json.gz": gzip.compress(b'{"traceEvents": [' + b"{}," * 5 * 10**6, 1),
         "deep.json": b'{"traceEvents": [' + b"[" * 10**6,
         "text.json": b'{"traceEvents": ["' + b"x" * 10**7,
         "types.json": b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": [], "pid": 1, "tid": 1, "ts": 1}]}',

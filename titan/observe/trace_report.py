@@ -25,7 +25,7 @@ from titan.observe.trace_kinds import COMMUNICATION, HOST, PARTS
 
 _MAX_RANKS = 8  # that are read: a large trace takes seconds
 _BLOCK_BYTES, _MAX_EVENT_CHARS = 2**20, 2**22
-_MAX_RATIO, _RATIO_FROM_BYTES = 200, 2**26  # traces shrink 10 to 20 times
+_MAX_RATIO, _RATIO_FROM_BYTES = 200, 2**23  # traces shrink 10 to 20 times
 _BEGIN = re.compile(r'"traceEvents"\s*:\s*\[')
 _NEXT = re.compile(r"[\s,]*([^\s,])")
 _ODD = (AttributeError, RecursionError, IndexError, OverflowError, ZeroDivisionError)

@@ -24,7 +24,7 @@ from titan.observe.rows import MAX_ROWS, Row, RowFile, Tail, number, open_regula
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib
+    import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
 COLUMNS = (
     *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "mfu", "memory_gib", "time_s"),
