@@ -45,7 +45,7 @@ class Run:
         self.hosts, self.folder = hosts, folder
         self.messages = folder.with_name(f"{folder.name}-{attempt}.txt")
         command = [sys.executable, "-m", "titan.cluster.node", "--nnodes=2", "--nproc-per-node=1"]
-        command += ["--rdzv-backend=c10d", f"--rdzv-id={attempt}", "--rdzv-endpoint=h1:29500"]
+        command += ["--rdzv-backend=titan", f"--rdzv-id={attempt}", "--rdzv-endpoint=h1:29500"]
         command += [
             "-m",
             "titan.train",
@@ -54,10 +54,11 @@ class Run:
         ]
         command += ["--training.dataset=synthetic", "--training.local_batch_size=1"]
         command += ["--training.seq_len=32", "--model.overrides.n_layers=2", *settings]
+        variables = ["env", "GLOO_SOCKET_IFNAME=eth0", "OMP_NUM_THREADS=1"]
         with self.messages.open("w") as file:
             self.agents = [
                 subprocess.Popen(
-                    hosts.on(i, ["env", "GLOO_SOCKET_IFNAME=eth0", "OMP_NUM_THREADS=1", *command]),
+                    hosts.on(i, [*variables, f"PET_RDZV_CONF=rank={i - 1}", *command]),
                     cwd=ROOT,
                     stdout=file,
                     stderr=file,

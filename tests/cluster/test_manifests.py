@@ -101,7 +101,11 @@ def test_slurm(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     expected = [JOB, "--training.steps=3", f"--job.dump_folder={folder}"]
     assert arguments_in(script, tmp_path) == expected
     words = (tmp_path / "words").read_text().split("\0")
-    assert {"--nnodes=1", "--nproc-per-node=4", "--rdzv-endpoint=n1:10005"} <= set(words)
+    assert {"--nnodes=1", "--nproc-per-node=4", "--rdzv-backend=titan"} <= set(words)
+    [port] = [int(word[18:]) for word in words if word.startswith("--rdzv-endpoint=n1")]
+    assert 10_000 <= port < 30_000
+    [name] = [word for word in words if word.startswith("--rdzv-id=")]
+    assert re.fullmatch(r"--rdzv-id=\d+-0-[0-9a-f]{32}", name), name
 
 
 def test_the_container(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from titan.config.sections import TokenizerSection
 from titan.data import DataError
 from titan.data.tokenizer import BOS, EOS, Tokenizer, _pieces, build_tokenizer, bytes_tokenizer
 from titan.data.tokenizer_cli import main
+from titan.untrusted import InputError
 
 TRICKY = "naïve 日本語 \U0001f600 <|end_of_text|> don't 12345\r\n\t  x = 1\n\n"
 
@@ -230,7 +231,7 @@ def test_special_tokens_that_only_the_config_names(tmp_path: Path) -> None:
 def test_damaged_files_of_a_tokenizer_are_told(tmp_path: Path, name: str, content: bytes) -> None:
     word_tokenizer(tmp_path)
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=name.replace(".", r"\.")) as raised:
+    with pytest.raises(InputError, match=name.replace(".", r"\.")) as raised:
         build_tokenizer(TokenizerSection(path=str(tmp_path)), hf_assets_path="")
     assert len(str(raised.value)) < 2100
     for odd in (
