@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from titan.config.load import load_config
-from titan.config.problems import ConfigError, key_text, visible
+from titan.config.problems import ConfigError, key_text
 from titan.config.rules import advise, check, check_layout, check_supported, load_to_run
 from titan.config.schema import fields_at
+from titan.untrusted import printable
 
 
 def report(
@@ -763,7 +764,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     }.items():
         with pytest.raises(ConfigError) as caught:
             load_config(name)
-        assert str(caught.value).startswith(visible(f"{name}: {said}"))
+        assert str(caught.value).startswith(printable(f"{name}: {said}"))
 
 
 def test_two_unreadable_files_are_both_told(tmp_path: Path) -> None:
