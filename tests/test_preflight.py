@@ -85,7 +85,7 @@ def test_all_ranks_below_the_profile_are_a_problem_too() -> None:
 def job(folder: Path, **changes: Any) -> JobConfig:
     sections: dict[str, Any] = {
         "job": {"dump_folder": str(folder)},
-        "model": {"overrides": {"n_layers": 2}},
+        "model": {"flavor": "tiny", "overrides": {"n_layers": 2}},
         "training": {
             "dataset": "synthetic",
             "seq_len": 32,

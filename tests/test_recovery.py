@@ -50,7 +50,7 @@ def train(
     config = JobConfig.model_validate(
         {
             "job": {"dump_folder": str(folder)},
-            "model": {"overrides": {"n_layers": 2}},
+            "model": {"flavor": "tiny", "overrides": {"n_layers": 2}},
             "training": {
                 "dataset": "synthetic",
                 "seq_len": 16,

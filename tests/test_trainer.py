@@ -22,6 +22,7 @@ def job(folder: Path, **changes: dict[str, Any]) -> JobConfig:
     """Eight steps of the debug model on synthetic tokens; `changes` are merged into sections."""
     sections: dict[str, dict[str, Any]] = {
         "job": {"dump_folder": str(folder)},
+        "model": {"flavor": "tiny"},
         "training": {
             "dataset": "synthetic",
             "seq_len": 32,
@@ -271,8 +272,6 @@ def test_validation_is_logged_with_bits_per_byte(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"258 tokens, but llama3 debugmodel has a vocabulary of 100"
-    ):
+    with pytest.raises(ValueError, match=r"258 tokens, but llama3 tiny has a vocabulary of 100"):
         Trainer(job(tmp_path, model={"overrides": {"vocab_size": 100}}))
     torch.distributed.destroy_process_group()

@@ -245,6 +245,7 @@ def _is_datasheet(hardware: str) -> bool:
 def _facts(config: JobConfig, layout: Layout, profile: Profile | None) -> dict[str, Any]:
     """What `titan check` says, as data. profile: of the simulator, instead of the job's hardware."""
     from titan.config.model import model_config
+    from titan.config.torchtitan import differences
     from titan.observe.estimate import estimate_memory
     from titan.observe.hardware import by_name
 
@@ -266,6 +267,7 @@ def _facts(config: JobConfig, layout: Layout, profile: Profile | None) -> dict[s
         "global_batch_size": sequences,
         "seq_len": training.seq_len,
         "tokens_per_step": sequences * training.seq_len,
+        "differences": differences(config),
         "memory_gib": memory_gib,
         "memory_method": "formula",
         "hardware": hardware.name if hardware else None,
@@ -287,6 +289,7 @@ def _page(facts: dict[str, Any], judged: dict[str, Any]) -> str:
         total, available = facts["memory_gib"]["total"], facts["hardware_memory_gib"]
         answer = "fits" if facts["fits"] else "DOES NOT FIT"
         verdict += [f"{answer}: {total:.1f} of {available:.1f} GiB on {facts['hardware']}"]
+    differs = [f"    {line}" for line in facts["differences"]]
     memory = [f"    {name:<12} {gib:10.3f}" for name, gib in facts["memory_gib"].items()]
     return "\n".join(
         [
@@ -295,6 +298,8 @@ def _page(facts: dict[str, Any], judged: dict[str, Any]) -> str:
             f"step     {batch} = {facts['tokens_per_step']:,} tokens",
             "memory   GiB on the fullest rank, by formula (not measured)",
             *memory,
+            *(["differs  from TorchTitan v0.2.2 with the same file:"] if differs else []),
+            *differs,
             *verdict,
             "no mistakes in the job, but it does not fit"
             if facts["fits"] is False

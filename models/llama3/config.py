@@ -99,16 +99,18 @@ def _llama(
 
 
 FLAVORS: dict[str, LlamaConfig] = {
-    # 8 layers, so that every pipeline schedule has a stage for each rank.
-    "debugmodel": _llama(64, 8, 4, 2, 192, vocab_size=2048),
+    # titan's own. 8 layers, so that every pipeline schedule has a stage for each rank.
+    "tiny": _llama(64, 8, 4, 2, 192, vocab_size=2048),
     # The demo's: learns from bytes on two CPU cores in two minutes.
     "demo": _llama(192, 4, 6, 2, 512, vocab_size=264, rope_theta=10_000.0),
     "10M": _llama(320, 6, 5, 5, 896, vocab_size=2048, rope_theta=10_000.0),
+    # TorchTitan v0.2.2's, which scales the frequencies of this one too
+    "debugmodel": _llama(256, 6, 16, 16, 768, vocab_size=2048, rope_factor=8.0),
     # Llama 3.2
     "1B": _llama(2048, 16, 32, 8, 8192, rope_factor=32.0, tied_embeddings=True),
     "3B": _llama(3072, 28, 24, 8, 8192, rope_factor=32.0, tied_embeddings=True),
-    # Llama 3 and, with rope_factor = 8.0 (the 3.1 release), 3.1
-    "8B": _llama(4096, 32, 32, 8, 14336),
-    "70B": _llama(8192, 80, 64, 8, 28672),
+    # Llama 3.1 and, with rope_factor = 0 (the first release), 3
+    "8B": _llama(4096, 32, 32, 8, 14336, rope_factor=8.0),
+    "70B": _llama(8192, 80, 64, 8, 28672, rope_factor=8.0),
     "405B": _llama(16384, 126, 128, 8, 53248, rope_factor=8.0),
 }

@@ -22,7 +22,13 @@ class Qwen3Config(LlamaConfig):
 
 
 def _qwen3(
-    dim: int, n_layers: int, n_heads: int, ffn_dim: int, *, tied_embeddings: bool = False
+    dim: int,
+    n_layers: int,
+    n_heads: int,
+    ffn_dim: int,
+    *,
+    vocab_size: int = 151936,
+    tied_embeddings: bool = False,
 ) -> Qwen3Config:
     return Qwen3Config(
         dim=dim,
@@ -30,12 +36,14 @@ def _qwen3(
         n_heads=n_heads,
         n_kv_heads=8,
         ffn_dim=ffn_dim,
+        vocab_size=vocab_size,
         tied_embeddings=tied_embeddings,
     )
 
 
 FLAVORS: dict[str, Qwen3Config] = {
-    "debugmodel": Qwen3Config(
+    # titan's own, as Llama's of that name
+    "tiny": Qwen3Config(
         dim=64,
         n_layers=8,
         n_heads=4,
@@ -45,6 +53,8 @@ FLAVORS: dict[str, Qwen3Config] = {
         vocab_size=2048,
         tied_embeddings=True,
     ),
+    # TorchTitan v0.2.2's
+    "debugmodel": _qwen3(256, 8, 16, 3072, vocab_size=2048, tied_embeddings=True),
     "0.6B": _qwen3(1024, 28, 16, 3072, tied_embeddings=True),
     "1.7B": _qwen3(2048, 28, 16, 6144, tied_embeddings=True),
     "4B": _qwen3(2560, 36, 32, 9728, tied_embeddings=True),

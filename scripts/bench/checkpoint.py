@@ -43,7 +43,8 @@ def job(folder: Path, args: argparse.Namespace, **checkpoint: Any) -> JobConfig:
         {
             "job": {"dump_folder": str(folder)},
             "model": {
-                "overrides": {"dim": args.dim, "ffn_dim": 4 * args.dim, "n_layers": args.layers}
+                "flavor": "tiny",
+                "overrides": {"dim": args.dim, "ffn_dim": 4 * args.dim, "n_layers": args.layers},
             },
             "training": {
                 "dataset": "synthetic",

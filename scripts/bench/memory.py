@@ -62,7 +62,7 @@ def job(settings: dict[str, Any]) -> JobConfig:
     training = {"mixed_precision_param": "float32", "local_batch_size": BATCH, "seq_len": SEQUENCE}
     return JobConfig.model_validate(
         {
-            "model": {"overrides": OVERRIDES},
+            "model": {"flavor": "tiny", "overrides": OVERRIDES},
             "training": training,
             "activation_checkpoint": section,
             "compile": {"enable": compiled, "components": ["model"]},

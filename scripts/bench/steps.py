@@ -71,7 +71,7 @@ MODELS = {
     "1B": Model("1B", 2),
     "3B": Model("3B", 1),
     "8B-blocks": Model("8B", 2, {"n_layers": 8}),  # 8B's blocks, as many as fit with AdamW in fp32
-    "debugmodel": Model("debugmodel", 2),
+    "tiny": Model("tiny", 2),
 }
 PARTS: dict[str, dict[str, dict[str, Any]]] = {
     "eager": {},

@@ -16,7 +16,7 @@ from titan.config.load import load_config
 from titan.config.rules import check_to_run
 
 STEPS = runpy.run_path(str(Path(__file__).parents[2] / "scripts/bench/steps.py"))
-TINY = ["--model", "debugmodel", "--seq-len", "16", "--rounds", "1", "--warm-up", "1"]
+TINY = ["--model", "tiny", "--seq-len", "16", "--rounds", "1", "--warm-up", "1"]
 
 
 def arguments(*more: str) -> argparse.Namespace:

@@ -22,7 +22,7 @@ def train(folder: Path, mode: str, steps: int, parallelism: dict[str, int]) -> N
     config = JobConfig.model_validate(
         {
             "job": {"dump_folder": str(folder)},
-            "model": {"overrides": {"n_layers": 2}},
+            "model": {"flavor": "tiny", "overrides": {"n_layers": 2}},
             "training": {
                 "dataset": "synthetic",
                 "seq_len": 16,

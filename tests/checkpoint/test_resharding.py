@@ -55,7 +55,7 @@ def job(degrees: Degrees, *, folder: Path, steps: int, seed: int = 0) -> JobConf
     return JobConfig.model_validate(
         {
             "job": {"dump_folder": str(folder)},
-            "model": {"overrides": {"n_layers": 4, "vocab_size": VOCABULARY}},
+            "model": {"flavor": "tiny", "overrides": {"n_layers": 4, "vocab_size": VOCABULARY}},
             "training": {
                 "dataset": "synthetic",
                 "seq_len": SEQUENCE,

@@ -44,7 +44,7 @@ def job(folder: Path, **changes: dict[str, Any]) -> JobConfig:
     """Six steps of a one-layer model."""
     sections: dict[str, dict[str, Any]] = {
         "job": {"dump_folder": str(folder)},
-        "model": {"overrides": {"n_layers": 1}},
+        "model": {"flavor": "tiny", "overrides": {"n_layers": 1}},
         "training": {
             "dataset": "synthetic",
             "seq_len": 16,

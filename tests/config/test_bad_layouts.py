@@ -79,7 +79,7 @@ class Case:
         return self.settings.get(key, default)
 
     def config(self) -> JobConfig:
-        sections: dict[str, dict[str, Any]] = {"model": {"overrides": self.model}}
+        sections: dict[str, dict[str, Any]] = {"model": {"flavor": "tiny", "overrides": self.model}}
         for key, value in self.settings.items():
             section, _, name = key.partition(".")
             sections.setdefault(section, {})[name] = value

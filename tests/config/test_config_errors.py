@@ -248,12 +248,12 @@ RULES = [
     (
         "[model.overrides]\nn_heads = 6\nn_kv_heads = 2\n",
         "job.toml:2: model.overrides.n_heads",
-        "6 heads do not divide dim 64; use 4 or 8 heads",
+        "6 heads do not divide dim 256; use 4 or 8 heads",
     ),
     (
         "[model.overrides]\nn_kv_heads = 3\n",
         "job.toml:2: model.overrides.n_kv_heads",
-        "do not divide 4 heads; use 2 or 4",
+        "do not divide 16 heads; use 2 or 4",
     ),
     ("[model.overrides]\nhead_dim = 15\n", "job.toml:2: model.overrides.head_dim", "use 16"),
     (
@@ -464,8 +464,8 @@ WORLD = [
     ),
     (
         8,
-        f"{PARALLEL}tensor_parallel_degree = 8\n",
-        "job.toml:2: parallelism.tensor_parallel_degree",
+        f"[model]\nflavor = 'tiny'\n{PARALLEL}tensor_parallel_degree = 8\n",
+        "job.toml:4: parallelism.tensor_parallel_degree",
         "does not divide the model's 4 heads; 4 would do",
     ),
     (
@@ -478,7 +478,7 @@ WORLD = [
         16,
         f"{PARALLEL}pipeline_parallel_degree = 16\n[training]\nlocal_batch_size = 16\n",
         "job.toml:2: parallelism.pipeline_parallel_degree",
-        "16 stages are more than 8 layers",
+        "16 stages are more than 6 layers",
     ),
     (
         4,
@@ -494,7 +494,7 @@ WORLD = [
     ),
     (
         2,
-        f"{PARALLEL}pipeline_parallel_degree = 2\npipeline_parallel_layers_per_stage = 4\n",
+        f"{PARALLEL}pipeline_parallel_degree = 2\npipeline_parallel_layers_per_stage = 3\n",
         "job.toml:3: parallelism.pipeline_parallel_layers_per_stage",
         "2 ranks take 2 stages, not 3",
     ),
@@ -615,7 +615,7 @@ def test_world_size_is_explained(
         ("training.steps=5\nx = 3", "training.steps", "expected a whole number"),
         ("training.batch_size=0", "training.batch_size", "at least 1"),
         ('data.sources=[{type="text"}]', "data.sources[0].path", "missing"),
-        ("model.flavor=9B", "model.flavor", "there are debugmodel, demo"),
+        ("model.flavor=9B", "model.flavor", "there are tiny, demo"),
     ],
 )
 def test_override_is_told_by_its_key(

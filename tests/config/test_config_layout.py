@@ -102,9 +102,7 @@ def test_everything_in_the_way_of_a_run_is_told_at_once() -> None:
 
 def test_model_overrides() -> None:
     config = model_config(
-        ModelSection(
-            flavor="debugmodel", overrides={"n_layers": 2, "n_heads": 8, "rope_theta": 10_000}
-        )
+        ModelSection(flavor="tiny", overrides={"n_layers": 2, "n_heads": 8, "rope_theta": 10_000})
     )
     assert (config.n_layers, config.n_heads, config.head_dim) == (2, 8, 8)  # head_dim follows
     assert config.rope_theta == 10_000.0 and isinstance(config.rope_theta, float)
@@ -176,10 +174,11 @@ ZERO_BUBBLE = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Int
         ),
         (
             {
+                "model": {"flavor": "tiny"},
                 "parallelism": {
                     "context_parallel_degree": 8,
                     "context_parallel_rotate_method": "ulysses",
-                }
+                },
             },
             "parallelism.context_parallel_rotate_method",
             "4 query heads among 8",

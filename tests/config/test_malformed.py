@@ -375,13 +375,13 @@ STEP: list[Case] = [
         AC + "selective_ac_option = '9'\n",
         (),
         "job.toml:3: activation_checkpoint.sel",
-        "has 8 layers",
+        "has 6 layers",
     ),
     (
         AC + "selective_ac_option = 100\n",
         (),
         "job.toml:3: activation_checkpoint.sel",
-        "has 8 layers",
+        "has 6 layers",
     ),
     (
         AC + f"selective_ac_option = '{'9' * 5000}'\n",
@@ -415,7 +415,8 @@ WORLD: list[Case] = [
     ),
     (
         PP.replace("1", "2")
-        + "module_fqns_per_model_part = [['tok_embeddings', 'layers.0'], ['norm', 'output']]\n",
+        + "module_fqns_per_model_part = [['tok_embeddings', 'layers.0'], ['norm', 'output']]\n"
+        + "[model]\nflavor = 'tiny'\n",
         (),
         "job.toml:3: parallelism.module_fqns_per_model_part: ",
         "layers.1, layers.2, layers.3, layers.4, layers.5 and 2 more would be in no stage",

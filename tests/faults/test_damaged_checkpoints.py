@@ -268,7 +268,7 @@ def test_a_training_run_falls_back_bit_for_bit(
         config = JobConfig.model_validate(
             {
                 "job": {"dump_folder": str(folder)},
-                "model": {"overrides": {"n_layers": 1}},
+                "model": {"flavor": "tiny", "overrides": {"n_layers": 1}},
                 "training": {"dataset": "synthetic", "seq_len": 32, "steps": steps},
                 "lr_scheduler": {"warmup_steps": 2, "total_steps": 6},
                 "metrics": {"log_freq": 1},
@@ -519,7 +519,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = JobConfig.model_validate(
         {
             "job": {"dump_folder": str(folder)},
-            "model": {"overrides": {"n_layers": 1}},
+            "model": {"flavor": "tiny", "overrides": {"n_layers": 1}},
             "training": {"dataset": "synthetic", "seq_len": 32, "steps": 2},
             "lr_scheduler": {"warmup_steps": 1},
             "checkpoint": {"interval": 1},

@@ -33,6 +33,7 @@ def group(monkeypatch: pytest.MonkeyPatch):
 def _train(device: str, precision: str, weights: dict[str, torch.Tensor] | None) -> dict[str, Any]:
     config = JobConfig.model_validate(
         {
+            "model": {"flavor": "tiny"},
             "training": {"mixed_precision_param": precision, "steps": 5},
             "lr_scheduler": {"warmup_steps": 1},
         }
@@ -74,6 +75,7 @@ def test_parameters_on_the_host(tmp_path: Path) -> None:
     config = JobConfig.model_validate(
         {
             "job": {"dump_folder": str(tmp_path)},
+            "model": {"flavor": "tiny"},
             "training": {
                 "seq_len": 128,
                 "steps": 4,
@@ -96,6 +98,7 @@ def test_resume_is_bit_identical(tmp_path: Path) -> None:
         config = JobConfig.model_validate(
             {
                 "job": {"dump_folder": str(folder)},
+                "model": {"flavor": "tiny"},
                 "training": {"seq_len": 128, "steps": steps, "dataset": "synthetic"},
                 "lr_scheduler": {"warmup_steps": 2, "total_steps": 8},
                 "metrics": {"log_freq": 1},

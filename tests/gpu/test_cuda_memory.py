@@ -31,7 +31,7 @@ def run(**sections: Any) -> tuple[list[float], list[float], int]:
     """Losses and norms of three steps, and the bytes allocated at the peak of the last."""
     config = JobConfig.model_validate(
         {
-            "model": {"overrides": SIZES},
+            "model": {"flavor": "tiny", "overrides": SIZES},
             "lr_scheduler": {"warmup_steps": 0},
             "training": {"steps": 3, "local_batch_size": 4, "seq_len": 2048},
             "debug": {"deterministic": True},

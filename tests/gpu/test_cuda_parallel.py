@@ -37,7 +37,7 @@ def group():
 
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"])
 def test_stages_on_one_device_equal_the_whole_model_on_a_cpu(group: None, schedule: str) -> None:
-    sizes = dataclasses.replace(FLAVORS["debugmodel"], n_layers=4)
+    sizes = dataclasses.replace(FLAVORS["tiny"], n_layers=4)
     whole = build_model(sizes)
     initialize(whole, seed=0, std_of=whole.init_std)
     rows = torch.randint(sizes.vocab_size, (4, 65), generator=torch.Generator().manual_seed(0))

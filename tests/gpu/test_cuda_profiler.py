@@ -21,6 +21,7 @@ def test_trace_and_snapshot(tmp_path: Path) -> None:
     config = JobConfig.model_validate(
         {
             "job": {"dump_folder": str(tmp_path)},
+            "model": {"flavor": "tiny"},
             "training": {"seq_len": 128, "steps": 4, "dataset": "synthetic"},
             "lr_scheduler": {"warmup_steps": 2},
             "checkpoint": {"enable": False},

@@ -18,7 +18,7 @@ def draw(model: torch.nn.Module, seed: int = 1) -> None:
     initialize(model, seed=seed, std_of=lambda name: None if "norm" in name else 0.2)
 
 
-SMALL = dataclasses.replace(FLAVORS["debugmodel"], n_layers=2)
+SMALL = dataclasses.replace(FLAVORS["tiny"], n_layers=2)
 
 
 @pytest.mark.parametrize(

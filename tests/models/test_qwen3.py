@@ -11,7 +11,7 @@ from titan.models.qwen3 import FLAVORS, build_model
 from titan.models.qwen3.huggingface import hf_name
 from titan.parallel import initialize
 
-SMALL = dataclasses.replace(FLAVORS["debugmodel"], n_layers=2)
+SMALL = dataclasses.replace(FLAVORS["tiny"], n_layers=2)
 
 
 @pytest.mark.parametrize(

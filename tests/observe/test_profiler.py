@@ -34,6 +34,7 @@ def job(folder: Path, *, world_size: int = 1, **changes: dict[str, Any]) -> JobC
     """Two steps of the debug model; `changes` are merged into sections."""
     sections: dict[str, dict[str, Any]] = {
         "job": {"dump_folder": str(folder)},
+        "model": {"flavor": "tiny"},
         "training": {
             "dataset": "synthetic",
             "seq_len": 16,

@@ -42,8 +42,9 @@ def program(degrees: Degrees, optimizer: Options, **training: Any) -> Program:
     config = JobConfig.model_validate(
         {
             "model": {
+                "flavor": "tiny",
                 # Nor do the matrices of three layers come out even over the ranks.
-                "overrides": {"n_layers": 3, "vocab_size": VOCABULARY, "ffn_dim": 160}
+                "overrides": {"n_layers": 3, "vocab_size": VOCABULARY, "ffn_dim": 160},
             },
             "training": {
                 "mixed_precision_param": "float32",

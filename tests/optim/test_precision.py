@@ -21,7 +21,7 @@ ULP = 2.0**-8  # half the relative distance between bf16 numbers, at most
 def test_norms_are_computed_in_fp32(family) -> None:
     """To the last bit of bf16. Squares added up in bf16 would stop at 256: the norm would be off by a factor of four."""
     with torch.device("meta"):
-        model = family.build_model(family.FLAVORS["debugmodel"])
+        model = family.build_model(family.FLAVORS["tiny"])
     norms = [m for m in model.modules() if "Norm" in type(m).__name__]
     assert norms and all(type(m) is nn.RMSNorm for m in norms)
     norm = nn.RMSNorm(4096, eps=1e-5).bfloat16()

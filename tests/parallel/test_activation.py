@@ -32,7 +32,7 @@ class Count(TorchDispatchMode):
 
 
 def debug_model() -> Any:
-    model = build_model(dataclasses.replace(FLAVORS["debugmodel"], n_layers=LAYERS))
+    model = build_model(dataclasses.replace(FLAVORS["tiny"], n_layers=LAYERS))
     initialize(model, seed=0, std_of=model.init_std)
     return model
 

@@ -31,7 +31,7 @@ def _fresh_compiler():
 
 
 def debug_model(layers: int) -> nn.Module:
-    model = build_model(dataclasses.replace(FLAVORS["debugmodel"], n_layers=layers))
+    model = build_model(dataclasses.replace(FLAVORS["tiny"], n_layers=layers))
     initialize(model, seed=0, std_of=model.init_std)
     return model
 

@@ -67,7 +67,10 @@ def job(recipe: str, degrees: dict[str, int], **sections: Any) -> JobConfig:
     dp = degrees.get("dp_replicate", 1) * degrees.get("dp_shard", 1)
     data: dict[str, dict[str, Any]] = {
         # As many key/value heads as others: parts of 32 rows for MXFP8, also on two ranks.
-        "model": {"overrides": {"n_layers": 2, "n_kv_heads": 4, "vocab_size": VOCABULARY}},
+        "model": {
+            "flavor": "tiny",
+            "overrides": {"n_layers": 2, "n_kv_heads": 4, "vocab_size": VOCABULARY},
+        },
         "training": {"mixed_precision_param": "float32", "local_batch_size": GLOBAL_BATCH // dp},
         "lr_scheduler": {"warmup_steps": 2},
         "optimizer": {"lr": 1e-3, "eps": 1e-6},
@@ -142,7 +145,7 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 def meta_model(**sizes: Any) -> nn.Module:
     with torch.device("meta"):
-        return build_model(dataclasses.replace(FLAVORS["debugmodel"], n_layers=2, **sizes))
+        return build_model(dataclasses.replace(FLAVORS["tiny"], n_layers=2, **sizes))
 
 
 def kept(model: nn.Module, **settings: Any) -> dict[str, str]:
@@ -320,7 +323,10 @@ def test_one_layer_shows_that_tensor_parallel_scales_are_right(recipe: str, pool
     distances = []
     for seed in range(12):
         one = {
-            "model": {"overrides": {"n_layers": 1, "n_kv_heads": 4, "vocab_size": VOCABULARY}},
+            "model": {
+                "flavor": "tiny",
+                "overrides": {"n_layers": 1, "n_kv_heads": 4, "vocab_size": VOCABULARY},
+            },
             "debug": {"seed": seed},
         }
         reference = pool.run(1, partial(train, recipe, {}, **one))[0]

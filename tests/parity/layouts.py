@@ -214,6 +214,7 @@ def train(layout: Layout, precision: str = "float32") -> dict[str, Any]:
                 "cpu_offload": layout.keep_in == "host",
             },
             "model": {
+                "flavor": "tiny",
                 "converters": ["quantize.linear.float8"] if layout.float8 else [],
                 "overrides": {"repeat_kv": layout.repeat_kv},
             },

@@ -30,7 +30,7 @@ _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 def job(*, batch: int = 4, layers: int = 4, **sections: dict[str, Any]) -> JobConfig:
     """A tiny Llama; sections are merged into it."""
     base: dict[str, dict[str, Any]] = {
-        "model": {"overrides": {"n_layers": layers}},
+        "model": {"flavor": "tiny", "overrides": {"n_layers": layers}},
         "training": {"seq_len": 64, "local_batch_size": batch, "steps": 10},
         "lr_scheduler": {"warmup_steps": 2},
         "loss": {"chunk_tokens": 100},

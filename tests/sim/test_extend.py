@@ -44,14 +44,14 @@ JOBS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP, Qwen3": (
         4,
         {
-            "model": {"name": "qwen3", "flavor": "debugmodel", "overrides": {"n_layers": 15}},
+            "model": {"name": "qwen3", "flavor": "tiny", "overrides": {"n_layers": 15}},
             "parallelism": {"tensor_parallel_degree": 2},
         },
     ),
     "1F1B": (
         4,
         {
-            "model": {"overrides": {"n_layers": 24}},
+            "model": {"flavor": "tiny", "overrides": {"n_layers": 24}},
             "parallelism": {
                 "pipeline_parallel_degree": 2,
                 "pipeline_parallel_schedule": "1F1B",
@@ -61,7 +61,7 @@ JOBS: dict[str, tuple[int, dict[str, Any]]] = {
     "1F1B, async TP, compiled": (
         8,
         {
-            "model": {"overrides": {"n_layers": 24}},
+            "model": {"flavor": "tiny", "overrides": {"n_layers": 24}},
             "parallelism": {
                 "pipeline_parallel_degree": 2,
                 "pipeline_parallel_schedule": "1F1B",
@@ -75,7 +75,7 @@ JOBS: dict[str, tuple[int, dict[str, Any]]] = {
     "interleaved": (
         2,
         {
-            "model": {"overrides": {"n_layers": 46}},
+            "model": {"flavor": "tiny", "overrides": {"n_layers": 46}},
             "parallelism": {
                 "pipeline_parallel_degree": 2,
                 "pipeline_parallel_schedule": "Interleaved1F1B",
@@ -88,7 +88,7 @@ JOBS: dict[str, tuple[int, dict[str, Any]]] = {
 
 def job(sections: dict[str, Any]) -> JobConfig:
     base: dict[str, Any] = {
-        "model": {"overrides": {"n_layers": 15}},
+        "model": {"flavor": "tiny", "overrides": {"n_layers": 15}},
         "training": {"dataset": "synthetic", "seq_len": 64, "local_batch_size": 4},
         "activation_checkpoint": {"mode": "selective"},
     }

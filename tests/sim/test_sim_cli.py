@@ -40,7 +40,7 @@ def test_page_json_trace_and_html(tmp_path: Path, capsys: pytest.CaptureFixture[
     )
     said = capsys.readouterr().out
     assert code == 0
-    assert said.startswith("llama3 debugmodel on 4 x h100-sxm: pp 2 x dp_shard 2\n")
+    assert said.startswith("llama3 tiny on 4 x h100-sxm: pp 2 x dp_shard 2\n")
     for line in (
         "tokens/s/GPU",
         "where the time goes",

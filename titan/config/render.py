@@ -30,10 +30,11 @@ The learning rate at step s = 1, 2, ... of T = `total_steps` (or `training.steps
 
 - up to step W, warm-up: `lr * s / W`;
 - then `lr`, until the last D = `round(T * decay_ratio)` steps; without `decay_ratio`, D = T - W: decay begins at once;
-- in those, with p going from 0 to 1 at the last step, `lr * (m + (1 - m) * f(p))`, where m = `min_lr_factor` and f(p)
-  is `1 - p` (linear), `1 - sqrt(p)` (sqrt) or `(1 + cos(pi * p)) / 2` (cosine).
+- in those, `lr * (m + (1 - m) * f(p))`, where p goes from 0 at the first to `(D - 1) / D` at the last, m = `min_lr_factor`, and
+  f(p) is `1 - p` (linear), `1 - sqrt(p)` (sqrt) or `(1 + cos(pi * p)) / 2` (cosine).
 
-W + D may not exceed T.
+The decay ends a step after the last one, so that no step has a rate of 0, as in TorchTitan. After step T the rate is `lr * m`. Where
+W + D is more than T, W is cut to T, then D to T - W.
 """
 
 

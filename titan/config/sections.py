@@ -137,7 +137,9 @@ class AdamOptions(Section):
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the denominator."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    """Decoupled weight decay, applied to matrices only."""
+    """Decoupled weight decay, applied to matrices and, with decay_norms, to all else."""
+    decay_norms: bool = False
+    """Decay norms, biases and other vectors too, as TorchTitan does."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """How Adam's update is computed: one fused kernel, multi-tensor operations, or a loop. Where torch has no fused kernel (bf16
     moments of fp32 weights, 8 bits, stochastic rounding) it is compiled, which takes seconds at the first step; the other two are a loop."""
@@ -149,7 +151,7 @@ class AdamOptions(Section):
 
 
 class AdamWSection(AdamOptions):
-    """AdamW (Loshchilov and Hutter, arXiv:1711.05101). Norms, biases and other vectors are not decayed."""
+    """AdamW (Loshchilov and Hutter, arXiv:1711.05101)."""
 
     name: Literal["AdamW"] = "AdamW"  # pyright: ignore[reportIncompatibleVariableOverride]
     state_dtype: DType | None = None
@@ -161,7 +163,7 @@ class AdamSection(AdamWSection):
 
     name: Literal["Adam"] = "Adam"  # pyright: ignore[reportIncompatibleVariableOverride]
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """L2 penalty added to the gradient of matrices."""
+    """L2 penalty added to the gradient of matrices and, with decay_norms, of all else."""
 
 
 class AdamW8bitSection(AdamOptions):
@@ -202,7 +204,7 @@ class LRSchedulerSection(Section):
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay."""
     min_lr_factor: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Learning rate at the end, as a share of the peak."""
+    """Learning rate at which the decay ends, a step after the last one, as a share of the peak."""
 
 
 class DataloaderSection(Section):

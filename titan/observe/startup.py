@@ -12,7 +12,7 @@ from titan.config.layout import AXES, Layout
 from titan.config.sections import JobConfig
 from titan.observe.estimate import ModelSizes, estimate_memory, keeps_gathered
 from titan.observe.hardware import Hardware
-from titan.optim.schedule import phases
+from titan.optim.schedule import learning_rate_factor, phases
 
 _MAX_WIDTH = 120  # of the page, also on a wide terminal
 
@@ -128,7 +128,7 @@ def _schedule(config: JobConfig) -> str:
     """Optimizer and learning rate over the run."""
     section, optimizer = config.lr_scheduler, config.optimizer
     total = section.total_steps or config.training.steps
-    warmup, decay = phases(section, total_steps=config.training.steps)
+    warmup, decay = phases(section, total_steps=total)
     stable = total - warmup - decay
     parts = [f"{optimizer.name}, peak learning rate {optimizer.lr:g}"]
     if warmup:
@@ -136,7 +136,7 @@ def _schedule(config: JobConfig) -> str:
     if stable > 0:
         parts.append(f"{stable:,} constant")
     if decay > 0:
-        end = optimizer.lr * section.min_lr_factor
+        end = optimizer.lr * learning_rate_factor(total, section=section, total_steps=total)
         parts.append(f"{decay:,} of {section.decay_type} decay to {end:g}")
     return ", ".join(parts)
 

@@ -1,4 +1,4 @@
-"""Building the optimizer from its section: matrices are decayed, norms and biases are not.
+"""Building the optimizer from its section: matrices are decayed, norms and biases only with `decay_norms`.
 
     AdamW, Adam   torch's fused kernel where weights and moments share a precision; else adam.py
     AdamW8bit     adam.py, moments in 8 bits
@@ -32,13 +32,13 @@ from .rounding import Dice
 
 
 def parameter_groups(
-    parameters: Iterable[nn.Parameter], *, weight_decay: float
+    parameters: Iterable[nn.Parameter], *, weight_decay: float, decay_norms: bool = False
 ) -> list[dict[str, Any]]:
-    """Two groups: those with two or more dimensions, decayed, and the vectors, not decayed."""
+    """Return two groups: parameters with two or more dimensions, which are decayed, and vectors, which are with `decay_norms`."""
     trained = [p for p in parameters if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": weight_decay * decay_norms},
     ]
     return [group for group in groups if group["params"]]
 
@@ -92,7 +92,9 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> bool:
 def _adam(
     section: AdamOptions, named: Mapping[str, nn.Parameter], *, lr: float, seed: int
 ) -> torch.optim.Optimizer:
-    groups = parameter_groups(named.values(), weight_decay=section.weight_decay)
+    groups = parameter_groups(
+        named.values(), weight_decay=section.weight_decay, decay_norms=section.decay_norms
+    )
     options: dict[str, Any] = {
         "lr": lr,
         "betas": (section.beta1, section.beta2),

@@ -17,20 +17,20 @@ def phases(section: LRSchedulerSection, *, total_steps: int) -> tuple[int, int]:
 
 
 def learning_rate_factor(step: int, *, section: LRSchedulerSection, total_steps: int) -> float:
-    """Share of the peak learning rate for step 1, 2, ... total_steps.
+    """Return the share of the peak learning rate for step 1, 2, ... total_steps, which is TorchTitan's.
 
-    Linear warm-up reaches 1 at warmup_steps; then constant; the decay reaches min_lr_factor at the last step, along
-    1 - p (linear), 1 - sqrt(p) (sqrt) or (1 + cos(pi p)) / 2 (cosine) in its progress p. Without
-    decay_ratio the decay begins right after warm-up. Steps past the end keep min_lr_factor.
+    Linear warm-up reaches 1 at warmup_steps. Then the rate is constant, until it decays along 1 - p (linear), 1 - sqrt(p) (sqrt)
+    or (1 + cos(pi p)) / 2 (cosine) in the decay's progress p. Without decay_ratio the decay begins right after warm-up. It would
+    reach min_lr_factor a step after the last, so that no step is lost to a rate of 0. Steps past the end keep min_lr_factor.
     """
     total = section.total_steps or total_steps
     warmup_steps, decay_steps = phases(section, total_steps=total_steps)
     if step <= warmup_steps:
         return step / warmup_steps
-    progress = (step - (total - decay_steps)) / max(decay_steps, 1)
-    if progress <= 0:
+    decayed = step - 1 - (total - decay_steps)
+    if decayed <= 0 or not decay_steps:
         return 1.0
-    progress = min(progress, 1.0)
+    progress = min(decayed / decay_steps, 1.0)
     shape = {
         "linear": 1 - progress,
         "sqrt": 1 - math.sqrt(progress),

@@ -1,0 +1,68 @@
+"""What TorchTitan v0.2.2 computes differently from the same file; `titan check` prints it. Imports no torch.
+
+docs/architecture.md lists what differs in every run, such as how initial weights are drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import reduce
+from typing import Any
+
+from .model import family
+from .problems import Finding
+from .quantize import FLOAT8
+from .sections import JobConfig
+from .toml import format_value
+
+# The flavors that both have are the same models: tests/models/test_torchtitan.py.
+FLAVORS = {
+    "llama3": ("debugmodel", "8B", "70B", "405B"),
+    "qwen3": ("debugmodel", "0.6B", "1.7B", "4B", "8B", "14B", "32B"),
+}
+# TorchTitan's defaults, where ours are others and a run's numbers depend on them.
+DEFAULTS: dict[str, Any] = {
+    "optimizer.weight_decay": 0.1,
+    "quantize.linear.float8.filter_fqns": [],
+    "validation.freq": 10,
+    "validation.seq_len": 2048,
+    "validation.steps": -1,
+}
+
+
+def differences(config: JobConfig) -> list[str]:
+    """Return a line for each setting of a valid job that means something else in TorchTitan."""
+    findings = [*_in_model(config), *_in_optimizer(config), *_in_defaults(config)]
+    return [f"{key}: {message}" for key, message in findings]
+
+
+def _in_model(config: JobConfig) -> Iterator[Finding]:
+    model = config.model
+    if model.flavor not in FLAVORS.get(model.name, ()):
+        yield "model.flavor", f'TorchTitan has no {model.name} "{model.flavor}"'
+        return
+    flavor = family(model.name).FLAVORS[model.flavor]
+    for name, value in model.overrides.items():
+        if value != (theirs := getattr(flavor, name)):
+            yield f"model.overrides.{name}", f"{value}; {model.flavor} has {theirs} there"
+
+
+def _in_optimizer(config: JobConfig) -> Iterator[Finding]:
+    is_decayed = getattr(config.optimizer, "weight_decay", 0)
+    if is_decayed and not getattr(config.optimizer, "decay_norms", True):
+        yield "optimizer.decay_norms", "false spares norms from weight decay; TorchTitan does not"
+
+
+def _in_defaults(config: JobConfig) -> Iterator[Finding]:
+    """Return settings that the file leaves to a default, in the sections that the run uses."""
+    for key, theirs in DEFAULTS.items():
+        *path, name = key.split(".")
+        section = reduce(getattr, path, config)
+        is_used = {
+            "quantize": any(converter in FLOAT8 for converter in config.model.converters),
+            "validation": config.validation.enable,
+        }.get(path[0], True)
+        ours = getattr(section, name, theirs)
+        if is_used and name not in section.model_fields_set and ours != theirs:
+            shown = "that of training" if ours is None else format_value(ours)
+            yield key, f"{shown} by default; TorchTitan's default is {format_value(theirs)}"
