@@ -375,6 +375,7 @@ LLAMA_31_8B = {
     "rope_scaling": ROPE,
     "tie_word_embeddings": False,
 }
+LLAMA_3_8B = LLAMA_31_8B | {"rope_scaling": None}
 QWEN3_06B = {
     "architectures": ["Qwen3ForCausalLM"],
     "head_dim": 128,
@@ -398,7 +399,8 @@ QWEN3_06B = {
     ("published", "flavor", "overrides"),
     [
         (LLAMA_32_1B, "1B", {}),
-        (LLAMA_31_8B, "8B", {"rope_factor": 8.0}),
+        (LLAMA_31_8B, "8B", {}),
+        (LLAMA_3_8B, "8B", {"rope_factor": 0.0}),
         (QWEN3_06B, "0.6B", {}),
         (
             QWEN3_06B | {"head_dim": 64, "num_hidden_layers": 3},
@@ -406,7 +408,7 @@ QWEN3_06B = {
             {"n_layers": 3, "head_dim": 64},
         ),
     ],
-    ids=["Llama 3.2 1B", "Llama 3.1 8B", "Qwen3 0.6B", "head_dim as derived"],
+    ids=["Llama 3.2 1B", "Llama 3.1 8B", "Llama 3 8B", "Qwen3 0.6B", "head_dim as derived"],
 )
 def test_published_configs_are_our_flavors(
     published: dict[str, Any], flavor: str, overrides: dict[str, Any], tmp_path: Path

@@ -9,6 +9,7 @@ import pytest
 from titan.config.load import ConfigError, load_config
 from titan.config.rules import check, check_layout
 from titan.config.sections import JobConfig
+from titan.config.torchtitan import differences
 
 EVERY_KEY = """
 [job]
@@ -423,6 +424,31 @@ def test_published_sizes(
         "converters": config.model.converters,
         "tp": config.parallelism.tensor_parallel_degree,
     } == expected
+
+
+NORMS = "optimizer.decay_norms: false spares norms from weight decay; TorchTitan does not"
+
+
+def test_what_differs_is_reported(tmp_path: Path) -> None:
+    assert differences(load_text(LLAMA_8B, tmp_path)) == [NORMS]
+    same = LLAMA_8B.replace("eps = 1e-8", "decay_norms = true")
+    assert differences(load_text(same, tmp_path)) == []
+    assert differences(load_text(same + "[model.overrides]\nrope_factor = 0\n", tmp_path)) == [
+        "model.overrides.rope_factor: 0; 8B has 8.0 there"
+    ]
+    own = '[model]\nflavor = "tiny"\n[optimizer]\nname = "Adam"\n[validation]\nenable = true\n'
+    assert differences(load_text(own, tmp_path)) == [
+        'model.flavor: TorchTitan has no llama3 "tiny"',
+        "optimizer.weight_decay: 0.0 by default; TorchTitan's default is 0.1",
+        "validation.freq: 100 by default; TorchTitan's default is 10",
+        "validation.seq_len: that of training by default; TorchTitan's default is 2048",
+        "validation.steps: 10 by default; TorchTitan's default is -1",
+    ]
+    float8 = differences(load_text('[model]\nconverters = ["float8"]\n', tmp_path))
+    assert float8 == [
+        NORMS,
+        'quantize.linear.float8.filter_fqns: ["output"] by default; TorchTitan\'s default is []',
+    ]
 
 
 def test_an_overlay_may_use_the_new_name(tmp_path: Path) -> None:

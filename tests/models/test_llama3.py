@@ -21,16 +21,7 @@ def draw(model: torch.nn.Module, seed: int = 1) -> None:
 SMALL = dataclasses.replace(FLAVORS["tiny"], n_layers=2)
 
 
-@pytest.mark.parametrize(
-    ("flavor", "count"),
-    [
-        ("1B", 1_235_814_400),
-        ("3B", 3_212_749_824),
-        ("8B", 8_030_261_248),
-        ("70B", 70_553_706_496),
-        ("405B", 405_853_388_800),
-    ],
-)
+@pytest.mark.parametrize(("flavor", "count"), [("1B", 1_235_814_400), ("3B", 3_212_749_824)])
 def test_published_parameter_counts(flavor: str, count: int) -> None:
     with torch.device("meta"):
         model = build_model(FLAVORS[flavor])

@@ -167,7 +167,7 @@ def test_startup_page() -> None:
     assert page["steps"] == "1,000; 131,072,000 tokens in all"
     assert page["schedule"] == (
         "AdamW, peak learning rate 0.0008, 200 steps of warm-up, 700 constant, "
-        "100 of linear decay to 8e-05"
+        "100 of linear decay to 8.72e-05"
     )
     assert "(h200-sxm: 989 TFLOP/s dense bfloat16); MFU counts full attention" in page["hardware"]
     assert "GiB a rank by formula, of 139.7: parameters 7.48, gradients 7.48" in page["memory"]

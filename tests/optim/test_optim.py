@@ -3,50 +3,81 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from titan.config.sections import AdamWSection, LRSchedulerSection
+from titan.config.sections import AdamSection, AdamWSection, LRSchedulerSection
 from titan.optim.clipping import clip_gradients
 from titan.optim.optimizers import build_optimizer, parameter_groups
 from titan.optim.schedule import learning_rate_factor, phases
 
 
-def _factors(total: int, **section: object) -> list[float]:
+def _factors(total: int, last: int = 0, **section: object) -> list[float]:
     scheduler = LRSchedulerSection.model_validate(section)
     return [
-        round(learning_rate_factor(step, section=scheduler, total_steps=total), 6)
-        for step in range(1, total + 1)
+        learning_rate_factor(step, section=scheduler, total_steps=total)
+        for step in range(1, (last or total) + 1)
     ]
 
 
-def test_warmup_stable_decay() -> None:
-    assert _factors(10, warmup_steps=2, decay_ratio=0.4) == [
-        0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0,
+def _torchtitans(
+    total: int, *, warmup: int, ratio: float | None, kind: str, floor: float
+) -> list[float]:
+    """Return the factors of TorchTitan v0.2.2's components/lr_scheduler.py, whose steps count from 0."""
+    warmup = min(warmup, total)
+    decay = total - warmup if ratio is None else min(round(total * ratio), total - warmup)
+    stable = total + 1 - warmup - decay  # the 1 is its virtual last step
+    shapes = {
+        "linear": lambda p: 1 - p,
+        "sqrt": lambda p: 1 - math.sqrt(p),
+        "cosine": lambda p: 0.5 * (1 + math.cos(math.pi * p)),
+    }
+    factors = []
+    for step in range(total):
+        if step < warmup:
+            factors.append((step + 1) / warmup)
+        elif step < warmup + stable:
+            factors.append(1.0)
+        else:
+            shape = shapes[kind]((step + 1 - warmup - stable) / decay)
+            factors.append(floor + (1 - floor) * shape)
+    return factors
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("ratio", [None, 0.0, 0.25, 0.8, 1.0])
+@pytest.mark.parametrize("kind", ["linear", "sqrt", "cosine"])
+def test_every_step_is_torchtitans(kind: str, ratio: float | None, floor: float) -> None:
+    for total in (1, 2, 10, 37):
+        for warmup in (0, 1, 2, 9, 100):
+            ours = _factors(
+                total, warmup_steps=warmup, decay_ratio=ratio, decay_type=kind, min_lr_factor=floor
+            )
+            theirs = _torchtitans(total, warmup=warmup, ratio=ratio, kind=kind, floor=floor)
+            assert ours == pytest.approx(theirs, rel=1e-12, abs=1e-12), (total, warmup)
+            assert min(ours) > 0
+
+
+def test_no_step_is_lost_to_a_rate_of_0() -> None:
+    assert _factors(10, warmup_steps=2, decay_ratio=0.8) == [
+        0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125,
     ]  # fmt: skip
-
-
-def test_decay_right_after_warmup_to_a_floor() -> None:
-    assert _factors(6, warmup_steps=2, min_lr_factor=0.2) == [0.5, 1, 0.8, 0.6, 0.4, 0.2]
 
 
 def test_a_run_too_short_for_its_schedule_cuts_warmup_then_decay() -> None:
     assert _factors(4, warmup_steps=10, decay_ratio=0.5) == [0.25, 0.5, 0.75, 1]
-    assert _factors(5, warmup_steps=3, decay_ratio=0.8)[:3] == [0.333333, 0.666667, 1]
+    assert _factors(5, warmup_steps=3, decay_ratio=0.8) == [1 / 3, 2 / 3, 1, 1, 0.5]
     section = LRSchedulerSection(warmup_steps=3, decay_ratio=0.8)
     assert phases(section, total_steps=5) == (3, 2)
 
 
-def test_cosine_and_sqrt() -> None:
-    assert _factors(4, warmup_steps=0, decay_type="cosine")[1] == pytest.approx(0.5)
-    assert _factors(4, warmup_steps=0, decay_type="sqrt")[0] == pytest.approx(0.5)
-
-
-def test_total_steps_of_its_own_keeps_the_floor_afterwards() -> None:
-    assert _factors(6, warmup_steps=0, total_steps=4, min_lr_factor=0.1)[3:] == [0.1, 0.1, 0.1]
+def test_after_its_end_a_schedule_keeps_its_floor() -> None:
+    assert _factors(9, warmup_steps=0, total_steps=4, min_lr_factor=0.1)[4:] == [0.1] * 5
+    assert _factors(4, 9, warmup_steps=0, decay_ratio=0.0) == [1.0] * 9
 
 
 def test_vectors_are_not_decayed() -> None:
@@ -55,6 +86,24 @@ def test_vectors_are_not_decayed() -> None:
     assert [tuple(p.shape) for p in matrices["params"]] == [(3, 4)]
     assert matrices["weight_decay"] == 0.1 and vectors["weight_decay"] == 0.0
     assert len(vectors["params"]) == 3
+
+
+@pytest.mark.parametrize("section", [AdamWSection, AdamSection])
+def test_all_are_decayed_as_in_torchtitan(section: type[AdamWSection]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
+    twin = copy.deepcopy(model)
+    kind = torch.optim.AdamW if section is AdamWSection else torch.optim.Adam
+    theirs = kind(twin.parameters(), lr=0.1, betas=(0.9, 0.95), weight_decay=0.5, fused=True)
+    options = section.model_validate({"lr": 0.1, "weight_decay": 0.5, "decay_norms": True})
+    ours = build_optimizer(options, model.named_parameters())
+    for _ in range(3):
+        for optimizer, module in ((ours, model), (theirs, twin)):
+            optimizer.zero_grad()
+            module(torch.ones(2, 4)).square().sum().backward()
+            optimizer.step()
+    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
