@@ -395,6 +395,40 @@ QWEN3_06B = {
 }
 
 
+LLAMA_SIZES = {  # of the released weights' config.json, where they are not the 8B's
+    "Llama-3.2-1B": LLAMA_32_1B,
+    "Llama-3.2-3B": {
+        **LLAMA_32_1B,
+        "head_dim": 128,
+        "hidden_size": 3072,
+        "num_attention_heads": 24,
+        "num_hidden_layers": 28,
+    },
+    "Llama-3.1-8B": LLAMA_31_8B,
+    "Llama-3.1-70B": {
+        **LLAMA_31_8B,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_attention_heads": 64,
+        "num_hidden_layers": 80,
+    },
+    "Llama-3.1-405B": {
+        **LLAMA_31_8B,
+        "hidden_size": 16384,
+        "intermediate_size": 53248,
+        "num_attention_heads": 128,
+        "num_hidden_layers": 126,
+    },
+}
+
+
+@pytest.mark.parametrize("name", ["1b", "3b", "8b", "70b", "405b"])
+def test_shipped_jobs_name_folders_of_their_model(name: str, tmp_path: Path) -> None:
+    section = load_config(DEBUG.with_name(f"llama3_{name}.toml")).model
+    folder = huggingface.HFFolder(tmp_path, LLAMA_SIZES[Path(section.hf_assets_path).name], {})
+    assert read_sizes(folder) == (section.name, model_config(section))
+
+
 @pytest.mark.parametrize(
     ("published", "flavor", "overrides"),
     [

@@ -55,11 +55,13 @@ def printed(
     return out.getvalue()
 
 
-def page_of(flavor: str = "8B", hardware: str | None = None, **degrees: int) -> StartupPage:
+def page_of(
+    flavor: str = "8B", hardware: str | None = None, steps: int = 1000, **degrees: int
+) -> StartupPage:
     ones = {"pp": 1, "dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 1, "accumulation": 2}
     config = JobConfig(
         model=ModelSection(flavor=flavor),
-        training=TrainingSection(steps=1000),
+        training=TrainingSection(steps=steps),
         lr_scheduler=LRSchedulerSection(warmup_steps=200, decay_ratio=0.1, min_lr_factor=0.1),
     )
     return startup_page(
@@ -71,6 +73,14 @@ def page_of(flavor: str = "8B", hardware: str | None = None, **degrees: int) -> 
         hardware=by_name(hardware) if hardware else None,
         tokenizer="bytes, 264 tokens",
     )
+
+
+def test_the_page_shows_the_schedule_that_is_run() -> None:
+    def shown(steps: int) -> str:
+        return page_of(steps=steps).lines["schedule"].removeprefix("AdamW, peak learning rate ")
+
+    assert shown(100) == "0.0008, 100 steps of warm-up"  # of 200
+    assert shown(210) == "0.0008, 200 steps of warm-up, 10 of linear decay to 0.000152"  # of 21
 
 
 def test_step_line_in_a_log_file() -> None:

@@ -472,7 +472,7 @@ def test_a_cpu_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_run_says_what_was_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "job.toml"
     path.write_text(
-        f'[job]\ndump_folder = "{tmp_path}"\n[model]\nconverters = "quantize.linear.mx"\n'
+        f'[job]\ndump_folder = "{tmp_path}"\n[model]\nflavor = "tiny"\nconverters = "quantize.linear.mx"\n'
         "[quantize.linear.mx]\nemulate = true\n[lr_scheduler]\nwarmup_steps = 1\n"
         '[training]\ndataset = "synthetic"\nsteps = 1\nseq_len = 32\n'
     )
