@@ -349,7 +349,7 @@ def _parallel_plan(config: JobConfig, *, family: ModuleType, num_kv_heads: int) 
         loss_parallel=not parallel.disable_loss_parallel,
         output_in_loss=config.loss.chunk_output
         and not parallel.disable_loss_parallel
-        and (not _may_split_backward(parallel) or can_split_custom_functions()),
+        and (not _splits_backward(parallel) or can_split_custom_functions()),
         attention_type=InnerAttention,
         context_method=method,
         compile_backend=config.compile.backend if "model" in compiled else "",
@@ -371,10 +371,10 @@ def _convert(
     section = quantize_section(config)
     if section is None:
         return []
-    if _may_split_backward(config.parallelism) and not can_split_custom_functions():
+    if _splits_backward(config.parallelism) and not can_split_custom_functions():
         raise Float8Error(
-            f"torch {torch.__version__} cannot split the backward pass of float8 layers, as schedule "
-            f"{config.parallelism.pipeline_parallel_schedule} does; use 1F1B or Interleaved1F1B, or torch 2.13"
+            f"torch {torch.__version__} cannot split the backward pass of float8 layers, as this pipeline schedule "
+            "does; use 1F1B or Interleaved1F1B, or torch 2.13"
         )
     return apply_float8(
         model,
@@ -389,10 +389,9 @@ def _convert(
     )
 
 
-def _may_split_backward(section: ParallelismSection) -> bool:
-    return section.pipeline_parallel_degree > 1 and (
-        bool(section.pipeline_parallel_schedule_csv)
-        or splits_backward(section.pipeline_parallel_schedule)
+def _splits_backward(section: ParallelismSection) -> bool:
+    return section.pipeline_parallel_degree > 1 and splits_backward(
+        section.pipeline_parallel_schedule, csv=section.pipeline_parallel_schedule_csv
     )
 
 

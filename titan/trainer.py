@@ -440,7 +440,10 @@ class Trainer:
         """The weights as a Hugging Face folder."""
         assert self.hugging_face is not None, "made at the start where it is wanted"
         set_timeout(TIMEOUT)  # ranks wait for the slowest disk, and the run is over
-        folder = self.run_dir / "huggingface" / f"step-{self.step}"
+        # In the checkpoint's own folder, as TorchTitan does; transformers needs a local one.
+        place = self.checkpoints.folder
+        place = place if isinstance(place, Path) else self.run_dir / "huggingface"
+        folder = place / f"step-{self.step}"
         state = checkpoints.model_state(self.program.parts)
         export_state(folder, state, self.hugging_face, ranks=self.checkpoints.ranks)
         self.console.message(f"saved {folder} for transformers")

@@ -34,7 +34,7 @@ class Layout:
     degrees: tuple[tuple[str, int], ...] = ()
     accumulation: int = 1
     settings: tuple[tuple[str, Any], ...] = ()
-    recompute: str = "none"
+    recompute: str = "none"  # mode, or "2": every second block
     keep_in: str = "device"  # or "host": activations wait there
     compiled: str = ""
     float8: str = ""  # recipe
@@ -78,6 +78,7 @@ ULYSSES = (("context_parallel_rotate_method", "ulysses"),)
 ZERO_BUBBLE = (("pipeline_parallel_schedule", "InterleavedZeroBubble"),)
 REPLICAS = (("dp_replicate", 2),)
 TRACED = "aot_eager"
+CUT = "aot_eager_decomp_partition"  # and chooses what to keep, as inductor does
 LAYOUTS = [
     # Data parallelism and accumulation
     Layout("one process", accumulation=2),
@@ -154,6 +155,14 @@ LAYOUTS = [
     Layout("CP x TP+SP, full AC", (*cp(2), *tp(2)), recompute="full"),
     Layout("PP x FSDP2, selective AC", (*pp(2), *fsdp(2)), recompute="selective"),
     Layout("PP zero bubble, full AC", pp(2), settings=ZERO_BUBBLE, recompute="full"),
+    Layout("PP zero bubble, every 2nd block AC", pp(2), settings=ZERO_BUBBLE, recompute="2"),
+    Layout("PP ZBV, every 2nd block AC", pp(2), settings=schedule("ZBVZeroBubble"), recompute="2"),
+    Layout(
+        "PP DualPipeV x FSDP2, every 2nd block AC",
+        (*pp(2), *fsdp(2)),
+        settings=schedule("DualPipeV"),
+        recompute="2",
+    ),
     Layout("one process, activations on the host", keep_in="host"),
     Layout("FSDP2 x TP+SP, activations on the host", (*fsdp(2), *tp(2)), keep_in="host"),
     Layout("PP x FSDP2, full AC on the host", (*pp(2), *fsdp(2)), recompute="full", keep_in="host"),
@@ -165,6 +174,7 @@ LAYOUTS = [
     Layout("FSDP2 x TP+SP, compiled", (*fsdp(2), *tp(2)), compiled=TRACED),
     Layout("TP+SP, compiled, full AC", tp(2), compiled=TRACED, recompute="full"),
     Layout("TP+SP, compiled, selective AC", tp(2), compiled=TRACED, recompute="selective"),
+    Layout("TP+SP, compiled, memory budget", tp(2), compiled=CUT, recompute="memory_budget"),
     Layout("CP ring, compiled", cp(2), settings=RING, documents=False, compiled=TRACED),
     Layout("PP x FSDP2, compiled", (*pp(2), *fsdp(2)), compiled=TRACED),
 ]
@@ -210,7 +220,8 @@ def train(layout: Layout, precision: str = "float32") -> dict[str, Any]:
             # nothing takes its rounding error as a full step, on one process as well as on many.
             "optimizer": {"lr": 1e-3, "eps": 1e-6},
             "activation_checkpoint": {
-                "mode": layout.recompute,
+                "mode": "selective" if layout.recompute == "2" else layout.recompute,
+                "selective_ac_option": "2" if layout.recompute == "2" else "op",
                 "cpu_offload": layout.keep_in == "host",
             },
             "model": {

@@ -1,6 +1,7 @@
 """A model as a Hugging Face folder that `transformers` loads as it is: safetensors, index, config.json, tokenizer.
 
-    OUT/.saving-NAME/    being written; becomes OUT/NAME by one rename
+    OUT/.saving-NAME/    being written; becomes OUT/NAME by one rename. Where OUT/NAME is there, as a checkpoint's step-N is,
+                         its files move in, config.json last: without it nobody takes the folder for a whole one
 
 Under any layout: the tensors are dealt into files in the model's order, a file holding only tensors that the same
 ranks have (a pipeline stage's). These ranks gather them one after the other, and take turns at being the one that keeps
@@ -24,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from titan.checkpoint import SaveFailed
 from titan.checkpoint.commit import Ranks
 from titan.checkpoint.files import Files
-from titan.checkpoint.huggingface import INDEX, HFModel, is_there, root_of
+from titan.checkpoint.huggingface import CONFIG, INDEX, HFModel, is_there, root_of
 from titan.checkpoint.tensors import State
 from titan.config.model import model_config
 from titan.config.sections import ModelSection
@@ -152,8 +153,11 @@ def export_state(folder: Path, state: State, export: Export, *, ranks: Ranks) ->
 def write_folder(
     folder: Path, export: Export, *, fetch: Fetch, ranks_of: dict[str, list[int]], ranks: Ranks
 ) -> None:
-    """Write a folder, or replace it. fetch(names, keep) is called by all ranks that have these tensors, and gives the one
-    that is to keep them whole tensors on the host."""
+    """Write a folder, or add the files to one that is there.
+
+    fetch(names, keep) is called by all ranks that have these tensors, and gives the one that is to keep them whole
+    tensors on the host.
+    """
     temporary = folder.with_name(f".saving-{folder.name}")
     files = plan_files(export, ranks_of)
     file_names = [f"model-{n + 1:05}-of-{len(files):05}.safetensors" for n in range(len(files))]
@@ -164,9 +168,11 @@ def write_folder(
 
     def commit() -> None:
         _write_texts(temporary, export, dict(zip(file_names, files, strict=True)))
-        if folder.exists():
-            shutil.rmtree(folder)
-        Files().rename(temporary, folder)
+        if not folder.exists():
+            return Files().rename(temporary, folder)
+        (folder / CONFIG).unlink(missing_ok=True)
+        for file in sorted(temporary.iterdir(), key=lambda file: file.name == CONFIG):
+            Files().rename(file, folder / file.name)
 
     try:
         ranks.on_main(begin)
@@ -220,7 +226,7 @@ def _write_texts(folder: Path, export: Export, files: dict[str, list[str]]) -> N
     weight_map = {model.names[name]: file for file, names in files.items() for name in names}
     total = sum(map(export.num_bytes, model.names))
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    for name, value in ((INDEX, index), ("config.json", export.config())):
+    for name, value in ((INDEX, index), (CONFIG, export.config())):
         Files().write(folder / name, (json.dumps(value, indent=2) + "\n").encode())
     for asset in export.assets:
         Files().write(folder / asset.name, read_asset(asset))

@@ -32,7 +32,7 @@ from titan.data.errors import require
 from titan.parallel.shims import compute_local_shape_and_global_offset
 from titan.untrusted import MAX_VALUES, is_plain_name, open_regular, printable, read_json
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 _MAX_HEADER = 16 * 2**20
 _DTYPES = ("F32", "BF16", "F16")
 _DERIVED = ".rotary_emb.inv_freq"  # stored by old versions of transformers, computed by everyone
@@ -80,11 +80,11 @@ def open_folder(path: Path) -> HFFolder:
     """Read config.json and the index. Raises CheckpointError naming the file that is missing or no good."""
     if not path.is_dir():
         raise CheckpointError(f"{path}: there is no such folder")
-    if not (path / "config.json").exists():
+    if not (path / CONFIG).exists():
         raise CheckpointError(
-            f"{path / 'config.json'}: missing; a Hugging Face folder says with it which model it is"
+            f"{path / CONFIG}: missing; a Hugging Face folder says with it which model it is"
         )
-    config = read_json(path / "config.json", dict[str, Any], limit=2**20, within=root_of(path))
+    config = read_json(path / CONFIG, dict[str, Any], limit=2**20, within=root_of(path))
     if is_there(path / INDEX):
         files = read_json(path / INDEX, dict[str, Any], within=root_of(path)).get("weight_map")
         if not isinstance(files, dict) or not all(map(_is_weights_name, files.values())):
@@ -152,7 +152,7 @@ def check_folder(path: Path, model: HFModel) -> HFFolder:
             )
         keys = model_keys(name, sizes).items()
         fix = ", ".join(f"model.{key} = {format_value(value)}" for key, value in keys)
-        raise CheckpointError(f"{path / 'config.json'}: {what}; set {fix}")
+        raise CheckpointError(f"{path / CONFIG}: {what}; set {fix}")
     if problems := list(_problems(folder, model)):
         rest = f"\n{len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError("\n".join(problems[:5]) + rest)

@@ -237,7 +237,9 @@ def _check_stages(config: JobConfig, model: Any, world_size: int) -> Iterator[Fi
             "model.overrides.tied_embeddings = false",
         )
     try:
-        canonical_schedule(parallel.pipeline_parallel_schedule)
+        canonical_schedule(
+            parallel.pipeline_parallel_schedule, csv=parallel.pipeline_parallel_schedule_csv
+        )
     except ValueError:
         return  # rules.py tells
     if model is None:

@@ -330,30 +330,7 @@ def _check_optimizer(config: JobConfig) -> Iterator[Finding]:
 
 def _check_parallelism(config: JobConfig) -> Iterator[Finding]:
     parallel = config.parallelism
-    schedule = parallel.pipeline_parallel_schedule
-    try:
-        canonical_schedule(schedule)
-    except ValueError as error:
-        yield "parallelism.pipeline_parallel_schedule", str(error)
-        return
-    if parallel.pipeline_parallel_degree > 1 and splits_backward(schedule):
-        if parallel.fsdp_reshard_after_forward == "always":
-            yield (
-                "parallelism.fsdp_reshard_after_forward",
-                f'"always" with schedule {schedule}, which splits the backward pass, makes torch compute wrong gradients; '
-                'use "default" or "never"',
-            )
-        if config.compile.enable and "model" in config.compile.components:
-            yield (
-                "compile.enable",
-                f"schedule {schedule} splits the backward pass, which compiled blocks cannot; use false, or 1F1B",
-            )
-        if config.activation_checkpoint.mode in ("selective", "memory_budget"):
-            yield (
-                "activation_checkpoint.mode",
-                f'"{config.activation_checkpoint.mode}" keeps no graph for schedule {schedule}, which splits the backward '
-                'pass; use "full" or "none", or 1F1B',
-            )
+    yield from _check_schedule(config)
     if parallel.enable_async_tensor_parallel:
         if not (config.compile.enable and "model" in config.compile.components):
             yield (
@@ -366,6 +343,45 @@ def _check_parallelism(config: JobConfig) -> Iterator[Finding]:
                 "has no effect with tensor_parallel_degree = 1; set that to 2 or more, or this to false",
             )
     yield from _check_context(config)
+
+
+def _check_schedule(config: JobConfig) -> Iterator[Finding]:
+    """What the order of actions rules out, whether it is a schedule's by name or that of a file."""
+    parallel, ac = config.parallelism, config.activation_checkpoint
+    name, file = parallel.pipeline_parallel_schedule, parallel.pipeline_parallel_schedule_csv
+    try:
+        canonical_schedule(name, csv=file)
+    except ValueError as error:
+        yield "parallelism.pipeline_parallel_schedule", str(error)
+        return
+    if parallel.pipeline_parallel_degree == 1:
+        return
+    try:
+        if not splits_backward(name, csv=file):
+            return
+    except ValueError:
+        return  # layout.py tells what is wrong with the file
+    schedule = f"{file or name}, which splits the backward pass"
+    if parallel.fsdp_reshard_after_forward == "always":
+        yield (
+            "parallelism.fsdp_reshard_after_forward",
+            f'"always" with schedule {schedule}, makes torch compute wrong gradients; use "default" or "never"',
+        )
+    if config.compile.enable and "model" in config.compile.components:
+        yield (
+            "compile.enable",
+            f"compiled blocks cannot follow schedule {schedule}; use false, or schedule 1F1B",
+        )
+    if ac.mode == "selective" and ac.selective_ac_option == "op":
+        yield (
+            "activation_checkpoint.selective_ac_option",
+            f'"op" keeps no graph for schedule {schedule}; use a number such as 2, mode = "full", or schedule 1F1B',
+        )
+    if ac.mode == "memory_budget":
+        yield (
+            "activation_checkpoint.mode",
+            f'"memory_budget" keeps no graph for schedule {schedule}; use "full" or "none", or schedule 1F1B',
+        )
 
 
 def _check_modules(config: JobConfig) -> Iterator[Finding]:

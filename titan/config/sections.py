@@ -469,7 +469,8 @@ class CheckpointSection(Section):
     last_save_model_only: bool = False
     """The last save holds only the weights, in export_dtype."""
     last_save_in_hf: bool = False
-    """After the last save, also write the weights as a Hugging Face folder, <run>/huggingface/step-N, in export_dtype."""
+    """After the last save, also write the weights as a Hugging Face folder, in export_dtype: into the checkpoint's own
+    folder (<folder>/step-N), or <run>/huggingface/step-N where checkpoint.folder is a URL."""
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Precision of a model-only save and of a Hugging Face folder."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"

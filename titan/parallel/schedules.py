@@ -26,8 +26,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
+from titan.untrusted import read_text
+
 COSTS = {"F": 1, "B": 2, "I": 1, "W": 1}
-_ACTION = r"(\d+)([FBIW])(\d+)"
+_ACTION = r"(\d{1,9})([FBIW])(\d{1,9})"
 _CELL = re.compile(rf"{_ACTION}|\({_ACTION}(;{_ACTION})*\)OVERLAP_F_B")
 
 
@@ -159,27 +161,39 @@ _SCHEDULES = {
 }
 # torch's Interleaved1F1B has taken over what was once a class of its own: microbatches need not be a multiple of ranks.
 _ALIASES = {"flexibleinterleaved1f1b": "Interleaved1F1B"}
+# torch's classes without an order of their own, which TorchTitan's jobs name beside a CSV.
+_RUN_A_FILE = ("pipelineschedulemulti", "pipelineschedulesingle", "pipelinescheduleruntime")
 
 
-def canonical_schedule(name: str) -> str:
-    """The name as this module spells it, for any letter case, with or without hyphens; raises ValueError."""
+def canonical_schedule(name: str, *, csv: Path | str | None = None) -> str:
+    """Return the name as this module spells it, for any letter case, with or without hyphens; raises ValueError.
+
+    csv: the file that gives the order instead, beside which the name may be that of torch's class that runs files.
+    """
     key = name.lower().replace("-", "").replace("_", "")
     names = {known.lower(): known for known in _SCHEDULES} | _ALIASES
     if key in names:
         return names[key]
+    if key in _RUN_A_FILE:
+        if csv:
+            return name
+        raise ValueError(
+            f"schedule {name} runs the order of a file; set pipeline_parallel_schedule_csv, or use "
+            f"one of {', '.join(_SCHEDULES)}"
+        )
     match = get_close_matches(key, names, n=1)
     hint = f"did you mean '{names[match[0]]}'? There are" if match else "there are"
     raise ValueError(f"unknown pipeline schedule '{name}'; {hint} {', '.join(_SCHEDULES)}")
 
 
-def splits_backward(name: str) -> bool:
-    """Whether a schedule computes gradients of inputs and weights apart.
+def splits_backward(name: str, *, csv: Path | str | None = None) -> bool:
+    """Return whether a schedule computes gradients of inputs and weights apart; raises ValueError.
 
-    FSDP must then keep parameters gathered between forward and backward (reshard_after_forward=False): torch
-    otherwise computes wrong gradients without a word. And torch.compile and selective activation
-    checkpointing, whose backward pass cannot be split, must be off.
+    csv: the file that gives the order instead of the name. FSDP must then keep parameters gathered between forward and
+    backward (reshard_after_forward=False): torch otherwise computes wrong gradients without a word. And torch.compile
+    and activation checkpointing by operation, whose backward pass cannot be split, must be off.
     """
-    return _SCHEDULES[canonical_schedule(name)].splits
+    return read_schedule(csv).splits_backward if csv else _SCHEDULES[canonical_schedule(name)].splits
 
 
 def stages_per_rank(name: str) -> int:
@@ -323,8 +337,8 @@ def read_schedule(file: Path | str) -> Schedule:
     Sends and receives are added when it runs. Raises ValueError, with file and line, for what cannot run.
     """
     file = Path(file)
-    with file.open(newline="", encoding="utf-8") as lines:
-        order = [_read_line(row, place=f"{file}:{n}") for n, row in enumerate(csv.reader(lines), 1)]
+    rows = (line.split(",") for line in read_text(file).splitlines())
+    order = [_read_line(row, place=f"{file}:{n}") for n, row in enumerate(rows, 1)]
     order = [actions for actions in order if actions]
     if not order:
         raise ValueError(
@@ -355,7 +369,7 @@ def _read_line(row: Sequence[str], *, place: str) -> tuple[Action, ...]:
     for cell in cells:
         if not _CELL.fullmatch(cell):
             raise ValueError(
-                f"{place}: '{cell}' is no computation; expected a stage, one of F, B, I, W, and a microbatch, as in "
+                f"{place}: {cell[:40]!a} is no computation; expected a stage, one of F, B, I, W, and a microbatch, as in "
                 "0F0 (sends, receives and gathering of parameters are added by themselves)"
             )
     return tuple(

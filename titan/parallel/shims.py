@@ -114,10 +114,16 @@ def set_allocator(settings: str) -> None:
 
 
 def set_memory_budget(share: float) -> None:
-    """Share of the activations, 0 to 1, that graphs compiled from now on may keep for their backward pass."""
+    """Set the share of the activations, 0 to 1, that graphs compiled from now on may keep for their backward pass.
+
+    torch 2.13 asks for the size of all that a graph takes, and under tensor parallelism that includes the DeviceMesh of its
+    DTensors, whose size it refuses to guess. A mesh holds no activations: its size is zero.
+    """
     from torch._functorch import config
 
     config.activation_memory_budget = share
+    if hasattr(config, "unsafe_treat_script_objects_as_zero_size"):
+        config.unsafe_treat_script_objects_as_zero_size = share < 1
 
 
 @dataclass(frozen=True)

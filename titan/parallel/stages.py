@@ -39,6 +39,7 @@ def plan_stages(
     for, in layers. modules: names for each stage, instead of an even split.
     """
     custom = read_schedule(csv) if csv else None
+    by_layers = layers_per_stage and -(-(num_layers + first_less + last_less) // layers_per_stage)
     if custom:
         num_stages = custom.num_stages
         for found, asked, what in (
@@ -49,8 +50,12 @@ def plan_stages(
                 raise ValueError(f"{csv} is a schedule for {found} {what}, and there are {asked}")
     elif modules:
         num_stages = len(modules)
-    elif layers_per_stage:
-        num_stages = -(-(num_layers + first_less + last_less) // layers_per_stage)
+        if by_layers and not modules and by_layers != num_stages:
+            raise ValueError(
+                f"{csv} has {num_stages} stages, and {layers_per_stage} layers in each make {by_layers}"
+            )
+    elif by_layers:
+        num_stages = by_layers
     else:
         num_stages = num_ranks * stages_per_rank(schedule)
     if modules and len(modules) != num_stages:
