@@ -130,27 +130,84 @@ def test_a_head_dim_that_is_not_derived_stays(
     assert config == replace(OwnHeads(), **overrides)
 
 
-ZERO_BUBBLE = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "InterleavedZeroBubble"}
+SPLIT = "0F0,0I0,0W0\n1F0,1I0,1W0\n"
+WHOLE = "0F0,0B0\n1F0,1B0\n"
+
+
+def pipeline_problems(job: str, *, csv: str, folder: Path) -> list[str]:
+    """What is wrong with a job of two pipeline ranks and one microbatch; csv: the order of its actions, or a schedule."""
+    name, file = csv, ""
+    if "\n" in csv:
+        name, file = "PipelineScheduleMulti", folder / "order.csv"
+        file.write_text(csv)
+    path = folder / "job.toml"
+    path.write_text(
+        f"[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule = '{name}'\n"
+        f"pipeline_parallel_schedule_csv = '{file}'\n{job}"
+    )
+    config = load_config(path, overrides=["training.local_batch_size=1"])
+    problems = [*check(config), *check_layout(config, world_size=2)]
+    return [str(problem).removeprefix(f"{folder}/") for problem in problems]
+
+
+@pytest.mark.parametrize("csv", ["InterleavedZeroBubble", SPLIT], ids=["named", "from a file"])
+@pytest.mark.parametrize(
+    ("job", "place", "fix"),
+    [
+        (
+            "fsdp_reshard_after_forward = 'always'",
+            "job.toml:5: parallelism.fsdp_reshard_after_forward: ",
+            'torch compute wrong gradients; use "default" or "never"',
+        ),
+        (
+            "[activation_checkpoint]\nmode = 'selective'\nselective_ac_option = 'op'",
+            "job.toml:7: activation_checkpoint.selective_ac_option: ",
+            'use a number such as 2, mode = "full", or schedule 1F1B',
+        ),
+        (
+            "[compile]\nenable = true",
+            "job.toml:6: compile.enable: ",
+            "use false, or schedule 1F1B",
+        ),
+    ],
+)
+def test_what_a_split_backward_pass_rules_out(
+    job: str, place: str, fix: str, csv: str, tmp_path: Path
+) -> None:
+    """Whether the order of actions comes by name or from a file; and nothing is refused that has whole ones."""
+    [problem] = pipeline_problems(job, csv=csv, folder=tmp_path)
+    assert problem.startswith(place) and problem.endswith(fix)
+    whole = "1F1B" if csv != SPLIT else WHOLE
+    assert all("microbatch" in p for p in pipeline_problems(job, csv=whole, folder=tmp_path))
+
+
+def test_what_a_split_backward_pass_allows(tmp_path: Path) -> None:
+    job = "[activation_checkpoint]\nmode = 'selective'\nselective_ac_option = '2'"
+    assert pipeline_problems(job, csv=SPLIT, folder=tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "message"),
+    [
+        ("PipelineScheduleMulti", "", "set pipeline_parallel_schedule_csv, or use one of GPipe"),
+        ("1F2B", "order.csv", "did you mean '1F1B'"),
+    ],
+)
+def test_names_beside_a_file(name: str, file: str, message: str, tmp_path: Path) -> None:
+    """torch's class that runs files may stand there, as in TorchTitan's jobs, and is no schedule without one."""
+    (tmp_path / "order.csv").write_text(WHOLE)
+    parallelism = {
+        "pipeline_parallel_degree": 2,
+        "pipeline_parallel_schedule": name,
+        "pipeline_parallel_schedule_csv": file and str(tmp_path / file),
+    }
+    [problem] = check(JobConfig.model_validate({"parallelism": parallelism}))
+    assert problem.key == "parallelism.pipeline_parallel_schedule" and message in problem.message
 
 
 @pytest.mark.parametrize(
     ("sections", "key", "fragment"),
     [
-        (
-            {"parallelism": {**ZERO_BUBBLE, "fsdp_reshard_after_forward": "always"}},
-            "parallelism.fsdp_reshard_after_forward",
-            "torch compute wrong gradients",
-        ),
-        (
-            {"parallelism": ZERO_BUBBLE, "activation_checkpoint": {"mode": "selective"}},
-            "activation_checkpoint.mode",
-            'use "full" or "none", or 1F1B',
-        ),
-        (
-            {"parallelism": ZERO_BUBBLE, "compile": {"enable": True}},
-            "compile.enable",
-            "use false, or 1F1B",
-        ),
         (
             {
                 "parallelism": {

@@ -557,6 +557,7 @@ def test_csv_round_trip_and_mistakes(tmp_path: Path) -> None:
     assert made.order[0][0] == Action(0, "F", 0)
     for text, message in (
         ("0F0,0B0\n1F0,1SEND_F0,1B0\n", r"s\.csv:2: '1SEND_F0' is no computation"),
+        ("0F0\n" + "0" * 200_000, r"s\.csv:2: '0{40}' is no computation"),
         ("0F0,0B0\n1F0\n", "microbatch 0 has the actions 'F' in stage 1"),
         ("0F0,0B0,1B0\n1F0\n", "stage 1 is on ranks"),
         ("0B0,0F0\n1F0,1B0\n", "microbatch 0 has the actions 'BF' in stage 0"),
@@ -569,6 +570,8 @@ def test_csv_round_trip_and_mistakes(tmp_path: Path) -> None:
     file.write_text("0F0,0B0\n1F0,1B0\n")
     with pytest.raises(ValueError, match="for 1 microbatches, and there are 4"):
         plan_pipeline(2, num_ranks=2, num_microbatches=4, csv=file)
+    with pytest.raises(ValueError, match="has 2 stages, and 1 layers in each would make 4"):
+        plan_pipeline(2, num_ranks=2, num_microbatches=1, csv=file, layers_per_stage=1)
 
 
 JOB = "train_configs/debug_model.toml"

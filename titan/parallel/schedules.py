@@ -193,7 +193,9 @@ def splits_backward(name: str, *, csv: Path | str | None = None) -> bool:
     backward (reshard_after_forward=False): torch otherwise computes wrong gradients without a word. And torch.compile
     and activation checkpointing by operation, whose backward pass cannot be split, must be off.
     """
-    return read_schedule(csv).splits_backward if csv else _SCHEDULES[canonical_schedule(name)].splits
+    return (
+        read_schedule(csv).splits_backward if csv else _SCHEDULES[canonical_schedule(name)].splits
+    )
 
 
 def stages_per_rank(name: str) -> int:

@@ -48,12 +48,12 @@ def plan_stages(
         ):
             if found != asked:
                 raise ValueError(f"{csv} is a schedule for {found} {what}, and there are {asked}")
-    elif modules:
-        num_stages = len(modules)
         if by_layers and not modules and by_layers != num_stages:
             raise ValueError(
-                f"{csv} has {num_stages} stages, and {layers_per_stage} layers in each make {by_layers}"
+                f"{csv} has {num_stages} stages, and {layers_per_stage} layers in each would make {by_layers}"
             )
+    elif modules:
+        num_stages = len(modules)
     elif by_layers:
         num_stages = by_layers
     else:
