@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch._dynamo.exc import Unsupported
 
-from titan.models.llama3 import FLAVORS, build_model
-from titan.parallel import initialize
+from pool import Pool
+from titan.models.llama3 import FLAVORS, TENSOR_PLAN, build_model
+from titan.parallel import apply_tp, build_mesh, initialize
 from titan.parallel.activation import DEFAULT_KEEP, apply_ac
 from titan.parallel.compile import CompileLog, apply_compile
 from titan.parallel.offload import apply_offload
@@ -105,22 +106,47 @@ def test_fullgraph_makes_a_graph_break_an_error() -> None:
         next(model.get_submodule("layers").children())(torch.randn(2, 4))
 
 
-def test_memory_budget() -> None:
-    """All of what a block needs again is kept, some of it, or nothing but what came in."""
+def saved_bytes(ranks: int) -> dict[float, int]:
+    """What the first block saves for its backward pass, by memory budget; run on each tensor-parallel rank."""
     saved: dict[float, int] = {}
     for budget in (1.0, 0.5, 0.0):
         torch.compiler.reset()
         model = debug_model(layers=2)
-        apply_compile(model, backend="aot_eager_decomp_partition", memory_budget=budget)
-        offloader = apply_offload(model, smallest_bytes=2**10)  # counts what the first block saves
+        if ranks > 1:
+            mesh = build_mesh("cpu", tp=ranks)
+            apply_tp(
+                model,
+                mesh=mesh["tp"],
+                plan=TENSOR_PLAN,
+                num_kv_heads=FLAVORS["debugmodel"].n_kv_heads,
+            )
+        apply_compile(
+            model,
+            backend="aot_eager_decomp_partition",
+            memory_budget=budget,
+            preserve_rng_state=ranks == 1,
+        )
+        offloader = apply_offload(model, smallest_bytes=2**10)
         step(model)
         saved[budget] = offloader.num_bytes
     apply_compile(debug_model(layers=1))  # sets the budget back to 1
+    return saved
+
+
+def test_memory_budget() -> None:
+    """All of what a block needs again is kept, some of it, or nothing but what came in."""
+    saved = saved_bytes(1)
     block_input = 2 * 32 * 64 * 4
     rotations = 2 * 32 * 8 * 4
     assert saved[0.0] == block_input + rotations
     assert saved[0.0] < saved[0.5] < 0.7 * saved[1.0]
     assert saved[1.0] > 8 * block_input
+
+
+def test_memory_budget_under_tensor_parallelism(pool: Pool) -> None:
+    """The graph holds the DeviceMesh of its weights, whose size torch does not know."""
+    for saved in pool.run(2, saved_bytes, 2):
+        assert saved[0.0] < saved[0.5] < 0.7 * saved[1.0]
 
 
 def test_the_cache_s_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
