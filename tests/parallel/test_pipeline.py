@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -572,6 +573,9 @@ def test_csv_round_trip_and_mistakes(tmp_path: Path) -> None:
         plan_pipeline(2, num_ranks=2, num_microbatches=4, csv=file)
     with pytest.raises(ValueError, match="has 2 stages, and 1 layers in each would make 4"):
         plan_pipeline(2, num_ranks=2, num_microbatches=1, csv=file, layers_per_stage=1)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="pipe: cannot be read: it is not a regular file"):
+        read_schedule(tmp_path / "pipe")
 
 
 JOB = "train_configs/debug_model.toml"
