@@ -53,8 +53,8 @@ def apply_cp(
         raise ValueError(f"context parallel method {method!r}: must be one of {get_args(Method)}")
     part = SequencePart(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size(), balanced)
     found = [
-        (parent, name, child)
-        for parent in model.modules()
+        (parent, name, child, f"{prefix}.{name}".lstrip("."))
+        for prefix, parent in model.named_modules()
         for name, child in parent._modules.items()  # named_children() has each child once
         if isinstance(child, attention_type)
     ]
@@ -62,7 +62,7 @@ def apply_cp(
         raise ValueError(
             f"context parallelism found no {attention_type.__name__} in {type(model).__name__}"
         )
-    for kind in {type(child) for *_, child in found} if method != "ulysses" else ():
+    for kind in {type(child) for _, _, child, _ in found} if method != "ulysses" else ():
         # Of the class itself: one that is derived from it may compute something else.
         if not vars(kind).get("is_causal_softmax"):
             raise ValueError(
@@ -70,8 +70,9 @@ def apply_cp(
                 f"bias, window or soft cap, in place of {kind.__name__}: if that is what it computes, say "
                 "`is_causal_softmax = True` in its class; else use the method 'ulysses', which calls it"
             )
-    for parent, name, child in found:
-        setattr(parent, name, ContextParallelAttention(child, part=part, method=method))
+    for parent, name, child, path in found:
+        parallel = ContextParallelAttention(child, part=part, method=method, name=path)
+        setattr(parent, name, parallel)
 
 
 def shard_sequence(tensor: Tensor, *, dim: int, rank: int, size: int, balanced: bool) -> Tensor:
@@ -107,9 +108,12 @@ def check_divides(length: int, *, size: int, balanced: bool) -> None:
 class ContextParallelAttention(nn.Module):
     """Attention over the whole sequence, from and to this rank's part of it; see the module's docstring."""
 
-    def __init__(self, inner: nn.Module, *, part: SequencePart, method: Method) -> None:
+    def __init__(
+        self, inner: nn.Module, *, part: SequencePart, method: Method, name: str = "attention"
+    ) -> None:
         super().__init__()
         self.inner = inner
+        self.name = name
         self.part = part
         self.method = method
 
@@ -118,8 +122,14 @@ class ContextParallelAttention(nn.Module):
     ) -> Tensor:
         """Local output, (B, H, S, K), for local inputs; document_ids_BS are the local positions' too.
 
-        Raises ValueError for document ids with the ring method, and for heads that Ulysses cannot deal out.
+        Raises ValueError for document ids with the ring method, heads of unequal sizes, and heads that Ulysses cannot deal out.
         """
+        if not q_BHSK.shape[-1] == k_BGSK.shape[-1] == v_BGSK.shape[-1]:
+            sizes = ", ".join(str(x.shape[-1]) for x in (q_BHSK, k_BGSK, v_BGSK))
+            raise ValueError(
+                f"{self.name}: heads of queries, keys and values have sizes {sizes}; context parallelism needs equal ones: "
+                "pad the values with zeros, and cut the result"
+            )
         if self.method == "ulysses":
             return self._ulysses(q_BHSK, k_BGSK, v_BGSK, document_ids_BS)
         if document_ids_BS is None:

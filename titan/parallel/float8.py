@@ -56,7 +56,7 @@ def apply_float8(
     model: nn.Module,
     *,
     recipe: str = "tensorwise",
-    filter_fqns: Sequence[str] = ("output",),
+    filter_fqns: Sequence[str] | None = None,
     emulate: bool = False,
     fsdp_all_gather: bool = False,
     keep: Mapping[str, str] | None = None,
@@ -66,8 +66,8 @@ def apply_float8(
 ) -> list[Conversion]:
     """Convert the linear layers of `model` in place, before it is split, and say what became of each.
 
-    filter_fqns: parts of names to leave alone. The output layer is among them unless you say otherwise: the rounding of logits
-    goes straight into the loss. keep: names of more layers to leave alone, and why. fsdp_all_gather (tensorwise): FSDP gathers
+    filter_fqns: parts of names to leave alone. None: the output layer, whose rounding would go straight into the loss: by torchao's
+    advice it is the last linear layer, unless a ModuleList or ModuleDict of blocks holds it. keep: names of more layers to leave alone, and why. fsdp_all_gather (tensorwise): FSDP gathers
     weights in float8; under tensor parallelism call `precompute_scales` before the first forward pass of every step then, or each
     rank's part has a scale of its own. tensor_plan, tp, num_kv_heads: how `apply_tp` will split the layers, since it is a rank's
     part that must divide by 16 (MXFP8: 32). Raises Float8Error.
@@ -79,6 +79,8 @@ def apply_float8(
     convert = _converter(recipe, emulate=emulate, fsdp_all_gather=fsdp_all_gather)
     multiple = 32 if _is_mx(recipe) else 16
     places = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+    output = _output_layer(model) if filter_fqns is None else ""
+    filter_fqns = filter_fqns or ()
     is_small = _small_filter(recipe) if _SMALL in filter_fqns else None
     report = []
     for name, layer in list(model.named_modules()):
@@ -90,6 +92,8 @@ def apply_float8(
         kept = ""
         if named is not None:
             kept = f'filter_fqns has "{named}"'
+        elif output and name == output:
+            kept = "the output layer: its rounding would go straight into the loss"
         elif keep and name in keep:
             kept = keep[name]
         elif type(layer) is not nn.Linear:
@@ -105,6 +109,16 @@ def apply_float8(
         report.append(Conversion(name, (layer.out_features, layer.in_features), kept))
     convert(model, {c.name for c in report if not c.kept})
     return report
+
+
+def _output_layer(model: nn.Module) -> str:
+    """Return the name of the last linear layer, or "" where that is in a list of blocks."""
+    names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    parts = names[-1].split(".") if names else []
+    above = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
+    return (
+        "" if any(isinstance(m, nn.ModuleList | nn.ModuleDict) for m in above) else ".".join(parts)
+    )
 
 
 def require_hardware(recipe: str, device: torch.device) -> None:

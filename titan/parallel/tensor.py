@@ -6,7 +6,8 @@ model names a style for each module; nothing in the model changes. With S the se
     style            weight        input -> output of the module, local shapes
     vocab_embedding  rows V/tp     (B, S) -> (B, S/tp, D): each rank looks up its rows, reduce-scatter
     sequence         whole         (B, S/tp, D) -> same: norms work on each rank's part of the sequence
-    gather_sequence  none          first argument (B, S/tp, D) -> (B, S, D), all-gather; others are taken as they are
+    gather_sequence  none          first tensor (B, S/tp, D) -> (B, S, D), all-gather; others are taken as they are;
+                                   `gather_sequence:x` gathers the argument `x` of forward
     columns          columns /tp   (B, S, D) -> (B, S, F/tp)
     kv_columns       columns /tp   as `columns`; whole where ranks outnumber key/value heads, and each rank keeps
                                    the one head that its query heads read
@@ -22,6 +23,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
+from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
@@ -45,24 +47,53 @@ from torch.distributed.tensor.parallel import (
 from .float8 import cast_before_gather, is_tensorwise, rows_style
 
 SEQUENCE_DIM = 1
+GATHER = "gather_sequence"
+_SPLITS = {  # what torch's styles and ours know how to split
+    "vocab_embedding": nn.Embedding,
+    **dict.fromkeys(("columns", "kv_columns", "rows", "vocab_output"), nn.Linear),
+}
 
 
 class GatherSequence(ParallelStyle):
-    """The module's first argument is gathered over the sequence, in float8 where the layers that read it cast it anyway; a
-    DTensor goes in, so that the gradients of its uses add up before the one reduce-scatter."""
+    """Gather one argument of the module over the sequence, in float8 where the layers that read it cast it anyway; a
+    DTensor goes in, so that the gradients of its uses add up before the one reduce-scatter.
+
+    argument: its name; "": the first tensor, in the order of forward's signature. The caller may give it by position or by name.
+    """
+
+    def __init__(self, name: str, argument: str = "") -> None:
+        self.name = name
+        self.argument = argument
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         cast = cast_before_gather(module, device_mesh)
+        names = _argument_names(module)
+        if self.argument and self.argument not in names:
+            raise ValueError(
+                f"{self.name} has no argument {self.argument} to gather; its forward takes {', '.join(names)}"
+            )
 
-        def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            x = args[0]
+        def gather(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+            if self.argument:
+                order = (self.argument, names.index(self.argument))
+            else:
+                order = (*range(len(args)), *names, *kwargs)
+            place = next((key for key in order if isinstance(given.get(key), Tensor)), None)
+            if place is None:
+                what = (
+                    f"argument {self.argument}" if self.argument else "tensor among the arguments"
+                )
+                raise ValueError(f"{self.name} was called with no {what} that could be gathered")
+            x = given[place]
             if not isinstance(x, DTensor):
                 x = DTensor.from_local(x, device_mesh, (Shard(SEQUENCE_DIM),), run_check=False)
             if cast is not None:
                 x = cast(x)
-            return (x.redistribute(placements=(Replicate(),)), *args[1:])
+            given[place] = x.redistribute(placements=(Replicate(),))
+            return tuple(given[i] for i in range(len(args))), {key: given[key] for key in kwargs}
 
-        module.register_forward_pre_hook(gather)
+        module.register_forward_pre_hook(gather, with_kwargs=True)
         return module
 
 
@@ -107,6 +138,25 @@ class GatherForLoss(ParallelStyle):
         return module
 
 
+def _argument_names(module: nn.Module) -> list[str]:
+    """Return the names that a module's forward gives to its arguments, in order."""
+    parameters = signature(module.forward).parameters.values()
+    return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
+def _take_by_position(module: nn.Module) -> None:
+    """Let callers give the first argument by name: torch's styles and ours read it by position."""
+    names = _argument_names(module)[:1]
+
+    def reorder(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args or not kwargs:
+            return args, kwargs
+        first = names[0] if names and names[0] in kwargs else next(iter(kwargs))
+        return (kwargs[first],), {name: value for name, value in kwargs.items() if name != first}
+
+    module.register_forward_pre_hook(reorder, with_kwargs=True)
+
+
 def _accept_replicated(_: nn.Module, args: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
     x = args[0]
     return (
@@ -133,9 +183,10 @@ def apply_tp(
     logits stay split over the vocabulary. output_in_loss: the loss applies the output layer's weight. Shared parameters stay shared.
 
     The sequence must divide by the number of ranks, and so must query heads and what `columns` split; key/value heads must divide
-    by it or it by them. Raises KeyError for an unknown style, and ValueError for numbers that do not divide (of the sequence: in
-    the forward pass), or if the plan leaves out a module that has parameters to train: each rank would see its part of the
-    sequence, and nobody would add their gradients up.
+    by it or it by them. Raises KeyError for an unknown style, and ValueError, with the module's name, for numbers that do not divide
+    (of the sequence: in the forward pass), for a module that is not the nn.Linear or nn.Embedding that its style splits, and if the
+    plan leaves out a module that has parameters to train: each rank would see its part of the sequence, and nobody would add their
+    gradients up.
     """
     # The logits, a DTensor's local part, are a view; nobody writes to them.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
@@ -151,7 +202,6 @@ def apply_tp(
         ),
         "sequence": SequenceParallel,
         "head_norm": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
-        "gather_sequence": GatherSequence,
         "columns": ColwiseParallel,
         "kv_columns": ColwiseParallel if kv_split else lambda: ReplicatedHeads(num_kv_heads),
         "rows": lambda: RowwiseParallel(output_layouts=Shard(SEQUENCE_DIM)),
@@ -162,20 +212,29 @@ def apply_tp(
             output_layouts=Shard(-1) if loss_parallel else Replicate(),
         ),
     }
-    if unknown := sorted(set(plan.values()) - styles.keys()):
-        raise KeyError(f"unknown style {', '.join(unknown)}; there are {', '.join(styles)}")
+    if unknown := sorted(s for s in {*plan.values()} - {*styles} if s.split(":")[0] != GATHER):
+        raise KeyError(
+            f"unknown style {', '.join(unknown)}; there are {', '.join((*styles, GATHER))}"
+        )
+    style_of = {
+        name: next((style for pattern, style in plan.items() if fnmatchcase(name, pattern)), "")
+        for name, _ in model.named_modules()
+    }
+    _require_fit(model, style_of, size=size, num_kv_heads=num_kv_heads)
     shared = _shared_parameters(model)
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     for name, module in list(model.named_modules()):
-        style = next((s for pattern, s in plan.items() if fnmatchcase(name, pattern)), None)
-        if style == "columns" or (style == "kv_columns" and kv_split):
-            _require_split(name, module, size)
-        elif style == "vocab_embedding":
-            module.register_forward_pre_hook(partial(_require_whole_parts, size=size))
-        if style == "rows" and is_tensorwise(module):
-            parallelize_module(module, mesh, rows_style(mesh, sequence_dim=SEQUENCE_DIM))
-        elif style is not None:
-            parallelize_module(module, mesh, styles[style]())
+        style, _, argument = style_of[name].partition(":")
+        if style == GATHER:
+            parallelize_module(module, mesh, GatherSequence(name, argument))
+        elif style:
+            _take_by_position(module)
+            if style == "vocab_embedding":
+                module.register_forward_pre_hook(partial(_require_whole_parts, size=size))
+            if style == "rows" and is_tensorwise(module):
+                parallelize_module(module, mesh, rows_style(mesh, sequence_dim=SEQUENCE_DIM))
+            else:
+                parallelize_module(module, mesh, styles[style]())
     for (first, first_name), *others in shared:
         for module, name in others:
             module.register_parameter(name, first._parameters[first_name])
@@ -192,10 +251,41 @@ def apply_tp(
         )
 
 
-def _require_split(name: str, layer: nn.Module, size: int) -> None:
-    columns = getattr(layer, "out_features", 0)
-    if columns % size:
-        raise ValueError(f"the {columns} outputs of {name} do not divide by {size} ranks")
+def _require_fit(
+    model: nn.Module, style_of: Mapping[str, str], *, size: int, num_kv_heads: int
+) -> None:
+    """Raise ValueError for a module that its style cannot split: of another kind, or into parts of heads."""
+    head_sizes: dict[
+        str, set[int]
+    ] = {}  # of keys and values, by the name of their attention module
+    for name, style in style_of.items():
+        module: Any = model.get_submodule(name)
+        kind = _SPLITS.get(style)
+        if kind is not None and not isinstance(module, kind):
+            raise ValueError(
+                f"the style {style} splits an nn.{kind.__name__}, and {name} is a {type(module).__name__}: put an "
+                f"nn.{kind.__name__} in its place (transformers' Conv1D is an nn.Linear with its weight transposed)"
+            )
+        if style == "kv_columns":
+            head_size, rest = divmod(module.out_features, num_kv_heads)
+            if rest:
+                raise ValueError(
+                    f"the {module.out_features} outputs of {name} are not {num_kv_heads} key/value heads of one size"
+                )
+            head_sizes.setdefault(name.rpartition(".")[0], set()).add(head_size)
+    for name, style in style_of.items():
+        if style != "columns":
+            continue
+        columns: Any = model.get_submodule(name).out_features
+        if columns % size:
+            raise ValueError(f"the {columns} outputs of {name} do not divide by {size} ranks")
+        # Beside keys and values the queries come first; a feed-forward matrix may follow, which has no heads.
+        sizes = head_sizes.pop(name.rpartition(".")[0], set())
+        if sizes and all(columns // size % head_size for head_size in sizes):
+            heads = " or ".join(f"{columns // s} heads of {s}" for s in sorted(sizes))
+            raise ValueError(
+                f"the {columns} outputs of {name} ({heads}) are no whole heads on each of {size} ranks"
+            )
 
 
 def _require_whole_parts(_: nn.Module, args: tuple[Any, ...], *, size: int) -> None:

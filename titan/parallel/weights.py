@@ -10,7 +10,8 @@ do depend on the device type, whose generators differ.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +28,18 @@ def canonical_name(name: str) -> str:
     return name
 
 
-def materialize(model: nn.Module, *, device: torch.device | str) -> None:
-    """Give meta parameters and buffers uninitialised memory on `device`, in place.
+def materialize(
+    model: nn.Module,
+    *,
+    device: torch.device | str,
+    fill_buffers: Callable[[nn.Module], Any] | None = None,
+) -> None:
+    """Give meta parameters and buffers uninitialised memory on `device`, in place, and move other buffers there.
 
-    Unlike nn.Module.to_empty, parameters that are shared (tied embeddings) stay shared. Then `reset_buffers()` is called on
-    modules that have such buffers, to fill them: the method is theirs to define. Raises ValueError where it is missing.
+    Unlike nn.Module.to_empty, parameters that are shared (tied embeddings) stay shared. Then each module with buffers from meta fills
+    them: in its method `reset_buffers()`, or, where it has none, in `fill_buffers(module)`. A model whose buffers were built on the
+    CPU, with its parameters on meta, needs neither. Raises ValueError where nothing fills a buffer, or `fill_buffers` left one
+    unfilled.
     """
     on_meta = [
         (canonical_name(name), module)
@@ -39,10 +47,11 @@ def materialize(model: nn.Module, *, device: torch.device | str) -> None:
         for name, buffer in module.named_buffers(prefix, recurse=False)
         if buffer.is_meta
     ]
-    if left := [name for name, module in on_meta if not hasattr(module, "reset_buffers")]:
+    left = [(name, module) for name, module in on_meta if not hasattr(module, "reset_buffers")]
+    if left and fill_buffers is None:
         raise ValueError(
-            f"nothing fills the buffers {', '.join(left)}, which were built on meta: give their modules a method reset_buffers(), "
-            "which materialize calls"
+            f"nothing fills the buffers {', '.join(name for name, _ in left)}, which were built on meta: give their modules a "
+            "method reset_buffers(), pass fill_buffers=, or build the buffers on the CPU"
         )
     moved: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -59,8 +68,43 @@ def materialize(model: nn.Module, *, device: torch.device | str) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.empty_like(buffer, device=device)
+            elif buffer is not None:
+                module._buffers[name] = buffer.to(device)
     for module in dict.fromkeys(module for _, module in on_meta):
-        module.reset_buffers()  # pyright: ignore
+        if hasattr(module, "reset_buffers"):
+            module.reset_buffers()  # pyright: ignore
+    if left and fill_buffers is not None:
+        _fill(left, fill_buffers)
+
+
+@torch.no_grad()
+def _fill(unfilled: list[tuple[str, nn.Module]], fill_buffers: Callable[[nn.Module], Any]) -> None:
+    """Let a callback fill buffers; raise ValueError for those that still hold what no model wants."""
+
+    def buffers() -> Iterator[tuple[str, Tensor]]:
+        for name, module in unfilled:
+            yield name, module.get_buffer(name.rpartition(".")[2])
+
+    for _, buffer in buffers():
+        buffer.fill_(_unwanted(buffer.dtype))
+    for module in dict.fromkeys(module for _, module in unfilled):
+        fill_buffers(module)
+    left = [
+        name
+        for name, buffer in buffers()
+        if not (buffer.dtype == torch.bool or buffer.is_complex())
+        and (
+            buffer.isnan() if buffer.is_floating_point() else buffer == _unwanted(buffer.dtype)
+        ).any()
+    ]
+    if left:
+        raise ValueError(f"fill_buffers did not fill {', '.join(left)}")
+
+
+def _unwanted(dtype: torch.dtype) -> float | int:
+    if dtype.is_floating_point:
+        return float("nan")
+    return 0 if dtype.is_complex or dtype == torch.bool else torch.iinfo(dtype).min
 
 
 @torch.no_grad()
