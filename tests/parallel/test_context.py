@@ -380,9 +380,12 @@ def _refusals() -> list[str]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     messages = []
 
-    def refuse(method: Any, attention_type: type[nn.Module], heads: int) -> None:
+    def refuse(
+        method: Any, attention_type: type[nn.Module], heads: int, value_size: int = 8
+    ) -> None:
         net = Net()
         qkv, _, ids = _inputs(length=4, heads=heads, groups=heads, dtype=torch.float32)
+        qkv[2] = qkv[2][..., :value_size]
         with pytest.raises(ValueError) as error:
             apply_cp(net, mesh=mesh, attention_type=attention_type, method=method)
             net(*qkv, ids)
@@ -392,12 +395,16 @@ def _refusals() -> list[str]:
     refuse("ulysses", PlainAttention, 3)
     refuse("spiral", PlainAttention, 2)
     refuse("ring", nn.LSTM, 2)
+    refuse("ulysses", PlainAttention, 2, value_size=4)
     return messages
 
 
 def test_refusals_name_the_way_out(pool) -> None:
-    for documents, heads, method, missing in pool.run(2, _refusals):
+    for documents, heads, method, missing, sizes in pool.run(2, _refusals):
         assert "no document mask" in documents and "'allgather' or 'ulysses'" in documents
         assert "3 query heads" in heads and "to 2 context parallel ranks" in heads
         assert "'spiral'" in method and "('ring', 'allgather', 'ulysses')" in method
         assert missing == "context parallelism found no LSTM in Net"
+        assert sizes.startswith(
+            "blocks.0.attention: heads of queries, keys and values have sizes 8, 8, 4;"
+        )

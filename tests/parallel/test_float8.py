@@ -143,6 +143,9 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 # ---- one process -------------------------------------------------------------------------------
 
 
+OUTPUT = "the output layer: its rounding would go straight into the loss"
+
+
 def meta_model(**sizes: Any) -> nn.Module:
     with torch.device("meta"):
         return build_model(dataclasses.replace(FLAVORS["tiny"], n_layers=2, **sizes))
@@ -155,7 +158,7 @@ def kept(model: nn.Module, **settings: Any) -> dict[str, str]:
 
 
 def test_which_layers_stay_in_high_precision_and_why() -> None:
-    assert kept(meta_model()) == {"output": 'filter_fqns has "output"'}
+    assert kept(meta_model()) == {"output": OUTPUT}
     assert kept(meta_model(), filter_fqns=[]) == {}
     assert kept(meta_model(tied_embeddings=True), filter_fqns=["w2"]) == {
         "layers.0.feed_forward.w2": 'filter_fqns has "w2"',
@@ -169,6 +172,18 @@ def test_which_layers_stay_in_high_precision_and_why() -> None:
     }
     small = kept(meta_model(), filter_fqns=["auto_filter_small_kn"])
     assert small["layers.0.attention.wq"] == "too small to gain (auto_filter_small_kn)"
+
+
+def test_an_output_layer_of_any_name_stays_in_high_precision() -> None:
+    """A list of blocks without one is converted whole."""
+    blocks = nn.ModuleList([nn.ModuleDict({"output": nn.Linear(32, 32)})])
+    assert kept(nn.ModuleDict({"h": blocks})) == {}
+    model = nn.Module()
+    model.add_module("stem", nn.Linear(32, 32))
+    model.add_module("h", blocks)
+    assert kept(model) == {"h.0.output": "what Float8Linear adds to nn.Linear would be lost"}
+    model.add_module("lm_head", nn.Linear(32, 64))
+    assert kept(model)["lm_head"] == OUTPUT and type(model.get_submodule("lm_head")) is nn.Linear
 
 
 class Adapted(nn.Linear):
@@ -218,7 +233,7 @@ def test_the_table_has_a_line_for_each_kind_of_layer() -> None:
         ["layers.*.attention.wq", "2", "of", "64", "x", "64", "converted"],
         ["layers.*.attention.wk", "2", "of", "32", "x", "64", "converted"],
     ]
-    assert lines[-1].endswith('high precision: filter_fqns has "output"')
+    assert lines[-1].endswith(f"high precision: {OUTPUT}")
     assert "mostly slower" in table(report, recipe="rowwise", emulated=False, compiled=False)
 
 

@@ -152,6 +152,34 @@ def test_buffers_are_filled_or_refused() -> None:
     assert all(p.is_meta for p in bad.parameters())
 
 
+class CountedPlaces(Places):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+
+def test_a_callback_fills_buffers_and_misses_none() -> None:
+    def fill(module: nn.Module) -> None:
+        torch.arange(4.0, out=module.get_buffer("table"))
+
+    with torch.device("meta"):
+        good, bad = nn.Sequential(Net(), Places()), nn.Sequential(Places(), CountedPlaces())
+    materialize(good, device="cpu", fill_buffers=fill)
+    assert good[1].table.tolist() == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match=r"^fill_buffers did not fill 1\.count$"):
+        materialize(bad, device="cpu", fill_buffers=fill)
+
+
+def test_buffers_built_on_the_cpu_keep_their_values_and_follow_the_parameters() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(Net(), Places())
+    model[1].table = torch.arange(4.0)
+    materialize(model, device="cpu")
+    assert model[1].table.tolist() == [0, 1, 2, 3]
+    materialize(model, device="meta")  # as another device than the buffers'
+    assert model[1].table.is_meta
+
+
 class NormedNet(Net):
     def __init__(self) -> None:
         super().__init__()

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
+from inspect import signature
 from math import isqrt
 from types import ModuleType
 from typing import Any, get_type_hints
@@ -24,6 +25,20 @@ from .toml import format_value
 # Far beyond any model; without bounds a slip of the finger is found out by the memory that it asks for.
 LARGEST = {"n_layers": 10_000, "": 2**24}
 LARGEST_MODEL = 10**15
+_DOCS = 'docs/architecture.md, "Adding a model family", says what titan reads'
+_SIZES = (
+    *(
+        "dim",
+        "n_layers",
+        "n_heads",
+        "n_kv_heads",
+        "head_dim",
+        "ffn_dim",
+        "vocab_size",
+        "tied_embeddings",
+    ),
+    *("num_params", "num_block_params", "num_embedding_params", "flops_per_token"),
+)
 _WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -38,19 +53,32 @@ def model_config(section: ModelSection) -> Any:
 def resolve_model(section: ModelSection) -> tuple[Any, list[Finding]]:
     """As `model_config`, with the problems instead of an exception; the config is None where there are any."""
     try:
-        flavors = family(section.name).FLAVORS
+        package = family(section.name)
     except KeyError:
         message = f'unknown model family "{section.name}"{choose(section.name, families())}'
         return None, [("model.name", message)]
+    if lacks := _lacks(package, ("FLAVORS", "TENSOR_PLAN", "build_model")):
+        return None, [("model.name", f"the family {section.name} lacks {lacks}; {_DOCS}")]
+    flavors = package.FLAVORS
     if section.flavor not in flavors:
         hint = choose(section.flavor, flavors)
         return None, [("model.flavor", f'{section.name} has no flavor "{section.flavor}"{hint}')]
     flavor = flavors[section.flavor]
+    if not (dataclasses.is_dataclass(flavor) and flavor.__hash__):
+        message = (
+            f"the flavor {section.flavor} of {section.name} is not a frozen dataclass; {_DOCS}"
+        )
+        return None, [("model.flavor", message)]
+    if lacks := _lacks(flavor, _SIZES):
+        message = f"{type(flavor).__name__} of the family {section.name} lacks {lacks}; {_DOCS}"
+        return None, [("model.name", message)]
     findings = [*_check_overrides(section.overrides, flavor)]
     if findings:
         return None, findings
     config = _replace(flavor, section.overrides)
     findings = [*_check_shape(config, "head_dim" in section.overrides)]
+    if not findings and not package.__name__.startswith("titan.models."):
+        findings = [*_check_module(section.name, config)]
     return (None if findings else config), findings
 
 
@@ -73,6 +101,45 @@ def family(name: str) -> ModuleType:
         load_plug_in(registered[name])
         if name in registered
         else import_module(f"titan.models.{name}")
+    )
+
+
+def _lacks(thing: Any, names: tuple[str, ...]) -> str:
+    return ", ".join(name for name in names if not hasattr(thing, name))
+
+
+@cache
+def _check_module(name: str, config: Any) -> tuple[Finding, ...]:
+    """Whether a package's module is what titan.program expects: built on meta, which takes importing torch. Ours are tested."""
+    import torch
+    from torch import nn
+
+    try:
+        with torch.device("meta"):
+            model = family(name).build_model(config)
+    except Exception as error:
+        message = f"build_model of the family {name} raised {type(error).__name__}: {error}"
+        return (("model.name", message),)
+    kind, problems = type(model).__name__, []
+    call = signature(model.forward)
+    try:
+        call.bind(None, positions_BS=None, document_ids_BS=None)
+    except TypeError as error:
+        problems.append(
+            f"is called as forward(tokens_BS, positions_BS=..., document_ids_BS=...), and takes {call}: {error}"
+        )
+    if lacks := _lacks(model, ("tok_embeddings", "layers", "norm", "output", "init_std")):
+        problems.append(f"lacks {lacks}")
+    elif not isinstance(model.layers, nn.ModuleDict):
+        problems.append(f"has its blocks in a {type(model.layers).__name__}, not an nn.ModuleDict")
+    problems += [
+        f"has a buffer {prefix}.{buffer}, and {type(module).__name__} no reset_buffers() that fills it"
+        for prefix, module in model.named_modules()
+        for buffer in module._buffers
+        if not hasattr(module, "reset_buffers")
+    ][:1]
+    return tuple(
+        ("model.name", f"{kind} of the family {name} {what}; {_DOCS}") for what in problems
     )
 
 

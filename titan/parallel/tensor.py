@@ -282,9 +282,9 @@ def _require_fit(
         # Beside keys and values the queries come first; a feed-forward matrix may follow, which has no heads.
         sizes = head_sizes.pop(name.rpartition(".")[0], set())
         if sizes and all(columns // size % head_size for head_size in sizes):
-            heads = " or ".join(f"{columns // s} heads of {s}" for s in sorted(sizes))
+            heads = " or ".join(map(str, sorted(sizes)))
             raise ValueError(
-                f"the {columns} outputs of {name} ({heads}) are no whole heads on each of {size} ranks"
+                f"the {columns} outputs of {name}, in heads of {heads}, are not whole heads on each of {size} ranks"
             )
 
 
