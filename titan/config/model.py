@@ -119,7 +119,7 @@ def _check_module(name: str, config: Any) -> tuple[Finding, ...]:
             model = family(name).build_model(config)
     except Exception as error:
         message = f"build_model of the family {name} raised {type(error).__name__}: {error}"
-        return (("model.name", message),)
+        return (("model.name", f"{message}; {_DOCS}"),)
     kind, problems = type(model).__name__, []
     call = signature(model.forward)
     try:

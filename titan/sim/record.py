@@ -317,6 +317,14 @@ def _boundary(config: JobConfig, layout: Layout, device: Any) -> Any:
     return torch.empty(size, length, dim, dtype=dtype, device=device)
 
 
+# What FakeTensorMode raises for a shape or a value that only data could tell.
+_NEEDS_DATA = ("DynamicOutputShapeException", "DataDependentOutputException")
+_NO_DATA = (
+    "it depends on data, which a simulation does not have: use a fixed shape there, or an assumed one for "
+    'fake tensors (docs/simulator.md, "Shapes that depend on data")'
+)
+
+
 def _describe(error: Exception, recorder: Any, rank: int) -> str:
     """Operation, phase, action, module, and the function that raised."""
     places = recorder.places
@@ -329,10 +337,11 @@ def _describe(error: Exception, recorder: Any, rank: int) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     # "backend='inductor' raised:" is what torch begins with, and what was raised the next line.
     said = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])
-    return (
+    line = (
         f"rank {rank} cannot be traced{after} ({', '.join(filter(None, where))}): "
         f"{type(error).__name__}: {said}"
     )
+    return f"{line}; {_NO_DATA}" if type(error).__name__ in _NEEDS_DATA else line
 
 
 # ---- children ----------------------------------------------------------------------------------

@@ -1,0 +1,113 @@
+"""Families of other packages: what titan reads of them is checked when they are loaded, a line for each mistake."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from titan.config import model
+from titan.config.sections import ModelSection
+
+ROOT = Path(__file__).parents[2]
+OPT = ROOT / "examples" / "opt_family"
+PACKAGE = """
+import titan_opt
+from titan_opt import FLAVORS, TENSOR_PLAN
+
+def build_model(config):
+    import torch
+    from titan_opt.model import OPT
+    class Mine(OPT):
+        {body}
+    mine = Mine(config)
+    {after}
+    return mine
+"""
+FORWARD = "def forward(self, ids, positions=None, documents=None): return super().forward(ids, positions, documents)"
+SAID = "Mine of the family mine"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    metadata = tmp_path / "mine-0.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 0.1\n")
+    (metadata / "entry_points.txt").write_text("[titan.models]\nmine = mine_family")
+    for path in (OPT, tmp_path):
+        monkeypatch.syspath_prepend(path)
+    caches = (model.families, model.family, model._check_module)
+    for cached in caches:
+        cached.cache_clear()
+    yield tmp_path
+    sys.modules.pop("mine_family", None)
+    for cached in caches:
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (PACKAGE.format(body="pass", after="pass"), ""),
+        (
+            PACKAGE.format(body="def forward(self, *args, **kwargs): ...", after="pass"),
+            "",
+        ),
+        (
+            PACKAGE.format(body=FORWARD, after="pass"),
+            f"{SAID} is called as forward(tokens_BS, positions_BS=..., document_ids_BS=...), and takes "
+            "(ids, positions=None, documents=None): got an unexpected keyword argument 'positions_BS'",
+        ),
+        (PACKAGE.format(body="pass", after="del mine.norm"), f"{SAID} lacks norm"),
+        (
+            PACKAGE.format(body="pass", after="mine.layers = torch.nn.ModuleList()"),
+            f"{SAID} has its blocks in a ModuleList, not an nn.ModuleDict",
+        ),
+        (
+            PACKAGE.format(body="pass", after="mine.norm.register_buffer('b', torch.ones(1))"),
+            f"{SAID} has a buffer norm.b, and LayerNorm no reset_buffers() that fills it",
+        ),
+        (
+            PACKAGE.format(body="pass", after="1 / 0"),
+            "build_model of the family mine raised ZeroDivisionError: division by zero",
+        ),
+        ("FLAVORS = {}", "the family mine lacks TENSOR_PLAN, build_model"),
+        (
+            "FLAVORS, TENSOR_PLAN, build_model = {'tiny': {'dim': 64}}, {}, None",
+            "the flavor tiny of mine is not a frozen dataclass",
+        ),
+        (
+            "import dataclasses\n@dataclasses.dataclass(frozen=True)\nclass Sizes:\n    dim: int = 64\n"
+            "    n_layers: int = 1\nFLAVORS, TENSOR_PLAN, build_model = {'tiny': Sizes()}, {}, None",
+            "Sizes of the family mine lacks n_heads, n_kv_heads, head_dim, ffn_dim, vocab_size, ",
+        ),
+    ],
+)
+def test_what_a_family_lacks_is_one_line(folder: Path, source: str, message: str) -> None:
+    (folder / "mine_family.py").write_text(source)
+    config, findings = model.resolve_model(ModelSection(name="mine", flavor="tiny"))
+    if message:
+        [(_, said)] = findings
+        assert said.startswith(message) and "docs/architecture.md" in said and "\n" not in said
+    else:
+        assert config is not None and findings == []
+
+
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_a_forward_with_other_names_is_a_line_of_the_job(
+    folder: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "mine_family.py").write_text(PACKAGE.format(body=FORWARD, after="pass"))
+    (folder / "job.toml").write_text(
+        '[model]\nname = "mine"\nflavor = "tiny"\n[training]\nsteps = 1\n'
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (folder, OPT, ROOT))))
+    argv = [sys.executable, "-m", "titan.cli", command, str(folder / "job.toml")]
+    result = subprocess.run(argv, capture_output=True, text=True, cwd=folder)
+    lines = result.stderr.splitlines()
+    assert (result.returncode, lines[1:]) == (2, ["1 problem"])
+    assert lines[0].startswith(f"{folder}/job.toml:2: model.name: {SAID} is called as forward(")
