@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pool import Pool
+from titan.config.toml import tomllib
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "opt_family"
