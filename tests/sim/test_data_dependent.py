@@ -9,8 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 OPT = ROOT / "examples" / "opt_family"
 FAMILY = """

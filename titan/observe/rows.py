@@ -11,12 +11,13 @@ import json
 import math
 import os
 import re
-import stat
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import IO, Any, NamedTuple
+
+from titan.untrusted import open_regular
 
 Row = dict[str, Any]
 MAX_ROWS = 4000
@@ -27,16 +28,6 @@ _RECENT = 500
 _LOSS = re.compile(rb'"loss": (-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)[,}]')
 _HEAD_BYTES = 64  # of a row, which hold its step and loss
 _VALIDATION = b'"validation_loss"'
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file; raises OSError for all else: a pipe would hang, and a link lead out of the folder."""
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-    file = os.fdopen(os.open(path, flags), "rb")
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(f"{path} is not a regular file")
-    return file
 
 
 def parse(line: bytes, *, key: str = "step") -> Row | None:
@@ -56,7 +47,7 @@ def number(value: Any) -> float | None:
 
 def read_rows(path: Path) -> list[Row]:
     """Return all rows of a metrics.jsonl, without a torn one."""
-    with open_regular(path) as file:
+    with open_regular(path, within=path.parent) as file:
         return [row for line in file if (row := parse(line))]
 
 
@@ -71,7 +62,7 @@ class Tail:
 
     def read(self) -> Iterator[list[bytes]]:
         """Yield what is new, block by block. Raises OSError."""
-        with open_regular(self.path) as file:
+        with open_regular(self.path, within=self.path.parent) as file:
             status = os.fstat(file.fileno())
             file.seek(max(self._offset - len(self._check), 0))
             if status.st_ino != self._inode or file.read(len(self._check)) != self._check:
@@ -84,7 +75,7 @@ class Tail:
         left_out = status.st_size - (self._last_bytes or status.st_size)
         self._offset, self._check, self._in_long = max(left_out, 0), b"", left_out > 0
 
-    def _blocks(self, file: BinaryIO) -> Iterator[list[bytes]]:
+    def _blocks(self, file: IO[bytes]) -> Iterator[list[bytes]]:
         rest = b""
         while block := file.read(_BLOCK_BYTES):
             text = rest + block
@@ -207,7 +198,7 @@ class RowFile:
                 self._recent.extend(lines)
         except OSError as error:
             if not isinstance(error, FileNotFoundError):
-                self.problem = str(error)
+                self.problem = f"{self.tail.path.name}: {error.strerror or error}"
         self._restart_if_new()
         if self.tail.num_long:
             self.problem = (
@@ -236,7 +227,7 @@ def cut_after(path: Path, *, step: int) -> Row | None:
     checkpoint: it is moved to metrics.previous.jsonl, not thrown away.
     """
     any_row = False
-    with open_regular(path) as file:
+    with open_regular(path, within=path.parent) as file:
         for line, end in _lines_backwards(file):
             at = _step(line)
             any_row = any_row or at is not None
@@ -264,7 +255,7 @@ def _step(line: bytes) -> int | None:
     return row["step"] if row and isinstance(row["step"], int) else None
 
 
-def _lines_backwards(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
+def _lines_backwards(file: IO[bytes]) -> Iterator[tuple[bytes, int]]:
     """Yield the lines of a file from the last, and where each ends. Lines that are too long for a row are left out."""
     position, rest = os.fstat(file.fileno()).st_size, b""
     while position:

@@ -19,9 +19,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from titan.observe.rows import open_regular
 from titan.observe.trace import MAX_EVENTS, PHASES, Report, TooLarge, analyse
 from titan.observe.trace_kinds import COMMUNICATION, HOST, PARTS
+from titan.untrusted import open_regular
 
 _MAX_RANKS = 8  # that are read: a large trace takes seconds
 _BLOCK_BYTES, _MAX_EVENT_CHARS = 2**20, 2**22

@@ -19,7 +19,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from titan.observe.rows import MAX_ROWS, Row, RowFile, Tail, number, open_regular, parse
+from titan.observe.rows import MAX_ROWS, Row, RowFile, Tail, number, parse
+from titan.untrusted import open_regular
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -110,7 +111,7 @@ class RunReader:
     def _small(self, name: str, load: Callable[[bytes], Any]) -> Row:
         """Return what a small file says, which is read again where it has changed; {} and a problem where it is damaged."""
         try:
-            with open_regular(self.folder / name) as file:
+            with open_regular(self.folder / name, within=self.folder) as file:
                 status = os.fstat(file.fileno())
                 if self._read.get(name, (0.0,))[0] != status.st_mtime:
                     if status.st_size > _SMALL_BYTES:
@@ -132,7 +133,7 @@ class RunReader:
         for path in islice(self.folder.glob("logs/rank-*.times.jsonl"), _MAX_RANKS):
             with suppress(OSError, ValueError):
                 rank = int(path.name.split(".")[0].removeprefix("rank-"))
-                with open_regular(path) as file:
+                with open_regular(path, within=path.parent) as file:
                     status = os.fstat(file.fileno())
                     if self._ranks.get(rank, (0.0,))[0] == status.st_mtime:
                         continue
@@ -177,7 +178,7 @@ class EventFile:
         except FileNotFoundError:
             return
         except OSError as error:
-            self.problem = str(error)
+            self.problem = f"{self.tail.path.name}: {error.strerror or error}"
         num_bad = self._num_bad + self.tail.num_long
         if num_bad:
             self.problem = f"{self.tail.path.name}: {num_bad:,} lines are no events"
