@@ -498,8 +498,8 @@ COMMAND_LINE: list[Case] = [
     ("", ("training.steps=2",), OPTIONS + "training.steps=2: ", "did you mean --training.steps=2?"),
     ("", ("none.toml",), "none.toml: ", "no such file"),
     ("", ("empty",), "empty: ", "a folder, not a job file"),
-    ("", ("a\0b.toml",), "a\\x00b.toml: ", "cannot be read"),
-    ('[model]\nname = "\\u001b]52;c;eA==\\u0007"\n', (), "job.toml:2: model.name: ", "\\x1b]52;"),
+    ("", ("a\0b.toml",), "a\\u0000b.toml: ", "cannot be read"),
+    ('[model]\nname = "\\u001b]52;c;eA==\\u0007"\n', (), "job.toml:2: model.name: ", "\\u001b]52;"),
     ("", ("--training..steps=2",), OPTIONS + "training..steps: ", "not a key"),
     ("", ("--model.name=\udcff",), OPTIONS + "model.name: ", ""),
 ]
@@ -546,7 +546,7 @@ def require_report(report: str, place: str, said: str) -> None:
     assert hits and any(said in line for line in hits), report
     for line in lines:  # each names a file with its line, the option or the variable
         assert re.match(
-            r"(job\.toml:\d+|command line|environment|none\.toml|empty|a\\x00b\.toml): ", line
+            r"(job\.toml:\d+|command line|environment|none\.toml|empty|a\\u0000b\.toml): ", line
         ), line
 
 

@@ -295,20 +295,11 @@ def test_running_out_of_memory_writes_a_snapshot(tmp_path: Path, monkeypatch: py
     assert written == [1]
 
 
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ({"profile_freq": 3}, "3 steps cannot hold profiler_warmup = 3 and profiler_active = 1; use 4 or more"),
-        ({"profile_freq": 10}, "10, but the run ends at training.steps = 2: no trace would be written; use 4 and training.steps = 4"),
-        (
-            {"profile_freq": 10, "profiler_active": 4},
-            "use 7 and training.steps = 7",
-        ),
-    ],
-)  # fmt: skip
-def test_schedules_that_cannot_be(tmp_path: Path, section: dict[str, Any], message: str) -> None:
+def test_a_schedule_that_cannot_be(tmp_path: Path) -> None:
+    section = {"profile_freq": 3}
     with pytest.raises(ConfigError) as caught:
         job(tmp_path, profiling={"enable_profiling": True} | section)
     (problem,) = caught.value.problems
-    assert problem.key == "profiling.profile_freq" and problem.message.endswith(message)
+    assert problem.key == "profiling.profile_freq"
+    assert problem.message.startswith("3 steps cannot hold profiler_warmup = 3")
     job(tmp_path, profiling=section)  # not profiling: says nothing

@@ -458,7 +458,7 @@ def _check_recomputation(config: JobConfig) -> Iterator[Finding]:
         if (name not in KEEP_GROUPS and "." not in name) or not counts:
             yield (
                 "activation_checkpoint.op_keep",
-                f'"{entry}" is no operation such as "aten.mm" and no group{choose(name, KEEP_GROUPS)}; '
+                f'"{entry[:80]}" is no operation such as "aten.mm" and no group{choose(name, KEEP_GROUPS)}; '
                 'either may end in "/2"',
             )
     if by_op and not section.op_keep and not section.op_keep_modules:
