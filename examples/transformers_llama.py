@@ -42,7 +42,7 @@ CONFIG = LlamaConfig(
     num_hidden_layers=2,
     num_attention_heads=4,
     num_key_value_heads=2,
-    attn_implementation="titan",
+    attn_implementation="titan",  # pyright: ignore
     use_cache=False,
 )
 
@@ -77,13 +77,10 @@ def train(folder: str, steps: int = 50, backend: str = "inductor") -> float:
     """Train on the default process group and save to `folder`; returns the last loss."""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     mesh = parallel.build_mesh(device.type, dp_shard=dist.get_world_size() // 4, cp=2, tp=2)
-    data, dp, cp = (
-        parallel.submesh(mesh, "dp_shard", "cp", flatten=True),
-        mesh["dp_shard"],
-        mesh["cp"],
-    )
+    dp, cp = mesh["dp_shard"], mesh["cp"]
+    data: Any = parallel.submesh(mesh, "dp_shard", "cp", flatten=True)
     with torch.device("meta"):
-        model = LlamaForCausalLM(CONFIG)
+        model: Any = LlamaForCausalLM(CONFIG)
     for layer in model.model.layers:
         layer.self_attn.causal = CausalAttention()
     parallel.apply_tp(model, mesh=mesh["tp"], plan=PLAN, num_kv_heads=2, loss_parallel=False)

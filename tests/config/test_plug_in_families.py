@@ -62,7 +62,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             f"{SAID} is called as forward(tokens_BS, positions_BS=..., document_ids_BS=...), and takes "
             "(ids, positions=None, documents=None): got an unexpected keyword argument 'positions_BS'",
         ),
-        (PACKAGE.format(body="pass", after="del mine.norm"), f"{SAID} lacks norm"),
+        (PACKAGE.format(body="pass", after="del mine.output"), f"{SAID} lacks output"),
         (
             PACKAGE.format(body="pass", after="mine.layers = torch.nn.ModuleList()"),
             f"{SAID} has its blocks in a ModuleList, not an nn.ModuleDict",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -51,7 +53,7 @@ class Called(Net):
     """The same, its modules called by name, the tensor to gather not first and among others."""
 
     class Mix(nn.Module):
-        def __init__(self, block: Block) -> None:
+        def __init__(self, block: Any) -> None:
             super().__init__()
             self.up, self.down = block.up, block.down
 
@@ -60,13 +62,13 @@ class Called(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mixes = nn.ModuleList(self.Mix(block) for block in self.blocks)
+        self.mixes = nn.ModuleList([self.Mix(block) for block in self.blocks])
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(input=tokens)
         shift = torch.linspace(-1, 1, tokens.shape[1])[None, :, None]
         for block, mix in zip(self.blocks, self.mixes, strict=True):
-            x = x + mix(hidden=block.norm(input=x), scale=0.5, shift=shift)
+            x = x + mix(hidden=block.get_submodule("norm")(input=x), scale=0.5, shift=shift)
         return self.head(input=x)
 
 

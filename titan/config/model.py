@@ -27,16 +27,7 @@ LARGEST = {"n_layers": 10_000, "": 2**24}
 LARGEST_MODEL = 10**15
 _DOCS = 'docs/architecture.md, "Adding a model family", says what titan reads'
 _SIZES = (
-    *(
-        "dim",
-        "n_layers",
-        "n_heads",
-        "n_kv_heads",
-        "head_dim",
-        "ffn_dim",
-        "vocab_size",
-        "tied_embeddings",
-    ),
+    *("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size"),
     *("num_params", "num_block_params", "num_embedding_params", "flops_per_token"),
 )
 _WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -128,7 +119,7 @@ def _check_module(name: str, config: Any) -> tuple[Finding, ...]:
         problems.append(
             f"is called as forward(tokens_BS, positions_BS=..., document_ids_BS=...), and takes {call}: {error}"
         )
-    if lacks := _lacks(model, ("tok_embeddings", "layers", "norm", "output", "init_std")):
+    if lacks := _lacks(model, ("layers", "output", "init_std")):
         problems.append(f"lacks {lacks}")
     elif not isinstance(model.layers, nn.ModuleDict):
         problems.append(f"has its blocks in a {type(model.layers).__name__}, not an nn.ModuleDict")
