@@ -40,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (metadata / "entry_points.txt").write_text("[titan.models]\nmine = mine_family")
     for path in (OPT, tmp_path):
         monkeypatch.syspath_prepend(path)
-    caches = (model.families, model.family, model._check_module)
+    caches = (model.families, model.family, model._plug_ins, model._check_module)
     for cached in caches:
         cached.cache_clear()
     yield tmp_path
@@ -78,12 +78,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         ("FLAVORS = {}", "the family mine lacks TENSOR_PLAN, build_model"),
         (
             "FLAVORS, TENSOR_PLAN, build_model = {'tiny': {'dim': 64}}, {}, None",
-            "the flavor tiny of mine is not a frozen dataclass",
+            "the flavor tiny of the family mine is not a frozen dataclass",
         ),
         (
             "import dataclasses\n@dataclasses.dataclass(frozen=True)\nclass Sizes:\n    dim: int = 64\n"
             "    n_layers: int = 1\nFLAVORS, TENSOR_PLAN, build_model = {'tiny': Sizes()}, {}, None",
-            "Sizes of the family mine lacks n_heads, n_kv_heads, head_dim, ffn_dim, vocab_size, ",
+            "the flavor tiny of the family mine lacks n_heads, n_kv_heads, head_dim, ffn_dim, vocab_size, ",
         ),
     ],
 )

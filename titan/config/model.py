@@ -11,7 +11,7 @@ import pkgutil
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from inspect import signature
 from math import isqrt
 from types import ModuleType
@@ -48,27 +48,23 @@ def resolve_model(section: ModelSection) -> tuple[Any, list[Finding]]:
     except KeyError:
         message = f'unknown model family "{section.name}"{choose(section.name, families())}'
         return None, [("model.name", message)]
-    if lacks := _lacks(package, ("FLAVORS", "TENSOR_PLAN", "build_model")):
+    is_plug_in = section.name in _plug_ins()
+    if is_plug_in and (lacks := _lacks(package, ("FLAVORS", "TENSOR_PLAN", "build_model"))):
         return None, [("model.name", f"the family {section.name} lacks {lacks}; {_DOCS}")]
     flavors = package.FLAVORS
     if section.flavor not in flavors:
         hint = choose(section.flavor, flavors)
         return None, [("model.flavor", f'{section.name} has no flavor "{section.flavor}"{hint}')]
     flavor = flavors[section.flavor]
-    if not (dataclasses.is_dataclass(flavor) and flavor.__hash__):
-        message = (
-            f"the flavor {section.flavor} of {section.name} is not a frozen dataclass; {_DOCS}"
-        )
+    if is_plug_in and (problem := _problem_of_sizes(flavor)):
+        message = f"the flavor {section.flavor} of the family {section.name} {problem}; {_DOCS}"
         return None, [("model.flavor", message)]
-    if lacks := _lacks(flavor, _SIZES):
-        message = f"{type(flavor).__name__} of the family {section.name} lacks {lacks}; {_DOCS}"
-        return None, [("model.name", message)]
     findings = [*_check_overrides(section.overrides, flavor)]
     if findings:
         return None, findings
     config = _replace(flavor, section.overrides)
     findings = [*_check_shape(config, "head_dim" in section.overrides)]
-    if not findings and not package.__name__.startswith("titan.models."):
+    if not findings and is_plug_in:
         findings = [*_check_module(section.name, config)]
     return (None if findings else config), findings
 
@@ -79,7 +75,12 @@ def families() -> list[str]:
     built_in = [
         m.name for m in pkgutil.iter_modules(import_module("titan.models").__path__) if m.ispkg
     ]
-    return sorted({*built_in, *(entry.name for entry in entry_points(group="titan.models"))})
+    return sorted({*built_in, *_plug_ins()})
+
+
+@cache
+def _plug_ins() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group="titan.models")}
 
 
 @cache
@@ -87,12 +88,15 @@ def family(name: str) -> ModuleType:
     """The package of a model family; raises `KeyError` for one that is not installed, `ConfigError` for one that is broken."""
     if name not in families():
         raise KeyError(name)
-    registered = {entry.name: entry for entry in entry_points(group="titan.models")}
-    return (
-        load_plug_in(registered[name])
-        if name in registered
-        else import_module(f"titan.models.{name}")
-    )
+    entry = _plug_ins().get(name)
+    return load_plug_in(entry) if entry else import_module(f"titan.models.{name}")
+
+
+def _problem_of_sizes(flavor: Any) -> str:
+    if not (dataclasses.is_dataclass(flavor) and flavor.__hash__):
+        return "is not a frozen dataclass"
+    lacks = _lacks(flavor, _SIZES)
+    return f"lacks {lacks}" if lacks else ""
 
 
 def _lacks(thing: Any, names: tuple[str, ...]) -> str:
