@@ -240,6 +240,11 @@ def apply_tp(
             module.register_parameter(name, first._parameters[first_name])
     for name in frozen:  # torch's styles make parameters anew
         model.get_parameter(name).requires_grad_(False)
+    _require_all_split(model)
+
+
+def _require_all_split(model: nn.Module) -> None:
+    """Raise ValueError if the plan has left out a parameter that is trained."""
     if left := [
         name
         for name, parameter in model.named_parameters()
