@@ -28,6 +28,7 @@ import json
 import math
 import os
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
@@ -125,6 +126,13 @@ def write_job(folder: Path, args: argparse.Namespace, variant: str) -> None:
         (folder / name).write_text("\n".join(lines) + "\n")
 
 
+def free_port() -> int:
+    """Return a port of loopback that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 def run(
     folder: Path, args: argparse.Namespace, contestant: str, *, limit_s: float
 ) -> dict[str, Any]:
@@ -134,7 +142,7 @@ def run(
         "TORCHINDUCTOR_CACHE_DIR": str(args.cache.resolve()),
         "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
         **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},
-        **{"MASTER_ADDR": "localhost", "MASTER_PORT": "0"},  # any free port
+        **{"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())},
     }
     begin = time.monotonic()
     with (folder / "log.txt").open("w") as log:

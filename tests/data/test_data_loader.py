@@ -182,7 +182,7 @@ def _two_epochs(job: Job, length: int) -> Iterator[Loader]:
 def _texts(corpus: Path) -> list[str]:
     from titan.data.sources import open_documents
 
-    return list(open_documents(s.JsonlSource(path=str(corpus))).read())
+    return [str(text) for text in open_documents(s.JsonlSource(path=str(corpus))).read()]
 
 
 def test_labels_are_the_next_tokens(corpus: Path, cache: str) -> None:

@@ -90,7 +90,7 @@ def test_no_socket_takes_what_the_launcher_would_unpickle(run: subprocess.Popen[
     def attack(host: str, port: int) -> None:
         with suppress(RuntimeError, ValueError):
             store = dist.TCPStore(host, port, timeout=timedelta(seconds=1))
-            store.set("torch.rendezvous.none", b"a pickle")
+            store.set("torch.rendezvous.none", "a pickle")
             doors.append((host, port))
 
     ports = [port for _, port in listening(processes(run.pid))]

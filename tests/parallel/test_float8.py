@@ -478,9 +478,8 @@ def test_a_cpu_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
     path = tmp_path / "job.toml"
     path.write_text(f'[job]\ndump_folder = "{tmp_path}"\n[model]\nconverters = "float8"\n')
     assert main([str(path)]) == 2
-    torch.distributed.destroy_process_group()
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "tensorwise needs a GPU of compute capability 8.9" in line
+    line, _count = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{path}:4: model.converters: ")
     assert "set emulate = true" in line
 
 

@@ -165,7 +165,7 @@ def test_a_callback_fills_buffers_and_misses_none() -> None:
     with torch.device("meta"):
         good, bad = nn.Sequential(Net(), Places()), nn.Sequential(Places(), CountedPlaces())
     materialize(good, device="cpu", fill_buffers=fill)
-    assert good[1].table.tolist() == [0, 1, 2, 3]
+    assert good.get_buffer("1.table").tolist() == [0, 1, 2, 3]
     with pytest.raises(ValueError, match=r"^fill_buffers did not fill 1\.count$"):
         materialize(bad, device="cpu", fill_buffers=fill)
 

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from titan.observe.trace import MAX_EVENTS, PHASES, Report, TooLarge, analyse
 from titan.observe.trace_kinds import COMMUNICATION, HOST, PARTS
@@ -118,7 +118,7 @@ def read_report(path: Path) -> Report:
         raise TraceError(f"{path}: not a whole trace ({reason}); {advice}") from None
 
 
-def _events(file: Any, packed: BinaryIO) -> Iterator[dict[str, Any]]:
+def _events(file: Any, packed: IO[bytes]) -> Iterator[dict[str, Any]]:
     """Yield the events of a trace in chrome's format. Raises ValueError where it ends before they do."""
     decode = json.JSONDecoder().raw_decode
     text, at, is_within, num_bytes = "", 0, False, 0
