@@ -58,7 +58,7 @@ ffn_dim = 64
 vocab_size = 300
 [optimizer]
 name = "AdamW"
-lr = 8e-3
+lr = 8e-4
 eps = 1e-6
 [lr_scheduler]
 warmup_steps = 2
