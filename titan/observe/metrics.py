@@ -79,8 +79,9 @@ class JsonlSink:
         last = (cut_after(path, step=resume_step) if path.exists() else None) or {}
         unix_s, time_s = number(last.get("unix_s")), number(last.get("time_s"))
         # time_s counts from the first start, over every pause and crash since.
-        is_known = unix_s is not None and time_s is not None
-        self._started_unix_s = unix_s - time_s if is_known else time.time()
+        self._started_unix_s = time.time()
+        if unix_s is not None and time_s is not None:
+            self._started_unix_s = unix_s - time_s
         self._file = path.open("ab", buffering=0)
 
     def write(self, row: Row) -> None:
