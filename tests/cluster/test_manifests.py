@@ -103,7 +103,7 @@ def test_slurm(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert arguments_in(script, tmp_path) == expected
     words = (tmp_path / "words").read_text().split("\0")
     assert {"--nnodes=1", "--nproc-per-node=4", "--rdzv-backend=titan"} <= set(words)
-    [port] = [int(word[18:]) for word in words if word.startswith("--rdzv-endpoint=n1")]
+    [port] = [int(word[19:]) for word in words if word.startswith("--rdzv-endpoint=n1")]
     assert 10_000 <= port < 30_000
     [name] = [word for word in words if word.startswith("--rdzv-id=")]
     assert re.fullmatch(r"--rdzv-id=\d+-0-[0-9a-f]{32}", name), name
@@ -260,8 +260,8 @@ def test_skypilot(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         ["bash", "-c", made["run"]], env=environment, capture_output=True, text=True
     )
     assert done.stdout.split("\0")[:-1] == [
-        *("-m", "titan.cluster.node", "--nnodes=4", "--nproc-per-node=8", "--rdzv-backend=c10d"),
-        *("--rdzv-id=t", "--rdzv-endpoint=10.0.0.1:29500", "--rdzv-conf=is_host=1"),
+        *("-m", "titan.cluster.node", "--nnodes=4", "--nproc-per-node=8", "--rdzv-backend=titan"),
+        *("--rdzv-id=t", "--rdzv-endpoint=10.0.0.1:29500", "--rdzv-conf=rank=0"),
         *("-m", "titan.train", JOB, f"--job.description={text}"),
     ]
 
