@@ -26,8 +26,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
-from titan.untrusted import read_text
-
 COSTS = {"F": 1, "B": 2, "I": 1, "W": 1}
 _ACTION = r"(\d{1,9})([FBIW])(\d{1,9})"
 _CELL = re.compile(rf"{_ACTION}|\({_ACTION}(;{_ACTION})*\)OVERLAP_F_B")
@@ -339,6 +337,8 @@ def read_schedule(file: Path | str) -> Schedule:
     Sends and receives are added when it runs. Raises ValueError, with file and line, for what cannot run.
     """
     file = Path(file)
+    from titan.untrusted import read_text  # needs pydantic, which helpers alone do not
+
     rows = (line.split(",") for line in read_text(file).splitlines())
     order = [_read_line(row, place=f"{file}:{n}") for n, row in enumerate(rows, 1)]
     order = [actions for actions in order if actions]
