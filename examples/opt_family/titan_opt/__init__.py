@@ -1,4 +1,4 @@
-"""OPT (arXiv:2205.01068) as a model family of a package of its own: what titan asks of one, and nothing else."""
+"""OPT (arXiv:2205.01068) as a model family in a separate package: what titan asks of one, and nothing else."""
 
 from __future__ import annotations
 
