@@ -66,7 +66,7 @@ AttentionInterface.register("titan", attend)
 
 
 def batches(steps: int) -> list[Tensor]:
-    """Rows that count up, each by a number of its own: what comes next follows from two tokens."""
+    """Return rows that count up, each by a different number: two tokens determine the next."""
     generator = torch.Generator().manual_seed(0)
     starts = torch.randint(VOCABULARY, (steps, BATCH, 1), generator=generator)
     strides = torch.randint(1, 9, (steps, BATCH, 1), generator=generator)

@@ -120,5 +120,7 @@ def listen(host: str, port: int) -> socket.socket:
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     ip = str(address[0])
     if ip == "::1" or ip.startswith("127."):
+        if socket.has_dualstack_ipv6():  # others may know the host by either kind of address
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
         return socket.create_server(("", port))
     return socket.create_server((ip, port), family=family)

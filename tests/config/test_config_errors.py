@@ -1,4 +1,4 @@
-"""Malformed job files of many kinds: each is told by file, line and key, with the rule and a way out."""
+"""Malformed job files of many kinds: each is reported with its file, line and key, with the rule and a way out."""
 
 from __future__ import annotations
 
@@ -671,9 +671,9 @@ def test_a_short_run_is_warned_of_what_is_cut(tmp_path: Path) -> None:
         path.write_text(text)
         config = load_config(path)
         assert check(config) == []
-        told = advise(config)
-        assert len(told) == len(cut)
-        for line, said in zip(told, cut, strict=True):
+        warnings = advise(config)
+        assert len(warnings) == len(cut)
+        for line, said in zip(warnings, cut, strict=True):
             assert line.startswith(f"{path}:{said}")
 
 

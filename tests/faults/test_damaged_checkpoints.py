@@ -393,12 +393,12 @@ HOLES: dict[str, tuple[Callable[[Path, Path], bytes], str]] = {
 @pytest.mark.parametrize("hole", HOLES)
 def test_metadata_that_leaves_something_out(hole: str, run_dir: Path, tmp_path: Path) -> None:
     """Though the manifest agrees with it: found by `titan verify` and by loading; a run steps back."""
-    step, (make, told) = step_dir(run_dir), HOLES[hole]
+    step, (make, reason) = step_dir(run_dir), HOLES[hole]
     (step / ".metadata").write_bytes(make(step, tmp_path))
     hash_again(step, ".metadata")
     assert [d.file for d in find_damage(step)] == [".metadata"]
-    assert told in str(find_damage(step)[0])
-    with pytest.raises(CheckpointError, match=re.escape(told)):
+    assert reason in str(find_damage(step)[0])
+    with pytest.raises(CheckpointError, match=re.escape(reason)):
         load(step, {"model.3": torch.empty(40, 50)})
     path = CheckpointManager(section(), run_dir=run_dir).step_to_resume()
     assert path == step_dir(run_dir, 20)
