@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from pool import Pool
+from tests.support.ranks import Pool
 
 
 @pytest.fixture(scope="session")
 def pool() -> Pool:
-    """Warm gloo ranks; see pool.py."""
+    """Return the pool of warm gloo ranks; see tests/support/ranks.py."""
     return Pool()
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pool import Pool
+from tests.support.ranks import Pool
 from titan.loss import (
     IGNORED,
     Kernels,

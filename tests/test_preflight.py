@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pool import Pool
+from tests.support.ranks import Pool
 from titan.config.rules import check_to_run
 from titan.config.sections import JobConfig
 from titan.parallel import build_mesh

@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pool import Pool
-from pool_trainer import PoolTrainer
+from tests.support.pool_trainer import PoolTrainer
+from tests.support.ranks import Pool
 from titan.checkpoint.manager import load, stored_shapes
 from titan.config.sections import FaultToleranceSection, JobConfig
 from titan.parallel.replicas import ReplicaError

@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from pool import Pool
-from pool_trainer import PoolTrainer
+from tests.support.pool_trainer import PoolTrainer
+from tests.support.ranks import Pool
 from titan.config.load import parse_args
 from titan.config.problems import ConfigError
 from titan.config.rules import load_to_run

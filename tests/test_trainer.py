@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.jobs import SMALL, with_changes
+from tests.support.jobs import job as any_job
 from titan.checkpoint.manager import CheckpointError, list_steps
 from titan.config.load import load_config
 from titan.config.sections import JobConfig
@@ -17,26 +20,13 @@ from titan.data import DataError
 from titan.signals import EXIT_DONE, EXIT_STOPPED, StopRequest
 from titan.trainer import NonFiniteError, Trainer
 
-
-def job(folder: Path, **changes: dict[str, Any]) -> JobConfig:
-    """Eight steps of the debug model on synthetic tokens; `changes` are merged into sections."""
-    sections: dict[str, dict[str, Any]] = {
-        "job": {"dump_folder": str(folder)},
-        "model": {"flavor": "tiny"},
-        "training": {
-            "dataset": "synthetic",
-            "seq_len": 32,
-            "local_batch_size": 2,
-            "steps": 8,
-            "mixed_precision_param": "float32",
-        },
-        "lr_scheduler": {"warmup_steps": 2, "total_steps": 8},
-        "metrics": {"log_freq": 1},
-        "checkpoint": {"interval": 4},
-    }
-    for name, change in changes.items():
-        sections[name] = sections.get(name, {}) | change
-    return JobConfig.model_validate(sections)
+BASE = with_changes(
+    SMALL,
+    training={"steps": 8},
+    lr_scheduler={"warmup_steps": 2, "total_steps": 8},
+    checkpoint={"interval": 4},
+)
+job = partial(any_job, base=BASE)
 
 
 def run(config: JobConfig, *, stop: StopRequest | None = None) -> int:

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from pool import Pool, RankFailed
-from pool_trainer import PoolTrainer
+from tests.support.pool_trainer import PoolTrainer
+from tests.support.ranks import Pool, RankFailed
 from titan import cli
 from titan.checkpoint import SaveFailed, convert_cli, export, huggingface
 from titan.checkpoint import manager as checkpoints

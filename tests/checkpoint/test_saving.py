@@ -6,6 +6,7 @@ import json
 import random
 import re
 import time
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -14,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.jobs import SMALL, with_changes
+from tests.support.jobs import job as any_job
 from titan import generate
 from titan.checkpoint import verify
 from titan.checkpoint.commit import remove
@@ -40,25 +43,14 @@ from titan.trainer import Trainer
 CPU = torch.device("cpu")
 
 
-def job(folder: Path, **changes: dict[str, Any]) -> JobConfig:
-    """Six steps of a one-layer model."""
-    sections: dict[str, dict[str, Any]] = {
-        "job": {"dump_folder": str(folder)},
-        "model": {"flavor": "tiny", "overrides": {"n_layers": 1}},
-        "training": {
-            "dataset": "synthetic",
-            "seq_len": 16,
-            "local_batch_size": 2,
-            "steps": 6,
-            "mixed_precision_param": "float32",
-        },
-        "lr_scheduler": {"warmup_steps": 2, "total_steps": 6},
-        "metrics": {"log_freq": 1},
-        "checkpoint": {"interval": 2},
-    }
-    for name, change in changes.items():
-        sections[name] = sections.get(name, {}) | change
-    return JobConfig.model_validate(sections)
+BASE = with_changes(
+    SMALL,
+    model={"overrides": {"n_layers": 1}},
+    training={"seq_len": 16, "steps": 6},
+    lr_scheduler={"warmup_steps": 2, "total_steps": 6},
+    checkpoint={"interval": 2},
+)
+job = partial(any_job, base=BASE)
 
 
 def run(config: JobConfig) -> int:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hosts import Hosts, why_not
 
+from tests.support.hosts import Hosts, why_not
 from titan.checkpoint.manager import load, stored_shapes
 from titan.cli import main
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from slurm_lab import KILL_WAIT_S, Slurm, why_no_slurm
-from test_manifests import hostile_texts
 
+from tests.cluster.test_manifests import hostile_texts
+from tests.support.slurm import KILL_WAIT_S, Slurm, why_no_slurm
 from titan.checkpoint.manager import load, stored_shapes
 from titan.cli import main
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from pool import Pool
+from tests.support.ranks import Pool
 from titan.config.layout import resolve_layout
 from titan.config.problems import ConfigError, Problem
 from titan.config.rules import check_to_run
@@ -359,11 +359,10 @@ def compare() -> Counter[str]:
 def seen() -> dict[str, int]:
     """What `compare` returns in a process where torch cannot be imported."""
     script = (
-        "import json, sys; sys.modules['torch'] = None; sys.path += sys.argv[1:]\n"
-        "import test_bad_layouts; print(json.dumps(test_bad_layouts.compare()))"
+        "import json, sys; sys.modules['torch'] = None; sys.path.insert(0, sys.argv[1])\n"
+        "from tests.config.test_bad_layouts import compare; print(json.dumps(compare()))"
     )
-    here = Path(__file__).parent
-    command = [sys.executable, "-c", script, str(here), str(here.parent)]
+    command = [sys.executable, "-c", script, str(Path(__file__).parents[2])]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr[-3000:]
     return json.loads(result.stdout)

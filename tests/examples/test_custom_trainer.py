@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pool import Pool
+from tests.support.ranks import Pool
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_trainer.py"
 

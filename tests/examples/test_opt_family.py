@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pool import Pool
+from tests.support.ranks import Pool
 from titan.config.toml import tomllib
 
 ROOT = Path(__file__).parents[2]

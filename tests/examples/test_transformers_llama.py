@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pool import Pool
+from tests.support.ranks import Pool
 from titan.parallel import (
     apply_float8,
     apply_fsdp,

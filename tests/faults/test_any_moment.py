@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_chaos import weights
 
-from running import Run
+from tests.faults.test_chaos import weights
+from tests.support.runs import Run
 from titan.checkpoint.manager import list_steps
 
 STEPS_PER_SIGNAL = 40

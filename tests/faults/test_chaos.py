@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from running import Run
+from tests.support.runs import Run
 from titan.checkpoint.manager import list_steps, load, stored_shapes
 from titan.checkpoint.manifest import find_damage
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from pool import Pool
+from tests.support.ranks import Pool
 from titan import cli
 from titan.checkpoint import safe, verify
 from titan.checkpoint.manager import CheckpointError, CheckpointManager, list_steps, load

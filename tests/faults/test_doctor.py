@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from running import Run
+from tests.support.runs import Run
 from titan.checkpoint.manager import list_steps
 
 FAULTY = str(Path(__file__).with_name("faulty_train.py"))

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pool import Pool, RankFailed
+from tests.support.ranks import Pool, RankFailed
 from titan.checkpoint.files import Files
 from titan.checkpoint.manager import CheckpointManager, SaveFailed, list_steps, load
 from titan.checkpoint.manifest import find_damage

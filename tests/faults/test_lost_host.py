@@ -12,12 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from running import ROOT
+from tests.support.hosts import Hosts, why_not
+from tests.support.runs import ROOT
 from titan.checkpoint.manager import list_steps
-
-sys.path.insert(0, str(ROOT / "tests" / "cluster"))
-
-from hosts import Hosts, why_not
 
 LIMIT_S = 10
 TORCHRUN = [

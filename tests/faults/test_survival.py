@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from running import CLI, Run
+from tests.support.runs import CLI, Run
 from titan.checkpoint.manager import list_steps
 from titan.doctor.diagnose import diagnose
 from titan.doctor.evidence import Evidence

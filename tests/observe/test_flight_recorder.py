@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from pool import Pool
+from tests.support.ranks import Pool
 from titan.config.sections import CommSection
 from titan.observe import flight_recorder
 from titan.observe.failure import describe_error

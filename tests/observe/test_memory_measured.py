@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from pool import Pool
+from tests.support.ranks import Pool
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench" / "memory.py"
 EAGER = [

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerAction
 
-from pool import Pool
-from pool_trainer import PoolTrainer
+from tests.support.pool_trainer import PoolTrainer
+from tests.support.ranks import Pool
 from titan.config.problems import ConfigError
 from titan.config.rules import check_to_run
 from titan.config.sections import JobConfig, ProfilingSection

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pool import Pool
-from pool_trainer import PoolTrainer
+from tests.support.pool_trainer import PoolTrainer
+from tests.support.ranks import Pool
 from titan.config.sections import JobConfig
 from titan.observe import ranks
 from titan.observe.chronicle import Spikes

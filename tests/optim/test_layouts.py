@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from pool import Pool, RankFailed
+from tests.support.ranks import Pool, RankFailed
 from titan.checkpoint import manager as checkpoints
 from titan.config.sections import CheckpointSection, JobConfig
 from titan.parallel import build_mesh

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from pool import Pool
+from tests.support.ranks import Pool
 from titan.config.sections import MuonSection
 from titan.optim.muon import Muon, collect, cuts_of, give_back, newton_schulz
 from titan.optim.optimizers import build_optimizer

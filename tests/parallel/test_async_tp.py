@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pool import Pool
+from tests.support.ranks import Pool
 from titan.parallel import apply_tp, build_mesh, initialize, materialize
 from titan.parallel.async_tp import Rewrites, enable_async_tp
 from titan.parallel.compile import apply_compile

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch._dynamo.exc import Unsupported
 
-from pool import Pool
+from tests.support.ranks import Pool
 from titan.models.llama3 import FLAVORS, TENSOR_PLAN, build_model
 from titan.parallel import apply_tp, build_mesh, initialize
 from titan.parallel.activation import DEFAULT_KEEP, apply_ac

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pool import Pool, RankFailed
+from tests.support.ranks import Pool, RankFailed
 from titan.checkpoint import manager as checkpoints
 from titan.config.sections import CheckpointSection, JobConfig
 from titan.models.llama3 import FLAVORS, build_model

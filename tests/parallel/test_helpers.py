@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from pool import RankFailed
+from tests.support.ranks import RankFailed
 from titan.parallel import (
     apply_ddp,
     apply_fsdp,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from pool import RankFailed
+from tests.support.ranks import RankFailed
 from titan.parallel import apply_compile, apply_fsdp, apply_tp, build_mesh, initialize, materialize
 
 PLAN = {

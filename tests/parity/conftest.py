@@ -1,4 +1,7 @@
-"""Collects what the parity tests measure, and writes docs/parity.md when all rows of a table were run."""
+"""Collect what the parity tests measure; write build/parity.md and build/composition.md when every row ran.
+
+To renew a page of docs/, copy the file there.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-DOCS = Path(__file__).parents[2] / "docs"
+BUILD = Path(__file__).parents[2] / "build"
 _HEAD = f"""# Parity: every layout computes the same numbers
 
 Written by the test run (`pytest tests/parity`, torch {torch.__version__.split("+")[0]}, CPU, gloo, fp32). Each row trains the debug
@@ -38,7 +41,7 @@ other side.
 
 
 class ParityTable:
-    """Rows of one page's table; written when all that are expected were run."""
+    """The rows of one page's table, written to build/ when all expected ones ran."""
 
     def __init__(self, page: str, head: str) -> None:
         self.page, self.head = page, head
@@ -65,7 +68,8 @@ class ParityTable:
             return
         columns = "| layout | mesh | accumulation | loss | gradient norm | gradients (step 1) | weights after 10 steps | bound |"
         text = self.head + "\n".join([columns, "|---" * 8 + "|", *self.rows]) + "\n"
-        (DOCS / self.page).write_text(text)
+        BUILD.mkdir(exist_ok=True)
+        (BUILD / self.page).write_text(text)
 
 
 def _rounded_up(value: float) -> str:

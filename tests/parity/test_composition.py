@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from layouts import (
+from tests.support.layouts import (
     BOUND,
     GLOBAL_BATCH,
     NEVER,
@@ -25,7 +25,7 @@ from layouts import (
     tp,
     train,
 )
-from pool import Pool
+from tests.support.ranks import Pool
 
 LAYOUTS = [
     Layout("FSDP2, ZeRO-3", fsdp(2)),

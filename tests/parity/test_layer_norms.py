@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-import layouts
-from layouts import REPLICAS, ZERO_BUBBLE, Layout, fsdp, pp, tp
-from pool import Pool
+from tests.support import layouts
+from tests.support.layouts import REPLICAS, ZERO_BUBBLE, Layout, fsdp, pp, tp
+from tests.support.ranks import Pool
 from titan.observe.norms import LayerNorms
 from titan.program import build_program
 

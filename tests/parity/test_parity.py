@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from layouts import (
+from tests.support.jobs import ROOT
+from tests.support.layouts import (
     BOUND,
     LAYOUTS,
     REPLICAS,
@@ -18,7 +19,7 @@ from layouts import (
     mesh_name,
     train,
 )
-from pool import Pool
+from tests.support.ranks import Pool
 
 
 @pytest.fixture(scope="module")
@@ -56,3 +57,10 @@ def test_bf16_computes_the_same_on_every_layout(references, pool: Pool) -> None:
         assert largest(results, reference, "losses") < 1e-3
         gradients = largest(results, reference, "gradients")
         assert 1e-3 < gradients < 4e-2  # and it is bf16 that was used
+
+
+def test_the_page_has_a_row_for_each_layout() -> None:
+    page = (ROOT / "docs" / "parity.md").read_text()
+    assert [
+        name for name in sorted({layout.name for layout in LAYOUTS}) if f"| {name} |" not in page
+    ] == []

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from pool import Pool
-from recording import count_real_transfers, events_of, in_turn, job
+from tests.support.ranks import Pool
+from tests.support.traces import count_real_transfers, events_of, in_turn, job
 from titan.sim.cost import Cost
 from titan.sim.profiles import load_profile
 from titan.sim.record import record

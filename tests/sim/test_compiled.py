@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_record import _numbered_anew
 from torch import Tensor
 
-from pool import Pool
-from recording import events_of, in_turn, job, real_batches, real_program, trace_of
+from tests.sim.test_record import _numbered_anew
+from tests.support.ranks import Pool
+from tests.support.traces import events_of, in_turn, job, real_batches, real_program, trace_of
 from titan.config.sections import JobConfig
 from titan.sim.trace import Allocate, Free, Launch, Trace, Transfer
 

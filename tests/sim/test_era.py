@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from recording import job, left_behind
+from tests.support.traces import job, left_behind
 from titan.config.rules import model_config
 from titan.config.sections import JobConfig, SimulatorSection
 from titan.sim.record import record

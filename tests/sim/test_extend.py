@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from recording import in_turn
+from tests.support.traces import in_turn
 from titan.config.layout import resolve_layout
 from titan.config.sections import JobConfig
 from titan.sim.cost import Cost

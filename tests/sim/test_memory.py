@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from synthetic import transfer
+from tests.support.synthetic import transfer
 from titan.sim.memory import memory_report
 from titan.sim.profiles import Profile, load_profile
 from titan.sim.trace import Allocate, Category, Event, Free, Group, Place, Trace

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pool import Pool
-from recording import (
+from tests.support.ranks import Pool
+from tests.support.traces import (
     TrackMemory,
     events_of,
     in_turn,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from synthetic import FixedCost, kernel, launch, pipeline, trace, transfer
+from tests.support.synthetic import FixedCost, kernel, launch, pipeline, trace, transfer
 from titan.parallel.schedules import build_schedule
 from titan.sim.profiles import load_profile
 from titan.sim.replay import ReplayError, replay

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests.support.jobs import ROOT
+
 CLI = ["-m", "titan.cli", "train"]
 # How long a test waits for an event before it calls the run stuck: never a measure of speed.
 STUCK_S = 600

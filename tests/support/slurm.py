@@ -15,7 +15,7 @@ from pathlib import Path
 from shutil import rmtree, which
 from tempfile import mkdtemp
 
-from hosts import Hosts, run, why_not
+from tests.support.hosts import Hosts, run, why_not
 
 PACKAGES = ["slurmd", "slurmctld", "slurm-client", "munge"]
 KILL_WAIT_S = 10  # from SIGTERM to SIGKILL
