@@ -372,7 +372,7 @@ COMMANDS = {
         _elsewhere("titan.checkpoint.verify"),
     ),
     "convert": Command(
-        "Hugging Face folders to checkpoints, and back", _elsewhere("titan.checkpoint.convert_cli")
+        "Hugging Face folders to checkpoints, and back", _elsewhere("titan.checkpoint.convert")
     ),
     "generate": Command("sample text from a checkpoint", _elsewhere("titan.generate")),
 }

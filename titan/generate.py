@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from titan.checkpoint.commit import TITAN_JSON
-from titan.checkpoint.files import Location, as_location, files_of, join
 from titan.checkpoint.manager import (
     CheckpointError,
     CheckpointManager,
@@ -28,6 +27,7 @@ from titan.checkpoint.manager import (
 )
 from titan.checkpoint.manifest import METADATA
 from titan.checkpoint.manifest import NAME as MANIFEST
+from titan.checkpoint.storage import Location, as_location, join, storage_of
 from titan.checkpoint.tensors import reason
 from titan.config.load import load_config
 from titan.config.model import family, model_config
@@ -54,7 +54,7 @@ def find_checkpoint(where: Location) -> tuple[JobConfig, Location]:
         config.checkpoint if config else CheckpointSection(), run_dir=Path()
     )
     manager.folder = folder
-    if any(files_of(folder).exists(join(folder, mark)) for mark in (METADATA, MANIFEST)):
+    if any(storage_of(folder).exists(join(folder, mark)) for mark in (METADATA, MANIFEST)):
         manager.require_whole(step := folder)
     elif newest := manager.newest(read_only=True):
         step = newest

@@ -32,8 +32,8 @@ from titan.checkpoint import huggingface
 from titan.checkpoint import manager as checkpoints
 from titan.checkpoint.commit import TIMEOUT
 from titan.checkpoint.export import Export, export_state
-from titan.checkpoint.files import Location, as_location
 from titan.checkpoint.manager import CheckpointError, CheckpointManager, SaveFailed
+from titan.checkpoint.storage import Location, as_location
 from titan.config.changes import changed_settings
 from titan.config.machine import open_tokenizer
 from titan.config.quantize import quantize_section
@@ -445,7 +445,7 @@ class Trainer:
         place = place if isinstance(place, Path) else self.run_dir / "huggingface"
         folder = place / f"step-{self.step}"
         state = checkpoints.model_state(self.program.parts)
-        export_state(folder, state, self.hugging_face, ranks=self.checkpoints.ranks)
+        export_state(folder, state, self.hugging_face, group=self.checkpoints.group)
         self.console.message(f"saved {folder} for transformers")
 
     def _hugging_face(self) -> Export | None:
@@ -467,7 +467,7 @@ class Trainer:
             self.checkpoints.staging.before_update()
 
     def _tell_of_saves(self) -> None:
-        for text in self.checkpoints.take_news():
+        for text in self.checkpoints.drain_messages():
             self.console.message(text)
 
     def _flags(self, *, with_own_times: bool) -> torch.Tensor:
@@ -486,7 +486,7 @@ class Trainer:
 
     # ---- state ---------------------------------------------------------------------------------
 
-    def _state(self) -> checkpoints.State:
+    def _state(self) -> checkpoints.StateDict:
         """Everything a resumed run needs; see titan/checkpoint/manager.py for the names."""
         parts, optimizer = self.program.parts, self.program.optimizer
         return {
@@ -507,10 +507,10 @@ class Trainer:
         path, model_only = self.checkpoints.step_to_resume(), False
         if path is None and section.enable and section.initial_load_in_hf:
             assert self.hugging_face is not None, "made above, where it is wanted"
-            model, ranks = self.hugging_face.model, self.checkpoints.ranks
+            model, group = self.hugging_face.model, self.checkpoints.group
             path = Path(section.initial_load_path or self.config.model.hf_assets_path)
             state = checkpoints.model_state(self.program.parts)
-            huggingface.load(path, state, model=model, ranks=ranks)
+            huggingface.load(path, state, model=model, group=group)
             self.resumed_from = path
             return
         if path is None and section.enable and section.initial_load_path:
@@ -568,7 +568,7 @@ class Trainer:
 
     def _after_first_step(self) -> None:
         """Everything is set up and compiled: from now on a collective that takes long is one that hangs."""
-        saving = self.checkpoints.ranks.group if self.config.checkpoint.enable else None
+        saving = self.checkpoints.group.process_group if self.config.checkpoint.enable else None
         limit = timedelta(seconds=self.config.comm.train_timeout_seconds)
         set_timeout(limit, but_not_of=saving)
         if self.program.compile_log is not None:

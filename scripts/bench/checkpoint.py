@@ -29,9 +29,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from titan.checkpoint import commit, manifest
-from titan.checkpoint.files import Files
 from titan.checkpoint.manager import CheckpointManager
 from titan.checkpoint.staging import Staging
+from titan.checkpoint.storage import LocalStorage
 from titan.config.sections import CheckpointSection, JobConfig
 from titan.trainer import Trainer
 
@@ -135,8 +135,8 @@ def shares(args: argparse.Namespace) -> None:
     """Of a synchronous save, in one process."""
     spent = Spent()
     spent.wrap(manifest.HashingStream, "write", "writing, and hashing")
-    spent.wrap(Files, "persist", "fsync of files")
-    spent.wrap(Files, "persist_folder", "fsync of folders")
+    spent.wrap(LocalStorage, "fsync", "fsync of files")
+    spent.wrap(LocalStorage, "fsync_folder", "fsync of folders")
     spent.wrap(commit, "write_manifest", "manifest")
     state, totals = state_of(args), []
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:

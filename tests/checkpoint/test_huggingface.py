@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from tests.support.pool_trainer import PoolTrainer
 from tests.support.ranks import Pool, RankFailed
 from titan import cli
-from titan.checkpoint import SaveFailed, convert_cli, export, huggingface
+from titan.checkpoint import SaveFailed, convert, export, huggingface
 from titan.checkpoint import manager as checkpoints
-from titan.checkpoint.commit import Ranks
+from titan.checkpoint.commit import CheckpointGroup
 from titan.checkpoint.export import Export, export_state
 from titan.checkpoint.huggingface import INDEX, HFModel, model_keys, open_folder, read_sizes
 from titan.checkpoint.manifest import find_damage
@@ -185,7 +185,7 @@ def through_titan(source: Path, degrees: Degrees, folder: Path) -> tuple[int, in
 
     model = HFModel.of(config.model.name, model_config(config.model))
     safetensors.safe_open, Counted.slices = Counted, []  # pyright: ignore
-    huggingface.load(source, state, model=model, ranks=Ranks())
+    huggingface.load(source, state, model=model, group=CheckpointGroup())
     safetensors.safe_open = Counted.real
 
     manager = checkpoints.CheckpointManager(CheckpointSection(), run_dir=folder)
@@ -196,7 +196,7 @@ def through_titan(source: Path, degrees: Degrees, folder: Path) -> tuple[int, in
                 parameter.fill_(float("nan"))
     checkpoints.load(step, state)
     out = Export(model, torch.float32, file_bytes=60_000, seq_len=32)
-    export_state(folder / "out", state, out, ranks=Ranks())
+    export_state(folder / "out", state, out, group=CheckpointGroup())
     return sum(Counted.slices), sum(t.nbytes for t in local), max(Counted.slices)
 
 
@@ -238,7 +238,7 @@ def test_our_logits_are_theirs(name: str, sources) -> None:
         ours = family(name).build_model(sizes)
     materialize(ours, device="cpu")
     state = checkpoints.model_state([ours])
-    huggingface.load(source, state, model=HFModel.of(name, sizes), ranks=Ranks())
+    huggingface.load(source, state, model=HFModel.of(name, sizes), group=CheckpointGroup())
     with torch.no_grad():
         torch.testing.assert_close(ours(TOKENS), logits(source), rtol=1e-5, atol=1e-5)
 
@@ -259,7 +259,7 @@ def losses(run: Path) -> list[float]:
 
 def test_training_from_and_to_a_folder(sources, pool: Pool, tmp_path: Path) -> None:
     source = sources["qwen3", False]
-    assert convert_cli.main(["from-hf", str(source), str(tmp_path / "step")]) == 0
+    assert convert.main(["from-hf", str(source), str(tmp_path / "step")]) == 0
     by_step, by_folder, drawn = (tmp_path / name for name in ("a", "b", "c"))
     step = str(tmp_path / "step" / "checkpoint" / "step-0")
     hf = {"initial_load_in_hf": True, "initial_load_path": str(source)}
@@ -304,12 +304,12 @@ def test_command_there_and_back(
     for file in source.iterdir():
         (with_tokenizer / file.name).write_bytes(file.read_bytes())
     write_tokenizer(with_tokenizer)
-    assert convert_cli.main(["from-hf", str(with_tokenizer), str(there)]) == 0
+    assert convert.main(["from-hf", str(with_tokenizer), str(there)]) == 0
     config = load_config(DEBUG, overlays=[there / "config.toml"])
     assert config.model.name == name and config.checkpoint.initial_load_path
     assert config.tokenizer == TokenizerSection(path=str(there)), "the job's own wins"
     argv = ["to-hf", f"{there}/checkpoint/step-0", str(back)]
-    assert convert_cli.main([*argv, "--dtype", "bfloat16", "--max-shard-size", "30KB"]) == 0
+    assert convert.main([*argv, "--dtype", "bfloat16", "--max-shard-size", "30KB"]) == 0
     assert "in bfloat16" in capsys.readouterr().out
     expected = {key: value.bfloat16() for key, value in tensors(source).items()}
     assert_same(tensors(back), expected)
@@ -324,19 +324,19 @@ def test_command_there_and_back(
     tokenizer = transformers.AutoTokenizer.from_pretrained(back)
     assert tokenizer.encode("a b") == [3, 4]
     again = tmp_path / "again"
-    assert convert_cli.main(["to-hf", str(there), str(again)]) == 0
+    assert convert.main(["to-hf", str(there), str(again)]) == 0
     assert_same(tensors(again), tensors(source))
     assert torch.equal(logits(again), logits(source))
 
 
 def test_the_checkpoints_of_a_run_that_keeps_them_elsewhere(sources, tmp_path: Path) -> None:
     source, run = sources["qwen3", False], tmp_path / "run"
-    assert convert_cli.main(["from-hf", str(source), str(run)]) == 0
+    assert convert.main(["from-hf", str(source), str(run)]) == 0
     (run / "checkpoint").rename(run / "elsewhere")
     config = (run / "config.toml").read_text()
     config = config.replace("[checkpoint]", '[checkpoint]\nfolder = "elsewhere"')
     (run / "config.toml").write_text(config)
-    assert convert_cli.main(["to-hf", str(run), str(tmp_path / "out")]) == 0
+    assert convert.main(["to-hf", str(run), str(tmp_path / "out")]) == 0
     assert_same(tensors(tmp_path / "out"), tensors(source))
 
 
@@ -555,7 +555,7 @@ def test_refused_in_a_line_that_names_it(
         (folder / file.name).write_bytes(file.read_bytes())
     change, told = REFUSED[case]
     change(folder)
-    assert convert_cli.main(["from-hf", str(folder), str(tmp_path / "out")]) == 2
+    assert convert.main(["from-hf", str(folder), str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"titan convert: {folder}")
     assert told in error
@@ -565,11 +565,11 @@ def test_refused_in_a_line_that_names_it(
 
 def test_a_step_of_another_model(sources, tmp_path: Path, capsys) -> None:
     there = tmp_path / "there"
-    assert convert_cli.main(["from-hf", str(sources["llama3", True]), str(there)]) == 0
+    assert convert.main(["from-hf", str(sources["llama3", True]), str(there)]) == 0
     config = there / "config.toml"
     assert "[tokenizer]" not in config.read_text(), "the folder has none"
     config.write_text(config.read_text().replace("n_layers = 2", "n_layers = 3"))
-    assert convert_cli.main(["to-hf", str(there), str(tmp_path / "out")]) == 2
+    assert convert.main(["to-hf", str(there), str(tmp_path / "out")]) == 2
     assert "step-0 lacks model." in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["there"]
 
@@ -580,7 +580,7 @@ def test_nothing_is_overwritten(sources, tmp_path: Path, capsys) -> None:
     source = str(sources["llama3", False])
     assert cli.main(["convert", "from-hf", source, str(tmp_path / "out")]) == 2
     assert "out is there already" in capsys.readouterr().err
-    assert convert_cli.main(["from-hf", f"{source}-no", str(tmp_path / "new")]) == 2
+    assert convert.main(["from-hf", f"{source}-no", str(tmp_path / "new")]) == 2
     assert "there is no such folder" in capsys.readouterr().err
 
 
@@ -594,10 +594,10 @@ def test_a_failed_export_leaves_what_was_there(
     model = HFModel.of(name, sizes)
     state = {f"model.{key}": torch.zeros(shape) for key, shape in model.shapes.items()}
     out, before = tmp_path / "out", Export(model, torch.float32)
-    export_state(out, state, before, ranks=Ranks())
+    export_state(out, state, before, group=CheckpointGroup())
     expected = tensors(out)
     monkeypatch.setattr(export, "_write_file", full_disk)
     with pytest.raises(SaveFailed, match=r"out: the Hugging Face folder was not written.*No space"):
-        export_state(out, {k: v + 1 for k, v in state.items()}, before, ranks=Ranks())
+        export_state(out, {k: v + 1 for k, v in state.items()}, before, group=CheckpointGroup())
     assert_same(tensors(out), expected)
     assert [p.name for p in tmp_path.iterdir()] == ["out"]

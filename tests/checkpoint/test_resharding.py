@@ -114,7 +114,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def stored(path: Path) -> checkpoints.State:
+def stored(path: Path) -> checkpoints.StateDict:
     """Everything in a checkpoint but random states."""
     shapes = checkpoints.stored_shapes(path)
     state = {k: torch.empty(s, dtype=d) for k, (s, d) in shapes.items() if not k.startswith("rng.")}
@@ -175,14 +175,14 @@ def train_a_step(program: Program) -> None:
     program.train_step([batch], step=1)
 
 
-def whole_state(state: checkpoints.State) -> checkpoints.State:
+def whole_state(state: checkpoints.StateDict) -> checkpoints.StateDict:
     return {
         name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
         for name, value in state.items()
     }
 
 
-def save_under(degrees: Degrees, folder: Path) -> checkpoints.State:
+def save_under(degrees: Degrees, folder: Path) -> checkpoints.StateDict:
     """Train a step and save; returns what was in memory, gathered (of this rank's pipeline stage)."""
     program = build(degrees, folder, seed=0)
     train_a_step(program)
@@ -224,7 +224,7 @@ def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[Path, se
     folders: dict[Path, set[str]] = {}
     for name, degrees in LAYOUTS.items():
         folder = tmp_path_factory.mktemp(name.replace(" ", "-"))
-        state: checkpoints.State = {}
+        state: checkpoints.StateDict = {}
         for result in pool.run(ranks(degrees), save_under, degrees, folder):
             for key, value in result.items():
                 assert torch.equal(state.setdefault(key, value), value)  # ranks agree

@@ -20,7 +20,6 @@ from tests.support.jobs import job as any_job
 from titan import generate
 from titan.checkpoint import verify
 from titan.checkpoint.commit import remove
-from titan.checkpoint.files import files_of
 from titan.checkpoint.manager import (
     CheckpointError,
     CheckpointManager,
@@ -33,6 +32,7 @@ from titan.checkpoint.manager import (
     stored_shapes,
 )
 from titan.checkpoint.staging import Staging
+from titan.checkpoint.storage import storage_of
 from titan.config.load import load_config
 from titan.config.rules import check
 from titan.config.sections import CheckpointSection, JobConfig
@@ -359,13 +359,13 @@ def test_a_remote_step_is_committed_by_its_manifest(url: str, tmp_path: Path) ->
     load(path, found)
     assert found["model.x"].eq(3).all()
     assert verify.main([str(path)]) == 0
-    files = files_of(path)
+    files = storage_of(path)
     files.remove(f"{path}/manifest.json")  # as a save that was killed leaves it
     assert manager.steps() == [2]
     manager.save(3, {"model.x": torch.full((5,), 4.0)}, metadata={"step": 3})
     assert manager.steps() == [2, 3]
     remove(f"{url}/step-2")
-    assert manager.steps() == [3] and "step-2" not in files.names(url)
+    assert manager.steps() == [3] and "step-2" not in files.listdir(url)
 
 
 def test_a_damaged_remote_step_is_set_aside(
@@ -374,7 +374,7 @@ def test_a_damaged_remote_step_is_set_aside(
     manager = CheckpointManager(CheckpointSection(folder=url), run_dir=tmp_path)
     for step in (1, 2):
         manager.save(step, {"model.x": torch.ones(5)}, metadata={})
-    with files_of(url).open(f"{url}/step-2/titan.json", "wb") as stream:
+    with storage_of(url).open(f"{url}/step-2/titan.json", "wb") as stream:
         stream.write(b"{ }")
     assert manager.step_to_resume() == f"{url}/step-1"
     assert "CHECKPOINT STEP 2 IS DAMAGED" in caplog.text and manager.steps() == [1]

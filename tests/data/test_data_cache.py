@@ -14,22 +14,22 @@ import pytest
 
 from titan.config import sections as s
 from titan.data.cache import cached_shards, default_cache_folder, exclusive
-from titan.data.framing import Framing
 from titan.data.shards import TokenShards
 from titan.data.sources import Documents, open_documents
+from titan.data.special_tokens import SpecialTokens
 from titan.data.tokenizer import bytes_tokenizer
-from titan.data.writer import Recipe
+from titan.data.writer import TokenizationSpec
 
 CONTEXT = multiprocessing.get_context("spawn")
 
 
-def recipe(**changes: object) -> Recipe:
+def spec(**changes: object) -> TokenizationSpec:
     tokenizer = bytes_tokenizer()
     options: dict[str, object] = {
-        "framing": Framing.of(tokenizer),
+        "special_tokens": SpecialTokens.of(tokenizer),
         "validation_fraction": 0.0,
     } | changes
-    return Recipe(tokenizer=tokenizer, **options)  # pyright: ignore[reportArgumentType]
+    return TokenizationSpec(tokenizer=tokenizer, **options)  # pyright: ignore[reportArgumentType]
 
 
 def build(cache: str, marks: str, delay_s: float) -> None:
@@ -42,7 +42,7 @@ def build(cache: str, marks: str, delay_s: float) -> None:
             yield text
 
     documents = Documents(name="slow", identity=["slow"], read=read)
-    folder = cached_shards(documents, recipe=recipe(), cache_folder=cache)
+    folder = cached_shards(documents, spec=spec(), cache_folder=cache)
     assert TokenShards(folder, split="train").num_tokens == 3 * 2 + len("onetwothree")
 
 
@@ -94,17 +94,19 @@ def test_the_lock_waits_for_a_living_process(tmp_path: Path, cache: str, marks: 
 
 def test_an_entry_is_found_again_unless_something_differs(corpus: Path, cache: str) -> None:
     documents = open_documents(s.JsonlSource(path=str(corpus)))
-    first = cached_shards(documents, recipe=recipe(), cache_folder=cache)
+    first = cached_shards(documents, spec=spec(), cache_folder=cache)
     unread = Documents(name="", identity=documents.identity, read=lambda: pytest.fail("read again"))
-    assert cached_shards(unread, recipe=recipe(), cache_folder=cache) == first
+    assert cached_shards(unread, spec=spec(), cache_folder=cache) == first
     others = {
-        cached_shards(documents, recipe=recipe(validation_fraction=0.5), cache_folder=cache),
-        cached_shards(documents, recipe=recipe(framing=Framing(256, None)), cache_folder=cache),
+        cached_shards(documents, spec=spec(validation_fraction=0.5), cache_folder=cache),
+        cached_shards(
+            documents, spec=spec(special_tokens=SpecialTokens(256, None)), cache_folder=cache
+        ),
     }
     corpus.write_text('{"text": "new"}\n')
     others.add(
         cached_shards(
-            open_documents(s.JsonlSource(path=str(corpus))), recipe=recipe(), cache_folder=cache
+            open_documents(s.JsonlSource(path=str(corpus))), spec=spec(), cache_folder=cache
         )
     )
     assert len(others | {first}) == 4

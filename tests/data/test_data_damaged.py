@@ -17,9 +17,9 @@ import pytest
 import titan.data.writer as writer
 from titan.config import sections as s
 from titan.data import DataError
-from titan.data.display import describe
-from titan.data.pieces import PIECE_CHARS, pieces
+from titan.data.cache import describe
 from titan.data.prepare import main
+from titan.data.reading import PIECE_CHARS, pieces
 from titan.data.shards import TokenShards, read_index
 from titan.data.sources import in_validation, open_documents
 from titan.data.tokenizer import bytes_tokenizer
@@ -228,7 +228,7 @@ def test_broken_off_within_a_document_it_continues_to_the_same_bytes(
     [shard] = read_index(folder / "progress.json").splits["train"]
     assert (shard.documents_read, shard.pieces_read > 0) == (1, True)
     encode = writer._encode
-    monkeypatch.setattr(writer, "_encode", lambda c, recipe: encoded.extend(c) or encode(c, recipe))
+    monkeypatch.setattr(writer, "_encode", lambda c, spec: encoded.extend(c) or encode(c, spec))
     assert prepare(book, folder) == 0
     assert min(piece.place for piece in encoded) == (1, shard.pieces_read), "tokenised again"
     for file in sorted((tmp_path / "whole").glob("*.bin")):
@@ -306,12 +306,12 @@ def test_large_text_is_tokenised_on_every_core_and_small_text_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from titan.data import cache
-    from titan.data.framing import Framing
     from titan.data.sources import Documents
+    from titan.data.special_tokens import SpecialTokens
 
     tokenizer, seen = bytes_tokenizer(), []
-    recipe = writer.Recipe(
-        tokenizer=tokenizer, framing=Framing.of(tokenizer), validation_fraction=0.0
+    spec = writer.TokenizationSpec(
+        tokenizer=tokenizer, special_tokens=SpecialTokens.of(tokenizer), validation_fraction=0.0
     )
     monkeypatch.setattr(cache, "usable_cores", lambda: 5)
     monkeypatch.setattr(cache, "write_shards", lambda *_, workers, **__: seen.append(workers))
@@ -321,5 +321,5 @@ def test_large_text_is_tokenised_on_every_core_and_small_text_here(
 
     for num_bytes in (10**6, 10**9, None):
         documents = Documents(name="n", identity=[num_bytes], read=texts, num_bytes=num_bytes)
-        cache.cached_shards(documents, recipe=recipe, cache_folder=str(tmp_path))
+        cache.cached_shards(documents, spec=spec, cache_folder=str(tmp_path))
     assert seen == [1, 5, 1]

@@ -1,4 +1,4 @@
-"""The loader: one global order for every layout, resume at any step, blends, prefetch, validation."""
+"""The loader: one global order for every share, resume at any step, blends, prefetch, validation."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch
 
 from titan.config import sections as s
 from titan.data import DataError
-from titan.data.base import Layout, Samples
-from titan.data.framing import Framing
+from titan.data.base import RankShare, Samples
 from titan.data.loader import Loader, build_loader, build_validation_loader, merge_states
 from titan.data.sources import in_validation
+from titan.data.special_tokens import SpecialTokens
 from titan.data.statistics import cross_entropy_bits, unigram_bits_per_byte
 from titan.data.tokenizer import bytes_tokenizer
 from titan.loss import IGNORED
@@ -45,13 +45,13 @@ def training(**changes: Any) -> s.TrainingSection:
 
 
 class Job:
-    """A data section, and the global order that a layout makes of it."""
+    """A data section, and the global order that a share makes of it."""
 
     def __init__(self, *sources: s.Section, cache: str, **options: Any) -> None:
         self.data = s.DataSection(sources=list(sources), cache_folder=cache, **options)  # pyright: ignore
 
-    def loader(self, layout: tuple[int, int, int], rank: int, **changes: Any) -> Loader:
-        world, batch, accumulation = layout
+    def loader(self, share: tuple[int, int, int], rank: int, **changes: Any) -> Loader:
+        world, batch, accumulation = share
         return build_loader(
             training(local_batch_size=batch, **changes),
             data=self.data,
@@ -62,8 +62,8 @@ class Job:
             accumulation=accumulation,
         )
 
-    def loaders(self, layout: tuple[int, int, int], **changes: Any) -> list[Loader]:
-        return [self.loader(layout, rank, **changes) for rank in range(layout[0])]
+    def loaders(self, share: tuple[int, int, int], **changes: Any) -> list[Loader]:
+        return [self.loader(share, rank, **changes) for rank in range(share[0])]
 
 
 def step_rows(loaders: list[Loader]) -> np.ndarray:
@@ -98,8 +98,8 @@ def test_every_layout_sees_the_same_global_order(job: Job) -> None:
     reference = job.loaders(LAYOUTS[0])
     expected = [step_rows(reference) for _ in range(3)]
     assert len({row.tobytes() for step in expected for row in step}) == 3 * 24
-    for layout in LAYOUTS[1:]:
-        loaders = job.loaders(layout)
+    for share in LAYOUTS[1:]:
+        loaders = job.loaders(share)
         for step in expected:
             np.testing.assert_array_equal(step_rows(loaders), step)
 
@@ -233,7 +233,7 @@ def test_prefetch_changes_nothing_and_state_is_of_what_was_handed_out(job: Job) 
 class _Failing(Samples):
     """Samples that end with an error at the third step."""
 
-    num_samples, framing = 1000, Framing(None, None)
+    num_samples, special_tokens = 1000, SpecialTokens(None, None)
 
     def get(self, indices: np.ndarray) -> np.ndarray:
         if indices[0] >= 2:
@@ -244,7 +244,7 @@ class _Failing(Samples):
 def test_an_error_in_the_background_is_raised_by_next_step() -> None:
     data, dataloader = s.DataSection(), s.DataloaderSection(num_workers=1, prefetch_factor=4)
     loader = Loader(
-        _Failing(), layout=Layout(), tokenizer=TOKENIZER, data=data, dataloader=dataloader
+        _Failing(), share=RankShare(), tokenizer=TOKENIZER, data=data, dataloader=dataloader
     )
     with closing(loader):
         loader.next_step()

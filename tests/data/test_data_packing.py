@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from titan.data.framing import Framing
 from titan.data.packing import IGNORED, pack
+from titan.data.special_tokens import SpecialTokens
 from titan.data.tokenizer import Tokenizer, bytes_tokenizer
 
 # The end of a document; a whole one; the beginning of a third. Seven inputs and the last label.
 ROW = np.array([[7, 2, 1, 5, 2, 1, 6, 8]])
 
 
-@pytest.mark.parametrize("framing", [Framing(1, 2), Framing(1, None)])
-def test_positions_ids_and_labels_follow_documents(framing: Framing) -> None:
-    packed = pack(ROW, framing=framing, reset_positions=True, document_mask=True)
+@pytest.mark.parametrize("special_tokens", [SpecialTokens(1, 2), SpecialTokens(1, None)])
+def test_positions_ids_and_labels_follow_documents(special_tokens: SpecialTokens) -> None:
+    packed = pack(ROW, special_tokens=special_tokens, reset_positions=True, document_mask=True)
     assert packed.tokens_BS.tolist() == [[7, 2, 1, 5, 2, 1, 6]]
     assert packed.labels_BS.tolist() == [[2, IGNORED, 5, 2, IGNORED, 6, 8]]
     assert packed.positions_BS is not None and packed.positions_BS.tolist() == [
@@ -28,7 +28,9 @@ def test_positions_ids_and_labels_follow_documents(framing: Framing) -> None:
 
 def test_documents_that_only_end() -> None:
     row = np.array([[7, 2, 5, 6, 2, 9, 2]])
-    packed = pack(row, framing=Framing(None, 2), reset_positions=True, document_mask=True)
+    packed = pack(
+        row, special_tokens=SpecialTokens(None, 2), reset_positions=True, document_mask=True
+    )
     assert packed.labels_BS.tolist() == [[2, IGNORED, 6, 2, IGNORED, 2]]
     assert packed.positions_BS is not None and packed.positions_BS.tolist() == [[0, 1, 0, 1, 2, 0]]
     assert packed.document_ids_BS is not None and packed.document_ids_BS.tolist() == [
@@ -37,14 +39,19 @@ def test_documents_that_only_end() -> None:
 
 
 def test_without_options_every_label_counts() -> None:
-    packed = pack(ROW, framing=Framing(1, 2), reset_positions=False, document_mask=False)
+    packed = pack(
+        ROW, special_tokens=SpecialTokens(1, 2), reset_positions=False, document_mask=False
+    )
     assert packed.labels_BS.tolist() == [[2, 1, 5, 2, 1, 6, 8]]
     assert packed.positions_BS is None and packed.document_ids_BS is None
 
 
 def test_a_sequence_that_begins_with_a_document_is_document_0() -> None:
     packed = pack(
-        np.array([[1, 5, 2, 1]]), framing=Framing(1, 2), reset_positions=True, document_mask=True
+        np.array([[1, 5, 2, 1]]),
+        special_tokens=SpecialTokens(1, 2),
+        reset_positions=True,
+        document_mask=True,
     )
     assert packed.document_ids_BS is not None and packed.document_ids_BS.tolist() == [[0, 0, 0]]
     assert packed.labels_BS.tolist() == [[5, 2, IGNORED]]
@@ -52,16 +59,16 @@ def test_a_sequence_that_begins_with_a_document_is_document_0() -> None:
 
 def test_framing_wraps_with_what_the_tokenizer_has() -> None:
     tokenizer = bytes_tokenizer()
-    assert Framing.of(tokenizer).wrap([9]) == [256, 9, 257]
-    assert Framing.of(tokenizer, add_bos=False).wrap([9]) == [9, 257]
-    assert not Framing.of(tokenizer, add_bos=False, add_eos=False).marks_boundaries
+    assert SpecialTokens.of(tokenizer).wrap([9]) == [256, 9, 257]
+    assert SpecialTokens.of(tokenizer, add_bos=False).wrap([9]) == [9, 257]
+    assert not SpecialTokens.of(tokenizer, add_bos=False, add_eos=False).marks_boundaries
 
 
 def test_one_token_for_begin_and_end_is_written_once() -> None:
     tokenizer: Tokenizer = bytes_tokenizer()
     tokenizer.eos_id = tokenizer.bos_id
-    framing = Framing.of(tokenizer)
-    assert framing.wrap([9]) == [256, 9]
-    assert framing.starts(np.array([[256, 9, 8, 256, 9]])).tolist() == [
+    special_tokens = SpecialTokens.of(tokenizer)
+    assert special_tokens.wrap([9]) == [256, 9]
+    assert special_tokens.starts(np.array([[256, 9, 8, 256, 9]])).tolist() == [
         [True, False, False, True, False]
     ]

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from titan.data import DataError
-from titan.data.base import NUM_LANES, Layout
-from titan.data.framing import Framing
+from titan.data.base import NUM_LANES, RankShare
+from titan.data.special_tokens import SpecialTokens
 from titan.data.streams import Mark, StreamSamples, merge_bookmarks
 from titan.data.tokenizer import Tokenizer, bytes_tokenizer
 
@@ -56,7 +56,7 @@ def samples(
     made = StreamSamples(
         stream,  # pyright: ignore[reportArgumentType]
         tokenizer=tokenizer,  # pyright: ignore[reportArgumentType]
-        framing=Framing(256, 257),
+        special_tokens=SpecialTokens(256, 257),
         seq_len=SEQ_LEN,
         shuffle_buffer=shuffle_buffer,
         seed=3,
@@ -92,37 +92,37 @@ def test_a_short_stream_starts_over_in_another_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "expected"),
+    ("share", "expected"),
     [
-        (Layout(rank=0, world=1, batch=1), 64),
-        (Layout(rank=1, world=2, batch=1), 32),
-        (Layout(rank=3, world=4, batch=4), 16),
-        (Layout(rank=5, world=64, batch=1), 1),
-        (Layout(rank=7, world=64, batch=8), 8),
-        (Layout(rank=0, world=3, batch=1), 64),
-        (Layout(rank=2, world=3, batch=2), 64),
+        (RankShare(rank=0, world=1, batch=1), 64),
+        (RankShare(rank=1, world=2, batch=1), 32),
+        (RankShare(rank=3, world=4, batch=4), 16),
+        (RankShare(rank=5, world=64, batch=1), 1),
+        (RankShare(rank=7, world=64, batch=8), 8),
+        (RankShare(rank=0, world=3, batch=1), 64),
+        (RankShare(rank=2, world=3, batch=2), 64),
     ],
 )
-def test_lanes_of_a_layout_are_those_of_its_samples(layout: Layout, expected: int) -> None:
+def test_lanes_of_a_layout_are_those_of_its_samples(share: RankShare, expected: int) -> None:
     for position in (0, 7, 1000):
         taken = {
-            (position + step * layout.stride + layout.rank * layout.batch + row) % NUM_LANES
+            (position + step * share.stride + share.rank * share.batch + row) % NUM_LANES
             for step in range(NUM_LANES)
-            for row in range(layout.batch)
+            for row in range(share.batch)
         }
-        assert layout.lanes(position) == taken
+        assert share.lanes(position) == taken
         assert len(taken) == expected
 
 
 def test_a_rank_tokenises_only_its_lanes(texts: list[str]) -> None:
-    layout = Layout(rank=1, world=4, batch=4)
+    share = RankShare(rank=1, world=4, batch=4)
     mine = (
-        np.arange(64)[:, None] * layout.stride + layout.rank * layout.batch + np.arange(4)
+        np.arange(64)[:, None] * share.stride + share.rank * share.batch + np.arange(4)
     ).reshape(-1)
     whole, _, all_texts = samples(texts)
     expected = whole.get(np.arange(mine[-1] + 1))[mine]
     made, _, own_texts = samples(texts)
-    made.seek(0, layout=layout, bookmark=None)
+    made.seek(0, share=share, bookmark=None)
     np.testing.assert_array_equal(made.get(mine), expected)
     assert own_texts.texts <= all_texts.texts / 4 + NUM_LANES
 
@@ -139,11 +139,11 @@ def test_a_bookmark_saves_work_and_changes_nothing(
     expected = made.get(np.arange(position, position + 100))
     quick, stream, tokenizer = samples(texts, shuffle_buffer=shuffle_buffer)
     with caplog.at_level(logging.WARNING):
-        quick.seek(position, layout=None, bookmark=bookmark)
+        quick.seek(position, share=None, bookmark=bookmark)
         np.testing.assert_array_equal(quick.get(np.arange(position, position + 100)), expected)
         assert not caplog.records
         slow, slow_stream, slow_tokenizer = samples(texts, shuffle_buffer=shuffle_buffer)
-        slow.seek(position, layout=None, bookmark=None)
+        slow.seek(position, share=None, bookmark=None)
         np.testing.assert_array_equal(slow.get(np.arange(position, position + 100)), expected)
         assert "tokenised again from the start" in caplog.text
     if position == 12_000:
@@ -159,18 +159,18 @@ def test_a_bookmark_of_another_stream_is_not_used(
     made, *_ = samples(texts[::-1], identity=2)
     expected = made.get(np.arange(600))[500:]
     with caplog.at_level(logging.WARNING):
-        made.seek(500, layout=None, bookmark=other.bookmark())
+        made.seek(500, share=None, bookmark=other.bookmark())
         np.testing.assert_array_equal(made.get(np.arange(500, 600)), expected)
     assert "no bookmark" in caplog.text
 
 
 def test_bookmarks_of_ranks_merge_and_serve_another_layout(texts: list[str]) -> None:
-    layouts = [Layout(rank=rank, world=4, batch=2) for rank in range(4)]
+    shares = [RankShare(rank=rank, world=4, batch=2) for rank in range(4)]
     bookmarks = []
-    for layout in layouts:
+    for share in shares:
         made, *_ = samples(texts, shuffle_buffer=20)
-        made.seek(0, layout=layout, bookmark=None)
-        first = layout.rank * layout.batch
+        made.seek(0, share=share, bookmark=None)
+        first = share.rank * share.batch
         for step in range(100):
             made.get(np.arange(step * 8 + first, step * 8 + first + 2))
         bookmarks.append(made.bookmark())
@@ -180,7 +180,7 @@ def test_bookmarks_of_ranks_merge_and_serve_another_layout(texts: list[str]) -> 
     whole, *_ = samples(texts, shuffle_buffer=20)
     expected = whole.get(np.arange(800, 900))
     resumed, _, tokenizer = samples(texts, shuffle_buffer=20)
-    resumed.seek(800, layout=Layout(rank=0, world=1, batch=4), bookmark=merged)
+    resumed.seek(800, share=RankShare(rank=0, world=1, batch=4), bookmark=merged)
     np.testing.assert_array_equal(resumed.get(np.arange(800, 900)), expected)
     assert tokenizer.texts < 400
 

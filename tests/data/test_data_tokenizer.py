@@ -71,7 +71,7 @@ def test_rank_file(tmp_path: Path) -> None:
     assert tokenizer.kind == "tiktoken"
     assert tokenizer.vocab_size == 260 + 256
     assert tokenizer.encode("the then in") == [258, 32, 258, ord("n"), 32, 259]
-    specials = tokenizer.special_tokens
+    specials = tokenizer.special_ids
     assert len(specials) == 256
     # The places in Llama 3's vocabulary, which begins its special tokens at 128000.
     assert {
@@ -115,7 +115,7 @@ def test_trained_tokenizer(trained: Path) -> None:
     tokenizer = build_tokenizer(TokenizerSection(), hf_assets_path=str(trained))
     assert (tokenizer.kind, tokenizer.vocab_size) == ("huggingface", 300)
     assert (tokenizer.bos_id, tokenizer.eos_id) == (0, 1)
-    assert tokenizer.special_tokens == {BOS: 0, EOS: 1}
+    assert tokenizer.special_ids == {BOS: 0, EOS: 1}
     assert len(tokenizer.encode(" the thing")) < len(" the thing") / 2
     check_round_trip(tokenizer, TRICKY)
     other = bytes_tokenizer()
@@ -221,7 +221,7 @@ def test_special_tokens_that_only_the_config_names(tmp_path: Path) -> None:
     added |= {"1": {"content": "<taken>", "special": True}, "-1": {"content": "<no>"}, "9": "junk"}
     tokenizer = word_tokenizer(tmp_path, added_tokens_decoder=added, eos_token="<|end|>")
     assert (tokenizer.eos_id, tokenizer.bos_id, tokenizer.vocab_size) == (7, None, 8)
-    assert tokenizer.special_tokens == {"<|end|>": 7}
+    assert tokenizer.special_ids == {"<|end|>": 7}
     assert tokenizer.token_bytes(7) == b"" and tokenizer.decode([0, 7, 1]) == "a b"
     assert 7 not in tokenizer.encode("a <|end|> b")
 

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from tests.support.ranks import Pool, RankFailed
-from titan.checkpoint.files import Files
 from titan.checkpoint.manager import CheckpointManager, SaveFailed, list_steps, load
 from titan.checkpoint.manifest import find_damage
+from titan.checkpoint.storage import LocalStorage
 from titan.config.sections import CheckpointSection
 
 NAMES = [f"model.{number}" for number in range(6)]
@@ -54,7 +54,7 @@ def save(folder: Path, steps: list[int], mode: str, kill: str = "") -> list[str]
         manager.save(step, state_of(step), metadata={"step": step}, wait=False)
         manager.staging.before_update()
     manager.poll(wait=True)
-    return manager.take_news()
+    return manager.drain_messages()
 
 
 def resume(folder: Path) -> int:
@@ -239,8 +239,8 @@ def test_power_cuts_after_the_commit(
             manager.save(step, state_of(step), metadata={"step": step})
             assert disk.whole_steps_after_a_power_cut()[-1] == step
         # And without fsync the same test sees them lost.
-        monkeypatch.setattr(Files, "persist", lambda *_: None)
-        monkeypatch.setattr(Files, "persist_folder", lambda *_: None)
+        monkeypatch.setattr(LocalStorage, "fsync", lambda *_: None)
+        monkeypatch.setattr(LocalStorage, "fsync_folder", lambda *_: None)
         manager.save(100, state_of(100), metadata={"step": 100})
         assert 100 not in disk.whole_steps_after_a_power_cut()
     finally:

@@ -217,7 +217,7 @@ def stop_and_resume(degrees: Degrees, optimizer: Options, training: Options, fol
     """Whether six steps are the same bits as three, a checkpoint, and three more."""
     manager = checkpoints.CheckpointManager(CheckpointSection(), run_dir=Path(folder))
 
-    def state(of: Program) -> checkpoints.State:
+    def state(of: Program) -> checkpoints.StateDict:
         return checkpoints.model_state(of.parts) | checkpoints.optimizer_state(
             of.parts, of.optimizer
         )

@@ -402,7 +402,7 @@ def test_activations_are_gathered_in_one_byte(pool: Pool) -> None:
 # ---- checkpoints -------------------------------------------------------------------------------
 
 
-def state_of(program: Program) -> checkpoints.State:
+def state_of(program: Program) -> checkpoints.StateDict:
     parts = program.parts
     return {
         **checkpoints.model_state(parts),

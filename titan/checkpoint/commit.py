@@ -26,34 +26,36 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from titan.checkpoint import SaveFailed
-from titan.checkpoint.files import Location, die_at, files_of, join
 from titan.checkpoint.manifest import NAME as MANIFEST
 from titan.checkpoint.manifest import HashingStream, write_manifest
-from titan.checkpoint.tensors import State, Writer, reason
+from titan.checkpoint.storage import Location, die_at, join, storage_of
+from titan.checkpoint.tensors import StateDict, Writer, reason
 
 T = TypeVar("T")
 TITAN_JSON = "titan.json"
-# Ranks wait for the slowest disk. A rank that dies is noticed at once, whatever the limit.
+# CheckpointGroup wait for the slowest disk. A rank that dies is noticed at once, whatever the limit.
 TIMEOUT = timedelta(minutes=30)
 
 
-class Ranks:
+class CheckpointGroup:
     """The ranks that save and load together, in a gloo group of their own: a save in the background must not share the
     training's groups, whose collectives would then be called from two threads. Made on all ranks together."""
 
     def __init__(self) -> None:
         self.size = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if self.size > 1 else 0
-        self.group: Any = dist.new_group(backend="gloo", timeout=TIMEOUT) if self.size > 1 else None
+        self.process_group: Any = (
+            dist.new_group(backend="gloo", timeout=TIMEOUT) if self.size > 1 else None
+        )
 
     def gather(self, value: T) -> list[T]:
         """Everyone's values, on every rank."""
         values: list[Any] = [value] * self.size
-        if self.group is not None:
-            dist.all_gather_object(values, value, group=self.group)
+        if self.process_group is not None:
+            dist.all_gather_object(values, value, group=self.process_group)
         return values
 
-    def together(self, work: Callable[[], T]) -> list[T]:
+    def run_on_all(self, work: Callable[[], T]) -> list[T]:
         """Everyone's results. If it failed on any rank, SaveFailed on all of them."""
         failure, result = "", None
         try:
@@ -65,21 +67,26 @@ class Ranks:
             raise SaveFailed(failures[0])
         return [result for _, result in outcomes]  # pyright: ignore[reportReturnType]
 
-    def on_main(self, work: Callable[[], T]) -> T | None:
+    def run_on_main(self, work: Callable[[], T]) -> T | None:
         """Rank 0 alone does it, and all know how it went; rank 0's result, on rank 0."""
-        return self.together(lambda: work() if self.rank == 0 else None)[0]
+        return self.run_on_all(lambda: work() if self.rank == 0 else None)[0]
 
 
 def write(
-    state: State, *, folder: Location, step: int, metadata: dict[str, Any], ranks: Ranks
+    state: StateDict,
+    *,
+    folder: Location,
+    step: int,
+    metadata: dict[str, Any],
+    group: CheckpointGroup,
 ) -> Location:
     """Write step N into a folder of checkpoints; all ranks call this together. Raises SaveFailed on all or none."""
-    files = files_of(folder)
+    files = storage_of(folder)
     final = join(folder, f"step-{step}")
     target = join(folder, f".saving-{step}") if files.has_rename else final
 
     def clear() -> None:
-        for name in files.names(folder):
+        for name in files.listdir(folder):
             if name.startswith((".saving-", ".removing-")):  # left by a crash
                 files.remove(join(folder, name))
         if not files.has_rename:
@@ -90,7 +97,7 @@ def write(
         die_at("manifest", target)
         write_manifest(target, entries, step=step)
         if files.has_rename:
-            files.persist_folder(target)
+            files.fsync_folder(target)
             die_at("rename", target)
             hidden = join(folder, f".removing-{step}")
             if files.exists(final):  # the run was taken back to an earlier step and got here again
@@ -102,14 +109,14 @@ def write(
                 files.remove(hidden)
 
     try:
-        ranks.on_main(clear)
-        entries = _write_files(state, target, metadata, ranks)
-        ranks.on_main(lambda: commit(entries))
+        group.run_on_main(clear)
+        entries = _write_files(state, target, metadata, group)
+        group.run_on_main(lambda: commit(entries))
     except (
         RuntimeError,
         dcp.CheckpointException,
     ) as error:  # the first, of gloo too: a rank has died
-        if ranks.rank == 0:
+        if group.rank == 0:
             with suppress(OSError):
                 files.remove(target)
         raise SaveFailed(f"step {step} could not be saved: {reason(error)}") from error
@@ -117,29 +124,31 @@ def write(
 
 
 def _write_files(
-    state: State, target: Location, metadata: dict[str, Any], ranks: Ranks
+    state: StateDict, target: Location, metadata: dict[str, Any], group: CheckpointGroup
 ) -> dict[str, Any]:
     """Everything but the manifest; entries of all ranks' files."""
     die_at("data", target)
     writer = Writer(target, state)
-    dcp.save(state, storage_writer=writer, process_group=ranks.group, no_dist=ranks.size == 1)
+    dcp.save(
+        state, storage_writer=writer, process_group=group.process_group, no_dist=group.size == 1
+    )
     die_at("written", target)
 
     def titan_json() -> dict[str, Any]:
-        files = files_of(target)
+        files = storage_of(target)
         with files.open(join(target, TITAN_JSON), "wb") as stream:
             hashing = HashingStream(stream)
             hashing.write((json.dumps(metadata, indent=1) + "\n").encode())
-            files.persist(stream)
+            files.fsync(stream)
         return {TITAN_JSON: hashing.entry()}
 
-    mine = ranks.together(lambda: writer.entries | (titan_json() if ranks.rank == 0 else {}))
+    mine = group.run_on_all(lambda: writer.entries | (titan_json() if group.rank == 0 else {}))
     return {name: entry for entries in mine for name, entry in entries.items()}
 
 
 def remove(step: Location) -> None:
     """Delete a step; it stops existing at once, and half of one never has its name."""
-    files = files_of(step)
+    files = storage_of(step)
     if isinstance(step, Path):
         hidden = step.with_name(f".removing-{step.name}")
         files.rename(step, hidden)

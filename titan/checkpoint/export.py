@@ -23,10 +23,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from titan.checkpoint import SaveFailed
-from titan.checkpoint.commit import Ranks
-from titan.checkpoint.files import Files
+from titan.checkpoint.commit import CheckpointGroup
 from titan.checkpoint.huggingface import CONFIG, INDEX, HFModel, is_there, root_of
-from titan.checkpoint.tensors import State
+from titan.checkpoint.storage import LocalStorage
+from titan.checkpoint.tensors import StateDict
 from titan.config.model import model_config
 from titan.config.sections import ModelSection
 from titan.data.tokenizer import Tokenizer
@@ -47,7 +47,7 @@ _MAX_VALUES = (
     3_000_000  # of a tokenizer.json: a vocabulary of 250,000 with its merges has 1.5 million
 )
 DEFAULT_FILE_BYTES = 5_000_000_000
-Fetch = Callable[[Sequence[str], bool], State]
+Fetch = Callable[[Sequence[str], bool], StateDict]
 
 
 @dataclass(frozen=True)
@@ -129,11 +129,11 @@ def _is_text(data: bytes) -> bool:
     return b"\0" not in data
 
 
-def export_state(folder: Path, state: State, export: Export, *, ranks: Ranks) -> None:
+def export_state(folder: Path, state: StateDict, export: Export, *, group: CheckpointGroup) -> None:
     """Write the weights "model.<parameter>" of a running job; all ranks call this together. Raises SaveFailed on all."""
 
-    def gather(names: Sequence[str], keep: bool) -> State:
-        kept: State = {}
+    def gather(names: Sequence[str], keep: bool) -> StateDict:
+        kept: StateDict = {}
         for name in names:
             tensor = state[f"model.{name}"].to(export.dtype)
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -142,16 +142,21 @@ def export_state(folder: Path, state: State, export: Export, *, ranks: Ranks) ->
         return kept
 
     held = [f"model.{name}" in state for name in export.model.names]
-    everyones = ranks.gather(bytes(held))
+    everyones = group.gather(bytes(held))
     ranks_of = {
         name: [rank for rank, held in enumerate(everyones) if held[number]]
         for number, name in enumerate(export.model.names)
     }
-    write_folder(folder, export, fetch=gather, ranks_of=ranks_of, ranks=ranks)
+    write_folder(folder, export, fetch=gather, ranks_of=ranks_of, group=group)
 
 
 def write_folder(
-    folder: Path, export: Export, *, fetch: Fetch, ranks_of: dict[str, list[int]], ranks: Ranks
+    folder: Path,
+    export: Export,
+    *,
+    fetch: Fetch,
+    ranks_of: dict[str, list[int]],
+    group: CheckpointGroup,
 ) -> None:
     """Write a folder, or add the files to one that is there.
 
@@ -169,32 +174,32 @@ def write_folder(
     def commit() -> None:
         _write_texts(temporary, export, dict(zip(file_names, files, strict=True)))
         if not folder.exists():
-            return Files().rename(temporary, folder)
+            return LocalStorage().rename(temporary, folder)
         (folder / CONFIG).unlink(missing_ok=True)
         for file in sorted(temporary.iterdir(), key=lambda file: file.name == CONFIG):
-            Files().rename(file, folder / file.name)
+            LocalStorage().rename(file, folder / file.name)
 
     try:
-        ranks.on_main(begin)
+        group.run_on_main(begin)
         writes: list[Future[None]] = []
         with ThreadPoolExecutor(1) as background:
             for number, names in enumerate(files):
                 holders = ranks_of[names[0]]
-                if ranks.rank not in holders:
+                if group.rank not in holders:
                     continue
-                keep = ranks.rank == holders[number % len(holders)]
+                keep = group.rank == holders[number % len(holders)]
                 wait(writes if keep else [])  # one file behind, no more
                 kept = fetch(names, keep)
                 if keep:
                     tensors = {export.model.names[name]: kept[name] for name in names}
                     path = temporary / file_names[number]
                     writes.append(background.submit(_write_file, path, tensors))
-        ranks.together(lambda: [write.result() for write in writes])
-        ranks.on_main(commit)
+        group.run_on_all(lambda: [write.result() for write in writes])
+        group.run_on_main(commit)
     except SaveFailed as error:
         raise SaveFailed(f"{folder}: the Hugging Face folder was not written: {error}") from error
     finally:
-        if ranks.rank == 0:
+        if group.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)  # has another name, if all went well
 
 
@@ -212,7 +217,7 @@ def plan_files(export: Export, ranks_of: dict[str, list[int]]) -> list[list[str]
     return files
 
 
-def _write_file(file: Path, tensors: State) -> None:
+def _write_file(file: Path, tensors: StateDict) -> None:
     from safetensors.torch import save_file
 
     save_file({k: v.contiguous() for k, v in tensors.items()}, file, metadata={"format": "pt"})
@@ -227,7 +232,7 @@ def _write_texts(folder: Path, export: Export, files: dict[str, list[str]]) -> N
     total = sum(map(export.num_bytes, model.names))
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     for name, value in ((INDEX, index), (CONFIG, export.config())):
-        Files().write(folder / name, (json.dumps(value, indent=2) + "\n").encode())
+        LocalStorage().write(folder / name, (json.dumps(value, indent=2) + "\n").encode())
     for asset in export.assets:
-        Files().write(folder / asset.name, read_asset(asset))
-    Files().persist_folder(folder)
+        LocalStorage().write(folder / asset.name, read_asset(asset))
+    LocalStorage().fsync_folder(folder)

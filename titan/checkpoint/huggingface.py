@@ -23,12 +23,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan.checkpoint import CheckpointError
-from titan.checkpoint.commit import Ranks
-from titan.checkpoint.tensors import State
+from titan.checkpoint.commit import CheckpointGroup
+from titan.checkpoint.tensors import StateDict
 from titan.config.model import families, family, model_config
 from titan.config.sections import ModelSection
 from titan.config.toml import format_value
-from titan.data.errors import require
+from titan.data import require
 from titan.parallel.shims import compute_local_shape_and_global_offset
 from titan.untrusted import MAX_VALUES, is_plain_name, open_regular, printable, read_json
 
@@ -159,12 +159,12 @@ def check_folder(path: Path, model: HFModel) -> HFFolder:
     return folder
 
 
-def load(path: Path, state: State, *, model: HFModel, ranks: Ranks) -> None:
+def load(path: Path, state: StateDict, *, model: HFModel, group: CheckpointGroup) -> None:
     """Fill the tensors "model.<parameter>" of `state`, in their own precision; all ranks call this together. Raises
     CheckpointError on all of them if a weight is not a number."""
     from safetensors import safe_open
 
-    folder = _check_on_main(path, model, ranks)
+    folder = _check_on_main(path, model, group)
     by_file: dict[Path, list[str]] = defaultdict(list)
     for ours in (key.removeprefix("model.") for key in state):
         by_file[folder.files[model.names[ours]]].append(ours)
@@ -177,7 +177,7 @@ def load(path: Path, state: State, *, model: HFModel, ranks: Ranks) -> None:
                 for ours in names
                 if not _fill(state[f"model.{ours}"], slices[ours])
             ]
-    if found := [problem for problems in ranks.gather(bad) for problem in problems]:
+    if found := [problem for problems in group.gather(bad) for problem in problems]:
         raise CheckpointError(found[0])
 
 
@@ -207,16 +207,16 @@ def model_keys(name: str, sizes: Any) -> dict[str, Any]:
     return keys
 
 
-def _check_on_main(path: Path, model: HFModel, ranks: Ranks) -> HFFolder:
+def _check_on_main(path: Path, model: HFModel, group: CheckpointGroup) -> HFFolder:
     """`check_folder` by rank 0, for all."""
     found: list[HFFolder | CheckpointError | None] = [None]
-    if ranks.rank == 0:
+    if group.rank == 0:
         try:
             found[0] = check_folder(path, model)
         except CheckpointError as error:
             found[0] = error
-    if ranks.group is not None:
-        dist.broadcast_object_list(found, src=0, group=ranks.group)
+    if group.process_group is not None:
+        dist.broadcast_object_list(found, src=0, group=group.process_group)
     if not isinstance(found[0], HFFolder):
         raise found[0] or AssertionError("rank 0 found neither a folder nor a fault")
     return found[0]

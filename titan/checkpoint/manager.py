@@ -20,8 +20,7 @@ import torch
 
 from titan.checkpoint import CheckpointError, SaveFailed
 from titan.checkpoint import commit as committing
-from titan.checkpoint.commit import TITAN_JSON, Ranks
-from titan.checkpoint.files import Location, as_location, files_of, join
+from titan.checkpoint.commit import TITAN_JSON, CheckpointGroup
 from titan.checkpoint.manifest import NAME as MANIFEST
 from titan.checkpoint.manifest import Damage, describe, find_damage, list_steps
 from titan.checkpoint.staging import Staging
@@ -32,7 +31,8 @@ from titan.checkpoint.state import (
     optimizer_state,
     rng_state,
 )
-from titan.checkpoint.tensors import State, load, reason, stored_shapes
+from titan.checkpoint.storage import Location, as_location, join, storage_of
+from titan.checkpoint.tensors import StateDict, load, reason, stored_shapes
 from titan.config.sections import CheckpointSection
 from titan.untrusted import Count, InputError, parse_json, read_stream
 
@@ -40,7 +40,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointManager",
     "SaveFailed",
-    "State",
+    "StateDict",
     "empty_optimizer_state",
     "list_steps",
     "load",
@@ -66,12 +66,12 @@ class CheckpointManager:
         self.staging = Staging(overlap=section.async_mode == "async_with_pinned_mem")
         self.background: Future[str] | None = None  # gives what to say of the save under way
         self.background_step, self.blocked_s = 0, 0.0
-        self.news: list[str] = []  # for the console
+        self.messages: list[str] = []  # for the console
         self.saved_at = time.monotonic()
 
     @cached_property
-    def ranks(self) -> Ranks:
-        return Ranks()
+    def group(self) -> CheckpointGroup:
+        return CheckpointGroup()
 
     # ---- when ----------------------------------------------------------------------------------
 
@@ -98,7 +98,7 @@ class CheckpointManager:
     def save(
         self,
         step: int,
-        state: State,
+        state: StateDict,
         *,
         metadata: dict[str, Any],
         model_only: bool = False,
@@ -114,22 +114,24 @@ class CheckpointManager:
                 raise SaveFailed(f"step {self.background_step} could not be saved")
             waited_s = time.monotonic() - start
             if waited_s > 1:
-                self.news.append(f"step {step} had to wait {waited_s:.1f} s for the save before it")
+                self.messages.append(
+                    f"step {step} had to wait {waited_s:.1f} s for the save before it"
+                )
         self.saved_at = time.monotonic()
         if model_only:
             dtype = getattr(torch, self.section.export_dtype)
             state = {k: v.to(dtype) for k, v in state.items() if k.startswith("model.")}
             metadata = metadata | {"model_only": True}
         if wait or self.section.async_mode == "disabled":
-            self.news.append(self._write(step, state, metadata))
+            self.messages.append(self._write(step, state, metadata))
         else:
-            finish, ranks = self.staging.begin(state), self.ranks
+            finish, group = self.staging.begin(state), self.group
             done: Future[str] = Future()
 
             def work() -> None:
-                copies: State = {}
+                copies: StateDict = {}
                 try:
-                    ranks.together(lambda: copies.update(finish()))
+                    group.run_on_all(lambda: copies.update(finish()))
                     done.set_result(self._write(step, copies, metadata))
                 except BaseException as error:
                     done.set_exception(error)
@@ -149,12 +151,12 @@ class CheckpointManager:
         except RuntimeError as error:
             return self.failed(error)
         blocked_s = self.blocked_s + self.staging.waited_s
-        self.news.append(f"{text}, of which training stood still for {blocked_s:.3f} s")
+        self.messages.append(f"{text}, of which training stood still for {blocked_s:.3f} s")
         return True
 
-    def take_news(self) -> list[str]:
+    def drain_messages(self) -> list[str]:
         """What has happened since the last call, for the console."""
-        news, self.news = self.news, []
+        news, self.messages = self.messages, []
         return news
 
     def failed(self, error: RuntimeError) -> bool:
@@ -170,13 +172,13 @@ class CheckpointManager:
         except Exception as error:  # a timeout's class depends on Python's version
             logger.error(f"step {self.background_step} is given up: {reason(error)}")
 
-    def _write(self, step: int, state: State, metadata: dict[str, Any]) -> str:
+    def _write(self, step: int, state: StateDict, metadata: dict[str, Any]) -> str:
         start = time.monotonic()
         path = committing.write(
-            state, folder=self.folder, step=step, metadata=metadata, ranks=self.ranks
+            state, folder=self.folder, step=step, metadata=metadata, group=self.group
         )
         text = f"saved {path} in {time.monotonic() - start:.2f} s"
-        if self.ranks.rank == 0:
+        if self.group.rank == 0:
             self._remove_old()
         return text
 
@@ -247,12 +249,12 @@ class CheckpointManager:
         """On all ranks the same; each looks at its share of the blocks."""
         if self.section.verify == "off":
             return []
-        mine = find_damage(path, part=self.ranks.rank, parts=self.ranks.size)
-        return [damage for found in self.ranks.gather(mine) for damage in found]
+        mine = find_damage(path, part=self.group.rank, parts=self.group.size)
+        return [damage for found in self.group.gather(mine) for damage in found]
 
     def _set_aside(self, step: int) -> None:
         """Under a name that no finder takes for a step; of a remote one, only the manifest."""
-        path, files = join(self.folder, f"step-{step}"), files_of(self.folder)
+        path, files = join(self.folder, f"step-{step}"), storage_of(self.folder)
 
         def rename() -> None:
             old, new = path, join(self.folder, f"damaged-{step}")
@@ -263,21 +265,21 @@ class CheckpointManager:
             files.rename(old, new)
 
         try:
-            self.ranks.on_main(rename)
+            self.group.run_on_main(rename)
         except SaveFailed as error:
             logger.warning(f"{path} could not be set aside: {error}")
 
     def _announce(self, text: str) -> None:
         """To the log at once, and to the console, which opens after a run has resumed."""
         logger.warning(text)
-        self.news.append(text)
+        self.messages.append(text)
 
     def _say_what_else_is_there(self) -> None:
         parent = self.folder.parent if isinstance(self.folder, Path) else None
         others = (
             [f"{path}" for path in sorted(parent.glob("*")) if list_steps(path)] if parent else []
         )
-        names = files_of(self.folder).names(self.folder)
+        names = storage_of(self.folder).listdir(self.folder)
         if names or others:
             self._announce(
                 f"a fresh start: {self.folder} holds no checkpoint to resume from"
@@ -306,7 +308,7 @@ class _Saved:
 
 def read_metadata(path: Location, *wanted: str) -> dict[str, Any]:
     """What `save` was given as metadata. Raises CheckpointError where it cannot be that, or lacks a key of `wanted`."""
-    files, name = files_of(path), join(path, TITAN_JSON)
+    files, name = storage_of(path), join(path, TITAN_JSON)
     try:
         with files.open(name, "rb") as stream:
             text = read_stream(stream, files.size(name), name=name)

@@ -17,7 +17,7 @@ from typing import IO, Any
 from xxhash import xxh3_128
 
 from titan.checkpoint import CheckpointError, safe
-from titan.checkpoint.files import Location, files_of, join, name_of
+from titan.checkpoint.storage import Location, join, name_of, storage_of
 from titan.untrusted import Count, InputError, is_plain_name, parse_json, printable, read_stream
 
 NAME = "manifest.json"
@@ -105,16 +105,16 @@ def render(content: dict[str, Any]) -> bytes:
 
 def write_manifest(folder: Location, entries: dict[str, Entry], *, step: int) -> None:
     content = {"format": 1, "step": step, "block_bytes": BLOCK_BYTES, "files": entries}
-    files_of(folder).write(join(folder, NAME), render(content))
+    storage_of(folder).write(join(folder, NAME), render(content))
 
 
 def list_steps(folder: Location) -> list[int]:
     """Steps with a committed checkpoint in a folder, oldest first."""
-    files = files_of(folder)
+    files = storage_of(folder)
     # Local steps are committed by their name; what titan wrote before it wrote manifests is to be found, and refused.
     marks = (NAME, METADATA) if files.has_rename else (NAME,)
     found = []
-    for name in files.names(folder):
+    for name in files.listdir(folder):
         step = join(folder, name)
         match = re.fullmatch(r"step-(\d+)", name)
         if match and any(files.exists(join(step, mark)) for mark in marks):
@@ -153,7 +153,7 @@ def find_damage(folder: Location, *, part: int = 0, parts: int = 1) -> list[Dama
 def read_layout(folder: Location, sizes: dict[str, int] | None = None) -> safe.Layout:
     """Read which tensors a checkpoint holds, and where. Raises CheckpointError where they are not whole, or lie in other
     files than the manifest's (`sizes`, which is read if it is not given; without one, the files in the folder)."""
-    files, name = files_of(folder), str(join(folder, METADATA))
+    files, name = storage_of(folder), str(join(folder, METADATA))
     try:
         if sizes is None:
             sizes = _sizes_of(folder)
@@ -176,7 +176,7 @@ def read_layout(folder: Location, sizes: dict[str, int] | None = None) -> safe.L
 
 
 def _read(folder: Location) -> _Manifest:
-    files, where = files_of(folder), join(folder, NAME)
+    files, where = storage_of(folder), join(folder, NAME)
     with files.open(where, "rb") as stream:
         text = read_stream(stream, files.size(where), name=where)
     manifest = parse_json(text, _Manifest, name=where, values=_MAX_VALUES)
@@ -198,12 +198,12 @@ def _sizes_of(folder: Location) -> dict[str, int]:
     try:
         return _sizes(_read(folder))
     except (OSError, InputError):  # a run that verifies does not come here
-        files = files_of(folder)
-        return {name: files.size(join(folder, name)) for name in files.names(folder)}
+        files = storage_of(folder)
+        return {name: files.size(join(folder, name)) for name in files.listdir(folder)}
 
 
 def _check_file(location: Location, file: str, entry: Entry, blocks: list[int]) -> list[Damage]:
-    files, expected = files_of(location), entry["bytes"]
+    files, expected = storage_of(location), entry["bytes"]
     try:
         size = files.size(location)
         if size != expected:

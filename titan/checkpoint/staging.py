@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan.checkpoint.tensors import State
+from titan.checkpoint.tensors import StateDict
 
 
 class Staging:
@@ -27,11 +27,11 @@ class Staging:
 
     def __init__(self, *, overlap: bool) -> None:
         self._overlap = overlap
-        self._buffers: State = {}
+        self._buffers: StateDict = {}
         self._pending: Callable[[], object] | None = None
         self.waited_s = 0.0  # by the last `before_update` that had to
 
-    def begin(self, state: State) -> Callable[[], State]:
+    def begin(self, state: StateDict) -> Callable[[], StateDict]:
         """Copy `state`, or begin to; the result, called on the writer's thread, gives the finished copy."""
         self.waited_s = 0.0
         copies = {name: self._buffer(name, value) for name, value in state.items()}
@@ -45,7 +45,7 @@ class Staging:
         copied = threading.Event()
         self._pending = copied.wait
 
-        def finish() -> State:
+        def finish() -> StateDict:
             try:
                 _copy(state, copies)
             finally:
@@ -61,7 +61,9 @@ class Staging:
             self._pending()
             self._pending, self.waited_s = None, time.monotonic() - start
 
-    def _on_stream(self, state: State, copies: State, device: torch.device) -> Callable[[], State]:
+    def _on_stream(
+        self, state: StateDict, copies: StateDict, device: torch.device
+    ) -> Callable[[], StateDict]:
         module = torch.get_device_module(device)
         stream, training = module.Stream(device), module.current_stream(device)
         stream.wait_stream(training)
@@ -70,7 +72,7 @@ class Staging:
         copied = stream.record_event()
         self._pending = lambda: module.current_stream(device).wait_event(copied)
 
-        def finish() -> State:
+        def finish() -> StateDict:
             copied.synchronize()
             return copies
 
@@ -85,7 +87,7 @@ class Staging:
 
 
 @torch.no_grad()
-def _copy(state: State, copies: State) -> None:
+def _copy(state: StateDict, copies: StateDict) -> None:
     for name, value in state.items():
         _local(copies[name]).copy_(_local(value), non_blocking=True)
 

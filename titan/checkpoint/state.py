@@ -18,17 +18,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from titan.checkpoint.files import Location
-from titan.checkpoint.tensors import State, load, stored_shapes
+from titan.checkpoint.storage import Location
+from titan.checkpoint.tensors import StateDict, load, stored_shapes
 from titan.optim.optimizers import allocate_state
 from titan.parallel.float8 import plain
 from titan.parallel.weights import canonical_name
 
 
-def model_state(parts: Sequence[nn.Module]) -> State:
+def model_state(parts: Sequence[nn.Module]) -> StateDict:
     """Weights of a model, or of its pipeline stages on this rank, under their plain names; a shared parameter (tied
     embeddings) appears once."""
-    state: State = {}
+    state: StateDict = {}
     seen: set[int] = set()
     for part in parts:
         for name, tensor in part.state_dict(keep_vars=True).items():
@@ -42,9 +42,9 @@ def _named_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
     return {canonical_name(name): p for part in parts for name, p in part.named_parameters()}
 
 
-def optimizer_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> State:
+def optimizer_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> StateDict:
     """The optimizer's tensors, named by the parameter they belong to."""
-    state: State = {}
+    state: StateDict = {}
     for name, parameter in _named_parameters(parts).items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
@@ -54,7 +54,7 @@ def optimizer_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer
 
 def empty_optimizer_state(
     path: Location, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer
-) -> State:
+) -> StateDict:
     """Allocate the optimizer's state, laid out like the parameters, to be loaded into: what the optimizer wants to have,
     or of one that is not ours, what the checkpoint holds."""
     if allocate_state(optimizer):
@@ -83,7 +83,7 @@ def _step_device(parameter: Tensor, optimizer: torch.optim.Optimizer) -> torch.d
     return parameter.device if on_device else torch.device("cpu")
 
 
-def rng_state(rank: int, device: torch.device) -> State:
+def rng_state(rank: int, device: torch.device) -> StateDict:
     """Random states of this rank: torch's, on the host and on the device, Python's and numpy's."""
     kind, numbers, *_, pos, has_gauss, cached = np.random.get_state(legacy=True)
     states = {

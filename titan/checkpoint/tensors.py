@@ -29,10 +29,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from titan.checkpoint import CheckpointError
-from titan.checkpoint.files import Location, die_at, files_of, join, name_of
 from titan.checkpoint.manifest import Entry, HashingStream, read_layout
+from titan.checkpoint.storage import Location, die_at, join, name_of, storage_of
 
-State = dict[str, Tensor]
+StateDict = dict[str, Tensor]
 _DIRECTORY_BYTES = 2**16  # at the end of an archive: torch's has four entries or so
 # That a single process saves and loads alone is no news. For good: a background thread cannot do so for a moment.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -42,7 +42,7 @@ class _Folder(FileSystem):
     """DCP's view of one folder. Paths are strings, since a Path would spoil a URL."""
 
     def __init__(self, location: Location) -> None:
-        self.location, self.files = location, files_of(location)
+        self.location, self.files = location, storage_of(location)
         self.entries: dict[str, Entry] = {}
 
     @contextmanager
@@ -62,7 +62,7 @@ class _Folder(FileSystem):
                     raise error.__context__ from None
                 raise
             die_at("unsynced", self.location)
-            self.files.persist(stream)
+            self.files.fsync(stream)
             self.entries[name] = hashing.entry()
 
     def concat_path(self, path: str | os.PathLike, suffix: str) -> str:
@@ -84,7 +84,7 @@ class _Folder(FileSystem):
 class Writer(dcp.FileSystemWriter):
     """Writes into a fresh folder; `entries` are then the manifest's, of the files that this rank has written."""
 
-    def __init__(self, location: Location, state: State) -> None:
+    def __init__(self, location: Location, state: StateDict) -> None:
         super().__init__(str(location), sync_files=False)  # ours are, as they are closed
         if all(value.device.type == "cpu" for value in state.values()):
             # Copying ahead from the device would wait for its default stream, which is training's.
@@ -153,7 +153,7 @@ def _shapes(metadata: Metadata) -> dict[str, tuple[torch.Size, torch.dtype]]:
     return {name: (entry.size, entry.properties.dtype) for name, entry in entries.items()}
 
 
-def load(location: Location, state: State) -> None:
+def load(location: Location, state: StateDict) -> None:
     """Fill the tensors of `state`, whatever their layout, from a checkpoint; all ranks call this together.
 
     Raises CheckpointError naming the tensors that are missing or have another shape, or saying why files are refused.

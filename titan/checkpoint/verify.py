@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from titan.checkpoint import CheckpointError
-from titan.checkpoint.files import Location, as_location, files_of, join, name_of
 from titan.checkpoint.manifest import METADATA, NAME, as_json, find_damage, list_steps
+from titan.checkpoint.storage import Location, as_location, join, name_of, storage_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _require_step(folder: Location) -> None:
     """Raises CheckpointError where there is not even a damaged checkpoint, such as for a run's folder."""
-    names = files_of(folder).names(folder)
+    names = storage_of(folder).listdir(folder)
     if not names:
         raise CheckpointError(f"{folder}: there is no such folder, or nothing in it")
     if {NAME, METADATA} & {*names}:

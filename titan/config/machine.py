@@ -13,12 +13,12 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
-from titan.checkpoint.files import as_location, files_of, join
 from titan.checkpoint.manifest import METADATA, NAME, list_steps
-from titan.data.errors import DataError
-from titan.data.framing import Framing
+from titan.checkpoint.storage import as_location, join, storage_of
+from titan.data import DataError
 from titan.data.samples import SampleOptions, build_samples
 from titan.data.sources import open_documents, resolve_sources
+from titan.data.special_tokens import SpecialTokens
 from titan.data.tokenizer import Tokenizer, build_tokenizer
 from titan.launch import count_accelerators
 
@@ -167,10 +167,10 @@ def _check_marks(config: JobConfig, tokenizer: Tokenizer | None) -> Iterator[Fin
     key = "data.document_mask" if data.document_mask else "data.reset_positions"
     if tokenizer is None or not (data.document_mask or data.reset_positions):
         return
-    framing = Framing.of(tokenizer, add_bos=data.add_bos, add_eos=data.add_eos)
+    special_tokens = SpecialTokens.of(tokenizer, add_bos=data.add_bos, add_eos=data.add_eos)
     kinds = {type(source) for _, source in _sources(config, "training")}
     if s.ShardsSource not in kinds and (
-        not framing.marks_boundaries or kinds == {s.SyntheticSource}
+        not special_tokens.marks_boundaries or kinds == {s.SyntheticSource}
     ):
         yield (
             key,
@@ -231,7 +231,7 @@ def _check_folder_of(key: str, path: str, wanted: dict[str, tuple[str, ...]]) ->
     location = as_location(path)
     if not _exists(path):
         yield key, f"'{path}' does not exist"
-    elif not any(files_of(location).exists(join(location, name)) for name in names):
+    elif not any(storage_of(location).exists(join(location, name)) for name in names):
         steps = list_steps(location)
         hint = f"; did you mean '{join(location, f'step-{steps[-1]}')}'?" if steps else ""
         yield (

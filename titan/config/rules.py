@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from titan.data.errors import DataError
+from titan.data import DataError
 from titan.data.sources import resolve_sources
 from titan.observe.hardware import HARDWARE
 from titan.optim.schedule import phases
@@ -545,7 +545,7 @@ def _check_checkpoint(config: JobConfig) -> Iterator[Finding]:
         )
     for key in ("folder", "initial_load_path"):
         if "://" in (url := getattr(section, key) or ""):
-            from titan.checkpoint.files import unusable  # only for those who have a URL
+            from titan.checkpoint.storage import unusable  # only for those who have a URL
 
             if reason := unusable(url):
                 yield f"checkpoint.{key}", f'"{url}": {reason}'

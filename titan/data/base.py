@@ -1,5 +1,5 @@
 """What the loader asks for, and on whose behalf: `Samples`, the endless numbered rows that samples.py and
-streams.py provide, and `Layout`, the share of them that one data-parallel rank takes.
+streams.py provide, and `RankShare`, the share of them that one data-parallel rank takes.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from titan.data.framing import Framing
+from titan.data.special_tokens import SpecialTokens
 
 NUM_LANES = 64
 """Parts a stream is dealt out to (streams.py); part of its order, so it never changes."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class RankShare:
     """Which samples a data-parallel rank takes: of each world x batch in a row, its own batch."""
 
     rank: int = 0
@@ -40,15 +40,15 @@ class Samples(ABC):
 
     num_samples: int | None = None
     """Length of an epoch; None where it is unknown or endless."""
-    framing: Framing
+    special_tokens: SpecialTokens
     """The ids that begin and end a document in these samples."""
 
     @abstractmethod
     def get(self, indices: np.ndarray) -> np.ndarray:
         """int64[len(indices), seq_len + 1]."""
 
-    def seek(self, position: int, *, layout: Layout | None, bookmark: Any) -> None:  # noqa: B027
-        """Samples from `position` on will be asked for: those of `layout`, or any where it is None."""
+    def seek(self, position: int, *, share: RankShare | None, bookmark: Any) -> None:  # noqa: B027
+        """Samples from `position` on will be asked for: those of `share`, or any where it is None."""
 
     def bookmark(self) -> dict[str, Any] | None:
         """What makes a later `seek` to the present place quick; JSON-able; None where nothing does."""

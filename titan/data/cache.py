@@ -12,19 +12,21 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from titan.data.display import display
-from titan.data.errors import DataError
+from titan.data import DataError
 from titan.data.shards import INDEX
 from titan.data.sources import Documents
-from titan.data.writer import Recipe, write_shards
+from titan.data.writer import Progress, TokenizationSpec, write_shards
 
 logger = logging.getLogger(__name__)
 
 _SHARD_TOKENS = 2**26  # what an interrupted run loses at most
+_INTERVAL_S = 10.0
 _ALONE_BYTES = 2**25  # seconds of work, for which no workers are started
 
 
@@ -52,10 +54,10 @@ def exclusive(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def cached_shards(documents: Documents, *, recipe: Recipe, cache_folder: str) -> Path:
+def cached_shards(documents: Documents, *, spec: TokenizationSpec, cache_folder: str) -> Path:
     """The folder with the documents' tokens, written first where it is not there yet."""
     root = Path(cache_folder).expanduser() if cache_folder else default_cache_folder()
-    folder = root / "tokens" / recipe.key(documents, shard_tokens=_SHARD_TOKENS)
+    folder = root / "tokens" / spec.key(documents, shard_tokens=_SHARD_TOKENS)
     if not (folder / INDEX).is_file():
         is_large = (documents.num_bytes or 0) > _ALONE_BYTES
         title = f"tokenising {documents.name} into the cache, once"
@@ -63,7 +65,7 @@ def cached_shards(documents: Documents, *, recipe: Recipe, cache_folder: str) ->
             write_shards(
                 documents,
                 folder=folder,
-                recipe=recipe,
+                spec=spec,
                 shard_tokens=_SHARD_TOKENS,
                 workers=usable_cores() if is_large else 1,
                 report=report,
@@ -74,3 +76,41 @@ def cached_shards(documents: Documents, *, recipe: Recipe, cache_folder: str) ->
 def usable_cores() -> int:
     """Return the cores this process may run on, which in a container or a Slurm job are fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def display(documents: Documents, *, title: str) -> Iterator[Callable[[Progress], None]]:
+    """Yield what is called with the progress. Writes to standard error."""
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Bar(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=documents.num_bytes)
+        begin = printed = time.monotonic()
+
+        def report(progress: Progress) -> None:
+            nonlocal printed
+            now = time.monotonic()
+            line = describe(progress, documents.num_bytes, elapsed_s=now - begin)
+            bar.update(task, description=line, completed=progress.num_bytes)
+            if bar.disable and now - printed >= _INTERVAL_S:
+                printed = now
+                print(f"{title}: {line}", file=sys.stderr, flush=True)
+
+        yield report
+        bar.update(task, completed=documents.num_bytes)
+
+
+def describe(progress: Progress, num_bytes: int | None, *, elapsed_s: float) -> str:
+    """Return how much was done, and of files how fast and how long the rest will take."""
+    done = f"{progress.documents:,} documents, {progress.tokens:,} tokens"
+    speed = progress.num_bytes / max(elapsed_s, 1e-9)
+    if not num_bytes or not speed:
+        return done
+    left_s = round(max(num_bytes - progress.num_bytes, 0) / speed)
+    left = f"{left_s // 3600}:{left_s // 60 % 60:02}:{left_s % 60:02}"
+    share = min(progress.num_bytes / num_bytes, 1)
+    return f"{share:.0%} of {num_bytes / 1e6:,.0f} MB, {speed / 1e6:.1f} MB/s, {left} left; {done}"

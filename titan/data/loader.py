@@ -5,7 +5,7 @@ sample is p + a*R*B + r*B + j, and a step consumes A*R*B of them. So the samples
 how ranks and accumulation share them out, and a run resumed on another number of ranks goes on exactly.
 
 Samples that are to be left out (titan/recovery.py says when) are ranges of numbers: a step that would touch one begins
-after it, on every layout the same.
+after it, on every share the same.
 
 A background thread prepares some steps; what it read ahead is not part of the state: `state_dict()` tells of
 the steps handed out.
@@ -25,8 +25,8 @@ import numpy as np
 import torch
 
 from titan.config import sections as s
-from titan.data.base import Layout, Samples
-from titan.data.errors import DataError
+from titan.data import DataError
+from titan.data.base import RankShare, Samples
 from titan.data.packing import Batch, pack
 from titan.data.samples import SampleOptions, build_samples
 from titan.data.sources import resolve_sources
@@ -52,19 +52,19 @@ class Loader:
         self,
         samples: Samples,
         *,
-        layout: Layout,
+        share: RankShare,
         tokenizer: Tokenizer,
         data: s.DataSection,
         dataloader: s.DataloaderSection,
         accumulation: int = 1,
     ) -> None:
         wants_boundaries = data.reset_positions or data.document_mask
-        if wants_boundaries and not samples.framing.marks_boundaries:
+        if wants_boundaries and not samples.special_tokens.marks_boundaries:
             raise DataError(
                 "data.reset_positions and data.document_mask need documents that begin or end with a token of "
                 "their own: set data.add_bos or data.add_eos, with a tokenizer that has such a token"
             )
-        self.samples, self.layout, self.tokenizer = samples, layout, tokenizer
+        self.samples, self.share, self.tokenizer = samples, share, tokenizer
         self._data, self._accumulation = data, accumulation
         self._prefetch = dataloader.prefetch_factor if dataloader.num_workers else 0
         self._pin = dataloader.pin_memory and torch.cuda.is_available()
@@ -78,7 +78,7 @@ class Loader:
         """This rank's `accumulation` micro-batches of the next step."""
         if self._steps is None:
             position, bookmark = self._state["position"], self._state.get("bookmark")
-            self.samples.seek(position, layout=self.layout, bookmark=bookmark)
+            self.samples.seek(position, share=self.share, bookmark=bookmark)
             self._steps = self._make_steps(position)
             if self._prefetch:
                 self._steps = _Prefetcher(self._steps, depth=self._prefetch)
@@ -108,14 +108,14 @@ class Loader:
         """Return `steps` batches from the beginning of the samples, the same each time, -1: those of all the text.
 
         A finite text is read once at most: there are no batches past its end, and the labels of rows past it are ignored,
-        so that no sample counts twice, whatever the layout. Raises DataError for -1 and a stream. Use a separate loader,
+        so that no sample counts twice, whatever the share. Raises DataError for -1 and a stream. Use a separate loader,
         not the one that trains. Batches of a stream are kept, so that it is read once.
         """
         assert self._steps is None, "validation rewinds the samples; use a separate loader"
         num_samples = self.samples.num_samples
         is_stream = num_samples is None
         if num_samples is not None:
-            all_steps = -(-num_samples // self.layout.stride)
+            all_steps = -(-num_samples // self.share.stride)
             steps = all_steps if steps == -1 else min(steps, all_steps)
         elif steps == -1:
             raise DataError(
@@ -123,9 +123,9 @@ class Loader:
             )
         if is_stream and len(self._validation) == steps:
             return iter(self._validation)
-        self.samples.seek(0, layout=self.layout, bookmark=None)
+        self.samples.seek(0, share=self.share, bookmark=None)
         batches = (
-            self._make_batch(step * self.layout.stride, end=num_samples) for step in range(steps)
+            self._make_batch(step * self.share.stride, end=num_samples) for step in range(steps)
         )
         if is_stream:
             self._validation = list(batches)
@@ -147,16 +147,16 @@ class Loader:
 
     def _make_steps(self, position: int) -> Iterator[_Step]:
         skipped = self._state.get("skipped", [])
-        num_samples = self._accumulation * self.layout.stride
+        num_samples = self._accumulation * self.share.stride
         while True:
             first = _after_skipped(position, num_samples, skipped)
             if first != position:
                 position = first
-                self.samples.seek(position, layout=self.layout, bookmark=None)
+                self.samples.seek(position, share=self.share, bookmark=None)
             batches = []
             for _ in range(self._accumulation):
                 batches.append(self._make_batch(position))
-                position += self.layout.stride
+                position += self.share.stride
             bookmark = self.samples.bookmark()
             state: dict[str, Any] = {"position": position}
             state |= {"skipped": skipped} if skipped else {}
@@ -165,10 +165,10 @@ class Loader:
 
     def _make_batch(self, begin: int, *, end: int | None = None) -> Batch:
         """Return the rank's share of the stride of samples from `begin`; labels of samples from `end` on are ignored."""
-        first = begin + self.layout.rank * self.layout.batch
+        first = begin + self.share.rank * self.share.batch
         batch = pack(
-            self.samples.get(np.arange(first, first + self.layout.batch)),
-            framing=self.samples.framing,
+            self.samples.get(np.arange(first, first + self.share.batch)),
+            special_tokens=self.samples.special_tokens,
             reset_positions=self._data.reset_positions,
             document_mask=self._data.document_mask,
             first_sample=first,
@@ -255,7 +255,7 @@ def build_loader(
     )
     return Loader(
         build_samples(_training_sources(training, data), options=options),
-        layout=Layout(rank=rank, world=world, batch=training.local_batch_size),
+        share=RankShare(rank=rank, world=world, batch=training.local_batch_size),
         tokenizer=tokenizer,
         data=data,
         dataloader=training.dataloader,
@@ -290,7 +290,7 @@ def build_validation_loader(
     options = SampleOptions(tokenizer=tokenizer, data=data, seq_len=seq_len, split=split, seed=0)
     return Loader(
         build_samples(sources, options=options),
-        layout=Layout(rank=rank, world=world, batch=validation.local_batch_size),
+        share=RankShare(rank=rank, world=world, batch=validation.local_batch_size),
         tokenizer=tokenizer,
         data=data,
         dataloader=training.dataloader,

@@ -64,9 +64,9 @@ class Blend:
         for _ in range(_BLOCK - len(weights)):
             self.counts[np.argmax(share - self.counts)] += 1  # to the source that lacks most
         self._key = key
-        self._layout = lru_cache(maxsize=8)(self._compute_layout)
+        self._block = lru_cache(maxsize=8)(self._compute_block)
 
-    def _compute_layout(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+    def _compute_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         """For each sample of a block: its source, and how many of that source precede it in the block."""
         key = derive_key(self._key, "blend", block)
         slots = permute(np.arange(_BLOCK), length=_BLOCK, key=key)
@@ -79,12 +79,12 @@ class Blend:
     def locate(self, index: int) -> tuple[int, int]:
         """(source, number within the source) of sample `index`."""
         block, place = divmod(index, _BLOCK)
-        source, preceding = self._layout(block)
+        source, preceding = self._block(block)
         chosen = int(source[place])
         return chosen, block * int(self.counts[chosen]) + int(preceding[place])
 
     def consumed(self, position: int) -> list[int]:
         """How many samples of each source lie before sample `position`."""
         block, place = divmod(position, _BLOCK)
-        inside = np.bincount(self._layout(block)[0][:place], minlength=len(self.counts))
+        inside = np.bincount(self._block(block)[0][:place], minlength=len(self.counts))
         return (block * self.counts + inside).tolist()

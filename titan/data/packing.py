@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan.data.framing import Framing
+from titan.data.special_tokens import SpecialTokens
 from titan.loss import IGNORED
 
 
@@ -46,7 +46,7 @@ class Batch:
 def pack(
     rows_BT: np.ndarray,
     *,
-    framing: Framing,
+    special_tokens: SpecialTokens,
     reset_positions: bool,
     document_mask: bool,
     first_sample: int = 0,
@@ -58,7 +58,7 @@ def pack(
     a label that lies in the next document is ignored.
     """
     labels_BS = rows_BT[:, 1:].copy()
-    starts_BT = framing.starts(rows_BT)
+    starts_BT = special_tokens.starts(rows_BT)
     starts_BS = starts_BT[:, :-1].copy()
     starts_BS[:, 0] = False  # the sequence's first token begins document 0 in any case
     positions_BS = document_ids_BS = None

@@ -13,14 +13,13 @@ import argparse
 import sys
 from pathlib import Path
 
-from titan.data.cache import exclusive, usable_cores
-from titan.data.display import display
-from titan.data.errors import DataError
-from titan.data.framing import Framing
+from titan.data import DataError
+from titan.data.cache import display, exclusive, usable_cores
 from titan.data.shards import Index
 from titan.data.sources import Documents, open_all, resolve_sources, source_of_path
+from titan.data.special_tokens import SpecialTokens
 from titan.data.tokenizer import tokenizer_named
-from titan.data.writer import Recipe, write_shards
+from titan.data.writer import TokenizationSpec, write_shards
 
 INPUT_HELP = 'text, JSONL or Parquet (files, folders, globs), or "stdlib"'
 
@@ -89,16 +88,18 @@ def _prepare(arguments: argparse.Namespace) -> str:
     """Write the shards; what there is to say about them."""
     tokenizer = tokenizer_named(arguments.tokenizer)
     documents, folder = _open(arguments), arguments.output
-    recipe = Recipe(
+    spec = TokenizationSpec(
         tokenizer=tokenizer,
-        framing=Framing.of(tokenizer, add_bos=not arguments.no_bos, add_eos=not arguments.no_eos),
+        special_tokens=SpecialTokens.of(
+            tokenizer, add_bos=not arguments.no_bos, add_eos=not arguments.no_eos
+        ),
         validation_fraction=arguments.validation_fraction,
     )
     with exclusive(folder), display(documents, title=f"preparing {folder}") as report:
         index = write_shards(
             documents,
             folder=folder,
-            recipe=recipe,
+            spec=spec,
             shard_tokens=arguments.shard_tokens,
             workers=arguments.workers,
             report=report,

@@ -13,15 +13,16 @@ import json
 import re
 import tokenize
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from titan.data.errors import DataError, require
-from titan.data.pieces import LongText, pieces
+from titan.data import DataError, require
 
-Document = str | LongText
+PIECE_CHARS = 2**17
+_WINDOW = 2**14  # at the end of a piece, in which a good place for the cut is looked for
+_CUT = re.compile(r"(?<=\S)(?= \S)|(?<=\S\n)(?=\S)")
 _BLOCK_BYTES = 2**18
 _MAX_LINE_BYTES = 2**26
 _LARGE_LINE_BYTES, _MAX_STRUCTURE_BYTES = 2**20, 2**20
@@ -32,6 +33,38 @@ _SET_KEY = "set text_key; for titan prepare and tokenizer, --text-key"
 _NO_TEXT = {int: "a number", float: "a number", bool: "true or false"}
 _NO_TEXT |= {list: "a list", dict: "an object", bytes: "binary"}
 _UNREADABLE = (OSError, EOFError, zlib.error, UnicodeError, SyntaxError)
+
+
+@dataclass(frozen=True)
+class LongText:
+    """A document that is read in pieces, from its beginning each time `read` is called."""
+
+    read: Callable[[], Iterator[str]]
+
+
+Document = str | LongText
+
+
+def pieces(blocks: Iterable[str]) -> Iterator[str]:
+    """Yield the text of the blocks in pieces of at most PIECE_CHARS characters."""
+    rest = ""
+    for block in blocks:
+        rest += block
+        begin = 0
+        while len(rest) - begin > PIECE_CHARS:
+            end = begin + PIECE_CHARS
+            for cut in _CUT.finditer(rest, end - _WINDOW, end + 1):
+                end = cut.end()  # the last one counts
+            yield rest[begin:end]
+            begin = end
+        rest = rest[begin:]
+    if rest:
+        yield rest
+
+
+def pieces_of(document: str | LongText) -> Iterator[str]:
+    """Yield the pieces of a document."""
+    return document.read() if isinstance(document, LongText) else pieces([document])
 
 
 @dataclass

@@ -17,16 +17,16 @@ from typing import Any
 import numpy as np
 
 from titan.config import sections as s
-from titan.data.base import Layout, Samples
+from titan.data import DataError
+from titan.data.base import RankShare, Samples
 from titan.data.cache import cached_shards
-from titan.data.errors import DataError
-from titan.data.framing import Framing
 from titan.data.order import Blend, derive_key, permute
 from titan.data.shards import TokenShards
 from titan.data.sources import TextStream, open_documents
+from titan.data.special_tokens import SpecialTokens
 from titan.data.streams import StreamSamples
 from titan.data.tokenizer import Tokenizer
-from titan.data.writer import Recipe
+from titan.data.writer import TokenizationSpec
 
 
 class ShardSamples(Samples):
@@ -34,7 +34,7 @@ class ShardSamples(Samples):
 
     def __init__(self, shards: TokenShards, *, seq_len: int, key: int | None) -> None:
         """`key` names the order of each epoch; None leaves samples as they lie."""
-        self.framing = shards.framing
+        self.special_tokens = shards.special_tokens
         self.num_samples = self._length = (shards.num_tokens - 1) // seq_len
         self._shards, self._seq_len, self._key = shards, seq_len, key
 
@@ -52,7 +52,7 @@ class ShardSamples(Samples):
 class SyntheticSamples(Samples):
     """Uniformly random ids, each sample from a generator of its own; framed by nothing."""
 
-    framing = Framing(None, None)
+    special_tokens = SpecialTokens(None, None)
 
     def __init__(self, *, vocab_size: int, seq_len: int, key: int) -> None:
         self._vocab_size, self._seq_len, self._key = vocab_size, seq_len, key
@@ -73,20 +73,20 @@ class BlendSamples(Samples):
         self._blend = Blend(weights, key=key)
         lengths = [part.num_samples for part in parts if part.num_samples is not None]
         self.num_samples = sum(lengths) if len(lengths) == len(parts) else None
-        framings = [part.framing for part in parts]
-        self.framing = Framing(
+        framings = [part.special_tokens for part in parts]
+        self.special_tokens = SpecialTokens(
             next((f.bos_id for f in framings if f.bos_id is not None), None),
             next((f.eos_id for f in framings if f.eos_id is not None), None),
         )
 
-    def seek(self, position: int, *, layout: Layout | None, bookmark: Any) -> None:
+    def seek(self, position: int, *, share: RankShare | None, bookmark: Any) -> None:
         consumed = self._blend.consumed(position)
         marks = (bookmark or {}).get("parts", [])
         if len(marks) != len(self._parts):
             marks = [None] * len(self._parts)
         for part, number, mark in zip(self._parts, consumed, marks, strict=True):
             # A rank's share of one source within a blend follows no pattern, so every lane is wanted.
-            part.seek(number, layout=None, bookmark=mark)
+            part.seek(number, share=None, bookmark=mark)
 
     def bookmark(self) -> dict[str, Any] | None:
         marks = [part.bookmark() for part in self._parts]
@@ -112,11 +112,13 @@ class SampleOptions:
     seed: int
 
     @property
-    def recipe(self) -> Recipe:
+    def spec(self) -> TokenizationSpec:
         data = self.data
-        return Recipe(
+        return TokenizationSpec(
             tokenizer=self.tokenizer,
-            framing=Framing.of(self.tokenizer, add_bos=data.add_bos, add_eos=data.add_eos),
+            special_tokens=SpecialTokens.of(
+                self.tokenizer, add_bos=data.add_bos, add_eos=data.add_eos
+            ),
             validation_fraction=data.validation_fraction,
         )
 
@@ -145,21 +147,21 @@ def _open_source(section: s.Section, number: int, options: SampleOptions) -> Sam
             "validation has no text: set data.validation_fraction (0.01 holds out every hundredth document) "
             "or validation.dataset"
         )
-    recipe = options.recipe
+    spec = options.spec
     if isinstance(section, s.HuggingFaceSource) and section.streaming:
-        depends_on = (repr(section), tokenizer.fingerprint, str(recipe.framing), seq_len)
+        depends_on = (repr(section), tokenizer.fingerprint, str(spec.special_tokens), seq_len)
         return StreamSamples(
             TextStream(section),
             tokenizer=tokenizer,
-            framing=recipe.framing,
+            special_tokens=spec.special_tokens,
             seq_len=seq_len,
             shuffle_buffer=section.shuffle_buffer if data.shuffle else 0,
             seed=key,
-            keep=lambda text: recipe.split_of(text) == options.split,
+            keep=lambda text: spec.split_of(text) == options.split,
             identity=derive_key(key, *depends_on, str(data.validation_fraction), data.shuffle),
         )
     documents = open_documents(section)
-    folder = cached_shards(documents, recipe=recipe, cache_folder=data.cache_folder)
+    folder = cached_shards(documents, spec=spec, cache_folder=data.cache_folder)
     shards = TokenShards(folder, split=options.split)
     return _shard_samples(shards, key, options, name=documents.name)
 

@@ -24,8 +24,8 @@ from pydantic import (
     field_validator,
 )
 
-from titan.data.errors import DataError
-from titan.data.framing import Framing
+from titan.data import DataError
+from titan.data.special_tokens import SpecialTokens
 
 FORMAT = "titan-shards-1"
 INDEX, PROGRESS = "index.json", "progress.json"
@@ -125,7 +125,7 @@ class TokenShards:
     def __init__(self, folder: Path, *, split: str) -> None:
         self.folder, self._split = folder, split
         self.index = read_index(folder / INDEX)
-        self.framing = Framing(self.index.bos_id, self.index.eos_id)
+        self.special_tokens = SpecialTokens(self.index.bos_id, self.index.eos_id)
         known = (self.index.vocab_size - 1, self.index.bos_id or 0, self.index.eos_id or 0)
         self._num_ids = max(known) + 1
         self._maps = [self._map(shard) for shard in self.index.splits[split] if shard.tokens]

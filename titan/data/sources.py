@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from titan.config import sections as s
-from titan.data.errors import DataError, require
-from titan.data.pieces import pieces_of
+from titan.data import DataError, require
 from titan.data.reading import (
     Document,
     Meter,
     Reader,
     field,
+    pieces_of,
     read_files,
     read_jsonl,
     read_parquet,

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from titan.data.base import NUM_LANES, Layout, Samples
-from titan.data.errors import DataError
-from titan.data.framing import Framing
+from titan.data import DataError
+from titan.data.base import NUM_LANES, RankShare, Samples
 from titan.data.order import derive_key, permute
 from titan.data.sources import TextStream
+from titan.data.special_tokens import SpecialTokens
 from titan.data.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class StreamSamples(Samples):
         stream: TextStream,
         *,
         tokenizer: Tokenizer,
-        framing: Framing,
+        special_tokens: SpecialTokens,
         seq_len: int,
         shuffle_buffer: int,
         seed: int,
@@ -139,16 +139,16 @@ class StreamSamples(Samples):
         identity: int = 0,
     ) -> None:
         """`identity` names all that the samples depend on; a bookmark of another identity is not used."""
-        self.framing = framing
+        self.special_tokens = special_tokens
         self._tokenizer, self._seq_len = tokenizer, seq_len
         self._numbered = NumberedDocuments(
             stream, keep=keep, shuffle_buffer=shuffle_buffer, seed=seed
         )
         self._name, self._identity = stream.name, identity
-        self.seek(0, layout=None, bookmark=None)
+        self.seek(0, share=None, bookmark=None)
 
-    def seek(self, position: int, *, layout: Layout | None, bookmark: Any) -> None:
-        wanted = layout.lanes(position) if layout else set(range(NUM_LANES))
+    def seek(self, position: int, *, share: RankShare | None, bookmark: Any) -> None:
+        wanted = share.lanes(position) if share else set(range(NUM_LANES))
         if (bookmark or {}).get("identity") != self._identity:
             bookmark = {"lanes": {}, "marks": []}
         places = {int(lane): place for lane, place in bookmark["lanes"].items()}
@@ -206,7 +206,7 @@ class StreamSamples(Samples):
             while not lane.texts:
                 self._read_document()
             number, text = lane.texts.popleft()
-            ids = self.framing.wrap(self._tokenizer.encode(text))
+            ids = self.special_tokens.wrap(self._tokenizer.encode(text))
             lane.tokens.append((number, np.array(ids, dtype=np.int64)))
             lane.num_tokens += len(ids)
 

@@ -22,8 +22,8 @@ import numpy as np
 import tiktoken
 
 from titan.config.sections import TokenizerSection
-from titan.data.errors import DataError, require
-from titan.data.pieces import pieces
+from titan.data import DataError, require
+from titan.data.reading import pieces
 from titan.untrusted import printable, read_bytes, read_json, read_text
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
@@ -52,7 +52,7 @@ class Tokenizer(ABC):
     vocab_size: int
     bos_id: int | None
     eos_id: int | None
-    special_tokens: dict[str, int]
+    special_ids: dict[str, int]
     fingerprint: str
     """Changes whenever the same text could give other ids; part of every cache key."""
 
@@ -86,13 +86,13 @@ class TiktokenTokenizer(Tokenizer):
     def __init__(
         self, ranks: dict[bytes, int], *, kind: str, pattern: str, specials: list[str], source: str
     ) -> None:
-        self.special_tokens = {name: len(ranks) + n for n, name in enumerate(specials)}
+        self.special_ids = {name: len(ranks) + n for n, name in enumerate(specials)}
         self.kind = kind
         self.vocab_size = len(ranks) + len(specials)
-        self.bos_id, self.eos_id = self.special_tokens[BOS], self.special_tokens[EOS]
+        self.bos_id, self.eos_id = self.special_ids[BOS], self.special_ids[EOS]
         self.fingerprint = _fingerprint(kind, source, pattern, *specials)
         self._encoding = tiktoken.Encoding(
-            kind, pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.special_tokens
+            kind, pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.special_ids
         )
 
     def encode(self, text: str) -> list[int]:
@@ -101,7 +101,7 @@ class TiktokenTokenizer(Tokenizer):
         return [i for piece in _pieces(text) for i in self._encoding.encode_ordinary(piece)]
 
     def token_bytes(self, token: int) -> bytes:
-        if token >= self.vocab_size - len(self.special_tokens):
+        if token >= self.vocab_size - len(self.special_ids):
             return b""
         return self._encoding.decode_single_token_bytes(token)
 
@@ -127,13 +127,11 @@ class HuggingFaceTokenizer(Tokenizer):
         vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self._names = {token: name for name, token in vocab.items()}
         added = self._tokenizer.get_added_tokens_decoder()
-        self.special_tokens = {
-            t.content: number for number, t in sorted(added.items()) if t.special
-        }
+        self.special_ids = {t.content: number for number, t in sorted(added.items()) if t.special}
         for token, number in _named_beside(path.parent):
             if token not in vocab and number not in self._names:
                 vocab[token], self._names[number] = number, token
-                self.special_tokens[token] = number
+                self.special_ids[token] = number
         decoder = self._tokenizer.decoder
         self._byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
         self.vocab_size = max(vocab.values(), default=-1) + 1
@@ -161,7 +159,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def token_bytes(self, token: int) -> bytes:
         name = self._names.get(token, "")
-        if name in self.special_tokens:
+        if name in self.special_ids:
             return b""
         if self._byte_level and all(char in _BYTE_OF_CHAR for char in name):
             return bytes(_BYTE_OF_CHAR[char] for char in name)

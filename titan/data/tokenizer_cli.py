@@ -11,9 +11,9 @@ import json
 import sys
 from pathlib import Path
 
-from titan.data.errors import DataError, require
-from titan.data.pieces import pieces_of
+from titan.data import DataError, require
 from titan.data.prepare import INPUT_HELP
+from titan.data.reading import pieces_of
 from titan.data.sources import Documents, open_all, source_of_path
 from titan.data.tokenizer import BOS, EOS, LLAMA3_PATTERN, tokenizer_named
 
@@ -75,7 +75,7 @@ def inspect(path: str, *, text: str) -> str:
     """What a tokenizer is and does, for people."""
     tokenizer = tokenizer_named(path)
     ids, num_bytes = tokenizer.encode(text), len(text.encode())
-    specials = [f"{name} = {token}" for name, token in tokenizer.special_tokens.items()]
+    specials = [f"{name} = {token}" for name, token in tokenizer.special_ids.items()]
     pieces = [tokenizer.token_bytes(token) for token in ids[:_SHOWN_TOKENS]]
     shown = [repr(piece.decode("utf-8", errors="backslashreplace"))[1:-1] for piece in pieces]
     more = f" ... {len(ids) - _SHOWN_TOKENS} more" if len(ids) > _SHOWN_TOKENS else ""

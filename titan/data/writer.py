@@ -31,10 +31,8 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from titan.data.errors import DataError
-from titan.data.framing import Framing
-from titan.data.pieces import pieces_of
-from titan.data.reading import Document
+from titan.data import DataError
+from titan.data.reading import Document, pieces_of
 from titan.data.shards import (
     FORMAT,
     INDEX,
@@ -48,6 +46,7 @@ from titan.data.shards import (
     write_index,
 )
 from titan.data.sources import Documents, in_validation
+from titan.data.special_tokens import SpecialTokens
 from titan.data.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -60,18 +59,23 @@ Place = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class TokenizationSpec:
     """How documents become tokens: what a worker needs, and what the result depends on besides the text."""
 
     tokenizer: Tokenizer
-    framing: Framing
+    special_tokens: SpecialTokens
     validation_fraction: float
 
     def split_of(self, document: Document) -> str:
         return SPLITS[in_validation(document, fraction=self.validation_fraction)]
 
     def key(self, documents: Documents, *, shard_tokens: int) -> str:
-        parts = [FORMAT, documents.identity, self.tokenizer.fingerprint, asdict(self.framing)]
+        parts = [
+            FORMAT,
+            documents.identity,
+            self.tokenizer.fingerprint,
+            asdict(self.special_tokens),
+        ]
         text = json.dumps([*parts, self.validation_fraction, shard_tokens], sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -146,7 +150,7 @@ def write_shards(
     documents: Documents,
     *,
     folder: Path,
-    recipe: Recipe,
+    spec: TokenizationSpec,
     shard_tokens: int,
     workers: int = 1,
     report: Callable[[Progress], None] = lambda progress: None,
@@ -155,7 +159,7 @@ def write_shards(
 
     workers: processes that tokenise; 1: this process does, with threads.
     """
-    index = _open_index(folder, key=recipe.key(documents, shard_tokens=shard_tokens), recipe=recipe)
+    index = _open_index(folder, key=spec.key(documents, shard_tokens=shard_tokens), spec=spec)
     if (folder / INDEX).is_file():
         return index
     logger.info("tokenising %s into %s", documents.name, folder)
@@ -170,8 +174,8 @@ def write_shards(
         for split, closed in index.splits.items()
     }
     progress = Progress()
-    chunks = _chunks(documents, recipe, done, progress)
-    for chunk, encoded in _encode_all(chunks, recipe, workers=workers):
+    chunks = _chunks(documents, spec, done, progress)
+    for chunk, encoded in _encode_all(chunks, spec, workers=workers):
         for piece, one in zip(chunk, encoded, strict=True):
             if writers[piece.split].add(piece, one):
                 write_index(folder / PROGRESS, index)
@@ -185,7 +189,7 @@ def write_shards(
     return index
 
 
-def _open_index(folder: Path, *, key: str, recipe: Recipe) -> Index:
+def _open_index(folder: Path, *, key: str, spec: TokenizationSpec) -> Index:
     """The index of a complete folder, what an interrupted run left of one, or an empty one."""
     for file in (folder / INDEX, folder / PROGRESS):
         if file.is_file():
@@ -198,16 +202,16 @@ def _open_index(folder: Path, *, key: str, recipe: Recipe) -> Index:
             return index
     return Index(
         key=key,
-        tokenizer=recipe.tokenizer.kind,
-        fingerprint=recipe.tokenizer.fingerprint,
-        vocab_size=recipe.tokenizer.vocab_size,
-        **asdict(recipe.framing),
+        tokenizer=spec.tokenizer.kind,
+        fingerprint=spec.tokenizer.fingerprint,
+        vocab_size=spec.tokenizer.vocab_size,
+        **asdict(spec.special_tokens),
         splits={split: [] for split in SPLITS},
     )
 
 
 def _chunks(
-    documents: Documents, recipe: Recipe, done: dict[str, Place], progress: Progress
+    documents: Documents, spec: TokenizationSpec, done: dict[str, Place], progress: Progress
 ) -> Iterator[list[_Piece]]:
     """Yield the pieces that no closed shard holds; those of a split begin at done[split]. Counts documents."""
     chunk, num_chars = [], 0
@@ -215,7 +219,7 @@ def _chunks(
         progress.documents = number + 1
         if number < min(done.values())[0]:
             continue
-        split = recipe.split_of(document)
+        split = spec.split_of(document)
         for piece in _pieces(document, number=number, split=split):
             if piece.place < done[split]:
                 continue
@@ -237,24 +241,24 @@ def _pieces(document: Document, *, number: int, split: str) -> Iterator[_Piece]:
         text, index = following, index + 1
 
 
-def _encode(chunk: list[_Piece], recipe: Recipe) -> list[_Encoded]:
-    dtype = token_dtype(recipe.tokenizer.vocab_size)
+def _encode(chunk: list[_Piece], spec: TokenizationSpec) -> list[_Encoded]:
+    dtype = token_dtype(spec.tokenizer.vocab_size)
     encoded = []
     for piece in chunk:
-        ids = recipe.tokenizer.encode(piece.text)
-        framed = recipe.framing.wrap(ids, first=piece.index == 0, last=piece.last)
+        ids = spec.tokenizer.encode(piece.text)
+        framed = spec.special_tokens.wrap(ids, first=piece.index == 0, last=piece.last)
         encoded.append(_Encoded(np.array(framed, dtype), len(piece.text.encode())))
     return encoded
 
 
 def _encode_all(
-    chunks: Iterator[list[_Piece]], recipe: Recipe, *, workers: int
+    chunks: Iterator[list[_Piece]], spec: TokenizationSpec, *, workers: int
 ) -> Iterator[tuple[list[_Piece], list[_Encoded]]]:
     """Yield the chunks in order with their tokens; at most 3 chunks a worker or thread are under way."""
     num_tasks = min(8, os.cpu_count() or 1) if workers == 1 else workers
     idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-    encode = partial(_encode, recipe=recipe)
-    started = [_Worker(recipe) for _ in range(workers)] if workers > 1 else []
+    encode = partial(_encode, spec=spec)
+    started = [_Worker(spec) for _ in range(workers)] if workers > 1 else []
     if started:
         for worker in started:
             idle.put(worker)
@@ -291,12 +295,12 @@ class _Worker:
     Not one of multiprocessing's, which would import the program that called us, a user's script or all of torch.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, spec: TokenizationSpec) -> None:
         code = f"import sys; sys.path[:] = {sys.path!r}; from titan.data.writer import work; work()"
         self._process = subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
-        self._send(recipe)
+        self._send(spec)
 
     def _send(self, value: object) -> None:
         assert self._process.stdin is not None
@@ -335,8 +339,8 @@ def work() -> None:
         signal.signal(number, signal.SIG_IGN)  # they are for the process that started this one
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no answer
-    recipe: Recipe = pickle.load(sys.stdin.buffer)
+    spec: TokenizationSpec = pickle.load(sys.stdin.buffer)
     with suppress(EOFError, BrokenPipeError):
         while True:
-            pickle.dump(_encode(pickle.load(sys.stdin.buffer), recipe), answers)
+            pickle.dump(_encode(pickle.load(sys.stdin.buffer), spec), answers)
             answers.flush()

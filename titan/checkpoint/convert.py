@@ -18,7 +18,7 @@ import torch
 
 from titan.checkpoint import CheckpointError, SaveFailed
 from titan.checkpoint import manager as checkpoints
-from titan.checkpoint.commit import Ranks
+from titan.checkpoint.commit import CheckpointGroup
 from titan.checkpoint.export import (
     DEFAULT_FILE_BYTES,
     Export,
@@ -26,7 +26,6 @@ from titan.checkpoint.export import (
     tokenizer_files,
     write_folder,
 )
-from titan.checkpoint.files import Location, as_location
 from titan.checkpoint.huggingface import (
     HFModel,
     check_folder,
@@ -36,6 +35,7 @@ from titan.checkpoint.huggingface import (
     read_sizes,
     require_weights_for,
 )
+from titan.checkpoint.storage import Location, as_location
 from titan.config.load import ConfigError
 from titan.config.sections import CheckpointSection
 from titan.config.toml import format_value
@@ -118,13 +118,15 @@ def to_hf(
     )
     model = export.model
 
-    def fetch(names: Sequence[str], keep: bool) -> checkpoints.State:
+    def fetch(names: Sequence[str], keep: bool) -> checkpoints.StateDict:
         state = {f"model.{n}": torch.empty(model.shapes[n], dtype=dtype) for n in names}
         checkpoints.load(step, state)
         return {name: state[f"model.{name}"] for name in names}
 
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_folder(output, export, fetch=fetch, ranks_of={n: [0] for n in model.names}, ranks=Ranks())
+    write_folder(
+        output, export, fetch=fetch, ranks_of={n: [0] for n in model.names}, group=CheckpointGroup()
+    )
     precision = str(dtype).removeprefix("torch.")
     said = [
         f"{output}: {model.hooks.ARCHITECTURE}, {model.sizes.num_params:,} parameters in {precision}"

@@ -1,4 +1,4 @@
-"""Framing: the ids written before and after each document.
+"""SpecialTokens: the ids written before and after each document.
 
 Text cannot hold these ids (tokenizer.py), so where documents begin is read off the tokens themselves, whatever
 source they came from. Legend: B rows, T tokens.
@@ -14,21 +14,21 @@ from titan.data.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class Framing:
+class SpecialTokens:
     """Ids that begin and end a document; None where nothing is written."""
 
     bos_id: int | None
     eos_id: int | None
 
     @staticmethod
-    def of(tokenizer: Tokenizer, *, add_bos: bool = True, add_eos: bool = True) -> Framing:
+    def of(tokenizer: Tokenizer, *, add_bos: bool = True, add_eos: bool = True) -> SpecialTokens:
         """The ids the tokenizer has, of those that are wanted."""
         bos_id = tokenizer.bos_id if add_bos else None
         eos_id = tokenizer.eos_id if add_eos else None
         if tokenizer.bos_id == tokenizer.eos_id:
             # GPT-2's vocabulary has one token for both: written once, in front.
-            return Framing(bos_id if add_bos else eos_id, None)
-        return Framing(bos_id, eos_id)
+            return SpecialTokens(bos_id if add_bos else eos_id, None)
+        return SpecialTokens(bos_id, eos_id)
 
     @property
     def marks_boundaries(self) -> bool:

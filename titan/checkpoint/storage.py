@@ -50,8 +50,8 @@ def unusable(url: str) -> str:
     return ""
 
 
-def files_of(location: Location) -> Files:
-    return RemoteFiles(str(location)) if "://" in str(location) else Files()
+def storage_of(location: Location) -> LocalStorage:
+    return RemoteStorage(str(location)) if "://" in str(location) else LocalStorage()
 
 
 def die_at(point: str, location: Location) -> None:
@@ -62,7 +62,7 @@ def die_at(point: str, location: Location) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Files:
+class LocalStorage:
     """A local or shared file system."""
 
     has_rename = True
@@ -74,7 +74,7 @@ class Files:
     def exists(self, location: Location) -> bool:
         return Path(location).exists()
 
-    def names(self, folder: Location) -> list[str]:
+    def listdir(self, folder: Location) -> list[str]:
         """What lies in a folder, sorted; nothing where there is none."""
         return sorted(p.name for p in Path(folder).iterdir()) if Path(folder).is_dir() else []
 
@@ -92,13 +92,13 @@ class Files:
     def rename(self, old: Location, new: Location) -> None:
         """Atomic and, when this returns, durable."""
         Path(old).rename(new)
-        self.persist_folder(Path(new).parent)
+        self.fsync_folder(Path(new).parent)
 
-    def persist(self, stream: IO[bytes]) -> None:
+    def fsync(self, stream: IO[bytes]) -> None:
         stream.flush()
         os.fsync(stream.fileno())
 
-    def persist_folder(self, folder: Location) -> None:
+    def fsync_folder(self, folder: Location) -> None:
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -108,10 +108,10 @@ class Files:
     def write(self, location: Location, data: bytes) -> None:
         with self.open(location, "wb") as stream:
             stream.write(data)
-            self.persist(stream)
+            self.fsync(stream)
 
 
-class RemoteFiles(Files):
+class RemoteStorage(LocalStorage):
     """Whatever fsspec knows by this URL's scheme."""
 
     has_rename = False
@@ -137,7 +137,7 @@ class RemoteFiles(Files):
     def exists(self, location: Location) -> bool:
         return self.system.exists(str(location))
 
-    def names(self, folder: Location) -> list[str]:
+    def listdir(self, folder: Location) -> list[str]:
         try:
             return sorted(map(name_of, self.system.ls(str(folder), detail=False)))
         except FileNotFoundError:
@@ -155,8 +155,8 @@ class RemoteFiles(Files):
     def rename(self, old: Location, new: Location) -> None:
         self.system.mv(str(old), str(new))
 
-    def persist(self, stream: IO[bytes]) -> None:
+    def fsync(self, stream: IO[bytes]) -> None:
         """Closing the stream is all there is."""
 
-    def persist_folder(self, folder: Location) -> None:
+    def fsync_folder(self, folder: Location) -> None:
         """Nothing to do."""
