@@ -17,7 +17,7 @@ from typing import Any
 
 from titan.config.load import load_config
 from titan.config.rules import check_to_run
-from titan.config.sections import JobConfig
+from titan.config.schema import JobConfig
 from titan.config.toml import read_toml
 from titan.sim.profiles import load_profile
 from titan.sim.record import RecordError

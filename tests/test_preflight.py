@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from tests.support.ranks import Pool
 from titan.config.rules import check_to_run
-from titan.config.sections import JobConfig
+from titan.config.schema import JobConfig
 from titan.parallel import build_mesh
 from titan.preflight import cli, dry_run, judge, measure
 from titan.preflight.judge import problems

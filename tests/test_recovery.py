@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tests.support.pool_trainer import PoolTrainer
 from tests.support.ranks import Pool
 from titan.checkpoint.manager import load, stored_shapes
-from titan.config.sections import FaultToleranceSection, JobConfig
+from titan.config.schema import FaultToleranceSection, JobConfig
 from titan.parallel.replicas import ReplicaError
 from titan.recovery import Action, Recovery, SpikeError, spike_score
 from titan.trainer import NonFiniteError

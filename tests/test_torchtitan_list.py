@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from tests.support.pool_trainer import PoolTrainer
 from tests.support.ranks import Pool
+from titan.config.errors import ConfigError
 from titan.config.load import parse_args
-from titan.config.problems import ConfigError
 from titan.config.rules import load_to_run
 from titan.data.tokenizer_cli import main as tokenizer_main
 from titan.generate import main as generate

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from titan.config.sections import JobConfig
+from titan.config.schema import JobConfig
 from titan.observe.runinfo import write_status
 from titan.signals import EXIT_FAILED, EXIT_STOPPED, for_agent, to_main_thread
 from titan.train import is_finished

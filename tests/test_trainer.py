@@ -15,7 +15,7 @@ from tests.support.jobs import SMALL, with_changes
 from tests.support.jobs import job as any_job
 from titan.checkpoint.manager import CheckpointError, list_steps
 from titan.config.load import load_config
-from titan.config.sections import JobConfig
+from titan.config.schema import JobConfig
 from titan.data import DataError
 from titan.signals import EXIT_DONE, EXIT_STOPPED, StopRequest
 from titan.trainer import NonFiniteError, Trainer

@@ -309,7 +309,7 @@ def write_step(step: Path) -> None:
     import torch
 
     from titan.checkpoint.manager import CheckpointManager
-    from titan.config.sections import CheckpointSection
+    from titan.config.schema import CheckpointSection
 
     manager = CheckpointManager(CheckpointSection(), run_dir=step.parents[1])
     state = {f"model.{i}": torch.randn(40, 50) for i in range(4)}

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from titan.config.layout import Layout
-    from titan.config.sections import JobConfig
+    from titan.config.schema import JobConfig
     from titan.sim.profiles import Profile
 
 JOB = "JOB.toml [OVERLAY.toml ...] [--section.key=value ...]"
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _problems_in(error: Exception) -> str | None:
     """The report in a `ConfigError` or an `InputError`; anything else is not the user's mistake."""
-    from titan.config.problems import ConfigError
+    from titan.config.errors import ConfigError
     from titan.untrusted import InputError
 
     return str(error) if isinstance(error, ConfigError | InputError) else None
@@ -159,7 +159,7 @@ def check(argv: list[str]) -> int:
         help="with --hardware: do not simulate, which takes seconds",
     )
     options, job = parser.parse_known_args(argv)
-    from titan.config.problems import ConfigError
+    from titan.config.errors import ConfigError
 
     profile = None
     try:
@@ -195,7 +195,7 @@ def config(argv: list[str]) -> int:
     parser = _parser("config", f"{JOB} [--comments]")
     parser.add_argument("--comments", action="store_true", help="with the meaning of every key")
     options, job = parser.parse_known_args(argv)
-    from titan.config.problems import ConfigError
+    from titan.config.errors import ConfigError
     from titan.config.render import to_toml
     from titan.config.rules import check as check_rules
 

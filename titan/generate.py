@@ -29,10 +29,10 @@ from titan.checkpoint.manifest import METADATA
 from titan.checkpoint.manifest import NAME as MANIFEST
 from titan.checkpoint.storage import Location, as_location, join, storage_of
 from titan.checkpoint.tensors import reason
+from titan.config.errors import COMMAND_LINE, ConfigError, Problem
 from titan.config.load import load_config
 from titan.config.model import family, model_config
-from titan.config.problems import COMMAND_LINE, ConfigError, Problem
-from titan.config.sections import CheckpointSection, JobConfig
+from titan.config.schema import CheckpointSection, JobConfig
 from titan.data import DataError
 from titan.data.tokenizer import Tokenizer, build_tokenizer
 from titan.models.attention import CachedAttention, InnerAttention

@@ -32,7 +32,7 @@ from titan.batches import LocalBatch, Localizer, MicroBatch, sum_valid
 from titan.config.model import family as import_family
 from titan.config.model import model_config
 from titan.config.quantize import quantize_section
-from titan.config.sections import (
+from titan.config.schema import (
     ActivationCheckpointSection,
     CompileSection,
     Float8Section,

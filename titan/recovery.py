@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan.config.sections import FaultToleranceSection
+from titan.config.schema import FaultToleranceSection
 from titan.readback import Readback
 
 _MAD_TO_SIGMA = 1.4826

@@ -19,9 +19,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from titan.config.environment import check_environment
-from titan.config.problems import ConfigError
+from titan.config.errors import ConfigError
 from titan.config.rules import load_to_run
-from titan.config.sections import JobConfig
+from titan.config.schema import JobConfig
 from titan.lease import Lease, LeaseHeld
 from titan.observe import flight_recorder
 from titan.observe.flight_recorder import Recorder
@@ -67,7 +67,7 @@ def before_start(config: JobConfig) -> int | None:
     except LeaseHeld as error:
         return _refuse(error)
     except (OSError, ValueError) as error:
-        problem = config.origin.problem("job.dump_folder", f"cannot be written: {error}")
+        problem = config.source_map.problem("job.dump_folder", f"cannot be written: {error}")
         return _refuse(ConfigError([problem]))
     return None
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from titan.config.load import load_config
 from titan.config.model import family, model_config
-from titan.config.sections import JobConfig
+from titan.config.schema import JobConfig
 from titan.observe.memory import peak_memory
 
 # What selective checkpointing keeps: every matrix product, and attention.

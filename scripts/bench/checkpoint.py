@@ -32,7 +32,7 @@ from titan.checkpoint import commit, manifest
 from titan.checkpoint.manager import CheckpointManager
 from titan.checkpoint.staging import Staging
 from titan.checkpoint.storage import LocalStorage
-from titan.config.sections import CheckpointSection, JobConfig
+from titan.config.schema import CheckpointSection, JobConfig
 from titan.trainer import Trainer
 
 MODES = ("disabled", "async", "async_with_pinned_mem")

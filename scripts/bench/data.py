@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from titan.config.sections import DataSection, ShardsSource, TokenizerSection, TrainingSection
+from titan.config.schema import DataSection, ShardsSource, TokenizerSection, TrainingSection
 from titan.data.loader import build_loader
 from titan.data.prepare import main as prepare
 from titan.data.tokenizer import build_tokenizer

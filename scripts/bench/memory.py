@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from titan.config.layout import Layout
 from titan.config.rules import model_config
-from titan.config.sections import JobConfig
+from titan.config.schema import JobConfig
 from titan.observe.estimate import activation_elements
 from titan.parallel import build_mesh
 from titan.program import Program, build_program

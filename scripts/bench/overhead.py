@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from titan.config.model import family, model_config
-from titan.config.sections import JobConfig
+from titan.config.schema import JobConfig
 from titan.optim.optimizers import parameter_groups
 from titan.trainer import Trainer
 

@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.config.model import model_config
-from titan.config.sections import ModelSection
+from titan.config.schema import ModelSection
 from titan.config.toml import format_value
 from titan.observe.hardware import recognise
 from titan.observe.rows import read_rows

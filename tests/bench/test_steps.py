@@ -63,7 +63,7 @@ def test_the_job_of_a_variant(tmp_path: Path) -> None:
     STEPS["write_job"](tmp_path, args, "compile+sac+float8")
     config = load_config(tmp_path / "job.toml", overlays=[tmp_path / "titan.toml"])
     check_to_run(config, world_size=1)
-    assert config.origin.warnings == []
+    assert config.source_map.warnings == []
     assert config.compile.enable and config.model.converters == ["quantize.linear.float8"]
     ac = config.activation_checkpoint
     assert (ac.mode, ac.selective_ac_option) == ("selective", "op")

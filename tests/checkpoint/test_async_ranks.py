@@ -15,7 +15,7 @@ from tests.support.pool_trainer import PoolTrainer
 from tests.support.ranks import Pool
 from titan.checkpoint.manager import CheckpointManager, list_steps, load, stored_shapes
 from titan.checkpoint.manifest import find_damage
-from titan.config.sections import CheckpointSection, JobConfig
+from titan.config.schema import CheckpointSection, JobConfig
 
 
 def train(folder: Path, mode: str, steps: int, parallelism: dict[str, int]) -> None:

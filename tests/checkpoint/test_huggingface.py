@@ -28,7 +28,7 @@ from titan.checkpoint.manifest import find_damage
 from titan.config.load import load_config
 from titan.config.model import family, model_config
 from titan.config.rules import check_to_run, resolve_layout
-from titan.config.sections import CheckpointSection, JobConfig, TokenizerSection
+from titan.config.schema import CheckpointSection, JobConfig, TokenizerSection
 from titan.parallel import build_mesh, materialize
 from titan.program import build_program
 

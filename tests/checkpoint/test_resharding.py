@@ -17,7 +17,7 @@ from tests.support.pool_trainer import PoolTrainer
 from tests.support.ranks import Pool
 from titan.checkpoint import manager as checkpoints
 from titan.config.rules import check_to_run, resolve_layout
-from titan.config.sections import JobConfig
+from titan.config.schema import JobConfig
 from titan.parallel import build_mesh
 from titan.parallel.mesh import axis_rank, axis_size
 from titan.program import Program, build_program

@@ -35,7 +35,7 @@ from titan.checkpoint.staging import Staging
 from titan.checkpoint.storage import storage_of
 from titan.config.load import load_config
 from titan.config.rules import check
-from titan.config.sections import CheckpointSection, JobConfig
+from titan.config.schema import CheckpointSection, JobConfig
 from titan.generate import find_checkpoint
 from titan.signals import StopRequest
 from titan.trainer import Trainer

@@ -42,8 +42,8 @@ from tests.support.drawn_layouts import (
 )
 from tests.support.golden_errors import NUM_LAYOUTS
 from tests.support.ranks import Pool
+from titan.config.errors import Problem
 from titan.config.layout import resolve_layout
-from titan.config.problems import Problem
 
 # ---- the oracle ------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import pytest
 
 from titan.config.load import load_config
 from titan.config.render import json_schema, reference_markdown
-from titan.config.sections import JobConfig
+from titan.config.schema import JobConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -18,10 +18,10 @@ import pytest
 
 from tests.support import golden_errors as golden
 from titan import cli, launch
+from titan.config.errors import ConfigError, key_text
+from titan.config.keys import fields_at
 from titan.config.load import load_config
-from titan.config.problems import ConfigError, key_text
 from titan.config.rules import advise, check, check_layout
-from titan.config.schema import fields_at
 from titan.untrusted import printable
 
 SAVED = json.loads(golden.SAVED.read_text())

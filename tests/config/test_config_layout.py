@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from titan.config.errors import ConfigError
 from titan.config.load import load_config
 from titan.config.model import model_config
-from titan.config.problems import ConfigError
 from titan.config.rules import Layout, check, check_layout, check_to_run, resolve_layout
-from titan.config.sections import JobConfig, ModelSection
+from titan.config.schema import JobConfig, ModelSection
 
 FITTING = {
     "debug_model": 1,
@@ -34,7 +34,7 @@ FITTING = {
 def test_shipped_jobs_are_sound(job: Path) -> None:
     assert job.read_text().splitlines()[0] == "#:schema ../docs/schema.json"
     config = load_config(job)
-    assert config.origin.warnings == []
+    assert config.source_map.warnings == []
     assert check(config) == []
     assert check_layout(config, world_size=FITTING[job.stem]) == []
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from titan.config.errors import ConfigError, key_text, parent
 from titan.config.load import Arguments, load_config, load_from_argv, parse_args
-from titan.config.problems import ConfigError, key_text, parent
 from titan.config.render import to_toml
-from titan.config.sections import JobConfig
+from titan.config.schema import JobConfig
 from titan.config.toml import KeyPath, format_value, parse_value, read_toml
 
 TRICKY = '''\

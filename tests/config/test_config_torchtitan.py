@@ -8,7 +8,7 @@ import pytest
 
 from titan.config.load import ConfigError, load_config
 from titan.config.rules import check, check_layout
-from titan.config.sections import JobConfig
+from titan.config.schema import JobConfig
 from titan.config.torchtitan import differences
 
 EVERY_KEY = """
@@ -360,7 +360,7 @@ def load_text(text: str, folder: Path) -> JobConfig:
 def test_every_key_loads_as_written(tmp_path: Path) -> None:
     config = load_text(EVERY_KEY, tmp_path)
     assert check(config) == []
-    assert config.origin.warnings == [
+    assert config.source_map.warnings == [
         f"{tmp_path}/job.toml:6: job.custom_config_module is ignored: write [model] overrides, or register sections "
         "of your own through entry points (titan.optimizers, titan.sources)"
     ]
@@ -376,8 +376,8 @@ def test_every_key_loads_as_written(tmp_path: Path) -> None:
 def test_unused_keys_are_ignored_at_their_defaults_and_refused_otherwise(tmp_path: Path) -> None:
     config = load_text(UNUSED_KEYS, tmp_path)
     assert config == JobConfig()
-    assert len(config.origin.warnings) == 18 and all(
-        " is ignored: " in warning for warning in config.origin.warnings
+    assert len(config.source_map.warnings) == 18 and all(
+        " is ignored: " in warning for warning in config.source_map.warnings
     )
     asked = UNUSED_KEYS.replace('mode = "default"', 'mode = "fake_backend"')
     asked = asked.replace("early_stop = false", "early_stop = true").replace('["moe', '["')
@@ -400,7 +400,7 @@ def test_old_debug_model(tmp_path: Path) -> None:
     assert config.metrics.disable_color_printing is False
     assert config.checkpoint.enable is False
     assert config.quantize.linear.float8.filter_fqns == ["output", "router.gate"]
-    warnings = [w.removeprefix(f"{tmp_path}/job.toml:") for w in config.origin.warnings]
+    warnings = [w.removeprefix(f"{tmp_path}/job.toml:") for w in config.source_map.warnings]
     line = DEBUG_MODEL.splitlines().index("batch_size = 8") + 1
     assert f"{line}: training.batch_size is now training.local_batch_size" in warnings
     assert len(warnings) == 23

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from titan.config import model
-from titan.config.sections import ModelSection
+from titan.config.schema import ModelSection
 
 ROOT = Path(__file__).parents[2]
 OPT = ROOT / "examples" / "opt_family"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from titan.config import sections as s
+from titan.config import schema as s
 from titan.data.cache import cached_shards, default_cache_folder, exclusive
 from titan.data.shards import TokenShards
 from titan.data.sources import Documents, open_documents

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import titan.data.writer as writer
-from titan.config import sections as s
+from titan.config import schema as s
 from titan.data import DataError
 from titan.data.cache import describe
 from titan.data.prepare import main

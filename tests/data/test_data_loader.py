@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from titan.config import sections as s
+from titan.config import schema as s
 from titan.data import DataError
 from titan.data.base import RankShare, Samples
 from titan.data.loader import Loader, build_loader, build_validation_loader, merge_states

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from titan.config import sections as s
+from titan.config import schema as s
 from titan.config.rules import check
-from titan.config.sections import JobConfig
+from titan.config.schema import JobConfig
 from titan.data import DataError
 from titan.data.loader import build_loader, build_validation_loader
 from titan.data.prepare import main

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from titan.config import sections as s
+from titan.config import schema as s
 from titan.data import DataError
 from titan.data.sources import (
     TextStream,

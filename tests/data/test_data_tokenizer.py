@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from titan.config.sections import TokenizerSection
+from titan.config.schema import TokenizerSection
 from titan.data import DataError
 from titan.data.tokenizer import BOS, EOS, Tokenizer, _pieces, build_tokenizer, bytes_tokenizer
 from titan.data.tokenizer_cli import main

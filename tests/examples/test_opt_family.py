@@ -49,7 +49,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def two_steps(degrees: dict[str, int], overrides: dict[str, Any]) -> list[tuple[float, float]]:
     """Loss and gradient norm of two steps on one global batch of 4 sequences."""
     from titan.config.rules import check_to_run
-    from titan.config.sections import JobConfig
+    from titan.config.schema import JobConfig
     from titan.parallel import axis_rank, build_mesh
     from titan.program import build_program
 

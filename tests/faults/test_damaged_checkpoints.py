@@ -27,9 +27,9 @@ from titan import cli
 from titan.checkpoint import safe, verify
 from titan.checkpoint.manager import CheckpointError, CheckpointManager, list_steps, load
 from titan.checkpoint.manifest import HashingStream, find_damage, render
-from titan.config.problems import ConfigError
+from titan.config.errors import ConfigError
 from titan.config.rules import check_to_run
-from titan.config.sections import CheckpointSection, JobConfig
+from titan.config.schema import CheckpointSection, JobConfig
 from titan.trainer import Trainer
 
 FILES = [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json", "titan.json"]

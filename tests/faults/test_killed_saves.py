@@ -18,7 +18,7 @@ from tests.support.ranks import Pool, RankFailed
 from titan.checkpoint.manager import CheckpointManager, SaveFailed, list_steps, load
 from titan.checkpoint.manifest import find_damage
 from titan.checkpoint.storage import LocalStorage
-from titan.config.sections import CheckpointSection
+from titan.config.schema import CheckpointSection
 
 NAMES = [f"model.{number}" for number in range(6)]
 # Where a save of step 30, after 10 and 20, is killed; the rank; the steps that are then there. Two are kept.

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from titan.config.sections import JobConfig
+from titan.config.schema import JobConfig
 from titan.data.loader import Batch
 from titan.parallel import build_mesh
 from titan.program import build_program

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from titan.checkpoint.manager import CheckpointManager, load
 from titan.checkpoint.staging import Staging
-from titan.config.sections import CheckpointSection
+from titan.config.schema import CheckpointSection
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from titan.config.sections import JobConfig
+from titan.config.schema import JobConfig
 from titan.data.loader import Batch
 from titan.parallel import build_mesh
 from titan.program import build_program

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from titan.config.sections import JobConfig
+from titan.config.schema import JobConfig
 from titan.observe.trace_report import read_report
 from titan.trainer import Trainer
 

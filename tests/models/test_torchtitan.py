@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from titan.config.model import family, model_config
-from titan.config.sections import ModelSection
+from titan.config.schema import ModelSection
 from titan.config.torchtitan import FLAVORS
 from titan.models.llama3.model import rope_frequencies
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from titan.config.layout import Layout
-from titan.config.sections import (
+from titan.config.schema import (
     ActivationCheckpointSection,
     AdamW8bitSection,
     AdamWSection,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.ranks import Pool
-from titan.config.sections import CommSection
+from titan.config.schema import CommSection
 from titan.observe import flight_recorder
 from titan.observe.failure import describe_error
 from titan.observe.flight_recorder import Recorder

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import titan.observe.sinks
-from titan.config.sections import MetricsSection
+from titan.config.schema import MetricsSection
 from titan.observe.metrics import MetricsLog, StepRow, ValidationRow, model_tflops
 from titan.observe.sinks import MissingExtra
 

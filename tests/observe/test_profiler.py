@@ -15,9 +15,9 @@ from torch.profiler import ProfilerAction
 
 from tests.support.pool_trainer import PoolTrainer
 from tests.support.ranks import Pool
-from titan.config.problems import ConfigError
+from titan.config.errors import ConfigError
 from titan.config.rules import check_to_run
-from titan.config.sections import JobConfig, ProfilingSection
+from titan.config.schema import JobConfig, ProfilingSection
 from titan.observe import profiler as recording
 from titan.observe.profiler import Profiler, name_modules
 from titan.observe.trace import Report

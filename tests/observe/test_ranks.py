@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.support.pool_trainer import PoolTrainer
 from tests.support.ranks import Pool
-from titan.config.sections import JobConfig
+from titan.config.schema import JobConfig
 from titan.observe import ranks
 from titan.observe.chronicle import Spikes
 from titan.observe.ranks import ForwardClock, Stragglers, TimesLog

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.ranks import Pool, RankFailed
 from titan.checkpoint import manager as checkpoints
-from titan.config.sections import CheckpointSection, JobConfig
+from titan.config.schema import CheckpointSection, JobConfig
 from titan.parallel import build_mesh
 from titan.parallel.mesh import axis_rank, axis_size
 from titan.parallel.weights import canonical_name

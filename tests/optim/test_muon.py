@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.support.ranks import Pool
-from titan.config.sections import MuonSection
+from titan.config.schema import MuonSection
 from titan.optim.muon import Muon, collect, cuts_of, give_back, newton_schulz
 from titan.optim.optimizers import build_optimizer
 from titan.parallel import build_mesh

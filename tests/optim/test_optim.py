@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titan.config.sections import AdamSection, AdamWSection, LRSchedulerSection
+from titan.config.schema import AdamSection, AdamWSection, LRSchedulerSection
 from titan.optim.clipping import clip_gradients
 from titan.optim.optimizers import build_optimizer, parameter_groups
 from titan.optim.schedule import learning_rate_factor, phases

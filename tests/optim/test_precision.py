@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from titan.config.sections import JobConfig
+from titan.config.schema import JobConfig
 from titan.models import llama3, qwen3
 from titan.models.attention import InnerAttention
 from titan.trainer import Trainer

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.support.ranks import Pool
-from titan.config.sections import AdamSection, AdamW8bitSection, AdamWSection, OptimizerSection
+from titan.config.schema import AdamSection, AdamW8bitSection, AdamWSection, OptimizerSection
 from titan.optim.adam import CompactAdam
 from titan.optim.eightbit import block_size, dequantize, levels, quantize
 from titan.optim.muon import Muon

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan.config.rules import KEEP_GROUPS
-from titan.config.sections import ActivationCheckpointSection
+from titan.config.schema import ActivationCheckpointSection
 from titan.models.llama3 import FLAVORS, build_model
 from titan.parallel import initialize
 from titan.parallel.activation import DEFAULT_KEEP, GROUPS, KeepError, apply_ac

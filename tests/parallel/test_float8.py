@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.ranks import Pool, RankFailed
 from titan.checkpoint import manager as checkpoints
-from titan.config.sections import CheckpointSection, JobConfig
+from titan.config.schema import CheckpointSection, JobConfig
 from titan.models.llama3 import FLAVORS, build_model
 from titan.parallel import apply_float8, build_mesh
 from titan.parallel.float8 import RECIPES, Float8Error, plain, require_hardware, table

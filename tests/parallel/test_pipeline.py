@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from titan.config.problems import ConfigError
+from titan.config.errors import ConfigError
 from titan.observe.pipeline_plot import main
 from titan.parallel import apply_ddp, apply_fsdp, build_mesh, initialize, materialize, pipeline
 from titan.parallel.activation import DEFAULT_KEEP, apply_ac

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.sim.test_record import _numbered_anew
 from tests.support.ranks import Pool
 from tests.support.traces import events_of, in_turn, job, real_batches, real_program, trace_of
-from titan.config.sections import JobConfig
+from titan.config.schema import JobConfig
 from titan.sim.trace import Allocate, Free, Launch, Trace, Transfer
 
 BF16: dict[str, Any] = {"mixed_precision_param": "bfloat16"}

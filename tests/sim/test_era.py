@@ -9,7 +9,7 @@ import torch
 
 from tests.support.traces import job, left_behind
 from titan.config.rules import model_config
-from titan.config.sections import JobConfig, SimulatorSection
+from titan.config.schema import JobConfig, SimulatorSection
 from titan.sim.record import record
 from titan.sim.trace import AwaitWork, Launch, Trace, Transfer
 

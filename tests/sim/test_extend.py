@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.traces import in_turn
 from titan.config.layout import resolve_layout
-from titan.config.sections import JobConfig
+from titan.config.schema import JobConfig
 from titan.sim.cost import Cost
 from titan.sim.extend import CannotExtend, Depth
 from titan.sim.memory import memory_report

@@ -22,7 +22,7 @@ from tests.support.traces import (
     traced_peak,
 )
 from titan.config.rules import model_config, resolve_layout
-from titan.config.sections import JobConfig
+from titan.config.schema import JobConfig
 from titan.sim import record as record_module
 from titan.sim import recorder
 from titan.sim.cost import Cost

@@ -6,9 +6,9 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from titan.config.problems import ConfigError, Problem
+from titan.config.errors import ConfigError, Problem
 from titan.config.rules import check_to_run
-from titan.config.sections import JobConfig
+from titan.config.schema import JobConfig
 
 PREFIX = "parallelism."
 DEGREES = {

@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 from tests.support.drawn_layouts import draw
 from titan.config import machine
-from titan.config.problems import ConfigError, Problem
+from titan.config.errors import ConfigError, Problem
 from titan.config.rules import load_to_run
 
 SAVED = Path(__file__).parents[1] / "config" / "errors.json"

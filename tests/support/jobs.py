@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from titan.config.sections import JobConfig
+from titan.config.schema import JobConfig
 
 ROOT = Path(__file__).parents[2]
 Sections = Mapping[str, Mapping[str, Any]]

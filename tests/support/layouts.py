@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan.config.sections import JobConfig
+from titan.config.schema import JobConfig
 from titan.data.packing import IGNORED
 from titan.parallel import build_mesh
 from titan.parallel.mesh import axis_rank, axis_size

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from titan.config.sections import JobConfig
+from titan.config.schema import JobConfig
 from titan.trainer import Trainer
 
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from titan.config.rules import resolve_layout
-from titan.config.sections import JobConfig
+from titan.config.schema import JobConfig
 from titan.parallel import build_mesh
 from titan.program import Program, build_program
 from titan.sim.record import record

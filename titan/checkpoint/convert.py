@@ -37,7 +37,7 @@ from titan.checkpoint.huggingface import (
 )
 from titan.checkpoint.storage import Location, as_location
 from titan.config.load import ConfigError
-from titan.config.sections import CheckpointSection
+from titan.config.schema import CheckpointSection
 from titan.config.toml import format_value
 from titan.data.tokenizer import build_tokenizer, tokenizer_named
 from titan.generate import find_checkpoint

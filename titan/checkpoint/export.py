@@ -28,7 +28,7 @@ from titan.checkpoint.huggingface import CONFIG, INDEX, HFModel, is_there, root_
 from titan.checkpoint.storage import LocalStorage
 from titan.checkpoint.tensors import StateDict
 from titan.config.model import model_config
-from titan.config.sections import ModelSection
+from titan.config.schema import ModelSection
 from titan.data.tokenizer import Tokenizer
 from titan.untrusted import InputError, parse_json, read_bytes
 

@@ -26,7 +26,7 @@ from titan.checkpoint import CheckpointError
 from titan.checkpoint.commit import CheckpointGroup
 from titan.checkpoint.tensors import StateDict
 from titan.config.model import families, family, model_config
-from titan.config.sections import ModelSection
+from titan.config.schema import ModelSection
 from titan.config.toml import format_value
 from titan.data import require
 from titan.parallel.shims import compute_local_shape_and_global_offset

@@ -33,7 +33,7 @@ from titan.checkpoint.state import (
 )
 from titan.checkpoint.storage import Location, as_location, join, storage_of
 from titan.checkpoint.tensors import StateDict, load, reason, stored_shapes
-from titan.config.sections import CheckpointSection
+from titan.config.schema import CheckpointSection
 from titan.untrusted import Count, InputError, parse_json, read_stream
 
 __all__ = [

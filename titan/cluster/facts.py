@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from titan.config.errors import COMMAND_LINE, ConfigError, Problem
 from titan.config.load import parse_args
-from titan.config.problems import COMMAND_LINE, ConfigError, Problem
 from titan.config.rules import load_to_run
-from titan.config.sections import JobConfig
+from titan.config.schema import JobConfig
 
 # Datasets, and sources, that are read through `datasets` or pyarrow.
 _HUGGING_FACE = {"huggingface", "parquet", "c4", "c4_validation", "fineweb-edu"}

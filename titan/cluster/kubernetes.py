@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from titan.config.problems import ConfigError
+from titan.config.errors import ConfigError
 from titan.config.render import to_toml
 
 from .facts import Facts, gather, parser, require, volumes
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
         require("volume", claim, pattern=NAME, example="checkpoints:/checkpoints")
     facts = gather(options, job)
     problems = [
-        facts.config.origin.problem(
+        facts.config.source_map.problem(
             key,
             f"'{path}' is relative to this folder, and the image has another; give the path in the image or on a --volume",
         )

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from titan.config.problems import ConfigError
+from titan.config.errors import ConfigError
 
 from .facts import Facts, gather, parser, require, volumes
 from .kubernetes import deliver
@@ -69,7 +69,7 @@ def _check_inputs(facts: Facts) -> None:
         else:
             continue
         message = f"'{path}' {reason}; give a path on a --volume, or put it into this folder"
-        problems.append(facts.config.origin.problem(key, message))
+        problems.append(facts.config.source_map.problem(key, message))
     if problems:
         raise ConfigError(problems)
 

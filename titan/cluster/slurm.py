@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from titan.config.problems import ConfigError
+from titan.config.errors import ConfigError
 
 from .facts import Facts, gather, option_problem, parser, require
 
@@ -65,7 +65,7 @@ def script(facts: Facts, options: argparse.Namespace) -> str:
     folder = str(facts.run_folder)
     if not folder.isprintable() or "%" in folder:
         message = f"Slurm cannot write its log there: {folder!r} has a %, or characters that are not printable"
-        raise ConfigError([facts.config.origin.problem("job.dump_folder", message)])
+        raise ConfigError([facts.config.source_map.problem("job.dump_folder", message)])
     directives = {
         "job-name": facts.name,
         "nodes": facts.nodes,

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .problems import Place, Problem, key_text, parent
-from .sections import ParallelismSection
+from .errors import Problem, SourceLocation, key_text, parent
+from .schema import ParallelismSection
 
 RENAMED: dict[str, str] = {
     "float8.enable_float8_linear": "model.converters",
@@ -118,11 +118,11 @@ _CONVERTED: dict[str, Callable[[Any], Any]] = {
 
 
 @dataclass
-class Layer:
+class ConfigLayer:
     """What one file, or the command line, sets: its tables, and the place of every key."""
 
     data: dict[str, Any]
-    places: dict[str, Place]
+    locations: dict[str, SourceLocation]
 
     def holder(self, key: str, *, make: bool = False) -> dict[str, Any]:
         """The table in which the last part of `key` stands; empty where there is none."""
@@ -148,12 +148,12 @@ class Layer:
     def move(self, old: str, new: str, value: Any) -> None:
         self.remove(old)
         self.holder(new, make=True)[new.rpartition(".")[2]] = value
-        for key in [k for k in self.places if k == old or k.startswith((f"{old}.", f"{old}["))]:
-            place = self.places.pop(key)
-            self.places[new + key[len(old) :]] = Place(place.file, place.line, key)
+        for key in [k for k in self.locations if k == old or k.startswith((f"{old}.", f"{old}["))]:
+            place = self.locations.pop(key)
+            self.locations[new + key[len(old) :]] = SourceLocation(place.file, place.line, key)
 
 
-def modernise(layer: Layer) -> tuple[list[str], list[Problem]]:
+def apply_aliases(layer: ConfigLayer) -> tuple[list[str], list[Problem]]:
     """Apply the tables to a layer, in place; returns warnings and problems."""
     warnings: list[str] = []
     problems: list[Problem] = []
@@ -161,8 +161,8 @@ def modernise(layer: Layer) -> tuple[list[str], list[Problem]]:
         value, name = layer.find(old), old.rpartition(".")[2]
         if name not in layer.holder(old) or ("." not in old and not isinstance(value, dict)):
             continue
-        place = layer.places[old]
-        if other := layer.places.get(new):
+        place = layer.locations[old]
+        if other := layer.locations.get(new):
             message = f"is the old name of {new}, which {other} sets too; keep {new} only"
             problems.append(place.problem(message))
             layer.remove(old)
@@ -172,14 +172,16 @@ def modernise(layer: Layer) -> tuple[list[str], list[Problem]]:
     for key, hint in (DROPPED | REFUSED).items():
         if key.rpartition(".")[2] not in layer.holder(key):
             continue
-        value, place = layer.remove(key), layer.places[key]
+        value, place = layer.remove(key), layer.locations[key]
         if key in DROPPED or _is_off(value) or _HARMLESS.get(key) == value:
             warnings.append(f"{place}: {key} is ignored: {hint}")
             continue
         asked = [key]
         if isinstance(value, dict):
             asked = [f"{key}.{key_text([k])}" for k, inner in value.items() if not _is_off(inner)]
-        problems += [layer.places[k].problem(f"titan has no such setting; {hint}") for k in asked]
+        problems += [
+            layer.locations[k].problem(f"titan has no such setting; {hint}") for k in asked
+        ]
     return warnings, problems
 
 

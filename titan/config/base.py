@@ -1,14 +1,36 @@
-"""What a section is. A plug-in derives its own from here, and not from titan.config.sections, which imports every plug-in,
+"""What a section is. A plug-in derives its own from here, and not from titan.config.schema, which imports every plug-in,
 also the one that is just being imported."""
 
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from .problems import ConfigError, KeyPath, Problem, UnknownValue
+from .errors import ConfigError, KeyPath, Problem, UnknownValue
+
+
+def _split_commas(value: Any) -> Any:
+    """TorchTitan's older files write lists as "a, b"."""
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return value
+
+
+def _not_zero(value: int) -> int:
+    if value == 0:
+        raise ValueError("must be at least 1, or -1")
+    return value
+
+
+StrList = Annotated[list[str], BeforeValidator(_split_commas)]
+LIMIT = 2**31 - 1
+"""Largest count of anything: what is more is a mistake, and would overflow somewhere in torch."""
+Positive = Annotated[int, Field(ge=1, le=LIMIT)]
+NonNegative = Annotated[int, Field(ge=0, le=LIMIT)]
+PositiveOrAuto = Annotated[int, Field(ge=-1, le=LIMIT), AfterValidator(_not_zero)]
+DType = Literal["float32", "bfloat16"]
 
 
 class Section(BaseModel):

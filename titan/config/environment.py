@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from .problems import Finding, Problem
+from .errors import Problem, RuleViolation
 
 # Whole numbers that torchrun sets, or whoever starts ranks in its place.
 _NUMBERS = (
@@ -26,14 +26,14 @@ def check_environment(environment: Mapping[str, str]) -> list[Problem]:
     return [Problem("environment", 0, name, message) for name, message in findings]
 
 
-def _check_numbers(environment: Mapping[str, str]) -> Iterator[Finding]:
+def _check_numbers(environment: Mapping[str, str]) -> Iterator[RuleViolation]:
     for name in _NUMBERS:
         value = environment.get(name)
         if value is not None and not re.fullmatch(r"\d{1,9}", value, re.ASCII):
             yield name, f"expected a whole number, got {value!r}; {_STARTER}, or unset it"
 
 
-def _check_ranks(environment: Mapping[str, str]) -> Iterator[Finding]:
+def _check_ranks(environment: Mapping[str, str]) -> Iterator[RuleViolation]:
     number = {name: int(environment[name]) for name in _NUMBERS if name in environment}
     if "RANK" not in number:
         if number.get("WORLD_SIZE", 1) != 1:

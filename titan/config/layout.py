@@ -17,9 +17,9 @@ from typing import Any
 from titan.parallel.schedules import canonical_schedule
 from titan.parallel.stages import plan_stages
 
+from .errors import ConfigError, Problem, RuleViolation, UnknownValue, violations_of
 from .model import divisors, resolve_model
-from .problems import ConfigError, Finding, Problem, UnknownValue, findings_of
-from .sections import JobConfig
+from .schema import JobConfig
 
 _TRIED = 4096  # values for a fix, on either side of the wrong one: more would take seconds
 # Axis and key of its degree, outermost first.
@@ -72,8 +72,8 @@ CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 def check_layout(config: JobConfig, *, world_size: int) -> list[Problem]:
     """Everything about the config that does not fit `world_size` ranks."""
 
-    def find(rule: Callable[..., Iterable[Finding]], *arguments: Any) -> list[Finding]:
-        return findings_of(lambda config: rule(config, *arguments), config)
+    def find(rule: Callable[..., Iterable[RuleViolation]], *arguments: Any) -> list[RuleViolation]:
+        return violations_of(lambda config: rule(config, *arguments), config)
 
     try:
         model = resolve_model(config.model)[0]
@@ -87,10 +87,10 @@ def check_layout(config: JobConfig, *, world_size: int) -> list[Problem]:
     ]
     findings += find(_check_matrices, model, world_size)
     findings += find(_check_graphs, world_size)
-    return [config.origin.problem(key, message) for key, message in findings]
+    return [config.source_map.problem(key, message) for key, message in findings]
 
 
-def _check_graphs(config: JobConfig, world_size: int) -> Iterator[Finding]:
+def _check_graphs(config: JobConfig, world_size: int) -> Iterator[RuleViolation]:
     if world_size > 1 and config.compile.enable and config.compile.mode in CUDA_GRAPHS:
         yield (
             "compile.mode",
@@ -109,7 +109,7 @@ def _shard_degree(config: JobConfig, world_size: int) -> int:
     return world_size // prod(degrees.values()) if shard == -1 else shard
 
 
-def _check_world(config: JobConfig, model: Any, world_size: int) -> Iterator[Finding]:
+def _check_world(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:
     degrees = _degrees(config)
     fixed = {axis: degree for axis, degree in degrees.items() if degree != -1}
     product = prod(fixed.values())
@@ -160,7 +160,7 @@ def _suits_model(config: JobConfig, model: Any, axis: str, degree: int) -> bool:
     return not [*_check_sequence(changed), *_uneven(model, parallelism.tensor_parallel_degree)]
 
 
-def _check_batch(config: JobConfig, world_size: int) -> Iterator[Finding]:
+def _check_batch(config: JobConfig, world_size: int) -> Iterator[RuleViolation]:
     training = config.training
     dp = config.parallelism.data_parallel_replicate_degree * _shard_degree(config, world_size)
     per_pass = training.local_batch_size * dp
@@ -173,7 +173,7 @@ def _check_batch(config: JobConfig, world_size: int) -> Iterator[Finding]:
         )
 
 
-def _check_sequence(config: JobConfig) -> Iterator[Finding]:
+def _check_sequence(config: JobConfig) -> Iterator[RuleViolation]:
     parallel = config.parallelism
     cp, tp = parallel.context_parallel_degree, parallel.tensor_parallel_degree
     balanced = cp > 1 and parallel.splits_from_both_ends
@@ -190,7 +190,7 @@ def _check_sequence(config: JobConfig) -> Iterator[Finding]:
             )
 
 
-def _check_matrices(config: JobConfig, model: Any, world_size: int) -> Iterator[Finding]:
+def _check_matrices(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:
     """Whether the model's matrices can be split over the tensor-parallel ranks."""
     tp = config.parallelism.tensor_parallel_degree
     reasons = [*_uneven(model, tp)]
@@ -218,7 +218,7 @@ def _uneven(model: Any, tp: int) -> Iterator[str]:
         yield f"{tp} ranks cannot share a vocabulary of {vocabulary}, {each} each and some for the last"
 
 
-def _check_stages(config: JobConfig, model: Any, world_size: int) -> Iterator[Finding]:
+def _check_stages(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:
     parallel, training = config.parallelism, config.training
     pp, size = parallel.pipeline_parallel_degree, parallel.pipeline_parallel_microbatch_size
     if pp == 1:
@@ -283,7 +283,7 @@ def _stage_values(config: JobConfig) -> dict[str, Any]:
     return values | {"local_batch_size": config.training.local_batch_size}
 
 
-def _blame(config: JobConfig, num_layers: int, problem: str, world_size: int) -> Finding:
+def _blame(config: JobConfig, num_layers: int, problem: str, world_size: int) -> RuleViolation:
     """The key to change where stages, schedule and batch do not go together, and to what."""
     parallel = config.parallelism
     if parallel.pipeline_parallel_schedule_csv:

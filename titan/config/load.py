@@ -1,7 +1,7 @@
 """Job files to a `JobConfig`: TOML, overlays, command-line overrides, old names; every problem at once.
 
 Later wins: job file, overlays from left to right, then `--section.key=value`. Tables are merged key by key;
-lists and single values are replaced whole. Each value keeps the file and line it came from (`Origin`), for the
+lists and single values are replaced whole. Each value keeps the file and line it came from (`SourceMap`), for the
 errors here and for the rules of rules.py.
 """
 
@@ -19,22 +19,22 @@ from pydantic import ValidationError
 
 from titan.untrusted import MAX_TEXT, printable
 
-from .aliases import Layer, modernise
-from .messages import explain, meant
-from .problems import (
+from .aliases import ConfigLayer, apply_aliases
+from .errors import (
     COMMAND_LINE,
     ConfigError,
     KeyPath,
-    Origin,
-    Place,
     Problem,
-    collecting,
+    SourceLocation,
+    SourceMap,
+    collect_problems,
     did_you_mean,
     key_text,
     parent,
 )
-from .schema import field_at, sections_with
-from .sections import JobConfig
+from .keys import field_at, sections_with
+from .messages import explain, likely_key
+from .schema import JobConfig
 from .toml import parse_value, read_toml
 
 USAGE = "JOB.toml [OVERLAY.toml ...] [--section.key=value ...]"
@@ -55,41 +55,41 @@ def load_config(
     """The config that these files and overrides ("section.key=value") make; raises `ConfigError`.
 
     Types, names and ranges are checked; how values go together is for `titan.config.rules`. Warnings about
-    old names are in the result's `origin.warnings`.
+    old names are in the result's `source_map.warnings`.
     """
-    layers: list[Layer] = []
+    layers: list[ConfigLayer] = []
     problems: list[Problem] = []
     for path in (job, *overlays):
-        with collecting(problems):
+        with collect_problems(problems):
             layers.append(_read_file(Path(path)))
-    with collecting(problems):
+    with collect_problems(problems):
         layers.append(_read_overrides(overrides))
     if problems:  # checking the rest would mislead: what the unreadable part sets is unknown
         raise ConfigError(problems)
-    origin = Origin(str(job), 1)
+    source_map = SourceMap(str(job), 1)
     for layer in layers:
-        warnings, mistakes = modernise(layer)
-        origin.warnings += warnings
+        warnings, mistakes = apply_aliases(layer)
+        source_map.warnings += warnings
         problems += mistakes
     data: dict[str, Any] = {}
     for layer in layers:
-        _merge(data, layer.data, places=origin.places, new_places=layer.places)
-    config, mistakes = _validate(data, origin)
+        _merge(data, layer.data, places=source_map.locations, new_places=layer.locations)
+    config, mistakes = _validate(data, source_map)
     if problems := problems + mistakes:
         raise ConfigError(problems, partial=config)
     return config
 
 
-def _validate(data: dict[str, Any], origin: Origin) -> tuple[JobConfig, list[Problem]]:
+def _validate(data: dict[str, Any], source_map: SourceMap) -> tuple[JobConfig, list[Problem]]:
     """Return the config and what is wrong with it. Settings that are wrong have no value then, and no rule judges by them."""
     problems: list[Problem] = []
     unknown: list[KeyPath] = []
     try:
         config = JobConfig.model_validate(data)
     except ValidationError as error:
-        mistakes = explain(error, data=data, origin=origin)
+        mistakes = explain(error, data=data, source_map=source_map)
         problems += mistakes.values()
-        unknown += [_whole(meant(path, data=data)) for path in mistakes]
+        unknown += [_whole(likely_key(path, data=data)) for path in mistakes]
         for path in mistakes:
             _remove(data, _whole(path))
         try:
@@ -99,7 +99,7 @@ def _validate(data: dict[str, Any], origin: Origin) -> tuple[JobConfig, list[Pro
             unknown = [(name,) for name in JobConfig.model_fields]
     for path in sorted(unknown, key=len):
         config.forget(path)
-    config._origin = origin
+    config._source_map = source_map
     return config, problems
 
 
@@ -138,11 +138,11 @@ def load_from_argv(
     if problems or config is None:
         raise ConfigError(problems, partial=config)
     if warn:
-        say_once(config.origin.warnings)
+        print_warnings(config.source_map.warnings)
     return config
 
 
-def say_once(warnings: Iterable[str]) -> None:
+def print_warnings(warnings: Iterable[str]) -> None:
     """Print warnings to stderr, on rank 0 only."""
     if os.environ.get("RANK", "0") == "0":
         for warning in warnings:
@@ -209,17 +209,17 @@ def _option_hint(option: str, options: Sequence[str]) -> str:
     return did_you_mean(option, options)
 
 
-def _read_file(path: Path) -> Layer:
+def _read_file(path: Path) -> ConfigLayer:
     data, lines = read_toml(path)
-    places = {}
+    locations = {}
     for key_path, line in lines.items():
         key = key_text(key_path)
-        places[key] = Place(str(path), line, key)
-    return Layer(data, places)
+        locations[key] = SourceLocation(str(path), line, key)
+    return ConfigLayer(data, locations)
 
 
-def _read_overrides(overrides: Iterable[str]) -> Layer:
-    layer = Layer({}, {})
+def _read_overrides(overrides: Iterable[str]) -> ConfigLayer:
+    layer = ConfigLayer({}, {})
     problems: list[Problem] = []
     for override in overrides:
         key, _, text = override.lstrip("-").partition("=")
@@ -234,7 +234,7 @@ def _read_overrides(overrides: Iterable[str]) -> Layer:
             )
         around[name] = _override_value(key, text)
         while key:
-            layer.places[key] = Place(COMMAND_LINE, 0, key)
+            layer.locations[key] = SourceLocation(COMMAND_LINE, 0, key)
             key = parent(key)
     if problems:
         raise ConfigError(problems)
@@ -261,8 +261,8 @@ def _merge(
     base: dict[str, Any],
     top: dict[str, Any],
     *,
-    places: dict[str, Place],
-    new_places: dict[str, Place],
+    places: dict[str, SourceLocation],
+    new_places: dict[str, SourceLocation],
     around: tuple[str, ...] = (),
 ) -> None:
     """Lay `top` over `base`, in place; tables that both have keep the place of the first."""

@@ -22,11 +22,11 @@ from titan.data.special_tokens import SpecialTokens
 from titan.data.tokenizer import Tokenizer, build_tokenizer
 from titan.launch import count_accelerators
 
-from . import sections as s
+from . import schema as s
+from .errors import Problem, RuleViolation, choose, did_you_mean, violations_of
 from .model import model_config, resolve_model
-from .problems import Finding, Problem, choose, did_you_mean, findings_of
 from .quantize import quantize_section
-from .sections import JobConfig
+from .schema import JobConfig
 
 # torch._dynamo.list_backends(exclude_tags=()), which would import torch. Others come from packages' entry points.
 BACKENDS = (
@@ -52,7 +52,9 @@ def check_machine(config: JobConfig) -> list[Problem]:
         _check_packages,
     )
     return [
-        config.origin.problem(*finding) for rule in rules for finding in findings_of(rule, config)
+        config.source_map.problem(*finding)
+        for rule in rules
+        for finding in violations_of(rule, config)
     ]
 
 
@@ -72,7 +74,7 @@ def open_tokenizer(config: JobConfig) -> Tokenizer:
 # ---- folders -----------------------------------------------------------------------------------
 
 
-def _check_folders(config: JobConfig) -> Iterator[Finding]:
+def _check_folders(config: JobConfig) -> Iterator[RuleViolation]:
     folders = {
         "job.dump_folder": config.job.dump_folder,
         "data.cache_folder": os.path.expanduser(config.data.cache_folder),  # noqa: PTH111 (no error for ~nobody)
@@ -105,7 +107,7 @@ def _why_unwritable(folder: Path) -> str:
 # ---- data --------------------------------------------------------------------------------------
 
 
-def _check_data(config: JobConfig) -> Iterator[Finding]:
+def _check_data(config: JobConfig) -> Iterator[RuleViolation]:
     """The tokenizer, then what each source reads with it."""
     path, assets = config.tokenizer.path, config.model.hf_assets_path
     tokenizer = None
@@ -139,7 +141,7 @@ def _sources(config: JobConfig, section: str) -> Iterable[tuple[str, s.Section]]
 
 def _check_source(
     config: JobConfig, tokenizer: Tokenizer | None, key: str, source: s.Section, *, split: str
-) -> Iterator[Finding]:
+) -> Iterator[RuleViolation]:
     package = {s.ParquetSource: "pyarrow", s.HuggingFaceSource: "datasets"}.get(type(source))
     if package and find_spec(package) is None:
         yield key, f"needs {package}: pip install 'titan-pretrain[huggingface]'"
@@ -162,7 +164,7 @@ def _check_source(
         yield key, _first_line(error)
 
 
-def _check_marks(config: JobConfig, tokenizer: Tokenizer | None) -> Iterator[Finding]:
+def _check_marks(config: JobConfig, tokenizer: Tokenizer | None) -> Iterator[RuleViolation]:
     data = config.data
     key = "data.document_mask" if data.document_mask else "data.reset_positions"
     if tokenizer is None or not (data.document_mask or data.reset_positions):
@@ -194,7 +196,7 @@ def _exists(path: str) -> bool:
 # ---- checkpoints -------------------------------------------------------------------------------
 
 
-def _check_checkpoints(config: JobConfig) -> Iterator[Finding]:
+def _check_checkpoints(config: JobConfig) -> Iterator[RuleViolation]:
     """Where the run begins. What lies at a URL is looked for by the run only: it may take long."""
     section = config.checkpoint
     if not section.enable or "://" in section.folder:
@@ -226,7 +228,9 @@ def _check_checkpoints(config: JobConfig) -> Iterator[Finding]:
         yield from _check_folder_of(key, path, wanted)
 
 
-def _check_folder_of(key: str, path: str, wanted: dict[str, tuple[str, ...]]) -> Iterator[Finding]:
+def _check_folder_of(
+    key: str, path: str, wanted: dict[str, tuple[str, ...]]
+) -> Iterator[RuleViolation]:
     [(what, names)] = wanted.items()
     location = as_location(path)
     if not _exists(path):
@@ -243,7 +247,7 @@ def _check_folder_of(key: str, path: str, wanted: dict[str, tuple[str, ...]]) ->
 # ---- torch and its packages --------------------------------------------------------------------
 
 
-def _check_backend(config: JobConfig) -> Iterator[Finding]:
+def _check_backend(config: JobConfig) -> Iterator[RuleViolation]:
     backend = config.compile.backend
     known = [*BACKENDS, *(entry.name for entry in entry_points(group="torch_dynamo_backends"))]
     if config.compile.enable and backend not in known:
@@ -251,7 +255,7 @@ def _check_backend(config: JobConfig) -> Iterator[Finding]:
         yield "compile.backend", f'unknown backend "{backend}"{choose(backend, usual)}'
 
 
-def _check_operations(config: JobConfig) -> Iterator[Finding]:
+def _check_operations(config: JobConfig) -> Iterator[RuleViolation]:
     """Whether torch has the operations that "op" keeps. Names beyond aten are known to torch alone, which says so when the model
     is made."""
     section = config.activation_checkpoint
@@ -283,7 +287,7 @@ def operations() -> set[str]:
     return {f"aten.{name}" for name in names}
 
 
-def _check_accelerator(config: JobConfig) -> Iterator[Finding]:
+def _check_accelerator(config: JobConfig) -> Iterator[RuleViolation]:
     section = quantize_section(config)
     has_gpu = count_accelerators() > 0 or Path("/dev/kfd").exists()  # AMD's driver
     if section is not None and not section.emulate and not has_gpu:
@@ -294,7 +298,7 @@ def _check_accelerator(config: JobConfig) -> Iterator[Finding]:
         )
 
 
-def _check_packages(config: JobConfig) -> Iterator[Finding]:
+def _check_packages(config: JobConfig) -> Iterator[RuleViolation]:
     needed = {
         "metrics.enable_tensorboard": ("tensorboard", config.metrics.enable_tensorboard),
         "metrics.enable_wandb": ("wandb", config.metrics.enable_wandb),

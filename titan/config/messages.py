@@ -13,8 +13,8 @@ from typing import Any, Literal, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from .problems import Origin, Problem, choose, did_you_mean, key_text, nearest
-from .schema import fields_at, models_at, sections_with
+from .errors import Problem, SourceMap, choose, did_you_mean, key_text, nearest
+from .keys import fields_at, models_at, sections_with
 from .toml import KeyPath, format_value
 
 _WANTED = {
@@ -40,19 +40,19 @@ _BOOLEANS: dict[str, bool] = {
 
 
 def explain(
-    error: ValidationError, *, data: dict[str, Any], origin: Origin
+    error: ValidationError, *, data: dict[str, Any], source_map: SourceMap
 ) -> dict[KeyPath, Problem]:
     """Return every mistake that pydantic found in `data`, by its key, in the order of the keys."""
     by_path: dict[KeyPath, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         by_path.setdefault(_path_in(data, detail), []).append(detail)
     return {
-        path: origin.problem(key_text(path), _message(path, details, data=data))
+        path: source_map.problem(key_text(path), _message(path, details, data=data))
         for path, details in by_path.items()
     }
 
 
-def meant(path: KeyPath, *, data: dict[str, Any]) -> KeyPath:
+def likely_key(path: KeyPath, *, data: dict[str, Any]) -> KeyPath:
     """Return the key that was probably meant by an unknown one; `path` itself if it is known, or like no other."""
     here = fields_at(path[:-1], data=data)
     name = str(path[-1])

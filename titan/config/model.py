@@ -18,8 +18,8 @@ from types import ModuleType
 from typing import Any, get_type_hints
 
 from .base import load_plug_in
-from .problems import ConfigError, Finding, Problem, choose
-from .sections import ModelSection
+from .errors import ConfigError, Problem, RuleViolation, choose
+from .schema import ModelSection
 from .toml import format_value
 
 # Far beyond any model; without bounds a slip of the finger is found out by the memory that it asks for.
@@ -41,7 +41,7 @@ def model_config(section: ModelSection) -> Any:
     return config
 
 
-def resolve_model(section: ModelSection) -> tuple[Any, list[Finding]]:
+def resolve_model(section: ModelSection) -> tuple[Any, list[RuleViolation]]:
     """As `model_config`, with the problems instead of an exception; the config is None where there are any."""
     try:
         package = family(section.name)
@@ -104,7 +104,7 @@ def _lacks(thing: Any, names: tuple[str, ...]) -> str:
 
 
 @cache
-def _check_module(name: str, config: Any) -> tuple[Finding, ...]:
+def _check_module(name: str, config: Any) -> tuple[RuleViolation, ...]:
     """Whether a package's module is what titan.program expects: built on meta, which takes importing torch. Ours are tested."""
     import torch
     from torch import nn
@@ -138,7 +138,7 @@ def _check_module(name: str, config: Any) -> tuple[Finding, ...]:
     )
 
 
-def _check_overrides(overrides: dict[str, Any], flavor: Any) -> Iterator[Finding]:
+def _check_overrides(overrides: dict[str, Any], flavor: Any) -> Iterator[RuleViolation]:
     types = get_type_hints(type(flavor))
     fields = {f.name: f for f in dataclasses.fields(flavor) if f.init}
     for name, value in overrides.items():
@@ -173,7 +173,7 @@ def _replace(flavor: Any, overrides: dict[str, Any]) -> Any:
     return dataclasses.replace(flavor, **changes)
 
 
-def _check_shape(config: Any, is_head_dim_given: bool) -> Iterator[Finding]:
+def _check_shape(config: Any, is_head_dim_given: bool) -> Iterator[RuleViolation]:
     """What every attention model must satisfy; a family without these fields is not asked."""
     dim, heads, kv_heads = (getattr(config, name, 0) for name in ("dim", "n_heads", "n_kv_heads"))
     if heads and dim % heads and not is_head_dim_given:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 
-from .problems import Finding, choose
-from .sections import Float8Section, JobConfig, MXSection
+from .errors import RuleViolation, choose
+from .schema import Float8Section, JobConfig, MXSection
 
 FLOAT8 = ("quantize.linear.float8", "float8")
 MX = ("quantize.linear.mx",)
@@ -36,7 +36,7 @@ def lacks_units(config: JobConfig, hardware: str, dtypes: Container[str]) -> str
     )
 
 
-def check_converters(config: JobConfig) -> Iterator[Finding]:
+def check_converters(config: JobConfig) -> Iterator[RuleViolation]:
     names, linear = config.model.converters, config.quantize.linear
     for name in names:
         if name not in FLOAT8 + MX:
@@ -57,7 +57,7 @@ def check_converters(config: JobConfig) -> Iterator[Finding]:
         yield from _check_tokens(config, multiple=32 if isinstance(section, MXSection) else 16)
 
 
-def _check_float8(config: JobConfig, section: Float8Section) -> Iterator[Finding]:
+def _check_float8(config: JobConfig, section: Float8Section) -> Iterator[RuleViolation]:
     gather, scales, recipe = *_SWITCHES[:2], section.recipe_name or "tensorwise"
     if section.enable_fsdp_float8_all_gather and recipe != "tensorwise":
         yield (
@@ -81,7 +81,7 @@ def _check_float8(config: JobConfig, section: Float8Section) -> Iterator[Finding
         )
 
 
-def _check_tokens(config: JobConfig, *, multiple: int) -> Iterator[Finding]:
+def _check_tokens(config: JobConfig, *, multiple: int) -> Iterator[RuleViolation]:
     """A weight's gradient is a product over the tokens that a rank has at once, and 8-bit products come in multiples."""
     parallel, training = config.parallelism, config.training
     sequences, cp = training.local_batch_size, parallel.context_parallel_degree

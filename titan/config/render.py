@@ -7,14 +7,14 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from .schema import models_at
-from .sections import JobConfig
+from .keys import models_at
+from .schema import JobConfig
 from .toml import KeyPath, format_value, key_text
 
 _INTRODUCTION = """\
 # Configuration reference
 
-Generated from titan/config/sections.py by `python scripts/gen_docs.py`; do not edit.
+Generated from titan/config/schema.py by `python scripts/gen_docs.py`; do not edit.
 
 A job is one TOML file. `titan train JOB.toml [OVERLAY.toml ...] [--section.key=value ...]`: overlays are merged
 over the job file from left to right (tables key by key; lists and single values are replaced whole), then

@@ -19,24 +19,24 @@ from titan.optim.schedule import phases
 from titan.parallel.schedules import canonical_schedule, splits_backward
 from titan.parallel.stages import split_modules
 
-from .base import Section
+from .base import LIMIT, Section
 from .environment import check_environment
-from .layout import CUDA_GRAPHS, Layout, check_layout, resolve_layout
-from .load import load_from_argv, say_once
-from .model import family, model_config, resolve_model
-from .problems import (
+from .errors import (
     ConfigError,
-    Finding,
     KeyPath,
     Problem,
+    RuleViolation,
     choose,
     did_you_mean,
-    findings_of,
     key_text,
+    violations_of,
 )
+from .layout import CUDA_GRAPHS, Layout, check_layout, resolve_layout
+from .load import load_from_argv, print_warnings
+from .model import family, model_config, resolve_model
 from .quantize import check_converters, lacks_units
-from .sections import LIMIT, HuggingFaceSource, JobConfig, SyntheticSource
-from .supported import check_supported
+from .schema import HuggingFaceSource, JobConfig, SyntheticSource
+from .unsupported import check_supported
 
 __all__ = [
     "Layout",
@@ -75,17 +75,17 @@ def load_to_run(
         world_size = int(os.environ.get("WORLD_SIZE", 1))
     try:
         config = load_from_argv(argv, options=options, warn=False)
-        warnings = config.origin.warnings
+        warnings = config.source_map.warnings
     except ConfigError as error:
         problems, config, warnings = problems + error.problems, error.partial, []
     if config is not None:
         problems += _problems(config, world_size, here=here)
     if warn or problems:
-        say_once(warnings)
+        print_warnings(warnings)
     if problems or config is None or world_size is None:
         raise ConfigError(problems)
     if warn:
-        say_once(advise(config))
+        print_warnings(advise(config))
     return config, resolve_layout(config, world_size)
 
 
@@ -109,7 +109,7 @@ def _problems(config: JobConfig, world_size: int | None, *, here: bool) -> list[
 
 def check(config: JobConfig) -> list[Problem]:
     """Everything about the config that is wrong whatever the number of ranks."""
-    rules: tuple[Callable[[JobConfig], Iterator[Finding]], ...] = (
+    rules: tuple[Callable[[JobConfig], Iterator[RuleViolation]], ...] = (
         _check_text,
         lambda config: iter(resolve_model(config.model)[1]),
         _check_hardware,
@@ -128,11 +128,13 @@ def check(config: JobConfig) -> list[Problem]:
         _check_fault_tolerance,
     )
     return [
-        config.origin.problem(*finding) for rule in rules for finding in findings_of(rule, config)
+        config.source_map.problem(*finding)
+        for rule in rules
+        for finding in violations_of(rule, config)
     ]
 
 
-def _check_text(part: Any, path: KeyPath = ()) -> Iterator[Finding]:
+def _check_text(part: Any, path: KeyPath = ()) -> Iterator[RuleViolation]:
     """No file can have a name with a null character in it, and no file can hold text with half a surrogate pair."""
     if isinstance(part, Section):
         part = {name: value for name, value in part if name in type(part).model_fields}
@@ -152,10 +154,10 @@ def _check_text(part: Any, path: KeyPath = ()) -> Iterator[Finding]:
 def advise(config: JobConfig) -> list[str]:
     """Return warnings about settings that a run goes on without: most jobs that are cut short with --training.steps have some."""
     findings = [*_shortened(config), *_untraced(config)]
-    return [str(config.origin.problem(key, message)) for key, message in findings]
+    return [str(config.source_map.problem(key, message)) for key, message in findings]
 
 
-def _shortened(config: JobConfig) -> Iterator[Finding]:
+def _shortened(config: JobConfig) -> Iterator[RuleViolation]:
     schedule = config.lr_scheduler
     total = schedule.total_steps or config.training.steps
     name = "lr_scheduler.total_steps" if schedule.total_steps else "training.steps"
@@ -174,7 +176,7 @@ def _shortened(config: JobConfig) -> Iterator[Finding]:
         )
 
 
-def _untraced(config: JobConfig) -> Iterator[Finding]:
+def _untraced(config: JobConfig) -> Iterator[RuleViolation]:
     profiling, steps = config.profiling, config.training.steps
     if profiling.enable_profiling and profiling.profile_freq > steps:
         yield (
@@ -183,7 +185,7 @@ def _untraced(config: JobConfig) -> Iterator[Finding]:
         )
 
 
-def _check_hardware(config: JobConfig) -> Iterator[Finding]:
+def _check_hardware(config: JobConfig) -> Iterator[RuleViolation]:
     name, known = config.hardware.name, {hardware.name: hardware for hardware in HARDWARE}
     if name == "auto":
         return
@@ -193,7 +195,7 @@ def _check_hardware(config: JobConfig) -> Iterator[Finding]:
         yield "hardware.name", problem
 
 
-def _check_data(config: JobConfig) -> Iterator[Finding]:
+def _check_data(config: JobConfig) -> Iterator[RuleViolation]:
     training, data = config.training, config.data
     default = type(training).model_fields["dataset"].default
     if data.sources and training.dataset != default:
@@ -212,7 +214,7 @@ def _check_data(config: JobConfig) -> Iterator[Finding]:
         )
 
 
-def _check_dataset(section: str, dataset: str, path: str | None) -> Iterator[Finding]:
+def _check_dataset(section: str, dataset: str, path: str | None) -> Iterator[RuleViolation]:
     if dataset in LOCAL_PRESETS and not path:
         yield (
             f"{section}.dataset_path",
@@ -232,7 +234,7 @@ def _check_dataset(section: str, dataset: str, path: str | None) -> Iterator[Fin
             yield f"{section}.dataset", str(error)
 
 
-def _check_validation(config: JobConfig) -> Iterator[Finding]:
+def _check_validation(config: JobConfig) -> Iterator[RuleViolation]:
     validation, fraction = config.validation, config.data.validation_fraction
     if not validation.enable:
         return
@@ -259,7 +261,7 @@ def _check_validation(config: JobConfig) -> Iterator[Finding]:
         )
 
 
-def _check_sizes(config: JobConfig) -> Iterator[Finding]:
+def _check_sizes(config: JobConfig) -> Iterator[RuleViolation]:
     training, parallel = config.training, config.parallelism
     sequences = training.local_batch_size
     if parallel.pipeline_parallel_degree > 1:
@@ -273,7 +275,7 @@ def _check_sizes(config: JobConfig) -> Iterator[Finding]:
         )
 
 
-def _check_precision(config: JobConfig) -> Iterator[Finding]:
+def _check_precision(config: JobConfig) -> Iterator[RuleViolation]:
     training = config.training
     if (training.mixed_precision_param, training.mixed_precision_reduce) == ("float32", "bfloat16"):
         yield (
@@ -282,7 +284,7 @@ def _check_precision(config: JobConfig) -> Iterator[Finding]:
         )
 
 
-def _check_optimizer(config: JobConfig) -> Iterator[Finding]:
+def _check_optimizer(config: JobConfig) -> Iterator[RuleViolation]:
     optimizer, training, parallel = config.optimizer, config.training, config.parallelism
     if getattr(optimizer, "stochastic_rounding", False) and training.dtype != "bfloat16":
         yield (
@@ -328,7 +330,7 @@ def _check_optimizer(config: JobConfig) -> Iterator[Finding]:
         )
 
 
-def _check_parallelism(config: JobConfig) -> Iterator[Finding]:
+def _check_parallelism(config: JobConfig) -> Iterator[RuleViolation]:
     parallel = config.parallelism
     yield from _check_schedule(config)
     if parallel.enable_async_tensor_parallel:
@@ -345,7 +347,7 @@ def _check_parallelism(config: JobConfig) -> Iterator[Finding]:
     yield from _check_context(config)
 
 
-def _check_schedule(config: JobConfig) -> Iterator[Finding]:
+def _check_schedule(config: JobConfig) -> Iterator[RuleViolation]:
     """What the order of actions rules out, whether it is a schedule's by name or that of a file."""
     parallel, ac = config.parallelism, config.activation_checkpoint
     name, file = parallel.pipeline_parallel_schedule, parallel.pipeline_parallel_schedule_csv
@@ -384,7 +386,7 @@ def _check_schedule(config: JobConfig) -> Iterator[Finding]:
         )
 
 
-def _check_modules(config: JobConfig) -> Iterator[Finding]:
+def _check_modules(config: JobConfig) -> Iterator[RuleViolation]:
     """Whether the stages that a job names hold each module once. A plug-in's modules may have other names, which torch knows."""
     parallel, model = config.parallelism, resolve_model(config.model)[0]
     stages, layers = parallel.module_fqns_per_model_part, getattr(model, "n_layers", 0)
@@ -405,7 +407,7 @@ def _check_modules(config: JobConfig) -> Iterator[Finding]:
         yield key, f"{listed} would be in no stage; put each module of the model into one"
 
 
-def _check_context(config: JobConfig) -> Iterator[Finding]:
+def _check_context(config: JobConfig) -> Iterator[RuleViolation]:
     parallel, key = config.parallelism, "parallelism.context_parallel_rotate_method"
     if parallel.context_parallel_degree == 1:
         return
@@ -435,7 +437,7 @@ def _check_context(config: JobConfig) -> Iterator[Finding]:
         )
 
 
-def _check_recomputation(config: JobConfig) -> Iterator[Finding]:
+def _check_recomputation(config: JobConfig) -> Iterator[RuleViolation]:
     section = config.activation_checkpoint
     option = section.selective_ac_option
     if isinstance(option, str) and option != "op" and not _is_count(option):
@@ -487,7 +489,7 @@ def _is_count(text: str) -> bool:
     return re.fullmatch(r"[1-9]\d{0,8}", text, re.ASCII) is not None
 
 
-def _check_compile(config: JobConfig) -> Iterator[Finding]:
+def _check_compile(config: JobConfig) -> Iterator[RuleViolation]:
     mode = config.compile.mode
     if mode == "default" or not config.compile.enable:
         return
@@ -514,7 +516,7 @@ def _check_compile(config: JobConfig) -> Iterator[Finding]:
         )
 
 
-def _check_checkpoint(config: JobConfig) -> Iterator[Finding]:
+def _check_checkpoint(config: JobConfig) -> Iterator[RuleViolation]:
     section = config.checkpoint
     if section.initial_load_in_hf and not (
         section.initial_load_path or config.model.hf_assets_path
@@ -558,7 +560,7 @@ def _check_checkpoint(config: JobConfig) -> Iterator[Finding]:
             )
 
 
-def _check_profiling(config: JobConfig) -> Iterator[Finding]:
+def _check_profiling(config: JobConfig) -> Iterator[RuleViolation]:
     section = config.profiling
     if not section.enable_profiling:
         return
@@ -571,7 +573,7 @@ def _check_profiling(config: JobConfig) -> Iterator[Finding]:
         )
 
 
-def _check_fault_tolerance(config: JobConfig) -> Iterator[Finding]:
+def _check_fault_tolerance(config: JobConfig) -> Iterator[RuleViolation]:
     section = config.fault_tolerance
     for key, action in (("on_nonfinite", section.on_nonfinite), ("on_spike", section.on_spike)):
         if action == "rewind" and (not config.checkpoint.enable or config.checkpoint.load_only):

@@ -17,7 +17,7 @@ from typing import Any
 
 from titan.untrusted import InputError, open_regular, printable, read_stream
 
-from .problems import ConfigError, KeyPath, Problem, key_text, nearest
+from .errors import ConfigError, KeyPath, Problem, key_text, nearest
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from functools import reduce
 from typing import Any
 
+from .errors import RuleViolation
 from .model import family
-from .problems import Finding
 from .quantize import FLOAT8
-from .sections import JobConfig
+from .schema import JobConfig
 from .toml import format_value
 
 # The flavors that both have are the same models: tests/models/test_torchtitan.py.
@@ -36,7 +36,7 @@ def differences(config: JobConfig) -> list[str]:
     return [f"{key}: {message}" for key, message in findings]
 
 
-def _in_model(config: JobConfig) -> Iterator[Finding]:
+def _in_model(config: JobConfig) -> Iterator[RuleViolation]:
     model = config.model
     if model.flavor not in FLAVORS.get(model.name, ()):
         yield "model.flavor", f'TorchTitan has no {model.name} "{model.flavor}"'
@@ -47,13 +47,13 @@ def _in_model(config: JobConfig) -> Iterator[Finding]:
             yield f"model.overrides.{name}", f"{value}; {model.flavor} has {theirs} there"
 
 
-def _in_optimizer(config: JobConfig) -> Iterator[Finding]:
+def _in_optimizer(config: JobConfig) -> Iterator[RuleViolation]:
     is_decayed = getattr(config.optimizer, "weight_decay", 0)
     if is_decayed and not getattr(config.optimizer, "decay_norms", True):
         yield "optimizer.decay_norms", "false spares norms from weight decay; TorchTitan does not"
 
 
-def _in_defaults(config: JobConfig) -> Iterator[Finding]:
+def _in_defaults(config: JobConfig) -> Iterator[RuleViolation]:
     """Return settings that the file leaves to a default, in the sections that the run uses."""
     for key, theirs in DEFAULTS.items():
         *path, name = key.split(".")

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from titan.config import sections as s
+from titan.config import schema as s
 from titan.data import DataError
 from titan.data.base import RankShare, Samples
 from titan.data.packing import Batch, pack

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from titan.config import sections as s
+from titan.config import schema as s
 from titan.data import DataError
 from titan.data.base import RankShare, Samples
 from titan.data.cache import cached_shards

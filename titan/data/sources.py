@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan.config import sections as s
+from titan.config import schema as s
 from titan.data import DataError, require
 from titan.data.reading import (
     Document,

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import tiktoken
 
-from titan.config.sections import TokenizerSection
+from titan.config.schema import TokenizerSection
 from titan.data import DataError, require
 from titan.data.reading import pieces
 from titan.untrusted import printable, read_bytes, read_json, read_text

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from titan.config.sections import JobConfig
+from titan.config.schema import JobConfig
 from titan.observe.clock import StepTimer, Window
 from titan.observe.goodput import Events
 from titan.observe.metrics import MetricsLog

@@ -17,7 +17,7 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from titan.config.sections import MetricsSection
+from titan.config.schema import MetricsSection
 from titan.observe.metrics import StepRow, ValidationRow
 from titan.observe.startup import StartupPage
 

@@ -21,7 +21,7 @@ from math import ceil
 from typing import Any, TypeAlias
 
 from titan.config.layout import Layout
-from titan.config.sections import ActivationCheckpointSection, JobConfig
+from titan.config.schema import ActivationCheckpointSection, JobConfig
 
 ModelSizes: TypeAlias = Any
 """A family's config. Read of it: dim, n_layers, n_heads, n_kv_heads, head_dim, ffn_dim, vocab_size, num_params,

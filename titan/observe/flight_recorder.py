@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titan.config.sections import CommSection
+from titan.config.schema import CommSection
 from titan.observe.failure import Frame, frames_of, locate, oom_kills, recorded
 from titan.observe.runinfo import write_text_atomically
 from titan.observe.stacks import Whereabouts, dump_stacks, main_thread, stacks_file

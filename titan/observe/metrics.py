@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from titan.config.sections import MetricsSection
+from titan.config.schema import MetricsSection
 from titan.observe.rows import Row, cut_after, number
 from titan.observe.sinks import Sink, TensorBoardSink, WandbSink, require
 

@@ -15,10 +15,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from titan.config.errors import ConfigError
 from titan.config.layout import AXES, check_layout
 from titan.config.load import load_from_argv
 from titan.config.model import model_config
-from titan.config.problems import ConfigError
 from titan.observe.sinks import MissingExtra, require
 from titan.parallel.pipeline import PipelinePlan, plan_pipeline
 from titan.parallel.schedules import Schedule, Span, write_schedule
@@ -68,7 +68,7 @@ def _plan(argv: list[str], *, world_size: int | None, num_microbatches: int | No
     config = load_from_argv(argv, options=OPTIONS)
     parallel, key = config.parallelism, "parallelism.pipeline_parallel_degree"
     if parallel.pipeline_parallel_degree == 1:
-        raise ConfigError([config.origin.problem(key, "1 is no pipeline; set it to 2 or more")])
+        raise ConfigError([config.source_map.problem(key, "1 is no pipeline; set it to 2 or more")])
     if num_microbatches is not None:
         size = num_microbatches * parallel.pipeline_parallel_microbatch_size
         batch = [f"--training.local_batch_size={size}", "--training.global_batch_size=-1"]
@@ -92,7 +92,7 @@ def _plan(argv: list[str], *, world_size: int | None, num_microbatches: int | No
             modules=parallel.module_fqns_per_model_part,
         )
     except (ValueError, OSError) as error:
-        raise ConfigError([config.origin.problem(key, str(error))]) from None
+        raise ConfigError([config.source_map.problem(key, str(error))]) from None
 
 
 def describe(plan: PipelinePlan, *, columns: int) -> str:

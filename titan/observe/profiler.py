@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
-from titan.config.sections import ProfilingSection
+from titan.config.schema import ProfilingSection
 from titan.observe.trace import MODULE
 from titan.parallel.shims import dump_memory_history, enclose_calls, record_memory_history
 from titan.parallel.weights import canonical_name

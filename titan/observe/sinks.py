@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from titan.config.sections import MetricsSection
+from titan.config.schema import MetricsSection
 from titan.observe.rows import Row
 
 

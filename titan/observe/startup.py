@@ -9,7 +9,7 @@ from textwrap import wrap
 from rich.text import Text
 
 from titan.config.layout import AXES, Layout
-from titan.config.sections import JobConfig
+from titan.config.schema import JobConfig
 from titan.observe.estimate import ModelSizes, estimate_memory, keeps_gathered
 from titan.observe.hardware import Hardware
 from titan.optim.schedule import learning_rate_factor, phases

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titan.config.sections import (
+from titan.config.schema import (
     AdamOptions,
     AdamSection,
     AdamW8bitSection,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from titan.config.sections import LRSchedulerSection
+from titan.config.schema import LRSchedulerSection
 
 
 def phases(section: LRSchedulerSection, *, total_steps: int) -> tuple[int, int]:

@@ -6,7 +6,7 @@ import os
 import sys
 
 from titan.config.environment import check_environment
-from titan.config.problems import ConfigError
+from titan.config.errors import ConfigError
 from titan.preflight.cli import main
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 
 from titan.config.layout import Layout
 from titan.config.rules import load_to_run, model_config
-from titan.config.sections import JobConfig
+from titan.config.schema import JobConfig
 
 _MOST = 30  # problems that are printed
 OPTIONS = ("--nproc", "--json", "--no-dry-run")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan.config.layout import Layout
-from titan.config.sections import JobConfig
+from titan.config.schema import JobConfig
 from titan.data.loader import build_loader
 from titan.data.tokenizer import build_tokenizer
 from titan.observe.memory import peak_memory

@@ -23,7 +23,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from titan.config.problems import ConfigError, Problem
+from titan.config.errors import ConfigError, Problem
 from titan.observe.hardware import recognise
 
 from .cost import Cost

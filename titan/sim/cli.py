@@ -9,8 +9,8 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from titan.config.errors import ConfigError, Problem
 from titan.config.load import load_from_argv
-from titan.config.problems import ConfigError, Problem
 from titan.config.rules import load_to_run
 
 from .profiles import load_profile, profile_names

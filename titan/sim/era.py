@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from titan.config.layout import Layout
-from titan.config.sections import JobConfig
+from titan.config.schema import JobConfig
 from titan.parallel import ring
 
 from .shims import find, replace

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from titan.config.layout import Layout
-from titan.config.sections import JobConfig
+from titan.config.schema import JobConfig
 
 from .profiles import Profile, load_profile, profile_names
 from .record import RecordError

@@ -27,11 +27,11 @@ from math import isqrt
 from pathlib import Path
 from typing import Any
 
+from titan.config.errors import ConfigError, Problem
 from titan.config.layout import Layout
 from titan.config.load import load_from_argv
-from titan.config.problems import ConfigError, Problem
 from titan.config.rules import check_to_run, model_config, resolve_layout
-from titan.config.sections import JobConfig
+from titan.config.schema import JobConfig
 from titan.observe.estimate import estimate_memory
 
 from .profiles import Profile, load_profile, profile_names

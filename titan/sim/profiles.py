@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from titan.config.problems import ConfigError, Problem, choose, did_you_mean, key_text
+from titan.config.errors import ConfigError, Problem, choose, did_you_mean, key_text
 from titan.config.toml import read_toml
 from titan.observe.hardware import by_name
 

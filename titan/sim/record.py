@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 from titan.config.layout import Layout
 from titan.config.rules import model_config, resolve_layout
-from titan.config.sections import JobConfig
+from titan.config.schema import JobConfig
 
 from .extend import CannotExtend
 from .trace import Allocate, Event, Free, Trace

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from titan.config.problems import ConfigError, Problem
+from titan.config.errors import ConfigError, Problem
 
 from .simulate import Facts
 

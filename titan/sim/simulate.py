@@ -12,7 +12,7 @@ from typing import Any
 from titan.config.layout import Layout
 from titan.config.quantize import lacks_units, quantize_section
 from titan.config.rules import model_config, resolve_layout
-from titan.config.sections import JobConfig, MXSection
+from titan.config.schema import JobConfig, MXSection
 
 from .cost import Cost
 from .memory import MemoryReport, memory_report

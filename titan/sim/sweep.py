@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from titan.config.errors import ConfigError
 from titan.config.load import load_from_argv
-from titan.config.problems import ConfigError
 from titan.config.rules import check_to_run
 
 from .profiles import Profile

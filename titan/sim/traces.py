@@ -24,7 +24,7 @@ from typing import Any
 
 from titan.config.layout import AXES, Layout
 from titan.config.model import model_config
-from titan.config.sections import JobConfig
+from titan.config.schema import JobConfig
 
 from . import trace as events
 from .extend import CannotExtend, Depth, extend

@@ -11,8 +11,8 @@ from typing import Any
 
 from titan import __version__
 
-from .problems import Problem
-from .sections import JobConfig
+from .errors import Problem
+from .schema import JobConfig
 from .toml import format_value
 
 # Key, the only value that runs, what to use.
@@ -31,5 +31,5 @@ def check_supported(config: JobConfig) -> list[Problem]:
             message = (
                 f"{format_value(value)} is not built yet in titan {__version__[:3]}; {instead}"
             )
-            problems.append(config.origin.problem(key, message))
+            problems.append(config.source_map.problem(key, message))
     return problems

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from .problems import key_text
+from .errors import key_text
 from .render import to_toml
-from .sections import JobConfig
+from .schema import JobConfig
 from .toml import KeyPath, format_value, tomllib
 
 # What decides which samples are to come, and what is done with them. Layouts and limits may change from one start to the next.

@@ -1,7 +1,7 @@
 """A user's mistakes: what is wrong, where it stands, how it is told.
 
 A `Problem` is one line, `file:line: key: message`; a `ConfigError` holds all of a run's problems, so that
-they can be mended together. An `Origin` remembers where each key of a config was written, so that rules
+they can be mended together. A `SourceMap` remembers where each key of a config was written, so that rules
 which look at finished values can still point at a line. Keys are written as in
 `data.sources[0].path`.
 """
@@ -19,7 +19,7 @@ from titan.untrusted import MAX_TEXT, printable
 
 KeyPath = tuple[str | int, ...]
 COMMAND_LINE = "command line"
-Finding = tuple[str, str]
+RuleViolation = tuple[str, str]
 """Key and message of a problem whose place is yet to be looked up."""
 
 
@@ -61,7 +61,7 @@ class UnknownValue(Exception):
 
 
 @dataclass(frozen=True)
-class Place:
+class SourceLocation:
     """Where a value was written, and under which key (an older one, if it has been renamed)."""
 
     file: str
@@ -76,7 +76,7 @@ class Place:
 
 
 @dataclass(eq=False)
-class Origin:
+class SourceMap:
     """Places of a config's keys, and warnings about how they were written.
 
     Not part of the config's value: any two origins are equal.
@@ -84,23 +84,23 @@ class Origin:
 
     file: str = "config"
     line: int = 0
-    places: dict[str, Place] = field(default_factory=dict)
+    locations: dict[str, SourceLocation] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Origin)
+        return isinstance(other, SourceMap)
 
     def __hash__(self) -> int:
         return 0
 
     def problem(self, key: str, message: str) -> Problem:
         """A problem with `key`, at its own line, or that of the nearest table around it."""
-        if place := self.places.get(key):
+        if place := self.locations.get(key):
             return place.problem(message)
         around = key
         while around:
             around = parent(around)
-            if place := self.places.get(around):
+            if place := self.locations.get(around):
                 return Problem(place.file, place.line, key, message)
         return Problem(self.file, self.line, key, message)
 
@@ -144,7 +144,9 @@ def choose(word: str, choices: Iterable[str]) -> str:
     return f"{hint} There are {', '.join(choices)}" if hint else f"; there are {', '.join(choices)}"
 
 
-def findings_of(rule: Callable[[Any], Iterable[Finding]], config: Any) -> list[Finding]:
+def violations_of(
+    rule: Callable[[Any], Iterable[RuleViolation]], config: Any
+) -> list[RuleViolation]:
     """Return what a rule finds before it reads a setting whose value nobody knows."""
     findings = []
     with suppress(UnknownValue):
@@ -154,7 +156,7 @@ def findings_of(rule: Callable[[Any], Iterable[Finding]], config: Any) -> list[F
 
 
 @contextmanager
-def collecting(problems: list[Problem]) -> Iterator[None]:
+def collect_problems(problems: list[Problem]) -> Iterator[None]:
     """Add the problems of a `ConfigError` to those found elsewhere, rather than stop at it."""
     try:
         yield

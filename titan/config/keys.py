@@ -1,0 +1,69 @@
+"""Questions about the config's shape, answered from the section classes: which keys stand where, and of which type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from .schema import JobConfig
+from .toml import KeyPath
+
+
+def models_at(path: KeyPath, *, data: Any = None) -> list[type[BaseModel]]:
+    """The sections a table at `path` may be: one, or the members of a union.
+
+    `data`, the whole config as read, narrows a union to the member that its own table names.
+    """
+    models: list[type[BaseModel]] = [JobConfig]
+    for part in path:
+        data = _child(data, part)
+        if isinstance(part, str):
+            fields = [m.model_fields[part] for m in models if part in m.model_fields]
+            models = [found for f in fields for found in _models_in(f.annotation)]
+        models = [m for m in models if _is_named(m, data)] or models
+    return models
+
+
+def fields_at(path: KeyPath, *, data: Any = None) -> dict[str, FieldInfo]:
+    """The keys that may stand in the table at `path`."""
+    return {
+        name: f for model in models_at(path, data=data) for name, f in model.model_fields.items()
+    }
+
+
+def field_at(path: KeyPath) -> FieldInfo | None:
+    return fields_at(path[:-1]).get(str(path[-1])) if path else None
+
+
+def sections_with(key: str) -> list[str]:
+    """Top-level sections in which `key` may stand."""
+    return [name for name in JobConfig.model_fields if key in fields_at((name,))]
+
+
+def _child(data: Any, part: str | int) -> Any:
+    try:
+        return data[part]
+    except (KeyError, IndexError, TypeError):
+        return None
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _models_in(inner)
+
+
+def _is_named(model: type[BaseModel], data: Any) -> bool:
+    """Whether `data` names this member of a union, by a key with a single choice such as `type = "text"`."""
+    tags = {
+        name: get_args(f.annotation)
+        for name, f in model.model_fields.items()
+        if get_origin(f.annotation) is Literal
+    }
+    return isinstance(data, dict) and any(
+        len(choices) == 1 and data.get(name) == choices[0] for name, choices in tags.items()
+    )
