@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from titan.config.schema import JobConfig
+from titan.health.signals import EXIT_FAILED, EXIT_STOPPED, for_agent, to_main_thread
 from titan.observe.runinfo import write_status
-from titan.signals import EXIT_FAILED, EXIT_STOPPED, for_agent, to_main_thread
 from titan.train import is_finished
 
 

@@ -17,7 +17,7 @@ from titan.checkpoint.manager import CheckpointError, list_steps
 from titan.config.load import load_config
 from titan.config.schema import JobConfig
 from titan.data import DataError
-from titan.signals import EXIT_DONE, EXIT_STOPPED, StopRequest
+from titan.health.signals import EXIT_DONE, EXIT_STOPPED, StopRequest
 from titan.trainer import NonFiniteError, Trainer
 
 BASE = with_changes(

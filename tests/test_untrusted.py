@@ -283,7 +283,7 @@ def write_run(run: Path) -> None:
         "environment.json": {"written_unix_s": 1.6e9, "world_size": 2},
         "flight_recorder/rank-0.json": DUMP,
         "logs/launch-a.json": launch,
-        "lease.json": owner,
+        "lock.json": owner,
     }.items():
         (run / name).write_text(json.dumps(content))
     for name, row in {"metrics.jsonl": TIMES, "logs/rank-0.times.jsonl": TIMES}.items():
@@ -403,7 +403,7 @@ TEXT = (junk, deep, sparse, fifo, device, link_out, folder)
 KINDS: dict[str, tuple[tuple[Any, ...], tuple[Callable[[Path], None], ...]]] = {
     "run/status.json": (RUN, JSON),
     "run/environment.json": (RUN, JSON),
-    "run/lease.json": ((write_running, doctor), JSON),
+    "run/lock.json": ((write_running, doctor), JSON),
     "run/flight_recorder/rank-0.json": (RUN, JSON),
     "run/logs/launch-a.json": (RUN, JSON),
     "run/metrics.jsonl": (RUN, JSON),
@@ -426,7 +426,7 @@ HARMLESS: dict[str, set[str]] = {
     "*": {"escapes", "flipped"},
     "run/environment.json": {"negative", "escape_keys"},
     "run/status.json": {"escape_keys"},
-    "run/lease.json": {"negative", "huge_numbers"},
+    "run/lock.json": {"negative", "huge_numbers"},
     "run/metrics.jsonl": {"truncated"},
     "run/logs/rank-0.times.jsonl": {"truncated"},
     "run/logs/rank-0.log": {"junk", "deep", "sparse"},

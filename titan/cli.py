@@ -121,7 +121,8 @@ def train(argv: list[str]) -> int:
     )
     options, job = parser.parse_known_args(argv)
     if "RANK" not in os.environ:  # else torchrun has started this very process
-        from titan.launch import count_accelerators, launch
+        from titan.health.launch import launch
+        from titan.observe.hardware import count_accelerators
 
         num_processes = options.nproc or max(1, count_accelerators())
         options_here = ["--nproc", "--max-restarts"]
@@ -358,7 +359,7 @@ COMMANDS = {
     ),
     "doctor": Command(
         "what happened to a run: which rank, which collective, which line, what to do",
-        _elsewhere("titan.doctor.cli"),
+        _elsewhere("titan.health.doctor.cli"),
     ),
     "preflight": Command(
         "before a run: check devices, links, disks and versions of all ranks, then try a step",

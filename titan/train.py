@@ -22,13 +22,11 @@ from titan.config.environment import check_environment
 from titan.config.errors import ConfigError
 from titan.config.rules import load_to_run
 from titan.config.schema import JobConfig
-from titan.lease import Lease, LeaseHeld
-from titan.observe import flight_recorder
-from titan.observe.flight_recorder import Recorder
-from titan.observe.heartbeat import Heartbeat, Verdict
-from titan.observe.runinfo import read_status, write_status
-from titan.observe.stacks import main_thread, stacks_file, where_failed
-from titan.signals import (
+from titan.health import flight_recorder
+from titan.health.flight_recorder import FlightRecorder
+from titan.health.monitor import Failure, Heartbeat
+from titan.health.run_lock import RunLock, RunLocked
+from titan.health.signals import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_USER_ERROR,
@@ -37,6 +35,8 @@ from titan.signals import (
     for_agent,
     has_agent,
 )
+from titan.health.stacks import main_thread, stacks_file, where_failed
+from titan.observe.runinfo import read_status, write_status
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
@@ -63,8 +63,8 @@ def before_start(config: JobConfig) -> int | None:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as probe:  # a full disk still makes folders
             probe.write(bytes(4096))
-        Lease(folder).require_free()
-    except LeaseHeld as error:
+        RunLock(folder).require_free()
+    except RunLocked as error:
         return _refuse(error)
     except (OSError, ValueError) as error:
         problem = config.source_map.problem("job.dump_folder", f"cannot be written: {error}")
@@ -83,7 +83,7 @@ def is_finished(config: JobConfig) -> bool:
     return section.enable and section.load_step == -1 and last.is_dir()
 
 
-def _refuse(error: ConfigError | LeaseHeld) -> int:
+def _refuse(error: ConfigError | RunLocked) -> int:
     """Report on rank 0, for every rank reads the same file; others give it the time, as torchrun ends it with the first rank
     that leaves. Each rank has an environment of its own, though."""
     if os.environ.get("RANK", "0") == "0" or check_environment(os.environ):
@@ -101,15 +101,15 @@ def _train(argv: Sequence[str], stop: StopRequest) -> int:
     rank = int(os.environ.get("RANK", 0))
     if (code := before_start(config)) is not None:
         return code
-    lease = Lease(Path(config.job.dump_folder))
+    lock = RunLock(Path(config.job.dump_folder))
     try:
         if rank == 0:
-            lease.acquire()
+            lock.acquire()
         return _train_alone(config, stop)
-    except LeaseHeld as error:
+    except RunLocked as error:
         return _refuse(error)
     finally:
-        lease.release()
+        lock.release()
 
 
 def _train_alone(config: JobConfig, stop: StopRequest) -> int:
@@ -143,9 +143,9 @@ def _train_alone(config: JobConfig, stop: StopRequest) -> int:
         "world_size": int(os.environ.get("WORLD_SIZE", 1)),
         "step": lambda: trainer.step if trainer else 0,
     }
-    flight_recorder.install(Recorder(config.comm, **this))
+    flight_recorder.install(FlightRecorder(config.comm, **this))
     heartbeat = Heartbeat(config.comm.heartbeat_timeout_seconds, **this)
-    from titan.observe.failure import describe_error, describe_failure
+    from titan.health.errors import describe_error, describe_failure
     from titan.trainer import NonFiniteError, RunError, Trainer, UserError
 
     def connected() -> None:
@@ -157,7 +157,7 @@ def _train_alone(config: JobConfig, stop: StopRequest) -> int:
         print(f"[rank {rank}] stacks of all threads: {stacks_file(folder, rank)}", file=sys.stderr)
 
     def terminated(reason: str) -> None:
-        heartbeat.tell(Verdict(reason, step=this["step"](), rank=rank))
+        heartbeat.tell(Failure(reason, step=this["step"](), rank=rank))
         flight_recorder.dump(reason)
 
     def fail(error: Exception, code: int, *, expected: bool = True) -> int:
@@ -166,7 +166,7 @@ def _train_alone(config: JobConfig, stop: StopRequest) -> int:
         expected = expected and reason is None
         if reason is None:
             reason = str(error) if expected else describe_error(error, rank=rank, step=step)
-        run = heartbeat.tell(Verdict(reason, step=step, exit_code=code, rank=rank))
+        run = heartbeat.tell(Failure(reason, step=step, exit_code=code, rank=rank))
         if not expected:
             flight_recorder.dump(reason, at=where_failed(error))
         said = {"exit_code": run.exit_code, "step": run.step or None, "reason": run.reason}

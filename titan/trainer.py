@@ -44,12 +44,15 @@ from titan.data.loader import Loader, build_loader, build_validation_loader, mer
 from titan.data.packing import Batch
 from titan.data.statistics import unigram_bits_per_byte
 from titan.faults import Fault
-from titan.observe import flight_recorder
+from titan.health import flight_recorder
+from titan.health.monitor import Failure
+from titan.health.recovery import Recovery, SpikeError, StepAction
+from titan.health.signals import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, StopRequest
+from titan.health.watchdog import Watchdog
 from titan.observe.chronicle import Chronicle
 from titan.observe.clock import StepTimer
 from titan.observe.console import Console
 from titan.observe.hardware import by_name, recognise
-from titan.observe.heartbeat import Verdict
 from titan.observe.memory import peak_memory
 from titan.observe.metrics import MetricsLog, StepRow, ValidationRow, model_tflops
 from titan.observe.profiler import Profiler
@@ -65,10 +68,7 @@ from titan.parallel.shims import set_timeout
 from titan.parallel.start import start_process_group
 from titan.program import StepReport, build_program, torch_dtype
 from titan.readback import Readback
-from titan.recovery import Action, Recovery, SpikeError
-from titan.signals import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, StopRequest
 from titan.untrusted import InputError
-from titan.watchdog import Watchdog
 
 RunError = (SaveFailed, SpikeError, ReplicaError)
 UserError = (InputError, MissingExtra, Float8Error, KeepError)
@@ -110,7 +110,7 @@ class Trainer:
         *,
         stop: StopRequest | None = None,
         connected: Callable[[], None] = lambda: None,
-        agree: Callable[[Verdict], Verdict] = lambda mine: mine,
+        agree: Callable[[Failure], Failure] = lambda mine: mine,
     ) -> None:
         """connected: called once the process group is there. agree: as the Watchdog's."""
         self.config = config
@@ -209,10 +209,10 @@ class Trainer:
         judge = self.recovery.judge if self.recovery.is_on else None
         report = self.program.train_step(batches, step=step, accept=judge)
         self.tokens_seen += self.tokens_per_step
-        if self.recovery.verdict.action == Action.REWIND:
+        if self.recovery.decision.action == StepAction.REWIND:
             self._rewind(first_sample)
             return False
-        skipped = self.recovery.verdict.action == Action.SKIP
+        skipped = self.recovery.decision.action == StepAction.SKIP
         last = step == steps
         log = last or step % config.metrics.log_freq == 0 or step == 1
         scalars = [report.loss, report.grad_norm, self._flags(with_own_times=log)]
@@ -271,7 +271,7 @@ class Trainer:
                 if flag:
                     start = done.first_sample + (number * self.layout.dp + dp_rank) * per_pass
                     places.append(f"rank {rank}: samples {start} to {start + per_pass - 1}")
-        what = self.recovery.verdict.reason or f"loss {loss}, gradient norm {grad_norm}"
+        what = self.recovery.decision.reason or f"loss {loss}, gradient norm {grad_norm}"
         where = "; ".join(places) or (
             f"the loss is finite on every rank; samples of the step: {done.first_sample} to "
             f"{done.first_sample + self.sequences_per_step - 1}"
@@ -285,20 +285,22 @@ class Trainer:
 
     def _tell_of_verdict(self, first_sample: int) -> None:
         """What was decided of this step, if it was anything but to train. Raises SpikeError where the run is to stop."""
-        verdict = self.recovery.verdict
-        if verdict.action == Action.TRAIN:
+        verdict = self.recovery.decision
+        if verdict.action == StepAction.TRAIN:
             return
         samples = f"samples {first_sample} to {first_sample + self.sequences_per_step - 1}"
         text = f"step {self.step}, {samples}: {verdict.reason}"
-        if verdict.action == Action.STOP:
+        if verdict.action == StepAction.STOP:
             self._read(all_of_them=True)  # a loss that is no number has its own, longer message
             raise SpikeError(f"{text}. Weights are not saved; the last checkpoint is from before")
-        done = {Action.WARN: "TRAINED ON", Action.SKIP: "NO UPDATE BY THIS STEP"}[verdict.action]
+        done = {StepAction.WARN: "TRAINED ON", StepAction.SKIP: "NO UPDATE BY THIS STEP"}[
+            verdict.action
+        ]
         self._announce(f"{text}. {done}")
 
     def _rewind(self, first_sample: int) -> None:
         """Back to the newest checkpoint, and on without the samples of the steps before the one that failed."""
-        failed_at, verdict = self.step, self.recovery.verdict
+        failed_at, verdict = self.step, self.recovery.decision
         self.checkpoints.poll(wait=True)
         path = self.checkpoints.newest()
         if path is None:

@@ -37,7 +37,7 @@ from titan.config.load import load_config
 from titan.config.rules import check
 from titan.config.schema import CheckpointSection, JobConfig
 from titan.generate import find_checkpoint
-from titan.signals import StopRequest
+from titan.health.signals import StopRequest
 from titan.trainer import Trainer
 
 CPU = torch.device("cpu")

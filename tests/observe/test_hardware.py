@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from titan.observe import hardware
 from titan.observe.hardware import HARDWARE, by_name, recognise
 
 
@@ -58,9 +59,9 @@ def test_figures() -> None:
         "tfloat32": 156e12,
         "float32": 19.5e12,
     }
-    for hardware in HARDWARE:
-        assert hardware.peak_flops["bfloat16"] > hardware.peak_flops["float32"] > 1e13, hardware
-        assert 20 < hardware.memory_gib < 300, hardware
+    for device in HARDWARE:
+        assert device.peak_flops["bfloat16"] > device.peak_flops["float32"] > 1e13, device
+        assert 20 < device.memory_gib < 300, device
         assert hardware.source
 
 
@@ -78,3 +79,55 @@ def test_unknown_name_lists_the_known() -> None:
 def test_imports_no_torch() -> None:
     code = "import sys, titan.observe.hardware, titan.observe.estimate; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+NVIDIA, CPU_NODES = ["nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidiactl"], ["0", "0"]
+
+
+@pytest.mark.parametrize(
+    ("version", "nvidia", "amd", "variables", "count"),
+    [
+        ("2.13.0+cpu", NVIDIA, ["5", "6"], {}, 0),
+        ("2.13.0", NVIDIA, [], {}, 4),
+        ("2.13.0+cu130", NVIDIA, [], {"CUDA_VISIBLE_DEVICES": "0,2"}, 2),
+        ("2.13.0+cu130", NVIDIA, [], {"CUDA_VISIBLE_DEVICES": ""}, 0),
+        ("2.13.0+cu130", NVIDIA, [], {"CUDA_VISIBLE_DEVICES": "-1"}, 0),
+        ("2.13.0+cu130", NVIDIA, [], {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5"}, 4),
+        ("2.13.0+rocm7.0", [], [str(n) for n in range(100, 108)], {}, 8),
+        ("2.13.0a0+git0a1b2c3", [], ["100", "101"], {}, 2),
+        ("2.13.0", [], ["100", "101"], {}, 0),
+        ("2.13.0+rocm7.0", [], ["100", "101", "102"], {"HIP_VISIBLE_DEVICES": "1"}, 1),
+        ("2.13.0+rocm7.0", [], ["100", "101", "102"], {"CUDA_VISIBLE_DEVICES": "1,2"}, 2),
+        (
+            "2.13.0+rocm7.0",
+            [],
+            ["100", "101", "102"],
+            {"ROCR_VISIBLE_DEVICES": "GPU-1,GPU-2", "CUDA_VISIBLE_DEVICES": "0,1,2"},
+            2,
+        ),
+        ("2.13.0+rocm7.0", [], [], {}, 0),
+    ],
+)
+def test_accelerators_are_counted_without_torch(
+    version: str,
+    nvidia: list[str],
+    amd: list[str],
+    variables: dict[str, str],
+    count: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "dev").mkdir()
+    for name in nvidia:
+        (tmp_path / "dev" / name).touch()
+    for number, gpu_id in enumerate(CPU_NODES + amd):
+        node = tmp_path / "sys/class/kfd/kfd/topology/nodes" / str(number)
+        node.mkdir(parents=True)
+        (node / "gpu_id").write_text(f"{gpu_id}\n")
+    monkeypatch.setattr(hardware, "version", lambda name: version)
+    monkeypatch.setattr(hardware, "Path", lambda path: tmp_path / path.lstrip("/"))
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert hardware.count_accelerators() == count

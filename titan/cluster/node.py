@@ -2,7 +2,7 @@
 
 Schedulers signal every process of a job (Slurm) or only the first one (Kubernetes). torchrun dies of SIGUSR1, and after
 SIGTERM gives its ranks 30 seconds. Here both are left to the ranks, which finish their step, save, and leave with 75
-(titan/signals.py), and torchrun waits for that as long as it takes.
+(titan/health/signals.py), and torchrun waits for that as long as it takes.
 
     exit code   of this process
     0, 2, 75    its ranks' own, where they agree; 75 too where SIGUSR1 came before there were any
@@ -23,8 +23,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
 
-from titan.launch import ranks_of, torchrun
-from titan.signals import EXIT_FAILED, EXIT_STOPPED
+from titan.health.launch import ranks_of, torchrun
+from titan.health.signals import EXIT_FAILED, EXIT_STOPPED
 
 LEFT_TO_RANKS = (signal.SIGTERM, signal.SIGUSR1)
 LINGER_S = 30.0

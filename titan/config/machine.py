@@ -20,7 +20,7 @@ from titan.data.samples import SampleOptions, build_samples
 from titan.data.sources import open_documents, resolve_sources
 from titan.data.special_tokens import SpecialTokens
 from titan.data.tokenizer import Tokenizer, build_tokenizer
-from titan.launch import count_accelerators
+from titan.observe.hardware import count_accelerators
 
 from . import schema as s
 from .errors import Problem, RuleViolation, choose, did_you_mean, violations_of
@@ -289,7 +289,7 @@ def operations() -> set[str]:
 
 def _check_accelerator(config: JobConfig) -> Iterator[RuleViolation]:
     section = quantize_section(config)
-    has_gpu = count_accelerators() > 0 or Path("/dev/kfd").exists()  # AMD's driver
+    has_gpu = count_accelerators() > 0
     if section is not None and not section.emulate and not has_gpu:
         yield (
             "model.converters",

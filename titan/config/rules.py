@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 KEEP_GROUPS = ("matmul", "attention", "network", "scales")
-STACKS_S = 15  # from a step's time limit to the stacks of all ranks; titan/watchdog.py
+STACKS_S = 15  # from a step's time limit to the stacks of all ranks; titan/health/watchdog.py
 LOCAL_PRESETS = ("text", "jsonl", "parquet", "shards")
 EMBEDDED_PRESETS = ("stdlib", "synthetic")
 

@@ -4,7 +4,7 @@ With p samples consumed so far, micro-batch a (of A), data-parallel rank r (of R
 sample is p + a*R*B + r*B + j, and a step consumes A*R*B of them. So the samples of a step do not depend on
 how ranks and accumulation share them out, and a run resumed on another number of ranks goes on exactly.
 
-Samples that are to be left out (titan/recovery.py says when) are ranges of numbers: a step that would touch one begins
+Samples that are to be left out (titan/health/recovery.py says when) are ranges of numbers: a step that would touch one begins
 after it, on every share the same.
 
 A background thread prepares some steps; what it read ahead is not part of the state: `state_dict()` tells of

@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from titan.config.schema import JobConfig
+from titan.health.recovery import spike_score
 from titan.observe.clock import StepTimer, Window
 from titan.observe.goodput import Events
 from titan.observe.metrics import MetricsLog
@@ -24,13 +25,12 @@ from titan.observe.norms import LayerNorms
 from titan.observe.ranks import ForwardClock, Stragglers, TimesLog
 from titan.program import Program
 from titan.readback import Readback
-from titan.recovery import spike_score
 
 _LOG = logging.getLogger("titan")
 
 
 class Spikes:
-    """Robust z-scores (titan/recovery.py) of loss and gradient norm among the steps before; the highest since they were last taken."""
+    """Robust z-scores (titan/health/recovery.py) of loss and gradient norm among the steps before; the highest since they were last taken."""
 
     def __init__(self, *, window: int, min_steps: int) -> None:
         self._before = (deque[float](maxlen=window), deque[float](maxlen=window))

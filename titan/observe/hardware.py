@@ -8,8 +8,12 @@ Imports no torch; used by the trainer, `titan check` and the simulator.
 
 from __future__ import annotations
 
+import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,3 +99,42 @@ def by_name(name: str) -> Hardware:
         known = ", ".join(h.name for h in HARDWARE)
         raise ValueError(f"hardware.name: no profile {name!r}; there are: {known}")
     return found
+
+
+def count_accelerators() -> int:
+    """Return how many accelerators this process may use, without importing torch.
+
+    NVIDIA's are counted by their device files, AMD's by the nodes of their driver (KFD), and each
+    only if the installed torch was built for them.
+    """
+    try:
+        build = version("torch").partition("+")[2]
+    except PackageNotFoundError:
+        return 0
+    if build.startswith("cpu"):
+        return 0
+    nvidia = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    if nvidia and not build.startswith("rocm"):
+        return min([nvidia, *_num_visible("CUDA_VISIBLE_DEVICES")])
+    # A torch from PyPI ("2.13.0", "2.13.0+cu130") is for NVIDIA; one built from source may be for AMD.
+    if not build.startswith(("rocm", "git")):
+        return 0
+    # The runtime (ROCR) filters first. HIP then reads its own variable, or CUDA's if that is unset.
+    hip = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in os.environ else "CUDA_VISIBLE_DEVICES"
+    return min([_num_amd(), *_num_visible("ROCR_VISIBLE_DEVICES"), *_num_visible(hip)])
+
+
+def _num_amd() -> int:
+    """Count the GPUs among KFD's nodes. CPUs are nodes too, with the id 0."""
+    count = 0
+    for path in Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id"):
+        with suppress(OSError):  # the driver refuses to read those that a container may not use
+            count += path.read_text().strip() != "0"
+    return count
+
+
+def _num_visible(variable: str) -> list[int]:
+    """Return how many devices a variable names, as a list of one; an empty list if it is unset."""
+    if (value := os.environ.get(variable)) is None:
+        return []
+    return [len([name for name in value.split(",") if name.strip() not in ("", "-1")])]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from .shims import limit_gloo, set_allocator
 
-# Set by the launcher of a run on one machine: a folder that only its user can open (titan/rendezvous.py).
+# Set by the launcher of a run on one machine: a folder that only its user can open (titan/health/rendezvous.py).
 STORE_FOLDER = "TITAN_STORE"
 
 

@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     if options.nproc is not None and options.nproc < 1:
         parser.error(f"--nproc: expected a whole number of at least 1, got {options.nproc}")
-    from titan.launch import count_accelerators
+    from titan.observe.hardware import count_accelerators
 
     is_rank = "RANK" in os.environ
     num_processes = None if is_rank else options.nproc or max(1, count_accelerators())
@@ -56,9 +56,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _launch(argv: Sequence[str], num_processes: int) -> int:
-    from titan.launch import _environment
+    from titan.health.launch import _environment
 
-    command = [sys.executable, "-m", "titan.launch", "--standalone", "--max-restarts=0"]
+    command = [sys.executable, "-m", "titan.health.launch", "--standalone", "--max-restarts=0"]
     command += [f"--nproc-per-node={num_processes}", "-m", "titan.preflight", *argv]
     return min(subprocess.call(command, env=_environment(num_processes)), 1)
 

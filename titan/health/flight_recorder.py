@@ -4,9 +4,9 @@ torch remembers the newest collectives of each rank, with their sizes and the Py
 NCCL, [comm] trace_buf_size). `dump` writes them into flight_recorder/rank-N.json, with what the main thread does, and the
 stacks of all threads into logs/rank-N.stacks.txt. It is called on
 
-    a failure       an unhandled exception, a collective's time limit, another rank that has failed (observe/heartbeat.py)
+    a failure       an unhandled exception, a collective's time limit, another rank that has failed (titan/health/monitor.py)
     std::terminate  gloo and NCCL end the process from a thread of their own, say where sizes differ; `catch_terminate`
-    a hang          titan/watchdog.py; the end of the grace time after a signal
+    a hang          titan/health/watchdog.py; the end of the grace time after a signal
     SIGUSR2         somebody wants to know; training goes on
 
 from threads that do not need the main one, which may wait in a collective for ever. `titan doctor` joins the files.
@@ -33,16 +33,16 @@ from pathlib import Path
 from typing import Any
 
 from titan.config.schema import CommSection
-from titan.observe.failure import Frame, frames_of, locate, oom_kills, recorded
+from titan.health.errors import Frame, frames_of, locate, oom_kills, recorded
+from titan.health.stacks import Whereabouts, dump_stacks, main_thread, stacks_file
 from titan.observe.runinfo import write_text_atomically
-from titan.observe.stacks import Whereabouts, dump_stacks, main_thread, stacks_file
 
 VERSION = 1
 NEWEST = 2000  # entries of a dump: a step has tens to thousands, and what counts is at the end
 
 
 @dataclass
-class Recorder:
+class FlightRecorder:
     """One rank's; `step` says which step it is in (0: set-up)."""
 
     section: CommSection
@@ -61,11 +61,11 @@ class Recorder:
         return self.run_dir / self.section.save_traces_folder / name
 
 
-_recorder: Recorder | None = None
+_recorder: FlightRecorder | None = None
 _writing = threading.Lock()
 
 
-def install(recorder: Recorder) -> None:
+def install(recorder: FlightRecorder) -> None:
     """Record from now on: before torch is imported, which reads the variables. What a user has set stays."""
     global _recorder
     _recorder = recorder
@@ -158,7 +158,7 @@ _kept: list[Any] = []  # C++ holds only their addresses
 # ---- what a dump says ------------------------------------------------------------------------------
 
 
-def _contents(recorder: Recorder, reason: str, at: Whereabouts) -> dict[str, Any]:
+def _contents(recorder: FlightRecorder, reason: str, at: Whereabouts) -> dict[str, Any]:
     groups = _groups(recorder.axes)
     entries = recorded(stacks=True)
     for entry in entries:
@@ -241,7 +241,7 @@ def _groups(axes: dict[str, str]) -> dict[str, Any]:
 # ---- sends and receives ----------------------------------------------------------------------------
 
 
-def _record_p2p(recorder: Recorder) -> None:
+def _record_p2p(recorder: FlightRecorder) -> None:
     """Have gloo's sends and receives counted, by sender and receiver."""
     import torch.distributed as dist
 

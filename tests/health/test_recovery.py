@@ -20,8 +20,8 @@ from tests.support.pool_trainer import PoolTrainer
 from tests.support.ranks import Pool
 from titan.checkpoint.manager import load, stored_shapes
 from titan.config.schema import FaultToleranceSection, JobConfig
+from titan.health.recovery import Recovery, SpikeError, StepAction, spike_score
 from titan.parallel.replicas import ReplicaError
-from titan.recovery import Action, Recovery, SpikeError, spike_score
 from titan.trainer import NonFiniteError
 
 BATCH = 4  # samples of a step, on every layout
@@ -189,8 +189,8 @@ def test_a_noisy_falling_loss_has_no_spikes() -> None:
     recovery = Recovery(section, device=torch.device("cpu"))
     for step in range(10_000):
         loss = 1.7 + 9 * (step + 10) ** -0.3 + dice.normal(0, 0.05)
-        assert recovery._judge(loss, 1.0).action == Action.TRAIN, step
-    assert recovery._judge(loss + 1.0, 1.0).action == Action.SKIP
+        assert recovery._judge(loss, 1.0).action == StepAction.TRAIN, step
+    assert recovery._judge(loss + 1.0, 1.0).action == StepAction.SKIP
 
 
 @pytest.fixture
@@ -210,14 +210,14 @@ def test_skips_and_rewinds_have_an_end(alone: None) -> None:
         actions = []
         for _ in range(3):
             assert not recovery.judge(one, nan)
-            actions.append(recovery.verdict.action.name)
+            actions.append(recovery.decision.action.name)
         assert actions == [action.upper(), action.upper(), "STOP"]
-        assert f"fault_tolerance.{limit} = 2" in recovery.verdict.reason
+        assert f"fault_tolerance.{limit} = 2" in recovery.decision.reason
     section = FaultToleranceSection(on_nonfinite="skip", max_skips=2)
     recovery = Recovery(section, device=torch.device("cpu"))
     for loss in (nan, nan, one, nan, nan, one):  # a good step between them: counted anew
         recovery.judge(loss, one)
-        assert recovery.verdict.action != Action.STOP
+        assert recovery.decision.action != StepAction.STOP
     assert recovery.num_skipped == 4
 
 

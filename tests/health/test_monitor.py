@@ -1,4 +1,4 @@
-"""titan/watchdog.py: what status.json says of a step that hangs; tests/faults/test_survival.py lets real ones hang."""
+"""titan/health/watchdog.py: what status.json says of a step that hangs; tests/health/test_survival.py lets real ones hang."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from titan.observe.stacks import Whereabouts
-from titan.watchdog import Watchdog
+from titan.health.stacks import Whereabouts
+from titan.health.watchdog import Watchdog
 
 WAITS, WORKS = (
     Whereabouts("all_reduce (a.py:3, in f)", waits=True),
@@ -20,7 +20,7 @@ WAITS, WORKS = (
 ALONE = """
 import sys, time
 from pathlib import Path
-from titan import watchdog
+from titan.health import watchdog
 watchdog.SHARE_S = 0.1
 watchdog = watchdog.Watchdog(0.5, run_dir=Path(sys.argv[1]), rank=0, world_size=1)
 def busy(seconds):

@@ -1,15 +1,15 @@
 """One run folder, one run: a second copy (submitted twice, or an orphan still alive) is refused before it imports torch.
 
-`lease.json` in the run folder names its owner, rank 0 of the run, which writes a beat into it every second. Its owner lives
+`lock.json` in the run folder names its owner, rank 0 of the run, which writes a beat into it every second. Its owner lives
 
     on this machine       while its process does: process id and start time, boot and pid namespace, so that numbers used
                           again are no owner
     on another machine    while its last beat is younger than DEAD_AFTER_S; by the file server's clock, since those of two
-                          machines differ. For a restart or requeue of the very same job, which may find its own lease
+                          machines differ. For a restart or requeue of the very same job, which may find its own lock
                           from another machine, the beat is watched instead, for WATCH_S
 
 What is relied on: a small file that is made exclusively (O_EXCL), or replaced by a rename, and is seen by others when it is opened
-anew; not on flock, which on network file systems may be local to a machine. Where two take over a dead lease at once, the
+anew; not on flock, which on network file systems may be local to a machine. Where two take over a dead lock at once, the
 last one has it, and the other, which reads it again after SETTLE_S and then at every beat, ends.
 """
 
@@ -25,20 +25,20 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from titan.health.signals import EXIT_FAILED
 from titan.observe.runinfo import write_text_atomically
-from titan.signals import EXIT_FAILED
 
-NAME = "lease.json"
+NAME = "lock.json"
 _ATTEMPT = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 BEAT_S, DEAD_AFTER_S, WATCH_S, SETTLE_S = 1.0, 60.0, 10.0, 0.2
 
 
-class LeaseHeld(RuntimeError):
+class RunLocked(RuntimeError):
     """Another run is alive in this folder; the message is for the user."""
 
 
 @dataclass(frozen=True)
-class Owner:
+class LockHolder:
     """A process, such that no two are the same, and the run it belongs to."""
 
     host: str
@@ -50,10 +50,10 @@ class Owner:
     beat: int = 0
 
     @staticmethod
-    def this_process() -> Owner:
+    def this_process() -> LockHolder:
         names = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
         job = next((os.environ[name] for name in names if os.environ.get(name)), "")
-        return Owner(
+        return LockHolder(
             host=socket.gethostname(),
             pid=os.getpid(),
             started=started("self"),
@@ -62,33 +62,33 @@ class Owner:
             attempt=" ".join(os.environ.get(name, "") for name in _ATTEMPT),
         )
 
-    def is_same_process(self, other: Owner) -> bool:
+    def is_same_process(self, other: LockHolder) -> bool:
         return replace(self, beat=0) == replace(other, beat=0)
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}" + (f" (job {self.job})" if self.job else "")
 
 
-class Lease:
-    """The lease of a run folder, held by this process from `acquire` to `release`."""
+class RunLock:
+    """The lock of a run folder, held by this process from `acquire` to `release`."""
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / NAME
-        self.me = Owner.this_process()
+        self.me = LockHolder.this_process()
         self._released = threading.Event()
         self._beating: threading.Thread | None = None
 
     def require_free(self) -> None:
-        """Raises LeaseHeld if a run that this process is no part of holds the folder."""
+        """Raises RunLocked if a run that this process is no part of holds the folder."""
         owner = self._read()
         if owner is None or self._is_ours(owner) or not self._is_alive(owner):
             return
-        raise LeaseHeld(
+        raise RunLocked(
             f"{self.path.parent}: this run goes on already, in {owner}; end it first, or choose another job.dump_folder"
         )
 
     def acquire(self) -> None:
-        """Take the lease, or raise LeaseHeld. Of a run that has died it is taken over."""
+        """Take the lock, or raise RunLocked. Of a run that has died it is taken over."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         while True:
             self.require_free()
@@ -100,7 +100,7 @@ class Lease:
                 file.write(self._text(self.me))
                 break
         self._require_mine()
-        self._beating = threading.Thread(target=self._beat, name="lease", daemon=True)
+        self._beating = threading.Thread(target=self._beat, name="lock", daemon=True)
         self._beating.start()
 
     def release(self) -> None:
@@ -114,7 +114,7 @@ class Lease:
     def _require_mine(self) -> None:
         owner = self._read()
         if owner is not None and not owner.is_same_process(self.me):
-            raise LeaseHeld(f"{self.path.parent}: {owner} has taken over this run")
+            raise RunLocked(f"{self.path.parent}: {owner} has taken over this run")
 
     def _beat(self) -> None:
         beat = 0
@@ -125,18 +125,18 @@ class Lease:
                 # In place: a file opened anew is read from the server, a new name may be looked up in a cache.
                 with self.path.open("r+") as file:
                     file.write(self._text(replace(self.me, beat=beat)))
-            except LeaseHeld as error:
+            except RunLocked as error:
                 if not self._released.is_set():
                     print(f"{error}: process {self.me.pid} ends", file=sys.stderr, flush=True)
                     os._exit(EXIT_FAILED)
             except OSError:  # a file server that is away for a while; the run itself will say so
                 pass
 
-    def _is_ours(self, owner: Owner) -> bool:
+    def _is_ours(self, owner: LockHolder) -> bool:
         """Whether it is rank 0 of the run that this process is another rank of."""
         return os.environ.get("RANK", "0") != "0" and owner.attempt == self.me.attempt
 
-    def _is_alive(self, owner: Owner) -> bool:
+    def _is_alive(self, owner: LockHolder) -> bool:
         if owner.machine and owner.machine == self.me.machine:
             return started(str(owner.pid)) == owner.started != ""
         if not owner.machine and owner.host == self.me.host:  # no /proc
@@ -162,18 +162,18 @@ class Lease:
         finally:
             probe.unlink(missing_ok=True)
 
-    def _read(self) -> Owner | None:
-        """Who holds the lease; None if nobody does, or what it holds makes no sense."""
+    def _read(self) -> LockHolder | None:
+        """Who holds the lock; None if nobody does, or what it holds makes no sense."""
         for _ in range(3):
             if not self.path.exists():
                 return None
             with suppress(OSError, ValueError, TypeError):
-                return Owner(**json.loads(self.path.read_text()))
+                return LockHolder(**json.loads(self.path.read_text()))
             time.sleep(0.05)  # it may be in the middle of a beat
         return None
 
     @staticmethod
-    def _text(owner: Owner) -> str:
+    def _text(owner: LockHolder) -> str:
         """Of the same length at every beat, since it is written over the last one."""
         text = json.dumps(asdict(owner), indent=1)
         return text + " " * (20 - len(str(owner.beat))) + "\n"

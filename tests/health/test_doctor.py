@@ -20,7 +20,7 @@ from tests.support.runs import Run
 from titan.checkpoint.manager import list_steps
 
 FAULTY = str(Path(__file__).with_name("faulty_train.py"))
-LAUNCH = ["-m", "titan.launch", "--standalone", "--nproc-per-node=2", FAULTY]
+LAUNCH = ["-m", "titan.health.launch", "--standalone", "--nproc-per-node=2", FAULTY]
 LIMITS = ("--comm.train_timeout_seconds=6", "--comm.init_timeout_seconds=20")
 HEARTBEAT = ("--comm.heartbeat_timeout_seconds=4", "--comm.train_timeout_seconds=90")
 FILE = r"(titan|models)/[\w/]+\.py:\d+, in \w+"
@@ -147,7 +147,7 @@ def test_the_cause_is_named(case: Case, start: Start) -> None:
     assert not run.processes()
     if case.fault in ("stopped", "locked"):  # it wrote its stack when it was ended
         assert run.status()["state"] == "hung"
-        assert "; rank 1 was in faults/faulty_train.py:" in said, said
+        assert "; rank 1 was in health/faulty_train.py:" in said, said
         assert "faulty_train.py" in (run.folder / "logs" / "rank-1.stacks.txt").read_text()
 
 

@@ -2,7 +2,7 @@
 
 The text of a backend's error names a socket or a time limit, not the collective, and the traceback is fifty lines of
 torch. Here the two are brought together: the operation and the line of ours that it was called from. Where that
-line only waits for a result, torch's flight recorder (titan/observe/flight_recorder.py) knows what was begun last.
+line only waits for a result, torch's flight recorder (titan/health/flight_recorder.py) knows what was begun last.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A signal is passed on to the ranks, not to torchrun, which would give them 30 seconds to save or know nothing of
 SIGUSR1. torchrun ends with 1 whatever its ranks said; status.json, written by the trainer, keeps the real exit
 code. And where ranks have failed, their own words are enough: torchrun's traceback of itself is left out. Whichever
-process is killed, launcher or torchrun, those below it end with it (titan/signals.py).
+process is killed, launcher or torchrun, those below it end with it (titan/health/signals.py).
 """
 
 from __future__ import annotations
@@ -17,34 +17,16 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from titan.observe.failure import oom_kills
+from titan.health.errors import oom_kills
+from titan.health.signals import ASKING, EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR, die_with_parent
 from titan.observe.runinfo import read_status, write_status, write_text_atomically
-from titan.signals import ASKING, EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR, die_with_parent
 
 FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, ASKING)
-
-
-def count_accelerators() -> int:
-    """Accelerators this process may use, without importing torch; NVIDIA's, by their device files."""
-    try:
-        if version("torch").endswith("+cpu"):
-            return 0
-    except PackageNotFoundError:
-        return 0
-    present = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    chosen = (
-        present
-        if visible is None
-        else len([d for d in visible.split(",") if d.strip() not in ("", "-1")])
-    )
-    return min(present, chosen)
 
 
 def launch(
@@ -53,7 +35,7 @@ def launch(
     """Run `titan.train` in `num_processes` processes, again up to `max_restarts` times; returns the run's exit code."""
     status = Path(dump_folder) / "status.json"
     before = _version(status)
-    command = [sys.executable, "-m", "titan.launch", "--standalone"]
+    command = [sys.executable, "-m", "titan.health.launch", "--standalone"]
     command += [f"--nproc-per-node={num_processes}", f"--max-restarts={max_restarts}"]
     command += ["-m", "titan.train", *argv]
     print(f"titan: starting {num_processes} processes; each imports torch first", flush=True)
@@ -88,7 +70,7 @@ def torchrun(argv: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
-    from titan import rendezvous
+    from titan.health import rendezvous
 
     rendezvous.register()
     # torchrun's own --standalone listens on every interface, and unpickles what it reads there.

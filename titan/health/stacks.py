@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan.observe.failure import UNNAMED, frames_of, is_communication, last_begun, locate
+from titan.health.errors import UNNAMED, frames_of, is_communication, last_begun, locate
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ _MAD_TO_SIGMA = 1.4826
 _LEAST_SIGMA = 0.01  # of the median: a loss that hardly moves must not make every wiggle a spike
 
 
-class Action(IntEnum):
+class StepAction(IntEnum):
     """In order of severity: the ranks take the most severe one."""
 
     TRAIN = 0
@@ -41,7 +41,7 @@ class Action(IntEnum):
     STOP = 4
 
 
-_ACTIONS = {"off": Action.TRAIN} | {action.name.lower(): action for action in Action}
+_ACTIONS = {"off": StepAction.TRAIN} | {action.name.lower(): action for action in StepAction}
 
 
 class SpikeError(RuntimeError):
@@ -49,18 +49,18 @@ class SpikeError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Verdict:
-    action: Action = Action.TRAIN
+class StepDecision:
+    action: StepAction = StepAction.TRAIN
     reason: str = ""
 
 
 class Recovery:
-    """Judges the steps of one run. `judge` is for Program.train_step to ask; `verdict` is what it found last."""
+    """Judges the steps of one run. `judge` is for Program.train_step to ask; `decision` is what it found last."""
 
     def __init__(self, section: FaultToleranceSection, *, device: torch.device) -> None:
         self.section, self.device = section, device
         self.losses: deque[float] = deque(maxlen=section.spike_window)
-        self.verdict = Verdict()
+        self.decision = StepDecision()
         self.num_skipped = self.num_rewinds = self.skipped_in_a_row = 0
 
     @property
@@ -70,15 +70,15 @@ class Recovery:
 
     def judge(self, loss: Tensor, grad_norm: Tensor) -> bool:
         """Whether to update. Scalars on the device; all ranks call it together."""
-        self.verdict = self._judge(*Readback([loss, grad_norm]).values())
-        agreed = torch.tensor(float(self.verdict.action), device=self.device)
+        self.decision = self._judge(*Readback([loss, grad_norm]).values())
+        agreed = torch.tensor(float(self.decision.action), device=self.device)
         if dist.get_world_size() > 1:
             dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
         [action] = Readback([agreed]).values()
-        if action != self.verdict.action:
-            self.verdict = Verdict(Action(int(action)), "another rank found so")
+        if action != self.decision.action:
+            self.decision = StepDecision(StepAction(int(action)), "another rank found so")
         self._count()
-        return self.verdict.action <= Action.WARN
+        return self.decision.action <= StepAction.WARN
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to judge alike; JSON-able."""
@@ -93,20 +93,20 @@ class Recovery:
         self.num_skipped = state.get("num_skipped", 0)
         self.skipped_in_a_row = state.get("skipped_in_a_row", 0)
 
-    def _judge(self, loss: float, grad_norm: float) -> Verdict:
+    def _judge(self, loss: float, grad_norm: float) -> StepDecision:
         section = self.section
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            return Verdict(
+            return StepDecision(
                 _ACTIONS[section.on_nonfinite], f"loss {loss}, gradient norm {grad_norm}"
             )
         score = spike_score(loss, self.losses) if len(self.losses) >= section.spike_min_steps else 0
         if section.on_spike == "off" or score <= section.spike_threshold:
             self.losses.append(loss)
-            return Verdict()
+            return StepDecision()
         action = _ACTIONS[section.on_spike]
-        if action == Action.WARN:
+        if action == StepAction.WARN:
             self.losses.append(loss)
-        return Verdict(
+        return StepDecision(
             action,
             f"loss {loss:.4f} is {score:.1f} deviations above {median(self.losses):.4f}, the median of the "
             f"{len(self.losses)} before it (gradient norm {grad_norm:.4g})",
@@ -114,22 +114,22 @@ class Recovery:
 
     def _count(self) -> None:
         """Steps that fail again and again are not bad luck."""
-        section, verdict = self.section, self.verdict
-        if verdict.action == Action.SKIP:
+        section, verdict = self.section, self.decision
+        if verdict.action == StepAction.SKIP:
             self.num_skipped += 1
             self.skipped_in_a_row += 1
             if self.skipped_in_a_row > section.max_skips:
                 reason = f"{verdict.reason}, after fault_tolerance.max_skips = {section.max_skips} skipped in a row"
-                self.verdict = Verdict(Action.STOP, reason)
+                self.decision = StepDecision(StepAction.STOP, reason)
             return
         self.skipped_in_a_row = 0
-        if verdict.action == Action.REWIND:
+        if verdict.action == StepAction.REWIND:
             self.num_rewinds += 1
             if self.num_rewinds > section.max_rewinds:
                 reason = (
                     f"{verdict.reason}, after fault_tolerance.max_rewinds = {section.max_rewinds}"
                 )
-                self.verdict = Verdict(Action.STOP, reason)
+                self.decision = StepDecision(StepAction.STOP, reason)
 
 
 def spike_score(loss: float, before: deque[float]) -> float:

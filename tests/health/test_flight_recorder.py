@@ -1,4 +1,4 @@
-"""titan/observe/flight_recorder.py and heartbeat.py: what a rank writes down, and what ranks agree on."""
+"""titan/health/flight_recorder.py and heartbeat.py: what a rank writes down, and what ranks agree on."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.ranks import Pool
 from titan.config.schema import CommSection
-from titan.observe import flight_recorder
-from titan.observe.failure import describe_error
-from titan.observe.flight_recorder import Recorder
-from titan.observe.heartbeat import Heartbeat, Verdict, describe_silence
+from titan.health import flight_recorder
+from titan.health.errors import describe_error
+from titan.health.flight_recorder import FlightRecorder
+from titan.health.monitor import Failure, Heartbeat, describe_silence
 
 
 def _dumped(folder: str) -> dict[str, Any]:
     rank = dist.get_rank()
     at = {"run_dir": Path(folder), "rank": rank, "world_size": 4, "step": lambda: 7}
-    recorder = Recorder(CommSection(), **at)
+    recorder = FlightRecorder(CommSection(), **at)
     flight_recorder.install(recorder)
     flight_recorder.begin()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
@@ -63,7 +63,7 @@ def test_a_dump_names_groups_operations_and_pairs(pool: Pool, tmp_path: Path) ->
 
 def test_a_buffer_of_nothing_writes_nothing(tmp_path: Path) -> None:
     section = CommSection(trace_buf_size=0)
-    recorder = Recorder(section, run_dir=tmp_path, rank=0, world_size=1, step=lambda: 0)
+    recorder = FlightRecorder(section, run_dir=tmp_path, rank=0, world_size=1, step=lambda: 0)
     before = flight_recorder._recorder
     try:
         flight_recorder.install(recorder)
@@ -91,11 +91,11 @@ def _first_verdict(folder: str) -> tuple[int, str]:
     store = dist.TCPStore("127.0.0.1", int(Path(folder, "port").read_text()), is_master=False)
     heartbeat._store = dist.PrefixStore("titan/0", store)
     if rank == 1:
-        heartbeat.tell(Verdict("rank 1 is broken", step=4, rank=1, silent=(2,)))
+        heartbeat.tell(Failure("rank 1 is broken", step=4, rank=1, silent=(2,)))
     dist.barrier()
     if rank != 1:
-        heartbeat.tell(Verdict(f"rank {rank} has lost its connection", step=5, rank=rank))
-    run = heartbeat.tell(Verdict("too late"))
+        heartbeat.tell(Failure(f"rank {rank} has lost its connection", step=5, rank=rank))
+    run = heartbeat.tell(Failure("too late"))
     heartbeat.linger()
     return run.rank, f"{run.reason} in step {run.step}, silent {run.silent}"
 
@@ -110,7 +110,7 @@ def test_the_first_verdict_is_everybodys(pool: Pool, tmp_path: Path) -> None:
 def test_a_rank_alone_has_no_heartbeat(tmp_path: Path) -> None:
     heartbeat = Heartbeat(30, run_dir=tmp_path, rank=0, world_size=1, step=lambda: 0)
     heartbeat.start()
-    mine = Verdict("my own")
+    mine = Failure("my own")
     assert heartbeat.tell(mine) is mine
     heartbeat.linger()
     heartbeat.close()

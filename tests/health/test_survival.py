@@ -14,11 +14,11 @@ import pytest
 
 from tests.support.runs import CLI, Run
 from titan.checkpoint.manager import list_steps
-from titan.doctor.diagnose import diagnose
-from titan.doctor.evidence import Evidence
+from titan.health.doctor.diagnosis import diagnose
+from titan.health.doctor.evidence import Evidence
 
 HANGING = [
-    *("-m", "titan.launch", "--standalone", "--nproc-per-node=2"),
+    *("-m", "titan.health.launch", "--standalone", "--nproc-per-node=2"),
     str(Path(__file__).with_name("hanging_train.py")),
 ]
 Start = Callable[..., Run]
@@ -49,12 +49,12 @@ def assert_ranks_ended_by_themselves(run: Run) -> None:
 
 def test_a_signal_during_the_import_of_torch(start: Start) -> None:
     run = start("--training.steps=1000")
-    run.wait_until((run.folder / "lease.json").exists)  # handlers are installed, torch comes next
+    run.wait_until((run.folder / "lock.json").exists)  # handlers are installed, torch comes next
     run.process.send_signal(signal.SIGUSR1)
     assert run.end() == 75, run.said()
     assert (run.status()["state"], run.status()["exit_code"]) == ("stopped", 75)
     assert list_steps(run.folder / "checkpoint") == [run.status()["step"]] == [1]
-    assert not (run.folder / "lease.json").exists()
+    assert not (run.folder / "lock.json").exists()
 
 
 def test_four_signals_stop_the_run_once_and_it_is_not_restarted(start: Start) -> None:

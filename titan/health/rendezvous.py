@@ -1,7 +1,7 @@
 """How the launcher and the ranks of a run find each other, without a door for strangers.
 
 torchrun's own meeting point (c10d) unpickles what anybody has written to a store that listens on every interface
-without a password. titan.launch and titan.cluster.node use this handler in its place, which unpickles nothing:
+without a password. titan.health.launch and titan.cluster.node use this handler in its place, which unpickles nothing:
 
     one machine     launcher: a store in its own memory    ranks: a file in a folder that only their user can open
     several nodes   both: a TCP store of node 0's launcher, bound to the address that the nodes were given
@@ -47,7 +47,7 @@ class _Rendezvous(RendezvousHandler):
         self.attempt = -1
         if self.num_nodes == 1:
             os.environ[STORE_FOLDER] = tempfile.mkdtemp(prefix="titan-")  # the ranks inherit it
-            # Nobody listens there; it tells this attempt from others (titan/lease.py).
+            # Nobody listens there; it tells this attempt from others (titan/health/run_lock.py).
             self.host, self.port = "127.0.0.1", 1024 + secrets.randbelow(2**15)
         else:
             os.environ.pop(STORE_FOLDER, None)

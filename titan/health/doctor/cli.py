@@ -12,8 +12,8 @@ import textwrap
 from dataclasses import asdict
 from pathlib import Path
 
-from titan.doctor.diagnose import Diagnosis, diagnose
-from titan.doctor.evidence import Evidence
+from titan.health.doctor.diagnosis import Diagnosis, diagnose
+from titan.health.doctor.evidence import Evidence
 from titan.untrusted import printable
 
 _MAX_LINE = 2000  # of a cause, or a piece of evidence

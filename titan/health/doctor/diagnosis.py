@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from titan.doctor import collectives
-from titan.doctor.collectives import Wait
-from titan.doctor.evidence import Evidence
-from titan.observe.failure import is_communication
+from titan.health.doctor import waits as waiting
+from titan.health.doctor.evidence import Evidence
+from titan.health.doctor.waits import Wait
+from titan.health.errors import is_communication
 
 SLOW = 1.5  # times the median of the other ranks: a straggler
 LATE_S = 5.0  # to a collective in which others have failed
@@ -118,7 +118,7 @@ def _diagnose(run: Evidence) -> Diagnosis:
         findings = [Finding("no_progress", cause, _status(run))]
     elif not findings and run.state == "running":
         cause = "the run ended without last words: its process is gone, and status.json still says that it runs"
-        findings = [Finding("vanished", cause, ["lease.json: its owner does not live"])]
+        findings = [Finding("vanished", cause, ["lock.json: its owner does not live"])]
     elif not findings:
         cause = run.reason or "the run folder does not say why"
         findings = [Finding("unknown", cause, _status(run))]
@@ -205,7 +205,7 @@ def _ended(run: Evidence) -> list[Finding]:
 
 
 def _mismatch(run: Evidence) -> list[Finding]:
-    found = collectives.find_mismatch(run.dumps)
+    found = waiting.find_mismatch(run.dumps)
     if found is None:
         return []
     number = f"#{found.seq} of {_axis(found.axis)}"
@@ -220,8 +220,8 @@ def _mismatch(run: Evidence) -> list[Finding]:
 
 def _hang(run: Evidence) -> list[Finding]:
     """A rank that others wait for, by the flight recorders."""
-    waits = collectives.find_waits(run.dumps)
-    at = collectives.root(waits, run.dumps)
+    waits = waiting.find_waits(run.dumps)
+    at = waiting.root(waits, run.dumps)
     if not waits or re.search(_SILENT, run.reason):
         return []
     if at is None:
@@ -271,11 +271,11 @@ def _disk(run: Evidence) -> list[Finding]:
 
 def _late(run: Evidence) -> list[Finding]:
     """All have entered the same, but one long after the others."""
-    found = collectives.latest(run.dumps)
-    if not found or found[1] < LATE_S or collectives.find_waits(run.dumps):
+    found = waiting.latest(run.dumps)
+    if not found or found[1] < LATE_S or waiting.find_waits(run.dumps):
         return []
     rank, lag_s, entry = found
-    what = f"{collectives.describe(entry)}{_at(entry.line)}"
+    what = f"{waiting.describe(entry)}{_at(entry.line)}"
     cause = f"rank {rank} on {run.dumps[rank].host} entered {what} {lag_s:.0f} s after the others"
     return [Finding("slow_rank", cause, _dumps(run, [rank]))]
 

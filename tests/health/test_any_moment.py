@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.faults.test_chaos import weights
+from tests.health.test_chaos import weights
 from tests.support.runs import Run
 from titan.checkpoint.manager import list_steps
 

@@ -1,4 +1,4 @@
-"""titan.train with a fault in its third step, in the way that FAULT says, on rank 1 (or FAULTY_RANK); for torchrun and titan.launch."""
+"""titan.train with a fault in its third step, in the way that FAULT says, on rank 1 (or FAULTY_RANK); for torchrun and titan.health.launch."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ if __name__ == "__main__":
     import faulthandler
 
     from titan import train
-    from titan.signals import die_with_parent
+    from titan.health.signals import die_with_parent
 
     faulthandler.enable()
     die_with_parent()

@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from titan.doctor.evidence import Call, Dump, Message
+from titan.health.doctor.evidence import Call, Dump, Message
 
 _SAME_SIZES = ("allreduce", "allgather", "reducescatter", "broadcast")
 

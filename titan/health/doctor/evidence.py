@@ -15,9 +15,9 @@ from typing import Annotated, TypeVar
 
 from pydantic import Field
 
-from titan.lease import NAME, Owner, started
+from titan.health.run_lock import NAME, LockHolder, started
+from titan.health.stacks import stacks_file
 from titan.observe.runinfo import Status, load_status
-from titan.observe.stacks import stacks_file
 from titan.untrusted import (
     Count,
     Finite,
@@ -93,7 +93,7 @@ class MainThread:
 
 @dataclass(frozen=True)
 class Dump:
-    """One rank's flight recorder; titan/observe/flight_recorder.py says what is in it."""
+    """One rank's flight recorder; titan/health/flight_recorder.py says what is in it."""
 
     rank: Rank
     host: str
@@ -321,13 +321,13 @@ class Evidence:
         return sorted((int(match[1]), path) for match, path in matches if match)
 
     @cached_property
-    def owner(self) -> Owner | None:
+    def owner(self) -> LockHolder | None:
         """The process that holds the run folder, if it lives."""
         path = self.run_dir / NAME
-        owner = self._json(path, Owner, None)  # pyright: ignore[reportArgumentType]
+        owner = self._json(path, LockHolder, None)  # pyright: ignore[reportArgumentType]
         if owner is None:
             return None
-        if owner.machine == Owner.this_process().machine != "":
+        if owner.machine == LockHolder.this_process().machine != "":
             return owner if started(str(owner.pid)) == owner.started else None
         with suppress(OSError):
             return owner if time.time() - path.stat().st_mtime < _FRESH_S else None

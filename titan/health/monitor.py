@@ -4,7 +4,7 @@
              with a connection of its own, so that neither a collective nor a compilation of minutes makes it silent
     watch    and reads the beat of the next rank: a ring, so that the cost of a rank does not grow with their number. One
              that has not changed for `comm.heartbeat_timeout_seconds` is silent: then all beats are read, twice
-    verdict  the first to know of a failure, be it a silence or its own exception, writes a `Verdict` under one key, which
+    verdict  the first to know of a failure, be it a silence or its own exception, writes a `Failure` under one key, which
              every rank reads with each beat. All write the same status.json, dump flight recorder and stacks, and end
     loss     a store that does not answer: its host is lost, or this one is cut off. Each rank ends by itself, and ends
              its torchrun, which would wait for TCP to give up for a quarter of an hour
@@ -32,11 +32,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from titan.lease import Owner, started
-from titan.observe import flight_recorder
+from titan.health import flight_recorder
+from titan.health.run_lock import LockHolder, started
+from titan.health.signals import EXIT_FAILED, has_agent, leave, to_main_thread
+from titan.health.stacks import main_thread
 from titan.observe.runinfo import State, write_status, write_text_atomically
-from titan.observe.stacks import main_thread
-from titan.signals import EXIT_FAILED, has_agent, leave, to_main_thread
 
 BEATS_PER_TIMEOUT = 20
 LINGER_S = (
@@ -48,7 +48,7 @@ _FIRST_BEAT_S = 60.0  # ranks start together
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Failure:
     """Why the run ends, on all ranks."""
 
     reason: str
@@ -59,9 +59,9 @@ class Verdict:
     silent: tuple[int, ...] = ()
 
     @staticmethod
-    def of(text: bytes) -> Verdict:
+    def of(text: bytes) -> Failure:
         content = json.loads(text)
-        return Verdict(**(content | {"silent": tuple(content["silent"])}))
+        return Failure(**(content | {"silent": tuple(content["silent"])}))
 
 
 class Heartbeat:
@@ -75,7 +75,7 @@ class Heartbeat:
         self.rank, self.world_size = rank, world_size
         self.every_s = limit_s / BEATS_PER_TIMEOUT
         # The first is rank 0, which may hold the store.
-        self._me = self._first = Owner.this_process()
+        self._me = self._first = LockHolder.this_process()
         self._store: Any = None
         self._rounds = 0  # of beats that the store has taken
         self._leaving = threading.Event()  # the main thread ends by itself
@@ -94,7 +94,7 @@ class Heartbeat:
         for target in (self._beat, self._watch_store):
             threading.Thread(target=target, name="heartbeat", daemon=True).start()
 
-    def tell(self, mine: Verdict) -> Verdict:
+    def tell(self, mine: Failure) -> Failure:
         """The main thread fails: let the others know. Returns the run's verdict, which may be another rank's."""
         self._leaving.set()
         return self._agree(mine)
@@ -132,7 +132,7 @@ class Heartbeat:
             try:
                 self._store.set(_beat_key(self.rank), self._beat_text())
                 if self._store.check([_VERDICT]):
-                    return self._obey(Verdict.of(self._store.get(_VERDICT)))
+                    return self._obey(Failure.of(self._store.get(_VERDICT)))
                 beat = b""
                 if self._store.check([_beat_key(neighbour)]):
                     beat = self._store.get(_beat_key(neighbour))
@@ -155,20 +155,20 @@ class Heartbeat:
             if unchanged >= BEATS_PER_TIMEOUT + 2 and not self._leaving.is_set():
                 return self._end(self._of_lost_store(), alone=True)
 
-    def _of_lost_store(self) -> Verdict:
+    def _of_lost_store(self) -> Failure:
         at: dict[str, Any] = {"step": self.step(), "rank": self.rank}
         if _is_here(self._first):
             state = _state(self._first)
             reason = (
                 f"rank 0 on {self._me.host} has not been heard of for {self.limit_s:g} s: {state}"
             )
-            return Verdict(reason, state="hung", silent=(0,), **at)
+            return Failure(reason, state="hung", silent=(0,), **at)
         host = _store_host()
         reason = (
             f"the ranks' store on {host} has not answered rank {self.rank} on {self._me.host} for {self.limit_s:g} s: "
             f"{host} is lost, or {self._me.host} is cut off from it"
         )
-        return Verdict(reason, **at)
+        return Failure(reason, **at)
 
     def _accuse(self) -> None:
         """Find all that are silent, and say so. Nobody may be: a rank may have come back."""
@@ -184,7 +184,7 @@ class Heartbeat:
             lost = "is lost" in reason
             # The next beat finds it, like those of all others.
             self._agree(
-                Verdict(
+                Failure(
                     reason,
                     step=self.step(),
                     state="failed" if lost else "hung",
@@ -193,7 +193,7 @@ class Heartbeat:
                 )
             )
 
-    def _obey(self, verdict: Verdict) -> None:
+    def _obey(self, verdict: Failure) -> None:
         """End, unless the main thread is about to: it may have failed of the same, and says more."""
         if not self._leaving.is_set():
             _within(_STUCK_S, lambda: self._write_down(verdict))
@@ -202,7 +202,7 @@ class Heartbeat:
             os._exit(verdict.exit_code)
         self._end(verdict, alone=False)
 
-    def _end(self, verdict: Verdict, *, alone: bool) -> None:
+    def _end(self, verdict: Failure, *, alone: bool) -> None:
         def report() -> None:
             said = {"exit_code": verdict.exit_code, "reason": verdict.reason}
             write_status(self.run_dir, state=verdict.state, step=verdict.step or None, **said)
@@ -219,11 +219,11 @@ class Heartbeat:
             _within(_STUCK_S, lambda: self._write_down(verdict))
         leave(verdict.exit_code, report, within_s=2 * LINGER_S + 2)
 
-    def _write_down(self, verdict: Verdict) -> None:
+    def _write_down(self, verdict: Failure) -> None:
         flight_recorder.dump(verdict.reason)
         self._wake_silent(verdict)
 
-    def _wake_silent(self, verdict: Verdict) -> None:
+    def _wake_silent(self, verdict: Failure) -> None:
         """Have those on this machine write their stacks and end, stopped or not; torchrun would give them 30 seconds first."""
         for rank in verdict.silent:
             with suppress(Exception):
@@ -234,13 +234,13 @@ class Heartbeat:
 
     # ---- the store ---------------------------------------------------------------------------------
 
-    def _agree(self, mine: Verdict) -> Verdict:
+    def _agree(self, mine: Failure) -> Failure:
         """The first verdict is everybody's."""
         if self._store is None:
             return mine
         text = json.dumps(asdict(mine))
         first = _within(LINGER_S, lambda: self._store.compare_set(_VERDICT, "", text))
-        return Verdict.of(first) if first else mine
+        return Failure.of(first) if first else mine
 
     def _beat_text(self) -> str:
         beat = {"n": self._rounds, "step": self.step(), "does": main_thread().text}
@@ -275,13 +275,13 @@ def describe_silence(beats: dict[int, str], silent: list[int], *, limit_s: float
     return ". ".join(parts)
 
 
-def _is_here(owner: Owner) -> bool:
+def _is_here(owner: LockHolder) -> bool:
     """Whether its process id means something to this process. Virtual hosts may share a kernel."""
-    me = Owner.this_process()
+    me = LockHolder.this_process()
     return owner.machine != "" and (owner.machine, owner.host) == (me.machine, me.host)
 
 
-def _state(owner: Owner) -> str:
+def _state(owner: LockHolder) -> str:
     """What keeps a process silent, as far as this machine's /proc says."""
     if not _is_here(owner):
         return "it is stopped, or its interpreter is locked by a C extension"
@@ -306,8 +306,8 @@ def _within(seconds: float, call: Callable[[], Any]) -> Any:
     return results[0] if results else None
 
 
-def _owner(beat: str) -> Owner:
-    return Owner(**json.loads(beat)["owner"])
+def _owner(beat: str) -> LockHolder:
+    return LockHolder(**json.loads(beat)["owner"])
 
 
 def _beat_key(rank: int) -> str:
@@ -392,7 +392,7 @@ def _end_agent() -> None:
     parent = os.getppid()
     with suppress(OSError):
         command = Path(f"/proc/{parent}/cmdline").read_bytes()
-        known = (b"torchrun", b"torch.distributed.run", b"titan.launch")
+        known = (b"torchrun", b"torch.distributed.run", b"titan.health.launch")
         if has_agent() and any(name in command for name in known):
             time.sleep(LINGER_S)
             os.kill(parent, signal.SIGKILL)

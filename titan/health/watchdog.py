@@ -22,11 +22,11 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from titan.observe import flight_recorder
-from titan.observe.heartbeat import Verdict
+from titan.health import flight_recorder
+from titan.health.monitor import Failure
+from titan.health.signals import EXIT_FAILED, leave
+from titan.health.stacks import Whereabouts, dump_stacks, main_thread, stacks_file
 from titan.observe.runinfo import write_status, write_text_atomically
-from titan.observe.stacks import Whereabouts, dump_stacks, main_thread, stacks_file
-from titan.signals import EXIT_FAILED, leave
 
 SHARE_S, LOCKED_S = 5.0, 10.0
 _POLL_S = 0.5
@@ -43,7 +43,7 @@ class Watchdog:
         run_dir: Path,
         rank: int,
         world_size: int,
-        agree: Callable[[Verdict], Verdict] = lambda mine: mine,
+        agree: Callable[[Failure], Failure] = lambda mine: mine,
     ) -> None:
         self.limit_s, self.run_dir = limit_s, run_dir
         self.rank, self.world_size = rank, world_size
@@ -91,7 +91,7 @@ class Watchdog:
         flight_recorder.dump(title, stacks=False)
         write_text_atomically(self._note(self.rank), text, durable=False)
         time.sleep(SHARE_S)
-        run = self.agree(Verdict(self._reason(), step=self.step, state="hung", rank=self.rank))
+        run = self.agree(Failure(self._reason(), step=self.step, state="hung", rank=self.rank))
         reason, said = run.reason, {"exit_code": run.exit_code, "step": run.step}
         write_status(self.run_dir, state=run.state, reason=reason, **said)
         logging.getLogger("titan").error(reason, extra={"last_words": True})

@@ -1,4 +1,4 @@
-"""titan/doctor/: what is concluded from flight recorders, statuses and logs, without any run."""
+"""titan/health/doctor/: what is concluded from flight recorders, statuses and logs, without any run."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from titan.cli import main
-from titan.doctor.diagnose import Diagnosis, diagnose
-from titan.doctor.evidence import Evidence
-from titan.lease import NAME, Owner
+from titan.health.doctor.diagnosis import Diagnosis, diagnose
+from titan.health.doctor.evidence import Evidence
+from titan.health.run_lock import NAME, LockHolder
 
 NOW = 1_700_000_000.0
 # Four ranks, of which 0, 1 and 2, 3 share matrices, and 0, 2 and 1, 3 share parameters.
@@ -202,7 +202,7 @@ def test_a_slow_rank(folder: Folder) -> None:
 def test_a_run_that_ended_without_last_words(folder: Folder) -> None:
     folder.status("running")
     assert [found.kind for found in folder.diagnosis().findings] == ["vanished"]
-    folder.write(NAME, asdict(Owner.this_process()))
+    folder.write(NAME, asdict(LockHolder.this_process()))
     folder.write("metrics.jsonl", {"step": 7, "step_s": 1.0})
     assert [found.kind for found in folder.diagnosis().findings] == ["no_progress"]
 

@@ -1,4 +1,4 @@
-"""titan/lease.py: one run folder, one run."""
+"""titan/health/run_lock.py: one run folder, one run."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from pathlib import Path
 
 import pytest
 
-from titan import lease
-from titan.lease import Lease, LeaseHeld, Owner
+from titan.health import run_lock
+from titan.health.run_lock import LockHolder, RunLock, RunLocked
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 HOLD = """
 import sys, time
 from pathlib import Path
-from titan.lease import Lease
-Lease(Path(sys.argv[1])).acquire()
+from titan.health.run_lock import RunLock
+RunLock(Path(sys.argv[1])).acquire()
 print("held", flush=True)
 time.sleep(60)
 """
@@ -32,7 +32,7 @@ time.sleep(60)
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds the lease of tmp_path, as a Slurm job."""
+    """A process that holds the lock of tmp_path, as a Slurm job."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)],
         stdout=subprocess.PIPE,
@@ -75,8 +75,8 @@ def test_a_second_copy_is_refused(
 
 def test_a_stopped_owner_is_alive(holder: subprocess.Popen[str], tmp_path: Path) -> None:
     holder.send_signal(signal.SIGSTOP)
-    with pytest.raises(LeaseHeld):
-        Lease(tmp_path).require_free()
+    with pytest.raises(RunLocked):
+        RunLock(tmp_path).require_free()
 
 
 def test_the_lease_of_a_dead_owner_is_taken_over(
@@ -84,24 +84,24 @@ def test_the_lease_of_a_dead_owner_is_taken_over(
 ) -> None:
     holder.kill()  # not waited for: a zombie is dead
     time.sleep(0.2)
-    mine = Lease(tmp_path)
+    mine = RunLock(tmp_path)
     mine.acquire()
-    assert json.loads((tmp_path / "lease.json").read_text())["pid"] == os.getpid()
+    assert json.loads((tmp_path / "lock.json").read_text())["pid"] == os.getpid()
     mine.release()
     assert not list(tmp_path.iterdir())
 
 
 def test_a_process_id_used_again_is_no_owner(tmp_path: Path) -> None:
-    before = replace(Owner.this_process(), pid=os.getppid(), started="1")
-    (tmp_path / "lease.json").write_text(json.dumps(asdict(before)))
-    Lease(tmp_path).require_free()
+    before = replace(LockHolder.this_process(), pid=os.getppid(), started="1")
+    (tmp_path / "lock.json").write_text(json.dumps(asdict(before)))
+    RunLock(tmp_path).require_free()
 
 
 def test_the_owner_ends_when_another_takes_over(
     holder: subprocess.Popen[str], tmp_path: Path
 ) -> None:
-    other = replace(Owner.this_process(), host="node7", machine="other", job="12")
-    (tmp_path / "lease.json").write_text(json.dumps(asdict(other)))
+    other = replace(LockHolder.this_process(), host="node7", machine="other", job="12")
+    (tmp_path / "lock.json").write_text(json.dumps(asdict(other)))
     _, errors = holder.communicate(timeout=20)
     assert holder.returncode == 1
     assert re.search(
@@ -109,9 +109,9 @@ def test_the_owner_ends_when_another_takes_over(
     )
 
 
-def on_another_machine(folder: Path, *, job: str, age_s: float) -> Owner:
-    owner = Owner("node7", 123, "99", "another boot", job=job, attempt="elsewhere")
-    path = folder / "lease.json"
+def on_another_machine(folder: Path, *, job: str, age_s: float) -> LockHolder:
+    owner = LockHolder("node7", 123, "99", "another boot", job=job, attempt="elsewhere")
+    path = folder / "lock.json"
     path.write_text(json.dumps(asdict(owner)))
     beat = time.time() - age_s
     os.utime(path, (beat, beat))
@@ -119,30 +119,30 @@ def on_another_machine(folder: Path, *, job: str, age_s: float) -> Owner:
 
 
 def test_on_another_machine_the_age_of_the_beat_decides(tmp_path: Path) -> None:
-    on_another_machine(tmp_path, job="8", age_s=lease.DEAD_AFTER_S - 20)
-    with pytest.raises(LeaseHeld, match=r"process 123 on node7 \(job 8\)"):
-        Lease(tmp_path).require_free()
-    on_another_machine(tmp_path, job="8", age_s=lease.DEAD_AFTER_S + 20)
-    Lease(tmp_path).require_free()
-    assert [path.name for path in tmp_path.iterdir()] == ["lease.json"]
+    on_another_machine(tmp_path, job="8", age_s=run_lock.DEAD_AFTER_S - 20)
+    with pytest.raises(RunLocked, match=r"process 123 on node7 \(job 8\)"):
+        RunLock(tmp_path).require_free()
+    on_another_machine(tmp_path, job="8", age_s=run_lock.DEAD_AFTER_S + 20)
+    RunLock(tmp_path).require_free()
+    assert [path.name for path in tmp_path.iterdir()] == ["lock.json"]
 
 
 def test_the_same_job_requeued_watches_the_beat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "8")
-    monkeypatch.setattr(lease, "WATCH_S", 1.2)
+    monkeypatch.setattr(run_lock, "WATCH_S", 1.2)
     owner = on_another_machine(tmp_path, job="8", age_s=5)
-    Lease(tmp_path).require_free()  # no beat: it is dead
+    RunLock(tmp_path).require_free()  # no beat: it is dead
     monkeypatch.setattr(
-        lease.time,
+        run_lock.time,
         "sleep",
-        lambda _: (tmp_path / "lease.json").write_text(
+        lambda _: (tmp_path / "lock.json").write_text(
             json.dumps(asdict(replace(owner, beat=owner.beat + 1)))
         ),
     )
-    with pytest.raises(LeaseHeld):
-        Lease(tmp_path).require_free()
+    with pytest.raises(RunLocked):
+        RunLock(tmp_path).require_free()
 
 
 def test_other_ranks_know_their_own_run(
@@ -150,7 +150,7 @@ def test_other_ranks_know_their_own_run(
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("MASTER_PORT", "1234")
-    with pytest.raises(LeaseHeld):  # another attempt's
-        Lease(tmp_path).require_free()
+    with pytest.raises(RunLocked):  # another attempt's
+        RunLock(tmp_path).require_free()
     monkeypatch.delenv("MASTER_PORT")
-    Lease(tmp_path).require_free()
+    RunLock(tmp_path).require_free()
