@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import golden_errors as golden
-from titan import cli, launch
+from titan import cli
 from titan.config.errors import ConfigError, key_text
 from titan.config.keys import fields_at
 from titan.config.load import load_config
@@ -90,7 +90,7 @@ def test_check_and_train_refuse_alike(
 ) -> None:
     if not job["problems"]:
         return  # it would train
-    monkeypatch.setattr(launch, "count_accelerators", lambda: 0)
+    monkeypatch.setattr("titan.observe.hardware.count_accelerators", lambda: 0)
     golden.write_files(job, folder)
     with golden.environment(job):
         start, ranks = time.process_time(), job.get("ranks", 1)

@@ -62,7 +62,7 @@ def test_figures() -> None:
     for device in HARDWARE:
         assert device.peak_flops["bfloat16"] > device.peak_flops["float32"] > 1e13, device
         assert 20 < device.memory_gib < 300, device
-        assert hardware.source
+        assert device.source
 
 
 def test_docs_list_every_profile() -> None:
