@@ -35,10 +35,11 @@ from titan.checkpoint.export import Export, export_state
 from titan.checkpoint.manager import CheckpointError, CheckpointManager, SaveFailed
 from titan.checkpoint.storage import Location, as_location
 from titan.config.machine import open_tokenizer
+from titan.config.model import model_config
 from titan.config.quantize import quantize_section
 from titan.config.render import to_toml
 from titan.config.resume_diff import changed_settings
-from titan.config.rules import model_config, resolve_layout
+from titan.config.rules import resolve_layout
 from titan.config.schema import JobConfig
 from titan.data.loader import Loader, build_loader, build_validation_loader, merge_states
 from titan.data.packing import Batch

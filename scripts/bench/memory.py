@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from titan.config.layout import Layout
-from titan.config.rules import model_config
+from titan.config.model import model_config
 from titan.config.schema import JobConfig
 from titan.observe.estimate import activation_elements
 from titan.parallel import build_mesh

@@ -12,7 +12,7 @@ import pytest
 from titan.config.errors import ConfigError
 from titan.config.load import load_config
 from titan.config.model import model_config
-from titan.config.rules import Layout, check, check_layout, check_to_run, resolve_layout
+from titan.config.rules import Layout, check, check_layout, resolve_layout
 from titan.config.schema import JobConfig, ModelSection
 
 FITTING = {
@@ -83,23 +83,6 @@ def test_tensor_parallel_may_exceed_the_key_value_heads() -> None:
     assert check_layout(config, world_size=4) == []  # 2 key/value heads, each kept by two ranks
 
 
-def test_everything_in_the_way_of_a_run_is_told_at_once() -> None:
-    config = JobConfig.model_validate(
-        {
-            "parallelism": {"tensor_parallel_degree": 3, "expert_parallel_degree": 2},
-            "validation": {"enable": True},
-        }
-    )
-    with pytest.raises(ConfigError) as caught:
-        check_to_run(config, world_size=8)
-    keys = {problem.key for problem in caught.value.problems}
-    assert keys == {
-        "parallelism.tensor_parallel_degree",
-        "validation.dataset",
-        "parallelism.expert_parallel_degree",
-    }
-
-
 def test_model_overrides() -> None:
     config = model_config(
         ModelSection(flavor="tiny", overrides={"n_layers": 2, "n_heads": 8, "rope_theta": 10_000})
@@ -152,31 +135,22 @@ def pipeline_problems(job: str, *, csv: str, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("csv", ["InterleavedZeroBubble", SPLIT], ids=["named", "from a file"])
 @pytest.mark.parametrize(
-    ("job", "place", "fix"),
+    ("job", "place"),
     [
-        (
-            "fsdp_reshard_after_forward = 'always'",
-            "job.toml:5: parallelism.fsdp_reshard_after_forward: ",
-            'torch compute wrong gradients; use "default" or "never"',
-        ),
+        ("fsdp_reshard_after_forward = 'always'", "5: parallelism.fsdp_reshard_after_forward"),
         (
             "[activation_checkpoint]\nmode = 'selective'\nselective_ac_option = 'op'",
-            "job.toml:7: activation_checkpoint.selective_ac_option: ",
-            'use a number such as 2, mode = "full", or schedule 1F1B',
+            "7: activation_checkpoint.selective_ac_option",
         ),
-        (
-            "[compile]\nenable = true",
-            "job.toml:6: compile.enable: ",
-            "use false, or schedule 1F1B",
-        ),
+        ("[compile]\nenable = true", "6: compile.enable"),
     ],
 )
 def test_what_a_split_backward_pass_rules_out(
-    job: str, place: str, fix: str, csv: str, tmp_path: Path
+    job: str, place: str, csv: str, tmp_path: Path
 ) -> None:
-    """Whether the order of actions comes by name or from a file; and nothing is refused that has whole ones."""
+    """Whether the order of actions comes by name or from a file. With whole backward passes the same is allowed."""
     [problem] = pipeline_problems(job, csv=csv, folder=tmp_path)
-    assert problem.startswith(place) and problem.endswith(fix)
+    assert problem.startswith(f"job.toml:{place}: ")
     whole = "1F1B" if csv != SPLIT else WHOLE
     assert all("microbatch" in p for p in pipeline_problems(job, csv=whole, folder=tmp_path))
 
@@ -184,66 +158,3 @@ def test_what_a_split_backward_pass_rules_out(
 def test_what_a_split_backward_pass_allows(tmp_path: Path) -> None:
     job = "[activation_checkpoint]\nmode = 'selective'\nselective_ac_option = '2'"
     assert pipeline_problems(job, csv=SPLIT, folder=tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "file", "message"),
-    [
-        ("PipelineScheduleMulti", "", "set pipeline_parallel_schedule_csv, or use one of GPipe"),
-        ("1F2B", "order.csv", "did you mean '1F1B'"),
-    ],
-)
-def test_names_beside_a_file(name: str, file: str, message: str, tmp_path: Path) -> None:
-    """torch's class that runs files may stand there, as in TorchTitan's jobs, and is no schedule without one."""
-    (tmp_path / "order.csv").write_text(WHOLE)
-    parallelism = {
-        "pipeline_parallel_degree": 2,
-        "pipeline_parallel_schedule": name,
-        "pipeline_parallel_schedule_csv": file and str(tmp_path / file),
-    }
-    [problem] = check(JobConfig.model_validate({"parallelism": parallelism}))
-    assert problem.key == "parallelism.pipeline_parallel_schedule" and message in problem.message
-
-
-@pytest.mark.parametrize(
-    ("sections", "key", "fragment"),
-    [
-        (
-            {
-                "parallelism": {
-                    "context_parallel_degree": 2,
-                    "context_parallel_load_balancer": "ptrr",
-                }
-            },
-            "parallelism.context_parallel_load_balancer",
-            'use "headtail"',
-        ),
-        (
-            {
-                "parallelism": {
-                    "context_parallel_degree": 2,
-                    "context_parallel_rotate_method": "ring",
-                },
-                "data": {"document_mask": True},
-            },
-            "parallelism.context_parallel_rotate_method",
-            'use "allgather" or "ulysses"',
-        ),
-        (
-            {
-                "model": {"flavor": "tiny"},
-                "parallelism": {
-                    "context_parallel_degree": 8,
-                    "context_parallel_rotate_method": "ulysses",
-                },
-            },
-            "parallelism.context_parallel_rotate_method",
-            "4 query heads among 8",
-        ),
-    ],
-)
-def test_pairs_that_cannot_be_right_are_refused(
-    sections: dict[str, Any], key: str, fragment: str
-) -> None:
-    [problem] = check(JobConfig.model_validate(sections))
-    assert problem.key == key and fragment in problem.message

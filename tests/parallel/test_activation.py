@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan.config.rules import KEEP_GROUPS
 from titan.config.schema import ActivationCheckpointSection
+from titan.config.section_rules import KEEP_GROUPS
 from titan.models.llama3 import FLAVORS, build_model
 from titan.parallel import initialize
 from titan.parallel.activation import DEFAULT_KEEP, GROUPS, KeepError, apply_ac

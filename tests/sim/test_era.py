@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.traces import job, left_behind
-from titan.config.rules import model_config
+from titan.config.model import model_config
 from titan.config.schema import JobConfig, SimulatorSection
 from titan.sim.record import record
 from titan.sim.trace import AwaitWork, Launch, Trace, Transfer

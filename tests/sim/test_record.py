@@ -21,7 +21,8 @@ from tests.support.traces import (
     trace_of,
     traced_peak,
 )
-from titan.config.rules import model_config, resolve_layout
+from titan.config.model import model_config
+from titan.config.rules import resolve_layout
 from titan.config.schema import JobConfig
 from titan.sim import record as record_module
 from titan.sim import recorder

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from math import isqrt
 from typing import Any
 
 from titan.untrusted import MAX_TEXT, printable
@@ -142,6 +143,27 @@ def choose(word: str, choices: Iterable[str]) -> str:
     """The choice most like `word`, if any, and all of them, to append to a message."""
     hint = did_you_mean(word, choices)
     return f"{hint} There are {', '.join(choices)}" if hint else f"; there are {', '.join(choices)}"
+
+
+def divisors(whole: int) -> list[int]:
+    """Return the divisors of a number, ascending."""
+    small = [d for d in range(1, isqrt(whole) + 1) if whole % d == 0]
+    return sorted({*small, *(whole // d for d in small)})
+
+
+def neighbours(value: int, ascending: list[int]) -> list[int]:
+    """Return the nearest numbers below and above `value`."""
+    return [n for n in ascending if n < value][-1:] + [n for n in ascending if n > value][:1]
+
+
+def around(value: int, unit: int) -> list[int]:
+    """Return the positive multiples of `unit` on either side of `value`."""
+    below = value // unit * unit
+    return [n for n in (below, below + unit) if n > 0]
+
+
+def either(values: list[int]) -> str:
+    return " or ".join(map(str, values))
 
 
 def violations_of(

@@ -13,12 +13,11 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from inspect import signature
-from math import isqrt
 from types import ModuleType
 from typing import Any, get_type_hints
 
 from .base import load_plug_in
-from .errors import ConfigError, Problem, RuleViolation, choose
+from .errors import ConfigError, Problem, RuleViolation, choose, divisors, either, neighbours
 from .schema import ModelSection
 from .toml import format_value
 
@@ -179,12 +178,12 @@ def _check_shape(config: Any, is_head_dim_given: bool) -> Iterator[RuleViolation
     if heads and dim % heads and not is_head_dim_given:
         yield (
             "model.overrides.n_heads",
-            f"{heads} heads do not divide dim {dim}; use {_near_divisors(heads, dim)} heads, or set head_dim",
+            f"{heads} heads do not divide dim {dim}; use {either(neighbours(heads, divisors(dim)))} heads, or set head_dim",
         )
     if kv_heads and heads % kv_heads:
         yield (
             "model.overrides.n_kv_heads",
-            f"{kv_heads} key/value heads do not divide {heads} heads; use {_near_divisors(kv_heads, heads)}",
+            f"{kv_heads} key/value heads do not divide {heads} heads; use {either(neighbours(kv_heads, divisors(heads)))}",
         )
     if (parameters := getattr(config, "num_params", 0)) > LARGEST_MODEL:
         yield (
@@ -197,15 +196,3 @@ def _check_shape(config: Any, is_head_dim_given: bool) -> Iterator[RuleViolation
             "model.overrides.head_dim",
             f"{head_dim} is odd, but rotary embedding turns pairs; use {head_dim + 1}",
         )
-
-
-def _near_divisors(value: int, whole: int) -> str:
-    near = [d for d in divisors(whole) if d < value][-1:]
-    near += [d for d in divisors(whole) if d > value][:1]
-    return " or ".join(map(str, near))
-
-
-def divisors(whole: int) -> list[int]:
-    """Return the divisors of a number, ascending."""
-    small = [d for d in range(1, isqrt(whole) + 1) if whole % d == 0]
-    return sorted({*small, *(whole // d for d in small)})

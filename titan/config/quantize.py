@@ -9,7 +9,8 @@ from .schema import Float8Section, JobConfig, MXSection
 
 FLOAT8 = ("quantize.linear.float8", "float8")
 MX = ("quantize.linear.mx",)
-# Not recipe_name or filter_fqns: files keep them with the converter commented out.
+# Settings that do something only with a converter. Not recipe_name or filter_fqns: files keep those while the converter is
+# commented out.
 _SWITCHES = (
     "enable_fsdp_float8_all_gather",
     "precompute_float8_dynamic_scale_for_fsdp",
@@ -18,38 +19,43 @@ _SWITCHES = (
 
 
 def quantize_section(config: JobConfig) -> Float8Section | MXSection | None:
-    """The section of the converter that is on."""
+    """Return the section of the converter that is on, or None."""
     if any(name in FLOAT8 for name in config.model.converters):
         return config.quantize.linear.float8
     return config.quantize.linear.mx if MX[0] in config.model.converters else None
 
 
 def lacks_units(config: JobConfig, hardware: str, dtypes: Container[str]) -> str:
-    """What is to be said if the hardware, whose matrix units multiply these dtypes, cannot run the job; else nothing."""
+    """Return an error message if the hardware cannot run the job's converter, else nothing.
+
+    Args:
+        config: the job.
+        hardware: name of the hardware, for the message.
+        dtypes: what its matrix units multiply.
+    """
     section = quantize_section(config)
     wanted = "mxfp8" if isinstance(section, MXSection) else "float8"
     if section is None or section.emulate or wanted in dtypes:
         return ""
     return (
-        f"{hardware} does not multiply in {wanted}; set emulate = true to compute the same numbers slowly, or take the "
-        "converter out of model.converters"
+        f"{hardware} does not multiply in {wanted}; set emulate = true to compute the same numbers slowly, or remove the "
+        "converter from model.converters"
     )
 
 
 def check_converters(config: JobConfig) -> Iterator[RuleViolation]:
+    """Yield what is wrong with model.converters and the sections that they switch on."""
     names, linear = config.model.converters, config.quantize.linear
     for name in names:
         if name not in FLOAT8 + MX:
-            yield "model.converters", f'unknown converter "{name}"{choose(name, FLOAT8 + MX)}'
+            yield "converters", f'unknown converter "{name}"{choose(name, FLOAT8 + MX)}'
     if MX[0] in names and any(name in FLOAT8 for name in names):
-        yield "model.converters", f'a layer is converted once; use ["{FLOAT8[0]}"] or ["{MX[0]}"]'
+        yield "converters", f'a layer is converted once; use ["{FLOAT8[0]}"] or ["{MX[0]}"]'
     for section, converters in ((linear.float8, FLOAT8), (linear.mx, MX)):
         for name in _SWITCHES:
             if getattr(section, name, False) and not any(c in converters for c in names):
-                yield (
-                    f"{converters[0]}.{name}",
-                    f'has no effect, as no layer is converted; set model.converters = ["{converters[0]}"], or remove it',
-                )
+                fix = f'set model.converters = ["{converters[0]}"], or remove this key'
+                yield f"{converters[0]}.{name}", f"has no effect, as no layer is converted; {fix}"
     section = quantize_section(config)
     if isinstance(section, Float8Section):
         yield from _check_float8(config, section)
@@ -58,40 +64,32 @@ def check_converters(config: JobConfig) -> Iterator[RuleViolation]:
 
 
 def _check_float8(config: JobConfig, section: Float8Section) -> Iterator[RuleViolation]:
-    gather, scales, recipe = *_SWITCHES[:2], section.recipe_name or "tensorwise"
-    if section.enable_fsdp_float8_all_gather and recipe != "tensorwise":
-        yield (
-            f"{FLOAT8[0]}.{gather}",
-            f"sends one scale with each weight, and {recipe} has one for each row; "
-            'use false, or recipe_name = "tensorwise"',
-        )
+    recipe, gathers = section.recipe_name or "tensorwise", section.enable_fsdp_float8_all_gather
+    gather, scales, filters = (f"{FLOAT8[0]}.{name}" for name in (*_SWITCHES[:2], "filter_fqns"))
+    if gathers and recipe != "tensorwise":
+        fix = 'use false, or recipe_name = "tensorwise"'
+        yield gather, f"sends one scale with each weight, and {recipe} has one for each row; {fix}"
     if section.precompute_float8_dynamic_scale_for_fsdp:
-        if not section.enable_fsdp_float8_all_gather:
-            yield f"{FLOAT8[0]}.{scales}", f"is for gathering in float8; set {gather} = true"
+        if not gathers:
+            yield scales, "is for gathering in float8; set enable_fsdp_float8_all_gather = true"
         if config.training.enable_cpu_offload:
-            yield (
-                f"{FLOAT8[0]}.{scales}",
-                "scales of offloaded parameters stay behind on the host; use false, or "
-                "training.enable_cpu_offload = false",
-            )
+            fix = "use false, or training.enable_cpu_offload = false"
+            yield scales, f"scales of offloaded parameters stay on the host; {fix}"
     if "auto_filter_small_kn" in section.filter_fqns and recipe == "rowwise_with_gw_hp":
-        yield (
-            f"{FLOAT8[0]}.filter_fqns",
-            '"auto_filter_small_kn" knows what tensorwise and rowwise gain; name the layers, or use recipe_name = "rowwise"',
-        )
+        # torchao has measured when the other two recipes gain.
+        fix = 'name the layers, or use recipe_name = "rowwise"'
+        yield filters, f'"auto_filter_small_kn" does not know recipe {recipe}; {fix}'
 
 
 def _check_tokens(config: JobConfig, *, multiple: int) -> Iterator[RuleViolation]:
-    """A weight's gradient is a product over the tokens that a rank has at once, and 8-bit products come in multiples."""
+    """Check the number of tokens that a rank has at once, which is the inner size of the product for a weight's gradient."""
     parallel, training = config.parallelism, config.training
     sequences, cp = training.local_batch_size, parallel.context_parallel_degree
     if parallel.pipeline_parallel_degree > 1:
         sequences = parallel.pipeline_parallel_microbatch_size
     tokens, rest = divmod(sequences * training.seq_len, cp)
-    if not rest and tokens % multiple:  # a rest is check_layout's to tell
+    if not rest and tokens % multiple:  # layout.py reports a rest
         unit = multiple * cp
-        yield (
-            "training.seq_len",
-            f"a rank multiplies over {tokens} tokens at once, which in 8 bits must divide by {multiple}; use "
-            f"{max(unit, training.seq_len // unit * unit)}",
-        )
+        fix = f"use {max(unit, training.seq_len // unit * unit)}"
+        reason = f"a rank multiplies over {tokens} tokens at once, and 8 bits need a multiple of {multiple}"
+        yield "training.seq_len", f"{reason}; {fix}"

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from titan.config.layout import Layout
-from titan.config.rules import load_to_run, model_config
+from titan.config.model import model_config
+from titan.config.rules import load_to_run
 from titan.config.schema import JobConfig
 
 _MOST = 30  # problems that are printed

@@ -30,7 +30,8 @@ from typing import Any
 from titan.config.errors import ConfigError, Problem
 from titan.config.layout import Layout
 from titan.config.load import load_from_argv
-from titan.config.rules import check_to_run, model_config, resolve_layout
+from titan.config.model import model_config
+from titan.config.rules import check_to_run, resolve_layout
 from titan.config.schema import JobConfig
 from titan.observe.estimate import estimate_memory
 

@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titan.config.layout import Layout
-from titan.config.rules import model_config, resolve_layout
+from titan.config.model import model_config
+from titan.config.rules import resolve_layout
 from titan.config.schema import JobConfig
 
 from .extend import CannotExtend

@@ -10,8 +10,9 @@ from functools import cached_property
 from typing import Any
 
 from titan.config.layout import Layout
+from titan.config.model import model_config
 from titan.config.quantize import lacks_units, quantize_section
-from titan.config.rules import model_config, resolve_layout
+from titan.config.rules import resolve_layout
 from titan.config.schema import JobConfig, MXSection
 
 from .cost import Cost

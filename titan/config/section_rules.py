@@ -1,0 +1,373 @@
+"""The rules that need only the config, one function for each section; see rules.py for how they are run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from titan.data import DataError
+from titan.data.sources import resolve_sources
+from titan.observe.hardware import HARDWARE
+from titan.parallel.schedules import canonical_schedule, splits_backward
+from titan.parallel.stages import split_modules
+
+from .base import LIMIT, Section
+from .errors import KeyPath, RuleViolation, choose, did_you_mean, key_text
+from .layout import CUDA_GRAPHS
+from .model import family, resolve_model
+from .quantize import check_converters, lacks_units
+from .schema import HuggingFaceSource, JobConfig, SyntheticSource
+
+KEEP_GROUPS = ("matmul", "attention", "network", "scales")
+STACKS_S = 15  # from a step's time limit until the stacks of all ranks are written; titan/health
+LOCAL_PRESETS = ("text", "jsonl", "parquet", "shards")
+EMBEDDED_PRESETS = ("stdlib", "synthetic")
+# Parts of a checkpoint that can be left out when it is loaded.
+STATE_PARTS = ("optimizer", "lr_scheduler", "dataloader", "train_state")
+
+
+def _text(part: Any, path: KeyPath = ()) -> Iterator[RuleViolation]:
+    """No file name may hold a null character, and no file can store half a surrogate pair."""
+    if isinstance(part, Section):
+        part = {name: value for name, value in part if name in type(part).model_fields}
+    if isinstance(part, str) and ("\0" in part or part != part.encode(errors="replace").decode()):
+        yield key_text(path), f"holds a character that no file can hold: {ascii(part)[:60]}"
+    pairs = (
+        part.items()
+        if isinstance(part, dict)
+        else enumerate(part if isinstance(part, list) else ())
+    )
+    for name, value in pairs:
+        yield from _text(value, (*path, name))
+
+
+def _hardware(config: JobConfig) -> Iterator[RuleViolation]:
+    name, known = config.hardware.name, {hardware.name: hardware for hardware in HARDWARE}
+    if name == "auto":
+        return
+    if name.lower() not in known:
+        yield "name", f'unknown hardware "{name}"{choose(name, ["auto", *known])}'
+    elif problem := lacks_units(config, name, known[name.lower()].peak_flops):
+        yield "name", problem
+
+
+def _data(config: JobConfig) -> Iterator[RuleViolation]:
+    training, data = config.training, config.data
+    if data.sources and training.dataset != type(training).model_fields["dataset"].default:
+        message = f'"{training.dataset}" and [[data.sources]] both say what to train on; remove one'
+        yield "training.dataset", message
+    if config.tokenizer.path and config.tokenizer.name == "bytes":
+        yield "tokenizer.path", 'tokenizer "bytes" reads no file; set tokenizer.name = "auto"'
+    yield from _dataset("training", training.dataset, training.dataset_path)
+    if data.reset_positions and not data.document_mask:
+        # A token would attend to tokens of other documents that have its own position.
+        yield "reset_positions", "needs document_mask = true; set that, or use false"
+
+
+def _dataset(section: str, dataset: str, path: str | None) -> Iterator[RuleViolation]:
+    key = f"{section}.dataset_path"
+    if dataset in LOCAL_PRESETS:
+        if not path:
+            yield key, f'missing: dataset "{dataset}" needs it; set it to a file, folder or glob'
+    elif path and dataset in EMBEDDED_PRESETS:
+        fix = f"set {section}.dataset to one of {', '.join(LOCAL_PRESETS)}, or remove this key"
+        yield key, f'dataset "{dataset}" reads no files; {fix}'
+    else:
+        try:
+            resolve_sources(dataset)
+        except DataError as error:
+            yield f"{section}.dataset", str(error)
+
+
+def _validation(config: JobConfig) -> Iterator[RuleViolation]:
+    validation, sources = config.validation, config.data.sources
+    if not validation.enable:
+        return
+    kinds = {source.type for source in sources} if sources else {config.training.dataset}
+    # Shards were split when they were prepared.
+    if not validation.dataset and not config.data.validation_fraction and kinds != {"shards"}:
+        fix = "set it, or data.validation_fraction = 0.01 to keep some training documents"
+        yield "dataset", f"validation has no text; {fix}"
+    if validation.dataset:
+        violations = [*_dataset("validation", validation.dataset, validation.dataset_path)]
+        yield from violations
+        if not violations:
+            sources = resolve_sources(validation.dataset, dataset_path=validation.dataset_path)
+    endless = [s for s in sources if isinstance(s, HuggingFaceSource | SyntheticSource)]
+    if validation.steps == -1 and any(getattr(source, "streaming", True) for source in endless):
+        yield "steps", "-1 reads the whole text, and a stream has no end; give a number"
+
+
+def _training(config: JobConfig) -> Iterator[RuleViolation]:
+    training, parallel = config.training, config.parallelism
+    sequences = training.local_batch_size
+    if parallel.pipeline_parallel_degree > 1:
+        sequences = parallel.pipeline_parallel_microbatch_size
+    tokens = sequences * training.seq_len // parallel.context_parallel_degree
+    if tokens > LIMIT:
+        # torch's kernels index with 32 bits.
+        size = f"{sequences:,} sequences of {training.seq_len:,} are {tokens:,} tokens"
+        yield "seq_len", f"{size} in one forward pass; use at most {LIMIT:,}"
+    if (training.mixed_precision_param, training.mixed_precision_reduce) == ("float32", "bfloat16"):
+        message = '"bfloat16" would round gradients that are computed in float32; use "float32"'
+        yield "mixed_precision_reduce", message
+
+
+def _optimizer(config: JobConfig) -> Iterator[RuleViolation]:
+    optimizer, tp = config.optimizer, config.parallelism.tensor_parallel_degree
+    dtype = config.training.dtype
+    if getattr(optimizer, "stochastic_rounding", False) and dtype != "bfloat16":
+        message = (
+            f'is for bf16 weights, and training.dtype = "{dtype}"; use false, or dtype = "bfloat16"'
+        )
+        yield "stochastic_rounding", message
+    if optimizer.name == "AdamW8bit" and 8 % tp:
+        # It quantizes blocks of an eighth of a row or less, which other degrees would cut.
+        fix = 'use a degree of 1, 2, 4 or 8, or "AdamW" with state_dtype = "bfloat16"'
+        yield (
+            "name",
+            f'"AdamW8bit" cannot split its blocks over tensor_parallel_degree = {tp}; {fix}',
+        )
+
+
+def _early_step(config: JobConfig) -> Iterator[RuleViolation]:
+    if not getattr(config.optimizer, "early_step_in_backward", False):
+        return
+    training, layer_norms = config.training, config.metrics.log_layer_norms_every_n_steps
+    # What it needs, why, and whether the job has it.
+    needs = {
+        "training.max_norm = 0, as no norm is known yet to clip by": not training.max_norm,
+        "pipeline_parallel_degree = 1, as later microbatches still need the old weights": (
+            config.parallelism.pipeline_parallel_degree == 1
+        ),
+        "training.enable_cpu_offload = false, as gradients may not have reached the host": (
+            not training.enable_cpu_offload
+        ),
+        "metrics.log_layer_norms_every_n_steps = 0, as it uses up the gradients": not layer_norms,
+        'name = "AdamW", as "Muon" exchanges the gradients of many matrices': (
+            config.optimizer.name != "Muon"
+        ),
+    }
+    for need, has in needs.items():
+        if not has:
+            yield "early_step_in_backward", f"needs {need}; set that, or use false"
+
+
+def _compiles_model(config: JobConfig) -> bool:
+    return config.compile.enable and "model" in config.compile.components
+
+
+def _schedule(config: JobConfig) -> Iterator[RuleViolation]:
+    """Check what the order of actions rules out, both for a named schedule and for one from a file."""
+    parallel, ac = config.parallelism, config.activation_checkpoint
+    name, file = parallel.pipeline_parallel_schedule, parallel.pipeline_parallel_schedule_csv
+    try:
+        canonical_schedule(name, csv=file)
+    except ValueError as error:
+        yield "pipeline_parallel_schedule", str(error)
+        return
+    try:
+        if parallel.pipeline_parallel_degree == 1 or not splits_backward(name, csv=file):
+            return
+    except ValueError:
+        return  # layout.py reports what is wrong with the file
+    why = f"with schedule {file or name}, which splits the backward pass"
+    if parallel.fsdp_reshard_after_forward == "always":
+        message = f'"always" makes torch compute wrong gradients {why}; use "default" or "never"'
+        yield "fsdp_reshard_after_forward", message
+    if _compiles_model(config):
+        yield "compile.enable", f"blocks cannot be compiled {why}; use false, or schedule 1F1B"
+    if ac.mode == "selective" and ac.selective_ac_option == "op":
+        fix = 'use a number such as 2, mode = "full", or schedule 1F1B'
+        yield "activation_checkpoint.selective_ac_option", f'"op" keeps no graph {why}; {fix}'
+    if ac.mode == "memory_budget":
+        fix = 'use "full" or "none", or schedule 1F1B'
+        yield "activation_checkpoint.mode", f'"memory_budget" keeps no graph {why}; {fix}'
+
+
+def _tensor(config: JobConfig) -> Iterator[RuleViolation]:
+    if config.parallelism.enable_async_tensor_parallel:
+        key = "enable_async_tensor_parallel"
+        if not _compiles_model(config):
+            yield key, "is done by the compiler; set compile.enable = true with the component model"
+        if config.parallelism.tensor_parallel_degree == 1:
+            yield key, "needs tensor_parallel_degree = 2 or more; set that, or use false"
+
+
+def _modules(config: JobConfig) -> Iterator[RuleViolation]:
+    """Check that the stages which a job lists hold each module once."""
+    parallel, model = config.parallelism, resolve_model(config.model)[0]
+    stages, layers = parallel.module_fqns_per_model_part, getattr(model, "n_layers", 0)
+    if not stages or not layers or parallel.pipeline_parallel_degree == 1:
+        return
+    if not family(config.model.name).__name__.startswith("titan.models."):
+        return  # a plug-in's modules may have other names, which only its model knows
+    key = "module_fqns_per_model_part"
+    [modules] = split_modules(layers, num_stages=1, first_less=0, last_less=0)
+    named = [name for names in stages for name in names]
+    for name in dict.fromkeys(named):
+        if name not in modules:
+            yield key, f"the model has no module '{name}'{did_you_mean(name, modules)}"
+        elif named.count(name) > 1:
+            yield key, f"module '{name}' is named {named.count(name)} times; name it in one stage"
+    if missing := [name for name in modules if name not in named]:
+        listed = ", ".join(missing[:5]) + f" and {len(missing) - 5} more" * (len(missing) > 5)
+        yield key, f"{listed} would be in no stage; name each module of the model in one stage"
+
+
+def _context(config: JobConfig) -> Iterator[RuleViolation]:
+    parallel, key = config.parallelism, "context_parallel_rotate_method"
+    cp, method = parallel.context_parallel_degree, parallel.context_parallel_rotate_method
+    if cp == 1:
+        return
+    if parallel.context_parallel_load_balancer == "ptrr":
+        message = (
+            '"ptrr" balances FlexAttention\'s block masks, which titan does not use; use "headtail"'
+        )
+        yield "context_parallel_load_balancer", message
+    model = resolve_model(config.model)[0]
+    heads, rest = divmod(getattr(model, "n_heads", 0), parallel.tensor_parallel_degree)
+    uneven = not rest and heads % cp  # layout.py reports a rest
+    masked = config.data.document_mask
+    if method in ("ring", "alltoall") and masked:
+        method_fix = 'use "allgather"' if uneven else 'use "allgather" or "ulysses"'
+        fix = f"{method_fix}, or data.document_mask = false"
+        yield key, f'"{method}" has no document mask; {fix}'
+    if method == "ulysses" and uneven:
+        fix = 'use "allgather"' if masked else 'use "allgather" or "ring"'
+        yield key, f'"ulysses" cannot share {heads} query heads of a rank among {cp} ranks; {fix}'
+
+
+def _recomputation(config: JobConfig) -> Iterator[RuleViolation]:
+    section, model = config.activation_checkpoint, resolve_model(config.model)[0]
+    option, layers = str(section.selective_ac_option), getattr(model, "n_layers", 0)
+    selective = section.mode == "selective"
+    by_op = selective and option == "op"
+    if option != "op" and not _is_count(option):
+        yield "selective_ac_option", f'expected "op" or a number such as 2, got "{option}"'
+    elif selective and layers and option != "op" and int(option) > layers:
+        fix = f'use {layers} or less, or mode = "none"'
+        yield "selective_ac_option", f"{option} recomputes no block of {layers} layers; {fix}"
+    for entry in section.op_keep:
+        name, slash, every = entry.partition("/")
+        if (name not in KEEP_GROUPS and "." not in name) or (slash and not _is_count(every)):
+            hint = f'{choose(name, KEEP_GROUPS)}; either may end in "/2"'
+            yield "op_keep", f'"{entry[:80]}" is no operation such as "aten.mm" and no group{hint}'
+    if by_op and not section.op_keep and not section.op_keep_modules:
+        yield "op_keep", 'keeps nothing; use mode = "full"'
+    if section.op_keep_modules and not by_op:
+        fix = 'set mode = "selective" and selective_ac_option = "op", or remove this key'
+        yield "op_keep_modules", f"has no effect; {fix}"
+    if section.cpu_offload and by_op:
+        message = 'cannot move what mode = "selective" with "op" keeps; use mode = "full" or "none"'
+        yield "cpu_offload", message
+    if section.mode == "memory_budget" and not _compiles_model(config):
+        fix = 'set compile.enable = true with the component model, or use "selective" or "full"'
+        yield "mode", f'"memory_budget" is kept by the compiler; {fix}'
+
+
+def _is_count(text: str) -> bool:
+    return re.fullmatch(r"[1-9]\d{0,8}", text, re.ASCII) is not None
+
+
+def _compile(config: JobConfig) -> Iterator[RuleViolation]:
+    mode, training, ac = config.compile.mode, config.training, config.activation_checkpoint
+    if mode == "default" or not config.compile.enable:
+        return
+    if config.compile.backend != "inductor":
+        yield "mode", f'is a mode of inductor; use "default" with "{config.compile.backend}"'
+    if mode not in CUDA_GRAPHS:
+        return
+    # A graph replays on fixed addresses: gathered or cast parameters get new ones in each step.
+    rule = f'"{mode}" replays CUDA graphs, which rules out'
+    fix = 'use "max-autotune-no-cudagraphs" or "default"'
+    if training.dtype != training.mixed_precision_param:
+        cast = f"casting parameters from {training.dtype} to {training.mixed_precision_param}"
+        yield "mode", f"{rule} {cast}; {fix}"
+    if ac.mode != "none" or ac.cpu_offload:
+        yield "mode", f"{rule} recomputation and offloading; {fix}"
+
+
+def _checkpoint(config: JobConfig) -> Iterator[RuleViolation]:
+    section, every = config.checkpoint, config.checkpoint.keep_every_n_steps
+    saves = section.enable and not section.load_only
+    if section.initial_load_in_hf:
+        if not (section.initial_load_path or config.model.hf_assets_path):
+            fix = "set checkpoint.initial_load_path or model.hf_assets_path"
+            yield "initial_load_in_hf", f"there is no folder to load from; {fix}"
+        if not section.initial_load_model_only:
+            yield "initial_load_model_only", "a Hugging Face folder holds only weights; use true"
+    if section.last_save_in_hf and not saves:
+        fix = "load_only = false" if section.load_only else "enable = true"
+        yield "last_save_in_hf", f"nothing is saved in this job; set checkpoint.{fix}"
+    if every % section.interval:
+        near = max(1, round(every / section.interval)) * section.interval
+        message = f"is not a multiple of interval = {section.interval}; use {near}, or 0"
+        yield "keep_every_n_steps", message
+    if section.create_seed_checkpoint and not saves:
+        message = "is a save, which enable = false and load_only = true forbid; use false"
+        yield "create_seed_checkpoint", message
+    for key in ("folder", "initial_load_path"):
+        if "://" in (url := getattr(section, key) or ""):
+            from titan.checkpoint.storage import unusable  # imports fsspec
+
+            if reason := unusable(url):
+                yield key, f'"{url}": {reason}'
+    for name in section.exclude_from_loading:
+        if name not in STATE_PARTS:
+            yield "exclude_from_loading", f'unknown part "{name}"{choose(name, STATE_PARTS)}'
+
+
+def _profiling(config: JobConfig) -> Iterator[RuleViolation]:
+    section = config.profiling
+    needed = section.profiler_warmup + section.profiler_active
+    if section.enable_profiling and section.profile_freq < needed:
+        message = f"is less than profiler_warmup + profiler_active; use {needed} or more"
+        yield "profile_freq", message
+
+
+def _fault_tolerance(config: JobConfig) -> Iterator[RuleViolation]:
+    section, checkpoint = config.fault_tolerance, config.checkpoint
+    early = getattr(config.optimizer, "early_step_in_backward", False)
+    for key, action in (("on_nonfinite", section.on_nonfinite), ("on_spike", section.on_spike)):
+        if action == "rewind" and (not checkpoint.enable or checkpoint.load_only):
+            fix = "set checkpoint.enable = true and load_only = false"
+            yield key, f'"rewind" needs checkpoints to go back to; {fix}'
+        if action in ("skip", "rewind") and early:
+            # The weights are updated before the loss is known.
+            yield key, f'"{action}" cannot undo optimizer.early_step_in_backward; use "stop"'
+    window, limit = section.spike_window, section.step_timeout_seconds
+    if section.spike_min_steps > window:
+        message = (
+            f"is more than spike_window = {window}, so nothing is a spike; use {window} or less"
+        )
+        yield "spike_min_steps", message
+    collective, needed = config.comm.train_timeout_seconds, limit + STACKS_S
+    if limit and needed > collective:
+        lower = f"use {collective - STACKS_S}, or " if collective > STACKS_S else ""
+        reason = f"comm.train_timeout_seconds = {collective} ends the ranks before their stacks are written"
+        yield "step_timeout_seconds", f"{reason}; {lower}set comm.train_timeout_seconds = {needed}"
+
+
+# Section and rule. Problems on one line of a file are reported in this order.
+RULES: tuple[tuple[str, Callable[[JobConfig], Iterator[RuleViolation]]], ...] = (
+    ("", _text),
+    ("model", lambda config: iter(resolve_model(config.model)[1])),
+    ("hardware", _hardware),
+    ("data", _data),
+    ("validation", _validation),
+    ("training", _training),
+    ("optimizer", _optimizer),
+    ("optimizer", _early_step),
+    ("model", check_converters),
+    ("parallelism", _schedule),
+    ("parallelism", _tensor),
+    ("parallelism", _context),
+    ("parallelism", _modules),
+    ("activation_checkpoint", _recomputation),
+    ("compile", _compile),
+    ("checkpoint", _checkpoint),
+    ("profiling", _profiling),
+    ("fault_tolerance", _fault_tolerance),
+)
