@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 
 from titan.config.load import load_config
-from titan.config.render import json_schema, reference_markdown
+from titan.config.render import json_schema
 from titan.config.schema import JobConfig
 
 ROOT = Path(__file__).resolve().parents[2]
+GEN_DOCS = runpy.run_path(str(ROOT / "scripts" / "gen_docs.py"))
 
 
 def test_generated_pages_are_fresh() -> None:
-    generated = runpy.run_path(str(ROOT / "scripts" / "gen_docs.py"))["generated"]()
+    generated = GEN_DOCS["generated"]()
     stale = [
         path.name
         for path, content in generated.items()
@@ -26,7 +27,7 @@ def test_generated_pages_are_fresh() -> None:
 
 
 def test_reference_names_every_key_with_its_meaning() -> None:
-    page = reference_markdown()
+    page = GEN_DOCS["reference_markdown"]()
     for name in JobConfig.model_fields:
         assert f"[{name}" in page
     rows = [line for line in page.splitlines() if line.startswith("| `")]

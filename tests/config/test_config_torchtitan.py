@@ -360,10 +360,8 @@ def load_text(text: str, folder: Path) -> JobConfig:
 def test_every_key_loads_as_written(tmp_path: Path) -> None:
     config = load_text(EVERY_KEY, tmp_path)
     assert check(config) == []
-    assert config.source_map.warnings == [
-        f"{tmp_path}/job.toml:6: job.custom_config_module is ignored: write [model] overrides, or register sections "
-        "of your own through entry points (titan.optimizers, titan.sources)"
-    ]
+    [warning] = config.source_map.warnings
+    assert warning.startswith(f"{tmp_path}/job.toml:6: job.custom_config_module is ignored")
     assert config.optimizer.beta2 == 0.95
     assert config.training.dataloader.prefetch_factor == 2
     assert config.parallelism.module_fqns_per_model_part == [

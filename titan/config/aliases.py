@@ -1,9 +1,8 @@
-"""Keys that had another name, or that this program has no use for: TorchTitan's of v0.2.2 and before.
+"""Rename and remove keys of TorchTitan v0.2.2's files, and of older ones, that have another name here or no use.
 
-Three tables. A renamed key moves to its new place and warns. A dropped key warns. A refused key stands for
-something titan does not have: it is an error that says what to use instead, unless it is switched off (false,
-empty), for then nothing was asked. Applied to each file on its own, before files are merged, so that an
-overlay may use a new name over an older file's old one.
+A renamed key moves to its new place, with a warning. A key that titan has no use for is ignored, with a warning, unless its
+value asks for something: then it is an error. The tables are applied to each file before files are merged, so that an overlay
+may use a new name for what an older file calls by its old one.
 """
 
 from __future__ import annotations
@@ -42,68 +41,57 @@ RENAMED: dict[str, str] = {
     "metrics.rank_0_only": "metrics.save_for_all_ranks",
 }
 
-_TORCHFT = (
-    *("process_group", "process_group_timeout_ms", "replica_id", "group_size"),
-    *("min_replica_size", "semi_sync_method"),
-)
-DROPPED: dict[str, str] = {
-    "job.use_for_integration_test": "it has no effect",
-    "job.save_config_file": "config.toml in the run folder is always written",
-    "validation.dataloader": "validation reads as [training.dataloader] says",
-    "quantize.grouped_mm.mx.recipe_name": "only linear layers can be converted",
-    "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": "torchao chooses the kernel",
-    **{f"fault_tolerance.{key}": "torchft is not used" for key in _TORCHFT},
-}
-
-REFUSED: dict[str, str] = {
-    "job.custom_config_module": "write [model] overrides, or register sections of your own through entry points "
-    "(titan.optimizers, titan.sources)",
-    "experimental.custom_args_module": "register your own parts through entry points (titan.models, "
-    "titan.optimizers, titan.sources)",
-    "experimental.custom_import": "register your own parts through entry points (titan.models, titan.optimizers, "
-    "titan.sources)",
-    "experimental.pipeline_parallel_split_points": "use parallelism.module_fqns_per_model_part",
-    "experimental": "titan has no [experimental] section; its keys stand in [parallelism]",
-    "fault_tolerance.enable": "a killed run resumes from its newest checkpoint: use `titan train --max-restarts`, and remove "
-    "the key",
-    "quantize.grouped_mm": "only linear layers can be converted: use [quantize.linear.float8]",
-    "memory_estimation": "use `titan check`, which estimates memory without a GPU",
-    "model.print_after_conversion": "the start-up page shows the model; remove the key",
-    "model.norm_type": "Llama's norm is RMSNorm; remove the key",
-    "training.debug_moe_force_load_balance": "titan has no such switch; remove the key",
-    "debug.moe_force_load_balance": "titan has no such switch; remove the key",
-    "parallelism.pipeline_parallel_split_points": "use parallelism.module_fqns_per_model_part",
-    "parallelism.enable_compiled_autograd": "use [compile] enable = true",
-    "checkpoint.interval_type": "intervals are counted in steps; remove the key",
-    "checkpoint.enable_ft_dataloader_checkpoints": "the data position is in every checkpoint; remove the key",
-    "checkpoint.initial_load_in_hf_quantized": "convert the weights to bfloat16 first",
-    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": "use op_keep",
-    "activation_checkpoint.early_stop": "titan has no such switch; remove the key",
-    "activation_checkpoint.visualize_memory_budget_pareto": "titan has no such switch; remove the key",
-    "activation_checkpoint.determinism_check": "titan has no such switch; remove the key",
-    "activation_checkpoint.debug": "titan has no such switch; remove the key",
-    "training.gc_debug": "titan has no such switch; remove the key",
-    "parallelism.pipeline_parallel_expert_parallel_overlap": "titan has no such switch; remove the key",
-    "parallelism.expert_parallel_comm_backend": "tokens travel by all-to-all; remove the key",
-    "comm.mode": "use `titan check`, which needs no GPU",
-    "debug.deterministic_warn_only": "use deterministic, which raises an error",
-}
-
-# What refused keys hold when they ask for nothing, besides false and empty values.
-_HARMLESS: dict[str, Any] = {
-    "model.norm_type": "rmsnorm",
-    "checkpoint.interval_type": "steps",
-    "checkpoint.enable_ft_dataloader_checkpoints": True,
-    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": ["moe.router.gate"],
+# Keys that titan has no use for, with the value that asks for nothing. False and empty values ask for nothing either.
+UNUSED: dict[str, Any] = {
+    "activation_checkpoint.debug": False,
     "activation_checkpoint.determinism_check": "default",
-    "parallelism.pipeline_parallel_expert_parallel_overlap": True,
-    "parallelism.expert_parallel_comm_backend": "standard",
+    "activation_checkpoint.early_stop": False,
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": ["moe.router.gate"],
+    "activation_checkpoint.visualize_memory_budget_pareto": False,
+    "checkpoint.enable_ft_dataloader_checkpoints": True,
+    "checkpoint.initial_load_in_hf_quantized": False,
+    "checkpoint.interval_type": "steps",
     "comm.mode": "default",
+    "debug.deterministic_warn_only": False,
+    "debug.moe_force_load_balance": False,
+    "experimental.custom_args_module": "",
+    "experimental.custom_import": "",
+    "experimental.pipeline_parallel_split_points": [],
+    "experimental": {},
+    "fault_tolerance.enable": False,
+    "job.custom_config_module": "",
+    "memory_estimation": {},
+    "model.norm_type": "rmsnorm",
+    "model.print_after_conversion": False,
+    "parallelism.enable_compiled_autograd": False,
+    "parallelism.expert_parallel_comm_backend": "standard",
+    "parallelism.pipeline_parallel_expert_parallel_overlap": True,
+    "parallelism.pipeline_parallel_split_points": [],
+    "quantize.grouped_mm.mx.recipe_name": "mxfp8",
+    "quantize.grouped_mm": {},
+    "training.debug_moe_force_load_balance": False,
+    "training.gc_debug": False,
+}
+# Keys that change nothing here, whatever their value.
+IGNORED = (
+    *("job.use_for_integration_test", "job.save_config_file", "validation.dataloader"),
+    *("quantize.linear.mx.mxfp8_dim1_cast_kernel_choice", "fault_tolerance.process_group"),
+    *("fault_tolerance.process_group_timeout_ms", "fault_tolerance.replica_id"),
+    *("fault_tolerance.group_size", "fault_tolerance.min_replica_size"),
+    "fault_tolerance.semi_sync_method",
+)
+# What to use instead of some of them.
+_INSTEAD = {
+    "fault_tolerance.enable": "use `titan train --max-restarts`, and remove the key",
+    "job.custom_config_module": "register your parts through entry points (titan.models, titan.optimizers, titan.sources)",
+    "memory_estimation": "use `titan check`, which estimates memory without a GPU",
+    "parallelism.pipeline_parallel_split_points": "use parallelism.module_fqns_per_model_part",
+    "quantize.grouped_mm": "use [quantize.linear.float8]",
 }
 
 
 def _unless_boolean(convert: Callable[[bool], Any]) -> Callable[[Any], Any]:
-    """Converts a boolean; anything else stays, and is told as a wrong type later."""
+    """Convert only booleans. Any other value stays, and is reported as a wrong type later."""
     return lambda value: convert(value) if isinstance(value, bool) else value
 
 
@@ -119,69 +107,73 @@ _CONVERTED: dict[str, Callable[[Any], Any]] = {
 
 @dataclass
 class ConfigLayer:
-    """What one file, or the command line, sets: its tables, and the place of every key."""
+    """What one file, or the command line, sets: its tables, and where each key was written."""
 
     data: dict[str, Any]
     locations: dict[str, SourceLocation]
 
-    def holder(self, key: str, *, make: bool = False) -> dict[str, Any]:
-        """The table in which the last part of `key` stands; empty where there is none."""
+    def table_of(self, key: str, *, create: bool = False) -> dict[str, Any]:
+        """Return the table that holds the last part of `key`. Empty if there is no such table."""
         table = self.data
         for name in parent(key).split(".") if parent(key) else []:
-            inner = table.setdefault(name, {}) if make else table.get(name)
+            inner = table.setdefault(name, {}) if create else table.get(name)
             if not isinstance(inner, dict):
                 return {}
             table = inner
         return table
 
-    def find(self, key: str) -> Any:
-        return self.holder(key).get(key.rpartition(".")[2])
-
     def remove(self, key: str) -> Any:
-        """Take out a key, and the table around it where that is left empty."""
-        table = self.holder(key)
-        value = table.pop(key.rpartition(".")[2])
+        """Remove a key, and the table around it if that is empty now. Return its value."""
+        table = self.table_of(key)
+        value = table.pop(_last(key))
         if not table and parent(key):
             self.remove(parent(key))
         return value
 
     def move(self, old: str, new: str, value: Any) -> None:
+        """Set `new` instead of `old`. Errors about it still name the old key and its line."""
         self.remove(old)
-        self.holder(new, make=True)[new.rpartition(".")[2]] = value
+        self.table_of(new, create=True)[_last(new)] = value
         for key in [k for k in self.locations if k == old or k.startswith((f"{old}.", f"{old}["))]:
-            place = self.locations.pop(key)
-            self.locations[new + key[len(old) :]] = SourceLocation(place.file, place.line, key)
+            location = self.locations.pop(key)
+            self.locations[new + key[len(old) :]] = SourceLocation(
+                location.file, location.line, key
+            )
+
+
+def _last(key: str) -> str:
+    return key.rpartition(".")[2]
 
 
 def apply_aliases(layer: ConfigLayer) -> tuple[list[str], list[Problem]]:
-    """Apply the tables to a layer, in place; returns warnings and problems."""
+    """Apply the tables to a layer, in place. Return warnings and problems."""
     warnings: list[str] = []
     problems: list[Problem] = []
     for old, new in RENAMED.items():
-        value, name = layer.find(old), old.rpartition(".")[2]
-        if name not in layer.holder(old) or ("." not in old and not isinstance(value, dict)):
+        table = layer.table_of(old)
+        # A whole section, such as "float8", moves only if it is one.
+        if _last(old) not in table or ("." not in old and not isinstance(table[old], dict)):
             continue
-        place = layer.locations[old]
+        location = layer.locations[old]
         if other := layer.locations.get(new):
             message = f"is the old name of {new}, which {other} sets too; keep {new} only"
-            problems.append(place.problem(message))
+            problems.append(location.problem(message))
             layer.remove(old)
             continue
-        layer.move(old, new, _CONVERTED.get(old, lambda same: same)(value))
-        warnings.append(f"{place}: {old} is now {new}")
-    for key, hint in (DROPPED | REFUSED).items():
-        if key.rpartition(".")[2] not in layer.holder(key):
+        layer.move(old, new, _CONVERTED.get(old, lambda same: same)(table[_last(old)]))
+        warnings.append(f"{location}: {old} is now {new}")
+    for key in (*IGNORED, *UNUSED):
+        if _last(key) not in layer.table_of(key):
             continue
-        value, place = layer.remove(key), layer.locations[key]
-        if key in DROPPED or _is_off(value) or _HARMLESS.get(key) == value:
-            warnings.append(f"{place}: {key} is ignored: {hint}")
+        value, location = layer.remove(key), layer.locations[key]
+        if key in IGNORED or _is_off(value) or UNUSED[key] == value:
+            warnings.append(f"{location}: {key} is ignored: titan has no use for it")
             continue
-        asked = [key]
+        keys = [key]
         if isinstance(value, dict):
-            asked = [f"{key}.{key_text([k])}" for k, inner in value.items() if not _is_off(inner)]
-        problems += [
-            layer.locations[k].problem(f"titan has no such setting; {hint}") for k in asked
-        ]
+            keys = [f"{key}.{key_text([k])}" for k, inner in value.items() if not _is_off(inner)]
+        message = f"titan has no such setting; {_INSTEAD.get(key, 'remove the key')}"
+        problems += [layer.locations[k].problem(message) for k in keys]
     return warnings, problems
 
 
