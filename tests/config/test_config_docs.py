@@ -50,6 +50,6 @@ def test_schema_refuses_unknown_keys_and_describes_known_ones() -> None:
     schema = json_schema()
     assert schema["additionalProperties"] is False
     training = schema["$defs"]["TrainingSection"]
-    assert training["properties"]["seq_len"]["description"] == "Tokens per sequence."
+    assert training["properties"]["seq_len"]["description"] == "Tokens in each sequence."
     assert training["additionalProperties"] is False
     assert "anyOf" in schema["properties"]["optimizer"]

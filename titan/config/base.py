@@ -58,7 +58,7 @@ class Section(BaseModel):
 
 
 class DocumentOptions(Section):
-    """Shared by every source."""
+    """Settings that all sources share."""
 
     weight: Annotated[float, Field(gt=0, le=1e12)] = 1.0
     """Share of the samples drawn from this source, relative to the other sources' weights."""

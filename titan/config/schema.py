@@ -39,6 +39,7 @@ from .schema_run import (
     HardwareSection,
     JobSection,
     MetricsSection,
+    ParallelismSection,
     ProfilingSection,
     QuantizeSection,
     SimulatorSection,
@@ -53,55 +54,62 @@ from .schema_run import (
 
 
 class ModelSection(Section):
-    """Which model, of which size."""
+    """Which model to train, and its size."""
 
     name: str = "llama3"
-    """A model family: a folder in models/, or one registered under the entry point `titan.models`."""
+    """The model family: a folder in models/, or one that a package registers under the entry point
+    `titan.models`."""
     flavor: str = "debugmodel"
-    """A named size of the family."""
+    """A named size of the family, such as "8B"."""
     overrides: dict[str, int | float | bool | str] = {}
-    """Fields of the flavor to change, such as n_layers = 4."""
+    """Fields of the flavor's config to change, such as {n_layers = 4}."""
     hf_assets_path: str = ""
-    """Folder with the tokenizer (tokenizer.json or tokenizer.model) and, for conversion, safetensors and config.json."""
+    """Folder with the tokenizer (tokenizer.json or tokenizer.model) and, for conversion from and to
+    Hugging Face, safetensors and config.json."""
     converters: StrList = []
-    """Model conversions: "quantize.linear.float8" (also spelt "float8") or "quantize.linear.mx", as the sections of these
-    names say."""
+    """Which low-precision conversion to apply to linear layers: "quantize.linear.float8" (or
+    "float8") or "quantize.linear.mx". The section of the same name holds its settings. Empty:
+    none."""
 
 
 class TokenizerSection(Section):
     """How text becomes token ids."""
 
     name: Literal["auto", "bytes", "tiktoken", "huggingface"] = "auto"
-    """"auto": what lies in path (tokenizer.json, tokenizer.model), or "bytes" where path is empty. "bytes" is
-    embedded: one token a byte. "tiktoken" reads a rank file (Llama 3's tokenizer.model), "huggingface" a tokenizer.json."""
+    """Kind of tokenizer. "auto" recognizes the file in `path`, and is "bytes" if path is empty.
+    "bytes" needs no file: one token for each byte. "tiktoken" reads a rank file (Llama 3's
+    tokenizer.model). "huggingface" reads a tokenizer.json."""
     path: str = ""
-    """File or folder; empty: model.hf_assets_path."""
+    """The tokenizer's file, or its folder. Empty: model.hf_assets_path."""
 
 
 class AdamOptions(Section):
-    """What the optimizers below share."""
+    """Settings that all optimizers share."""
 
     name: str
     lr: Annotated[float, Field(gt=0)] = 8e-4
     """Peak learning rate."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Decay of the first moment."""
+    """Decay of the first moment for each step."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Decay of the second moment."""
+    """Decay of the second moment for each step."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the denominator."""
+    """Added to the denominator of the update, so that it is not zero."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    """Decoupled weight decay, applied to matrices and, with decay_norms, to all else."""
+    """Decoupled weight decay of matrices and, with decay_norms, of all other parameters."""
     decay_norms: bool = False
-    """Decay norms, biases and other vectors too, as TorchTitan does."""
+    """Also decay norms, biases and other vectors. Set it to reproduce TorchTitan, which does."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """How Adam's update is computed: one fused kernel, multi-tensor operations, or a loop. Where torch has no fused kernel (bf16
-    moments of fp32 weights, 8 bits, stochastic rounding) it is compiled, which takes seconds at the first step; the other two are a loop."""
+    """How Adam's update is computed: in one fused kernel, with multi-tensor operations, or in a
+    loop over parameters. torch has no fused kernel for bf16 moments of fp32 weights, 8-bit moments
+    and stochastic rounding: "fused" then compiles the update, which takes seconds at the first
+    step, and the other two are a loop."""
     stochastic_rounding: bool = False
-    """Round bf16 weights (training.dtype = "bfloat16") up or down at random, right on average, so that small updates count
-    without fp32 master weights."""
+    """Round updates of bf16 weights up or down at random, so that they are right on average. Small
+    updates then count without fp32 master weights. Needs training.dtype = "bfloat16"."""
     early_step_in_backward: bool = False
-    """Update each parameter, and free its gradient, as soon as that is ready (needs training.max_norm = 0)."""
+    """Update each parameter and free its gradient as soon as the gradient is ready. Saves the
+    memory of the gradients. Needs training.max_norm = 0."""
 
 
 class AdamWSection(AdamOptions):
@@ -109,125 +117,148 @@ class AdamWSection(AdamOptions):
 
     name: Literal["AdamW"] = "AdamW"  # pyright: ignore[reportIncompatibleVariableOverride]
     state_dtype: DType | None = None
-    """Precision the moments are kept in; unset: that of the parameters. The update is computed in fp32 whatever it is."""
+    """Precision in which the moments are stored. Unset: that of the parameters. "bfloat16" saves
+    half of their memory. The update is always computed in fp32."""
 
 
 class AdamSection(AdamWSection):
-    """Adam (Kingma and Ba, arXiv:1412.6980): weight decay, where set, is added to the gradient."""
+    """Adam (Kingma and Ba, arXiv:1412.6980). Weight decay, if set, is added to the gradient."""
 
     name: Literal["Adam"] = "Adam"  # pyright: ignore[reportIncompatibleVariableOverride]
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """L2 penalty added to the gradient of matrices and, with decay_norms, of all else."""
+    """L2 penalty, added to the gradient of matrices and, with decay_norms, of all other
+    parameters."""
 
 
 class AdamW8bitSection(AdamOptions):
-    """AdamW with moments in 8 bits (arXiv:2110.02861): 2 bytes a parameter rather than 8. Vectors keep fp32."""
+    """AdamW with moments in 8 bits (arXiv:2110.02861): 2 bytes for each parameter instead of 8.
+    Moments of vectors stay in fp32."""
 
     name: Literal["AdamW8bit"] = "AdamW8bit"  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 class MuonSection(AdamOptions):
-    """Muon (kellerjordan.github.io/posts/muon, arXiv:2502.16982) for the matrices of the blocks: momentum, orthogonalized. AdamW for
-    embedding, output layer and norms; beta1, beta2, eps and implementation are AdamW's."""
+    """Muon (kellerjordan.github.io/posts/muon, arXiv:2502.16982) for the matrices of the blocks:
+    orthogonalized momentum. AdamW updates the embedding, the output layer and the norms, with
+    beta1, beta2, eps and implementation."""
 
     name: Literal["Muon"] = "Muon"  # pyright: ignore[reportIncompatibleVariableOverride]
     lr: Annotated[float, Field(gt=0)] = 8e-4
-    """Peak learning rate. Updates are scaled to the size of AdamW's, whose learning rate serves."""
+    """Peak learning rate. Muon's updates are scaled to the size of AdamW's, so a learning rate that
+    suits AdamW is a good start."""
     adam_lr: Annotated[float | None, Field(gt=0)] = None
-    """Peak learning rate of AdamW's part; unset: lr."""
+    """Peak learning rate of the parameters that AdamW updates. Unset: lr."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Decay of the momentum."""
+    """Decay of the momentum for each step."""
     nesterov: bool = True
-    """Look one step ahead: orthogonalize the gradient and the momentum mixed."""
+    """Orthogonalize a mixture of gradient and momentum (Nesterov), not the momentum alone."""
     ns_steps: Annotated[int, Field(ge=1, le=20)] = 5
-    """Iterations of Newton-Schulz."""
+    """Iterations of Newton-Schulz. Fewer are faster and less exact."""
     ns_dtype: DType = "bfloat16"
-    """Precision of Newton-Schulz, and of the shards that are sent for it."""
+    """Precision of Newton-Schulz, and of the shards that ranks exchange for it."""
 
 
 class LRSchedulerSection(Section):
-    """Linear warm-up, then constant, then decay (warmup-stable-decay, arXiv:2404.06395); see docs/config.md."""
+    """Linear warm-up, then constant, then decay (warmup-stable-decay, arXiv:2404.06395).
+    docs/config.md has the formula."""
 
     warmup_steps: NonNegative = 200
-    """Steps over which the learning rate rises linearly to its peak. In a run that is too short for them, warm-up is cut first to its
-    length, then decay to what is left, with a warning."""
+    """Steps in which the learning rate rises linearly to its peak. If the run is too short, warm-up
+    is cut to its length first, then decay to what is left, with a warning."""
     total_steps: Annotated[int | None, Field(ge=1, le=LIMIT)] = None
-    """Length of the schedule; unset: training.steps."""
+    """Steps of the whole schedule. Unset: training.steps. Set it if a run is to end before its
+    schedule does."""
     decay_ratio: Annotated[float | None, Field(ge=0, le=1)] = None
-    """Share of the schedule spent decaying, at its end; unset: decay begins right after warm-up."""
+    """Share of the schedule, at its end, in which the rate decays. Unset: decay begins right after
+    warm-up."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay."""
     min_lr_factor: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Learning rate at which the decay ends, a step after the last one, as a share of the peak."""
+    """Rate at which the decay ends, as a share of the peak. It is reached one step after the
+    last."""
 
 
 class DataloaderSection(Section):
     """Background preparation of batches."""
 
     num_workers: NonNegative = 1
-    """0 prepares batches in the training thread, 1 or more in a background thread."""
+    """0 prepares batches in the training thread. 1 or more prepares them in one background
+    thread."""
     persistent_workers: bool = True
-    """Accepted from TorchTitan's files; the background thread always lives as long as the run."""
+    """Has no effect; accepted because TorchTitan's files have it. The background thread lives as
+    long as the run."""
     pin_memory: bool = True
-    """Copy batches from page-locked memory when training on an accelerator."""
+    """Copy batches to an accelerator from page-locked memory, so that the copy overlaps with
+    computation."""
     prefetch_factor: Annotated[int, Field(ge=1, le=1024)] = 4
-    """Batches prepared ahead."""
+    """Batches prepared ahead. Raise it if data_wait_s in the metrics shows that steps wait for
+    data."""
 
 
 class TrainingSection(Section):
-    """The step: its data, its size, its precision."""
+    """The training step: its data, its size and its precision."""
 
     dataset: str = "stdlib"
-    """What to train on: a preset (stdlib, synthetic, text, jsonl, parquet, shards, c4, c4_test, fineweb-edu) or the
-    name of a Hugging Face dataset. For several sources, or options of one, use [[data.sources]] instead."""
+    """What to train on: a preset (stdlib, synthetic, text, jsonl, parquet, shards, c4, c4_test,
+    fineweb-edu) or the name of a Hugging Face dataset (owner/name). For several sources, or options
+    of one, use [[data.sources]] instead."""
     dataset_path: str | None = None
     """File, folder or glob of a local dataset."""
     local_batch_size: Positive = 8
-    """Sequences per data-parallel rank and forward pass."""
+    """Sequences that each data-parallel rank computes in one forward pass."""
     global_batch_size: PositiveOrAuto = -1
-    """Sequences per optimizer step over all ranks; what one forward pass does not cover is accumulated.
-    -1: local_batch_size x data-parallel degree (no accumulation)."""
+    """Sequences in an optimizer step, over all ranks. If it is more than one forward pass covers,
+    gradients are accumulated. -1: local_batch_size x data-parallel degree, without accumulation."""
     seq_len: Positive = 2048
-    """Tokens per sequence."""
+    """Tokens in each sequence."""
     max_norm: Annotated[float, Field(ge=0)] = 1.0
-    """Gradients are scaled down to this global L2 norm; 0: they are not, and the norm is only reported."""
+    """Largest global L2 norm of the gradients. Larger ones are scaled down to it. 0: never; the
+    norm is only reported."""
     steps: Positive = 10_000
-    """Optimizer steps of the whole run."""
+    """Optimizer steps of the whole run, including those before a resume."""
     enable_cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in host memory (FSDP)."""
+    """Keep parameters, gradients and optimizer state in host memory (FSDP). Slow; for models that
+    do not fit otherwise."""
     expandable_segments: bool = True
-    """On CUDA the caching allocator grows its segments in place, so that less memory lies idle between blocks; false: torch's own default.
-    PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF, where one is set, has the last word."""
+    """Let CUDA's caching allocator grow its segments in place, so that less memory is lost between
+    blocks. false: torch's default. PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF, if set, takes
+    precedence."""
     dtype: DType = "float32"
     """Precision of the master parameters and of the optimizer."""
     mixed_precision_param: DType = "bfloat16"
-    """Precision of the forward and backward pass (parameters are cast when they are gathered)."""
+    """Precision of the forward and backward pass. Parameters are cast to it when they are
+    gathered."""
     mixed_precision_reduce: DType = "float32"
-    """Precision of gradient reduction."""
+    """Precision in which gradients are summed over ranks."""
     gc_freq: Positive = 50
-    """Python's garbage collector runs every so many steps, on all ranks at once, and not in between."""
+    """Steps from one run of Python's garbage collector to the next. All ranks collect in the same
+    step, so that none makes the others wait at another time."""
     dataloader: DataloaderSection = DataloaderSection()
 
 
 class LossSection(Section):
-    """Cross entropy, summed over the valid tokens of the global batch in fp32 and divided by their number."""
+    """Cross entropy, summed over the valid tokens of the global batch in fp32 and divided by their
+    number."""
 
     chunk_output: bool = True
-    """Compute the output layer together with the loss, a chunk at a time, so that logits are never held whole; otherwise they are, in
-    the compute precision. Applies unless parallelism.disable_loss_parallel gathers the logits."""
+    """Compute the output layer together with the loss, a chunk of tokens at a time, so that the
+    whole logits are never in memory. false: they are, in the compute precision. Has no effect if
+    parallelism.disable_loss_parallel gathers the logits."""
     chunk_tokens: NonNegative = 2048
-    """Tokens whose logits are held in fp32 at a time (with chunk_output, at all); 0: all of them. With chunk_output = false, 0 is the plain
-    loss that most frameworks have, for comparison: torch's cross entropy on an fp32 copy of all logits."""
+    """Tokens whose logits are in fp32 at a time. With chunk_output these are all the logits that
+    exist. 0: all tokens. With chunk_output = false, 0 is the plain loss of most frameworks, for
+    comparison: torch's cross entropy on an fp32 copy of all logits."""
 
 
 class StdlibSource(DocumentOptions):
-    """Embedded default: the Python standard library's own source and documentation strings on this machine."""
+    """The embedded default: source code and documentation of this machine's Python standard
+    library."""
 
     type: Literal["stdlib"] = "stdlib"
 
 
 class SyntheticSource(DocumentOptions):
-    """Random token ids, for tests of speed; nothing can be learnt from them but their distribution."""
+    """Random token ids, for measuring speed. A model can learn only their distribution."""
 
     type: Literal["synthetic"] = "synthetic"
 
@@ -241,7 +272,7 @@ class TextSource(DocumentOptions):
 
 
 class JsonlSource(DocumentOptions):
-    """Local JSON Lines (also .gz), one document a line."""
+    """Local JSON Lines (also .gz), one document in each line."""
 
     type: Literal["jsonl"] = "jsonl"
     path: str
@@ -251,7 +282,7 @@ class JsonlSource(DocumentOptions):
 
 
 class ParquetSource(DocumentOptions):
-    """Local Parquet files, one document a row."""
+    """Local Parquet files, one document in each row."""
 
     type: Literal["parquet"] = "parquet"
     path: str
@@ -261,7 +292,7 @@ class ParquetSource(DocumentOptions):
 
 
 class ShardsSource(DocumentOptions):
-    """Memory-mapped token shards written by `titan prepare`."""
+    """Memory-mapped token shards, written by `titan prepare`."""
 
     type: Literal["shards"] = "shards"
     path: str
@@ -269,11 +300,11 @@ class ShardsSource(DocumentOptions):
 
 
 class HuggingFaceSource(DocumentOptions):
-    """A dataset of the Hugging Face hub, or a local copy of one, through `datasets`."""
+    """A dataset of the Hugging Face hub, or a local copy of one, read through `datasets`."""
 
     type: Literal["huggingface"] = "huggingface"
     path: str
-    """Name at the hub, or a local folder `datasets` can load."""
+    """Name at the hub, or a local folder that `datasets` can load."""
     name: str | None = None
     """Configuration of the dataset, such as "en" of allenai/c4."""
     split: str = "train"
@@ -281,9 +312,9 @@ class HuggingFaceSource(DocumentOptions):
     text_key: str = "text"
     """Column that holds the text."""
     streaming: bool = True
-    """Read while training, rather than download first."""
+    """Read the data while training. false: download all of it first."""
     shuffle_buffer: NonNegative = 10_000
-    """Documents shuffled together while streaming; 0 keeps the order of the files."""
+    """Documents shuffled together while streaming. 0 keeps the order of the files."""
 
 
 def _members(group: str, *builtin: type[Section]) -> Any:
@@ -326,81 +357,29 @@ else:
 
 
 class DataSection(Section):
-    """Where text comes from and how documents are packed into sequences."""
+    """Where text comes from, and how documents are packed into sequences."""
 
     sources: list[SourceSection] = []
-    """Sources to blend; empty: what training.dataset names."""
+    """Sources to blend by their weights. Empty: what training.dataset names."""
     shuffle: bool = True
-    """Visit the samples of each epoch in an order drawn from debug.seed; otherwise as they lie."""
+    """Visit the samples of each epoch in an order drawn from debug.seed. false: in the order of the
+    files."""
     add_bos: bool = True
-    """Begin each document with the tokenizer's begin-of-text token, where it has one."""
+    """Begin each document with the tokenizer's begin-of-text token, if it has one."""
     add_eos: bool = True
-    """End each document with the tokenizer's end-of-text token, where it has one."""
+    """End each document with the tokenizer's end-of-text token, if it has one."""
     reset_positions: bool = False
-    """Count positions from each document's beginning, not the sequence's."""
+    """Count positions from the beginning of each document, not of the sequence. Needs
+    document_mask."""
     document_mask: bool = False
-    """No attention between documents packed into one sequence; the token that would be predicted across a boundary is not trained on."""
+    """Let no token attend to another document of its sequence. The first token of a document is
+    then not predicted from the document before it."""
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the documents, chosen by a hash of their text, kept from training and used for validation."""
+    """Share of the documents that is kept from training and used for validation. A hash of its text
+    chooses a document."""
     cache_folder: str = ""
-    """Where tokenized text is kept between runs; empty: titan/ in the user's cache folder."""
-
-
-class ParallelismSection(Section):
-    """Degrees of the mesh axes: world size = pp x dp_replicate x dp_shard x cp x tp."""
-
-    data_parallel_replicate_degree: Positive = 1
-    """Replicas of the model (DDP; with a shard degree above 1, HSDP)."""
-    data_parallel_shard_degree: PositiveOrAuto = -1
-    """Ranks that shard parameters, gradients and optimizer state (FSDP2); -1: all that remain."""
-    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """"always" frees gathered parameters after the forward pass (ZeRO-3), "never" keeps them for the backward pass
-    (ZeRO-2); "default" is "always", but "never" under pipeline parallelism."""
-    fsdp_prefetch: NonNegative = 0
-    """Blocks whose parameters FSDP gathers ahead, at the cost of their memory; 0: the next one, when the host gets there."""
-    tensor_parallel_degree: Positive = 1
-    """Ranks that split each layer's matrices."""
-    disable_loss_parallel: bool = False
-    """Gather the logits over tensor-parallel ranks before the loss."""
-    enable_async_tensor_parallel: bool = False
-    """Overlap tensor-parallel communication with matrix products (needs compile)."""
-    pipeline_parallel_degree: Positive = 1
-    """Ranks that split the layers."""
-    pipeline_parallel_schedule: str = "1F1B"
-    """Pipeline schedule."""
-    pipeline_parallel_schedule_csv: str | None = ""
-    """A schedule of one's own, as a CSV of actions per rank."""
-    pipeline_parallel_microbatch_size: Positive = 1
-    """Sequences per pipeline microbatch."""
-    pipeline_parallel_layers_per_stage: Annotated[int | None, Field(ge=1, le=LIMIT)] = None
-    """Layers per stage; unset: split evenly."""
-    pipeline_parallel_first_stage_less_layers: NonNegative = 1
-    """Layers the first stage has fewer, for the embedding."""
-    pipeline_parallel_last_stage_less_layers: NonNegative = 1
-    """Layers the last stage has fewer, for the output layer."""
-    module_fqns_per_model_part: list[list[str]] | None = None
-    """Names of the modules of each stage."""
-    context_parallel_degree: Positive = 1
-    """Ranks that split the sequence."""
-    context_parallel_load_balancer: Literal["headtail", "none", "ptrr"] | None = "headtail"
-    """How causal attention's work is balanced over context-parallel ranks: "headtail" gives each an early and a late
-    part of the sequence, "none" one contiguous part."""
-    context_parallel_rotate_method: Literal["allgather", "alltoall", "ring", "ulysses"] = (
-        "allgather"
-    )
-    """How context-parallel ranks see each other's keys and values: "allgather" all at once, "ring" (or "alltoall", its name in
-    TorchTitan) from rank to rank, "ulysses" by trading sequence for heads."""
-    expert_parallel_degree: Positive = 1
-    """Ranks that split the experts."""
-    expert_tensor_parallel_degree: Positive = 1
-    """Tensor-parallel ranks within an expert."""
-
-    @property
-    def splits_from_both_ends(self) -> bool:
-        """Whether each context-parallel rank gets an early and a late part of the sequence. Ulysses runs whole sequences, whose
-        work needs no balancing."""
-        method, balancer = self.context_parallel_rotate_method, self.context_parallel_load_balancer
-        return balancer == "headtail" and method != "ulysses"
+    """Folder in which tokenized text is kept between runs. Empty: titan/ in the user's cache
+    folder."""
 
 
 class JobConfig(Section):

@@ -13,171 +13,277 @@ from .base import LIMIT, NonNegative, Positive, PositiveOrAuto, Section, StrList
 
 
 class JobSection(Section):
-    """Where the run lives."""
+    """The run folder, and what people call the run."""
 
     dump_folder: str = "./outputs"
-    """The run folder: config, metrics, checkpoints and logs are written below it."""
+    """The run folder. Config, metrics, logs and checkpoints are written below it. Start the same
+    job with the same folder to resume it."""
     description: str = ""
-    """A sentence for people; shown at start-up."""
+    """A sentence for people, shown at start-up. It has no effect."""
     print_config: bool = False
-    """Print the resolved config at start-up (it is always written to config.toml in the run folder)."""
+    """Print the resolved config at start-up. It is always written to config.toml in the run
+    folder."""
 
 
 class ProfilingSection(Section):
-    """PyTorch profiler traces and memory snapshots."""
+    """Profiler traces and memory snapshots. `titan profile` reads a trace and shows where the
+    step's time went."""
 
     enable_profiling: bool = False
-    """Record a profiler trace every profile_freq steps; `titan profile` says where the step went."""
+    """Record a profiler trace every profile_freq steps. A recorded step is slower than the
+    others."""
     save_traces_folder: str = "traces"
     """Folder of the traces, below the run folder."""
     profile_freq: Positive = 10
-    """Steps between two traces, and between two memory snapshots."""
+    """Steps from one trace or memory snapshot to the next. It must hold profiler_warmup and
+    profiler_active."""
     profiler_active: Positive = 1
-    """Steps recorded in each trace."""
+    """Steps recorded in each trace. One is enough for most questions; a trace of more is larger."""
     profiler_warmup: NonNegative = 3
-    """Steps the profiler runs before it records."""
+    """Steps for which the profiler runs before it records, so that its own start-up is not in the
+    trace."""
     enable_memory_snapshot: bool = False
-    """Write the CUDA allocator's history every profile_freq steps, and when memory runs out."""
+    """Write the CUDA allocator's history every profile_freq steps, and when memory runs out. View
+    it at pytorch.org/memory_viz."""
     save_memory_snapshot_folder: str = "memory_snapshot"
-    """Folder of the snapshots, below the run folder."""
+    """Folder of the memory snapshots, below the run folder."""
 
 
 class MetricsSection(Section):
-    """What is logged, and where to. metrics.jsonl in the run folder is always written."""
+    """What is logged, and where. metrics.jsonl in the run folder is always written."""
 
     log_freq: Positive = 10
-    """Steps between two logged steps."""
+    """Steps from one logged step to the next."""
     enable_tensorboard: bool = False
-    """Write TensorBoard event files."""
+    """Also write TensorBoard event files."""
     disable_color_printing: bool = False
-    """No colours in the terminal."""
+    """Print to the terminal without colors."""
     save_tb_folder: str = "tensorboard"
     """Folder of the TensorBoard files, below the run folder."""
     save_for_all_ranks: bool = False
-    """Every rank writes its own metrics (metrics.rank-N.jsonl), not only rank 0."""
+    """Let every rank write its own metrics (metrics.rank-N.jsonl). By default only rank 0 does."""
     enable_wandb: bool = False
-    """Log to Weights & Biases; without a network it logs offline, below the run folder."""
+    """Also log to Weights & Biases. Without a network it logs offline, below the run folder."""
     wandb_project: str = "titan"
     """Project name at Weights & Biases."""
     wandb_run_name: str = ""
-    """Run name at Weights & Biases; empty: the name of the run folder."""
+    """Run name at Weights & Biases. Empty: the name of the run folder."""
     mfu_convention: Literal["full", "causal"] = "full"
-    """FLOPs counted for attention: "full" counts the whole S x S matrix (PaLM, TorchTitan), "causal" half of it."""
+    """How MFU counts the FLOPs of attention. "full" counts the whole S x S matrix, as PaLM and
+    TorchTitan do. "causal" counts half of it, which is what a causal kernel computes."""
     log_layer_norms_every_n_steps: NonNegative = 0
-    """Write gradient and weight norms of each block to layer_norms.jsonl (and TensorBoard, if on); 0: never."""
+    """Steps from one row of layer_norms.jsonl to the next: gradient and weight norms of each block
+    (also in TensorBoard, if on). 0: never. Turn it on to find the block in which a run becomes
+    unstable."""
+
+
+class ParallelismSection(Section):
+    """Degrees of the mesh axes: world size = pp x dp_replicate x dp_shard x cp x tp.
+    docs/parallelism.md says when to use which."""
+
+    data_parallel_replicate_degree: Positive = 1
+    """Replicas of the model (DDP). With a shard degree above 1, each replica is sharded (HSDP)."""
+    data_parallel_shard_degree: PositiveOrAuto = -1
+    """Ranks that shard parameters, gradients and optimizer state (FSDP2). -1: all ranks that the
+    other degrees leave."""
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Whether gathered parameters are freed after the forward pass. "always" frees them (ZeRO-3).
+    "never" keeps them for the backward pass (ZeRO-2), which saves a second gathering and costs
+    memory. "default" is "always", and "never" with pipeline parallelism."""
+    fsdp_prefetch: NonNegative = 0
+    """Blocks whose parameters FSDP gathers ahead, at the cost of their memory. 0: one, as soon as
+    the host reaches it. Raise it if communication is exposed."""
+    tensor_parallel_degree: Positive = 1
+    """Ranks that split each layer's matrices. Keep it within a node."""
+    disable_loss_parallel: bool = False
+    """Gather the logits over tensor-parallel ranks before the loss. By default each rank computes
+    the loss of its part of the vocabulary."""
+    enable_async_tensor_parallel: bool = False
+    """Overlap tensor-parallel communication with matrix products. Needs compile.enable."""
+    pipeline_parallel_degree: Positive = 1
+    """Ranks that split the layers."""
+    pipeline_parallel_schedule: str = "1F1B"
+    """Order of forward and backward passes: GPipe, 1F1B, Interleaved1F1B, LoopedBFS,
+    InterleavedZeroBubble, ZBVZeroBubble or DualPipeV. `titan pipeline` draws it."""
+    pipeline_parallel_schedule_csv: str | None = ""
+    """File with a custom schedule: a line for each rank, with its actions separated by commas.
+    Empty: the named schedule."""
+    pipeline_parallel_microbatch_size: Positive = 1
+    """Sequences in each microbatch of the pipeline. local_batch_size must be a multiple of it."""
+    pipeline_parallel_layers_per_stage: Annotated[int | None, Field(ge=1, le=LIMIT)] = None
+    """Layers in each stage. Unset: one or two stages for each rank, as the schedule needs, and
+    layers split evenly."""
+    pipeline_parallel_first_stage_less_layers: NonNegative = 1
+    """How many layers the embedding counts for when layers are split: the first stage gets that
+    many fewer."""
+    pipeline_parallel_last_stage_less_layers: NonNegative = 1
+    """How many layers norm and output layer count for: the last stage gets that many fewer."""
+    module_fqns_per_model_part: list[list[str]] | None = None
+    """Names of the modules of each stage, such as [["tok_embeddings", "layers.0"], ["layers.1",
+    "norm", "output"]]. Unset: split evenly."""
+    context_parallel_degree: Positive = 1
+    """Ranks that split each sequence. For sequences whose activations do not fit one rank."""
+    context_parallel_load_balancer: Literal["headtail", "none", "ptrr"] | None = "headtail"
+    """How the work of causal attention is balanced over context-parallel ranks. "headtail" gives
+    each an early and a late part of the sequence, "none" one contiguous part."""
+    context_parallel_rotate_method: Literal["allgather", "alltoall", "ring", "ulysses"] = (
+        "allgather"
+    )
+    """How context-parallel ranks get each other's keys and values: "allgather" all at once, "ring"
+    (TorchTitan: "alltoall") from rank to rank, "ulysses" by trading sequence for heads."""
+    expert_parallel_degree: Positive = 1
+    """Ranks that split the experts. Only 1 runs in this version."""
+    expert_tensor_parallel_degree: Positive = 1
+    """Ranks that split the matrices of an expert. Only 1 runs in this version."""
+
+    @property
+    def splits_from_both_ends(self) -> bool:
+        """Whether each context-parallel rank gets an early and a late part of the sequence. Ulysses runs whole sequences, whose
+        work needs no balancing."""
+        method, balancer = self.context_parallel_rotate_method, self.context_parallel_load_balancer
+        return balancer == "headtail" and method != "ulysses"
 
 
 class CheckpointSection(Section):
-    """Saving and resuming."""
+    """Saving and resuming. docs/checkpoints.md has the details."""
 
     enable: bool = True
     """Save checkpoints, and resume from the newest one in the run folder."""
     folder: str = "checkpoint"
-    """Folder of the checkpoints, below the run folder; or a URL that fsspec knows: "s3://bucket/run", "gs://...", "file:///..."."""
+    """Folder of the checkpoints, below the run folder. Also a URL that fsspec knows, such as
+    "s3://bucket/run", "gs://..." or "file:///..."."""
     interval: Positive = 500
-    """Steps between two saves; the last step is always saved."""
+    """Steps from one save to the next. The last step is always saved."""
     interval_minutes: Annotated[float, Field(ge=0)] = 0.0
-    """Also save when the last save is that many minutes ago; 0: no."""
+    """Also save if the last save is this many minutes ago. 0: save by steps only."""
     initial_load_path: str | None = None
-    """A checkpoint (its step-N folder) to start from where the run folder has none."""
+    """A checkpoint (its step-N folder) to start from if the run folder has none."""
     initial_load_model_only: bool = True
-    """Take only the weights from initial_load_path, not the optimizer, schedule and data position."""
+    """Load only the weights from initial_load_path. false: the optimizer, schedule and data
+    position too."""
     initial_load_in_hf: bool = False
-    """initial_load_path (or, without one, model.hf_assets_path) is a Hugging Face folder: config.json and safetensors."""
+    """initial_load_path (if unset, model.hf_assets_path) is a Hugging Face folder with config.json
+    and safetensors."""
     last_save_model_only: bool = False
-    """The last save holds only the weights, in export_dtype."""
+    """Save only the weights in the last checkpoint, in export_dtype, without what a resume
+    needs."""
     last_save_in_hf: bool = False
-    """After the last save, also write the weights as a Hugging Face folder, in export_dtype: into the checkpoint's own
-    folder (<folder>/step-N), or <run>/huggingface/step-N where checkpoint.folder is a URL."""
+    """After the last save, also write the weights as a Hugging Face folder, in export_dtype. It is
+    the checkpoint's folder (<folder>/step-N), or <run>/huggingface/step-N if checkpoint.folder is a
+    URL."""
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Precision of a model-only save and of a Hugging Face folder."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """Write while training goes on, one save at a time: "async" copies the state to the host first; "async_with_pinned_mem" copies it
-    during the next step's forward and backward passes, into buffers that it keeps. The last save is always waited for."""
+    """Whether training goes on while a checkpoint is written, one at a time. "disabled" waits.
+    "async" copies the state to the host first. "async_with_pinned_mem" copies it during the forward
+    and backward pass of the next step, into buffers that it keeps: the shortest pause, for the most
+    host memory. The last save is always waited for."""
     on_failure: Literal["continue", "stop"] = "continue"
-    """When a save fails (a full disk): train on and try at the next interval, or end the run. The last save must succeed."""
+    """What to do if a save fails, such as on a full disk: train on and try again at the next
+    interval, or end the run. The last save must succeed."""
     verify: Literal["strict", "off"] = "strict"
-    """Before resuming, compare every file with the manifest written with it. "off" loads checkpoints without a manifest."""
+    """Before resuming, compare every file with the manifest that was saved with it. "off" also
+    loads checkpoints without a manifest."""
     keep_latest_k: NonNegative = 10
-    """Checkpoints kept; 0 keeps all."""
+    """How many of the newest checkpoints to keep. 0 keeps all."""
     keep_every_n_steps: NonNegative = 0
-    """Checkpoints of steps that this divides are kept for ever; 0: none are."""
+    """Also keep the checkpoint of every step that is a multiple of this. 0: none."""
     load_step: Annotated[int, Field(ge=-1, le=LIMIT)] = -1
-    """Step to resume from; -1: the newest."""
+    """Step to resume from. -1: the newest."""
     exclude_from_loading: StrList = []
-    """Parts of the state not to load: "optimizer", "lr_scheduler", "dataloader", "train_state"."""
+    """Parts of the state that are not loaded: "optimizer", "lr_scheduler", "dataloader",
+    "train_state"."""
     enable_first_step_checkpoint: bool = False
-    """Also save after the first step, to find out early that saving works."""
+    """Also save after the first step, to find out early whether saving works."""
     create_seed_checkpoint: bool = False
-    """Save the initial weights as step-0 and end. Not needed here, since they do not depend on the layout."""
+    """Save the initial weights as step-0 and end. Not needed in titan: initial weights do not
+    depend on the layout."""
     load_only: bool = False
-    """Resume, but save nothing."""
+    """Resume from checkpoints, but save none."""
 
 
 class ActivationCheckpointSection(Section):
-    """Recompute activations in the backward pass rather than keep them; docs/memory.md has formulas and measurements."""
+    """Recompute activations in the backward pass instead of keeping them. docs/memory.md has
+    formulas and measurements."""
 
     mode: Literal["none", "selective", "full", "memory_budget"] = "none"
-    """What is recomputed: nothing; what selective_ac_option says; every block whole; or what the compiler chooses."""
+    """What is recomputed. "none" is fastest. "selective" recomputes what selective_ac_option says.
+    "full" recomputes every block, and needs the least memory. "memory_budget" lets the compiler
+    choose."""
     selective_ac_option: str | Positive = "op"
-    """"op": everything but the operations of op_keep; a number n: every n-th block whole."""
+    """For mode "selective". "op": keep only the results of the operations in op_keep. A number n:
+    recompute every n-th block as a whole."""
     op_keep: StrList = ["matmul/2", "attention", "network", "scales"]
-    """Operations whose results "op" keeps: names such as "aten.mm", or groups: "matmul", "attention", "network" (reduce-scatter and
-    all-to-all), "scales" (of float8). With "/2" only every second one in a block, with "/3" every third."""
+    """Operations whose results "op" keeps: names such as "aten.mm", or groups: "matmul",
+    "attention", "network" (reduce-scatter and all-to-all), "scales" (of float8). "/2" keeps every
+    second result in a block, "/3" every third."""
     op_keep_modules: StrList = []
-    """Modules whose matrix products and attention "op" keeps besides, as patterns of names within a block: "feed_forward.w*"."""
+    """Modules whose matrix products and attention "op" keeps as well: patterns of names within a
+    block, such as "feed_forward.w*"."""
     memory_budget: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Share of a block's activations that the compiler may keep: 1 is all, 0 is the block's input."""
+    """For mode "memory_budget": share of a block's activations that the compiler may keep. 1 keeps
+    all, 0 only the block's input."""
     cpu_offload: bool = False
-    """Copy activations to the host until the backward pass needs them: those of all blocks, or with mode "full" their inputs."""
+    """Copy activations to the host until the backward pass needs them: those of all blocks, or with
+    mode "full" their inputs."""
     preserve_rng_state: bool = False
-    """Restore random states for the recomputation."""
+    """Restore random states for the recomputation. Only for models with dropout or other random
+    operations."""
 
 
 class CompileSection(Section):
-    """torch.compile, one region per block."""
+    """torch.compile, one region for each block."""
 
     enable: bool = False
-    """Compile."""
+    """Compile. The first step takes longer, up to minutes; the following ones are faster."""
     components: list[Literal["model", "loss"]] = ["model", "loss"]
-    """"model": each block; "loss": the elementwise part of the loss."""
+    """What to compile. "model": each block. "loss": the elementwise part of the loss."""
     backend: str = "inductor"
-    """Compiler backend."""
+    """Compiler backend. "inductor" makes fast kernels; others, such as "aot_eager", are for
+    debugging."""
     mode: Literal["default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"] = (
         "default"
     )
-    """inductor's: "max-autotune-no-cudagraphs" measures which kernels are the fastest, "reduce-overhead" replays CUDA graphs (one rank
-    in one precision only), "max-autotune" does both."""
+    """Mode of inductor. "max-autotune-no-cudagraphs" measures which kernels are fastest, for a
+    longer first step. "reduce-overhead" replays CUDA graphs, on one rank in one precision only.
+    "max-autotune" does both."""
     cache_folder: str = ""
-    """Where compiled programs are kept, so that a restart is quick; empty: titan/compile in the user's cache folder."""
+    """Folder in which compiled programs are kept, so that a restart is quick. Empty: titan/compile
+    in the user's cache folder."""
 
 
 class Float8Section(Section):
-    """Float8 matrix products through torchao, where model.converters has "quantize.linear.float8"; see docs/float8.md."""
+    """Float8 matrix products through torchao, if model.converters has "quantize.linear.float8". See
+    docs/float8.md."""
 
     enable_fsdp_float8_all_gather: bool = False
-    """Gather parameters in float8: half of bf16's bytes (recipe "tensorwise")."""
+    """Gather parameters in float8, which halves the bytes of bf16. Only for recipe "tensorwise"."""
     precompute_float8_dynamic_scale_for_fsdp: bool = False
-    """Find the scales of all gathered parameters in one reduction a step, not one for each. Always so with tensor parallelism."""
+    """Compute the scales of all gathered parameters in one reduction in each step, not in one for
+    each parameter. Tensor parallelism always does so."""
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
-    """What shares a scale: the whole tensor (the fastest), or each row and column (more exact), "_with_gw_hp" with the weight's
-    gradient in high precision (the most exact). Unset: "tensorwise"."""
+    """What shares a scale. "tensorwise": the whole tensor, the fastest. "rowwise": each row and
+    column, more exact. "rowwise_with_gw_hp": so, with the weight's gradient in high precision, the
+    most exact. Unset: "tensorwise"."""
     filter_fqns: StrList = ["output"]
-    """Parts of the names of layers left in high precision. [] converts the output layer too, whose rounding goes straight into the
-    loss. "auto_filter_small_kn": layers too small to gain, by torchao's measurements."""
+    """Layers that stay in high precision, by parts of their names. The default keeps the output
+    layer, whose rounding goes straight into the loss. [] converts all. "auto_filter_small_kn" keeps
+    layers that are too small to gain, by torchao's measurements."""
     emulate: bool = False
-    """Compute the same numbers slowly on hardware without float8, a CPU too."""
+    """Compute the same numbers slowly on hardware without float8, such as a CPU."""
 
 
 class MXSection(Section):
-    """MXFP8 matrix products through torchao, where model.converters has "quantize.linear.mx": a scale for each 32 values in a row."""
+    """MXFP8 matrix products through torchao, if model.converters has "quantize.linear.mx": a scale
+    for each 32 values in a row."""
 
     recipe_name: Literal["mxfp8_cublas", "mxfp8_cublas_rceil"] = "mxfp8_cublas"
-    """How a scale is rounded to a power of two: down, or ("_rceil") up, so that no value is cut off."""
+    """How a scale is rounded to a power of two: down, or with "_rceil" up, so that no value is cut
+    off."""
     filter_fqns: StrList = ["output"]
-    """Parts of the names of layers left in high precision."""
+    """Layers that stay in high precision, by parts of their names."""
     emulate: bool = False
-    """Compute the same numbers slowly on hardware without MXFP8, a CPU too."""
+    """Compute the same numbers slowly on hardware without MXFP8, such as a CPU."""
 
 
 class QuantizeLinearSection(Section):
@@ -192,80 +298,94 @@ class QuantizeSection(Section):
 
 
 class CommSection(Section):
-    """Process groups and the flight recorder."""
+    """Limits for collectives and heartbeats, and the flight recorder."""
 
     init_timeout_seconds: Positive = 300
-    """Limit for a collective during set-up and the first step."""
+    """Seconds that a collective may take during set-up and the first step, which compiles."""
     train_timeout_seconds: Positive = 100
-    """Limit for a collective after the first step."""
+    """Seconds that a collective may take after the first step. Then the run ends with a report."""
     heartbeat_timeout_seconds: NonNegative = 30
-    """A rank that has not been heard of for so long (its host lost, stopped, or its interpreter locked by an extension) ends the run on all
-    ranks, and is named with its host; 0: ranks do not listen for each other. docs/fault-tolerance.md."""
+    """Seconds without a heartbeat after which a rank counts as lost: its host is down, its process
+    is stopped, or an extension holds the GIL. The run then ends on all ranks and names that rank
+    and its host. 0 disables heartbeats. See docs/fault-tolerance.md."""
     trace_buf_size: Annotated[int, Field(ge=0, le=10_000_000)] = 2_000
-    """Collectives the flight recorder remembers; 0 switches it off. To write 20,000 down takes a rank some seconds, 2,000 a tenth of it."""
+    """Number of the newest collectives that the flight recorder keeps. Writing 20,000 takes a rank
+    some seconds, 2,000 a tenth of that. 0 disables the recorder."""
     save_traces_folder: str = "flight_recorder"
-    """Folder of its dumps, below the run folder."""
+    """Folder of the flight recorder's dumps, below the run folder."""
     save_traces_file_prefix: str = "rank-"
     """Beginning of a dump's file name; the rank follows."""
 
 
 class FaultToleranceSection(Section):
-    """What a run does when something is wrong: with its losses, its weights, or itself; docs/fault-tolerance.md."""
+    """What a run does about bad losses, differing weights, slow steps and signals. See
+    docs/fault-tolerance.md."""
 
     grace_seconds: Positive = 120
-    """After SIGTERM, SIGUSR1 or SIGINT: seconds to finish the step and save. Then the process ends, with the stacks of its threads
-    in logs/. Shorter than what the scheduler grants between this signal and SIGKILL."""
+    """Seconds to finish the step and save after SIGTERM, SIGUSR1 or SIGINT. Then the process ends,
+    and the stacks of its threads are in logs/. Set it below what the scheduler grants between that
+    signal and SIGKILL."""
     on_nonfinite: Literal["stop", "skip", "rewind"] = "stop"
-    """Where the loss or the gradient norm of a step is NaN or infinite: end the run; train on without this step's update; or go back to the
-    newest checkpoint and train on without the samples that led here."""
+    """What to do when a step's loss or gradient norm is NaN or infinite. "stop" ends the run.
+    "skip" trains on without this step's update. "rewind" returns to the newest checkpoint and
+    leaves out the samples that led here."""
     on_spike: Literal["off", "warn", "skip", "rewind", "stop"] = "off"
-    """Where the loss lies more than spike_threshold deviations above those before it: do not look; say so; or as above. Anything but "off", and
-    on_nonfinite other than "stop", make the host wait for each step before it updates."""
+    """What to do when the loss is more than spike_threshold robust deviations above recent losses.
+    "off" does not check, "warn" logs it, and the others act as in on_nonfinite. If this is not
+    "off", or on_nonfinite is not "stop", the host waits for each step before it updates."""
     spike_threshold: Annotated[float, Field(gt=0)] = 10.0
-    """Robust z-score (distance from the median over 1.4826 x median absolute deviation) above which a loss is a spike."""
+    """Robust z-score above which a loss is a spike: distance from the median, divided by 1.4826 x
+    the median absolute deviation."""
     spike_window: Annotated[int, Field(ge=8, le=LIMIT)] = 128
-    """Newest losses that a loss is compared with."""
+    """Number of recent losses that a loss is compared with."""
     spike_min_steps: Annotated[int, Field(ge=8, le=LIMIT)] = 32
-    """Losses that must be known before one can be a spike: the first steps of a run fall fast."""
+    """Number of losses needed before one can be a spike. The loss of the first steps falls fast."""
     max_skips: Positive = 10
     """Steps skipped in a row after which the run ends."""
     max_rewinds: Positive = 3
     """Rewinds since the last start after which the run ends."""
     rewind_steps: Positive = 100
-    """Steps whose samples a rewind leaves out: the bad one and those before it, as far back as the checkpoint."""
+    """Steps whose samples a rewind leaves out: the bad step and those before it, back to the
+    checkpoint at most."""
     check_replicas_every_n_steps: NonNegative = 0
-    """Compare hashes of all weights that several ranks hold, and end the run where they differ; 0: never. docs/fault-tolerance.md."""
+    """Steps from one comparison of replicas to the next. It hashes all weights that several ranks
+    hold, and ends the run if they differ. 0: never."""
     step_timeout_seconds: NonNegative = 0
-    """A step that takes longer (the first: by comm.init_timeout_seconds more) ends the run, with the stacks of all ranks in logs/ and
-    the rank to look at in status.json; 0: no limit. Saves and validation have no part in it."""
+    """Seconds that a step may take; the first has comm.init_timeout_seconds more. After that the
+    run ends, with the stacks of all ranks in logs/ and the rank to look at in status.json. Saves
+    and validation do not count. 0: no limit."""
 
 
 class ValidationSection(Section):
     """Loss on held-out text."""
 
     enable: bool = False
-    """Validate every freq steps and after the last."""
+    """Validate every freq steps and after the last step."""
     dataset: str = ""
-    """As training.dataset; empty: the documents that data.validation_fraction keeps from training."""
+    """As training.dataset. Empty: the documents that data.validation_fraction keeps from
+    training."""
     dataset_path: str | None = None
     """File, folder or glob of a local dataset."""
     local_batch_size: Positive = 8
-    """Sequences per rank and forward pass."""
+    """Sequences that each rank computes in one forward pass."""
     seq_len: Annotated[int | None, Field(ge=1, le=LIMIT)] = None
-    """Tokens per sequence; unset: training.seq_len."""
+    """Tokens in each sequence. Unset: training.seq_len."""
     freq: Positive = 100
-    """Steps between two validations."""
+    """Steps from one validation to the next."""
     steps: PositiveOrAuto = 10
-    """Forward passes of each rank and validation: fixed, so that it cannot hang, and over the same samples each time, of which more data-parallel
-    ranks take more. A finite text is read once at most. -1: all of it, which gives the same loss for every batch size and layout."""
+    """Forward passes of each rank in a validation. The number is fixed, so that validation cannot
+    hang, and the samples are the same each time; more data-parallel ranks read more of them. A
+    finite text is read once at most. -1: the whole text, which gives the same loss for every batch
+    size and layout."""
 
 
 class SimulatorSection(Section):
-    """What `titan sim`, `titan check` and `titan plan` take for granted; training does not read it."""
+    """What `titan sim`, `titan check` and `titan plan` assume. Training does not read it."""
 
     torch: Literal["installed", "2.6"] = "installed"
-    """Whose program is simulated: that of the torch which is installed, or what torch 2.6 made of pipelines and of compiled context
-    parallelism, for runs that were published in its time; docs/simulator.md says what differs."""
+    """Which torch to simulate. "2.6" imitates how torch 2.6 ran pipelines and compiled context
+    parallelism, for runs that were published at that time; docs/simulator.md lists the differences.
+    "installed": the torch that is installed."""
 
 
 class DebugSection(Section):
@@ -274,11 +394,13 @@ class DebugSection(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the initial weights and of the data order."""
     deterministic: bool = False
-    """Use only deterministic algorithms; slower."""
+    """Use only deterministic algorithms. Slower; two runs of the same job then give the same
+    bits."""
 
 
 class HardwareSection(Section):
-    """What the run's accelerators can do, for MFU."""
+    """The run's accelerators, for MFU."""
 
     name: str = "auto"
-    """A hardware profile (titan/observe/hardware.py lists them), or "auto": recognised from the device's name."""
+    """Name of the accelerator, which gives its peak FLOP/s (titan/observe/hardware.py lists them).
+    "auto" recognizes it by its device name."""
