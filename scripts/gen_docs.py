@@ -16,27 +16,27 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 _INTRODUCTION = """\
 # Configuration reference
 
-Generated from titan/config/schema.py by `python scripts/gen_docs.py`; do not edit.
+Generated from titan/config/schema.py and schema_run.py by `python scripts/gen_docs.py`; do not edit.
 
-A job is one TOML file. `titan train JOB.toml [OVERLAY.toml ...] [--section.key=value ...]`: overlays are merged
-over the job file from left to right (tables key by key; lists and single values are replaced whole), then
-`--section.key=value` wins. A value on the command line is TOML where it can be read as TOML, else a string;
-`--metrics.enable_tensorboard` alone means true. `titan config JOB.toml` prints the result.
+A job is one TOML file: `titan train JOB.toml [OVERLAY.toml ...] [--section.key=value ...]`. Overlays are merged over the job
+file from left to right: tables key by key, lists and single values as a whole. Then `--section.key=value` replaces both. A value
+on the command line is TOML if it can be read as TOML, else a string. `--metrics.enable_tensorboard` alone means true.
+`titan config JOB.toml` prints the result.
 
-An editor with a TOML language server completes and checks keys in a file that begins with
-`#:schema ../docs/schema.json` (the path is relative to the file).
+An editor with a TOML language server completes and checks keys in a file that begins with `#:schema ../docs/schema.json` (the
+path is relative to the file).
 """
 
 _SCHEDULE = """\
 The learning rate at step s = 1, 2, ... of T = `total_steps` (or `training.steps`), with W = `warmup_steps`:
 
-- up to step W, warm-up: `lr * s / W`;
-- then `lr`, until the last D = `round(T * decay_ratio)` steps; without `decay_ratio`, D = T - W: decay begins at once;
-- in those, `lr * (m + (1 - m) * f(p))`, where p goes from 0 at the first to `(D - 1) / D` at the last, m = `min_lr_factor`, and
-  f(p) is `1 - p` (linear), `1 - sqrt(p)` (sqrt) or `(1 + cos(pi * p)) / 2` (cosine).
+- up to step W (warm-up): `lr * s / W`
+- until the last D = `round(T * decay_ratio)` steps: `lr`. Without `decay_ratio`, D = T - W, and decay begins at once
+- in the last D steps: `lr * (m + (1 - m) * f(p))`, where p goes from 0 to `(D - 1) / D`, m = `min_lr_factor`, and f(p) is
+  `1 - p` (linear), `1 - sqrt(p)` (sqrt) or `(1 + cos(pi * p)) / 2` (cosine)
 
-The decay ends a step after the last one, so that no step has a rate of 0, as in TorchTitan. After step T the rate is `lr * m`. Where
-W + D is more than T, W is cut to T, then D to T - W.
+As in TorchTitan, the decay ends one step after the last, so that no step has a rate of 0. After step T the rate is `lr * m`. If
+W + D is more than T, W is cut to T first, then D to T - W.
 """
 
 
@@ -49,7 +49,7 @@ def generated() -> dict[Path, str]:
 
 
 def reference_markdown() -> str:
-    """The reference page docs/config.md."""
+    """Return the reference page docs/config.md."""
     definitions = json_schema()["$defs"]
     lines = [_INTRODUCTION]
     for name in JobConfig.model_fields:
@@ -60,7 +60,7 @@ def reference_markdown() -> str:
 
 
 def _reference(path: KeyPath, definitions: dict[str, Any]) -> Iterator[str]:
-    """Heading and table of a section, or of each member of a union, then of the sections within."""
+    """Yield heading and table of a section (of each member of a union), then of the sections within it."""
     models = models_at(path)
     for model in models:
         properties = definitions[model.__name__]["properties"]
@@ -96,7 +96,7 @@ def _default(value: Any) -> str:
 
 
 def _type(about: dict[str, Any]) -> str:
-    """The type of a key in words, from its JSON schema."""
+    """Return the type of a key in words, from its JSON schema."""
     if "enum" in about or "const" in about:
         return ", ".join(f"`{format_value(v)}`" for v in about.get("enum", [about.get("const")]))
     if "anyOf" in about:

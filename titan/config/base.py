@@ -1,5 +1,8 @@
-"""What a section is. A plug-in derives its own from here, and not from titan.config.schema, which imports every plug-in,
-also the one that is just being imported."""
+"""The base class of sections, the types of their fields, and how plug-ins are loaded.
+
+A plug-in derives its sections from here. It cannot import titan.config.schema, which imports every plug-in, including the one
+that is being imported.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from .errors import ConfigError, KeyPath, Problem, UnknownValue
 
 
 def _split_commas(value: Any) -> Any:
-    """TorchTitan's older files write lists as "a, b"."""
+    """Split "a, b", as TorchTitan's older files write lists."""
     if isinstance(value, str):
         return [part.strip() for part in value.split(",") if part.strip()]
     return value
@@ -26,7 +29,7 @@ def _not_zero(value: int) -> int:
 
 StrList = Annotated[list[str], BeforeValidator(_split_commas)]
 LIMIT = 2**31 - 1
-"""Largest count of anything: what is more is a mistake, and would overflow somewhere in torch."""
+"""Largest count of anything. More is a mistake, and would overflow somewhere in torch."""
 Positive = Annotated[int, Field(ge=1, le=LIMIT)]
 NonNegative = Annotated[int, Field(ge=0, le=LIMIT)]
 PositiveOrAuto = Annotated[int, Field(ge=-1, le=LIMIT), AfterValidator(_not_zero)]
@@ -34,13 +37,13 @@ DType = Literal["float32", "bfloat16"]
 
 
 class Section(BaseModel):
-    """Base of every section: frozen, strict about types, and unknown keys are errors."""
+    """Base of every section. It is frozen and strict about types, and refuses unknown keys."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
 
-    if not TYPE_CHECKING:  # else every name would pass for an attribute
+    if not TYPE_CHECKING:  # or pyright would accept every name as an attribute
 
         def __getattr__(self, name: str) -> Any:
             if name in type(self).model_fields:
@@ -48,7 +51,7 @@ class Section(BaseModel):
             return super().__getattr__(name)
 
     def forget(self, path: KeyPath) -> None:
-        """Make the setting at `path` one that nobody knows; what is no setting by itself (an item of a list), the one that holds it."""
+        """Make the value of the setting at `path` unknown. For an item of a list, that is the whole list."""
         name, *rest = path
         values: dict[Any, Any] = vars(self)
         if rest and isinstance(values.get(name), Section):
@@ -65,11 +68,11 @@ class DocumentOptions(Section):
 
 
 def load_plug_in(entry: EntryPoint) -> Any:
-    """What an entry point names; raises `ConfigError` where its package cannot be imported."""
+    """Return what an entry point names. Raises `ConfigError` if its package cannot be imported."""
     try:
         return entry.load()
     except Exception as error:
         package = f" (package {entry.dist.name})" if entry.dist else ""
-        said = f"cannot be loaded: {type(error).__name__}: {error}"
-        problem = Problem("", 0, "", f"entry point {entry.name}{package} {said}")
+        reason = f"cannot be loaded: {type(error).__name__}: {error}"
+        problem = Problem("", 0, "", f"entry point {entry.name}{package} {reason}")
         raise ConfigError([problem]) from error

@@ -1,4 +1,4 @@
-"""Environment variables that decide how a run starts: torchrun's, and TITAN_FAULT. Checked as the job file is, before torch."""
+"""Check the environment variables that decide how a run starts: torchrun's, and TITAN_FAULT. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from .errors import Problem, RuleViolation
 
-# Whole numbers that torchrun sets, or whoever starts ranks in its place.
+# Whole numbers that torchrun, or whatever starts the ranks, sets.
 _NUMBERS = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"),
     *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
@@ -17,13 +17,14 @@ _STARTER = "start the run with torchrun, srun and torchrun, or titan train --npr
 
 
 def check_environment(environment: Mapping[str, str]) -> list[Problem]:
-    """Return everything that is wrong with the variables."""
-    findings = [*_check_numbers(environment)] or [*_check_ranks(environment)]
+    """Return everything that is wrong with the variables, as problems without a line."""
+    # Numbers first: ranks can only be compared if they are numbers.
+    violations = [*_check_numbers(environment)] or [*_check_ranks(environment)]
     fault = environment.get("TITAN_FAULT")
     if fault and not FAULT.fullmatch(fault):
         expected = "expected nan:SAMPLE, spike:SAMPLE or flip:RANK:STEP"
-        findings.append(("TITAN_FAULT", f"{expected}, got {fault!r}"))
-    return [Problem("environment", 0, name, message) for name, message in findings]
+        violations.append(("TITAN_FAULT", f"{expected}, got {fault!r}"))
+    return [Problem("environment", 0, name, message) for name, message in violations]
 
 
 def _check_numbers(environment: Mapping[str, str]) -> Iterator[RuleViolation]:
@@ -45,6 +46,9 @@ def _check_ranks(environment: Mapping[str, str]) -> Iterator[RuleViolation]:
     for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         if size in number and number.get(rank, 0) >= number[size]:
             ranks = f"0 to {number[size] - 1}" if number[size] else "none"
-            yield rank, f"{number[rank]} is no rank of {size} = {number[size]}, which are {ranks}"
+            yield (
+                rank,
+                f"{number[rank]} is not a rank of {size} = {number[size]}; ranks are {ranks}",
+            )
     if not 1 <= number.get("MASTER_PORT", 1) <= 65_535:
-        yield "MASTER_PORT", f"{number['MASTER_PORT']} is no port; use one from 1 to 65535"
+        yield "MASTER_PORT", f"{number['MASTER_PORT']} is not a port; use one from 1 to 65535"

@@ -1,9 +1,8 @@
-"""A user's mistakes: what is wrong, where it stands, how it is told.
+"""A user's mistakes: what is wrong, where it is, and how it is reported.
 
-A `Problem` is one line, `file:line: key: message`; a `ConfigError` holds all of a run's problems, so that
-they can be mended together. A `SourceMap` remembers where each key of a config was written, so that rules
-which look at finished values can still point at a line. Keys are written as in
-`data.sources[0].path`.
+A `Problem` is one line of a report, `file:line: key: message`. A `ConfigError` holds all problems of a job, so that they can
+be fixed together. A `SourceMap` remembers where each key was written, so that rules which look at values can point at a line.
+A key is written like `data.sources[0].path`.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from titan.untrusted import MAX_TEXT, printable
 KeyPath = tuple[str | int, ...]
 COMMAND_LINE = "command line"
 RuleViolation = tuple[str, str]
-"""Key and message of a problem whose place is yet to be looked up."""
+"""Key and message of a problem. A `SourceMap` adds file and line."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake. `line` 0 means that there is no line to point at."""
+    """One mistake. `line` is 0 if there is no line to point at."""
 
     file: str
     line: int
@@ -34,15 +33,18 @@ class Problem:
     message: str
 
     def __str__(self) -> str:
-        place = f"{self.file}:{self.line}" if self.line else self.file
-        parts = (printable(part, MAX_TEXT) for part in (place, self.key, self.message))
+        location = f"{self.file}:{self.line}" if self.line else self.file
+        # Names and values come from files that anyone may have written.
+        parts = (printable(part, MAX_TEXT) for part in (location, self.key, self.message))
         return ": ".join(part for part in parts if part)
 
 
 class ConfigError(Exception):
-    """The user's configuration cannot be used; `str()` is the whole report: a line each, in the order of the files, and a count.
+    """Report that a configuration cannot be used. `str()` has a line for each problem, in the order of the files, and their count.
 
-    partial: the `JobConfig` without what is wrong, for the rules to judge (UnknownValue); None where nothing could be read.
+    Attributes:
+        partial: the `JobConfig` without the wrong settings, so that rules can check the rest (see UnknownValue). None if
+            nothing could be read.
     """
 
     def __init__(self, problems: Iterable[Problem], *, partial: Any = None) -> None:
@@ -58,12 +60,12 @@ class ConfigError(Exception):
 
 
 class UnknownValue(Exception):
-    """A rule reads a setting that was written wrongly, so that nobody knows its value."""
+    """A rule reads a setting whose value is unknown, since it was written wrongly."""
 
 
 @dataclass(frozen=True)
 class SourceLocation:
-    """Where a value was written, and under which key (an older one, if it has been renamed)."""
+    """Where a value was written, and under which key (the old one, if it has been renamed)."""
 
     file: str
     line: int
@@ -78,9 +80,9 @@ class SourceLocation:
 
 @dataclass(eq=False)
 class SourceMap:
-    """Places of a config's keys, and warnings about how they were written.
+    """Locations of a config's keys, and warnings about how they were written.
 
-    Not part of the config's value: any two origins are equal.
+    It is not part of the config's value, so any two are equal.
     """
 
     file: str = "config"
@@ -95,7 +97,7 @@ class SourceMap:
         return 0
 
     def problem(self, key: str, message: str) -> Problem:
-        """A problem with `key`, at its own line, or that of the nearest table around it."""
+        """Return a problem with `key`, at its line, or at that of the nearest table around it."""
         if place := self.locations.get(key):
             return place.problem(message)
         around = key
@@ -107,7 +109,7 @@ class SourceMap:
 
 
 def key_text(path: Iterable[str | int]) -> str:
-    """`("data", "sources", 0, "path")` as `data.sources[0].path`; odd names in quotes."""
+    """Return `("data", "sources", 0, "path")` as `data.sources[0].path`. Odd names are in quotes."""
     text = ""
     for part in path:
         if isinstance(part, int):
@@ -119,28 +121,28 @@ def key_text(path: Iterable[str | int]) -> str:
 
 
 def parent(key: str) -> str:
-    """The key of the table or list that holds `key`; empty at the top."""
+    """Return the key of the table or list that holds `key`. Empty at the top."""
     return re.sub(r'(^|\.)("[^"]*"|[^.\[\]"]*)$|\[\d+\]$', "", key)
 
 
 def nearest(word: str, choices: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """The choice that `word` is the beginning of, or is most like, letter case aside, if there is one."""
+    """Return the choice that begins with `word` or is most like it, in any letter case. None if none is close."""
     by_lower = {choice.lower(): choice for choice in choices}
     longer = [c for c in by_lower if c.startswith(word.lower() + "-")]  # h200-sxm of h200
     if len(word) >= 3 and longer:
         return by_lower[min(longer, key=len)]
-    found = get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
-    return by_lower[found[0]] if found else None
+    matches = get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
+    return by_lower[matches[0]] if matches else None
 
 
 def did_you_mean(word: str, choices: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """A hint to append to a message: the choice most like `word`, or nothing."""
+    """Return a hint to append to a message: the choice most like `word`, or nothing."""
     match = nearest(word, choices, cutoff=cutoff)
     return f"; did you mean '{match}'?" if match else ""
 
 
 def choose(word: str, choices: Iterable[str]) -> str:
-    """The choice most like `word`, if any, and all of them, to append to a message."""
+    """Return a hint to append to a message: the choice most like `word`, if any, and all choices."""
     hint = did_you_mean(word, choices)
     return f"{hint} There are {', '.join(choices)}" if hint else f"; there are {', '.join(choices)}"
 
@@ -163,23 +165,24 @@ def around(value: int, unit: int) -> list[int]:
 
 
 def either(values: list[int]) -> str:
+    """Return the values as text: "4 or 8"."""
     return " or ".join(map(str, values))
 
 
 def violations_of(
     rule: Callable[[Any], Iterable[RuleViolation]], config: Any
 ) -> list[RuleViolation]:
-    """Return what a rule finds before it reads a setting whose value nobody knows."""
-    findings = []
+    """Return the violations that a rule yields before it reads a setting whose value is unknown."""
+    violations = []
     with suppress(UnknownValue):
-        for finding in rule(config):
-            findings.append(finding)  # noqa: PERF402 (those before the exception count)
-    return findings
+        for violation in rule(config):
+            violations.append(violation)  # noqa: PERF402 (those before the exception count)
+    return violations
 
 
 @contextmanager
 def collect_problems(problems: list[Problem]) -> Iterator[None]:
-    """Add the problems of a `ConfigError` to those found elsewhere, rather than stop at it."""
+    """Add the problems of a `ConfigError` to `problems`, and go on."""
     try:
         yield
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Questions about the config's shape, answered from the section classes: which keys stand where, and of which type."""
+"""Look up which keys exist where, and their types, in the section classes."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from .toml import KeyPath
 
 
 def models_at(path: KeyPath, *, data: Any = None) -> list[type[BaseModel]]:
-    """The sections a table at `path` may be: one, or the members of a union.
+    """Return the sections that a table at `path` may be: one, or the members of a union.
 
-    `data`, the whole config as read, narrows a union to the member that its own table names.
+    Args:
+        path: the table's keys.
+        data: the whole config as read; narrows a union to the member that the table names.
     """
     models: list[type[BaseModel]] = [JobConfig]
     for part in path:
         data = _child(data, part)
         if isinstance(part, str):
             fields = [m.model_fields[part] for m in models if part in m.model_fields]
-            models = [found for f in fields for found in _models_in(f.annotation)]
+            models = [model for f in fields for model in _models_in(f.annotation)]
         models = [m for m in models if _is_named(m, data)] or models
     return models
 
 
 def fields_at(path: KeyPath, *, data: Any = None) -> dict[str, FieldInfo]:
-    """The keys that may stand in the table at `path`."""
+    """Return the keys that the table at `path` may have."""
     return {
         name: f for model in models_at(path, data=data) for name, f in model.model_fields.items()
     }
@@ -39,7 +41,7 @@ def field_at(path: KeyPath) -> FieldInfo | None:
 
 
 def sections_with(key: str) -> list[str]:
-    """Top-level sections in which `key` may stand."""
+    """Return the top-level sections that have `key`."""
     return [name for name in JobConfig.model_fields if key in fields_at((name,))]
 
 
@@ -58,7 +60,7 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _is_named(model: type[BaseModel], data: Any) -> bool:
-    """Whether `data` names this member of a union, by a key with a single choice such as `type = "text"`."""
+    """Return whether `data` names this member of a union, by a key with one choice, such as `type = "text"`."""
     tags = {
         name: get_args(f.annotation)
         for name, f in model.model_fields.items()

@@ -1,8 +1,8 @@
-"""Job files to a `JobConfig`: TOML, overlays, command-line overrides, old names; every problem at once.
+"""Load job files into a `JobConfig`: TOML, overlays, command-line overrides and old names, with every problem at once.
 
-Later wins: job file, overlays from left to right, then `--section.key=value`. Tables are merged key by key;
-lists and single values are replaced whole. Each value keeps the file and line it came from (`SourceMap`), for the
-errors here and for the rules of rules.py.
+Later wins: job file, overlays from left to right, then `--section.key=value`. Tables are merged key by key; lists and single
+values are replaced as a whole. The config remembers the file and line of each value (`SourceMap`), for the errors found here
+and for the rules of rules.py.
 """
 
 from __future__ import annotations
@@ -42,70 +42,109 @@ USAGE = "JOB.toml [OVERLAY.toml ...] [--section.key=value ...]"
 
 @dataclass(frozen=True)
 class Arguments:
-    """A command line, taken apart: files in order, and overrides as "section.key=value"."""
+    """The parts of a command line: files in order, and overrides as "section.key=value"."""
 
     job: Path
     overlays: tuple[Path, ...]
     overrides: tuple[str, ...]
 
 
+# ---- files -------------------------------------------------------------------------------------
+
+
 def load_config(
     job: Path | str, *, overlays: Iterable[Path | str] = (), overrides: Iterable[str] = ()
 ) -> JobConfig:
-    """The config that these files and overrides ("section.key=value") make; raises `ConfigError`.
+    """Return the config of some files and overrides. Raises `ConfigError`.
 
-    Types, names and ranges are checked; how values go together is for `titan.config.rules`. Warnings about
-    old names are in the result's `source_map.warnings`.
+    Checks types, names and ranges. `titan.config.rules` checks how values fit together. Warnings about old names are in the
+    result's `source_map.warnings`.
+
+    Args:
+        job: the job file.
+        overlays: files whose keys replace those of the job file.
+        overrides: "section.key=value", which replace both.
     """
     layers: list[ConfigLayer] = []
     problems: list[Problem] = []
     for path in (job, *overlays):
         with collect_problems(problems):
-            layers.append(_read_file(Path(path)))
+            data, lines = read_toml(Path(path))
+            locations = {
+                key_text(key_path): SourceLocation(str(path), line, key_text(key_path))
+                for key_path, line in lines.items()
+            }
+            layers.append(ConfigLayer(data, locations))
     with collect_problems(problems):
         layers.append(_read_overrides(overrides))
-    if problems:  # checking the rest would mislead: what the unreadable part sets is unknown
+    if problems:  # what the unreadable part sets is unknown, so other errors could mislead
         raise ConfigError(problems)
     source_map = SourceMap(str(job), 1)
+    merged: dict[str, Any] = {}
     for layer in layers:
         warnings, mistakes = apply_aliases(layer)
         source_map.warnings += warnings
         problems += mistakes
-    data: dict[str, Any] = {}
-    for layer in layers:
-        _merge(data, layer.data, places=source_map.locations, new_places=layer.locations)
-    config, mistakes = _validate(data, source_map)
+        _merge(merged, layer.data, locations=source_map.locations, new=layer.locations)
+    config, mistakes = _validate(merged, source_map)
     if problems := problems + mistakes:
         raise ConfigError(problems, partial=config)
     return config
 
 
+def _merge(
+    base: dict[str, Any],
+    top: dict[str, Any],
+    *,
+    locations: dict[str, SourceLocation],
+    new: dict[str, SourceLocation],
+    path: tuple[str, ...] = (),
+) -> None:
+    """Merge `top` into `base`. A table that both have keeps the location of the first."""
+    for name, value in top.items():
+        inner = (*path, name)
+        if isinstance(value, dict) and isinstance(base.get(name), dict):
+            _merge(base[name], value, locations=locations, new=new, path=inner)
+            continue
+        base[name] = value
+        key = key_text(inner)
+        for old in [k for k in locations if _is_within(k, key)]:
+            del locations[old]
+        locations.update({k: location for k, location in new.items() if _is_within(k, key)})
+
+
+def _is_within(key: str, table: str) -> bool:
+    return key == table or key.startswith((f"{table}.", f"{table}["))
+
+
 def _validate(data: dict[str, Any], source_map: SourceMap) -> tuple[JobConfig, list[Problem]]:
-    """Return the config and what is wrong with it. Settings that are wrong have no value then, and no rule judges by them."""
-    problems: list[Problem] = []
+    """Return the config and its mistakes. A wrong setting has no value then, so that no rule depends on it."""
+    mistakes: dict[KeyPath, Problem] = {}
     unknown: list[KeyPath] = []
     try:
         config = JobConfig.model_validate(data)
     except ValidationError as error:
         mistakes = explain(error, data=data, source_map=source_map)
-        problems += mistakes.values()
+        # A misspelt key leaves the value of the key that was meant unknown.
         unknown += [_whole(likely_key(path, data=data)) for path in mistakes]
         for path in mistakes:
             _remove(data, _whole(path))
         try:
             config = JobConfig.model_validate(data)
-        except ValidationError:  # what is left does not go together
+        except ValidationError:  # the rest is not valid either: know nothing
             config = JobConfig()
             unknown = [(name,) for name in JobConfig.model_fields]
     for path in sorted(unknown, key=len):
         config.forget(path)
     config._source_map = source_map
-    return config, problems
+    return config, [*mistakes.values()]
 
 
 def _whole(path: KeyPath) -> KeyPath:
-    """Return the path of what a mistake makes useless: a list with all its items, and a table that lacks a key or whose kind
-    nobody knows."""
+    """Return the path of everything that a mistake makes useless.
+
+    That is a list with all its items, and a table that lacks a required key or the key that says what it is.
+    """
     lists = (n for n, part in enumerate(path) if isinstance(part, int))
     path = path[: next(lists, len(path))]
     field = field_at(path)
@@ -122,17 +161,19 @@ def _remove(data: dict[Any, Any], path: KeyPath) -> None:
     data.pop(name, None)
 
 
+# ---- command lines -----------------------------------------------------------------------------
+
+
 def load_from_argv(
     argv: Sequence[str], *, options: Sequence[str] = (), warn: bool = True
 ) -> JobConfig:
-    """The config of `JOB.toml [OVERLAY.toml ...] [--section.key=value ...]`; warnings go to stderr, once a run."""
-    arguments, problems = _take_apart(argv, options=options)
+    """Return the config of `JOB.toml [OVERLAY.toml ...] [--section.key=value ...]`; see `parse_args`. Raises `ConfigError`."""
+    arguments, problems = _parse(argv, options=options)
     config = None
     if arguments is not None:
         try:
-            config = load_config(
-                arguments.job, overlays=arguments.overlays, overrides=arguments.overrides
-            )
+            overlays, overrides = arguments.overlays, arguments.overrides
+            config = load_config(arguments.job, overlays=overlays, overrides=overrides)
         except ConfigError as error:
             problems, config = problems + error.problems, error.partial
     if problems or config is None:
@@ -150,21 +191,22 @@ def print_warnings(warnings: Iterable[str]) -> None:
 
 
 def parse_args(argv: Sequence[str], *, options: Sequence[str] = ()) -> Arguments:
-    """Take a command line apart; raises `ConfigError`.
+    """Split a command line into its parts. Raises `ConfigError`.
 
-    `--section.key value` and, for a boolean, `--section.key` alone are understood too. `options` are
-    those the calling command understands besides, for the hint at a misspelt one.
+    Args:
+        argv: files and overrides. `--section.key value` is understood too, and `--section.key` alone for a boolean.
+        options: the command's other options, for the hint at a misspelt one.
     """
-    arguments, problems = _take_apart(argv, options=options)
+    arguments, problems = _parse(argv, options=options)
     if problems or arguments is None:
         raise ConfigError(problems)
     return arguments
 
 
-def _take_apart(
+def _parse(
     argv: Sequence[str], *, options: Sequence[str]
 ) -> tuple[Arguments | None, list[Problem]]:
-    """As `parse_args`, with the problems instead of an exception; no arguments where no file is named."""
+    """Do as `parse_args`, but return the problems. The arguments are None if no file is named."""
     files: list[str] = []
     overrides: list[str] = []
     problems: list[Problem] = []
@@ -173,18 +215,19 @@ def _take_apart(
         word = rest.pop(0)
         key, equals, value = word.partition("=")
         if not word.startswith("-"):
-            files.append(word)
+            if equals and not Path(word).exists():
+                problems.append(
+                    Problem(COMMAND_LINE, 0, word, f"not a file; did you mean --{word}?")
+                )
+            else:
+                files.append(word)
         elif not key.startswith("--") or "." not in key:
-            problems.append(
-                Problem(COMMAND_LINE, 0, key, f"unknown option{_option_hint(key, options)}")
-            )
+            hint = _option_hint(key, options)
+            problems.append(Problem(COMMAND_LINE, 0, key, f"unknown option{hint}"))
             if not equals and rest and not rest[0].startswith("-") and ".toml" not in rest[0]:
                 rest.pop(0)  # its value
         else:
             overrides.append(f"{key[2:]}={value if equals else _take_value(key[2:], rest)}")
-    for word in [word for word in files if "=" in word and not Path(word).exists()]:
-        problems.append(Problem(COMMAND_LINE, 0, word, f"not a file; did you mean --{word}?"))
-        files.remove(word)
     if not files:
         problems.append(Problem(COMMAND_LINE, 0, "", f"no job file; expected {USAGE}"))
         return None, problems
@@ -192,7 +235,7 @@ def _take_apart(
 
 
 def _take_value(key: str, rest: list[str]) -> str:
-    """The value of `--section.key value`: the next word, unless a boolean stands alone."""
+    """Return the value of `--section.key value`: the next word, unless a boolean stands alone."""
     field = field_at(tuple(key.split(".")))
     alone = field is not None and field.annotation is bool and rest[:1] not in (["true"], ["false"])
     if alone or not rest or rest[0].startswith("--"):
@@ -209,30 +252,20 @@ def _option_hint(option: str, options: Sequence[str]) -> str:
     return did_you_mean(option, options)
 
 
-def _read_file(path: Path) -> ConfigLayer:
-    data, lines = read_toml(path)
-    locations = {}
-    for key_path, line in lines.items():
-        key = key_text(key_path)
-        locations[key] = SourceLocation(str(path), line, key)
-    return ConfigLayer(data, locations)
-
-
 def _read_overrides(overrides: Iterable[str]) -> ConfigLayer:
     layer = ConfigLayer({}, {})
     problems: list[Problem] = []
     for override in overrides:
         key, _, text = override.lstrip("-").partition("=")
         *tables, name = key.split(".")
-        around = layer.data
-        for table in tables:
-            inner = around.setdefault(table, {})
-            around = inner if isinstance(inner, dict) else {}
+        table = layer.data
+        for part in tables:
+            inner = table.setdefault(part, {})
+            table = inner if isinstance(inner, dict) else {}
         if not all((*tables, name)) or "[" in key:
-            problems.append(
-                Problem(COMMAND_LINE, 0, key, "not a key; expected --section.key=value")
-            )
-        around[name] = _override_value(key, text)
+            message = "not a key; expected --section.key=value"
+            problems.append(Problem(COMMAND_LINE, 0, key, message))
+        table[name] = _override_value(key, text)
         while key:
             layer.locations[key] = SourceLocation(COMMAND_LINE, 0, key)
             key = parent(key)
@@ -242,7 +275,7 @@ def _read_overrides(overrides: Iterable[str]) -> ConfigLayer:
 
 
 def _override_value(key: str, text: str) -> Any:
-    """`text` as TOML, else as it stands; for a key that holds text, as it stands unless quoted."""
+    """Return `text` as a TOML value if it is one, else as a string. A key that holds text needs no quotes."""
     field = field_at(tuple(key.split(".")))
     annotation = field.annotation if field else None
     is_union = get_origin(annotation) in (Union, UnionType)
@@ -255,28 +288,3 @@ def _override_value(key: str, text: str) -> Any:
     except ValueError:
         return text
     return text if is_text and not isinstance(value, str) else value
-
-
-def _merge(
-    base: dict[str, Any],
-    top: dict[str, Any],
-    *,
-    places: dict[str, SourceLocation],
-    new_places: dict[str, SourceLocation],
-    around: tuple[str, ...] = (),
-) -> None:
-    """Lay `top` over `base`, in place; tables that both have keep the place of the first."""
-    for name, value in top.items():
-        path = (*around, name)
-        if isinstance(value, dict) and isinstance(base.get(name), dict):
-            _merge(base[name], value, places=places, new_places=new_places, around=path)
-            continue
-        base[name] = value
-        key = key_text(path)
-        for old in [k for k in places if _is_within(k, key)]:
-            del places[old]
-        places.update({k: place for k, place in new_places.items() if _is_within(k, key)})
-
-
-def _is_within(key: str, table: str) -> bool:
-    return key == table or key.startswith((f"{table}.", f"{table}["))

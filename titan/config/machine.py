@@ -1,14 +1,15 @@
-"""Rules that ask the machine: files and folders, the tokenizer, packages, accelerators. Torch-free, as all rules.
+"""Check what the job needs of this machine: files and folders, the tokenizer, packages, accelerators. Imports no torch.
 
-They hold where the job runs, or is to run: `titan train`, and `titan check` unless --hardware says that it is about another
-machine. The simulator and the writers of cluster scripts do not ask them.
+`titan train` checks it, and `titan check` unless --hardware names another machine. The simulator and the writers of cluster
+scripts do not.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,25 +49,23 @@ def check_machine(config: JobConfig) -> list[Problem]:
         _check_checkpoints,
         _check_backend,
         _check_operations,
-        _check_accelerator,
         _check_packages,
     )
     return [
-        config.source_map.problem(*finding)
+        config.source_map.problem(*violation)
         for rule in rules
-        for finding in violations_of(rule, config)
+        for violation in violations_of(rule, config)
     ]
 
 
 def open_tokenizer(config: JobConfig) -> Tokenizer:
-    """Return the job's tokenizer; raises DataError if it cannot be read, or has more tokens than the model."""
+    """Return the job's tokenizer. Raises `DataError` if it cannot be read, or has more tokens than the model."""
     tokenizer = build_tokenizer(config.tokenizer, hf_assets_path=config.model.hf_assets_path)
-    vocabulary = model_config(config.model).vocab_size
-    if tokenizer.vocab_size > vocabulary:
+    model, size = model_config(config.model), tokenizer.vocab_size
+    if size > model.vocab_size:
         raise DataError(
-            f"the tokenizer has {tokenizer.vocab_size:,} tokens, but {config.model.name} "
-            f"{config.model.flavor} has a vocabulary of {vocabulary:,}; set "
-            f"model.overrides.vocab_size = {tokenizer.vocab_size} or take another tokenizer"
+            f"the tokenizer has {size:,} tokens, but {config.model.name} {config.model.flavor} has a vocabulary of "
+            f"{model.vocab_size:,}; set model.overrides.vocab_size = {size}, or use another tokenizer"
         )
     return tokenizer
 
@@ -75,30 +74,33 @@ def open_tokenizer(config: JobConfig) -> Tokenizer:
 
 
 def _check_folders(config: JobConfig) -> Iterator[RuleViolation]:
+    checkpoint = config.checkpoint
     folders = {
         "job.dump_folder": config.job.dump_folder,
         "data.cache_folder": os.path.expanduser(config.data.cache_folder),  # noqa: PTH111 (no error for ~nobody)
-        "compile.cache_folder": config.compile.cache_folder if config.compile.enable else "",
     }
-    if config.checkpoint.enable and not config.checkpoint.load_only:
-        folder = config.checkpoint.folder
-        folders["checkpoint.folder"] = folder if Path(folder).is_absolute() else ""
+    if config.compile.enable:
+        folders["compile.cache_folder"] = config.compile.cache_folder
+    # A relative folder is below the run folder.
+    if checkpoint.enable and not checkpoint.load_only and Path(checkpoint.folder).is_absolute():
+        folders["checkpoint.folder"] = checkpoint.folder
     for key, folder in folders.items():
         if folder and (reason := _why_unwritable(Path(folder))):
             yield key, f"cannot be written: {reason}"
 
 
 def _why_unwritable(folder: Path) -> str:
-    """Return why no file can be made below `folder`, which may be still to be made; empty if it can."""
+    """Return why no file can be created below `folder`, which may not exist yet. Empty if one can."""
     try:
         folder = folder.absolute()
-        there = next(path for path in (folder, *folder.parents) if path.exists())
-        if not there.is_dir():
-            return f"{there} is a file"
-        if not os.access(there, os.W_OK | os.X_OK):
-            return f"no permission to write in {there}"
-        if os.statvfs(there).f_bavail == 0 and os.statvfs(there).f_blocks:
-            return f"no space is left on the disk of {there}"
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        if not existing.is_dir():
+            return f"{existing} is a file"
+        if not os.access(existing, os.W_OK | os.X_OK):
+            return f"no permission to write in {existing}"
+        # Some file systems report no blocks at all, which says nothing.
+        if os.statvfs(existing).f_bavail == 0 and os.statvfs(existing).f_blocks:
+            return f"no space is left on the disk of {existing}"
     except (OSError, ValueError) as error:
         return str(error)
     return ""
@@ -108,35 +110,47 @@ def _why_unwritable(folder: Path) -> str:
 
 
 def _check_data(config: JobConfig) -> Iterator[RuleViolation]:
-    """The tokenizer, then what each source reads with it."""
-    path, assets = config.tokenizer.path, config.model.hf_assets_path
-    tokenizer = None
+    """Check the tokenizer, then what each source reads with it."""
+    data, tokenizer = config.data, None
     if resolve_model(config.model)[0] is not None:
         try:
             tokenizer = open_tokenizer(config)
-        except Exception as error:  # a file that a stranger wrote, read by libraries of many kinds
-            key = (
-                "tokenizer.path" if path else "model.hf_assets_path" if assets else "tokenizer.name"
-            )
+        except (
+            Exception
+        ) as error:  # libraries of many kinds read a file that anyone may have written
+            if config.tokenizer.path:
+                key = "tokenizer.path"
+            else:
+                key = "model.hf_assets_path" if config.model.hf_assets_path else "tokenizer.name"
             yield key, _first_line(error)
-    yield from _check_marks(config, tokenizer)
-    for key, source in _sources(config, "training"):
+    sources = [*_sources(config, "training")]
+    if tokenizer is not None and (data.document_mask or data.reset_positions):
+        tokens = SpecialTokens.of(tokenizer, add_bos=data.add_bos, add_eos=data.add_eos)
+        kinds = {type(source) for _, source in sources}
+        # Shards know where their documents begin.
+        if s.ShardsSource not in kinds and (
+            not tokens.marks_boundaries or kinds == {s.SyntheticSource}
+        ):
+            key = "data.document_mask" if data.document_mask else "data.reset_positions"
+            fix = "set data.add_bos or data.add_eos, with a tokenizer that has such a token"
+            yield key, f"needs documents that begin or end with a token of that kind; {fix}"
+    for key, source in sources:
         yield from _check_source(config, tokenizer, key, source, split="train")
     if config.validation.enable and config.validation.dataset:
         for key, source in _sources(config, "validation"):
             yield from _check_source(config, tokenizer, key, source, split="validation")
 
 
-def _sources(config: JobConfig, section: str) -> Iterable[tuple[str, s.Section]]:
-    """Return the sources of a section, each with the key that says what it reads."""
+def _sources(config: JobConfig, section: str) -> Iterator[tuple[str, s.Section]]:
+    """Yield the sources of a section, each with the key that says what it reads."""
     if section == "training" and config.data.sources:
-        return [(f"data.sources[{n}].path", item) for n, item in enumerate(config.data.sources)]
+        for number, source in enumerate(config.data.sources):
+            yield f"data.sources[{number}].path", source
+        return
     dataset, path = getattr(config, section).dataset, getattr(config, section).dataset_path
-    key = f"{section}.dataset_path" if path else f"{section}.dataset"
-    try:
-        return [(key, source) for source in resolve_sources(dataset, dataset_path=path)]
-    except DataError:
-        return []  # rules.py reports it
+    with suppress(DataError):  # section_rules.py reports it
+        for source in resolve_sources(dataset, dataset_path=path):
+            yield f"{section}.dataset_path" if path else f"{section}.dataset", source
 
 
 def _check_source(
@@ -150,35 +164,20 @@ def _check_source(
             yield key, f"'{source.path}' does not exist"
         return
     try:
-        if isinstance(source, s.ShardsSource):
-            if tokenizer is not None:
-                section = config.validation if split == "validation" else config.training
-                seq_len = section.seq_len or config.training.seq_len
-                options = SampleOptions(
-                    tokenizer=tokenizer, data=config.data, seq_len=seq_len, split=split, seed=0
-                )
-                build_samples([source], options=options)
+        if isinstance(source, s.ShardsSource) and tokenizer is not None:
+            section = config.validation if split == "validation" else config.training
+            options = SampleOptions(
+                tokenizer=tokenizer,
+                data=config.data,
+                seq_len=section.seq_len or config.training.seq_len,
+                split=split,
+                seed=0,
+            )
+            build_samples([source], options=options)
         elif isinstance(source, s.TextSource | s.JsonlSource | s.ParquetSource):
             open_documents(source)
     except (OSError, ValueError) as error:  # DataError too
         yield key, _first_line(error)
-
-
-def _check_marks(config: JobConfig, tokenizer: Tokenizer | None) -> Iterator[RuleViolation]:
-    data = config.data
-    key = "data.document_mask" if data.document_mask else "data.reset_positions"
-    if tokenizer is None or not (data.document_mask or data.reset_positions):
-        return
-    special_tokens = SpecialTokens.of(tokenizer, add_bos=data.add_bos, add_eos=data.add_eos)
-    kinds = {type(source) for _, source in _sources(config, "training")}
-    if s.ShardsSource not in kinds and (
-        not special_tokens.marks_boundaries or kinds == {s.SyntheticSource}
-    ):
-        yield (
-            key,
-            "needs documents that begin or end with a token of their own: set data.add_bos or data.add_eos, with a tokenizer "
-            "that has such a token",
-        )
 
 
 def _first_line(error: Exception) -> str:
@@ -197,7 +196,7 @@ def _exists(path: str) -> bool:
 
 
 def _check_checkpoints(config: JobConfig) -> Iterator[RuleViolation]:
-    """Where the run begins. What lies at a URL is looked for by the run only: it may take long."""
+    """Check what the run starts from. Only the run itself looks at URLs, since that may take long."""
     section = config.checkpoint
     if not section.enable or "://" in section.folder:
         return
@@ -208,77 +207,56 @@ def _check_checkpoints(config: JobConfig) -> Iterator[RuleViolation]:
         yield "checkpoint.folder", f"cannot be read: {error}"
         return
     if section.load_step != -1 and section.load_step not in steps:
-        there = ", ".join(map(str, steps)) or "none at all"
-        yield (
-            "checkpoint.load_step",
-            f"there is no step {section.load_step} in {folder}; there is {there}",
-        )
+        existing = ", ".join(map(str, steps)) or "none at all"
+        message = f"there is no step {section.load_step} in {folder}; there is {existing}"
+        yield "checkpoint.load_step", message
     if steps or section.load_step != -1:
-        return  # a run that goes on does not ask what it began with
+        return  # a resumed run does not load its initial weights again
+    key, path = "checkpoint.initial_load_path", section.initial_load_path
+    what, names = "checkpoint (a step-N folder)", (NAME, METADATA)
     if section.initial_load_in_hf:
-        key = (
-            "checkpoint.initial_load_path" if section.initial_load_path else "model.hf_assets_path"
-        )
-        path = section.initial_load_path or config.model.hf_assets_path
-        wanted = {"a Hugging Face model": ("config.json",)}
-    else:
-        key, path = "checkpoint.initial_load_path", section.initial_load_path
-        wanted = {"a checkpoint (a step-N folder)": (NAME, METADATA)}
-    if path and "://" not in path:
-        yield from _check_folder_of(key, path, wanted)
-
-
-def _check_folder_of(
-    key: str, path: str, wanted: dict[str, tuple[str, ...]]
-) -> Iterator[RuleViolation]:
-    [(what, names)] = wanted.items()
+        what, names = "Hugging Face model", ("config.json",)
+        if not path:
+            key, path = "model.hf_assets_path", config.model.hf_assets_path
+    if not path or "://" in path:
+        return
     location = as_location(path)
     if not _exists(path):
         yield key, f"'{path}' does not exist"
     elif not any(storage_of(location).exists(join(location, name)) for name in names):
         steps = list_steps(location)
         hint = f"; did you mean '{join(location, f'step-{steps[-1]}')}'?" if steps else ""
-        yield (
-            key,
-            f"'{path}' is no {what.removeprefix('a ')}: it has no {' and no '.join(names)}{hint}",
-        )
+        yield key, f"'{path}' is no {what}: it has no {' and no '.join(names)}{hint}"
 
 
-# ---- torch and its packages --------------------------------------------------------------------
+# ---- torch and other packages ------------------------------------------------------------------
 
 
 def _check_backend(config: JobConfig) -> Iterator[RuleViolation]:
     backend = config.compile.backend
     known = [*BACKENDS, *(entry.name for entry in entry_points(group="torch_dynamo_backends"))]
     if config.compile.enable and backend not in known:
-        usual = [name for name in known if "_TESTING_" not in name][:9]
-        yield "compile.backend", f'unknown backend "{backend}"{choose(backend, usual)}'
+        yield "compile.backend", f'unknown backend "{backend}"{choose(backend, known[:9])}'
 
 
 def _check_operations(config: JobConfig) -> Iterator[RuleViolation]:
-    """Whether torch has the operations that "op" keeps. Names beyond aten are known to torch alone, which says so when the model
-    is made."""
+    """Check that torch has the operations that "op" keeps. Only torch knows names beyond aten; it reports them later."""
     section = config.activation_checkpoint
     names = {entry.partition("/")[0] for entry in section.op_keep}
     names = {name for name in names if name.startswith("aten.")}
     if section.mode == "none" or not names or not (known := operations()):
         return
     for name in sorted(names - known):
-        yield (
-            "activation_checkpoint.op_keep",
-            f"torch has no operation '{name}'{did_you_mean(name, known)}",
-        )
+        hint = did_you_mean(name, known)
+        yield "activation_checkpoint.op_keep", f"torch has no operation '{name}'{hint}"
 
 
 def operations() -> set[str]:
-    """Return the names of aten's operations, as "aten.mm", by the list that torch is generated from; empty if it is not there."""
+    """Return the names of aten's operations, such as "aten.mm". Empty if the list that torch is generated from is missing."""
     spec = find_spec("torchgen")
-    file = (
-        Path(spec.origin or "").parent / "packaged/ATen/native/native_functions.yaml"
-        if spec
-        else None
-    )
-    if file is None or not file.is_file():
+    folder = Path(spec.origin or "").parent if spec else Path()
+    file = folder / "packaged/ATen/native/native_functions.yaml"
+    if not file.is_file():
         return set()
     text = file.read_text(encoding="utf-8")
     names = re.findall(r"^- func: (\w+)", text, re.MULTILINE)
@@ -287,24 +265,18 @@ def operations() -> set[str]:
     return {f"aten.{name}" for name in names}
 
 
-def _check_accelerator(config: JobConfig) -> Iterator[RuleViolation]:
-    section = quantize_section(config)
-    has_gpu = count_accelerators() > 0
-    if section is not None and not section.emulate and not has_gpu:
-        yield (
-            "model.converters",
-            "this machine has no GPU to multiply in 8 bits; set emulate = true to compute the same numbers slowly, or take the "
-            "converter out",
-        )
-
-
 def _check_packages(config: JobConfig) -> Iterator[RuleViolation]:
+    """Check the hardware and the packages of 8-bit products and of the sinks for metrics."""
+    section, metrics = quantize_section(config), config.metrics
+    has_gpu = count_accelerators() > 0 or Path("/dev/kfd").exists()  # AMD's driver
+    if section is not None and not section.emulate and not has_gpu:
+        fix = "set emulate = true to compute the same numbers slowly, or remove the converter"
+        yield "model.converters", f"this machine has no GPU to multiply in 8 bits; {fix}"
     needed = {
-        "metrics.enable_tensorboard": ("tensorboard", config.metrics.enable_tensorboard),
-        "metrics.enable_wandb": ("wandb", config.metrics.enable_wandb),
+        "metrics.enable_tensorboard": ("tensorboard", "tensorboard", metrics.enable_tensorboard),
+        "metrics.enable_wandb": ("wandb", "wandb", metrics.enable_wandb),
+        "model.converters": ("torchao", "float8", section is not None),
     }
-    for key, (package, is_on) in needed.items():
-        if is_on and find_spec(package) is None:
-            yield key, f"needs {package}: pip install 'titan-pretrain[{package}]'"
-    if quantize_section(config) is not None and find_spec("torchao") is None:
-        yield "model.converters", "needs torchao: pip install 'titan-pretrain[float8]'"
+    for key, (package, extra, is_needed) in needed.items():
+        if is_needed and find_spec(package) is None:
+            yield key, f"needs {package}: pip install 'titan-pretrain[{extra}]'"

@@ -1,7 +1,7 @@
-"""pydantic's errors in plain words: the value, the rule, and the nearest fix.
+"""Explain pydantic's errors in plain words: the value, the rule, and the nearest fix.
 
-pydantic says where an error is by a path that also names union members ("AdamW", "constrained-int"), and
-reports a failed union as one error per member; here errors are gathered by the key they are about.
+pydantic locates an error by a path that also names union members ("AdamW", "constrained-int"), and reports a failed union as
+one error for each member. Here errors are grouped by their key.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _BOOLEANS: dict[str, bool] = {
 def explain(
     error: ValidationError, *, data: dict[str, Any], source_map: SourceMap
 ) -> dict[KeyPath, Problem]:
-    """Return every mistake that pydantic found in `data`, by its key, in the order of the keys."""
+    """Return every mistake that pydantic reports in `data`, by its key, in the order of the keys."""
     by_path: dict[KeyPath, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         by_path.setdefault(_path_in(data, detail), []).append(detail)
@@ -53,7 +53,7 @@ def explain(
 
 
 def likely_key(path: KeyPath, *, data: dict[str, Any]) -> KeyPath:
-    """Return the key that was probably meant by an unknown one; `path` itself if it is known, or like no other."""
+    """Return the key that was probably meant. It is `path` itself if that exists, or is like no other."""
     here = fields_at(path[:-1], data=data)
     name = str(path[-1])
     match = None if name in here else nearest(name, here)
@@ -61,7 +61,7 @@ def likely_key(path: KeyPath, *, data: dict[str, Any]) -> KeyPath:
 
 
 def _path_in(data: Any, error: ErrorDetails) -> KeyPath:
-    """The error's location without the names of union members, which are not in the data."""
+    """Return the error's location without the names of union members, which are not in the data."""
     path: KeyPath = ()
     for part in error["loc"]:
         inside = part in data if isinstance(data, dict) else isinstance(data, list)
@@ -76,7 +76,7 @@ def _path_in(data: Any, error: ErrorDetails) -> KeyPath:
 
 
 def _message(path: KeyPath, errors: list[ErrorDetails], *, data: dict[str, Any]) -> str:
-    # A union's errors: a member that rejects only the value knows more than those that reject the type.
+    # In a union, a member that rejects only the value knows more than those that reject the type.
     error = next((e for e in errors if e["type"] not in _WANTED), errors[0])
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     if kind in _WANTED:
@@ -99,12 +99,12 @@ def _message(path: KeyPath, errors: list[ErrorDetails], *, data: dict[str, Any])
         return f"{tag} is missing; write {tag} = and one of {', '.join(_tags(path, tag))}"
     if kind == "finite_number":
         return f"expected a finite number, got {format_value(value)}"
-    said = str(context.get("error", error["msg"]))  # a validator's own words, or pydantic's
-    return f"{said[:1].lower()}{said[1:]}, got {_describe(value)}"
+    reason = str(context.get("error", error["msg"]))  # from our validator, or pydantic's text
+    return f"{reason[:1].lower()}{reason[1:]}, got {_describe(value)}"
 
 
 def _describe(value: Any) -> str:
-    """A value with its type, as a person would say it."""
+    """Return a value with its type, in plain words."""
     if isinstance(value, str):
         return f"the string {format_value(value)}"
     if isinstance(value, bool):
@@ -121,7 +121,7 @@ def _number(value: float) -> str:
 
 
 def _type_fix(value: Any, wanted: str, path: KeyPath) -> str:
-    """What to write instead, where what was meant is plain from the value; begins with a semicolon."""
+    """Return what to write instead, after a semicolon. Empty if the value does not tell."""
     if isinstance(value, str) and "number" in wanted:
         pattern = r"[+-]?\d+" if "whole" in wanted else r"[+-]?\d+(\.\d+)?([eE][+-]?\d+)?"
         return f"; write {value} without quotes" if re.fullmatch(pattern, value) else ""
@@ -148,7 +148,7 @@ def _choice(value: Any, choices: list[str]) -> str:
 
 
 def _unknown(path: KeyPath, value: Any, *, data: dict[str, Any]) -> str:
-    """What to say of a key that does not exist: one spelt like it here, or the same one elsewhere."""
+    """Return the message for an unknown key, with one spelt like it here, or the same one in another section."""
     name, here = str(path[-1]), fields_at(path[:-1], data=data)
     if owners := [_tag(model) for model in models_at(path[:-1]) if name in model.model_fields]:
         return f"unknown key; only {', '.join(owners)} {'has' if len(owners) == 1 else 'have'} it"
@@ -166,7 +166,7 @@ def _unknown(path: KeyPath, value: Any, *, data: dict[str, Any]) -> str:
 
 
 def _tag(model: type[BaseModel]) -> str:
-    """What makes a table this member of a union: `name = "Muon"`."""
+    """Return the key that makes a table this member of a union: `name = "Muon"`."""
     return next(
         f"{name} = {format_value(field.default)}"
         for name, field in model.model_fields.items()
@@ -175,9 +175,9 @@ def _tag(model: type[BaseModel]) -> str:
 
 
 def _member(table: Any) -> str:
-    """Which member of a union asks for a key."""
+    """Return which member of a union needs a key."""
     kind = table.get("type") if isinstance(table, dict) else None
-    return f', being of type "{kind}"' if kind else ""
+    return f' for type "{kind}"' if kind else ""
 
 
 def _tags(path: KeyPath, tag: str) -> list[str]:

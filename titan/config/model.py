@@ -1,7 +1,7 @@
-"""From the [model] section to the config of a model: family, flavor, overrides. Imports no torch.
+"""Turn the [model] section into a model's config: family, flavor, overrides. Imports torch only to check a plug-in.
 
-A family is a folder in models/ (the package `titan.models.<name>`) or a package registered under the entry
-point `titan.models`. It exposes `FLAVORS`, named sizes as frozen dataclasses, without importing torch.
+A family is a folder in models/ (the package `titan.models.<name>`), or a package registered under the entry point
+`titan.models`. It has `FLAVORS`, named sizes as frozen dataclasses, and importing it imports no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .errors import ConfigError, Problem, RuleViolation, choose, divisors, eithe
 from .schema import ModelSection
 from .toml import format_value
 
-# Far beyond any model; without bounds a slip of the finger is found out by the memory that it asks for.
+# Far beyond any model. Without bounds, a typing error would show only by the memory that it needs.
 LARGEST = {"n_layers": 10_000, "": 2**24}
 LARGEST_MODEL = 10**15
 _DOCS = 'docs/architecture.md, "Adding a model family", says what titan reads'
@@ -33,15 +33,15 @@ _WANTED = {int: "a whole number", float: "a number", bool: "true or false", str:
 
 
 def model_config(section: ModelSection) -> Any:
-    """The family's config dataclass for a [model] section; raises `ConfigError`."""
-    config, findings = resolve_model(section)
-    if findings:
-        raise ConfigError([Problem("config", 0, key, message) for key, message in findings])
+    """Return the family's config dataclass for a [model] section. Raises `ConfigError`."""
+    config, violations = resolve_model(section)
+    if violations:
+        raise ConfigError([Problem("config", 0, key, message) for key, message in violations])
     return config
 
 
 def resolve_model(section: ModelSection) -> tuple[Any, list[RuleViolation]]:
-    """As `model_config`, with the problems instead of an exception; the config is None where there are any."""
+    """Return the config of a [model] section, or None, and what is wrong with the section."""
     try:
         package = family(section.name)
     except KeyError:
@@ -58,19 +58,19 @@ def resolve_model(section: ModelSection) -> tuple[Any, list[RuleViolation]]:
     if is_plug_in and (problem := _problem_of_sizes(flavor)):
         message = f"the flavor {section.flavor} of the family {section.name} {problem}; {_DOCS}"
         return None, [("model.flavor", message)]
-    findings = [*_check_overrides(section.overrides, flavor)]
-    if findings:
-        return None, findings
+    violations = [*_check_overrides(section.overrides, flavor)]
+    if violations:
+        return None, violations
     config = _replace(flavor, section.overrides)
-    findings = [*_check_shape(config, "head_dim" in section.overrides)]
-    if not findings and is_plug_in:
-        findings = [*_check_module(section.name, config)]
-    return (None if findings else config), findings
+    violations = [*_check_shape(config, "head_dim" in section.overrides)]
+    if not violations and is_plug_in:
+        violations = [*_check_module(section.name, config)]
+    return (None if violations else config), violations
 
 
 @cache
 def families() -> list[str]:
-    """Names of the model families that are installed."""
+    """Return the names of the model families that are installed."""
     built_in = [
         m.name for m in pkgutil.iter_modules(import_module("titan.models").__path__) if m.ispkg
     ]
@@ -84,7 +84,7 @@ def _plug_ins() -> dict[str, EntryPoint]:
 
 @cache
 def family(name: str) -> ModuleType:
-    """The package of a model family; raises `KeyError` for one that is not installed, `ConfigError` for one that is broken."""
+    """Return the package of a model family. Raises `KeyError` if it is not installed, `ConfigError` if it is broken."""
     if name not in families():
         raise KeyError(name)
     entry = _plug_ins().get(name)
@@ -104,7 +104,7 @@ def _lacks(thing: Any, names: tuple[str, ...]) -> str:
 
 @cache
 def _check_module(name: str, config: Any) -> tuple[RuleViolation, ...]:
-    """Whether a package's module is what titan.program expects: built on meta, which takes importing torch. Ours are tested."""
+    """Check that a plug-in's module is what titan expects. It is built on meta, which imports torch; our families have tests."""
     import torch
     from torch import nn
 
@@ -164,7 +164,7 @@ def _check_overrides(overrides: dict[str, Any], flavor: Any) -> Iterator[RuleVio
 def _replace(flavor: Any, overrides: dict[str, Any]) -> Any:
     types = get_type_hints(type(flavor))
     changes = {name: float(v) if types[name] is float else v for name, v in overrides.items()}
-    # 0 by default: the family derives it where nothing is given.
+    # A default of 0 says that the family derives head_dim from dim and n_heads.
     derives = any(f.name == "head_dim" and f.default == 0 for f in dataclasses.fields(flavor))
     has_changed = derives and overrides.keys() & {"dim", "n_heads"}
     if has_changed and flavor.head_dim == flavor.dim // flavor.n_heads:
@@ -173,7 +173,7 @@ def _replace(flavor: Any, overrides: dict[str, Any]) -> Any:
 
 
 def _check_shape(config: Any, is_head_dim_given: bool) -> Iterator[RuleViolation]:
-    """What every attention model must satisfy; a family without these fields is not asked."""
+    """Check what every attention model must satisfy. Fields that a family lacks are skipped."""
     dim, heads, kv_heads = (getattr(config, name, 0) for name in ("dim", "n_heads", "n_kv_heads"))
     if heads and dim % heads and not is_head_dim_given:
         yield (

@@ -12,7 +12,7 @@ from .toml import KeyPath, format_value, key_text
 
 
 def to_toml(config: JobConfig, *, comments: bool = False) -> str:
-    """TOML that loads to an equal config; unset (None) values are left out, `comments` adds the keys' help."""
+    """Return TOML that loads to an equal config. Unset (None) values are left out; `comments` adds the keys' help."""
     lines = ["# A resolved titan config: every value, defaults included."]
     for name in JobConfig.model_fields:
         lines += _table((name,), getattr(config, name), comments=comments)
@@ -40,14 +40,14 @@ def _table(path: KeyPath, section: Any, *, comments: bool, header: str = "[{}]")
 
 
 def _is_table(value: Any) -> bool:
-    """Whether a value needs a header of its own."""
+    """Return whether a value needs its own header."""
     if isinstance(value, list):
         return any(isinstance(item, BaseModel) for item in value)
     return isinstance(value, BaseModel | dict)
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON schema of a job file, for editors."""
+    """Return the JSON schema of a job file, for editors."""
     schema = JobConfig.model_json_schema()
     _relax_unions(schema)
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema
@@ -58,7 +58,7 @@ def _relax_unions(node: Any) -> None:
     """Make unions `anyOf`: an [optimizer] without a name fits several members, which `oneOf` forbids."""
     if isinstance(node, dict):
         if "discriminator" in node:
-            del node["discriminator"]  # OpenAPI's; JSON schema knows it not
+            del node["discriminator"]  # OpenAPI's; JSON schema does not know it
             node["anyOf"] = node.pop("oneOf")
         for inner in node.values():
             _relax_unions(inner)

@@ -1,4 +1,4 @@
-"""Which settings of a resumed run are others than those that its checkpoint was saved with. Torch-free."""
+"""Find the settings in which a resumed run differs from its checkpoint. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .render import to_toml
 from .schema import JobConfig
 from .toml import KeyPath, format_value, tomllib
 
-# What decides which samples are to come, and what is done with them. Layouts and limits may change from one start to the next.
+# Settings that decide which samples follow and what is done with them. Layouts and limits may change at a resume.
 _SECTIONS = ("tokenizer", "optimizer", "lr_scheduler", "data")
 _KEYS = {
     ("debug", "seed"),
     *(("training", key) for key in ("dataset", "dataset_path", "seq_len", "steps")),
 }
-# Of these sections, what changes no result: how the update is computed, and where tokens are kept.
+# Settings of these sections that change no result: how the update is computed, and where tokens are kept.
 _HARMLESS = {
     ("optimizer", "implementation"),
     ("optimizer", "early_step_in_backward"),
@@ -27,10 +27,14 @@ _HARMLESS = {
 def changed_settings(
     saved: str, config: JobConfig, *, sequences: tuple[int | None, int]
 ) -> list[str]:
-    """`key: old -> new` of each setting that differs from `saved`, a resolved config as TOML. Keys that only one of them has are
-    no change: they are of another version of titan, or were not set.
+    """Return `key: old -> new` for each setting that differs.
 
-    sequences: of a step, then (None: unknown) and now. How ranks share them out is no change.
+    A key that only one of the configs has is not a change: another version of titan wrote it, or it was not set.
+
+    Args:
+        saved: the checkpoint's resolved config, as TOML.
+        config: the run's config.
+        sequences: sequences in a step, then (None: unknown) and now. How ranks share them does not matter.
     """
     before, now = (dict(_leaves(tomllib.loads(text))) for text in (saved, to_toml(config)))
     watched = {path for path in now if path[0] in _SECTIONS or path in _KEYS} - _HARMLESS
@@ -47,7 +51,7 @@ def changed_settings(
 
 
 def _leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Key paths and values that are no tables."""
+    """Yield the path and value of every key that is not a table."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _leaves(inner, (*path, key))

@@ -1,13 +1,15 @@
-"""The typed sections of a job file, one frozen pydantic model per component.
+"""The sections of a job file, one frozen pydantic model for each component.
 
-Section and key names are TorchTitan v0.2.2's wherever the concept is the same, so that its TOML files run
-here; sections without a twin there (tokenizer, data, loss, hardware) have names of their own. A component
-is handed only its own section; schema_run.py has those of running the job, and this module is where all are imported from. The string under a field is its documentation: `--help`, docs/config.md and
-the JSON schema are generated from it. This module imports no torch.
+Names of sections and keys are those of TorchTitan v0.2.2 if the concept is the same, so that its TOML files run here. Sections
+that it does not have (tokenizer, data, loss, hardware) have our names. A component gets only its own section. The sections that
+say how a job is run are in schema_run.py; import all of them from here.
 
-A choice that carries its own options (the optimizer, a data source) is a union told apart by one key;
-third parties add members through the entry-point groups `titan.optimizers` and `titan.sources`, each entry
-naming a subclass of base.py's `Section`.
+The string below a field is its documentation: docs/config.md, the JSON schema and `titan config --comments` show it. It says
+what the key does, the unit, what the default means, and when to change it.
+
+A choice with its own options (the optimizer, a data source) is a union, and one key names the member. Other packages add
+members through the entry-point groups `titan.optimizers` and `titan.sources`, with a subclass of base.py's `Section`. This
+module imports no torch.
 """
 
 from __future__ import annotations
@@ -318,7 +320,7 @@ class HuggingFaceSource(DocumentOptions):
 
 
 def _members(group: str, *builtin: type[Section]) -> Any:
-    """Union of the built-in sections and those registered under an entry-point group."""
+    """Return the union of the built-in sections and those registered under an entry-point group."""
     return Union[(*builtin, *(load_plug_in(e) for e in entry_points(group=group)))]
 
 
@@ -383,7 +385,7 @@ class DataSection(Section):
 
 
 class JobConfig(Section):
-    """A whole job file. Only the trainer's wiring sees all of it."""
+    """A whole job file. Only the code that wires components together sees all of it."""
 
     job: JobSection = JobSection()
     model: ModelSection = ModelSection()
@@ -411,5 +413,5 @@ class JobConfig(Section):
 
     @property
     def source_map(self) -> SourceMap:
-        """Where each key was written, for problems that are found later; no part of the config's value."""
+        """Return where each key was written, for later problems. It is not part of the config's value."""
         return self._source_map

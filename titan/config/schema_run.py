@@ -1,6 +1,6 @@
-"""The sections of a job file that say how it is run: folders, logs, checkpoints, memory, compiler, number formats, failures.
+"""The sections of a job file that say how it is run: parallelism, memory, compiler, number formats, checkpoints, logs, failures.
 
-Import them from titan.config.schema, which has the other sections, and `JobConfig`.
+Import them from titan.config.schema, which has the other sections and `JobConfig`.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ class ParallelismSection(Section):
 
     @property
     def splits_from_both_ends(self) -> bool:
-        """Whether each context-parallel rank gets an early and a late part of the sequence. Ulysses runs whole sequences, whose
-        work needs no balancing."""
+        """Return whether each context-parallel rank gets an early and a late part of the sequence."""
+        # Ulysses computes whole sequences, so its work is balanced anyway.
         method, balancer = self.context_parallel_rotate_method, self.context_parallel_load_balancer
         return balancer == "headtail" and method != "ulysses"
 

@@ -1,8 +1,8 @@
-"""Reading TOML with the line of every key, and writing TOML values.
+"""Read TOML with the line of every key, and write TOML values.
 
-`tomllib` parses but forgets positions. So the text is parsed by it first, and, being valid then, is walked
-once more by a scanner that understands only as much of TOML as is needed to say where each key path begins:
-headers, dotted and quoted keys, and where a value ends. Mistakes are told as `ConfigError`.
+`tomllib` parses a text, but forgets positions. So `tomllib` goes first. Then the text is valid, and a scanner finds the line of
+each key. The scanner knows only as much TOML as it needs: headers, dotted and quoted keys, and where a value ends. Mistakes
+are raised as `ConfigError`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ else:
 
 _BLANK = re.compile(r"(?:[\s,]|#[^\n]*)*")
 _KEY = re.compile(r'[ \t]*([\w-]+|"(?:[^"\\]|\\.)*"|\'[^\']*\')[ \t]*')
-# A key of 64 parts: a parser takes time, and memory, by the square of their number.
+# A key of 64 parts. A parser needs time and memory that grow with the square of their number.
 _DEEP = re.compile(
     r"""(?:(?:\w[\w-]{0,63}|"[^"\n]{0,63}"|'[^'\n]{0,63}')[ \t]{0,9}\.[ \t]{0,9}){64}"""
 )
@@ -43,7 +43,7 @@ _SCALAR = re.compile(
 
 
 def read_toml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
-    """The tables of a file, and the line of every key path in them; raises `ConfigError`."""
+    """Return the tables of a file, and the line of every key path in them. Raises `ConfigError`."""
     text = _read_text(path)
     try:
         if _DEEP.search(text):
@@ -56,7 +56,7 @@ def read_toml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
 
 
 def parse_value(text: str) -> Any:
-    """`text` as a TOML value; raises `ValueError` where it is none."""
+    """Return `text` as a TOML value. Raises `ValueError` if it is not one."""
     try:
         table = tomllib.loads(f"value = {text}")
     except RecursionError:
@@ -67,7 +67,7 @@ def parse_value(text: str) -> Any:
 
 
 def format_value(value: Any) -> str:
-    """A string, number, boolean, date, list or table as TOML on one line."""
+    """Return a string, number, boolean, date, list or table as TOML on one line."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -104,15 +104,15 @@ def _read_text(path: Path) -> str:
 
 
 def _nearest_files(path: Path) -> str:
-    """What to name instead of a file that is not there: one spelt like it, else all that lie beside it."""
+    """Return a hint at a missing file: the file spelt like it, else all files beside it."""
     try:
-        there = {p.name: str(p) for p in sorted(path.parent.glob("*.toml"))}
-        known = {p.name: str(p) for p in sorted(Path("train_configs").glob("*.toml"))} | there
+        beside = {p.name: str(p) for p in sorted(path.parent.glob("*.toml"))}
+        known = {p.name: str(p) for p in sorted(Path("train_configs").glob("*.toml"))} | beside
     except (OSError, ValueError):
         return ""
     if match := nearest(path.name, known):
         return f"; did you mean '{known[match]}'?"
-    return f"; there are {', '.join((there or known).values())}" if known else ""
+    return f"; there are {', '.join((beside or known).values())}" if known else ""
 
 
 _EXPLAINED = {
@@ -124,14 +124,17 @@ _EXPLAINED = {
 
 
 def _explain(error: ValueError, *, path: Path, text: str) -> Problem:
-    """A syntax error in plain words, with the line itself and the usual cause."""
+    """Explain a syntax error in plain words, with the line itself and the usual cause."""
     lines = text.splitlines() or [""]
     where = re.search(r" \(at line (\d+), column (\d+)\)$", str(error))
     line = min(int(where[1]), len(lines)) if where else len(lines)
-    said = str(error)[: where.start()] if where else str(error).replace(" (at end of document)", "")
-    what = next((plain for begin, plain in _EXPLAINED.items() if said.startswith(begin)), said)
+    reason = (
+        str(error)[: where.start()] if where else str(error).replace(" (at end of document)", "")
+    )
+    what = next((plain for begin, plain in _EXPLAINED.items() if reason.startswith(begin)), reason)
     source = lines[line - 1].strip()
     message = f"not valid TOML: {what[:1].lower()}{what[1:]}, in `{source[:80]}`"
+    # The usual cause: text without quotes, or a boolean in another spelling.
     if bare := re.fullmatch(r"([\w.\-]+\s*=\s*)([A-Za-z./~][^\"'\[\]{}#]*?)\s*(#.*)?", source):
         word = bare[2]
         boolean = word.lower() in ("true", "false", "yes", "no", "on", "off")
@@ -143,7 +146,7 @@ def _explain(error: ValueError, *, path: Path, text: str) -> Problem:
 
 
 def scan_lines(text: str) -> dict[KeyPath, int]:
-    """Line of every key path and list element of valid TOML."""
+    """Return the line of every key path and list element of valid TOML."""
     return _Scanner(text).scan()
 
 
@@ -165,7 +168,7 @@ class _Scanner:
         return self.lines
 
     def _next(self) -> str:
-        """The character at hand, blanks, commas and comments skipped; empty at the end."""
+        """Skip blanks, commas and comments, and return the next character. Empty at the end."""
         self.at = self._match(_BLANK).end()
         return self.text[self.at : self.at + 1]
 
@@ -191,7 +194,7 @@ class _Scanner:
         return keys
 
     def _header(self) -> KeyPath:
-        """[table] or [[table]]; a name that is a list of tables means its last one."""
+        """Read [table] or [[table]]. A name that is a list of tables means the last one."""
         start = self.at
         brackets = 2 if self.text.startswith("[[", start) else 1
         self.at += brackets

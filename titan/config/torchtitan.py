@@ -1,4 +1,4 @@
-"""What TorchTitan v0.2.2 computes differently from the same file; `titan check` prints it. Imports no torch.
+"""Find what TorchTitan v0.2.2 computes differently from the same file, for `titan check`. Imports no torch.
 
 docs/architecture.md lists what differs in every run, such as how initial weights are drawn.
 """
@@ -15,12 +15,12 @@ from .quantize import FLOAT8
 from .schema import JobConfig
 from .toml import format_value
 
-# The flavors that both have are the same models: tests/models/test_torchtitan.py.
+# Flavors that both have. They are the same models: tests/models/test_torchtitan.py.
 FLAVORS = {
     "llama3": ("debugmodel", "8B", "70B", "405B"),
     "qwen3": ("debugmodel", "0.6B", "1.7B", "4B", "8B", "14B", "32B"),
 }
-# TorchTitan's defaults, where ours are others and a run's numbers depend on them.
+# TorchTitan's defaults that differ from ours and change a run's numbers.
 DEFAULTS: dict[str, Any] = {
     "optimizer.weight_decay": 0.1,
     "quantize.linear.float8.filter_fqns": [],
@@ -32,8 +32,8 @@ DEFAULTS: dict[str, Any] = {
 
 def differences(config: JobConfig) -> list[str]:
     """Return a line for each setting of a valid job that means something else in TorchTitan."""
-    findings = [*_in_model(config), *_in_optimizer(config), *_in_defaults(config)]
-    return [f"{key}: {message}" for key, message in findings]
+    differences = [*_in_model(config), *_in_optimizer(config), *_in_defaults(config)]
+    return [f"{key}: {message}" for key, message in differences]
 
 
 def _in_model(config: JobConfig) -> Iterator[RuleViolation]:
@@ -54,7 +54,7 @@ def _in_optimizer(config: JobConfig) -> Iterator[RuleViolation]:
 
 
 def _in_defaults(config: JobConfig) -> Iterator[RuleViolation]:
-    """Return settings that the file leaves to a default, in the sections that the run uses."""
+    """Yield settings that the file leaves to a default, in the sections that the run uses."""
     for key, theirs in DEFAULTS.items():
         *path, name = key.split(".")
         section = reduce(getattr, path, config)
