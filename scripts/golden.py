@@ -36,7 +36,15 @@ SMALL = [
 ]
 PP = "--parallelism.pipeline_parallel_degree=2"
 RUNS: dict[str, tuple[int, list[str]]] = {
-    "one process": (1, ["--validation.enable=true", "--validation.freq=2", "--validation.steps=2"]),
+    "one process": (
+        1,
+        [
+            "--validation.enable=true",
+            "--validation.freq=2",
+            "--validation.steps=2",
+            "--data.validation_fraction=0.05",
+        ],
+    ),
     "accumulation": (1, ["--training.global_batch_size=16"]),
     "FSDP": (2, []),
     "DDP": (2, ["--parallelism.data_parallel_replicate_degree=2"]),

@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.support.pool_trainer import PoolTrainer
 from tests.support.ranks import Pool
+from tests.support.trainers import PoolTrainer
 from titan.config.errors import ConfigError
 from titan.config.load import parse_args
 from titan.config.rules import load_to_run

@@ -13,12 +13,13 @@ import torch.distributed as dist
 
 from tests.support.jobs import SMALL, with_changes
 from tests.support.jobs import job as any_job
+from tests.support.trainers import Trainer
 from titan.checkpoint.manager import CheckpointError, list_steps
 from titan.config.load import load_config
 from titan.config.schema import JobConfig
 from titan.data import DataError
+from titan.health.recovery import NonFiniteError
 from titan.health.signals import EXIT_DONE, EXIT_STOPPED, StopRequest
-from titan.trainer import NonFiniteError, Trainer
 
 BASE = with_changes(
     SMALL,
@@ -163,7 +164,7 @@ def test_a_stop_request_saves_and_a_later_run_goes_on(tmp_path: Path) -> None:
     stop = StopRequest()
     trainer = Trainer(job(tmp_path / "stopped"), stop=stop)
     for _ in range(3):
-        assert not trainer._one_step()
+        assert not trainer.train_one_step()
     stop.signal_name = "SIGTERM"
     assert trainer.run() == EXIT_STOPPED
     trainer.close()
@@ -177,7 +178,7 @@ def test_a_stop_request_saves_and_a_later_run_goes_on(tmp_path: Path) -> None:
 
 def test_a_non_finite_loss_stops_with_step_rank_and_samples(tmp_path: Path) -> None:
     trainer = Trainer(job(tmp_path, training={"global_batch_size": 4}))
-    trainer._one_step()
+    trainer.train_one_step()
     with torch.no_grad():
         trainer.program.parts[0].get_parameter("norm.weight").fill_(float("nan"))
     with pytest.raises(

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from titan.config.environment import check_environment
@@ -145,8 +146,16 @@ def _train_alone(config: JobConfig, stop: StopRequest) -> int:
     }
     flight_recorder.install(FlightRecorder(config.comm, **this))
     heartbeat = Heartbeat(config.comm.heartbeat_timeout_seconds, **this)
+    from titan.checkpoint import SaveFailed
     from titan.health.errors import describe_error, describe_failure
-    from titan.trainer import NonFiniteError, RunError, Trainer, UserError
+    from titan.health.recovery import NonFiniteError, SpikeError
+    from titan.hooks import standard_hooks
+    from titan.observe.sinks import MissingExtra
+    from titan.parallel.activation import KeepError
+    from titan.parallel.float8 import Float8Error
+    from titan.parallel.replicas import ReplicaError
+    from titan.trainer import Trainer
+    from titan.untrusted import InputError
 
     def connected() -> None:
         flight_recorder.begin()
@@ -182,11 +191,12 @@ def _train_alone(config: JobConfig, stop: StopRequest) -> int:
     stop.on_ask = asked
     flight_recorder.catch_terminate(terminated)
     try:
-        trainer = Trainer(config, stop=stop, connected=connected, agree=heartbeat.tell)
+        hooks = partial(standard_hooks, agree=heartbeat.tell)
+        trainer = Trainer(config, hooks=hooks, stop=stop, connected=connected)
         return trainer.run()
-    except UserError as error:
+    except (InputError, MissingExtra, Float8Error, KeepError) as error:
         return fail(error, EXIT_USER_ERROR)
-    except (NonFiniteError, *RunError) as error:
+    except (NonFiniteError, SpikeError, SaveFailed, ReplicaError) as error:
         return fail(error, EXIT_FAILED)
     except Exception as error:
         if isinstance(error, OSError) and error.errno in _NO_ROOM:

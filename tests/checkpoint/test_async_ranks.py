@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.pool_trainer import PoolTrainer
 from tests.support.ranks import Pool
+from tests.support.trainers import PoolTrainer
 from titan.checkpoint.manager import CheckpointManager, list_steps, load, stored_shapes
 from titan.checkpoint.manifest import find_damage
 from titan.config.schema import CheckpointSection, JobConfig

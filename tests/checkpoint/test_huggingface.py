@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tests.support.pool_trainer import PoolTrainer
 from tests.support.ranks import Pool, RankFailed
+from tests.support.trainers import PoolTrainer
 from titan import cli
 from titan.checkpoint import SaveFailed, convert, export, huggingface
 from titan.checkpoint import manager as checkpoints

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tests.support.pool_trainer import PoolTrainer
 from tests.support.ranks import Pool
+from tests.support.trainers import PoolTrainer
 from titan.checkpoint import manager as checkpoints
 from titan.config.rules import check_to_run, resolve_layout
 from titan.config.schema import JobConfig

@@ -17,6 +17,7 @@ import torch
 
 from tests.support.jobs import SMALL, with_changes
 from tests.support.jobs import job as any_job
+from tests.support.trainers import Trainer
 from titan import generate
 from titan.checkpoint import verify
 from titan.checkpoint.commit import remove
@@ -38,7 +39,6 @@ from titan.config.rules import check
 from titan.config.schema import CheckpointSection, JobConfig
 from titan.generate import find_checkpoint
 from titan.health.signals import StopRequest
-from titan.trainer import Trainer
 
 CPU = torch.device("cpu")
 
@@ -188,7 +188,7 @@ def test_a_run_saves_by_the_clock(tmp_path: Path) -> None:
     for step in range(1, 5):
         if step == 3:
             trainer.checkpoints.saved_at -= 3600
-        trainer._one_step()
+        trainer.train_one_step()
     trainer.close()
     assert list_steps(tmp_path / "checkpoint") == [3]
 
@@ -294,7 +294,7 @@ def test_a_stop_request_waits_for_its_save(mode: str, tmp_path: Path) -> None:
     stop = StopRequest()
     trainer = Trainer(job(tmp_path, checkpoint={"interval": 3, "async_mode": mode}), stop=stop)
     for _ in range(2):
-        trainer._one_step()
+        trainer.train_one_step()
     stop.signal_name = "SIGTERM"
     assert trainer.run() == 75
     assert list_steps(tmp_path / "checkpoint") == [3]
@@ -386,7 +386,7 @@ def test_a_run_with_a_remote_folder_resumes(url: str, mode: str, tmp_path: Path)
     stop = StopRequest()
     trainer = Trainer(job(tmp_path / "parts", checkpoint=settings), stop=stop)
     for _ in range(3):
-        trainer._one_step()
+        trainer.train_one_step()
     trainer.close()
     run(job(tmp_path / "parts", checkpoint=settings))
     run(job(tmp_path / "whole"))

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from tests.support.ranks import Pool
+from tests.support.trainers import Trainer
 from titan import cli
 from titan.checkpoint import safe, verify
 from titan.checkpoint.manager import CheckpointError, CheckpointManager, list_steps, load
@@ -30,7 +31,6 @@ from titan.checkpoint.manifest import HashingStream, find_damage, render
 from titan.config.errors import ConfigError
 from titan.config.rules import check_to_run
 from titan.config.schema import CheckpointSection, JobConfig
-from titan.trainer import Trainer
 
 FILES = [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json", "titan.json"]
 STEPS = (10, 20, 30)

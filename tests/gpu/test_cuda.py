@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from tests.support.trainers import Trainer
 from titan.config.schema import JobConfig
 from titan.data.loader import Batch
 from titan.parallel import build_mesh
 from titan.program import build_program
-from titan.trainer import Trainer
 
 pytestmark = [
     pytest.mark.gpu,

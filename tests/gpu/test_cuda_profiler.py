@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.trainers import Trainer
 from titan.config.schema import JobConfig
 from titan.observe.trace_report import read_report
-from titan.trainer import Trainer
 
 pytestmark = [
     pytest.mark.gpu,

@@ -97,7 +97,7 @@ def install() -> None:
     from titan.models.llama3.model import Block
     from titan.trainer import Trainer
 
-    one_step, make = Trainer._one_step, Loader.__init__
+    one_step, make = Trainer.train_one_step, Loader.__init__
     trainer: list[Trainer] = []
 
     def faulty_step(self: Trainer) -> bool:
@@ -109,7 +109,7 @@ def install() -> None:
         make(self, *args, **kwargs)
         self.samples.get = of_data(self.samples.get)  # pyright: ignore
 
-    Trainer._one_step = faulty_step
+    Trainer.train_one_step = faulty_step
     if FAULT in ("dead_loader", "stuck_loader"):
         Loader.__init__ = faulty_loader
     if STRIKES and FAULT in ("hang", "slow", "device_oom"):

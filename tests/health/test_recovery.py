@@ -16,13 +16,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.pool_trainer import PoolTrainer
 from tests.support.ranks import Pool
+from tests.support.trainers import PoolTrainer
 from titan.checkpoint.manager import load, stored_shapes
 from titan.config.schema import FaultToleranceSection, JobConfig
-from titan.health.recovery import Recovery, SpikeError, StepAction, spike_score
+from titan.health.recovery import (
+    NonFiniteError,
+    Recovery,
+    SpikeError,
+    StepAction,
+    spike_score,
+)
 from titan.parallel.replicas import ReplicaError
-from titan.trainer import NonFiniteError
 
 BATCH = 4  # samples of a step, on every layout
 LAYOUTS = {

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerAction
 
-from tests.support.pool_trainer import PoolTrainer
 from tests.support.ranks import Pool
+from tests.support.trainers import PoolTrainer, Trainer
 from titan.config.errors import ConfigError
 from titan.config.rules import check_to_run
 from titan.config.schema import JobConfig, ProfilingSection
@@ -22,7 +22,6 @@ from titan.observe import profiler as recording
 from titan.observe.profiler import Profiler, name_modules
 from titan.observe.trace import Report
 from titan.observe.trace_report import main, read_report
-from titan.trainer import Trainer
 
 LAYERS = 8
 # Matrix products of the forward pass: q, k, v, o and three of the feed-forward in each block, and the output layer.

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.support.pool_trainer import PoolTrainer
 from tests.support.ranks import Pool
+from tests.support.trainers import PoolTrainer
 from titan.config.schema import JobConfig
+from titan.hooks.run_events import Spikes
 from titan.observe import ranks
-from titan.observe.chronicle import Spikes
 from titan.observe.ranks import ForwardClock, Stragglers, TimesLog
 
 SLOW_RANK, SLEEP_S = 1, 0.1

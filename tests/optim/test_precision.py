@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.trainers import Trainer
 from titan.config.schema import JobConfig
 from titan.models import llama3, qwen3
 from titan.models.attention import InnerAttention
-from titan.trainer import Trainer
 
 ULP = 2.0**-8  # half the relative distance between bf16 numbers, at most
 

@@ -44,6 +44,10 @@ class StepAction(IntEnum):
 _ACTIONS = {"off": StepAction.TRAIN} | {action.name.lower(): action for action in StepAction}
 
 
+class NonFiniteError(RuntimeError):
+    """The loss or the gradient norm is not finite; the message names the step, the ranks and the samples."""
+
+
 class SpikeError(RuntimeError):
     """A loss is far off, or has been too often, and the policy is to stop; the message says how far."""
 

@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -138,9 +138,14 @@ class MetricsLog:
             options = {"section": section, "resume_step": resume_step, "job_config": job_config}
             self._open("Weights & Biases", lambda: WandbSink(run_dir, **options))
 
-    def write(self, row: StepRow, validation: ValidationRow | None = None) -> None:
-        """Log a step, with the validation done after it."""
-        values: Row = asdict(row)
+    def write(
+        self,
+        row: StepRow,
+        validation: ValidationRow | None = None,
+        more: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Log a step, with the validation done after it and the columns of hooks from outside."""
+        values: Row = asdict(row) | dict(more or {})
         if validation is not None:
             assert validation.step == row.step, (validation, row.step)
             values |= asdict(validation)

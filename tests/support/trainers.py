@@ -1,0 +1,47 @@
+"""The trainer with the standard hooks, resumed and ready for its first step; and the same on the ranks of a pool."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from titan import trainer
+from titan.checkpoint.manager import CheckpointManager
+from titan.config.schema import JobConfig
+from titan.hooks import standard_hooks
+from titan.hooks.checkpointing import Checkpointing
+
+
+class Trainer(trainer.Trainer):
+    def __init__(self, config: JobConfig, **options: Any) -> None:
+        super().__init__(config, **{"hooks": standard_hooks, **options})
+        self.start()
+
+    @property
+    def checkpointing(self) -> Checkpointing:
+        hook = self.hook(Checkpointing)
+        assert hook is not None
+        return hook
+
+    @property
+    def checkpoints(self) -> CheckpointManager:
+        return self.checkpointing.manager
+
+
+class PoolTrainer(Trainer):
+    """Use the process group of the pool, which stays."""
+
+    def __init__(self, config: JobConfig, **options: Any) -> None:
+        os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+        super().__init__(config, **options)
+
+    def _init_distributed(self) -> torch.device:
+        return torch.device("cpu")
+
+    def close(self) -> None:
+        with patch.object(dist, "destroy_process_group"):
+            super().close()

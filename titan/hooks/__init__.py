@@ -1,0 +1,53 @@
+"""The standard hooks of a run, and those that other packages add.
+
+An installed package adds a hook through the entry point group "titan.hooks":
+
+    [project.entry-points."titan.hooks"]
+    my_hook = "my_package.hooks:MyHook"       # called with the trainer, returns a titan.hook.Hook
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import entry_points
+
+from titan.health.monitor import Failure
+from titan.hook import Hook
+from titan.hooks.checkpointing import Checkpointing
+from titan.hooks.compilation import Compilation
+from titan.hooks.layer_norms import LayerNormsLog
+from titan.hooks.metrics import Metrics
+from titan.hooks.profiling import Profiling
+from titan.hooks.rank_times import RankTimes
+from titan.hooks.recovery import StepRecovery
+from titan.hooks.replica_check import ReplicaCheck
+from titan.hooks.run_events import RunEvents
+from titan.hooks.step_limit import StepLimit
+from titan.hooks.validation import Validation
+from titan.trainer import Trainer
+
+
+def standard_hooks(
+    trainer: Trainer, *, agree: Callable[[Failure], Failure] = lambda mine: mine
+) -> list[Hook]:
+    """Return the hooks of `titan train` in their order, and after them those of installed packages.
+
+    Args:
+        agree: reports a failure to the other ranks and returns the one that all of them act on.
+    """
+    hooks: list[Hook] = [
+        StepLimit(trainer, agree=agree),  # first, so that it times all that others do in a step
+        StepRecovery(trainer),
+        ReplicaCheck(trainer),
+        RunEvents(trainer),
+        RankTimes(trainer),
+        Profiling(trainer),
+        Compilation(trainer),
+        Validation(trainer),
+        Checkpointing(trainer),
+        LayerNormsLog(trainer),
+        Metrics(trainer),  # last, so that its row has the columns of all others
+    ]
+    for entry in sorted(entry_points(group="titan.hooks"), key=lambda entry: entry.name):
+        hooks.insert(-1, entry.load()(trainer))
+    return hooks

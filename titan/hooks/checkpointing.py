@@ -1,0 +1,241 @@
+"""Save checkpoints, resume from them, and export to Hugging Face (titan/checkpoint/manager.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from titan.checkpoint import huggingface
+from titan.checkpoint import manager as checkpoints
+from titan.checkpoint.commit import TIMEOUT
+from titan.checkpoint.export import Export, export_state
+from titan.checkpoint.manager import CheckpointError, CheckpointManager, SaveFailed
+from titan.checkpoint.storage import Location, as_location
+from titan.config.render import to_toml
+from titan.config.resume_diff import changed_settings
+from titan.data.loader import merge_states
+from titan.hook import Hook, StepResult
+from titan.parallel.shims import set_timeout
+from titan.program import torch_dtype
+from titan.trainer import Trainer
+from titan.untrusted import InputError
+
+
+class Checkpointing(Hook):
+    """Save when it is due by step, by time, or because the run is to stop; all ranks together."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.section = trainer, trainer.config.checkpoint
+        self.manager = CheckpointManager(self.section, run_dir=trainer.run_dir)
+        self.export = self._describe_export()
+        self.resumed_from: Location | None = None
+        self.changes: list[str] = []  # of settings since the checkpoint
+        self.is_due_by_time = False
+        if self.section.async_mode == "async_with_pinned_mem":
+            trainer.program.optimizer.register_step_pre_hook(self._before_update)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group that background saves use."""
+        return self.manager.group.process_group if self.section.enable else None
+
+    # ---- when ----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        trainer = self.trainer
+        if self.resumed_from:
+            trainer.console.message(f"starting from {self.resumed_from}")
+        if self.changes:
+            trainer.console.message(f"changed since it was saved: {'; '.join(self.changes)}")
+        self._print_messages()  # of damaged checkpoints, too
+        if self.section.create_seed_checkpoint:
+            if trainer.step == 0 and self.resumed_from is None:
+                self._save(final=True)
+            trainer.last_step = trainer.step
+
+    def flags(self) -> Sequence[float]:
+        """Return whether a save is due by this rank's clock, and whether one in the background failed."""
+        save_failed = not self.manager.poll()
+        self._print_messages()
+        return self.manager.is_due_by_time(), save_failed
+
+    def result(self, result: StepResult) -> None:
+        """Raises SaveFailed, on all ranks in the same step."""
+        is_due, save_failed = result.flags[self]
+        self.is_due_by_time |= is_due > 0
+        if save_failed and self.section.on_failure == "stop":
+            raise SaveFailed('a checkpoint could not be saved, and on_failure = "stop"')
+
+    def needs_results(self) -> bool:
+        trainer = self.trainer
+        is_due = self.is_due_by_time or trainer.is_stopping
+        by_step = self.manager.should_save(trainer.step, last_step=trainer.last_step)
+        return by_step or (is_due and self.manager.can_save)
+
+    def step_end(self) -> None:
+        if self.needs_results():
+            self.is_due_by_time = False
+            trainer = self.trainer
+            self._save(final=trainer.step == trainer.last_step or trainer.is_stopping)
+
+    def close(self) -> None:
+        self.manager.close()
+
+    # ---- saving --------------------------------------------------------------------------------
+
+    def _save(self, *, final: bool) -> None:
+        """Save this step. final: the run ends with it, so wait for the save and raise if it fails."""
+        trainer, section = self.trainer, self.section
+        is_last = trainer.step == trainer.config.training.steps
+        with trainer.timer.pause("checkpoint"):
+            try:
+                self.manager.save(
+                    trainer.step,
+                    self.state(),
+                    metadata=self._metadata(),
+                    model_only=is_last and section.last_save_model_only,
+                    wait=final,
+                )
+                trainer.saved_step = trainer.step
+            except SaveFailed as error:
+                if final or section.on_failure == "stop":
+                    raise
+                self.manager.failed(error)
+            if is_last and section.last_save_in_hf:
+                self._export()
+        self._print_messages()
+        trainer.events.write("save", step=trainer.step, spent=trainer.timer.total_s)
+
+    def state(self) -> checkpoints.StateDict:
+        """Return all tensors that a resumed run needs; titan/checkpoint/manager.py lists the names."""
+        trainer = self.trainer
+        parts, optimizer = trainer.program.parts, trainer.program.optimizer
+        return {
+            **checkpoints.model_state(parts),
+            **checkpoints.optimizer_state(parts, optimizer),
+            **checkpoints.rng_state(trainer.rank, trainer.device),
+        }
+
+    def _metadata(self) -> dict[str, Any]:
+        """Return what titan.json holds."""
+        trainer = self.trainer
+        data: list[Any] = [None] * trainer.world_size
+        dist.all_gather_object(data, (trainer.dp_rank, trainer.loader.state_dict()))
+        return {
+            "format": 1,
+            "step": trainer.step,
+            "tokens": trainer.tokens_seen,
+            "sequences_per_step": trainer.sequences_per_step,
+            "data": merge_states(list(dict(data).values())),
+            "config": to_toml(trainer.config),
+        } | {hook.state_key: hook.state_dict() for hook in trainer.hooks if hook.state_key}
+
+    def _export(self) -> None:
+        """Write the weights as a Hugging Face folder beside the checkpoints, as TorchTitan does."""
+        assert self.export is not None, "built in the constructor"
+        set_timeout(TIMEOUT)  # ranks wait for the slowest disk, and the run is over
+        folder = self.manager.folder
+        # transformers reads local folders only.
+        folder = folder if isinstance(folder, Path) else self.trainer.run_dir / "huggingface"
+        folder = folder / f"step-{self.trainer.step}"
+        state = checkpoints.model_state(self.trainer.program.parts)
+        export_state(folder, state, self.export, group=self.manager.group)
+        self.trainer.console.message(f"saved {folder} for transformers")
+
+    def _describe_export(self) -> Export | None:
+        """Return the model in Hugging Face's terms, if the job needs it; an error shows now, not after the last step."""
+        config, section = self.trainer.config, self.section
+        if not (section.initial_load_in_hf or section.last_save_in_hf):
+            return None
+        return Export.of(
+            config.model,
+            tokenizer=self.trainer.tokenizer,
+            tokenizer_path=config.tokenizer.path,
+            seq_len=config.training.seq_len,
+            dtype=torch_dtype(section.export_dtype),
+        )
+
+    def _before_update(self, *_: Any) -> None:
+        """Wait for the asynchronous copy of the state to finish before the optimizer changes it."""
+        with self.trainer.timer.pause("checkpoint"):
+            self.manager.staging.before_update()
+
+    def _print_messages(self) -> None:
+        for text in self.manager.drain_messages():
+            self.trainer.console.message(text)
+
+    # ---- loading -------------------------------------------------------------------------------
+
+    def resume(self) -> None:
+        """Load the newest checkpoint of the run folder, or else the one that the job starts from."""
+        section = self.section
+        path, model_only = self.manager.step_to_resume(), False
+        if path is None and section.enable and section.initial_load_in_hf:
+            assert self.export is not None, "built in the constructor"
+            path = Path(section.initial_load_path or self.trainer.config.model.hf_assets_path)
+            state = checkpoints.model_state(self.trainer.program.parts)
+            huggingface.load(path, state, model=self.export.model, group=self.manager.group)
+        elif path is None and section.enable and section.initial_load_path:
+            path, model_only = (
+                as_location(section.initial_load_path),
+                section.initial_load_model_only,
+            )
+            self.manager.require_whole(path)
+            self._load(path, model_only=model_only, exclude=set(section.exclude_from_loading))
+        elif path is not None:
+            self._load(path, exclude=set(section.exclude_from_loading))
+        self.resumed_from = path
+
+    def load_newest(self) -> Location | None:
+        """Go back to the newest checkpoint; return its location, or None if there is none."""
+        self.manager.poll(wait=True)
+        path = self.manager.newest()
+        if path is not None:
+            self._load(path)
+        return path
+
+    def _load(
+        self, path: Location, *, model_only: bool = False, exclude: set[str] | None = None
+    ) -> None:
+        trainer, exclude = self.trainer, exclude or set()
+        parts, optimizer = trainer.program.parts, trainer.program.optimizer
+        checkpoints.load(path, checkpoints.model_state(parts))
+        if model_only:
+            return
+        metadata = checkpoints.read_metadata(path, "step", "tokens", "data")
+        step, steps = metadata["step"], trainer.config.training.steps
+        if metadata.get("model_only") and step < steps:
+            raise CheckpointError(
+                f"{path} holds weights only, so the run cannot continue to step {steps}; resume from an earlier "
+                "step with checkpoint.load_step, or begin a new run with checkpoint.initial_load_path"
+            )
+        has_optimizer = step > 0 and not metadata.get("model_only")
+        if has_optimizer and "optimizer" not in exclude:
+            checkpoints.load(path, checkpoints.empty_optimizer_state(path, parts, optimizer))
+        try:
+            if "train_state" not in exclude:
+                self._load_train_state(metadata)
+            if "dataloader" not in exclude:
+                trainer.loader.load_state_dict(metadata["data"])
+            checkpoints.load_rng_state(path, trainer.rank, trainer.device)
+        except InputError:
+            raise
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            raise CheckpointError(
+                f"{path}: its state does not fit this program: {error}"
+            ) from error
+
+    def _load_train_state(self, metadata: Mapping[str, Any]) -> None:
+        trainer = self.trainer
+        trainer.step, trainer.tokens_seen = metadata["step"], metadata["tokens"]
+        self.changes = changed_settings(
+            metadata.get("config") or "",
+            trainer.config,
+            sequences=(metadata.get("sequences_per_step"), trainer.sequences_per_step),
+        )
+        for hook in trainer.hooks:
+            if hook.state_key:
+                hook.load_state_dict(metadata.get(hook.state_key, {}))

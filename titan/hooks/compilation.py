@@ -1,0 +1,45 @@
+"""Report what the compiler did, and end the longer time limits of the first step."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+
+from titan.hook import Hook
+from titan.hooks.checkpointing import Checkpointing
+from titan.parallel.shims import set_timeout
+from titan.trainer import Trainer
+
+_LOG = logging.getLogger("titan")
+
+
+class Compilation(Hook):
+    """Act once after the first step, and warn of recompilations at logged steps."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def step_end(self) -> None:
+        trainer = self.trainer
+        if trainer.step == trainer.first_step:
+            self._after_first_step()
+        log = trainer.program.compile_log
+        if log is not None and trainer.logs_this_step:
+            for warning in log.warnings():
+                _LOG.warning(f"step {trainer.step}: {warning}")
+
+    def _after_first_step(self) -> None:
+        """Everything is connected and compiled: from now on a collective that takes long hangs."""
+        trainer = self.trainer
+        checkpointing = trainer.hook(Checkpointing)
+        limit = timedelta(seconds=trainer.config.comm.train_timeout_seconds)
+        set_timeout(limit, but_not_of=checkpointing.group if checkpointing else None)
+        if trainer.program.compile_log is not None:
+            trainer.console.message(trainer.program.compile_log.summary())
+        rewrites = trainer.program.async_tp
+        if rewrites is not None:
+            trainer.console.message(str(rewrites))
+            if rewrites.num_graphs and not rewrites.fired:
+                _LOG.warning(
+                    "async TP is on, but nothing was rewritten: communication is not hidden"
+                )

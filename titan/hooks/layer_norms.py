@@ -1,0 +1,32 @@
+"""Write gradient and weight norms of each block, every `metrics.log_layer_norms_every_n_steps` (titan/observe/norms.py)."""
+
+from __future__ import annotations
+
+from titan.hook import Hook
+from titan.hooks.metrics import Metrics
+from titan.observe.norms import LayerNorms
+from titan.readback import Readback
+from titan.trainer import Trainer
+
+
+class LayerNormsLog(Hook):
+    """Measure norms between the backward pass and clipping; write them when the step is over."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.every = trainer.config.metrics.log_layer_norms_every_n_steps
+        self.measured: Readback | None = None
+        if self.every:
+            program = trainer.program
+            self.norms = LayerNorms(program.parts, stages=program.groups.stages)
+            program.on_gradients = self._measure
+
+    def _measure(self) -> None:
+        if self.trainer.step % self.every == 0:
+            self.measured = self.norms.measure()
+
+    def step_end(self) -> None:
+        metrics = self.trainer.hook(Metrics)
+        if self.measured is not None and metrics is not None and metrics.log is not None:
+            metrics.log.write_norms(self.trainer.step, self.norms.row(self.measured))
+        self.measured = None

@@ -1,0 +1,48 @@
+"""Record profiler traces and memory snapshots (titan/observe/profiler.py)."""
+
+from __future__ import annotations
+
+import torch
+
+from titan.hook import Hook
+from titan.observe.profiler import Profiler
+from titan.trainer import Trainer
+
+
+class Profiling(Hook):
+    """Call the profiler around each step, and take the time that it needs out of the throughput."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.profiler: Profiler | None = None
+
+    def start(self) -> None:
+        trainer = self.trainer
+        self.profiler = Profiler(
+            trainer.config.profiling,
+            run_dir=trainer.run_dir,
+            rank=trainer.rank,
+            device=trainer.device,
+            parts=trainer.program.parts,
+            say=trainer.console.message,
+        )
+
+    def step_begin(self) -> None:
+        if self.profiler is not None:
+            with self.trainer.timer.pause("profiling"):
+                self.profiler.begin(self.trainer.step)
+
+    def step_end(self) -> None:
+        if self.profiler is not None:
+            with self.trainer.timer.pause("profiling"):
+                self.profiler.end()
+
+    rewound = step_end
+
+    def failed(self, error: Exception) -> None:
+        if self.profiler is not None and isinstance(error, torch.OutOfMemoryError):
+            self.profiler.out_of_memory()
+
+    def close(self) -> None:
+        if self.profiler is not None:
+            self.profiler.close()

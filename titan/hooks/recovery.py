@@ -1,0 +1,120 @@
+"""Act on steps whose loss is not finite or far off: warn, skip, rewind or stop (titan/health/recovery.py decides)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from titan.health.recovery import NonFiniteError, Recovery, SpikeError, StepAction
+from titan.hook import Hook, StepResult
+from titan.hooks.checkpointing import Checkpointing
+from titan.observe.clock import Window
+from titan.program import StepReport
+from titan.readback import Readback
+from titan.trainer import Trainer
+
+
+class StepRecovery(Hook):
+    """Judge each step before it updates the weights, if the policy asks for it. Otherwise stop at the first non-finite loss."""
+
+    state_key = "recovery"
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.recovery = Recovery(trainer.config.fault_tolerance, device=trainer.device)
+        if self.recovery.is_on:
+            trainer.accept = self.recovery.judge
+        self.skipped: set[int] = set()  # steps whose results were not read yet
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.recovery.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.recovery.load_state_dict(state)
+
+    def updated(self, report: StepReport) -> None:
+        """Report what was decided about this step. Raises SpikeError or NonFiniteError where the run is to stop."""
+        trainer, decision = self.trainer, self.recovery.decision
+        if decision.action == StepAction.TRAIN:
+            return
+        first_sample = trainer.loader.state_dict()["position"] - trainer.sequences_per_step
+        if decision.action == StepAction.REWIND:
+            return self._rewind(first_sample)
+        text = f"step {trainer.step}, {self._samples(first_sample)}: {decision.reason}"
+        if decision.action == StepAction.STOP:
+            loss, grad_norm = Readback([report.loss, report.grad_norm]).values()
+            self._require_finite(StepResult(trainer.step, first_sample, report, loss, grad_norm))
+            raise SpikeError(f"{text}. Weights are not saved; the last checkpoint is from before")
+        if decision.action == StepAction.SKIP:
+            self.skipped.add(trainer.step)
+        done = {StepAction.WARN: "TRAINED ON", StepAction.SKIP: "NO UPDATE BY THIS STEP"}[
+            decision.action
+        ]
+        trainer.announce(f"{text}. {done}")
+
+    def result(self, result: StepResult) -> None:
+        """Raises NonFiniteError, on all ranks in the same step."""
+        if result.step in self.skipped:
+            self.skipped.remove(result.step)
+        else:
+            self._require_finite(result)
+
+    def columns(self, window: Window, result: StepResult) -> dict[str, Any]:
+        return {
+            "num_skipped": self.recovery.num_skipped,
+            "num_rewinds": self.recovery.num_rewinds,
+        }
+
+    def rewound(self) -> None:
+        self.skipped.clear()
+
+    def _rewind(self, first_sample: int) -> None:
+        """Load the newest checkpoint, and continue without the samples of the steps before the one that failed."""
+        trainer, reason = self.trainer, self.recovery.decision.reason
+        failed_at = trainer.step
+        checkpointing = trainer.hook(Checkpointing)
+        path = checkpointing.load_newest() if checkpointing is not None else None
+        if path is None:
+            raise NonFiniteError(
+                f"step {failed_at}: {reason}, and there is no checkpoint to rewind to"
+            )
+        end = first_sample + trainer.sequences_per_step
+        most = trainer.config.fault_tolerance.rewind_steps * trainer.sequences_per_step
+        first = max(trainer.loader.state_dict()["position"], end - most)
+        trainer.loader.skip(first, end)
+        trainer.announce(
+            f"step {failed_at}: {reason}. BACK TO STEP {trainer.step}, ON WITHOUT SAMPLES {first} TO {end - 1}"
+        )
+        trainer.go_back(failed_at=failed_at)
+
+    def _samples(self, first: int) -> str:
+        return f"samples {first} to {first + self.trainer.sequences_per_step - 1}"
+
+    def _require_finite(self, result: StepResult) -> None:
+        """Every rank reads the same loss and norm, so all of them raise together."""
+        if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
+            return
+        trainer = self.trainer
+        bad = [not math.isfinite(x) for x in Readback([result.report.local_losses]).values()]
+        by_rank: list[Any] = [None] * trainer.world_size
+        dist.all_gather_object(by_rank, (trainer.dp_rank, bad))
+        size = trainer.config.training.local_batch_size
+        places = []
+        for rank, (dp_rank, flags) in enumerate(by_rank):
+            for number, flag in enumerate(flags):
+                if flag:
+                    start = result.first_sample + (number * trainer.layout.dp + dp_rank) * size
+                    places.append(f"rank {rank}: samples {start} to {start + size - 1}")
+        reason = self.recovery.decision.reason or (
+            f"loss {result.loss}, gradient norm {result.grad_norm}"
+        )
+        where = "; ".join(places) or (
+            f"the loss is finite on every rank; {self._samples(result.first_sample)}"
+        )
+        raise NonFiniteError(
+            f"step {result.step}: {reason} ({where}). Weights are not saved; the last checkpoint is "
+            "from before. Lower optimizer.lr, or look at these samples."
+        )

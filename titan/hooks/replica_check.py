@@ -1,0 +1,20 @@
+"""Compare the weights of replicas bit for bit, every `fault_tolerance.check_replicas_every_n_steps`."""
+
+from __future__ import annotations
+
+from titan.hook import Hook
+from titan.parallel.replicas import require_equal_replicas
+from titan.program import StepReport
+from titan.trainer import Trainer
+
+
+class ReplicaCheck(Hook):
+    """Raises ReplicaError on all ranks if replicas differ."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def updated(self, report: StepReport) -> None:
+        every = self.trainer.config.fault_tolerance.check_replicas_every_n_steps
+        if every and self.trainer.step % every == 0:
+            require_equal_replicas(self.trainer.program.parts)

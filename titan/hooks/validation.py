@@ -1,0 +1,74 @@
+"""Compute the loss on held-out text every `validation.freq` steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titan.data.loader import build_validation_loader
+from titan.data.packing import Batch
+from titan.data.statistics import unigram_bits_per_byte
+from titan.hook import Hook
+from titan.observe.metrics import ValidationRow
+from titan.readback import Readback
+from titan.trainer import Trainer
+
+
+class Validation(Hook):
+    """Evaluate the model on the same samples each time; `row` is the result of this step, or None."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.section = trainer, trainer.config.validation
+        self.row: ValidationRow | None = None
+        self.loader: Any = None
+        if self.section.enable:
+            self.loader = build_validation_loader(
+                self.section,
+                training=trainer.config.training,
+                data=trainer.config.data,
+                tokenizer=trainer.tokenizer,
+                rank=trainer.dp_rank,
+                world=trainer.layout.dp,
+            )
+
+    def needs_results(self) -> bool:
+        step, last_step = self.trainer.step, self.trainer.last_step
+        return self.section.enable and (step == last_step or step % self.section.freq == 0)
+
+    def step_end(self) -> None:
+        self.row = self._validate() if self.needs_results() else None
+
+    def _validate(self) -> ValidationRow:
+        trainer, sizes = self.trainer, []
+
+        def batches() -> Iterator[Batch]:
+            for batch in self.loader.validation_batches(self.section.steps):
+                sizes.append(self.loader.num_bytes(batch))
+                yield batch
+
+        with trainer.timer.pause("validation"):
+            loss_sum, num_valid = trainer.program.evaluate(batches())
+            num_bytes = torch.tensor(sum(sizes), device=trainer.device)
+            if trainer.program.groups.data is not None:
+                dist.all_reduce(num_bytes, group=trainer.program.groups.data)
+            loss, valid, size = Readback([loss_sum, num_valid, num_bytes]).values()
+        loss_per_token = loss / max(valid, 1)
+        trainer.events.write(
+            "validation", step=trainer.step, spent=trainer.timer.total_s, loss=loss_per_token
+        )
+        return ValidationRow(
+            step=trainer.step,
+            validation_loss=loss_per_token,
+            bits_per_byte=loss / math.log(2) / size if size else None,
+            unigram_bits_per_byte=self.unigram_bits_per_byte if trainer.rank == 0 else None,
+        )
+
+    @cached_property
+    def unigram_bits_per_byte(self) -> float | None:
+        """The bits per byte that byte frequencies alone reach on the validation text, as a yardstick."""
+        return unigram_bits_per_byte(self.trainer.loader, validation=self.loader)
