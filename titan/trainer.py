@@ -33,7 +33,7 @@ from titan.config.quantize import quantize_section
 from titan.config.render import to_toml
 from titan.config.rules import resolve_layout
 from titan.config.schema import JobConfig
-from titan.data.loader import build_loader
+from titan.data.loader import build_loader, build_validation_loader
 from titan.health import flight_recorder
 from titan.health.signals import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, StopRequest
 from titan.hook import Hook, StepResult
@@ -222,15 +222,19 @@ class Trainer:
             training.local_batch_size * self.layout.dp * self.layout.accumulation
         )
         self.tokens_per_step = self.sequences_per_step * training.seq_len
+        share = {"tokenizer": self.tokenizer, "rank": self.dp_rank, "world": self.layout.dp}
         self.loader = build_loader(
             training,
             data=config.data,
             seed=config.debug.seed,
             accumulation=self.layout.accumulation,
-            tokenizer=self.tokenizer,
-            rank=self.dp_rank,
-            world=self.layout.dp,
+            **share,
         )
+        self.validation_loader = None
+        if config.validation.enable:
+            self.validation_loader = build_validation_loader(
+                config.validation, training=training, data=config.data, **share
+            )
 
     def start(self) -> None:
         """Resume, open the console and the records of the run, and print what is about to run. `run` calls it."""

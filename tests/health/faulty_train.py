@@ -93,6 +93,9 @@ def of_data(call: Any) -> Any:
 
 
 def install() -> None:
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    import titan.hooks
+    from tests.support.fault_injection import hooks_with_faults
     from titan.data.loader import Loader
     from titan.models.llama3.model import Block
     from titan.trainer import Trainer
@@ -100,16 +103,17 @@ def install() -> None:
     one_step, make = Trainer.train_one_step, Loader.__init__
     trainer: list[Trainer] = []
 
-    def faulty_step(self: Trainer) -> bool:
+    def faulty_step(self: Trainer) -> None:
         trainer[:] = [self]
         before_step(self.step + 1)
-        return one_step(self)
+        one_step(self)
 
     def faulty_loader(self: Loader, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
         self.samples.get = of_data(self.samples.get)  # pyright: ignore
 
     Trainer.train_one_step = faulty_step
+    titan.hooks.standard_hooks = hooks_with_faults  # TITAN_FAULT
     if FAULT in ("dead_loader", "stuck_loader"):
         Loader.__init__ = faulty_loader
     if STRIKES and FAULT in ("hang", "slow", "device_oom"):

@@ -18,6 +18,7 @@ from tests.support.trainers import PoolTrainer, Trainer
 from titan.config.errors import ConfigError
 from titan.config.rules import check_to_run
 from titan.config.schema import JobConfig, ProfilingSection
+from titan.hooks.profiling import Profiling
 from titan.observe import profiler as recording
 from titan.observe.profiler import Profiler, name_modules
 from titan.observe.trace import Report
@@ -282,7 +283,9 @@ def test_a_cpu_has_no_memory_snapshots_and_says_so(tmp_path: Path) -> None:
 def test_running_out_of_memory_writes_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     trainer = Trainer(job(tmp_path))
     written = []
-    monkeypatch.setattr(trainer.profiler, "out_of_memory", lambda: written.append(trainer.step))
+    profiling = trainer.hook(Profiling)
+    assert profiling is not None
+    monkeypatch.setattr(profiling.profiler, "out_of_memory", lambda: written.append(trainer.step))
 
     def fail(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("no memory")

@@ -9,16 +9,16 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from tests.support.fault_injection import hooks_with_faults
 from titan import trainer
 from titan.checkpoint.manager import CheckpointManager
 from titan.config.schema import JobConfig
-from titan.hooks import standard_hooks
 from titan.hooks.checkpointing import Checkpointing
 
 
 class Trainer(trainer.Trainer):
     def __init__(self, config: JobConfig, **options: Any) -> None:
-        super().__init__(config, **{"hooks": standard_hooks, **options})
+        super().__init__(config, **{"hooks": hooks_with_faults, **options})
         self.start()
 
     @property

@@ -1,4 +1,4 @@
-"""Check the environment variables that decide how a run starts: torchrun's, and TITAN_FAULT. Imports no torch."""
+"""Check torchrun's environment variables, which decide how a run starts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ _NUMBERS = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"),
     *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
 )
-FAULT = re.compile(r"(nan|spike):\d{1,18}|flip:\d{1,18}:\d{1,18}", re.ASCII)
 _STARTER = "start the run with torchrun, srun and torchrun, or titan train --nproc"
 
 
@@ -20,10 +19,6 @@ def check_environment(environment: Mapping[str, str]) -> list[Problem]:
     """Return everything that is wrong with the variables, as problems without a line."""
     # Numbers first: ranks can only be compared if they are numbers.
     violations = [*_check_numbers(environment)] or [*_check_ranks(environment)]
-    fault = environment.get("TITAN_FAULT")
-    if fault and not FAULT.fullmatch(fault):
-        expected = "expected nan:SAMPLE, spike:SAMPLE or flip:RANK:STEP"
-        violations.append(("TITAN_FAULT", f"{expected}, got {fault!r}"))
     return [Problem("environment", 0, name, message) for name, message in violations]
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from titan.data.loader import build_validation_loader
 from titan.data.packing import Batch
 from titan.data.statistics import unigram_bits_per_byte
 from titan.hook import Hook
@@ -25,16 +23,6 @@ class Validation(Hook):
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.section = trainer, trainer.config.validation
         self.row: ValidationRow | None = None
-        self.loader: Any = None
-        if self.section.enable:
-            self.loader = build_validation_loader(
-                self.section,
-                training=trainer.config.training,
-                data=trainer.config.data,
-                tokenizer=trainer.tokenizer,
-                rank=trainer.dp_rank,
-                world=trainer.layout.dp,
-            )
 
     def needs_results(self) -> bool:
         step, last_step = self.trainer.step, self.trainer.last_step
@@ -44,11 +32,13 @@ class Validation(Hook):
         self.row = self._validate() if self.needs_results() else None
 
     def _validate(self) -> ValidationRow:
-        trainer, sizes = self.trainer, []
+        trainer, loader = self.trainer, self.trainer.validation_loader
+        assert loader is not None, "the rules demand validation data"
+        sizes: list[int] = []
 
         def batches() -> Iterator[Batch]:
-            for batch in self.loader.validation_batches(self.section.steps):
-                sizes.append(self.loader.num_bytes(batch))
+            for batch in loader.validation_batches(self.section.steps):
+                sizes.append(loader.num_bytes(batch))
                 yield batch
 
         with trainer.timer.pause("validation"):
@@ -71,4 +61,5 @@ class Validation(Hook):
     @cached_property
     def unigram_bits_per_byte(self) -> float | None:
         """The bits per byte that byte frequencies alone reach on the validation text, as a yardstick."""
-        return unigram_bits_per_byte(self.trainer.loader, validation=self.loader)
+        assert self.trainer.validation_loader is not None
+        return unigram_bits_per_byte(self.trainer.loader, validation=self.trainer.validation_loader)
