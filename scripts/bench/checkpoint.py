@@ -33,6 +33,8 @@ from titan.checkpoint.manager import CheckpointManager
 from titan.checkpoint.staging import Staging
 from titan.checkpoint.storage import LocalStorage
 from titan.config.schema import CheckpointSection, JobConfig
+from titan.hooks import standard_hooks
+from titan.hooks.checkpointing import Checkpointing
 from titan.trainer import Trainer
 
 MODES = ("disabled", "async", "async_with_pinned_mem")
@@ -85,13 +87,16 @@ def measure(mode: str, args: argparse.Namespace) -> tuple[list[float], float, fl
         tempfile.TemporaryDirectory(dir=args.folder) as folder,
         redirect_stdout(io.StringIO()),
     ):
-        trainer = Trainer(job(Path(folder), args, **checkpoint))
+        trainer = Trainer(job(Path(folder), args, **checkpoint), hooks=standard_hooks)
+        trainer.start()
+        checkpointing = trainer.hook(Checkpointing)
+        assert checkpointing is not None
         blocked: list[float] = []
-        manager, spent = trainer.checkpoints, Spent()
+        manager, spent = checkpointing.manager, Spent()
         spent.wrap(manager, "_write", "save")
 
         def step() -> None:
-            trainer._one_step()
+            trainer.train_one_step()
             if trainer.device.type != "cpu":
                 torch.accelerator.synchronize()
 
@@ -101,7 +106,7 @@ def measure(mode: str, args: argparse.Namespace) -> tuple[list[float], float, fl
         for number in range(args.saves * args.every):
             if mode != "none" and number % args.every == 0:
                 before = time.perf_counter()
-                manager.save(trainer.step, trainer._state(), metadata={}, wait=False)
+                manager.save(trainer.step, checkpointing.state(), metadata={}, wait=False)
                 blocked.append(time.perf_counter() - before)
             waited = trainer.timer._spent_s["checkpoint"]
             step()

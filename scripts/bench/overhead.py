@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from titan.config.model import family, model_config
 from titan.config.schema import JobConfig
+from titan.hooks import standard_hooks
 from titan.optim.optimizers import parameter_groups
 from titan.trainer import Trainer
 
@@ -64,13 +65,14 @@ def main() -> None:
                 "checkpoint": {"enable": False},
             }
         )
-        trainer = Trainer(config)
+        trainer = Trainer(config, hooks=standard_hooks)
+        trainer.start()
         sizes = model_config(config.model)
         model = family(config.model.name).build_model(sizes)
         bare = bare_step(model, vocabulary=sizes.vocab_size, shape=shape)
         times: dict[str, list[float]] = {"titan": [], "bare": []}
         for round_number in range(args.rounds + 1):
-            for name, step in (("titan", trainer._one_step), ("bare", bare)):
+            for name, step in (("titan", trainer.train_one_step), ("bare", bare)):
                 for _ in range(args.steps_per_block):
                     begin = time.perf_counter()
                     step()

@@ -20,6 +20,7 @@ from titan.config.layout import Layout
 from titan.config.model import model_config
 from titan.config.rules import load_to_run
 from titan.config.schema import JobConfig
+from titan.untrusted import InputError
 
 _MOST = 30  # problems that are printed
 OPTIONS = ("--nproc", "--json", "--no-dry-run")
@@ -98,7 +99,6 @@ def check_all(
     from titan.preflight import judge, measure
     from titan.preflight.dry_run import dry_run, explain
     from titan.program import torch_dtype
-    from titan.trainer import UserError
 
     rank, dtype = dist.get_rank(), config.training.mixed_precision_param
     mine = measure.measure(
@@ -135,7 +135,8 @@ def check_all(
             result = dry_run(config, layout, device=device, mesh=mesh)
         except Exception as error:
             text = explain(error, rank=rank, host=mine.host)
-            if not isinstance(error, UserError) and "out of memory" not in text:
+            is_known = isinstance(error, (InputError, KeepError, Float8Error))
+            if not is_known and "out of memory" not in text:
                 traceback.print_exc()
             print(f"PROBLEM  {text}", flush=True)
             _write(json_file, report | {"problems": [*found, text]})
