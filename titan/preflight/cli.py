@@ -96,6 +96,8 @@ def check_all(
     import torch.distributed as dist
 
     from titan.observe.estimate import estimate_memory
+    from titan.parallel.activation import KeepError
+    from titan.parallel.float8 import Float8Error
     from titan.preflight import judge, measure
     from titan.preflight.dry_run import dry_run, explain
     from titan.program import torch_dtype
