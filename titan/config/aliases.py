@@ -14,6 +14,7 @@ from typing import Any
 from .errors import Problem, SourceLocation, key_text, parent
 from .schema import ParallelismSection
 
+# Old key (or section) and its new place. Before v0.2.2 most of these keys were in other sections.
 RENAMED: dict[str, str] = {
     "float8.enable_float8_linear": "model.converters",
     "float8": "quantize.linear.float8",
@@ -95,6 +96,7 @@ def _unless_boolean(convert: Callable[[bool], Any]) -> Callable[[Any], Any]:
     return lambda value: convert(value) if isinstance(value, bool) else value
 
 
+# Renamed keys whose values changed as well.
 _CONVERTED: dict[str, Callable[[Any], Any]] = {
     "optimizer.fused": _unless_boolean(lambda fused: "fused" if fused else "foreach"),
     "float8.enable_float8_linear": _unless_boolean(
@@ -155,6 +157,7 @@ def apply_aliases(layer: ConfigLayer) -> tuple[list[str], list[Problem]]:
         if _last(old) not in table or ("." not in old and not isinstance(table[old], dict)):
             continue
         location = layer.locations[old]
+        # Within one file neither of the two wins.
         if other := layer.locations.get(new):
             message = f"is the old name of {new}, which {other} sets too; keep {new} only"
             problems.append(location.problem(message))
@@ -169,6 +172,7 @@ def apply_aliases(layer: ConfigLayer) -> tuple[list[str], list[Problem]]:
         if key in IGNORED or _is_off(value) or UNUSED[key] == value:
             warnings.append(f"{location}: {key} is ignored: titan has no use for it")
             continue
+        # Of a section, name each key that asks for something.
         keys = [key]
         if isinstance(value, dict):
             keys = [f"{key}.{key_text([k])}" for k, inner in value.items() if not _is_off(inner)]
@@ -178,6 +182,7 @@ def apply_aliases(layer: ConfigLayer) -> tuple[list[str], list[Problem]]:
 
 
 def _is_off(value: Any) -> bool:
+    # A section that is switched off asks for nothing, whatever its other keys say.
     if isinstance(value, dict):
         return value.get("enable") is False or all(map(_is_off, value.values()))
     return not value

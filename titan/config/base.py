@@ -27,6 +27,7 @@ def _not_zero(value: int) -> int:
     return value
 
 
+# Types of fields.
 StrList = Annotated[list[str], BeforeValidator(_split_commas)]
 LIMIT = 2**31 - 1
 """Largest count of anything. More is a mistake, and would overflow somewhere in torch."""
@@ -39,6 +40,7 @@ DType = Literal["float32", "bfloat16"]
 class Section(BaseModel):
     """Base of every section. It is frozen and strict about types, and refuses unknown keys."""
 
+    # use_attribute_docstrings: the string below a field is its help.
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
@@ -52,6 +54,7 @@ class Section(BaseModel):
 
     def forget(self, path: KeyPath) -> None:
         """Make the value of the setting at `path` unknown. For an item of a list, that is the whole list."""
+        # Reading the attribute then raises UnknownValue, in __getattr__.
         name, *rest = path
         values: dict[Any, Any] = vars(self)
         if rest and isinstance(values.get(name), Section):

@@ -30,6 +30,7 @@ def _check_numbers(environment: Mapping[str, str]) -> Iterator[RuleViolation]:
 
 
 def _check_ranks(environment: Mapping[str, str]) -> Iterator[RuleViolation]:
+    # A process without RANK is one process, if nothing else says that there are more.
     number = {name: int(environment[name]) for name in _NUMBERS if name in environment}
     if "RANK" not in number:
         if number.get("WORLD_SIZE", 1) != 1:

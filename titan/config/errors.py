@@ -49,6 +49,7 @@ class ConfigError(Exception):
 
     def __init__(self, problems: Iterable[Problem], *, partial: Any = None) -> None:
         self.partial = partial
+        # Two rules may report the same.
         unique = list(dict.fromkeys(problems))
         files = [*dict.fromkeys(p.file for p in unique if p.file != COMMAND_LINE), COMMAND_LINE]
         self.problems = sorted(unique, key=lambda p: (files.index(p.file), p.line))
@@ -100,6 +101,7 @@ class SourceMap:
         """Return a problem with `key`, at its line, or at that of the nearest table around it."""
         if place := self.locations.get(key):
             return place.problem(message)
+        # A missing key has no line, but its table may have one.
         around = key
         while around:
             around = parent(around)
@@ -127,6 +129,7 @@ def parent(key: str) -> str:
 
 def nearest(word: str, choices: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """Return the choice that begins with `word` or is most like it, in any letter case. None if none is close."""
+    # An abbreviation is likelier than a misspelling.
     by_lower = {choice.lower(): choice for choice in choices}
     longer = [c for c in by_lower if c.startswith(word.lower() + "-")]  # h200-sxm of h200
     if len(word) >= 3 and longer:

@@ -22,9 +22,11 @@ def models_at(path: KeyPath, *, data: Any = None) -> list[type[BaseModel]]:
     models: list[type[BaseModel]] = [JobConfig]
     for part in path:
         data = _child(data, part)
+        # An index selects an item of a list, whose sections are those of the list.
         if isinstance(part, str):
             fields = [m.model_fields[part] for m in models if part in m.model_fields]
             models = [model for f in fields for model in _models_in(f.annotation)]
+        # A table that names no member may be any of them.
         models = [m for m in models if _is_named(m, data)] or models
     return models
 

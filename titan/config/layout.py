@@ -124,6 +124,7 @@ def _check_world(config: JobConfig, model: Any, world_size: int) -> Iterator[Rul
     else:
         reason = f"{shown} = {product}, but there are {world_size} ranks"
     fixes = []
+    # Change one axis at a time. The share is what the other axes leave of the world for it.
     for axis, degree in fixed.items():
         share, rest = divmod(world_size, product // degree)
         possible = divisors(share) if is_open else [share]
@@ -141,6 +142,7 @@ def _check_world(config: JobConfig, model: Any, world_size: int) -> Iterator[Rul
 def _check_batch(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:
     training = config.training
     dp = config.parallelism.data_parallel_replicate_degree * _shard_degree(config, world_size)
+    # -1 stands for one forward pass, which always fits.
     per_pass, size = training.local_batch_size * dp, training.global_batch_size
     if size > 0 and size % per_pass:
         unit = (
@@ -177,8 +179,10 @@ def _uneven(model: Any, tp: int) -> Iterator[str]:
     """Yield the reasons why `tp` ranks cannot share the model's matrices. Fields that a family lacks are skipped."""
     names = ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
     heads, kv_heads, width, vocabulary = (getattr(model, name, 0) for name in names)
+    # Attention is split by heads.
     if heads % tp:
         yield f"{tp} does not divide the model's {heads} heads"
+    # Several ranks may share a key/value head, each with a copy.
     elif kv_heads % tp and tp % max(1, kv_heads):
         yield f"{tp} neither divides the model's {kv_heads} key/value heads nor is a multiple of them"
     if width % tp:
@@ -209,6 +213,7 @@ def _check_stages(config: JobConfig, model: Any, world_size: int) -> Iterator[Ru
         unit = f"pipeline_parallel_microbatch_size {size}"
         yield "training.local_batch_size", _not_a_multiple(batch, size, unit)
         return
+    # Its weight would need a sum of gradients over two ranks after each step.
     if getattr(model, "tied_embeddings", False):
         fix = "use 1, or model.overrides.tied_embeddings = false"
         yield degree_key, f"tied embeddings would be on the first and on the last rank; {fix}"
@@ -250,11 +255,13 @@ def _stage_violation(config: JobConfig, num_layers: int, reason: str) -> RuleVio
     """Return the key to change, and a value of it that makes stages, schedule and batch fit."""
     parallel, prefix = config.parallelism, "pipeline_parallel_"
     pp, size = parallel.pipeline_parallel_degree, parallel.pipeline_parallel_microbatch_size
+    # A file, or a list of modules, says everything itself: no number could fix it.
     if parallel.pipeline_parallel_schedule_csv:
         return f"parallelism.{prefix}schedule_csv", reason
     if parallel.module_fqns_per_model_part and "microbatch" not in reason:
         return "parallelism.module_fqns_per_model_part", reason
     name, values = f"{prefix}degree", range(1, pp)
+    # Far enough to give every possible stage a microbatch.
     if "microbatch" in reason:
         name, value = "local_batch_size", config.training.local_batch_size
         values = range(size, value + 2 * pp * num_layers * size + 1, size)
@@ -276,6 +283,7 @@ def _stage_violation(config: JobConfig, num_layers: int, reason: str) -> RuleVio
 
 def _nearest_fits(config: JobConfig, num_layers: int, name: str, values: range) -> list[int]:
     """Return the nearest of `values`, below and above today's, with which the stages fit."""
+    # Nearest first on either side, since the first that fits is the answer.
     today = getattr(config.training if name == "local_batch_size" else config.parallelism, name)
     below = values[: bisect_left(values, today)][-_MAX_TRIED:]
     above = values[bisect_right(values, today) :][:_MAX_TRIED]

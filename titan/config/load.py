@@ -65,6 +65,7 @@ def load_config(
         overlays: files whose keys replace those of the job file.
         overrides: "section.key=value", which replace both.
     """
+    # Each file is read and modernized by itself, so that every problem has its own file and line.
     layers: list[ConfigLayer] = []
     problems: list[Problem] = []
     for path in (job, *overlays):
@@ -108,6 +109,7 @@ def _merge(
             continue
         base[name] = value
         key = key_text(inner)
+        # A list or value is replaced as a whole, so the old one's lines go too.
         for old in [k for k in locations if _is_within(k, key)]:
             del locations[old]
         locations.update({k: location for k, location in new.items() if _is_within(k, key)})
@@ -127,6 +129,7 @@ def _validate(data: dict[str, Any], source_map: SourceMap) -> tuple[JobConfig, l
         mistakes = explain(error, data=data, source_map=source_map)
         # A misspelt key leaves the value of the key that was meant unknown.
         unknown += [_whole(likely_key(path, data=data)) for path in mistakes]
+        # Validate the rest again, to get a config that rules can check.
         for path in mistakes:
             _remove(data, _whole(path))
         try:
@@ -134,6 +137,7 @@ def _validate(data: dict[str, Any], source_map: SourceMap) -> tuple[JobConfig, l
         except ValidationError:  # the rest is not valid either: know nothing
             config = JobConfig()
             unknown = [(name,) for name in JobConfig.model_fields]
+    # Tables before their keys: forgetting a table makes the keys unreachable.
     for path in sorted(unknown, key=len):
         config.forget(path)
     config._source_map = source_map
@@ -214,6 +218,7 @@ def _parse(
     while rest:
         word = rest.pop(0)
         key, equals, value = word.partition("=")
+        # A file, or an override without its dashes.
         if not word.startswith("-"):
             if equals and not Path(word).exists():
                 problems.append(
@@ -221,6 +226,7 @@ def _parse(
                 )
             else:
                 files.append(word)
+        # Only overrides have a dot. Everything else belongs to the command, which has taken its options.
         elif not key.startswith("--") or "." not in key:
             hint = _option_hint(key, options)
             problems.append(Problem(COMMAND_LINE, 0, key, f"unknown option{hint}"))
@@ -266,6 +272,7 @@ def _read_overrides(overrides: Iterable[str]) -> ConfigLayer:
             message = "not a key; expected --section.key=value"
             problems.append(Problem(COMMAND_LINE, 0, key, message))
         table[name] = _override_value(key, text)
+        # The tables around it too, for problems with a key that is missing there.
         while key:
             layer.locations[key] = SourceLocation(COMMAND_LINE, 0, key)
             key = parent(key)
@@ -286,5 +293,5 @@ def _override_value(key: str, text: str) -> Any:
     try:
         value = parse_value(text)
     except ValueError:
-        return text
+        return text  # unquoted text, as a shell leaves it
     return text if is_text and not isinstance(value, str) else value

@@ -159,6 +159,7 @@ def _check_source(
     package = {s.ParquetSource: "pyarrow", s.HuggingFaceSource: "datasets"}.get(type(source))
     if package and find_spec(package) is None:
         yield key, f"needs {package}: pip install 'titan-pretrain[huggingface]'"
+    # Whether the hub has a dataset is not asked: the login node may have no network.
     if isinstance(source, s.HuggingFaceSource):
         if source.path.startswith(("/", ".", "~")) and not _exists(source.path):
             yield key, f"'{source.path}' does not exist"
@@ -223,6 +224,7 @@ def _check_checkpoints(config: JobConfig) -> Iterator[RuleViolation]:
     location = as_location(path)
     if not _exists(path):
         yield key, f"'{path}' does not exist"
+    # The parent of step-N folders is a common mistake.
     elif not any(storage_of(location).exists(join(location, name)) for name in names):
         steps = list_steps(location)
         hint = f"; did you mean '{join(location, f'step-{steps[-1]}')}'?" if steps else ""
@@ -259,6 +261,7 @@ def operations() -> set[str]:
     if not file.is_file():
         return set()
     text = file.read_text(encoding="utf-8")
+    # A line of the list: "- func: mm.out(Tensor self, ...". Overloads and generated variants follow a dot or are listed apart.
     names = re.findall(r"^- func: (\w+)", text, re.MULTILINE)
     for line in re.findall(r"^  autogen: (.*)$", text, re.MULTILINE):
         names += re.findall(r"(\w+)(?:\.\w+)?", line)

@@ -17,6 +17,7 @@ from .errors import Problem, SourceMap, choose, did_you_mean, key_text, nearest
 from .keys import fields_at, models_at, sections_with
 from .toml import KeyPath, format_value
 
+# pydantic's error types, and what they expect.
 _WANTED = {
     "int_type": "a whole number",
     "float_type": "a number",
@@ -27,12 +28,14 @@ _WANTED = {
     "model_type": "a table",
     "model_attributes_type": "a table",
 }
+# pydantic's error types for bounds: name of the limit, and its words.
 _BOUNDS = {
     "greater_than": ("gt", "greater than"),
     "greater_than_equal": ("ge", "at least"),
     "less_than": ("lt", "less than"),
     "less_than_equal": ("le", "at most"),
 }
+# What people write for booleans in other formats.
 _BOOLEANS: dict[str, bool] = {
     **dict.fromkeys(("true", "yes", "on", "1"), True),
     **dict.fromkeys(("false", "no", "off", "0"), False),
@@ -70,6 +73,7 @@ def _path_in(data: Any, error: ErrorDetails) -> KeyPath:
         elif error["type"] != "missing" or part != error["loc"][-1]:
             continue
         path += (part,)
+    # pydantic points at the table; the mistake is the key that names its kind.
     if error["type"] == "union_tag_invalid":
         path += (error["ctx"]["discriminator"].strip("'"),)  # pyright: ignore[reportTypedDictNotRequiredAccess]
     return path
@@ -123,6 +127,7 @@ def _number(value: float) -> str:
 def _type_fix(value: Any, wanted: str, path: KeyPath) -> str:
     """Return what to write instead, after a semicolon. Empty if the value does not tell."""
     if isinstance(value, str) and "number" in wanted:
+        # A number in quotes.
         pattern = r"[+-]?\d+" if "whole" in wanted else r"[+-]?\d+(\.\d+)?([eE][+-]?\d+)?"
         return f"; write {value} without quotes" if re.fullmatch(pattern, value) else ""
     if wanted == "a whole number" and isinstance(value, float) and abs(value) < 1e15:
@@ -152,6 +157,7 @@ def _unknown(path: KeyPath, value: Any, *, data: dict[str, Any]) -> str:
     name, here = str(path[-1]), fields_at(path[:-1], data=data)
     if owners := [_tag(model) for model in models_at(path[:-1]) if name in model.model_fields]:
         return f"unknown key; only {', '.join(owners)} {'has' if len(owners) == 1 else 'have'} it"
+    # Another member of the union has it: say which. Else look for a similar key here, then for the same key elsewhere.
     elsewhere = sections_with(name)
     if len(path) == 1:
         what = "unknown section" if isinstance(value, dict) else "key outside any section"

@@ -25,6 +25,7 @@ from .toml import format_value
 LARGEST = {"n_layers": 10_000, "": 2**24}
 LARGEST_MODEL = 10**15
 _DOCS = 'docs/architecture.md, "Adding a model family", says what titan reads'
+# What the estimates, the start-up page and the layout rules read of any model.
 _SIZES = (
     *("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size"),
     *("num_params", "num_block_params", "num_embedding_params", "flops_per_token"),
@@ -47,6 +48,7 @@ def resolve_model(section: ModelSection) -> tuple[Any, list[RuleViolation]]:
     except KeyError:
         message = f'unknown model family "{section.name}"{choose(section.name, families())}'
         return None, [("model.name", message)]
+    # Families of other packages are checked as they are loaded; tests check ours.
     is_plug_in = section.name in _plug_ins()
     if is_plug_in and (lacks := _lacks(package, ("FLAVORS", "TENSOR_PLAN", "build_model"))):
         return None, [("model.name", f"the family {section.name} lacks {lacks}; {_DOCS}")]
@@ -109,6 +111,7 @@ def _check_module(name: str, config: Any) -> tuple[RuleViolation, ...]:
     from torch import nn
 
     try:
+        # No memory is needed on meta, whatever the size.
         with torch.device("meta"):
             model = family(name).build_model(config)
     except Exception as error:
@@ -116,6 +119,7 @@ def _check_module(name: str, config: Any) -> tuple[RuleViolation, ...]:
         return (("model.name", f"{message}; {_DOCS}"),)
     kind, problems = type(model).__name__, []
     call = signature(model.forward)
+    # Bind names only: nothing is computed.
     try:
         call.bind(None, positions_BS=None, document_ids_BS=None)
     except TypeError as error:
@@ -126,6 +130,7 @@ def _check_module(name: str, config: Any) -> tuple[RuleViolation, ...]:
         problems.append(f"lacks {lacks}")
     elif not isinstance(model.layers, nn.ModuleDict):
         problems.append(f"has its blocks in a {type(model.layers).__name__}, not an nn.ModuleDict")
+    # Parameters get initial weights from outside; a buffer that is built on meta has no values.
     problems += [
         f"has a buffer {prefix}.{buffer}, and {type(module).__name__} no reset_buffers() that fills it"
         for prefix, module in model.named_modules()

@@ -69,6 +69,7 @@ def _check_float8(config: JobConfig, section: Float8Section) -> Iterator[RuleVio
     if gathers and recipe != "tensorwise":
         fix = 'use false, or recipe_name = "tensorwise"'
         yield gather, f"sends one scale with each weight, and {recipe} has one for each row; {fix}"
+    # Scales are precomputed for what FSDP gathers in float8, on the device.
     if section.precompute_float8_dynamic_scale_for_fsdp:
         if not gathers:
             yield scales, "is for gathering in float8; set enable_fsdp_float8_all_gather = true"

@@ -22,11 +22,12 @@ def to_toml(config: JobConfig, *, comments: bool = False) -> str:
 def _table(path: KeyPath, section: Any, *, comments: bool, header: str = "[{}]") -> Iterator[str]:
     values = dict(section) if isinstance(section, BaseModel) else section
     fields = type(section).model_fields if isinstance(section, BaseModel) else {}
+    # TOML needs plain values before the first header of an inner table.
     inner = {name: value for name, value in values.items() if _is_table(value)}
     if len(inner) < len(values) or "[[" in header:
         yield from ("", header.format(key_text(p for p in path if isinstance(p, str))))
     for name, value in values.items():
-        if value is None or name in inner:
+        if value is None or name in inner:  # TOML has no null
             continue
         if comments and name in fields and (text := fields[name].description):
             yield from (f"# {line}" for line in text.splitlines())
@@ -48,6 +49,7 @@ def _is_table(value: Any) -> bool:
 
 def json_schema() -> dict[str, Any]:
     """Return the JSON schema of a job file, for editors."""
+    # Edit the copy that pydantic returns.
     schema = JobConfig.model_json_schema()
     _relax_unions(schema)
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema

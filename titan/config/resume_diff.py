@@ -45,6 +45,7 @@ def changed_settings(
         for path, value in now.items()
         if path in watched and before.get(path, value) != value
     ]
+    # The keys may differ if ranks and accumulation make up for it, so compare the product.
     if sequences[0] not in (None, sequences[1]):
         changes.append(("training.global_batch_size", *sequences))
     return [f"{key}: {format_value(old)} -> {format_value(new)}" for key, old, new in changes]

@@ -68,6 +68,7 @@ def load_to_run(
         problems += _problems(config, world_size, here=here)
     if warn or problems:
         print_warnings(warnings)
+    # Whatever is None here has left a problem.
     if problems or config is None or world_size is None:
         raise ConfigError(problems)
     if warn:

@@ -59,8 +59,7 @@ class ModelSection(Section):
     """Which model to train, and its size."""
 
     name: str = "llama3"
-    """The model family: a folder in models/, or one that a package registers under the entry point
-    `titan.models`."""
+    """The model family: a folder in models/, or the name of an entry point `titan.models`."""
     flavor: str = "debugmodel"
     """A named size of the family, such as "8B"."""
     overrides: dict[str, int | float | bool | str] = {}
@@ -69,9 +68,8 @@ class ModelSection(Section):
     """Folder with the tokenizer (tokenizer.json or tokenizer.model) and, for conversion from and to
     Hugging Face, safetensors and config.json."""
     converters: StrList = []
-    """Which low-precision conversion to apply to linear layers: "quantize.linear.float8" (or
-    "float8") or "quantize.linear.mx". The section of the same name holds its settings. Empty:
-    none."""
+    """Low-precision conversion of linear layers: "quantize.linear.float8" (or "float8") or
+    "quantize.linear.mx". The section of the same name has its settings."""
 
 
 class TokenizerSection(Section):
@@ -98,7 +96,7 @@ class AdamOptions(Section):
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the denominator of the update, so that it is not zero."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    """Decoupled weight decay of matrices and, with decay_norms, of all other parameters."""
+    """Decoupled weight decay of matrices and, with decay_norms, of all the rest."""
     decay_norms: bool = False
     """Also decay norms, biases and other vectors. Set it to reproduce TorchTitan, which does."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
@@ -168,33 +166,26 @@ class LRSchedulerSection(Section):
     """Steps in which the learning rate rises linearly to its peak. If the run is too short, warm-up
     is cut to its length first, then decay to what is left, with a warning."""
     total_steps: Annotated[int | None, Field(ge=1, le=LIMIT)] = None
-    """Steps of the whole schedule. Unset: training.steps. Set it if a run is to end before its
-    schedule does."""
+    """Steps of the schedule, if it is to be longer than the run. Unset: training.steps."""
     decay_ratio: Annotated[float | None, Field(ge=0, le=1)] = None
-    """Share of the schedule, at its end, in which the rate decays. Unset: decay begins right after
-    warm-up."""
+    """Share of the schedule that decays, at its end. Unset: all after warm-up."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay."""
     min_lr_factor: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Rate at which the decay ends, as a share of the peak. It is reached one step after the
-    last."""
+    """Rate at the end of the decay, one step after the last, as a share of the peak."""
 
 
 class DataloaderSection(Section):
     """Background preparation of batches."""
 
     num_workers: NonNegative = 1
-    """0 prepares batches in the training thread. 1 or more prepares them in one background
-    thread."""
+    """0 prepares batches in the training thread, 1 or more in one background thread."""
     persistent_workers: bool = True
-    """Has no effect; accepted because TorchTitan's files have it. The background thread lives as
-    long as the run."""
+    """Has no effect. The background thread lives as long as the run."""
     pin_memory: bool = True
-    """Copy batches to an accelerator from page-locked memory, so that the copy overlaps with
-    computation."""
+    """Copy batches from page-locked memory, so that copies overlap with computation."""
     prefetch_factor: Annotated[int, Field(ge=1, le=1024)] = 4
-    """Batches prepared ahead. Raise it if data_wait_s in the metrics shows that steps wait for
-    data."""
+    """Batches prepared ahead. Raise it if data_wait_s in the metrics is not near 0."""
 
 
 class TrainingSection(Section):
@@ -214,22 +205,18 @@ class TrainingSection(Section):
     seq_len: Positive = 2048
     """Tokens in each sequence."""
     max_norm: Annotated[float, Field(ge=0)] = 1.0
-    """Largest global L2 norm of the gradients. Larger ones are scaled down to it. 0: never; the
-    norm is only reported."""
+    """Scale gradients down to this global L2 norm. 0: only report the norm."""
     steps: Positive = 10_000
     """Optimizer steps of the whole run, including those before a resume."""
     enable_cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in host memory (FSDP). Slow; for models that
-    do not fit otherwise."""
+    """Keep parameters, gradients and optimizer state in host memory (FSDP). Slow."""
     expandable_segments: bool = True
-    """Let CUDA's caching allocator grow its segments in place, so that less memory is lost between
-    blocks. false: torch's default. PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF, if set, takes
-    precedence."""
+    """Let CUDA's caching allocator grow its segments in place, which wastes less memory. false:
+    torch's default. PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF take precedence."""
     dtype: DType = "float32"
     """Precision of the master parameters and of the optimizer."""
     mixed_precision_param: DType = "bfloat16"
-    """Precision of the forward and backward pass. Parameters are cast to it when they are
-    gathered."""
+    """Precision of the forward and backward pass. Gathered parameters are cast to it."""
     mixed_precision_reduce: DType = "float32"
     """Precision in which gradients are summed over ranks."""
     gc_freq: Positive = 50
@@ -324,6 +311,7 @@ def _members(group: str, *builtin: type[Section]) -> Any:
     return Union[(*builtin, *(load_plug_in(e) for e in entry_points(group=group)))]
 
 
+# Type checkers see the built-in members; at run time plug-ins are members too.
 if TYPE_CHECKING:
     OptimizerSection = AdamWSection | AdamSection | AdamW8bitSection | MuonSection
     SourceSection = (
@@ -339,6 +327,7 @@ else:
     OptimizerSection = Annotated[
         _members("titan.optimizers", AdamWSection, AdamSection, AdamW8bitSection, MuonSection),
         Field(discriminator="name"),
+        # An [optimizer] without a name is AdamW.
         BeforeValidator(
             lambda value: {"name": "AdamW"} | value if isinstance(value, dict) else value
         ),
@@ -364,24 +353,20 @@ class DataSection(Section):
     sources: list[SourceSection] = []
     """Sources to blend by their weights. Empty: what training.dataset names."""
     shuffle: bool = True
-    """Visit the samples of each epoch in an order drawn from debug.seed. false: in the order of the
-    files."""
+    """Visit samples in an order drawn from debug.seed for each epoch. false: file order."""
     add_bos: bool = True
     """Begin each document with the tokenizer's begin-of-text token, if it has one."""
     add_eos: bool = True
     """End each document with the tokenizer's end-of-text token, if it has one."""
     reset_positions: bool = False
-    """Count positions from the beginning of each document, not of the sequence. Needs
-    document_mask."""
+    """Count positions from the start of each document. Needs document_mask."""
     document_mask: bool = False
     """Let no token attend to another document of its sequence. The first token of a document is
     then not predicted from the document before it."""
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the documents that is kept from training and used for validation. A hash of its text
-    chooses a document."""
+    """Share of the documents, chosen by a hash, kept from training for validation."""
     cache_folder: str = ""
-    """Folder in which tokenized text is kept between runs. Empty: titan/ in the user's cache
-    folder."""
+    """Folder for tokenized text. Empty: titan/ in the user's cache folder."""
 
 
 class JobConfig(Section):

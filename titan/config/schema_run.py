@@ -21,8 +21,7 @@ class JobSection(Section):
     description: str = ""
     """A sentence for people, shown at start-up. It has no effect."""
     print_config: bool = False
-    """Print the resolved config at start-up. It is always written to config.toml in the run
-    folder."""
+    """Print the resolved config at start-up. config.toml in the run folder always has it."""
 
 
 class ProfilingSection(Section):
@@ -30,18 +29,15 @@ class ProfilingSection(Section):
     step's time went."""
 
     enable_profiling: bool = False
-    """Record a profiler trace every profile_freq steps. A recorded step is slower than the
-    others."""
+    """Record a profiler trace every profile_freq steps. A recorded step is slower."""
     save_traces_folder: str = "traces"
     """Folder of the traces, below the run folder."""
     profile_freq: Positive = 10
-    """Steps from one trace or memory snapshot to the next. It must hold profiler_warmup and
-    profiler_active."""
+    """Steps between traces or snapshots; at least profiler_warmup + profiler_active."""
     profiler_active: Positive = 1
     """Steps recorded in each trace. One is enough for most questions; a trace of more is larger."""
     profiler_warmup: NonNegative = 3
-    """Steps for which the profiler runs before it records, so that its own start-up is not in the
-    trace."""
+    """Steps that the profiler runs before it records, to leave out its own start-up."""
     enable_memory_snapshot: bool = False
     """Write the CUDA allocator's history every profile_freq steps, and when memory runs out. View
     it at pytorch.org/memory_viz."""
@@ -72,9 +68,8 @@ class MetricsSection(Section):
     """How MFU counts the FLOPs of attention. "full" counts the whole S x S matrix, as PaLM and
     TorchTitan do. "causal" counts half of it, which is what a causal kernel computes."""
     log_layer_norms_every_n_steps: NonNegative = 0
-    """Steps from one row of layer_norms.jsonl to the next: gradient and weight norms of each block
-    (also in TensorBoard, if on). 0: never. Turn it on to find the block in which a run becomes
-    unstable."""
+    """Steps between rows of layer_norms.jsonl, with gradient and weight norms of each block. 0:
+    never. Turn it on to find the block in which a run becomes unstable."""
 
 
 class ParallelismSection(Section):
@@ -84,8 +79,7 @@ class ParallelismSection(Section):
     data_parallel_replicate_degree: Positive = 1
     """Replicas of the model (DDP). With a shard degree above 1, each replica is sharded (HSDP)."""
     data_parallel_shard_degree: PositiveOrAuto = -1
-    """Ranks that shard parameters, gradients and optimizer state (FSDP2). -1: all ranks that the
-    other degrees leave."""
+    """Ranks that shard parameters, gradients and optimizer state (FSDP2). -1: all that are left."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Whether gathered parameters are freed after the forward pass. "always" frees them (ZeRO-3).
     "never" keeps them for the backward pass (ZeRO-2), which saves a second gathering and costs
@@ -106,18 +100,15 @@ class ParallelismSection(Section):
     """Order of forward and backward passes: GPipe, 1F1B, Interleaved1F1B, LoopedBFS,
     InterleavedZeroBubble, ZBVZeroBubble or DualPipeV. `titan pipeline` draws it."""
     pipeline_parallel_schedule_csv: str | None = ""
-    """File with a custom schedule: a line for each rank, with its actions separated by commas.
-    Empty: the named schedule."""
+    """File with a custom schedule instead: a line of comma-separated actions for each rank."""
     pipeline_parallel_microbatch_size: Positive = 1
     """Sequences in each microbatch of the pipeline. local_batch_size must be a multiple of it."""
     pipeline_parallel_layers_per_stage: Annotated[int | None, Field(ge=1, le=LIMIT)] = None
-    """Layers in each stage. Unset: one or two stages for each rank, as the schedule needs, and
-    layers split evenly."""
+    """Layers in each stage. Unset: as many stages as the schedule needs, split evenly."""
     pipeline_parallel_first_stage_less_layers: NonNegative = 1
-    """How many layers the embedding counts for when layers are split: the first stage gets that
-    many fewer."""
+    """Layers that the embedding counts for: the first stage gets so many fewer."""
     pipeline_parallel_last_stage_less_layers: NonNegative = 1
-    """How many layers norm and output layer count for: the last stage gets that many fewer."""
+    """Layers that norm and output count for: the last stage gets so many fewer."""
     module_fqns_per_model_part: list[list[str]] | None = None
     """Names of the modules of each stage, such as [["tok_embeddings", "layers.0"], ["layers.1",
     "norm", "output"]]. Unset: split evenly."""
@@ -159,18 +150,14 @@ class CheckpointSection(Section):
     initial_load_path: str | None = None
     """A checkpoint (its step-N folder) to start from if the run folder has none."""
     initial_load_model_only: bool = True
-    """Load only the weights from initial_load_path. false: the optimizer, schedule and data
-    position too."""
+    """Load only weights from initial_load_path. false: the whole state."""
     initial_load_in_hf: bool = False
-    """initial_load_path (if unset, model.hf_assets_path) is a Hugging Face folder with config.json
-    and safetensors."""
+    """initial_load_path (or model.hf_assets_path) is a Hugging Face folder."""
     last_save_model_only: bool = False
-    """Save only the weights in the last checkpoint, in export_dtype, without what a resume
-    needs."""
+    """Save only weights in the last checkpoint, in export_dtype. It cannot be resumed."""
     last_save_in_hf: bool = False
-    """After the last save, also write the weights as a Hugging Face folder, in export_dtype. It is
-    the checkpoint's folder (<folder>/step-N), or <run>/huggingface/step-N if checkpoint.folder is a
-    URL."""
+    """After the last save, also write a Hugging Face folder, in export_dtype: <folder>/step-N, or
+    <run>/huggingface/step-N if checkpoint.folder is a URL."""
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Precision of a model-only save and of a Hugging Face folder."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
@@ -182,8 +169,7 @@ class CheckpointSection(Section):
     """What to do if a save fails, such as on a full disk: train on and try again at the next
     interval, or end the run. The last save must succeed."""
     verify: Literal["strict", "off"] = "strict"
-    """Before resuming, compare every file with the manifest that was saved with it. "off" also
-    loads checkpoints without a manifest."""
+    """Compare files with the manifest before loading. "off" also loads without a manifest."""
     keep_latest_k: NonNegative = 10
     """How many of the newest checkpoints to keep. 0 keeps all."""
     keep_every_n_steps: NonNegative = 0
@@ -191,13 +177,11 @@ class CheckpointSection(Section):
     load_step: Annotated[int, Field(ge=-1, le=LIMIT)] = -1
     """Step to resume from. -1: the newest."""
     exclude_from_loading: StrList = []
-    """Parts of the state that are not loaded: "optimizer", "lr_scheduler", "dataloader",
-    "train_state"."""
+    """Parts not to load: "optimizer", "lr_scheduler", "dataloader", "train_state"."""
     enable_first_step_checkpoint: bool = False
     """Also save after the first step, to find out early whether saving works."""
     create_seed_checkpoint: bool = False
-    """Save the initial weights as step-0 and end. Not needed in titan: initial weights do not
-    depend on the layout."""
+    """Save the initial weights as step-0 and end. They do not depend on the layout."""
     load_only: bool = False
     """Resume from checkpoints, but save none."""
 
@@ -207,9 +191,8 @@ class ActivationCheckpointSection(Section):
     formulas and measurements."""
 
     mode: Literal["none", "selective", "full", "memory_budget"] = "none"
-    """What is recomputed. "none" is fastest. "selective" recomputes what selective_ac_option says.
-    "full" recomputes every block, and needs the least memory. "memory_budget" lets the compiler
-    choose."""
+    """What is recomputed. "none": nothing, the fastest. "selective": what selective_ac_option says.
+    "full": every block, for the least memory. "memory_budget": what the compiler chooses."""
     selective_ac_option: str | Positive = "op"
     """For mode "selective". "op": keep only the results of the operations in op_keep. A number n:
     recompute every n-th block as a whole."""
@@ -218,17 +201,13 @@ class ActivationCheckpointSection(Section):
     "attention", "network" (reduce-scatter and all-to-all), "scales" (of float8). "/2" keeps every
     second result in a block, "/3" every third."""
     op_keep_modules: StrList = []
-    """Modules whose matrix products and attention "op" keeps as well: patterns of names within a
-    block, such as "feed_forward.w*"."""
+    """Modules whose products "op" keeps as well: patterns such as "feed_forward.w*"."""
     memory_budget: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """For mode "memory_budget": share of a block's activations that the compiler may keep. 1 keeps
-    all, 0 only the block's input."""
+    """Share of a block's activations that the compiler keeps, from 0 to 1 (all)."""
     cpu_offload: bool = False
-    """Copy activations to the host until the backward pass needs them: those of all blocks, or with
-    mode "full" their inputs."""
+    """Copy activations (mode "full": inputs of blocks) to the host until they are needed."""
     preserve_rng_state: bool = False
-    """Restore random states for the recomputation. Only for models with dropout or other random
-    operations."""
+    """Restore random states for the recomputation. Only for models with dropout."""
 
 
 class CompileSection(Section):
@@ -239,8 +218,7 @@ class CompileSection(Section):
     components: list[Literal["model", "loss"]] = ["model", "loss"]
     """What to compile. "model": each block. "loss": the elementwise part of the loss."""
     backend: str = "inductor"
-    """Compiler backend. "inductor" makes fast kernels; others, such as "aot_eager", are for
-    debugging."""
+    """Compiler backend. Others than "inductor", such as "aot_eager", are for debugging."""
     mode: Literal["default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"] = (
         "default"
     )
@@ -248,8 +226,7 @@ class CompileSection(Section):
     longer first step. "reduce-overhead" replays CUDA graphs, on one rank in one precision only.
     "max-autotune" does both."""
     cache_folder: str = ""
-    """Folder in which compiled programs are kept, so that a restart is quick. Empty: titan/compile
-    in the user's cache folder."""
+    """Folder for compiled programs. Empty: titan/compile in the user's cache folder."""
 
 
 class Float8Section(Section):
@@ -262,9 +239,8 @@ class Float8Section(Section):
     """Compute the scales of all gathered parameters in one reduction in each step, not in one for
     each parameter. Tensor parallelism always does so."""
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
-    """What shares a scale. "tensorwise": the whole tensor, the fastest. "rowwise": each row and
-    column, more exact. "rowwise_with_gw_hp": so, with the weight's gradient in high precision, the
-    most exact. Unset: "tensorwise"."""
+    """What shares a scale. "tensorwise" (default): the tensor; fastest. "rowwise": each row and
+    column; more exact. "rowwise_with_gw_hp": and the weight's gradient in high precision."""
     filter_fqns: StrList = ["output"]
     """Layers that stay in high precision, by parts of their names. The default keeps the output
     layer, whose rounding goes straight into the loss. [] converts all. "auto_filter_small_kn" keeps
@@ -278,8 +254,7 @@ class MXSection(Section):
     for each 32 values in a row."""
 
     recipe_name: Literal["mxfp8_cublas", "mxfp8_cublas_rceil"] = "mxfp8_cublas"
-    """How a scale is rounded to a power of two: down, or with "_rceil" up, so that no value is cut
-    off."""
+    """Rounding of scales to a power of two: down, or ("_rceil") up, which cuts no value."""
     filter_fqns: StrList = ["output"]
     """Layers that stay in high precision, by parts of their names."""
     emulate: bool = False
@@ -322,9 +297,8 @@ class FaultToleranceSection(Section):
     docs/fault-tolerance.md."""
 
     grace_seconds: Positive = 120
-    """Seconds to finish the step and save after SIGTERM, SIGUSR1 or SIGINT. Then the process ends,
-    and the stacks of its threads are in logs/. Set it below what the scheduler grants between that
-    signal and SIGKILL."""
+    """Seconds to finish the step and save after SIGTERM, SIGUSR1 or SIGINT; then the process ends.
+    Set it below what the scheduler grants before SIGKILL."""
     on_nonfinite: Literal["stop", "skip", "rewind"] = "stop"
     """What to do when a step's loss or gradient norm is NaN or infinite. "stop" ends the run.
     "skip" trains on without this step's update. "rewind" returns to the newest checkpoint and
@@ -345,8 +319,7 @@ class FaultToleranceSection(Section):
     max_rewinds: Positive = 3
     """Rewinds since the last start after which the run ends."""
     rewind_steps: Positive = 100
-    """Steps whose samples a rewind leaves out: the bad step and those before it, back to the
-    checkpoint at most."""
+    """Steps whose samples a rewind leaves out, up to and including the bad step."""
     check_replicas_every_n_steps: NonNegative = 0
     """Steps from one comparison of replicas to the next. It hashes all weights that several ranks
     hold, and ends the run if they differ. 0: never."""
@@ -362,8 +335,7 @@ class ValidationSection(Section):
     enable: bool = False
     """Validate every freq steps and after the last step."""
     dataset: str = ""
-    """As training.dataset. Empty: the documents that data.validation_fraction keeps from
-    training."""
+    """As training.dataset. Empty: the documents of data.validation_fraction."""
     dataset_path: str | None = None
     """File, folder or glob of a local dataset."""
     local_batch_size: Positive = 8
@@ -394,13 +366,11 @@ class DebugSection(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the initial weights and of the data order."""
     deterministic: bool = False
-    """Use only deterministic algorithms. Slower; two runs of the same job then give the same
-    bits."""
+    """Use only deterministic algorithms. Slower, but two runs give the same bits."""
 
 
 class HardwareSection(Section):
     """The run's accelerators, for MFU."""
 
     name: str = "auto"
-    """Name of the accelerator, which gives its peak FLOP/s (titan/observe/hardware.py lists them).
-    "auto" recognizes it by its device name."""
+    """Name of the accelerator in titan/observe/hardware.py, or "auto": by its device name."""

@@ -30,6 +30,7 @@ STATE_PARTS = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 def _text(part: Any, path: KeyPath = ()) -> Iterator[RuleViolation]:
     """No file name may hold a null character, and no file can store half a surrogate pair."""
     if isinstance(part, Section):
+        # Iterating a section skips forgotten values.
         part = {name: value for name, value in part if name in type(part).model_fields}
     if isinstance(part, str) and ("\0" in part or part != part.encode(errors="replace").decode()):
         yield key_text(path), f"holds a character that no file can hold: {ascii(part)[:60]}"
@@ -45,7 +46,7 @@ def _text(part: Any, path: KeyPath = ()) -> Iterator[RuleViolation]:
 def _hardware(config: JobConfig) -> Iterator[RuleViolation]:
     name, known = config.hardware.name, {hardware.name: hardware for hardware in HARDWARE}
     if name == "auto":
-        return
+        return  # recognized when the run starts
     if name.lower() not in known:
         yield "name", f'unknown hardware "{name}"{choose(name, ["auto", *known])}'
     elif problem := lacks_units(config, name, known[name.lower()].peak_flops):
@@ -54,9 +55,11 @@ def _hardware(config: JobConfig) -> Iterator[RuleViolation]:
 
 def _data(config: JobConfig) -> Iterator[RuleViolation]:
     training, data = config.training, config.data
+    # The default dataset gives way to [[data.sources]] silently; one that the job names does not.
     if data.sources and training.dataset != type(training).model_fields["dataset"].default:
         message = f'"{training.dataset}" and [[data.sources]] both say what to train on; remove one'
         yield "training.dataset", message
+    # A path would be ignored, so the job probably means another tokenizer.
     if config.tokenizer.path and config.tokenizer.name == "bytes":
         yield "tokenizer.path", 'tokenizer "bytes" reads no file; set tokenizer.name = "auto"'
     yield from _dataset("training", training.dataset, training.dataset_path)
@@ -74,6 +77,7 @@ def _dataset(section: str, dataset: str, path: str | None) -> Iterator[RuleViola
         fix = f"set {section}.dataset to one of {', '.join(LOCAL_PRESETS)}, or remove this key"
         yield key, f'dataset "{dataset}" reads no files; {fix}'
     else:
+        # A preset, or a name at the hub. Nothing is read yet.
         try:
             resolve_sources(dataset)
         except DataError as error:
@@ -94,6 +98,7 @@ def _validation(config: JobConfig) -> Iterator[RuleViolation]:
         yield from violations
         if not violations:
             sources = resolve_sources(validation.dataset, dataset_path=validation.dataset_path)
+    # Streams and synthetic text never end, and validation on all of them would hang.
     endless = [s for s in sources if isinstance(s, HuggingFaceSource | SyntheticSource)]
     if validation.steps == -1 and any(getattr(source, "streaming", True) for source in endless):
         yield "steps", "-1 reads the whole text, and a stream has no end; give a number"
@@ -103,7 +108,7 @@ def _training(config: JobConfig) -> Iterator[RuleViolation]:
     training, parallel = config.training, config.parallelism
     sequences = training.local_batch_size
     if parallel.pipeline_parallel_degree > 1:
-        sequences = parallel.pipeline_parallel_microbatch_size
+        sequences = parallel.pipeline_parallel_microbatch_size  # a forward pass has one microbatch
     tokens = sequences * training.seq_len // parallel.context_parallel_degree
     if tokens > LIMIT:
         # torch's kernels index with 32 bits.
@@ -117,6 +122,7 @@ def _training(config: JobConfig) -> Iterator[RuleViolation]:
 def _optimizer(config: JobConfig) -> Iterator[RuleViolation]:
     optimizer, tp = config.optimizer, config.parallelism.tensor_parallel_degree
     dtype = config.training.dtype
+    # fp32 weights keep every update, so there is nothing to round.
     if getattr(optimizer, "stochastic_rounding", False) and dtype != "bfloat16":
         message = (
             f'is for bf16 weights, and training.dtype = "{dtype}"; use false, or dtype = "bfloat16"'
@@ -173,11 +179,14 @@ def _schedule(config: JobConfig) -> Iterator[RuleViolation]:
     except ValueError:
         return  # layout.py reports what is wrong with the file
     why = f"with schedule {file or name}, which splits the backward pass"
+    # torch raises nothing, and up to half of the gradients are missing; docs/torch.md.
     if parallel.fsdp_reshard_after_forward == "always":
         message = f'"always" makes torch compute wrong gradients {why}; use "default" or "never"'
         yield "fsdp_reshard_after_forward", message
+    # A compiled block has one backward function, which torch cannot split.
     if _compiles_model(config):
         yield "compile.enable", f"blocks cannot be compiled {why}; use false, or schedule 1F1B"
+    # torch cannot cut such a backward pass in two either, nor the next one; docs/torch.md.
     if ac.mode == "selective" and ac.selective_ac_option == "op":
         fix = 'use a number such as 2, mode = "full", or schedule 1F1B'
         yield "activation_checkpoint.selective_ac_option", f'"op" keeps no graph {why}; {fix}'
@@ -189,6 +198,7 @@ def _schedule(config: JobConfig) -> Iterator[RuleViolation]:
 def _tensor(config: JobConfig) -> Iterator[RuleViolation]:
     if config.parallelism.enable_async_tensor_parallel:
         key = "enable_async_tensor_parallel"
+        # torch has it only as a pass of inductor over the graph of a block.
         if not _compiles_model(config):
             yield key, "is done by the compiler; set compile.enable = true with the component model"
         if config.parallelism.tensor_parallel_degree == 1:
@@ -204,6 +214,7 @@ def _modules(config: JobConfig) -> Iterator[RuleViolation]:
     if not family(config.model.name).__name__.startswith("titan.models."):
         return  # a plug-in's modules may have other names, which only its model knows
     key = "module_fqns_per_model_part"
+    # One stage has all modules, in the order of the model.
     [modules] = split_modules(layers, num_stages=1, first_less=0, last_less=0)
     named = [name for names in stages for name in names]
     for name in dict.fromkeys(named):
@@ -230,10 +241,12 @@ def _context(config: JobConfig) -> Iterator[RuleViolation]:
     heads, rest = divmod(getattr(model, "n_heads", 0), parallel.tensor_parallel_degree)
     uneven = not rest and heads % cp  # layout.py reports a rest
     masked = config.data.document_mask
+    # The kernels whose results a ring merges take no document mask.
     if method in ("ring", "alltoall") and masked:
         method_fix = 'use "allgather"' if uneven else 'use "allgather" or "ulysses"'
         fix = f"{method_fix}, or data.document_mask = false"
         yield key, f'"{method}" has no document mask; {fix}'
+    # Each rank gets whole heads of the whole sequence.
     if method == "ulysses" and uneven:
         fix = 'use "allgather"' if masked else 'use "allgather" or "ring"'
         yield key, f'"ulysses" cannot share {heads} query heads of a rank among {cp} ranks; {fix}'
@@ -249,6 +262,7 @@ def _recomputation(config: JobConfig) -> Iterator[RuleViolation]:
     elif selective and layers and option != "op" and int(option) > layers:
         fix = f'use {layers} or less, or mode = "none"'
         yield "selective_ac_option", f"{option} recomputes no block of {layers} layers; {fix}"
+    # Only the form of a name is checked here; machine.py looks it up.
     for entry in section.op_keep:
         name, slash, every = entry.partition("/")
         if (name not in KEEP_GROUPS and "." not in name) or (slash and not _is_count(every)):
@@ -259,6 +273,7 @@ def _recomputation(config: JobConfig) -> Iterator[RuleViolation]:
     if section.op_keep_modules and not by_op:
         fix = 'set mode = "selective" and selective_ac_option = "op", or remove this key'
         yield "op_keep_modules", f"has no effect; {fix}"
+    # "op" keeps its results in its own storage, where offloading does not see them.
     if section.cpu_offload and by_op:
         message = 'cannot move what mode = "selective" with "op" keeps; use mode = "full" or "none"'
         yield "cpu_offload", message
@@ -301,6 +316,7 @@ def _checkpoint(config: JobConfig) -> Iterator[RuleViolation]:
     if section.last_save_in_hf and not saves:
         fix = "load_only = false" if section.load_only else "enable = true"
         yield "last_save_in_hf", f"nothing is saved in this job; set checkpoint.{fix}"
+    # Steps between two saves are never kept, since they are never saved.
     if every % section.interval:
         near = max(1, round(every / section.interval)) * section.interval
         message = f"is not a multiple of interval = {section.interval}; use {near}, or 0"
@@ -308,6 +324,7 @@ def _checkpoint(config: JobConfig) -> Iterator[RuleViolation]:
     if section.create_seed_checkpoint and not saves:
         message = "is a save, which enable = false and load_only = true forbid; use false"
         yield "create_seed_checkpoint", message
+    # A URL needs an fsspec implementation that is installed.
     for key in ("folder", "initial_load_path"):
         if "://" in (url := getattr(section, key) or ""):
             from titan.checkpoint.storage import unusable  # imports fsspec
@@ -321,6 +338,7 @@ def _checkpoint(config: JobConfig) -> Iterator[RuleViolation]:
 
 def _profiling(config: JobConfig) -> Iterator[RuleViolation]:
     section = config.profiling
+    # A cycle of the profiler is warm-up, then recording.
     needed = section.profiler_warmup + section.profiler_active
     if section.enable_profiling and section.profile_freq < needed:
         message = f"is less than profiler_warmup + profiler_active; use {needed} or more"
@@ -338,11 +356,13 @@ def _fault_tolerance(config: JobConfig) -> Iterator[RuleViolation]:
             # The weights are updated before the loss is known.
             yield key, f'"{action}" cannot undo optimizer.early_step_in_backward; use "stop"'
     window, limit = section.spike_window, section.step_timeout_seconds
+    # Only the losses of the window are remembered.
     if section.spike_min_steps > window:
         message = (
             f"is more than spike_window = {window}, so nothing is a spike; use {window} or less"
         )
         yield "spike_min_steps", message
+    # The stacks take some seconds, and a collective's limit would kill the ranks meanwhile.
     collective, needed = config.comm.train_timeout_seconds, limit + STACKS_S
     if limit and needed > collective:
         lower = f"use {collective - STACKS_S}, or " if collective > STACKS_S else ""

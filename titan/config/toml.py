@@ -24,12 +24,14 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+# What may stand between tokens. Commas too: in valid TOML they carry no meaning for the scanner.
 _BLANK = re.compile(r"(?:[\s,]|#[^\n]*)*")
 _KEY = re.compile(r'[ \t]*([\w-]+|"(?:[^"\\]|\\.)*"|\'[^\']*\')[ \t]*')
 # A key of 64 parts. A parser needs time and memory that grow with the square of their number.
 _DEEP = re.compile(
     r"""(?:(?:\w[\w-]{0,63}|"[^"\n]{0,63}"|'[^'\n]{0,63}')[ \t]{0,9}\.[ \t]{0,9}){64}"""
 )
+# A job file is a few kilobytes; reading more would only cost memory.
 _MAX_BYTES = 2**20
 # A multi-line string may end in up to five quotes, of which three close it.
 _SCALAR = re.compile(
@@ -61,6 +63,7 @@ def parse_value(text: str) -> Any:
         table = tomllib.loads(f"value = {text}")
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    # "1\nx = 2" is valid TOML, but not a value.
     if list(table) != ["value"]:
         raise ValueError("more than a value")
     return table["value"]
@@ -69,7 +72,7 @@ def parse_value(text: str) -> Any:
 def format_value(value: Any) -> str:
     """Return a string, number, boolean, date, list or table as TOML on one line."""
     if isinstance(value, bool):
-        return str(value).lower()
+        return str(value).lower()  # before int, of which bool is a subclass
     if isinstance(value, str):
         return printable(json.dumps(value, ensure_ascii=False))
     if isinstance(value, list):
@@ -91,6 +94,7 @@ def _read_text(path: Path) -> str:
     except InputError as error:
         raise problem(str(error).removeprefix(f"{path}: ")) from None
     except UnicodeDecodeError as error:
+        # Point at the line of the first byte that is not UTF-8.
         line = error.object[: error.start].count(b"\n") + 1
         byte = error.object[error.start]
         message = f"not UTF-8 text (byte 0x{byte:02x}); save the file as UTF-8"
@@ -156,7 +160,7 @@ class _Scanner:
         self.at = 0
         self.lines: dict[KeyPath, int] = {}
         self.newlines = [match.start() for match in re.finditer("\n", text)]
-        self.num_tables: dict[KeyPath, int] = {}  # [[...]] headers seen so far
+        self.num_tables: dict[KeyPath, int] = {}  # number of [[...]] headers so far, by name
 
     def scan(self) -> dict[KeyPath, int]:
         table: KeyPath = ()
@@ -179,6 +183,7 @@ class _Scanner:
 
     def _mark(self, path: KeyPath) -> None:
         line = bisect_right(self.newlines, self.at - 1) + 1
+        # A dotted key also creates the tables in front of it.
         for length in range(1, len(path)):
             self.lines.setdefault(path[:length], line)
         self.lines[path] = line

@@ -58,6 +58,7 @@ def _in_defaults(config: JobConfig) -> Iterator[RuleViolation]:
     for key, theirs in DEFAULTS.items():
         *path, name = key.split(".")
         section = reduce(getattr, path, config)
+        # A section that the run does not use changes no number.
         is_used = {
             "quantize": any(converter in FLOAT8 for converter in config.model.converters),
             "validation": config.validation.enable,
