@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from titan.config.schema import JobConfig
-from titan.health.signals import EXIT_FAILED, EXIT_STOPPED, for_agent, to_main_thread
+from titan.health.signals import EXIT_FAILED, EXIT_STOPPED, for_agent, signal_main_thread
 from titan.observe.runinfo import write_status
 from titan.train import is_finished
 
@@ -70,7 +70,7 @@ def test_a_stopped_main_thread_takes_the_signal_itself() -> None:
             [sys.executable, "-c", STOPPED], stderr=subprocess.PIPE, text=True
         )
         os.waitpid(process.pid, os.WUNTRACED)
-        to_main_thread(process.pid, signal.SIGABRT)
+        signal_main_thread(process.pid, signal.SIGABRT)
         os.kill(process.pid, signal.SIGCONT)
         said = process.communicate()[1]
         assert process.returncode == -signal.SIGABRT

@@ -252,7 +252,8 @@ TOML = (*TOML, escaped_toml, endless_number)
 
 STATUS = {"state": "failed", "exit_code": 1, "step": 7, "reason": "rank 0 failed", "unix_s": 1.7e9}
 DUMP = {
-    **{"rank": 0, "host": "a", "reason": "asked", "step": 7, "unix_s": 1.7e9, "world_size": 2},
+    **{"rank": 0, "host": "a", "step": 7, "unix_s": 1.7e9, "world_size": 2},
+    "failure": {"reason": "asked", "kind": "asked", "step": 7, "rank": 0},
     "main_thread": {"text": "all_reduce", "waits": True},
     "oom_kills": 0,
     "groups": {"1": {"axis": "tp", "ranks": [0, 1], "begun": {"gloo": 5}}},
@@ -288,8 +289,6 @@ def write_run(run: Path) -> None:
         (run / name).write_text(json.dumps(content))
     for name, row in {"metrics.jsonl": TIMES, "logs/rank-0.times.jsonl": TIMES}.items():
         (run / name).write_text(f"{json.dumps(row)}\n" * 5)
-    line = "2030-01-01 00:00:00,123 ERROR   titan: OSError: no\n"
-    (run / "logs" / "rank-0.log").write_text(line * 5)
     stack = 'Current thread 0x1 (most recent call first):\n  File "/x/titan/a.py", line 90 in f\n'
     (run / "logs" / "rank-0.stacks.txt").write_text(stack * 5)
 
@@ -408,7 +407,6 @@ KINDS: dict[str, tuple[tuple[Any, ...], tuple[Callable[[Path], None], ...]]] = {
     "run/logs/launch-a.json": (RUN, JSON),
     "run/metrics.jsonl": (RUN, JSON),
     "run/logs/rank-0.times.jsonl": (RUN, JSON),
-    "run/logs/rank-0.log": (RUN, TEXT),
     "run/logs/rank-0.stacks.txt": ((write_crashed, doctor), TEXT),
     "run/checkpoint/step-7/manifest.json": (STEP, JSON),
     "run/checkpoint/step-7/titan.json": (STEP, JSON),
@@ -429,7 +427,6 @@ HARMLESS: dict[str, set[str]] = {
     "run/lock.json": {"negative", "huge_numbers"},
     "run/metrics.jsonl": {"truncated"},
     "run/logs/rank-0.times.jsonl": {"truncated"},
-    "run/logs/rank-0.log": {"junk", "deep", "sparse"},
     "run/logs/rank-0.stacks.txt": {"junk", "deep", "sparse"},
     "model/model.safetensors.index.json": {"negative", "huge_numbers", "not_numbers"},  # has none
     "model/tokenizer_config.json": {"negative", "huge_numbers", "not_numbers", "escape_keys"},

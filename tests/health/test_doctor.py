@@ -147,7 +147,7 @@ def test_the_cause_is_named(case: Case, start: Start) -> None:
     assert not run.processes()
     if case.fault in ("stopped", "locked"):  # it wrote its stack when it was ended
         assert run.status()["state"] == "hung"
-        assert "; rank 1 was in health/faulty_train.py:" in said, said
+        assert "when rank 1 was ended, it was in health/faulty_train.py:" in said, said
         assert "faulty_train.py" in (run.folder / "logs" / "rank-1.stacks.txt").read_text()
 
 

@@ -1,85 +1,160 @@
-"""titan/health/watchdog.py: what status.json says of a step that hangs; tests/health/test_survival.py lets real ones hang."""
+"""titan/health/monitor.py and beats.py: what ranks agree on; tests/health/test_survival.py lets real ones hang."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from titan.health.stacks import Whereabouts
-from titan.health.watchdog import Watchdog
+from tests.support.ranks import Pool
+from titan.health.beats import Beat, describe_hang, describe_silence
+from titan.health.errors import Failure, kind_of
+from titan.health.monitor import Monitor
+from titan.health.run_lock import ProcessId
 
-WAITS, WORKS = (
-    Whereabouts("all_reduce (a.py:3, in f)", waits=True),
-    Whereabouts("read (b.py:4, in g)", waits=False),
-)
 ALONE = """
 import sys, time
 from pathlib import Path
-from titan.health import watchdog
-watchdog.SHARE_S = 0.1
-watchdog = watchdog.Watchdog(0.5, run_dir=Path(sys.argv[1]), rank=0, world_size=1)
+from titan.health.monitor import Monitor
+monitor = Monitor(Path(sys.argv[1]), step_limit_s=0.5)
+monitor.start()
 def busy(seconds):
     time.sleep(seconds)
-watchdog.begin(1)
+monitor.begin(1)
 busy(0.1)
-watchdog.end()
+monitor.end()
 busy(1)  # between two steps there is no limit
-watchdog.begin(2)
+monitor.begin(2)
 busy(60)
 """
 
 
+def beat(host: str = "node0", *, waits: bool = True, machine: str = "elsewhere") -> Beat:
+    process = ProcessId(host, pid=1, started="1", machine=machine, job="", attempt="")
+    activity = "all_reduce (a.py:3, in f)" if waits else "read (b.py:4, in g)"
+    return Beat(3, step=8, activity=activity, waits=waits, process=process)
+
+
+# ---- a step that takes too long --------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("waits", "silent", "text"),
     [
+        ([True, False], [], "rank 1 is in read (b.py:4, in g); rank 0 waits in all_reduce (a.py:3, in f)"),
         (
-            [WAITS, WORKS],
-            "rank 1 is in read (b.py:4, in g); rank 0 waits in all_reduce (a.py:3, in f)",
+            [True, True, True],
+            [1],
+            "rank 1 does not answer (stopped, or its interpreter is locked); "
+            "ranks 0, 2 wait in all_reduce (a.py:3, in f)",
         ),
-        (
-            [WAITS, None, WAITS],
-            "rank 1 says nothing (stopped, or its interpreter is locked); ranks 0, 2 wait in all_reduce (a.py:3, in f)",
-        ),
-        (
-            [WAITS, WAITS],
-            "every rank waits for another; ranks 0, 1 wait in all_reduce (a.py:3, in f)",
-        ),
+        ([True, True], [], "every rank waits for another; ranks 0, 1 wait in all_reduce (a.py:3, in f)"),
     ],
-)
-def test_the_rank_to_look_at(found: list[Whereabouts | None], said: str, tmp_path: Path) -> None:
-    watchdog = Watchdog(0, run_dir=tmp_path, rank=0, world_size=len(found))
-    (tmp_path / "logs").mkdir()
-    for rank, at in enumerate(found):
-        if at is not None:
-            (tmp_path / "logs" / f".hung-{rank}.json").write_text(json.dumps(asdict(at)))
-    assert f"; {said}. Stacks of all threads: {tmp_path}/logs/" in watchdog._reason()
+)  # fmt: skip
+def test_the_rank_to_look_at(waits: list[bool], silent: list[int], text: str) -> None:
+    assert describe_hang({rank: beat(waits=w) for rank, w in enumerate(waits)}, silent) == text
 
 
 def test_a_step_over_its_time_ends_the_process(tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
     process = subprocess.run(
         [sys.executable, "-c", ALONE, str(tmp_path)], capture_output=True, text=True, timeout=30
     )
     assert process.returncode == 1
     status = json.loads((tmp_path / "status.json").read_text())
-    assert (status["state"], status["exit_code"], status["step"]) == ("hung", 1, 2)
-    assert status["reason"].startswith(
-        "step 2 hangs: it has taken longer than 0.5 s; rank 0 is in busy. Stacks"
-    )
+    found = [status[key] for key in ("state", "kind", "exit_code", "step", "rank")]
+    assert found == ["hung", "hang", 1, 2, 0]
+    assert "longer than 0.5 s; rank 0 is in busy" in status["reason"]
     assert status["reason"] in process.stderr
-    stacks = (tmp_path / "logs" / "rank-0.stacks.txt").read_text()
-    assert "step 2 takes longer" in stacks and "in busy" in stacks
 
 
 def test_nothing_is_left_of_a_run_that_ends_well(tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
-    watchdog = Watchdog(50, run_dir=tmp_path, rank=0, world_size=1)
-    watchdog.begin(1)
-    watchdog.end()
-    watchdog.close()
+    monitor = Monitor(tmp_path, step_limit_s=50)
+    monitor.start()
+    monitor.begin(1)
+    monitor.close()
     assert not list((tmp_path / "logs").iterdir())
+
+
+# ---- one failure for all ---------------------------------------------------------------------------
+
+
+def _first_failure(folder: str) -> tuple[int, str]:
+    rank = dist.get_rank()
+    monitor = Monitor(Path(folder), rank=rank, world_size=3, heartbeat_s=60)
+    store = dist.TCPStore("127.0.0.1", int(Path(folder, "port").read_text()), is_master=False)
+    monitor._store = dist.PrefixStore("titan/0", store)
+    if rank == 1:
+        monitor.report_failure(Failure("rank 1 is broken", step=4, rank=1, silent=(2,)))
+    dist.barrier()
+    if rank != 1:
+        monitor.report_failure(Failure(f"rank {rank} has lost its connection", step=5, rank=rank))
+    run = monitor.report_failure(Failure("too late"))
+    monitor.wait_for_peers()
+    return run.rank, f"{run.reason} in step {run.step}, silent {run.silent}"
+
+
+def test_the_first_failure_is_that_of_all(pool: Pool, tmp_path: Path) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    (tmp_path / "port").write_text(str(server.port))
+    results = pool.run(3, _first_failure, str(tmp_path))
+    assert results == [(1, "rank 1 is broken in step 4, silent (2,)")] * 3
+
+
+def test_a_rank_alone_agrees_with_itself(tmp_path: Path) -> None:
+    monitor = Monitor(tmp_path, heartbeat_s=30)
+    monitor.connect()
+    mine = Failure("my own")
+    assert monitor.report_failure(mine) is mine
+    monitor.wait_for_peers()
+    monitor.close()
+
+
+def test_a_silent_host_is_distinguished_from_a_silent_rank() -> None:
+    beats = {rank: beat(f"node{rank // 2}") for rank in range(4)}
+    text, host_is_lost = describe_silence(beats, [2, 3], limit_s=30)
+    assert host_is_lost
+    assert text == (
+        "ranks 2, 3 on node1 have not been heard of for 30 s: node1 is lost, or cut off; rank 2 was in "
+        "all_reduce (a.py:3, in f), step 8"
+    )
+    text, host_is_lost = describe_silence(beats, [3], limit_s=30)
+    assert text.startswith("rank 3 on node1 has not been heard of for 30 s: it is stopped, or its")
+    assert not host_is_lost
+
+
+# ---- kinds of failure ------------------------------------------------------------------------------
+
+
+def wrapped(outer: Exception, inner: Exception) -> Exception:
+    outer.__cause__ = inner
+    return outer
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (OSError(28, "No space left on device"), "disk_full"),
+        (OSError(5, "Input/output error"), "disk_lost"),
+        (wrapped(RuntimeError("saving failed"), OSError(122, "quota")), "disk_full"),
+        (type("OutOfMemoryError", (RuntimeError,), {})("CUDA"), "out_of_device_memory"),
+        (RuntimeError("[gloo/tcp.cc:1] Connection closed by peer"), "connection_lost"),
+        (RuntimeError("[gloo/tcp.cc:1] Timed out waiting 6000ms"), "collective_timeout"),
+        (wrapped(KeyError("stage 1"), RuntimeError("Connection reset by peer")), "connection_lost"),
+        (KeyError("a file timed out"), "error"),
+    ],
+)
+def test_the_kind_of_an_error_comes_from_its_type_and_cause(error: Exception, kind: str) -> None:
+    assert kind_of(error) == kind
+
+
+def test_an_unexpected_error_is_reported_with_its_type_in_one_line() -> None:
+    try:
+        raise KeyError("no_such\nfield")
+    except KeyError as error:
+        failure = Failure.of(error, rank=3, step=9, exit_code=1)
+    assert failure.reason.startswith("rank 3 failed in step 9: KeyError: ")
+    assert "\n" not in failure.reason and failure.kind == "error"

@@ -17,14 +17,17 @@ from pathlib import Path
 import pytest
 
 from titan.health import run_lock
-from titan.health.run_lock import LockHolder, RunLock, RunLocked
+from titan.health.run_lock import ProcessId, RunLock, RunLocked
 
 ROOT = Path(__file__).parents[2]
 HOLD = """
 import sys, time
 from pathlib import Path
+from titan.health.monitor import Monitor
 from titan.health.run_lock import RunLock
-RunLock(Path(sys.argv[1])).acquire()
+lock = RunLock(Path(sys.argv[1]))
+lock.acquire()
+Monitor(Path(sys.argv[1]), lock=lock).start()
 print("held", flush=True)
 time.sleep(60)
 """
@@ -67,7 +70,7 @@ def test_a_second_copy_is_refused(
     assert result.returncode == 2 and not result.stdout
     assert os.times().children_user - cpu_s < 2, "refused before torch is imported"
     assert result.stderr == (
-        f"{tmp_path}: this run goes on already, in process {holder.pid} on {socket.gethostname()} "
+        f"{tmp_path}: this run is already going on, in process {holder.pid} on {socket.gethostname()} "
         "(job 4711); end it first, or choose another job.dump_folder\n"
     )
     assert set(tmp_path.rglob("*")) == before
@@ -92,7 +95,7 @@ def test_the_lease_of_a_dead_owner_is_taken_over(
 
 
 def test_a_process_id_used_again_is_no_owner(tmp_path: Path) -> None:
-    before = replace(LockHolder.this_process(), pid=os.getppid(), started="1")
+    before = replace(ProcessId.this(), pid=os.getppid(), started="1")
     (tmp_path / "lock.json").write_text(json.dumps(asdict(before)))
     RunLock(tmp_path).require_free()
 
@@ -100,7 +103,7 @@ def test_a_process_id_used_again_is_no_owner(tmp_path: Path) -> None:
 def test_the_owner_ends_when_another_takes_over(
     holder: subprocess.Popen[str], tmp_path: Path
 ) -> None:
-    other = replace(LockHolder.this_process(), host="node7", machine="other", job="12")
+    other = replace(ProcessId.this(), host="node7", machine="other", job="12")
     (tmp_path / "lock.json").write_text(json.dumps(asdict(other)))
     _, errors = holder.communicate(timeout=20)
     assert holder.returncode == 1
@@ -109,8 +112,8 @@ def test_the_owner_ends_when_another_takes_over(
     )
 
 
-def on_another_machine(folder: Path, *, job: str, age_s: float) -> LockHolder:
-    owner = LockHolder("node7", 123, "99", "another boot", job=job, attempt="elsewhere")
+def on_another_machine(folder: Path, *, job: str, age_s: float) -> ProcessId:
+    owner = ProcessId("node7", 123, "99", "another boot", job=job, attempt="elsewhere")
     path = folder / "lock.json"
     path.write_text(json.dumps(asdict(owner)))
     beat = time.time() - age_s

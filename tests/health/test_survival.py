@@ -83,7 +83,7 @@ def test_a_signal_in_a_collective_that_never_ends(start: Start) -> None:
     assert_ranks_ended_by_themselves(run)
     status, said = run.status(), run.said()
     assert (status["state"], status["exit_code"], status["step"]) == ("failed", 1, 3)
-    asked_to_stop = r"SIGTERM asked rank {} to stop, but the fault_tolerance.grace_seconds = 3 are over: it is in {}"
+    asked_to_stop = r"SIGTERM asked rank {} to stop, but fault_tolerance.grace_seconds = 3 are over: it is in {}"
     waits = asked_to_stop.format(0, r"\w+.* \((titan|models)/[\w/]+\.py:\d+, in \w+\)")
     sleeps = asked_to_stop.format(1, r"hang \(titan/trainer\.py:\d+, in train_one_step\)")
     assert re.search(f"{waits}|{sleeps}", status["reason"]), status
@@ -164,13 +164,12 @@ def test_a_hung_step_ends_the_run_and_names_the_rank(hang: str, start: Start) ->
     assert (status["state"], status["exit_code"], status["step"]) == ("hung", 1, 3), status
     culprit = {
         "data": r"rank 1 is in hang \(titan/trainer\.py:\d+, in train_one_step\)",
-        "locked": r"rank 1 says nothing \(stopped, or its interpreter is locked\)",
-        "stopped": r"rank 1 says nothing \(stopped, or its interpreter is locked\)",
+        "locked": r"rank 1 does not answer \(stopped, or its interpreter is locked\)",
+        "stopped": r"rank 1 does not answer \(stopped, or its interpreter is locked\)",
     }[hang]
     waiting = r"rank 0 waits in \w+.* \((titan|models)/[\w/]+\.py:\d+, in \w+\)"
     assert re.search(rf"step 3 hangs: .* 4 s; {culprit}; {waiting}\. Stacks", status["reason"])
-    if hang != "stopped":
-        assert_ranks_ended_by_themselves(run)
+    assert_ranks_ended_by_themselves(run)
     stacks = [(run.folder / "logs" / f"rank-{n}.stacks.txt").read_text() for n in (0, 1)]
     assert "in train_one_step" in stacks[0]
     assert ("hanging_train.py" in stacks[1]) == (hang != "stopped")

@@ -30,6 +30,7 @@ from titan.checkpoint.manifest import NAME as MANIFEST
 from titan.checkpoint.manifest import HashingStream, write_manifest
 from titan.checkpoint.storage import Location, die_at, join, storage_of
 from titan.checkpoint.tensors import StateDict, Writer, reason
+from titan.health.errors import kind_of
 
 T = TypeVar("T")
 TITAN_JSON = "titan.json"
@@ -57,15 +58,16 @@ class CheckpointGroup:
 
     def run_on_all(self, work: Callable[[], T]) -> list[T]:
         """Everyone's results. If it failed on any rank, SaveFailed on all of them."""
-        failure, result = "", None
+        failure, kind, result = "", "", None
         try:
             result = work()
         except Exception as error:
             failure = f"rank {self.rank}: {reason(error)}"
-        outcomes = self.gather((failure, result))
-        if failures := [failure for failure, _ in outcomes if failure]:
-            raise SaveFailed(failures[0])
-        return [result for _, result in outcomes]  # pyright: ignore[reportReturnType]
+            kind = kind_of(error, default="save_failed")
+        outcomes = self.gather((failure, kind, result))
+        if failures := [outcome for outcome in outcomes if outcome[0]]:
+            raise SaveFailed(failures[0][0], kind=failures[0][1])
+        return [result for *_, result in outcomes]  # pyright: ignore[reportReturnType]
 
     def run_on_main(self, work: Callable[[], T]) -> T | None:
         """Rank 0 alone does it, and all know how it went; rank 0's result, on rank 0."""
@@ -119,7 +121,8 @@ def write(
         if group.rank == 0:
             with suppress(OSError):
                 files.remove(target)
-        raise SaveFailed(f"step {step} could not be saved: {reason(error)}") from error
+        kind = kind_of(error, default="save_failed")
+        raise SaveFailed(f"step {step} could not be saved: {reason(error)}", kind=kind) from error
     return final
 
 

@@ -34,6 +34,7 @@ from titan.checkpoint.state import (
 from titan.checkpoint.storage import Location, as_location, join, storage_of
 from titan.checkpoint.tensors import StateDict, load, reason, stored_shapes
 from titan.config.schema import CheckpointSection
+from titan.health.errors import kind_of
 from titan.untrusted import Count, InputError, parse_json, read_stream
 
 __all__ = [
@@ -66,6 +67,7 @@ class CheckpointManager:
         self.staging = Staging(overlap=section.async_mode == "async_with_pinned_mem")
         self.background: Future[str] | None = None  # gives what to say of the save under way
         self.background_step, self.blocked_s = 0, 0.0
+        self.failure_kind = "save_failed"  # of the last save that failed; titan/health/errors.py
         self.messages: list[str] = []  # for the console
         self.saved_at = time.monotonic()
 
@@ -111,7 +113,9 @@ class CheckpointManager:
         start = time.monotonic()
         if self.background is not None:
             if not self.poll(wait=True) and self.section.on_failure == "stop":
-                raise SaveFailed(f"step {self.background_step} could not be saved")
+                raise SaveFailed(
+                    f"step {self.background_step} could not be saved", kind=self.failure_kind
+                )
             waited_s = time.monotonic() - start
             if waited_s > 1:
                 self.messages.append(
@@ -160,6 +164,7 @@ class CheckpointManager:
         return news
 
     def failed(self, error: RuntimeError) -> bool:
+        self.failure_kind = kind_of(error, default="save_failed")
         logger.error(
             f"{reason(error)}. Earlier checkpoints are as they were; the next save is tried when it is due."
         )

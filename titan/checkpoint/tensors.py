@@ -163,7 +163,8 @@ def load(location: Location, state: StateDict) -> None:
     missing = [name for name in state if name not in stored]
     if missing:
         raise CheckpointError(
-            f"{location} lacks {_some(missing)}: saved from another model or optimizer?"
+            f"{location} lacks {_some(missing)}: saved from another model or optimizer?",
+            kind="checkpoint_differs",
         )
     other = [
         f"{k} {tuple(stored[k][0])} (wanted {tuple(v.shape)})"
@@ -172,7 +173,8 @@ def load(location: Location, state: StateDict) -> None:
     ]
     if other:
         raise CheckpointError(
-            f"{location} holds other shapes: {_some(other)}: saved from another model?"
+            f"{location} holds other shapes: {_some(other)}: saved from another model?",
+            kind="checkpoint_differs",
         )
     try:
         dcp.load(

@@ -1,31 +1,52 @@
-"""In one line, what a rank was doing when it failed, or when somebody asks.
+"""Say what failed: one record with a kind, and the line that a thread is in.
 
-The text of a backend's error names a socket or a time limit, not the collective, and the traceback is fifty lines of
-torch. Here the two are brought together: the operation and the line of ours that it was called from. Where that
-line only waits for a result, torch's flight recorder (titan/health/flight_recorder.py) knows what was begun last.
+The text of a backend's error names a socket or a time limit, not the collective, and its traceback is fifty lines of
+torch. `Failure.of` brings the two together: the operation, and the line of ours that called it. If that line only
+waits for a result, torch's flight recorder knows which operation was begun last.
+
+`kind` is set here, from the type of the error and not from its words. All later readers (status.json, the dumps of
+flight_recorder.py, `titan doctor`) decide by it. An exception may bring its kind along, as an attribute `kind`.
+
+Nothing here waits for another thread, or imports anything: it runs in processes that do not go on by themselves.
 """
 
 from __future__ import annotations
 
+import errno
+import faulthandler
 import pickle
 import re
 import sys
+import threading
+import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-# Errors of gloo, NCCL and the store are RuntimeErrors; only their words tell them apart.
+from titan.health.signals import EXIT_FAILED, EXIT_USER_ERROR
+from titan.observe.runinfo import State
+
+# gloo, NCCL and the store raise RuntimeErrors without a number: only torch's words tell them apart.
 _COMMUNICATION = re.compile(
     r"gloo|nccl|pair closure|closed by peer|reset by peer|timed out|tcpstore", re.I
 )
-UNNAMED = "a collective"
+_TIMEOUT = re.compile(r"timed out|timeout", re.I)
+LOST_CONNECTION, TIMED_OUT = "connection_lost", "collective_timeout"
+COMMUNICATION = (LOST_CONNECTION, TIMED_OUT)
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+_DISK = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "disk_full")
+_DISK |= dict.fromkeys((errno.EROFS, errno.ESTALE, errno.EIO), "disk_lost")
+
+_UNNAMED = "a collective"
 _POINT_TO_POINT = "a send or receive between pipeline stages"
-_OPERATIONS = {"_wait_batch_p2p": _POINT_TO_POINT, "_batch_p2p": _POINT_TO_POINT}
-# torch 2.13 renames two and calls the new name from the old; users know the old.
-_RENAMED = {
+# What users call an operation. torch 2.13 renames two, and calls the new name from the old.
+_OPERATIONS = {
+    "_wait_batch_p2p": _POINT_TO_POINT,
+    "_batch_p2p": _POINT_TO_POINT,
     "all_gather_single": "all_gather_into_tensor",
     "reduce_scatter_single": "reduce_scatter_tensor",
 }
@@ -33,33 +54,120 @@ Frame = tuple[str, int, str]
 """File, line and function."""
 
 
-def is_communication(text: str) -> bool:
-    return bool(_COMMUNICATION.search(text))
+@dataclass(frozen=True)
+class Activity:
+    """What a main thread does: `text` names the operation and the line."""
+
+    text: str
+    waits: bool  # for other ranks, or for the device
 
 
-def describe_failure(error: Exception, *, rank: int, step: int) -> str | None:
-    """Rank, step, operation, line and the error; None for an error that is not one of communication."""
-    if not is_communication(str(error)):
-        return None
-    operation, place = locate(frames_of(error.__traceback__))
-    if operation in ("", UNNAMED):
-        operation = last_begun() or UNNAMED
-    reason = re.sub(r"^\[[^]]*\] ", "", str(error)).split(" This is typically")[0].rstrip(".")
-    return (
-        f"rank {rank} failed in step {step} in {operation}{place}: {reason}. Another rank has probably ended or "
-        "hangs; what it says comes first"
-    )
+@dataclass(frozen=True)
+class Failure:
+    """Why a run ends. The ranks agree on one (titan/health/monitor.py), and status.json has it.
+
+    kind: a key of the doctor's table (titan/health/doctor/diagnosis.py); rank: which noticed it; silent: ranks that
+    do not answer.
+    """
+
+    reason: str
+    kind: str = "error"
+    step: int = 0
+    exit_code: int = EXIT_FAILED
+    rank: int = 0
+    silent: tuple[int, ...] = ()
+
+    @property
+    def state(self) -> State:
+        return "hung" if self.kind in ("hang", "rank_silent") else "failed"
+
+    @staticmethod
+    def of(
+        error: Exception, *, rank: int, step: int, exit_code: int, expected: bool = False
+    ) -> Failure:
+        """Describe an error in one line. expected: its own message is written for the user, and says enough."""
+        kind = kind_of(error, default="user_error" if exit_code == EXIT_USER_ERROR else "error")
+        operation, line = locate(frames_of(error.__traceback__))
+        if kind in COMMUNICATION:
+            if operation in ("", _UNNAMED):
+                operation = _last_begun() or _UNNAMED
+            text = re.sub(r"^\[[^]]*\] ", "", str(error)).split(" This is typically")[0].rstrip(".")
+            reason = (
+                f"rank {rank} failed in step {step} in {operation}{line}: {text}. Another rank has "
+                "probably ended or hangs: look at its message first"
+            )
+        elif expected:
+            reason = str(error)
+        else:
+            text = " ".join(str(error).split())
+            reason = f"rank {rank} failed in step {step}{line}: {type(error).__name__}: {text}"
+        return Failure(reason, kind=kind, step=step, exit_code=exit_code, rank=rank)
 
 
-def describe_error(error: Exception, *, rank: int, step: int) -> str:
-    """Any other error that nobody expected."""
-    _, place = locate(frames_of(error.__traceback__))
-    text = " ".join(str(error).split())
-    return f"rank {rank} failed in step {step}{place}: {type(error).__name__}: {text}"
+def kind_of(error: BaseException, *, default: str = "error") -> str:
+    """Return the kind of failure that an error stands for, by its type, its number, or what caused it."""
+    chain = [*_chain(error)]
+    for cause in chain:
+        if isinstance(kind := getattr(cause, "kind", None), str):
+            return kind
+        if isinstance(cause, OSError) and cause.errno in _DISK:
+            return _DISK[cause.errno]
+        if type(cause).__name__ == "OutOfMemoryError":  # torch's; torch may not be imported yet
+            return "out_of_device_memory"
+    for cause in chain:
+        # The pipeline wraps a lost connection in an error of another type.
+        if isinstance(cause, RuntimeError) and _COMMUNICATION.search(str(cause)):
+            return TIMED_OUT if _TIMEOUT.search(str(cause)) else LOST_CONNECTION
+    # Errors of the data source may be of any type: a connection that is refused, a file that is gone.
+    if any("(titan/data/" in locate(frames_of(cause.__traceback__))[1] for cause in chain):
+        return "data_source"
+    return default
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and what caused it, as a traceback shows them; of DCP's, the ranks' own errors."""
+    while error is not None:
+        yield error
+        for cause, _ in getattr(error, "failures", {}).values():
+            yield from _chain(cause)
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+# ---- where a thread is -----------------------------------------------------------------------------
+
+
+def where_failed(error: Exception) -> Activity:
+    """Return what the main thread did when it failed."""
+    operation, line = locate(frames_of(error.__traceback__))
+    return Activity(f"{operation or 'the program'}{line}", waits=kind_of(error) in COMMUNICATION)
+
+
+def main_thread() -> Activity:
+    """Return what the main thread does now."""
+    stack = frames_of(sys._current_frames()[threading.main_thread().ident or 0])
+    operation, line = locate(stack)
+    if operation == _UNNAMED:
+        operation = _last_begun() or _UNNAMED
+    if "titan/readback.py" in line:
+        operation = "the wait for the device"
+    return Activity(f"{operation or stack[-1][2]}{line}", waits=bool(operation))
+
+
+def stacks_file(run_dir: Path, rank: int) -> Path:
+    return run_dir / "logs" / f"rank-{rank}.stacks.txt"
+
+
+def dump_stacks(path: Path, title: str) -> None:
+    """Append the stacks of all threads to a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')} {title}\n")
+        file.flush()  # faulthandler writes to the descriptor, past Python's buffer
+        faulthandler.dump_traceback(file, all_threads=True)
 
 
 def frames_of(at: TracebackType | FrameType | None) -> list[Frame]:
-    """The stack of a traceback or of a running frame, outermost frame first."""
+    """Return the stack of a traceback or of a running frame, outermost frame first."""
     if isinstance(at, FrameType):
         walked = [*traceback.walk_stack(at)][::-1]
     else:
@@ -68,25 +176,28 @@ def frames_of(at: TracebackType | FrameType | None) -> list[Frame]:
 
 
 def locate(frames: Iterable[Frame]) -> tuple[str, str]:
-    """The operation of torch.distributed that a stack (outermost frame first) is in, and the last line of ours before it;
-    empty where there is none. Imports nothing: torch may be in the middle of its own import."""
+    """Return the operation of torch.distributed that a stack is in, and the last line of ours before it.
+
+    Args:
+        frames: outermost frame first. Either result is empty if the stack has no such frame.
+    """
+    # Not an import: torch may be in the middle of its own.
     dist = sys.modules.get("torch.distributed", object())
-    operation = place = ""
-    for file, line, name in frames:
-        ours = _within_titan(file)
-        if ours:
+    operation = line = ""
+    for file, number, name in frames:
+        if ours := _within_titan(file):
             operation = ""  # unless torch's frames below this one say which
-            place = f" ({ours}:{line}, in {name})"
+            line = f" ({ours}:{number}, in {name})"
         elif name in _OPERATIONS or hasattr(dist, name):
-            operation = _OPERATIONS.get(name) or _RENAMED.get(name, name)
+            operation = _OPERATIONS.get(name, name)
         elif not operation and "/torch/distributed/" in file:
-            operation = UNNAMED
-    return operation, place
+            operation = _UNNAMED
+    return operation, line
 
 
 @cache
 def _within_titan(file: str) -> str:
-    """`titan/trainer.py` for a file of ours, else nothing."""
+    """Return `titan/trainer.py` for a file of ours, an empty string for another."""
     for name in ("titan", "titan.models"):
         if name in sys.modules:
             root = Path(str(sys.modules[name].__file__)).parent
@@ -95,49 +206,42 @@ def _within_titan(file: str) -> str:
     return ""
 
 
-def recorded(*, stacks: bool) -> list[dict[str, Any]]:
-    """What torch's flight recorders hold, oldest first: gloo's, and in builds with CUDA NCCL's. Nothing where there is none."""
+def recorded_collectives(*, stacks: bool) -> list[dict[str, Any]]:
+    """Return what torch's flight recorders hold, oldest first: gloo's, and in builds with CUDA NCCL's."""
     module = sys.modules.get("torch._C._distributed_c10d")
     entries: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name in ("_dump_fr_trace", "_dump_nccl_trace"):
-        dump = getattr(module, name, None)
-        # A pickle, but torch's own, from this process.
-        found = pickle.loads(dump(True, stacks, False)).get("entries") if dump else None
-        for entry in found or ():
-            key = (entry["profiling_name"], entry["pg_id"], entry["record_id"])
-            entries[key] = entry
+        if dump := getattr(module, name, None):
+            # A pickle, but torch's, from this process. Both names may give the same entries.
+            for entry in pickle.loads(dump(True, stacks, False)).get("entries") or ():
+                entries[entry["profiling_name"], entry["pg_id"], entry["record_id"]] = entry
     return sorted(entries.values(), key=lambda entry: entry["time_created_ns"])
 
 
-def oom_kills() -> int:
-    """Processes of this process's cgroup (v2 or v1) that the kernel has killed for want of memory; 0 where it does not say."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return 0
-    places = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            places += [f"/sys/fs/cgroup{path}/memory.events", "/sys/fs/cgroup/memory.events"]
-        elif "memory" in controllers.split(","):
-            # In a container the path is the host's, and the mount is what it names.
-            root = "/sys/fs/cgroup/memory"
-            places += [f"{root}{path}/memory.oom_control", f"{root}/memory.oom_control"]
-    for place in places:
-        try:
-            found = re.search(r"^oom_kill (\d+)", Path(place).read_text(), re.M)
-        except OSError:
-            continue
-        if found:
-            return int(found[1])
-    return 0
-
-
-def last_begun() -> str | None:
-    """The collective that was begun last; torch's names are "gloo:all_reduce"."""
-    entries = recorded(stacks=False)
+def _last_begun() -> str | None:
+    """Return the collective that was begun last; torch's names are "gloo:all_reduce"."""
+    entries = recorded_collectives(stacks=False)
     if not entries:
         return None
     sizes = " and ".join(str(tuple(size)) for size in entries[-1]["input_sizes"])
     return f"{entries[-1]['profiling_name'].rpartition(':')[2]} of {sizes}"
+
+
+def count_oom_kills() -> int:
+    """Return how many processes of this cgroup (v2 or v1) the kernel has killed for want of memory; 0 if unknown."""
+    files = []
+    try:
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            # In a container the path is the host's, and the root of the mount is what it names.
+            if not controllers:
+                files += [f"/sys/fs/cgroup{path}/memory.events", "/sys/fs/cgroup/memory.events"]
+            elif "memory" in controllers.split(","):
+                root = "/sys/fs/cgroup/memory"
+                files += [f"{root}{path}/memory.oom_control", f"{root}/memory.oom_control"]
+        for file in filter(Path.is_file, map(Path, files)):
+            if match := re.search(r"^oom_kill (\d+)", file.read_text(), re.M):
+                return int(match[1])
+    except OSError:
+        pass
+    return 0

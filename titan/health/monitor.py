@@ -1,23 +1,29 @@
-"""Ranks hear of each other's end in seconds, through the store that they met in, and not at the collectives' time limit.
+"""Watch a run, and let all ranks hear of a failure in seconds, not at the collectives' time limit.
 
-    beat     each rank writes a beat (a count, its step, what its main thread does) under its own key, in a thread of its own
-             with a connection of its own, so that neither a collective nor a compilation of minutes makes it silent
-    watch    and reads the beat of the next rank: a ring, so that the cost of a rank does not grow with their number. One
-             that has not changed for `comm.heartbeat_timeout_seconds` is silent: then all beats are read, twice
-    verdict  the first to know of a failure, be it a silence or its own exception, writes a `Failure` under one key, which
+    beat     each rank writes a beat (a count, its step, what its main thread does) under its own key of the store that
+             the ranks met in, over a second connection. Neither a collective nor a compilation of minutes makes it silent
+    watch    and reads the beat of the next rank: a ring, so that the cost for a rank does not grow with their number.
+             If it has not changed for `comm.heartbeat_timeout_seconds`, all beats are read, twice
+    step     a step that lasts longer than `fault_tolerance.step_timeout_seconds` is a failure, too: the beats say which
+             ranks do not wait for others, and where they are. A rank that hangs keeps all others in the same step, so
+             that the time of all is up together
+    failure  the first to notice a failure, be it one of these or an exception, writes a `Failure` under one key, which
              every rank reads with each beat. All write the same status.json, dump flight recorder and stacks, and end
-    loss     a store that does not answer: its host is lost, or this one is cut off. Each rank ends by itself, and ends
+    loss     if the store does not answer, its host is lost, or this one is cut off. Each rank ends by itself, and ends
              its torchrun, which would wait for TCP to give up for a quarter of an hour
 
-Time is counted in beats of one's own, so that a rank that was stopped or starved itself does not accuse the others. A silent rank
-on a machine where others live is sent SIGABRT: faulthandler, which needs no interpreter, writes where it is.
+One thread, "monitor", decides all this and touches the run lock. It never waits for the store: a request to a store
+whose host is lost does not return (docs/torch.md). A second thread, "beats", carries the messages.
 
-Lost is what a rank on this machine says nothing of: its process is stopped, its interpreter is locked by an extension, or
-it is gone. A machine all of whose ranks are silent is lost as a whole.
+Each rank measures time by its own beats, so a rank that was itself paused does not report its peers as silent.
+A silent rank on a machine where others live is sent SIGABRT: faulthandler, which needs no interpreter, writes its stack.
+A rank that does not hear of this (on another machine, its interpreter locked by a C extension that holds the GIL) is
+ended by a timer of faulthandler, LOCKED_S after the limit of its step.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import os
@@ -27,368 +33,405 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from datetime import timedelta
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TypeVar
 
 from titan.health import flight_recorder
-from titan.health.run_lock import LockHolder, started
-from titan.health.signals import EXIT_FAILED, has_agent, leave, to_main_thread
-from titan.health.stacks import main_thread
-from titan.observe.runinfo import State, write_status, write_text_atomically
-
-BEATS_PER_TIMEOUT = 20
-LINGER_S = (
-    3.0  # of a rank that has failed, so that others see why before its agent or store is gone
+from titan.health.beats import (
+    Beat,
+    connect,
+    describe_hang,
+    describe_silence,
+    store_host,
+    why_silent,
 )
-_STUCK_S = 20.0  # after a verdict, for a main thread that ends by itself
-_GONE = "gone"
-_FIRST_BEAT_S = 60.0  # ranks start together
+from titan.health.errors import COMMUNICATION, Failure, main_thread, stacks_file, where_failed
+from titan.health.run_lock import BEAT_S, ProcessId, RunLock, RunLocked
+from titan.health.signals import (
+    EXIT_FAILED,
+    StopRequest,
+    has_agent,
+    leave,
+    signal_main_thread,
+)
+from titan.observe.runinfo import write_status
+
+BEATS_PER_TIMEOUT, LONGEST_BEAT_S = 20, 1.5
+LINGER_S = (
+    3.0  # that a failed rank stays, so that others read why before its agent or store is gone
+)
+LOCKED_S = 10.0  # after a step's limit, until a rank whose interpreter is locked is ended
+_STUCK_S = 20.0  # for a main thread that ends by itself, and for a disk that may hang
+_FAILURE, _SIGNED_OFF, _GONE = "failure", "signed_off", "gone"  # keys, and the last beat
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Failure:
-    """Why the run ends, on all ranks."""
+class Monitor:
+    """Watches one rank from `start` to `close`, and its peers from `connect` to `finish`.
 
-    reason: str
-    step: int = 0
-    state: State = "failed"
-    exit_code: int = EXIT_FAILED
-    rank: int = 0  # whose verdict it is
-    silent: tuple[int, ...] = ()
-
-    @staticmethod
-    def of(text: bytes) -> Failure:
-        content = json.loads(text)
-        return Failure(**(content | {"silent": tuple(content["silent"])}))
-
-
-class Heartbeat:
-    """One rank's beats, from `start` to `close`. With no other ranks, no store over TCP, or a limit of 0, nothing runs, and the
-    rank's own verdict is the only one."""
+    Args:
+        heartbeat_s: the silence after which a rank counts as lost; 0: silence is no failure.
+        step_limit_s: the time between `begin` and `end` of a step; 0: no limit.
+        lock: the run lock, on rank 0.
+    """
 
     def __init__(
-        self, limit_s: float, *, run_dir: Path, rank: int, world_size: int, step: Callable[[], int]
+        self,
+        run_dir: Path,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        heartbeat_s: float = 0,
+        step_limit_s: float = 0,
+        lock: RunLock | None = None,
     ) -> None:
-        self.limit_s, self.run_dir, self.step = limit_s, run_dir, step
-        self.rank, self.world_size = rank, world_size
-        self.every_s = limit_s / BEATS_PER_TIMEOUT
+        self.run_dir, self.rank, self.world_size = run_dir, rank, world_size
+        self.heartbeat_s, self.step_limit_s, self.lock = heartbeat_s, step_limit_s, lock
+        self.step = 0
+        self.beat_s = min(heartbeat_s / BEATS_PER_TIMEOUT or LONGEST_BEAT_S, LONGEST_BEAT_S)
+        self._deadline = float("inf")  # of the step
+        self._stacks: IO[str] | None = None
         # The first is rank 0, which may hold the store.
-        self._me = self._first = LockHolder.this_process()
+        self._me = self._first = ProcessId.this()
         self._store: Any = None
-        self._rounds = 0  # of beats that the store has taken
-        self._leaving = threading.Event()  # the main thread ends by itself
+        self._rounds = 0  # of messages that the store has taken
+        self._peer_is_silent = False
+        self._leaving = threading.Event()  # the main thread has failed, and ends by itself
+        self._finished = threading.Event()
         self._closed = threading.Event()
 
+    # ---- what the main thread calls ----------------------------------------------------------------
+
     def start(self) -> None:
-        """Once the process group is there."""
-        if self.world_size == 1 or not self.limit_s:
+        if self.step_limit_s:
+            path = stacks_file(self.run_dir, self.rank)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._stacks = path.open("a")  # now, since a locked interpreter opens no file
+        threading.Thread(target=self._watch, name="monitor", daemon=True).start()
+
+    def connect(self) -> None:
+        """Exchange beats from now on: the process group exists."""
+        flight_recorder.begin()
+        if self.world_size == 1 or not (self.heartbeat_s or self.step_limit_s):
             return
-        self._store = _connect(self.limit_s)
-        if self._store is None:
+        store = connect(self.heartbeat_s)
+        if store is None:
             logging.getLogger("titan").warning("no heartbeat: the ranks' store cannot be shared")
             return
-        self._store.set(_beat_key(self.rank), self._beat_text())
-        self._first = _owner(self._store.get(_beat_key(0)).decode())
-        for target in (self._beat, self._watch_store):
-            threading.Thread(target=target, name="heartbeat", daemon=True).start()
+        store.set(_beat_key(self.rank), self._beat())
+        self._first = Beat.parse(store.get(_beat_key(0)).decode()).process
+        self._store = store
+        threading.Thread(target=self._exchange, name="beats", daemon=True).start()
 
-    def tell(self, mine: Failure) -> Failure:
-        """The main thread fails: let the others know. Returns the run's verdict, which may be another rank's."""
+    def begin(self, step: int, *, extra_s: float = 0) -> None:
+        """Begin a step. extra_s: time that it has beyond the limit."""
+        self.step = step
+        if self._stacks is not None:
+            limit_s = self.step_limit_s + extra_s
+            self._deadline = time.monotonic() + limit_s
+            faulthandler.dump_traceback_later(limit_s + LOCKED_S, exit=True, file=self._stacks)
+
+    def end(self) -> None:
+        """End a step: until the next one begins there is no limit."""
+        if self._stacks is not None:
+            self._deadline = float("inf")
+            faulthandler.cancel_dump_traceback_later()
+
+    def fail(self, error: Exception, exit_code: int, *, expected: bool = True) -> int:
+        """Report an error that ends the run, to the user and to the other ranks. Returns the exit code.
+
+        Args:
+            expected: the message of the error is written for the user; no stacks are needed.
+        """
+        mine = Failure.of(
+            error, rank=self.rank, step=self.step, exit_code=exit_code, expected=expected
+        )
+        expected = expected and mine.kind not in COMMUNICATION
+        agreed = self.report_failure(mine)
+        if self.world_size > 1 or not expected:
+            flight_recorder.dump(mine, at=where_failed(error), stacks=not expected)
+        with suppress(OSError):  # the disk may be what failed
+            self._write_status(agreed)
+        logging.getLogger("titan").error(mine.reason, extra={"last_words": True})
+        self._print(mine.reason)
+        if self.rank == 0 and agreed.reason != mine.reason:
+            self._print(agreed.reason)
+        self.wait_for_peers()
+        return exit_code
+
+    def report_failure(self, mine: Failure) -> Failure:
+        """Let the other ranks know that this one fails. Returns the run's failure, which may be another rank's."""
         self._leaving.set()
-        return self._agree(mine)
+        self.end()
+        return self._agree(mine) or mine
 
-    def linger(self) -> None:
-        """Sign off. Rank 0, whose process or agent holds the store, waits until all have, or had the time to hear why."""
+    def wait_for_peers(self) -> None:
+        """Sign off. Rank 0, whose process or agent holds the store, waits until all have, or had the time to."""
         if self._store is None:
             return
-        within_s = min(LINGER_S, 3 * self.every_s)
+        within_s = min(LINGER_S, 3 * self.beat_s)
         deadline = time.monotonic() + within_s
 
         def wait() -> None:
-            self._store.add(_GONE, 1)
+            self._store.add(_SIGNED_OFF, 1)
             while (
                 self.rank == 0
-                and self._store.add(_GONE, 0) < self.world_size
+                and self._store.add(_SIGNED_OFF, 0) < self.world_size
                 and time.monotonic() < deadline
             ):
                 time.sleep(0.05)
 
-        _within(within_s, wait)
+        call_with_timeout(within_s, wait)
+
+    def finish(self) -> None:
+        """Stop watching: the rank has ended, and its silence means nothing from now on."""
+        self.end()
+        self._finished.set()
+        if self._store is not None and not self._leaving.is_set():
+            call_with_timeout(LINGER_S, lambda: self._store.set(_beat_key(self.rank), _GONE))
 
     def close(self) -> None:
-        """The rank has ended well: its silence means nothing from now on."""
+        self.finish()
         self._closed.set()
-        if self._store is not None and not self._leaving.is_set():
-            _within(LINGER_S, lambda: self._store.set(_beat_key(self.rank), _GONE))
+        if self._stacks is not None:
+            self._stacks.close()
+            self._stacks = None
+            with suppress(FileNotFoundError):
+                if not (path := stacks_file(self.run_dir, self.rank)).stat().st_size:
+                    path.unlink()
 
-    # ---- threads -----------------------------------------------------------------------------------
+    # ---- what others call, in threads that do not wait for the main one ----------------------------
 
-    def _beat(self) -> None:
-        """Beat, look at the next rank, and at the verdict."""
+    def stop_too_late(self, stop: StopRequest, grace_s: float) -> None:
+        """Report that a signal's grace time is over, and where the rank is."""
+        reason = (
+            f"{stop.seen} asked rank {self.rank} to stop, but fault_tolerance.grace_seconds = {grace_s:g} are over: "
+            f"it is in {main_thread().text}. "
+        )
+        saved = stop.exit_code is not None
+        reason += "All is saved" if saved else "The last checkpoint is from before"
+        failure = self._failure(reason, "stopped_late")
+        if not saved:
+            self._write_status(failure)
+        stacks = stacks_file(self.run_dir, self.rank)
+        print(f"{reason}. Stacks of all threads: {stacks}", file=sys.stderr, flush=True)
+        flight_recorder.dump(failure)  # last, for it takes longest, and there is not much time
+
+    def dump_on_request(self) -> None:
+        """Answer SIGUSR2: write where the rank is, and go on."""
+        flight_recorder.dump(self._failure(f"SIGUSR2 in step {self.step}", "asked"))
+        self._print(f"stacks of all threads: {stacks_file(self.run_dir, self.rank)}")
+
+    def terminate(self, reason: str) -> None:
+        """Report that C++ ends the process."""
+        failure = self._failure(reason, "terminated")
+        self.report_failure(failure)
+        flight_recorder.dump(failure)
+
+    def _failure(self, reason: str, kind: str, *, silent: tuple[int, ...] = ()) -> Failure:
+        return Failure(reason, kind=kind, step=self.step, rank=self.rank, silent=silent)
+
+    # ---- the monitor's thread ----------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        tick_s = min(BEAT_S, self.beat_s, self.step_limit_s / 4 or BEAT_S)
+        rounds, silent_s = -1, 0.0
+        while not self._closed.wait(tick_s):
+            self._touch_lock()
+            if self._finished.is_set() or self._leaving.is_set():
+                continue
+            silent_s = silent_s + tick_s if self._rounds == rounds else 0
+            rounds = self._rounds
+            if self._store is not None and 0 < self.heartbeat_s < silent_s - 2 * self.beat_s:
+                self._exit_on(self._lost_store(), alone=True)
+            if self._peer_is_silent:
+                self._peer_is_silent = False
+                self._report(self._find_silent_ranks)
+            if time.monotonic() > self._deadline:
+                self._deadline = float("inf")
+                self._report(self._find_hanging_ranks)
+
+    def _touch_lock(self) -> None:
+        try:
+            if self.lock is not None:
+                self.lock.touch()
+        except RunLocked as error:
+            if not self._closed.is_set():
+                print(f"{error}: process {os.getpid()} ends", file=sys.stderr, flush=True)
+                os._exit(EXIT_FAILED)
+
+    def _report(self, find: Callable[[], Failure | None]) -> None:
+        """Publish a failure. This rank then reads it with its next beat, like all others."""
+        # Two readings of all beats, some beats apart; the store may be gone, too.
+        failure = call_with_timeout(2 * LINGER_S + 3 * self.beat_s, find)
+        if failure is not None and self._agree(failure) is None:
+            self._exit_on(failure, alone=True)
+
+    def _find_silent_ranks(self) -> Failure | None:
+        """Return which ranks are silent; None if all have come back."""
+        beats, silent = self._compare_beats()
+        if not silent:
+            return None
+        reason, host_is_lost = describe_silence(beats, silent, limit_s=self.heartbeat_s)
+        kind = "host_lost" if host_is_lost else "rank_silent"
+        return self._failure(reason, kind, silent=tuple(silent))
+
+    def _find_hanging_ranks(self) -> Failure:
+        """Return which ranks keep the others waiting in this step."""
+        beats, silent = self._compare_beats()
+        title = f"step {self.step} hangs: it has taken longer than {self.step_limit_s:g} s"
+        reason = f"{title}; {describe_hang(beats, silent)}. Stacks: {self.run_dir}/logs/rank-*.stacks.txt"
+        return self._failure(reason, "rank_silent" if silent else "hang", silent=tuple(silent))
+
+    def _lost_store(self) -> Failure:
+        if (
+            self._first.is_here()
+        ):  # the store is rank 0's, or torchrun's; a lost process takes it along
+            reason = f"rank 0 on {self._me.host} has not been heard of for {self.heartbeat_s:g} s: "
+            reason += why_silent(self._first)
+            return self._failure(reason, "rank_silent", silent=(0,))
+        host, here = store_host(), self._me.host
+        reason = (
+            f"the ranks' store on {host} has not answered rank {self.rank} on {here} for {self.heartbeat_s:g} s: "
+            f"{host} is lost, or {here} is cut off from it"
+        )
+        return self._failure(reason, "host_lost")
+
+    # ---- the thread that carries messages ----------------------------------------------------------
+
+    def _exchange(self) -> None:
+        """Beat, read the failure, and look at the next rank."""
         neighbour, last, unchanged = (self.rank + 1) % self.world_size, b"", 0
-        while not self._closed.wait(self.every_s):
+        while not self._finished.wait(self.beat_s):
             try:
-                self._store.set(_beat_key(self.rank), self._beat_text())
-                if self._store.check([_VERDICT]):
-                    return self._obey(Failure.of(self._store.get(_VERDICT)))
+                self._store.set(_beat_key(self.rank), self._beat())
+                if self._store.check([_FAILURE]):
+                    self._exit_on(_parse_failure(self._store.get(_FAILURE)))
                 beat = b""
                 if self._store.check([_beat_key(neighbour)]):
                     beat = self._store.get(_beat_key(neighbour))
                 self._rounds += 1
-            except Exception:  # the connection is lost; the other thread counts
+            except Exception:  # the connection is lost; the monitor counts
                 continue
             unchanged = unchanged + 1 if beat == last and beat != _GONE.encode() else 0
             last = beat
-            if unchanged >= BEATS_PER_TIMEOUT and not self._closed.is_set():
-                with suppress(Exception):
-                    self._accuse()
-                unchanged = 0
+            if self.heartbeat_s and unchanged * self.beat_s >= self.heartbeat_s:
+                self._peer_is_silent, unchanged = True, 0
 
-    def _watch_store(self) -> None:
-        """A request to a store whose host is lost does not come back: another thread notices."""
-        seen, unchanged = -1, 0
-        while not self._closed.wait(self.every_s):
-            unchanged = unchanged + 1 if self._rounds == seen else 0
-            seen = self._rounds
-            if unchanged >= BEATS_PER_TIMEOUT + 2 and not self._leaving.is_set():
-                return self._end(self._of_lost_store(), alone=True)
+    def _beat(self) -> str:
+        activity = main_thread()
+        beat = Beat(self._rounds, self.step, activity.text, activity.waits, self._me)
+        return json.dumps(asdict(beat))
 
-    def _of_lost_store(self) -> Failure:
-        at: dict[str, Any] = {"step": self.step(), "rank": self.rank}
-        if _is_here(self._first):
-            state = _state(self._first)
-            reason = (
-                f"rank 0 on {self._me.host} has not been heard of for {self.limit_s:g} s: {state}"
-            )
-            return Failure(reason, state="hung", silent=(0,), **at)
-        host = _store_host()
-        reason = (
-            f"the ranks' store on {host} has not answered rank {self.rank} on {self._me.host} for {self.limit_s:g} s: "
-            f"{host} is lost, or {self._me.host} is cut off from it"
-        )
-        return Failure(reason, **at)
-
-    def _accuse(self) -> None:
-        """Find all that are silent, and say so. Nobody may be: a rank may have come back."""
-        before = self._beats()
-        for _ in range(3):  # others may accuse, too, and must not seem silent
-            time.sleep(self.every_s)
-            self._store.set(_beat_key(self.rank), self._beat_text())
-            self._rounds += 1
-        after = self._beats()
-        silent = [rank for rank in before if before[rank] == after[rank] and after[rank] != _GONE]
-        if silent:
-            reason = describe_silence(after, silent, limit_s=self.limit_s)
-            lost = "is lost" in reason
-            # The next beat finds it, like those of all others.
-            self._agree(
-                Failure(
-                    reason,
-                    step=self.step(),
-                    state="failed" if lost else "hung",
-                    rank=self.rank,
-                    silent=tuple(silent),
-                )
-            )
-
-    def _obey(self, verdict: Failure) -> None:
-        """End, unless the main thread is about to: it may have failed of the same, and says more."""
-        if not self._leaving.is_set():
-            _within(_STUCK_S, lambda: self._write_down(verdict))
-        if self._leaving.wait(1):
-            time.sleep(_STUCK_S)  # which it does not outlive, as a rule
-            os._exit(verdict.exit_code)
-        self._end(verdict, alone=False)
-
-    def _end(self, verdict: Failure, *, alone: bool) -> None:
-        def report() -> None:
-            said = {"exit_code": verdict.exit_code, "reason": verdict.reason}
-            write_status(self.run_dir, state=verdict.state, step=verdict.step or None, **said)
-            logging.getLogger("titan").error(verdict.reason)
-            if self.rank == 0 or alone or verdict.rank == self.rank:
-                name = "" if self.rank == 0 else f"[rank {self.rank}] "
-                print(f"{name}{verdict.reason}", file=sys.stderr, flush=True)
-            if not alone:
-                self.linger()
-            elif not verdict.silent:
-                _end_agent()
-
-        if alone:
-            _within(_STUCK_S, lambda: self._write_down(verdict))
-        leave(verdict.exit_code, report, within_s=2 * LINGER_S + 2)
-
-    def _write_down(self, verdict: Failure) -> None:
-        flight_recorder.dump(verdict.reason)
-        self._wake_silent(verdict)
-
-    def _wake_silent(self, verdict: Failure) -> None:
-        """Have those on this machine write their stacks and end, stopped or not; torchrun would give them 30 seconds first."""
-        for rank in verdict.silent:
-            with suppress(Exception):
-                there = self._first if rank == 0 else _owner(self._beats([rank])[rank])
-                if _is_here(there) and started(str(there.pid)) == there.started:
-                    to_main_thread(there.pid, signal.SIGABRT)
-                    os.kill(there.pid, signal.SIGCONT)
-
-    # ---- the store ---------------------------------------------------------------------------------
-
-    def _agree(self, mine: Failure) -> Failure:
-        """The first verdict is everybody's."""
-        if self._store is None:
-            return mine
-        text = json.dumps(asdict(mine))
-        first = _within(LINGER_S, lambda: self._store.compare_set(_VERDICT, "", text))
-        return Failure.of(first) if first else mine
-
-    def _beat_text(self) -> str:
-        beat = {"n": self._rounds, "step": self.step(), "does": main_thread().text}
-        return json.dumps(beat | {"owner": asdict(self._me)})
-
-    def _beats(self, ranks: list[int] | None = None) -> dict[int, str]:
-        ranks = ranks or list(range(self.world_size))
-        there = [rank for rank in ranks if self._store.check([_beat_key(rank)])]
-        texts = self._store.multi_get([_beat_key(rank) for rank in there])
+    def _read_beats(self) -> dict[int, str]:
+        keys = {rank: _beat_key(rank) for rank in range(self.world_size)}
+        there = [rank for rank, key in keys.items() if self._store.check([key])]
+        texts = self._store.multi_get([keys[rank] for rank in there])
         return {rank: text.decode() for rank, text in zip(there, texts, strict=True)}
 
+    def _compare_beats(self) -> tuple[dict[int, Beat], list[int]]:
+        """Return the beats of all ranks that have not ended, and the ranks that are silent."""
+        if self._store is None:
+            return {self.rank: Beat.parse(self._beat())}, []
+        before = self._read_beats()
+        time.sleep(3 * self.beat_s)
+        after = self._read_beats()
+        beats = {rank: Beat.parse(text) for rank, text in after.items() if text != _GONE}
+        return beats, [rank for rank in beats if after[rank] == before.get(rank)]
 
-_VERDICT = "verdict"
+    def _agree(self, mine: Failure) -> Failure | None:
+        """Return the first failure that any rank has published; None if the store cannot be asked."""
+        if self._store is None:
+            return None
+        text = json.dumps(asdict(mine))
+        first = call_with_timeout(LINGER_S, lambda: self._store.compare_set(_FAILURE, "", text))
+        return _parse_failure(first) if first else None
+
+    # ---- the end -----------------------------------------------------------------------------------
+
+    def _exit_on(self, failure: Failure, *, alone: bool = False) -> None:
+        """End the process, unless the main thread is about to: it may have failed of the same, and says more.
+
+        Args:
+            alone: the other ranks do not hear of it from here.
+        """
+        faulthandler.cancel_dump_traceback_later()  # the interpreter is not locked
+        if not self._leaving.is_set():
+            call_with_timeout(_STUCK_S, lambda: self._write_dumps(failure))
+        if not alone and self._leaving.wait(1):
+            time.sleep(_STUCK_S)  # the process has ended by then, as a rule
+            os._exit(failure.exit_code)
+
+        def report() -> None:
+            self._write_status(failure)
+            logging.getLogger("titan").error(failure.reason, extra={"last_words": True})
+            if self.rank == 0 or alone or failure.rank == self.rank:
+                self._print(failure.reason)
+            if not alone:
+                self.wait_for_peers()
+            elif failure.kind == "host_lost":
+                _end_agent()
+
+        leave(failure.exit_code, report, within_s=2 * LINGER_S + 2)
+
+    def _write_dumps(self, failure: Failure) -> None:
+        flight_recorder.dump(failure)
+        if not failure.silent:
+            return
+        # Have silent ranks on this machine write their stacks and end, stopped or not. torchrun would give them
+        # 30 seconds first.
+        processes = {0: self._first}
+        if set(failure.silent) != {0}:  # the store may be gone with rank 0
+            processes |= {rank: Beat.parse(t).process for rank, t in self._read_beats().items()}
+        for rank in failure.silent:
+            with suppress(LookupError, OSError):
+                process = processes[rank]
+                if process.is_here() and process.is_running():
+                    signal_main_thread(process.pid, signal.SIGABRT)
+                    os.kill(process.pid, signal.SIGCONT)
+
+    def _write_status(self, failure: Failure) -> None:
+        write_status(
+            self.run_dir,
+            state=failure.state,
+            exit_code=failure.exit_code,
+            step=failure.step or None,
+            reason=failure.reason,
+            kind=failure.kind,
+            rank=failure.rank,
+        )
+
+    def _print(self, text: str) -> None:
+        name = "" if self.rank == 0 else f"[rank {self.rank}] "
+        print(f"{name}{text}", file=sys.stderr, flush=True)
 
 
-def describe_silence(beats: dict[int, str], silent: list[int], *, limit_s: float) -> str:
-    """Which ranks, on which machines, and what they did last."""
-    hosts = {rank: _owner(text).host for rank, text in beats.items() if text != _GONE}
-    parts = []
-    for host in dict.fromkeys(hosts[rank] for rank in silent):
-        here = [rank for rank in silent if hosts[rank] == host]
-        names = f"rank {here[0]}" if len(here) == 1 else "ranks " + ", ".join(map(str, here))
-        others = [rank for rank in hosts if hosts[rank] == host and rank not in silent]
-        beat = json.loads(beats[here[0]])
-        does = f"; rank {here[0]} was in {beat['does']}, step {beat['step']}"
-        if others or len(set(hosts.values())) == 1:
-            what = _state(_owner(beats[here[0]]))
-        else:
-            what = f"{host} is lost, or cut off"
-        has = "has" if len(here) == 1 else "have"
-        parts.append(f"{names} on {host} {has} not been heard of for {limit_s:g} s: {what}{does}")
-    return ". ".join(parts)
-
-
-def _is_here(owner: LockHolder) -> bool:
-    """Whether its process id means something to this process. Virtual hosts may share a kernel."""
-    me = LockHolder.this_process()
-    return owner.machine != "" and (owner.machine, owner.host) == (me.machine, me.host)
-
-
-def _state(owner: LockHolder) -> str:
-    """What keeps a process silent, as far as this machine's /proc says."""
-    if not _is_here(owner):
-        return "it is stopped, or its interpreter is locked by a C extension"
-    if started(str(owner.pid)) != owner.started:
-        return "its process is gone"
-    state = Path(f"/proc/{owner.pid}/stat").read_text().rpartition(")")[2].split()[0]
-    known = {"T": "it is stopped, by SIGSTOP or the like", "D": "it waits for a disk or a device"}
-    return known.get(state, "its interpreter is locked by a C extension")
-
-
-def _within(seconds: float, call: Callable[[], Any]) -> Any:
-    """What a request to the store returns; None where it fails, or the store does not answer in time."""
-    results: list[Any] = []
+def call_with_timeout(seconds: float, call: Callable[[], T]) -> T | None:
+    """Return what a call returns; None if it fails, or does not return in time."""
+    results: list[T] = []
 
     def run() -> None:
         with suppress(Exception):
             results.append(call())
 
-    thread = threading.Thread(target=run, name="heartbeat", daemon=True)
+    thread = threading.Thread(target=run, name="call", daemon=True)
     thread.start()
     thread.join(seconds)
     return results[0] if results else None
 
 
-def _owner(beat: str) -> LockHolder:
-    return LockHolder(**json.loads(beat)["owner"])
+def _parse_failure(text: bytes) -> Failure:
+    content = json.loads(text)
+    return Failure(**(content | {"silent": tuple(content["silent"])}))
 
 
 def _beat_key(rank: int) -> str:
     return f"beat/{rank}"
 
 
-def _default_store() -> Any:
-    """The store of the default group, without its prefixes; private in torch, but the same in 2.11 to 2.15."""
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    store: Any = _get_default_store()
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return store
-
-
-def _store_host() -> str:
-    return str(getattr(_default_store(), "host", os.environ.get("MASTER_ADDR", "?")))
-
-
-def _connect(limit_s: float) -> Any:
-    """Return a second connection to the ranks' store; None if it is neither a TCPStore nor a file."""
-    import torch.distributed as dist
-
-    store = _default_store()
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-    if isinstance(store, dist.FileStore):
-        return _FolderStore(Path(f"{store.path}-beats"))  # pyright: ignore[reportAttributeAccessIssue]
-    if not isinstance(store, dist.TCPStore):
-        return None
-    own = dist.TCPStore(
-        store.host, store.port, is_master=False, timeout=timedelta(seconds=max(limit_s, 5))
-    )
-    # torchrun may keep its store over a restart.
-    return dist.PrefixStore(f"titan/{attempt}", own)
-
-
-class _FolderStore:
-    """What heartbeats need of a store, as files: torch's FileStore appends each beat to its file for ever."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        folder.mkdir(exist_ok=True)
-
-    def _path(self, key: str) -> Path:
-        return self.folder / key.replace("/", "-")
-
-    def set(self, key: str, text: str) -> None:
-        write_text_atomically(self._path(key), text, durable=False)
-
-    def get(self, key: str) -> bytes:
-        deadline = time.monotonic() + _FIRST_BEAT_S
-        while not self.check([key]) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return self._path(key).read_bytes()
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [self.get(key) for key in keys]
-
-    def check(self, keys: list[str]) -> bool:
-        return all(self._path(key).exists() for key in keys)
-
-    def compare_set(self, key: str, expected: str, text: str) -> bytes:
-        """Set a key that nobody has set. Returns what it holds then."""
-        assert not expected, "only the first value is decided here"
-        mine = self.folder / f".{key}.{os.getpid()}-{threading.get_ident()}"
-        mine.write_text(text, encoding="utf-8")
-        with suppress(FileExistsError):
-            os.link(mine, self._path(key))
-        mine.unlink()
-        return self.get(key)
-
-    def add(self, key: str, amount: int) -> int:
-        """Count the processes that have added 1 to a key."""
-        if amount:
-            (self.folder / f"{key}-by-{os.getpid()}").touch()
-        return len(list(self.folder.glob(f"{key}-by-*")))
-
-
 def _end_agent() -> None:
-    """This machine's torchrun, after its other ranks had the time for their last words; they end with it (PR_SET_PDEATHSIG)."""
+    """End this machine's torchrun after its other ranks had time for their reports. They end with it."""
     parent = os.getppid()
     with suppress(OSError):
         command = Path(f"/proc/{parent}/cmdline").read_bytes()

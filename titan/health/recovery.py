@@ -47,9 +47,13 @@ _ACTIONS = {"off": StepAction.TRAIN} | {action.name.lower(): action for action i
 class NonFiniteError(RuntimeError):
     """The loss or the gradient norm is not finite; the message names the step, the ranks and the samples."""
 
+    kind = "loss_not_finite"
+
 
 class SpikeError(RuntimeError):
     """A loss is far off, or has been too often, and the policy is to stop; the message says how far."""
+
+    kind = "loss_not_finite"
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
-"""A signal asks the run to stop: it finishes its step, saves, and leaves with exit code 75 (please requeue me).
+"""Stop a run on a signal: it finishes its step, saves, and leaves with exit code 75 (please requeue me).
 
 SIGTERM and SIGUSR1 come from schedulers, SIGINT from a person, whose second Ctrl-C ends the program at once. The
 handlers are installed before torch is imported, which takes seconds in which a signal would be deadly.
 
-A Python handler does not run while the main thread waits inside a collective, which may be for ever: another rank
-can be gone. So C's own handler also writes the signal's number into a pipe (signal.set_wakeup_fd), and a thread
-that reads it ends the process when the grace time is over.
+A Python handler does not run while the main thread waits inside a collective, which may last forever: another rank
+can be gone. But Python's C handler also writes the signal's number into a pipe (signal.set_wakeup_fd). A thread reads
+it, and ends the process when the grace time is over.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from types import FrameType
 
 EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR, EXIT_STOPPED = 0, 1, 2, 75
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-ASKING = signal.SIGUSR2  # where are you? The run goes on
-_REPORT_S = 5  # for the last words of a process that ends: its disk may be what hangs
+ASKING = signal.SIGUSR2  # "where are you?"; the run goes on
+_REPORT_S = 5  # for the report of a process that ends: its disk may be what hangs
 _PR_SET_PDEATHSIG = 1
 
 
 class StopRequest:
-    """Whether, and by which signal, this process was asked to stop; and the end of its patience."""
+    """Notes by which signal this process was asked to stop, and ends it when its time is over."""
 
     def __init__(self) -> None:
         self.signal_name = ""
-        self.seen = ""  # by the thread, which sees what the main thread may not
-        self.exit_code: int | None = None  # the run has ended well, and only has to leave
+        self.seen = (
+            ""  # the same, as the thread knows it: the main thread may never run its handler
+        )
+        self.exit_code: int | None = None  # set when the run has ended well, and only has to leave
         self._grace_s = 0.0
         self._report: Callable[[], None] = lambda: None
         self.on_ask: Callable[[], None] = lambda: None  # called in a thread of its own
@@ -53,17 +55,20 @@ class StopRequest:
         return bool(self.signal_name)
 
     def allow(self, grace_s: float, *, report: Callable[[], None]) -> None:
-        """From now on: end the process that long after the first signal, also one that has come already. `report` is called
-        in a thread of its own, and must neither wait for the main thread nor import anything."""
+        """End the process this long after the first signal, even if that has come already.
+
+        Args:
+            report: called in another thread; must neither wait for the main thread nor import anything.
+        """
         self._grace_s, self._report = grace_s, report
         self._armed.set()
 
     def disarm(self) -> None:
-        """The process leaves by itself."""
+        """Let the process leave by itself."""
         self._disarmed.set()
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.requested:
+        if number == signal.SIGINT and self.requested:  # a second Ctrl-C
             raise KeyboardInterrupt
         self.signal_name = signal.Signals(number).name
 
@@ -81,27 +86,32 @@ class StopRequest:
 
 
 def leave(code: int, report: Callable[[], None], *, within_s: float = _REPORT_S) -> None:
-    """End the process at once, after its last words, whatever its other threads do."""
-    words = threading.Thread(target=report, name="last words", daemon=True)
-    words.start()
-    words.join(within_s)
+    """End the process after `report`, whatever its other threads do."""
+    thread = threading.Thread(target=report, name="last report", daemon=True)
+    thread.start()
+    thread.join(within_s)
     os._exit(code)
 
 
 def has_agent() -> bool:
-    """Whether torchrun, or `titan train --nproc`, has started this process."""
+    """Return whether torchrun, or `titan train --nproc`, has started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def for_agent(code: int) -> int:
-    """The exit code of a rank that was told to stop. torchrun --max-restarts would start it again unless it ends with 0;
-    status.json has the real one."""
+    """Return the exit code of a rank that was asked to stop.
+
+    torchrun --max-restarts would start it again unless it ends with 0. status.json has the real one.
+    """
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
     return EXIT_DONE if has_agent() and restarts else code
 
 
 def die_with_parent() -> None:
-    """No rank outlives its agent, else it would train on, and save, beside the run that takes its place. Linux only."""
+    """Have the kernel kill this process when its parent dies. Linux only.
+
+    A rank that outlived its agent would train on, and save, beside the run that takes its place.
+    """
     if not sys.platform.startswith("linux"):
         return
     parent = os.getppid()
@@ -110,9 +120,12 @@ def die_with_parent() -> None:
         os._exit(EXIT_FAILED)
 
 
-def to_main_thread(pid: int, number: int) -> None:
-    """Signal another process's main thread, which then runs no further. os.kill lets the kernel choose a thread: while one
-    that it chose writes all stacks, the main thread may leave what it was in. Before glibc 2.30: os.kill."""
+def signal_main_thread(pid: int, number: int) -> None:
+    """Signal another process's main thread, which then runs no further.
+
+    os.kill lets the kernel choose a thread. While that one writes all stacks, the main thread may leave what it was in.
+    """
+    # Missing before glibc 2.30.
     tgkill = getattr(ctypes.CDLL(None), "tgkill", None)
     if tgkill is None or tgkill(pid, pid, number):
         os.kill(pid, number)

@@ -8,10 +8,9 @@ An installed package adds a hook through the entry point group "titan.hooks":
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.metadata import entry_points
 
-from titan.health.monitor import Failure
+from titan.health.monitor import Monitor
 from titan.hook import Hook
 from titan.hooks.checkpointing import Checkpointing
 from titan.hooks.compilation import Compilation
@@ -27,16 +26,14 @@ from titan.hooks.validation import Validation
 from titan.trainer import Trainer
 
 
-def standard_hooks(
-    trainer: Trainer, *, agree: Callable[[Failure], Failure] = lambda mine: mine
-) -> list[Hook]:
+def standard_hooks(trainer: Trainer, *, monitor: Monitor | None = None) -> list[Hook]:
     """Return the hooks of `titan train` in their order, and after them those of installed packages.
 
     Args:
-        agree: reports a failure to the other ranks and returns the one that all of them act on.
+        monitor: watches the run; None: nothing limits the time of a step.
     """
     hooks: list[Hook] = [
-        StepLimit(trainer, agree=agree),  # first, so that it times all that others do in a step
+        StepLimit(trainer, monitor),  # first, so that it times all that others do in a step
         StepRecovery(trainer),
         ReplicaCheck(trainer),
         RunEvents(trainer),

@@ -67,7 +67,8 @@ class Checkpointing(Hook):
         is_due, save_failed = result.flags[self]
         self.is_due_by_time |= is_due > 0
         if save_failed and self.section.on_failure == "stop":
-            raise SaveFailed('a checkpoint could not be saved, and on_failure = "stop"')
+            text = 'a checkpoint could not be saved, and on_failure = "stop"'
+            raise SaveFailed(text, kind=self.checkpoints.failure_kind)
 
     def needs_results(self) -> bool:
         trainer = self.trainer

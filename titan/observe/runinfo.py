@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import titan
-from titan.untrusted import MAX_TEXT, Count, Finite, InputError, printable, read_json
+from titan.untrusted import MAX_TEXT, Count, Finite, InputError, Rank, printable, read_json
 
 State = Literal["running", "done", "stopped", "failed", "hung"]
 
@@ -94,15 +94,22 @@ def write_status(
     exit_code: int | None = None,
     step: int | None = None,
     reason: str = "",
+    kind: str = "",
+    rank: int = 0,
 ) -> None:
-    """Write status.json: where the run stands, and with which code it ended (null while it runs). step: unset, the one
-    that the file names stays: a process that has not loaded its checkpoint yet knows of none.
+    """Write status.json: where the run stands, and with which code it ended (null while it runs).
 
     torchrun turns every exit code but 0 into 1; this file keeps the real one.
+
+    Args:
+        step: if None, the file's own stays: a process that has not loaded its checkpoint yet knows of none.
+        kind, rank: of a failure (titan/health/errors.py), and the rank that noticed it.
     """
     if step is None:
         step = read_status(run_dir).get("step", 0)
     content = {"state": state, "exit_code": exit_code, "step": step, "reason": reason}
+    if kind:
+        content |= {"kind": kind, "rank": rank}
     text = json.dumps(content | {"unix_s": round(time.time(), 3)}, indent=2) + "\n"
     # Written at every logged step while running: training does not wait for the disk.
     write_text_atomically(run_dir / "status.json", text, durable=state != "running")
@@ -116,6 +123,8 @@ class Status:
     exit_code: int | None = None
     step: Count = 0
     reason: str = ""
+    kind: str = ""
+    rank: Rank = 0
     unix_s: Finite = 0.0
 
 

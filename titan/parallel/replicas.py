@@ -22,6 +22,8 @@ Groups = dict[dist.ProcessGroup, list[tuple[str, Tensor]]]
 class ReplicaError(RuntimeError):
     """Replicas differ; the message names ranks and parameters."""
 
+    kind = "replicas_differ"  # of a failure
+
 
 @torch.no_grad()
 def require_equal_replicas(parts: Iterable[nn.Module]) -> None:

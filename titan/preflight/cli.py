@@ -58,11 +58,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _launch(argv: Sequence[str], num_processes: int) -> int:
-    from titan.health.launch import _environment
+    from titan.health.launch import environment
 
     command = [sys.executable, "-m", "titan.health.launch", "--standalone", "--max-restarts=0"]
     command += [f"--nproc-per-node={num_processes}", "-m", "titan.preflight", *argv]
-    return min(subprocess.call(command, env=_environment(num_processes)), 1)
+    return min(subprocess.call(command, env=environment(num_processes)), 1)
 
 
 def run_rank(config: JobConfig, layout: Layout, *, json_file: Path | None, dry: bool) -> int:

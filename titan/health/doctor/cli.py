@@ -29,25 +29,26 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="the answer as JSON")
     options = parser.parse_args(argv)
     if not (options.run / "status.json").is_file():
-        what = (
-            "holds no run (no status.json)" if options.run.is_dir() else "there is no such folder"
-        )
+        what = "there is no such folder"
+        if options.run.is_dir():
+            what = "holds no run (no status.json)"
         print(f"{options.run}: {what}; give the job.dump_folder of a run", file=sys.stderr)
         return 2
-    found = diagnose(Evidence(options.run))
+    diagnosis = diagnose(Evidence(options.run))
     if options.json:
-        findings = [asdict(finding) | {"advice": finding.advice} for finding in found.findings]
-        print(json.dumps(asdict(found) | {"run": str(options.run), "findings": findings}, indent=2))
+        findings = [asdict(finding) | {"advice": finding.advice} for finding in diagnosis.findings]
+        page = asdict(diagnosis) | {"run": str(options.run), "findings": findings}
+        print(json.dumps(page, indent=2))
     else:
-        print(_page(options.run, found))
-    return 1 if found.findings else 0
+        print(_page(options.run, diagnosis))
+    return 1 if diagnosis.findings else 0
 
 
-def _page(run: Path, found: Diagnosis) -> str:
-    lines = [f"{run}: {found.summary}"]
-    if not found.findings:
+def _page(run: Path, diagnosis: Diagnosis) -> str:
+    lines = [f"{run}: {diagnosis.summary}"]
+    if not diagnosis.findings:
         lines.append("nothing is wrong")
-    for number, finding in enumerate(found.findings):
+    for number, finding in enumerate(diagnosis.findings):
         lines += ["", "most likely" if number == 0 else "also"]
         lines += _wrap(finding.cause)
         lines += [line for text in finding.evidence for line in _wrap(text, "  - ")]
@@ -57,10 +58,10 @@ def _page(run: Path, found: Diagnosis) -> str:
 
 def _wrap(text: str, begin: str = "  ") -> list[str]:
     return textwrap.wrap(
-        printable(text, _MAX_LINE),
+        printable(text, _MAX_LINE),  # the files may hold anything
         width=110,
         initial_indent=begin,
         subsequent_indent=" " * len(begin),
-        break_long_words=False,
+        break_long_words=False,  # paths are copied from here
         break_on_hyphens=False,
     )

@@ -1,23 +1,25 @@
-"""From evidence to findings: what went wrong, most likely cause first, and what to do.
+"""Conclude from the evidence what went wrong, most likely cause first, and what to do.
 
-A run that failed has one cause and many symptoms: every other rank loses its connection, or waits. Rules are asked in the order
-of how much they know: a fault in native code, what a rank itself said of an error that is not one of communication, how processes ended, who waits for whom
-by the flight recorders, what is left.
+A run that failed has one cause and many symptoms: every other rank loses its connection, or waits. The rules are asked
+in the order of how much they know: a fault in native code, a failure that a rank understood itself, how processes
+ended, who waits for whom by the flight recorders, what is left.
+
+A failure brings its kind along from where it was noticed (titan/health/errors.py). Nothing here reads sentences.
 """
 
 from __future__ import annotations
 
-import re
 import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from titan.health.beats import list_ranks
 from titan.health.doctor import waits as waiting
 from titan.health.doctor.evidence import Evidence
 from titan.health.doctor.waits import Wait
-from titan.health.errors import is_communication
+from titan.health.errors import TIMED_OUT
 
 SLOW = 1.5  # times the median of the other ranks: a straggler
 LATE_S = 5.0  # to a collective in which others have failed
@@ -25,20 +27,25 @@ STALE_S = 60.0  # without a step: a run that lives, but may hang
 FULL_BYTES = 2**20
 _MAX_DAMAGED = 20  # files to name
 
-# Kind, the words of a rank's own error, what they mean. The first that matches counts.
-_SAID = [
-    ("out_of_device_memory", r"OutOfMemoryError|out of memory", "the device's memory was not enough"),
-    ("disk_full", r"No space left on device|Disk quota exceeded", "the disk is full"),
-    ("disk_lost", r"Read-only file system|Stale file handle|Input/output error", "the disk cannot be written or read"),
-    ("loss_not_finite", r"(loss|gradient norm) -?(nan|inf)|deviations above", "the loss is no number, or far off"),
-    ("replicas_differ", r"replicas hold different weights", "memory, or a link, of one machine is broken"),
-    ("checkpoint_differs", r"holds other shapes|lacks .* saved from", "the job's model or optimizer is not the checkpoint's"),
-    ("checkpoint_damaged", r"is damaged|NO CHECKPOINT|is not a checkpoint", "the checkpoint cannot be loaded"),
-    ("killed", r"^torchrun .* was ended by SIG", "what starts the ranks was killed, and they with it"),
-    ("save_failed", r"could not be saved|was not written", "a checkpoint could not be saved"),
-    ("data_source", r"\(titan/data/|dataset|tokenizer|shards|no text|UTF-8|line of JSON|Parquet", "the data source failed"),
-    ("error", r"failed in step \d+.*: \w+: ", "the program failed"),
-]  # fmt: skip
+# Kinds of failure that explain themselves, and what they mean. Others are symptoms: a rank lost its connection to
+# another, a step hung, a signal was not obeyed in time.
+_MEANING = {
+    "out_of_device_memory": "the device's memory was not enough",
+    "disk_full": "the disk is full",
+    "disk_lost": "the disk cannot be written or read",
+    "loss_not_finite": "the loss is no number, or far off",
+    "replicas_differ": "memory, or a link, of one machine is broken",
+    "checkpoint_differs": "the job's model or optimizer is not the checkpoint's",
+    "checkpoint_damaged": "the checkpoint cannot be loaded",
+    "save_failed": "a checkpoint could not be saved",
+    "data_source": "the data source failed",
+    "launcher_killed": "the process that starts the ranks was killed, and they with it",
+    "user_error": "the job asks for what cannot be done",
+    "error": "the program failed",
+}
+# Of those, the ones that all ranks notice together: it does not matter who did first.
+_SHARED = {"loss_not_finite", "replicas_differ", "save_failed", "launcher_killed"}
+_SILENCE = ("rank_silent", "host_lost")
 _AGAIN = "then run the same command again, which goes on from the newest checkpoint"
 _ADVICE = {
     "out_of_device_memory": "`titan check JOB.toml --hardware H` lists changes that fit: activation checkpointing, a smaller local batch, more shards",
@@ -53,6 +60,7 @@ _ADVICE = {
     "data_source": f"see that what it names is there, and readable from every host; {_AGAIN}",
     "error": "the traceback is in the output of that rank; if it is titan's fault, please report it with this page",
     "killed": "who sends SIGKILL: the kernel for want of memory (dmesg), the scheduler at a time limit, an operator",
+    "user_error": "correct what the message names, then run the same command again",
     "crashed": "a fault in native code: its last words are in the rank's output, its stack in logs/",
     "missing_rank": "no rank may end before the others: look for SIGKILL (the kernel for want of memory: dmesg; an operator), sys.exit, or a loader with fewer steps; and at what the scheduler says",
     "mismatch_operation": "code that only some ranks run (an `if rank == ...`, a loss that some skip) must not hold a collective",
@@ -61,7 +69,7 @@ _ADVICE = {
     "deadlock": "ranks enter collectives of several groups in different orders; make the order the same on all",
     "hang": "see the line that it was in, and the stacks of its threads",
     "hang_in_data": "its data source does not answer: see the file server or service that it reads from, as seen from its host",
-    "host_lost": f"look at that host and its network; without it, or mended, {_AGAIN.removeprefix('then ')}",
+    "host_lost": f"look at that host and its network; without it, or once it is repaired, {_AGAIN.removeprefix('then ')}",
     "evidence": "read these files with care, or restore them; what is said here rests on the others",
     "rank_silent": "a debugger, an operator or the scheduler stops a process; an extension that holds the GIL locks it: see its stack in logs/",
     "slow_rank": "look at the clocks and temperature of its device, at other processes on its host, at its disk; `titan preflight`",
@@ -69,7 +77,6 @@ _ADVICE = {
     "vanished": f"killed from outside (memory, a time limit), or the machine went down: see dmesg and the scheduler; {_AGAIN}",
     "unknown": "look at the output of the ranks, and at logs/rank-*.stacks.txt",
 }  # fmt: skip
-_SILENT = r"ha(s|ve) not been heard of|has not answered rank|says nothing"
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """state: done, stopped, running, or failed; findings: the most likely cause first, nothing where all is well."""
+    """state: done, stopped, running, or failed; findings: the most likely cause first, nothing if all is well."""
 
     state: str
     summary: str
@@ -95,35 +102,39 @@ class Diagnosis:
 
 
 def diagnose(run: Evidence) -> Diagnosis:
-    found = _diagnose(run)
+    diagnosis = _diagnose(run)
     if run.damaged:
         cause = "files of the run folder cannot be used: damaged, or written by something else"
-        found.findings.append(Finding("evidence", cause, [*run.damaged.values()][:_MAX_DAMAGED]))
-    return found
+        damaged = [*run.damaged.values()][:_MAX_DAMAGED]
+        diagnosis.findings.append(Finding("evidence", cause, damaged))
+    return diagnosis
 
 
 def _diagnose(run: Evidence) -> Diagnosis:
-    step = run.metrics[-1].step if run.metrics else run.status.step
-    if run.state == "done":
+    status = run.status
+    step = run.metrics[-1].step if run.metrics else status.step
+    if status.state == "done":
         return Diagnosis("done", f"finished: all {step:,} steps are done", _slow(run))
-    if run.state == "stopped":
+    if status.state == "stopped":
         return Diagnosis("stopped", f"stopped by a signal after step {step:,}, and saved", [])
-    alive = run.state == "running" and run.owner is not None
+    alive = status.state == "running" and run.holder is not None
     if alive and not _is_stale(run):
-        return Diagnosis("running", f"running: step {step:,}, on {run.owner}", _slow(run))
-    rules = (_crashed, _said, _ended, _mismatch, _hang, _silent, _disk, _late, _slow)
+        return Diagnosis("running", f"running: step {step:,}, on {run.holder}", _slow(run))
+    rules = (_crashed, _reported, _ended, _mismatch, _hang, _silent, _disk, _late, _slow)
     findings = [finding for rule in rules for finding in rule(run)]
-    if not findings and alive:
-        cause = f"the run lives, in {run.owner}, but has made no step for long"
-        findings = [Finding("no_progress", cause, _status(run))]
-    elif not findings and run.state == "running":
-        cause = "the run ended without last words: its process is gone, and status.json still says that it runs"
-        findings = [Finding("vanished", cause, ["lock.json: its owner does not live"])]
-    elif not findings:
-        cause = run.reason or "the run folder does not say why"
-        findings = [Finding("unknown", cause, _status(run))]
-    what = "hangs" if alive else "hung" if run.state == "hung" else "failed"
-    at = f"{what} in step {run.status.step or step:,}"
+    if not findings:
+        kind, cause = "unknown", status.reason or "the run folder does not say why"
+        if alive:
+            kind = "no_progress"
+            cause = f"the run lives, in {run.holder}, but has made no step for long"
+        elif status.state == "running":
+            kind = "vanished"
+            cause = "the run ended without a report: its process is gone, and status.json still says that it runs"
+        elif status.kind == "hang":
+            kind = "hang"
+        findings = [Finding(kind, cause, _status(run))]
+    what = "hangs" if alive else "hung" if status.state == "hung" else "failed"
+    at = f"{what} in step {status.step or step:,}"
     return Diagnosis("running" if alive else "failed", at, findings)
 
 
@@ -131,157 +142,150 @@ def _diagnose(run: Evidence) -> Diagnosis:
 
 
 def _crashed(run: Evidence) -> list[Finding]:
-    """A fault in native code. It outranks what others say: they lose their connection to a rank that died of it."""
+    """Find faults in native code. They outrank what others report, who lose their connection to such a rank."""
     if not run.fatal:
         return []
     ranks = sorted(run.fatal)
     names = " and ".join(sorted({number.name for number in run.fatal.values()}))
-    where = run.stack(ranks[0])
-    cause = f"{_ranks(ranks)} {_was(ranks)} ended by {names}{f', in {where}' * bool(where)}"
-    stacks = [
-        f"logs/rank-{rank}.stacks.txt: {run.stack(rank)}" for rank in ranks[:4] if run.stack(rank)
+    stacks = {rank: stack for rank in ranks[:4] if (stack := run.stack(rank))}
+    evidence = _exits(run, [rank for rank in ranks if rank in run.exits])
+    evidence += [f"logs/rank-{rank}.stacks.txt: {stack}" for rank, stack in stacks.items()]
+    return [Finding("crashed", _ended_by(run, ranks, names), evidence)]
+
+
+def _reported(run: Evidence) -> list[Finding]:
+    """Find a failure that a rank understood itself."""
+    reports = [("status.json", run.status)] + [
+        (f"flight_recorder/rank-{rank}.json", dump.failure) for rank, dump in run.dumps.items()
     ]
-    launched = [rank for rank in ranks if rank in run.exits]
-    return [Finding("crashed", cause, [*_exits(run, launched), *stacks])]
-
-
-def _said(run: Evidence) -> list[Finding]:
-    """Errors that a rank understood itself."""
-    texts = {"status.json": run.reason}
-    texts |= {f"logs/rank-{rank}.log": text for rank, text in run.errors.items()}
-    for place, text in texts.items():
-        if not text or is_communication(text) or re.search(_SILENT, text):
-            continue
-        for kind, pattern, meaning in _SAID:
-            if re.search(pattern, text):
-                named = re.search(r"\brank (\d+)", text) or re.search(r"rank-(\d+)", place)
-                who = f" (rank {named[1]})" if named else ""
-                places = ", ".join(other for other in texts if texts[other] == text)
-                cause = f"{meaning}{who}: {_shorten(text, 300)}"
-                return [Finding(kind, cause, [f"{places}: {_shorten(text)}"])]
+    for file, report in reports:
+        if meaning := _MEANING.get(report.kind):
+            who = "" if report.kind in _SHARED else f" (rank {report.rank})"
+            cause = f"{meaning}{who}: {_shorten(report.reason, 300)}"
+            kind = "killed" if report.kind == "launcher_killed" else report.kind
+            return [Finding(kind, cause, [f"{file}: {_shorten(report.reason)}"])]
     return []
 
 
 def _ended(run: Evidence) -> list[Finding]:
-    """Ranks that were killed, or ended by themselves, as far as the launcher knows."""
-    if re.search(_SILENT, run.reason):  # they were ended by ours, who said why
+    """Find ranks that were killed, or ended by themselves, as far as the launcher knows."""
+    if run.status.kind in _SILENCE:  # the monitor ended them, and says why
         return []
-    timed_out = "imed out" in run.reason  # then torchrun kills at last who does not answer
-    ends = {} if timed_out else {rank: -code for rank, code in run.exits.items() if code < 0}
+    # After a time-out, torchrun kills those that do not answer: that is no cause.
+    timed_out = run.status.kind == TIMED_OUT
     by_signal: dict[int, list[int]] = {}
-    for rank, number in ends.items():
+    for rank, code in run.exits.items():
         # torchrun's own SIGTERM goes to the ranks that are left; _crashed names faults.
-        if number != signal.SIGTERM and rank not in run.fatal:
-            by_signal.setdefault(number, []).append(rank)
+        if code < 0 and not timed_out and -code != signal.SIGTERM and rank not in run.fatal:
+            by_signal.setdefault(-code, []).append(rank)
     killed = by_signal.get(signal.SIGKILL, [])
     if run.num_oom_kills and (killed or not run.exits):
         cause = (
-            f"{_ranks(killed) if killed else 'a process'} {_was(killed)} killed by the kernel: the memory of the host, "
-            "or of the job's cgroup, was not enough"
+            f"{list_ranks(killed) if killed else 'a process'} {_was(killed)} killed by the kernel: the memory of the "
+            "host, or of the job's cgroup, was not enough"
         )
         evidence = [f"cgroup: oom_kill rose by {run.num_oom_kills}", *_exits(run, killed)]
         return [Finding("out_of_host_memory", cause, evidence)]
     for number, ranks in by_signal.items():
-        cause = f"{_ranks(ranks)} {_was(ranks)} ended by {_signal(number)}"
+        known = number in {*signal.Signals}
+        name = signal.Signals(number).name if known else f"signal {number}"
         if number == signal.SIGKILL:
-            return [Finding("killed", f"{cause}, from outside", _exits(run, ranks))]
-        if not _mismatch(run):  # where gloo ends a process
-            where = run.stack(ranks[0])
-            return [
-                Finding("crashed", f"{cause}{f', in {where}' * bool(where)}", _exits(run, ranks))
-            ]
-    quiet = [rank for rank in _missing(run) if rank not in run.errors]
-    quiet = [rank for rank in quiet if timed_out or not run.exits.get(rank)]
+            cause = f"{list_ranks(ranks)} {_was(ranks)} ended by {name}, from outside"
+            return [Finding("killed", cause, _exits(run, ranks))]
+        if not _mismatch(run):  # for which gloo ends a process
+            return [Finding("crashed", _ended_by(run, ranks, name), _exits(run, ranks))]
+    quiet = [rank for rank in run.without_dump if timed_out or not run.exits.get(rank)]
     if not quiet:
         return []
     evidence = [f"there is no flight_recorder/rank-{rank}.json" for rank in quiet[:3]]
     evidence += _status(run)
     if timed_out:
-        cause = f"{_ranks(quiet)} did not answer, and left no word: stopped, locked, or the host is lost"
+        cause = f"{list_ranks(quiet)} did not answer, and left no report: stopped, locked, or the host is lost"
         return [Finding("rank_silent", cause, evidence)]
-    how = "ended with exit code 0, or unseen, while others trained"
-    how = how if run.exits else "left no word: killed, or ended by itself"
-    return [Finding("missing_rank", f"{_ranks(quiet)} {how}", evidence)]
+    how = "left no report: killed, or ended by itself"
+    if run.exits:
+        how = "ended with exit code 0, or unseen, while others trained"
+    return [Finding("missing_rank", f"{list_ranks(quiet)} {how}", evidence)]
 
 
 def _mismatch(run: Evidence) -> list[Finding]:
-    found = waiting.find_mismatch(run.dumps)
-    if found is None:
+    mismatch = waiting.find_mismatch(run.dumps)
+    if mismatch is None:
         return []
-    number = f"#{found.seq} of {_axis(found.axis)}"
+    number = f"#{mismatch.seq} of {_axis(mismatch.axis)}"
     calls = [
-        f"{_ranks(ranks)} {_verb('call', ranks)} {text}{_at(found.lines[text])}"
-        for text, ranks in found.calls.items()
+        f"{list_ranks(ranks)} {'calls' if len(ranks) == 1 else 'call'} {text}{_at(mismatch.lines[text])}"
+        for text, ranks in mismatch.calls.items()
     ]
     cause = f"ranks call different collectives, {number}: {'; '.join(calls)}"
-    files = [f"flight_recorder/rank-{ranks[0]}.json" for ranks in found.calls.values()]
-    return [Finding(f"mismatch_{found.differs}", cause, [f"{', '.join(files)}: {number}"])]
+    files = [f"flight_recorder/rank-{ranks[0]}.json" for ranks in mismatch.calls.values()]
+    return [Finding(f"mismatch_{mismatch.differs}", cause, [f"{', '.join(files)}: {number}"])]
 
 
 def _hang(run: Evidence) -> list[Finding]:
-    """A rank that others wait for, by the flight recorders."""
+    """Find a rank that others wait for, by the flight recorders."""
     waits = waiting.find_waits(run.dumps)
-    at = waiting.root(waits, run.dumps)
-    if not waits or re.search(_SILENT, run.reason):
+    if not waits or run.status.kind in _SILENCE:
         return []
+    at = waiting.root(waits, run.dumps)
     if at is None:
         parts = [
-            f"rank {w.rank} never entered {_what(w)}, for which {_ranks(w.waiting)} {_verb('wait', w.waiting)}"
+            f"rank {w.rank} never entered {_what(w)}, for which {_wait(w.waiting)}"
             for w in waits[:4]
         ]
         cause = f"every rank waits for another: {'; '.join(parts)}"
         return [Finding("deadlock", cause, _dumps(run, [w.rank for w in waits[:2]]))]
     dump, stack = run.dumps[at.rank], run.stack(at.rank)
+    doing = dump.main_thread.text
     idle = f" for {dump.idle_s:.0f} s" if dump.idle_s and dump.idle_s >= 1 else ""
-    others = [r for r in run.dumps if r != at.rank and (r in at.waiting or run.dumps[r].waits)]
+    others = [
+        rank
+        for rank, other in run.dumps.items()
+        if rank != at.rank and (rank in at.waiting or other.main_thread.waits)
+    ]
     cause = (
-        f"rank {at.rank} on {dump.host} never entered {_what(at)}; it was in {dump.doing}{idle}; "
-        f"{_ranks(others)} {_verb('wait', others)}"
+        f"rank {at.rank} on {dump.host} never entered {_what(at)}; it was in {doing}{idle}; "
+        f"{_wait(others) if others else 'no other rank waits'}"
     )
-    in_data = "titan/data/" in dump.doing + stack
     evidence = _dumps(run, [at.rank, *at.waiting[:1]])
     evidence += [f"logs/rank-{at.rank}.stacks.txt: {stack}"] * bool(stack)
-    return [Finding("hang_in_data" if in_data else "hang", cause, evidence + _status(run))]
+    kind = "hang_in_data" if "titan/data/" in doing + stack else "hang"
+    return [Finding(kind, cause, evidence + _status(run))]
 
 
 def _silent(run: Evidence) -> list[Finding]:
-    """What the heartbeat or the watchdog found."""
-    if not re.search(_SILENT, run.reason):
+    """Report ranks that the monitor found silent."""
+    if run.status.kind not in _SILENCE:
         return []
-    kind = "host_lost" if " is lost" in run.reason else "rank_silent"
-    missing, cause = _missing(run), run.reason.split(". Stacks")[0]
+    missing, cause = run.without_dump, run.status.reason
+    # Written when the rank was ended: newer than its last beat, which the reason names.
     stacks = {rank: stack for rank in missing if (stack := run.stack(rank))}
-    for rank, stack in stacks.items():  # written when it was ended: newer than its last beat
-        cause = re.sub(
-            rf"; rank {rank} was in .*?, step \d+",
-            lambda _, rank=rank, stack=stack: f"; rank {rank} was in {stack}",
-            cause,
-        )
-    evidence = [f"rank {rank}: {stack}" for rank, stack in [*stacks.items()][:3]]
-    evidence += [f"no flight recorder of {_ranks(missing)}"] * bool(missing)
-    return [Finding(kind, cause, [*_status(run), *evidence])]
+    for rank, stack in stacks.items():
+        cause += f"; when rank {rank} was ended, it was in {stack}"
+    evidence = [f"no flight recorder of {list_ranks(missing)}"] * bool(missing)
+    return [Finding(run.status.kind, cause, [*_status(run), *evidence])]
 
 
 def _disk(run: Evidence) -> list[Finding]:
-    """A disk that is full takes no last words."""
+    """Find a disk that is full: it takes no report."""
     free = run.free_bytes
     cause = f"the disk of {run.run_dir} is full"
     return [Finding("disk_full", cause, [f"{free:,} bytes are free"])] if free < FULL_BYTES else []
 
 
 def _late(run: Evidence) -> list[Finding]:
-    """All have entered the same, but one long after the others."""
-    found = waiting.latest(run.dumps)
-    if not found or found[1] < LATE_S or waiting.find_waits(run.dumps):
+    """Find a rank that entered the same collective long after the others."""
+    latest = waiting.latest(run.dumps)
+    if not latest or latest[1] < LATE_S or waiting.find_waits(run.dumps):
         return []
-    rank, lag_s, entry = found
+    rank, lag_s, entry = latest
     what = f"{waiting.describe(entry)}{_at(entry.line)}"
     cause = f"rank {rank} on {run.dumps[rank].host} entered {what} {lag_s:.0f} s after the others"
     return [Finding("slow_rank", cause, _dumps(run, [rank]))]
 
 
 def _slow(run: Evidence) -> list[Finding]:
-    """Ranks whose own time per step is far above the others'."""
+    """Find ranks whose own time per step is far above the others'."""
     own: dict[int, float] = {}
     for rank, rows in run.times.items():
         values = [row.step_s if row.own_s is None else row.own_s for row in rows if row.step > 1]
@@ -300,7 +304,7 @@ def _slow(run: Evidence) -> list[Finding]:
 
 
 def _is_stale(run: Evidence) -> bool:
-    """No step for long, by the standards of the run."""
+    """Return whether there was no step for long, by the standards of the run."""
     step_s = [row.step_s for row in run.metrics[-20:]]
     since_s = time.time() - run.status.unix_s
     return bool(step_s) and since_s > max(STALE_S, 10 * median(step_s))
@@ -309,16 +313,16 @@ def _is_stale(run: Evidence) -> bool:
 # ---- words -----------------------------------------------------------------------------------------
 
 
-def _missing(run: Evidence) -> list[int]:
-    return [rank for rank in range(run.world_size) if rank not in run.dumps] if run.dumps else []
-
-
 def _what(wait: Wait) -> str:
     return f"{wait.what} #{wait.seq} of {_axis(wait.axis)}{_at(wait.line)}"
 
 
+def _wait(ranks: Sequence[int]) -> str:
+    return f"{list_ranks(ranks)} {'waits' if len(ranks) == 1 else 'wait'}"
+
+
 def _axis(axis: str) -> str:
-    """`the FSDP group (dp_shard)`."""
+    """Return `the FSDP group (dp_shard)` for an axis of the mesh."""
     known = {"pp": "pipeline", "tp": "tensor-parallel", "cp": "context-parallel"}
     known |= {"dp_shard": "FSDP", "dp_replicate": "replica"}
     if axis.startswith("all ranks"):
@@ -330,22 +334,13 @@ def _at(line: str) -> str:
     return f" ({line})" if line else ""
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    named = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank {named}" if len(ranks) == 1 else f"ranks {named}" if ranks else "no other rank"
-
-
-def _verb(verb: str, ranks: Sequence[int]) -> str:
-    return f"{verb}s" if len(ranks) < 2 else verb
-
-
 def _was(ranks: Sequence[int]) -> str:
     return "were" if len(ranks) > 1 else "was"
 
 
-def _signal(number: int) -> str:
-    known = number in {*signal.Signals}
-    return signal.Signals(number).name if known else f"signal {number}"
+def _ended_by(run: Evidence, ranks: Sequence[int], name: str) -> str:
+    where = run.stack(ranks[0])
+    return f"{list_ranks(ranks)} {_was(ranks)} ended by {name}{f', in {where}' * bool(where)}"
 
 
 def _exits(run: Evidence, ranks: Sequence[int]) -> list[str]:
@@ -353,14 +348,15 @@ def _exits(run: Evidence, ranks: Sequence[int]) -> list[str]:
 
 
 def _dumps(run: Evidence, ranks: Sequence[int]) -> list[str]:
-    found = [run.dumps[rank] for rank in dict.fromkeys(ranks) if rank in run.dumps]
+    dumps = [run.dumps[rank] for rank in dict.fromkeys(ranks) if rank in run.dumps]
     return [
-        f"flight recorder of rank {d.rank} on {d.host}: in {d.doing}, step {d.step}" for d in found
+        f"flight recorder of rank {dump.rank} on {dump.host}: in {dump.main_thread.text}, step {dump.step}"
+        for dump in dumps
     ]
 
 
 def _status(run: Evidence) -> list[str]:
-    return [f"status.json: {_shorten(run.reason)}"] if run.reason else []
+    return [f"status.json: {_shorten(run.status.reason)}"] if run.status.reason else []
 
 
 def _shorten(text: str, limit: int = 200) -> str:

@@ -1,11 +1,11 @@
-"""Who waits for whom: the ranks' flight recorders side by side.
+"""Find who waits for whom, with the ranks' flight recorders side by side.
 
-A collective has the same number in its group on each of its ranks, if all call the same ones in the same order. So a rank that
-has begun fewer than another of its group is what the other waits for; and one that has begun another operation, or other sizes,
-under the same number is what a mismatch is. Sends and receives are counted per pair and direction.
+If all ranks of a group call the same collectives in the same order, one collective has the same number on each of them.
+So a rank that has begun fewer than another rank of its group is what the other waits for. A rank that has begun another
+operation, or other sizes, under the same number is a mismatch. Sends and receives are counted per pair and direction.
 
-Ranks that wait are waited for in turn, in other groups (FSDP's behind a pipeline's). What stands at the beginning is a rank
-that others wait for, and that does not wait itself.
+Ranks that wait are waited for in turn, in other groups (FSDP's behind a pipeline's). At the beginning of such a chain
+stands a rank that others wait for, and that does not wait itself.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from titan.health.doctor.evidence import Call, Dump, Message
 
+# Of other collectives, ranks may well pass different sizes.
 _SAME_SIZES = ("allreduce", "allgather", "reducescatter", "broadcast")
 
 
@@ -44,46 +45,41 @@ class Mismatch:
 
 
 def find_waits(dumps: dict[int, Dump]) -> list[Wait]:
-    """One for each rank and group, in which the rank is behind."""
+    """Return a row for each rank and group in which the rank is behind."""
     return [*_waits_in_groups(dumps), *_waits_of_pairs(dumps)]
 
 
 def root(waits: Iterable[Wait], dumps: dict[int, Dump]) -> Wait | None:
-    """What all the waiting goes back to; None where nobody is behind, or each is behind another."""
+    """Return what all the waiting goes back to; None if nobody is behind, or each is behind another."""
     waits = list(waits)
     waiting = {rank for wait in waits for rank in wait.waiting}
-    for is_root in (
-        lambda rank: not dumps[rank].waits,
-        lambda rank: rank not in waiting,
-    ):
-        found = [wait for wait in waits if is_root(wait.rank)]
-        if found:
-            return min(found, key=lambda wait: wait.since_unix_s)
-    return None
+    # A rank that does something else is surely the root; one that nobody was seen to be ahead of may be.
+    active = [wait for wait in waits if not dumps[wait.rank].main_thread.waits]
+    candidates = active or [wait for wait in waits if wait.rank not in waiting]
+    return min(candidates, key=lambda wait: wait.since_unix_s, default=None)
 
 
 def find_mismatch(dumps: dict[int, Dump]) -> Mismatch | None:
-    """The first, among what is still in the recorders of all ranks of a group."""
+    """Return the first mismatch, among what is still in the recorders of all ranks of a group."""
     calls: dict[tuple[str, str, int], dict[int, Call]] = defaultdict(dict)
     for rank, dump in dumps.items():
         for entry in dump.entries:
             if not entry.p2p_seq:
                 calls[entry.group, entry.backend, entry.seq][rank] = entry
-    found = []
+    mismatches = []
     for (group, _, seq), by_rank in calls.items():
         for differs in ("operation", "dtype", "shape"):
-            seen = {rank: _signature(entry, differs) for rank, entry in by_rank.items()}
-            if len(set(seen.values())) > 1:
+            if len({_signature(entry, differs) for entry in by_rank.values()}) > 1:
                 first = min(entry.enqueued_unix_s or 0 for entry in by_rank.values())
-                found.append((first, group, seq, differs, by_rank))
+                mismatches.append((first, group, seq, differs, by_rank))
                 break
-    if not found:
+    if not mismatches:
         return None
-    _, group, seq, differs, by_rank = min(found, key=lambda row: row[0])
+    _, group, seq, differs, by_rank = min(mismatches, key=lambda row: row[0])
     texts = {rank: describe(entry) for rank, entry in by_rank.items()}
     frequent = [text for text, _ in Counter(texts.values()).most_common()]
     return Mismatch(
-        axis=_axis_of(dumps, group),
+        axis=next((d.groups[group].axis for d in dumps.values() if group in d.groups), ""),
         seq=seq,
         calls={text: tuple(r for r in sorted(texts) if texts[r] == text) for text in frequent},
         lines={texts[rank]: entry.line for rank, entry in by_rank.items()},
@@ -92,15 +88,15 @@ def find_mismatch(dumps: dict[int, Dump]) -> Mismatch | None:
 
 
 def describe(entry: Call) -> str:
-    """`all_gather of 4 x 16 float`."""
+    """Return `all_gather of 4 x 16 float`."""
     sizes = " and ".join(" x ".join(map(str, size)) for size in entry.input_sizes[:2])
     dtype = entry.input_dtypes[0].lower() if entry.input_dtypes else ""
-    of = f" of {sizes} {dtype}" if sizes else ""
-    return f"{entry.called or entry.operation}{of}"
+    operands = f" of {sizes} {dtype}" if sizes else ""
+    return f"{entry.called or entry.operation}{operands}"
 
 
 def latest(dumps: dict[int, Dump]) -> tuple[int, float, Call] | None:
-    """The rank that came last to the last collective that all ranks of a group have begun, by how many seconds, and its entry."""
+    """Return the rank that came last to a collective which others entered, by the most seconds, and its entry."""
     arrivals: dict[tuple[str, str, int], list[tuple[float, int, Call]]] = defaultdict(list)
     for rank, dump in dumps.items():
         for entry in dump.entries[-200:]:
@@ -115,16 +111,12 @@ def latest(dumps: dict[int, Dump]) -> tuple[int, float, Call] | None:
     return late
 
 
-def _axis_of(dumps: dict[int, Dump], group: str) -> str:
-    return next((d.groups[group].axis for d in dumps.values() if group in d.groups), "")
-
-
 def _signature(entry: Call, what: str) -> str:
-    name = entry.operation.lower().replace("_", "")
+    name = entry.operation.lower().replace("_", "")  # NCCL's names have underscores
     if what == "operation":
         return name
     if not name.startswith(_SAME_SIZES):
-        return ""  # of others, ranks may well give different ones
+        return ""
     return str(entry.input_dtypes if what == "dtype" else entry.input_sizes)
 
 
@@ -133,15 +125,17 @@ def _waits_in_groups(dumps: dict[int, Dump]) -> list[Wait]:
     for rank, dump in dumps.items():
         for name, group in dump.groups.items():
             for backend in ("gloo", "nccl"):
-                num = group.begun.get(backend, 0)
-                begun[name, backend][rank] = num
+                begun[name, backend][rank] = group.begun.get(backend, 0)
     waits = []
     for (name, backend), counts in begun.items():
         for rank, num in counts.items():
             ahead = [other for other, n in sorted(counts.items()) if n > num]
             if not ahead:
                 continue
-            entry = _entry(dumps[ahead[0]], name, backend, num + 1)
+            # What the rank did not enter stands in the recorder of one that did, unless it is too old.
+            key = (name, backend, num + 1)
+            entries = dumps[ahead[0]].entries
+            entry = next((e for e in entries if (e.group, e.backend, e.seq) == key), None)
             waits.append(
                 Wait(
                     rank=rank,
@@ -156,15 +150,8 @@ def _waits_in_groups(dumps: dict[int, Dump]) -> list[Wait]:
     return waits
 
 
-def _entry(dump: Dump, group: str, backend: str, seq: int) -> Call | None:
-    for entry in dump.entries:
-        if (entry.group, entry.backend, entry.seq) == (group, backend, seq):
-            return entry
-    return None
-
-
 def _waits_of_pairs(dumps: dict[int, Dump]) -> list[Wait]:
-    last: dict[tuple[int, int, bool], Message] = {}  # rank, peer, whether it sends
+    last: dict[tuple[int, int, bool], Message] = {}  # by rank, peer, and whether it sends
     for rank, dump in dumps.items():
         for row in dump.p2p:
             last[rank, row.peer, row.sends] = row
