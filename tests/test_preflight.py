@@ -65,7 +65,7 @@ def test_each_outlier_is_named_with_rank_host_and_figure() -> None:
     ranks[7] = facts(7, disk=DiskFacts(folder="/out", free_gib=9.0, error="Read-only file system"))
     assert found(ranks) == [
         "rank 4 on node2: nccl is 2.27, on most ranks 2.28",
-        "rank 4 on node2: its clock is -2.5 s off rank 0's; leases and logs need clocks that agree (NTP)",
+        "rank 4 on node2: its clock is -2.5 s off rank 0's; run locks and logs need clocks that agree (NTP)",
         "rank 3 on node1: matrix product, bfloat16 560 TFLOP/s, 20% below the median 700 (at 1200 of 1980 MHz, 88 C)",
         "rank 5 on node2: link to a neighbour 150 GB/s, 50% below the median 300",
         "rank 6 on node3: /out has 1.5 GiB free; 2 checkpoints of 1 GiB need 2",

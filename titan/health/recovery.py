@@ -1,13 +1,14 @@
-"""What to do with a step whose loss is no number, or far off: train, skip, rewind or stop.
+"""Decide what to do with a step whose loss is no number, or far off: train, skip, rewind or stop.
 
 A loss is far off if its robust z-score is high: its distance from the median of the losses before it, in units of their
-median absolute deviation times 1.4826, which is the standard deviation of normal losses and which a few outliers do not
-move (Iglewicz and Hoaglin, "How to Detect and Handle Outliers", 1993).
+median absolute deviation times 1.4826. For normal losses that is the standard deviation, and a few outliers do not move
+it (Iglewicz and Hoaglin, "How to Detect and Handle Outliers", 1993).
 
     skip      no update by this step; its samples are used up
-    rewind    back to the newest checkpoint, and on without the samples that led here (PaLM, arXiv:2204.02311, section 5.1)
+    rewind    back to the newest checkpoint, and on without the samples that led here (PaLM, arXiv:2204.02311, section
+              5.1)
 
-The step is judged before it updates the weights, on every rank, and the ranks agree by a maximum, so that none goes its own way.
+Every rank decides before the step updates the weights. The ranks agree by a maximum, so that all do the same.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ from titan.config.schema import FaultToleranceSection
 from titan.readback import Readback
 
 _MAD_TO_SIGMA = 1.4826
-_LEAST_SIGMA = 0.01  # of the median: a loss that hardly moves must not make every wiggle a spike
+# Of the median: if the loss hardly moves, not every wiggle is a spike.
+_LEAST_SIGMA = 0.01
 
 
 class StepAction(IntEnum):
-    """In order of severity: the ranks take the most severe one."""
+    """What to do with a step, in order of severity: the ranks take the most severe action."""
 
     TRAIN = 0
     WARN = 1
@@ -51,7 +53,7 @@ class NonFiniteError(RuntimeError):
 
 
 class SpikeError(RuntimeError):
-    """A loss is far off, or has been too often, and the policy is to stop; the message says how far."""
+    """A loss is far off, or was so too often, and the policy is to stop; the message says how far."""
 
     kind = "loss_not_finite"
 
@@ -63,7 +65,7 @@ class StepDecision:
 
 
 class Recovery:
-    """Judges the steps of one run. `judge` is for Program.train_step to ask; `decision` is what it found last."""
+    """Decides about the steps of one run. `judge` is called by the training step; `decision` is the last result."""
 
     def __init__(self, section: FaultToleranceSection, *, device: torch.device) -> None:
         self.section, self.device = section, device
@@ -73,23 +75,27 @@ class Recovery:
 
     @property
     def is_on(self) -> bool:
-        """Whether steps have to be judged, for which the host has to wait for each."""
+        """Return whether steps have to be judged. The host then waits for the results of each step."""
         return self.section.on_nonfinite != "stop" or self.section.on_spike != "off"
 
     def judge(self, loss: Tensor, grad_norm: Tensor) -> bool:
-        """Whether to update. Scalars on the device; all ranks call it together."""
+        """Return whether to update the weights.
+
+        Args:
+            loss, grad_norm: scalars on the device. All ranks call this together.
+        """
         self.decision = self._judge(*Readback([loss, grad_norm]).values())
         agreed = torch.tensor(float(self.decision.action), device=self.device)
         if dist.get_world_size() > 1:
             dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
         [action] = Readback([agreed]).values()
         if action != self.decision.action:
-            self.decision = StepDecision(StepAction(int(action)), "another rank found so")
+            self.decision = StepDecision(StepAction(int(action)), "another rank decided so")
         self._count()
         return self.decision.action <= StepAction.WARN
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to judge alike; JSON-able."""
+        """Return what a resumed run needs to decide as this one would; it can be written as JSON."""
         return {
             "losses": list(self.losses),
             "num_skipped": self.num_skipped,
@@ -112,7 +118,9 @@ class Recovery:
             self.losses.append(loss)
             return StepDecision()
         action = _ACTIONS[section.on_spike]
-        if action == StepAction.WARN:
+        if (
+            action == StepAction.WARN
+        ):  # it is trained on, and so belongs to the losses before the next
             self.losses.append(loss)
         return StepDecision(
             action,
@@ -121,27 +129,27 @@ class Recovery:
         )
 
     def _count(self) -> None:
-        """Steps that fail again and again are not bad luck."""
-        section, verdict = self.section, self.decision
-        if verdict.action == StepAction.SKIP:
+        """Count skips and rewinds: if steps fail again and again, the run stops."""
+        section, decision = self.section, self.decision
+        if decision.action == StepAction.SKIP:
             self.num_skipped += 1
             self.skipped_in_a_row += 1
             if self.skipped_in_a_row > section.max_skips:
-                reason = f"{verdict.reason}, after fault_tolerance.max_skips = {section.max_skips} skipped in a row"
+                reason = f"{decision.reason}, after fault_tolerance.max_skips = {section.max_skips} skipped in a row"
                 self.decision = StepDecision(StepAction.STOP, reason)
             return
         self.skipped_in_a_row = 0
-        if verdict.action == StepAction.REWIND:
+        if decision.action == StepAction.REWIND:
             self.num_rewinds += 1
             if self.num_rewinds > section.max_rewinds:
                 reason = (
-                    f"{verdict.reason}, after fault_tolerance.max_rewinds = {section.max_rewinds}"
+                    f"{decision.reason}, after fault_tolerance.max_rewinds = {section.max_rewinds}"
                 )
                 self.decision = StepDecision(StepAction.STOP, reason)
 
 
 def spike_score(loss: float, before: deque[float]) -> float:
-    """Robust z-score of a loss among those before it; losses below their median score below zero."""
+    """Return the robust z-score of a loss among those before it; below zero if it is below their median."""
     middle = median(before)
     sigma = _MAD_TO_SIGMA * median(abs(x - middle) for x in before)
     return (loss - middle) / max(sigma, _LEAST_SIGMA * abs(middle), 1e-12)

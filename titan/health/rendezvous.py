@@ -1,7 +1,7 @@
-"""How the launcher and the ranks of a run find each other, without a door for strangers.
+"""Let the launcher and the ranks of a run find each other, without a door for strangers.
 
 torchrun's own meeting point (c10d) unpickles what anybody has written to a store that listens on every interface
-without a password. titan.health.launch and titan.cluster.node use this handler in its place, which unpickles nothing:
+without a password. titan.health.launch and titan.cluster.node use this handler instead, which unpickles nothing:
 
     one machine     launcher: a store in its own memory    ranks: a file in a folder that only their user can open
     several nodes   both: a TCP store of node 0's launcher, bound to the address that the nodes were given
@@ -37,17 +37,17 @@ JOIN_TIMEOUT = timedelta(minutes=10)  # torchrun's own, for nodes that start one
 
 
 class _Rendezvous(RendezvousHandler):
-    """A fixed set of launchers, one per node, numbered from outside."""
+    """The meeting of a fixed set of launchers, one per node, numbered from outside."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         self.parameters = parameters
         self.num_nodes = parameters.max_nodes
         self.rank = int(parameters.config.get("rank", 0))
-        self.store: Store | None = None  # kept: its ranks use it
+        self.store: Store | None = None  # kept alive, for the ranks use it
         self.attempt = -1
         if self.num_nodes == 1:
             os.environ[STORE_FOLDER] = tempfile.mkdtemp(prefix="titan-")  # the ranks inherit it
-            # Nobody listens there; it tells this attempt from others (titan/health/run_lock.py).
+            # Nobody listens there. The port distinguishes this attempt from others (titan/health/run_lock.py).
             self.host, self.port = "127.0.0.1", 1024 + secrets.randbelow(2**15)
         else:
             os.environ.pop(STORE_FOLDER, None)
@@ -77,6 +77,7 @@ class _Rendezvous(RendezvousHandler):
     def _open_tcp_store(self, port: int) -> Store:
         listening: dict[str, Any] = {}
         if self.rank == 0:
+            # torch would listen on every interface (docs/torch.md).
             listening["master_listen_fd"] = listen(self.host, port).detach()
         return TCPStore(
             self.host,
@@ -87,6 +88,7 @@ class _Rendezvous(RendezvousHandler):
             **listening,
         )
 
+    # torchrun asks for these to add and remove nodes while it runs. Here their number is fixed.
     def is_closed(self) -> bool:
         return False
 
@@ -106,7 +108,7 @@ class _Rendezvous(RendezvousHandler):
 
 
 def register() -> None:
-    """Let torchrun's --rdzv-backend=titan name this handler."""
+    """Make this handler known to torchrun, as --rdzv-backend=titan."""
     with suppress(ValueError):  # registered already
         rendezvous_handler_registry.register(BACKEND, _Rendezvous)
 

@@ -50,7 +50,7 @@ def problems(
     is_cpu = facts[0].device == "CPU"
     found = list(_unequal(facts, at))
     found += [
-        f"{at[f.rank]}: its clock is {f.clock_s:+.1f} s off rank 0's; leases and logs need clocks that agree (NTP)"
+        f"{at[f.rank]}: its clock is {f.clock_s:+.1f} s off rank 0's; run locks and logs need clocks that agree (NTP)"
         for f in facts
         if abs(f.clock_s) > _CLOCK_S
     ]
