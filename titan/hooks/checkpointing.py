@@ -68,7 +68,7 @@ class Checkpointing(Hook):
         self.is_due_by_time |= is_due > 0
         if save_failed and self.section.on_failure == "stop":
             text = 'a checkpoint could not be saved, and on_failure = "stop"'
-            raise SaveFailed(text, kind=self.checkpoints.failure_kind)
+            raise SaveFailed(text, kind=self.manager.failure_kind)
 
     def needs_results(self) -> bool:
         trainer = self.trainer
