@@ -18,7 +18,7 @@ ALLOWED = {
     "config": "titan untrusted parallel",
     "optim": "config parallel",
     "data": "config loss untrusted",
-    "checkpoint": "config data optim parallel untrusted",
+    "checkpoint": "config data health optim parallel untrusted",
     "health": "config parallel untrusted",
     "observe": "titan config health optim parallel untrusted",
     "watch": "observe untrusted",
