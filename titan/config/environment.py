@@ -44,7 +44,7 @@ def _check_ranks(environment: Mapping[str, str]) -> Iterator[RuleViolation]:
             ranks = f"0 to {number[size] - 1}" if number[size] else "none"
             yield (
                 rank,
-                f"{number[rank]} is not a rank of {size} = {number[size]}; ranks are {ranks}",
+                f"{number[rank]}, but {size} = {number[size]} has ranks {ranks}",
             )
     if not 1 <= number.get("MASTER_PORT", 1) <= 65_535:
         yield "MASTER_PORT", f"{number['MASTER_PORT']} is not a port; use one from 1 to 65535"

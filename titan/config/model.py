@@ -148,10 +148,7 @@ def _check_overrides(overrides: dict[str, Any], flavor: Any) -> Iterator[RuleVio
     for name, value in overrides.items():
         key = f"model.overrides.{name}"
         if name not in fields:
-            yield (
-                key,
-                f"unknown field of the model{choose(name, fields)}",
-            )
+            yield key, f"unknown field of the model{choose(name, fields)}"
             continue
         wanted = types[name]
         fits = type(value) is wanted or (wanted is float and type(value) is int)
@@ -177,27 +174,22 @@ def _replace(flavor: Any, overrides: dict[str, Any]) -> Any:
     return dataclasses.replace(flavor, **changes)
 
 
-def _check_shape(config: Any, is_head_dim_given: bool) -> Iterator[RuleViolation]:
+def _check_shape(config: Any, is_head_dim_set: bool) -> Iterator[RuleViolation]:
     """Check what every attention model must satisfy. Fields that a family lacks are skipped."""
-    dim, heads, kv_heads = (getattr(config, name, 0) for name in ("dim", "n_heads", "n_kv_heads"))
-    if heads and dim % heads and not is_head_dim_given:
-        yield (
-            "model.overrides.n_heads",
-            f"{heads} heads do not divide dim {dim}; use {either(neighbours(heads, divisors(dim)))} heads, or set head_dim",
-        )
+    names, prefix = ("dim", "n_heads", "n_kv_heads", "head_dim", "num_params"), "model.overrides"
+    dim, heads, kv_heads, head_dim, num_params = (getattr(config, name, 0) for name in names)
+    is_uneven = heads and dim % heads
+    if is_uneven and not is_head_dim_set:
+        fix = f"use {either(neighbours(heads, divisors(dim)))} heads, or set head_dim"
+        yield f"{prefix}.n_heads", f"{heads} heads do not divide dim {dim}; {fix}"
     if kv_heads and heads % kv_heads:
+        fix = f"use {either(neighbours(kv_heads, divisors(heads)))}"
         yield (
-            "model.overrides.n_kv_heads",
-            f"{kv_heads} key/value heads do not divide {heads} heads; use {either(neighbours(kv_heads, divisors(heads)))}",
+            f"{prefix}.n_kv_heads",
+            f"{kv_heads} key/value heads do not divide {heads} heads; {fix}",
         )
-    if (parameters := getattr(config, "num_params", 0)) > LARGEST_MODEL:
-        yield (
-            "model.overrides",
-            f"make a model of {parameters:.2g} parameters, which no machine holds; lower dim or n_layers",
-        )
-    head_dim = getattr(config, "head_dim", 0)
-    if head_dim % 2 and not (heads and dim % heads):
-        yield (
-            "model.overrides.head_dim",
-            f"{head_dim} is odd, but rotary embedding turns pairs; use {head_dim + 1}",
-        )
+    if num_params > LARGEST_MODEL:
+        yield prefix, f"a model of {num_params:.2g} parameters is too large; lower dim or n_layers"
+    # Rotary embedding turns pairs of numbers.
+    if head_dim % 2 and not is_uneven:
+        yield f"{prefix}.head_dim", f"{head_dim} is odd; use {head_dim + 1}"

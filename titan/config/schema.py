@@ -306,45 +306,30 @@ class HuggingFaceSource(DocumentOptions):
     """Documents shuffled together while streaming. 0 keeps the order of the files."""
 
 
-def _members(group: str, *builtin: type[Section]) -> Any:
+# The built-in members. Type checkers see only these.
+_Optimizers = AdamWSection | AdamSection | AdamW8bitSection | MuonSection
+_LocalSources = TextSource | JsonlSource | ParquetSource | ShardsSource
+_Sources = StdlibSource | SyntheticSource | _LocalSources | HuggingFaceSource
+
+
+def _members(group: str, built_in: Any) -> Any:
     """Return the union of the built-in sections and those registered under an entry-point group."""
-    return Union[(*builtin, *(load_plug_in(e) for e in entry_points(group=group)))]
+    return Union[(built_in, *(load_plug_in(entry) for entry in entry_points(group=group)))]
 
 
-# Type checkers see the built-in members; at run time plug-ins are members too.
 if TYPE_CHECKING:
-    OptimizerSection = AdamWSection | AdamSection | AdamW8bitSection | MuonSection
-    SourceSection = (
-        StdlibSource
-        | SyntheticSource
-        | TextSource
-        | JsonlSource
-        | ParquetSource
-        | ShardsSource
-        | HuggingFaceSource
-    )
+    OptimizerSection = _Optimizers
+    SourceSection = _Sources
 else:
     OptimizerSection = Annotated[
-        _members("titan.optimizers", AdamWSection, AdamSection, AdamW8bitSection, MuonSection),
+        _members("titan.optimizers", _Optimizers),
         Field(discriminator="name"),
         # An [optimizer] without a name is AdamW.
         BeforeValidator(
             lambda value: {"name": "AdamW"} | value if isinstance(value, dict) else value
         ),
     ]
-    SourceSection = Annotated[
-        _members(
-            "titan.sources",
-            StdlibSource,
-            SyntheticSource,
-            TextSource,
-            JsonlSource,
-            ParquetSource,
-            ShardsSource,
-            HuggingFaceSource,
-        ),
-        Field(discriminator="type"),
-    ]
+    SourceSection = Annotated[_members("titan.sources", _Sources), Field(discriminator="type")]
 
 
 class DataSection(Section):

@@ -57,8 +57,7 @@ def _data(config: JobConfig) -> Iterator[RuleViolation]:
     training, data = config.training, config.data
     # The default dataset gives way to [[data.sources]] silently; one that the job names does not.
     if data.sources and training.dataset != type(training).model_fields["dataset"].default:
-        message = f'"{training.dataset}" and [[data.sources]] both say what to train on; remove one'
-        yield "training.dataset", message
+        yield "training.dataset", "[[data.sources]] also says what to train on; remove one of them"
     # A path would be ignored, so the job probably means another tokenizer.
     if config.tokenizer.path and config.tokenizer.name == "bytes":
         yield "tokenizer.path", 'tokenizer "bytes" reads no file; set tokenizer.name = "auto"'
@@ -91,8 +90,7 @@ def _validation(config: JobConfig) -> Iterator[RuleViolation]:
     kinds = {source.type for source in sources} if sources else {config.training.dataset}
     # Shards were split when they were prepared.
     if not validation.dataset and not config.data.validation_fraction and kinds != {"shards"}:
-        fix = "set it, or data.validation_fraction = 0.01 to keep some training documents"
-        yield "dataset", f"validation has no text; {fix}"
+        yield "dataset", "missing: set it, or data.validation_fraction = 0.01"
     if validation.dataset:
         violations = [*_dataset("validation", validation.dataset, validation.dataset_path)]
         yield from violations
@@ -115,26 +113,17 @@ def _training(config: JobConfig) -> Iterator[RuleViolation]:
         size = f"{sequences:,} sequences of {training.seq_len:,} are {tokens:,} tokens"
         yield "seq_len", f"{size} in one forward pass; use at most {LIMIT:,}"
     if (training.mixed_precision_param, training.mixed_precision_reduce) == ("float32", "bfloat16"):
-        message = '"bfloat16" would round gradients that are computed in float32; use "float32"'
-        yield "mixed_precision_reduce", message
+        yield "mixed_precision_reduce", 'would round float32 gradients; use "float32"'
 
 
 def _optimizer(config: JobConfig) -> Iterator[RuleViolation]:
     optimizer, tp = config.optimizer, config.parallelism.tensor_parallel_degree
-    dtype = config.training.dtype
     # fp32 weights keep every update, so there is nothing to round.
-    if getattr(optimizer, "stochastic_rounding", False) and dtype != "bfloat16":
-        message = (
-            f'is for bf16 weights, and training.dtype = "{dtype}"; use false, or dtype = "bfloat16"'
-        )
-        yield "stochastic_rounding", message
+    if getattr(optimizer, "stochastic_rounding", False) and config.training.dtype != "bfloat16":
+        yield "stochastic_rounding", 'needs training.dtype = "bfloat16"; set that, or use false'
     if optimizer.name == "AdamW8bit" and 8 % tp:
         # It quantizes blocks of an eighth of a row or less, which other degrees would cut.
-        fix = 'use a degree of 1, 2, 4 or 8, or "AdamW" with state_dtype = "bfloat16"'
-        yield (
-            "name",
-            f'"AdamW8bit" cannot split its blocks over tensor_parallel_degree = {tp}; {fix}',
-        )
+        yield "name", 'needs a tensor_parallel_degree of 1, 2, 4 or 8; or use name = "AdamW"'
 
 
 def _early_step(config: JobConfig) -> Iterator[RuleViolation]:
@@ -181,8 +170,7 @@ def _schedule(config: JobConfig) -> Iterator[RuleViolation]:
     why = f"with schedule {file or name}, which splits the backward pass"
     # torch raises nothing, and up to half of the gradients are missing; docs/torch.md.
     if parallel.fsdp_reshard_after_forward == "always":
-        message = f'"always" makes torch compute wrong gradients {why}; use "default" or "never"'
-        yield "fsdp_reshard_after_forward", message
+        yield "fsdp_reshard_after_forward", f'"always" gives wrong gradients {why}; use "default"'
     # A compiled block has one backward function, which torch cannot split.
     if _compiles_model(config):
         yield "compile.enable", f"blocks cannot be compiled {why}; use false, or schedule 1F1B"
@@ -233,10 +221,7 @@ def _context(config: JobConfig) -> Iterator[RuleViolation]:
     if cp == 1:
         return
     if parallel.context_parallel_load_balancer == "ptrr":
-        message = (
-            '"ptrr" balances FlexAttention\'s block masks, which titan does not use; use "headtail"'
-        )
-        yield "context_parallel_load_balancer", message
+        yield "context_parallel_load_balancer", '"ptrr" is for block masks; use "headtail"'
     model = resolve_model(config.model)[0]
     heads, rest = divmod(getattr(model, "n_heads", 0), parallel.tensor_parallel_degree)
     uneven = not rest and heads % cp  # layout.py reports a rest
@@ -260,8 +245,7 @@ def _recomputation(config: JobConfig) -> Iterator[RuleViolation]:
     if option != "op" and not _is_count(option):
         yield "selective_ac_option", f'expected "op" or a number such as 2, got "{option}"'
     elif selective and layers and option != "op" and int(option) > layers:
-        fix = f'use {layers} or less, or mode = "none"'
-        yield "selective_ac_option", f"{option} recomputes no block of {layers} layers; {fix}"
+        yield "selective_ac_option", f"the model has only {layers} layers; use {layers} or less"
     # Only the form of a name is checked here; machine.py looks it up.
     for entry in section.op_keep:
         name, slash, every = entry.partition("/")
@@ -271,15 +255,12 @@ def _recomputation(config: JobConfig) -> Iterator[RuleViolation]:
     if by_op and not section.op_keep and not section.op_keep_modules:
         yield "op_keep", 'keeps nothing; use mode = "full"'
     if section.op_keep_modules and not by_op:
-        fix = 'set mode = "selective" and selective_ac_option = "op", or remove this key'
-        yield "op_keep_modules", f"has no effect; {fix}"
+        yield "op_keep_modules", 'needs mode = "selective" with "op"; set that, or remove this key'
     # "op" keeps its results in its own storage, where offloading does not see them.
     if section.cpu_offload and by_op:
-        message = 'cannot move what mode = "selective" with "op" keeps; use mode = "full" or "none"'
-        yield "cpu_offload", message
+        yield "cpu_offload", 'cannot move what "op" keeps; use mode = "full" or "none"'
     if section.mode == "memory_budget" and not _compiles_model(config):
-        fix = 'set compile.enable = true with the component model, or use "selective" or "full"'
-        yield "mode", f'"memory_budget" is kept by the compiler; {fix}'
+        yield "mode", '"memory_budget" needs compile.enable with the component model; set that'
 
 
 def _is_count(text: str) -> bool:
@@ -309,8 +290,7 @@ def _checkpoint(config: JobConfig) -> Iterator[RuleViolation]:
     saves = section.enable and not section.load_only
     if section.initial_load_in_hf:
         if not (section.initial_load_path or config.model.hf_assets_path):
-            fix = "set checkpoint.initial_load_path or model.hf_assets_path"
-            yield "initial_load_in_hf", f"there is no folder to load from; {fix}"
+            yield "initial_load_in_hf", "needs initial_load_path or model.hf_assets_path; set one"
         if not section.initial_load_model_only:
             yield "initial_load_model_only", "a Hugging Face folder holds only weights; use true"
     if section.last_save_in_hf and not saves:
@@ -319,11 +299,9 @@ def _checkpoint(config: JobConfig) -> Iterator[RuleViolation]:
     # Steps between two saves are never kept, since they are never saved.
     if every % section.interval:
         near = max(1, round(every / section.interval)) * section.interval
-        message = f"is not a multiple of interval = {section.interval}; use {near}, or 0"
-        yield "keep_every_n_steps", message
+        yield "keep_every_n_steps", f"is not a multiple of interval; use {near}, or 0"
     if section.create_seed_checkpoint and not saves:
-        message = "is a save, which enable = false and load_only = true forbid; use false"
-        yield "create_seed_checkpoint", message
+        yield "create_seed_checkpoint", "is a save, and this job saves nothing; use false"
     # A URL needs an fsspec implementation that is installed.
     for key in ("folder", "initial_load_path"):
         if "://" in (url := getattr(section, key) or ""):
@@ -341,8 +319,7 @@ def _profiling(config: JobConfig) -> Iterator[RuleViolation]:
     # A cycle of the profiler is warm-up, then recording.
     needed = section.profiler_warmup + section.profiler_active
     if section.enable_profiling and section.profile_freq < needed:
-        message = f"is less than profiler_warmup + profiler_active; use {needed} or more"
-        yield "profile_freq", message
+        yield "profile_freq", f"must hold profiler_warmup + profiler_active; use {needed} or more"
 
 
 def _fault_tolerance(config: JobConfig) -> Iterator[RuleViolation]:
@@ -358,10 +335,7 @@ def _fault_tolerance(config: JobConfig) -> Iterator[RuleViolation]:
     window, limit = section.spike_window, section.step_timeout_seconds
     # Only the losses of the window are remembered.
     if section.spike_min_steps > window:
-        message = (
-            f"is more than spike_window = {window}, so nothing is a spike; use {window} or less"
-        )
-        yield "spike_min_steps", message
+        yield "spike_min_steps", f"is more than spike_window; use {window} or less"
     # The stacks take some seconds, and a collective's limit would kill the ranks meanwhile.
     collective, needed = config.comm.train_timeout_seconds, limit + STACKS_S
     if limit and needed > collective:
