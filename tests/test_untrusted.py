@@ -140,62 +140,6 @@ def bomb(file: Path) -> None:
     file.write_bytes(pickle.dumps(Bomb()))
 
 
-def nested_tuples(file: Path, *, levels: int = 60, end: bytes = b".") -> None:
-    """Each holds the one before twice: 2^60 to print, or to hash."""
-    twice = b"\x94h%c\x86"
-    body = b"".join(b"\x94h" + bytes([n]) + b"h" + bytes([n]) + b"\x86" for n in range(levels))
-    assert twice
-    file.write_bytes(b"\x80\x04)" + body + end)
-
-
-def nested_key(file: Path) -> None:
-    nested_tuples(file, end=b"\x94}h\x3cNs.")
-
-
-def deep_tuples(file: Path) -> None:
-    file.write_bytes(b"\x80\x04)" + b"\x85" * 3_000_000 + b".")
-
-
-def shared_state(file: Path) -> None:
-    """The nested tuples where a dtype should be: what a message must not spell out."""
-    name = b"\x8c\x26torch.distributed.checkpoint.metadata\x8c\x08Metadata\x93)\x81"
-    body = b"".join(b"\x94h" + bytes([n]) + b"h" + bytes([n]) + b"\x86" for n in range(60))
-    key = b"}\x8c\x13state_dict_metadata"
-    file.write_bytes(b"\x80\x04)" + body + b"\x940" + name + key + b"h\x3csb.")
-
-
-def memo_far_away(file: Path) -> None:
-    file.write_bytes(b"\x80\x04Nr\xff\xff\xff\x7f.")
-
-
-def large_array(file: Path) -> None:
-    file.write_bytes(b"\x80\x05\x96" + (2**35).to_bytes(8, "little") + b"x.")
-
-
-def large_frame(file: Path) -> None:
-    file.write_bytes(b"\x80\x04\x95" + (2**35).to_bytes(8, "little") + b"x.")
-
-
-def many_values(file: Path) -> None:
-    file.write_bytes(b"\x80\x04" + b"]" * 1_000_000 + b".")
-
-
-def many_marks(file: Path) -> None:
-    file.write_bytes(b"\x80\x04" + b"(" * 1_000_000 + b".")
-
-
-def many_sets(file: Path) -> None:
-    file.write_bytes(b"\x80\x04" + b"\x8f" * 1_000_000 + b".")
-
-
-def long_number(file: Path) -> None:
-    file.write_bytes(b"\x80\x04\x8b" + (10_000_000).to_bytes(4, "little") + b"\x7f" * 10_000_000)
-
-
-PICKLE = (*ANY, bomb, nested_tuples, nested_key, deep_tuples, shared_state, memo_far_away)
-PICKLE = (*PICKLE, large_array, large_frame, many_values, many_marks, many_sets, long_number)
-
-
 def long_header(file: Path) -> None:
     file.write_bytes((2**40).to_bytes(8, "little") + b"{}" + bytes(20_000))
 
@@ -356,19 +300,18 @@ def verify_and_load(step: Path) -> int:
 
     from titan import cli
     from titan.checkpoint.manager import load, read_metadata
-    from titan.checkpoint.manifest import HashingStream, render
+    from titan.checkpoint.manifest import HashingStream, write_manifest
 
     code = cli.main(["verify", str(step)])
     if (step / "manifest.json").is_file() and not (step / "manifest.json").is_symlink():
-        with_hashes = {}
+        entries = {}
         for file in sorted(step.iterdir()):
-            if file.is_file() and not file.is_symlink() and file.stat().st_size < 2**24:
+            small = file.is_file() and not file.is_symlink() and file.stat().st_size < 2**24
+            if small and file.name != "manifest.json":
                 stream = HashingStream(io.BytesIO())
                 stream.write(file.read_bytes())
-                with_hashes[file.name] = stream.entry()
-        with_hashes.pop("manifest.json", None)
-        content = {"format": 1, "step": 7, "block_bytes": 2**24, "files": with_hashes}
-        (step / "manifest.json").write_bytes(render(content))
+                entries[file.name] = stream.entry()
+        write_manifest(step, entries, step=7)
     try:
         load(step, {f"model.{i}": torch.empty(40, 50) for i in range(4)})
         read_metadata(step, "step", "tokens", "data")
@@ -410,8 +353,8 @@ KINDS: dict[str, tuple[tuple[Any, ...], tuple[Callable[[Path], None], ...]]] = {
     "run/logs/rank-0.stacks.txt": ((write_crashed, doctor), TEXT),
     "run/checkpoint/step-7/manifest.json": (STEP, JSON),
     "run/checkpoint/step-7/titan.json": (STEP, JSON),
-    "run/checkpoint/step-7/.metadata": (STEP, PICKLE),
-    "run/checkpoint/step-7/__0_0.distcp": (STEP, PICKLE),
+    "run/checkpoint/step-7/tensors.json": (STEP, JSON),
+    "run/checkpoint/step-7/__0_0.distcp": (STEP, (*ANY, bomb)),
     "model/config.json": (MODEL, (*JSON, billion_layers, no_heads)),
     "model/model.safetensors.index.json": (MODEL, JSON),
     "model/model.safetensors": ((write_single, convert), WEIGHTS),

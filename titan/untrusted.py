@@ -90,11 +90,16 @@ def read_stream(stream: IO[bytes], size: int, *, name: object, limit: int = MAX_
 
 
 def read_text(path: Path, *, limit: int = MAX_BYTES, within: Path | None = None) -> str:
-    data = read_bytes(path, limit=limit, within=within)
+    """Return a UTF-8 file's text."""
+    return decode(read_bytes(path, limit=limit, within=within), name=path)
+
+
+def decode(data: bytes, *, name: object) -> str:
+    """Return the text of UTF-8 bytes."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: is not UTF-8 text (at byte {error.start:,})") from error
+        raise InputError(f"{name}: is not UTF-8 text (at byte {error.start:,})") from error
 
 
 def read_json(

@@ -20,7 +20,7 @@ from tests.support.jobs import job as any_job
 from tests.support.trainers import Trainer
 from titan import generate
 from titan.checkpoint import verify
-from titan.checkpoint.commit import remove
+from titan.checkpoint.commit import remove_step
 from titan.checkpoint.manager import (
     CheckpointError,
     CheckpointManager,
@@ -246,16 +246,16 @@ MODES = pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned
 
 
 def break_save(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
-    from titan.checkpoint import manager
+    from titan.checkpoint import commit
 
-    write = manager.committing.write
+    write = commit.write_step
 
     def fail(*args: Any, step: int, **settings: Any) -> Any:
         if step in steps:
             raise SaveFailed(f"step {step} could not be saved: rank 0: no room")
         return write(*args, step=step, **settings)
 
-    monkeypatch.setattr(manager.committing, "write", fail)
+    monkeypatch.setattr(commit, "write_step", fail)
 
 
 @MODES
@@ -364,7 +364,7 @@ def test_a_remote_step_is_committed_by_its_manifest(url: str, tmp_path: Path) ->
     assert manager.steps() == [2]
     manager.save(3, {"model.x": torch.full((5,), 4.0)}, metadata={"step": 3})
     assert manager.steps() == [2, 3]
-    remove(f"{url}/step-2")
+    remove_step(f"{url}/step-2")
     assert manager.steps() == [3] and "step-2" not in files.listdir(url)
 
 

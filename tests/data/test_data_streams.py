@@ -1,4 +1,4 @@
-"""Streams: lanes, who tokenises what, and bookmarks that save work and change nothing."""
+"""Streams: packing, shuffling, and bookmarks that save work and change nothing."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from titan.data import DataError
-from titan.data.base import NUM_LANES, RankShare
 from titan.data.special_tokens import SpecialTokens
-from titan.data.streams import Mark, StreamSamples, merge_bookmarks
-from titan.data.tokenizer import Tokenizer, bytes_tokenizer
+from titan.data.streams import Mark, StreamSamples
+from titan.data.tokenizer import bytes_tokenizer
 
 SEQ_LEN = 16
 
@@ -65,66 +64,25 @@ def samples(
     return made, stream, tokenizer
 
 
-def test_lanes_pack_their_own_documents_in_order(texts: list[str]) -> None:
+def test_documents_are_packed_one_after_another(texts: list[str]) -> None:
     made, *_ = samples(texts)
-    rows = made.get(np.arange(3 * NUM_LANES))
-    tokenizer: Tokenizer = bytes_tokenizer()
-    for lane in (0, 5, 63):
-        joined = [t for text in texts[lane::NUM_LANES] for t in (256, *tokenizer.encode(text), 257)]
-        for number in range(3):
-            begin = number * SEQ_LEN
-            assert rows[number * NUM_LANES + lane].tolist() == joined[begin : begin + SEQ_LEN + 1]
+    joined = [t for text in texts for t in (256, *bytes_tokenizer().encode(text), 257)]
+    for number, row in enumerate(made.get(np.arange(100))):
+        begin = number * SEQ_LEN
+        assert row.tolist() == joined[begin : begin + SEQ_LEN + 1]
 
 
 def test_a_short_stream_starts_over_in_another_order() -> None:
     texts = [f"{number:03d} is a document" for number in range(100)]
     made, stream, _ = samples(texts, shuffle_buffer=30)
-    list(made.get(np.arange(40 * NUM_LANES)))
+    made.get(np.arange(300))
     assert stream.reads > 2 * len(texts)
-    [first, second] = [[], []]
-    source = made._numbered.read(Mark())
-    for part in (first, second):
-        part += [next(source)[1] for _ in range(100)]
+    source = made._numbered(Mark())
+    first, second = ([next(source)[1] for _ in range(100)] for _ in range(2))
     assert sorted(first) == sorted(second) == texts
     assert first != second != texts
     # Blocks of 30 are shuffled within themselves.
     assert sorted(first[:30]) == texts[:30] and first[:30] != texts[:30]
-
-
-@pytest.mark.parametrize(
-    ("share", "expected"),
-    [
-        (RankShare(rank=0, world=1, batch=1), 64),
-        (RankShare(rank=1, world=2, batch=1), 32),
-        (RankShare(rank=3, world=4, batch=4), 16),
-        (RankShare(rank=5, world=64, batch=1), 1),
-        (RankShare(rank=7, world=64, batch=8), 8),
-        (RankShare(rank=0, world=3, batch=1), 64),
-        (RankShare(rank=2, world=3, batch=2), 64),
-    ],
-)
-def test_lanes_of_a_layout_are_those_of_its_samples(share: RankShare, expected: int) -> None:
-    for position in (0, 7, 1000):
-        taken = {
-            (position + step * share.stride + share.rank * share.batch + row) % NUM_LANES
-            for step in range(NUM_LANES)
-            for row in range(share.batch)
-        }
-        assert share.lanes(position) == taken
-        assert len(taken) == expected
-
-
-def test_a_rank_tokenises_only_its_lanes(texts: list[str]) -> None:
-    share = RankShare(rank=1, world=4, batch=4)
-    mine = (
-        np.arange(64)[:, None] * share.stride + share.rank * share.batch + np.arange(4)
-    ).reshape(-1)
-    whole, _, all_texts = samples(texts)
-    expected = whole.get(np.arange(mine[-1] + 1))[mine]
-    made, _, own_texts = samples(texts)
-    made.seek(0, share=share, bookmark=None)
-    np.testing.assert_array_equal(made.get(mine), expected)
-    assert own_texts.texts <= all_texts.texts / 4 + NUM_LANES
 
 
 @pytest.mark.parametrize("shuffle_buffer", [0, 50])
@@ -139,11 +97,11 @@ def test_a_bookmark_saves_work_and_changes_nothing(
     expected = made.get(np.arange(position, position + 100))
     quick, stream, tokenizer = samples(texts, shuffle_buffer=shuffle_buffer)
     with caplog.at_level(logging.WARNING):
-        quick.seek(position, share=None, bookmark=bookmark)
+        quick.seek(position, bookmark=bookmark)
         np.testing.assert_array_equal(quick.get(np.arange(position, position + 100)), expected)
         assert not caplog.records
         slow, slow_stream, slow_tokenizer = samples(texts, shuffle_buffer=shuffle_buffer)
-        slow.seek(position, share=None, bookmark=None)
+        slow.seek(position)
         np.testing.assert_array_equal(slow.get(np.arange(position, position + 100)), expected)
         assert "tokenised again from the start" in caplog.text
     if position == 12_000:
@@ -159,30 +117,20 @@ def test_a_bookmark_of_another_stream_is_not_used(
     made, *_ = samples(texts[::-1], identity=2)
     expected = made.get(np.arange(600))[500:]
     with caplog.at_level(logging.WARNING):
-        made.seek(500, share=None, bookmark=other.bookmark())
+        made.seek(500, bookmark=other.bookmark())
         np.testing.assert_array_equal(made.get(np.arange(500, 600)), expected)
     assert "no bookmark" in caplog.text
 
 
-def test_bookmarks_of_ranks_merge_and_serve_another_layout(texts: list[str]) -> None:
-    shares = [RankShare(rank=rank, world=4, batch=2) for rank in range(4)]
-    bookmarks = []
-    for share in shares:
-        made, *_ = samples(texts, shuffle_buffer=20)
-        made.seek(0, share=share, bookmark=None)
-        first = share.rank * share.batch
-        for step in range(100):
-            made.get(np.arange(step * 8 + first, step * 8 + first + 2))
-        bookmarks.append(made.bookmark())
-    assert all(len(bookmark["lanes"]) == 16 for bookmark in bookmarks)
-    merged = merge_bookmarks(bookmarks)
-    assert len(merged["lanes"]) == 64
+def test_a_bookmark_of_one_rank_serves_any_place_after_it(texts: list[str]) -> None:
     whole, *_ = samples(texts, shuffle_buffer=20)
-    expected = whole.get(np.arange(800, 900))
+    expected = whole.get(np.arange(820, 900))
+    behind, *_ = samples(texts, shuffle_buffer=20)
+    behind.get(np.arange(790, 800))  # another rank took the samples up to 820
     resumed, _, tokenizer = samples(texts, shuffle_buffer=20)
-    resumed.seek(800, share=RankShare(rank=0, world=1, batch=4), bookmark=merged)
-    np.testing.assert_array_equal(resumed.get(np.arange(800, 900)), expected)
-    assert tokenizer.texts < 400
+    resumed.seek(820, bookmark=behind.bookmark())
+    np.testing.assert_array_equal(resumed.get(np.arange(820, 900)), expected)
+    assert tokenizer.texts < 200
 
 
 def test_a_stream_without_documents_is_an_error() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -15,26 +17,52 @@ import torch
 import torch.distributed as dist
 
 from tests.support.ranks import Pool, RankFailed
+from titan.checkpoint import commit
 from titan.checkpoint.manager import CheckpointManager, SaveFailed, list_steps, load
 from titan.checkpoint.manifest import find_damage
 from titan.checkpoint.storage import LocalStorage
 from titan.config.schema import CheckpointSection
 
 NAMES = [f"model.{number}" for number in range(6)]
-# Where a save of step 30, after 10 and 20, is killed; the rank; the steps that are then there. Two are kept.
+# Where a save of step 30, after 10 and 20, is killed; the rank; the steps that are left. Two are kept.
 BEFORE, AFTER = [10, 20], [20, 30]
-POINTS = {
-    "before any data, rank 0": ("data", 0, 30, BEFORE),
-    "before any data, rank 1": ("data", 1, 30, BEFORE),
-    "data not yet durable, rank 0": ("unsynced", 0, 30, BEFORE),
-    "data not yet durable, rank 1": ("unsynced", 1, 30, BEFORE),
-    "before the hashes are gathered, rank 0": ("written", 0, 30, BEFORE),
-    "before the hashes are gathered, rank 1": ("written", 1, 30, BEFORE),
-    "before the manifest": ("manifest", 0, 30, BEFORE),
-    "before the rename": ("rename", 0, 30, BEFORE),
-    "after the rename": ("renamed", 0, 30, [10, 20, 30]),
-    "while the oldest is deleted": ("delete", 0, 10, AFTER),
+# The call that a process dies in, before it does anything: its owner, its name, and a part of its argument.
+CALLS: dict[str, tuple[Any, str, str]] = {
+    "data": (LocalStorage, "open", ".distcp"),
+    "unsynced": (LocalStorage, "fsync", ""),
+    "written": (commit.CheckpointGroup, "run_on_all", "finish"),
+    "manifest": (commit, "write_manifest", ""),
+    "rename": (LocalStorage, "rename", ".saving-30"),
+    "replace": (LocalStorage, "rename", ".saving-20"),
+    "renamed": (LocalStorage, "fsync_folder", "/checkpoint"),
+    "delete": (LocalStorage, "remove", ".removing-step-10"),
 }
+POINTS = {
+    "before any data, rank 0": ("data", 0, BEFORE),
+    "before any data, rank 1": ("data", 1, BEFORE),
+    "data not yet durable, rank 0": ("unsynced", 0, BEFORE),
+    "data not yet durable, rank 1": ("unsynced", 1, BEFORE),
+    "before the hashes are gathered, rank 0": ("written", 0, BEFORE),
+    "before the hashes are gathered, rank 1": ("written", 1, BEFORE),
+    "before the manifest": ("manifest", 0, BEFORE),
+    "before the rename": ("rename", 0, BEFORE),
+    "after the rename": ("renamed", 0, [10, 20, 30]),
+    "while the oldest is deleted": ("delete", 0, AFTER),
+}
+
+
+def die_in(point: str) -> None:
+    """Make this process end in a call, as by the kernel or a power cut."""
+    owner, name, part = CALLS[point]
+    call = getattr(owner, name)
+
+    def dying(*args: Any, **kwargs: Any) -> Any:
+        text = " ".join(str(getattr(arg, "__qualname__", arg)) for arg in args)
+        if re.search(f"{re.escape(part)}( |$)", text):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*args, **kwargs)
+
+    setattr(owner, name, dying)
 
 
 def state_of(step: int) -> dict[str, torch.Tensor]:
@@ -46,9 +74,10 @@ def manager_of(folder: Path, **settings: Any) -> CheckpointManager:
     return CheckpointManager(section, run_dir=folder)
 
 
-def save(folder: Path, steps: list[int], mode: str, kill: str = "") -> list[str]:
-    """Save some steps; what was said."""
-    os.environ |= {"RANK": str(dist.get_rank()), "TITAN_KILL_SAVE": kill}
+def save(folder: Path, steps: list[int], mode: str, point: str = "", rank: int = 0) -> list[str]:
+    """Save some steps, and die at a point of it on one rank. Return the messages."""
+    if point and dist.get_rank() == rank:
+        die_in(point)
     manager = manager_of(folder, async_mode=mode)
     for step in steps:
         manager.save(step, state_of(step), metadata={"step": step}, wait=False)
@@ -59,7 +88,6 @@ def save(folder: Path, steps: list[int], mode: str, kill: str = "") -> list[str]
 
 def resume(folder: Path) -> int:
     """The step that a new run would go on from, loaded and compared with what was saved."""
-    os.environ["RANK"] = str(dist.get_rank())
     path = manager_of(folder).step_to_resume()
     assert isinstance(path, Path) and not find_damage(path)
     step = int(path.name.removeprefix("step-"))
@@ -74,14 +102,14 @@ def resume(folder: Path) -> int:
 def test_killed_at_each_point(point: str, mode: str, pool: Pool, tmp_path: Path) -> None:
     if mode == "async" and "rank 0" in point:
         pytest.skip("as for rank 1, and as in the other modes")
-    name, rank, step, left = POINTS[point]
+    call, rank, left = POINTS[point]
     pool.run(2, save, tmp_path, [10, 20], mode)
     with pytest.raises(RankFailed, match="the process died"):
-        pool.run(2, save, tmp_path, [30], mode, f"{name}:{rank}:{step}")
+        pool.run(2, save, tmp_path, [30], mode, call, rank)
     assert list_steps(tmp_path / "checkpoint") == left
     assert pool.run(2, resume, tmp_path) == [left[-1]] * 2
-    news = pool.run(2, save, tmp_path, [40], mode)[0]  # and what is left lying about is removed
-    assert news[0].startswith(f"saved {tmp_path}/checkpoint/step-40 in ")
+    messages = pool.run(2, save, tmp_path, [40], mode)[0]  # and what is left lying about is removed
+    assert messages[0].startswith(f"saved {tmp_path}/checkpoint/step-40 in ")
     names = {path.name for path in (tmp_path / "checkpoint").iterdir()}
     assert names == {f"step-{left[-1]}", "step-40"}
 
@@ -90,7 +118,7 @@ def test_killed_while_a_step_is_replaced(pool: Pool, tmp_path: Path) -> None:
     """A run taken back to step 10 gets to 20 again."""
     pool.run(1, save, tmp_path, [10, 20], "disabled")
     with pytest.raises(RankFailed):
-        pool.run(1, save, tmp_path, [20], "disabled", "replace:0:20")
+        pool.run(1, save, tmp_path, [20], "disabled", "replace")
     assert list_steps(tmp_path / "checkpoint") == [10]
     assert pool.run(1, resume, tmp_path) == [10]
     pool.run(1, save, tmp_path, [20], "disabled")
@@ -169,7 +197,6 @@ def test_a_read_only_folder(mode: str, small_disk: Path, caplog: pytest.LogCaptu
 
 
 def save_on_a_full_disk(folder: Path, full: bool) -> tuple[bool, str]:
-    os.environ["RANK"] = str(dist.get_rank())
     manager = manager_of(folder, async_mode="async")
     if full and dist.get_rank() == 1:  # one rank alone finds no room
 

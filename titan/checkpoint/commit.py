@@ -1,16 +1,17 @@
-"""Writing one checkpoint: it is whole, or it does not exist.
+"""Write one checkpoint so that it is whole or does not exist.
 
-    .saving-N/            a name that no finder takes for a step
-      __0_0.distcp ...    each rank writes and hashes its tensors, and makes the files durable
-      .metadata           rank 0: which tensor lies where
+    .saving-N/            no reader takes this name for a step
+      __0_0.distcp ...    each rank writes, hashes and fsyncs its tensors
+      .metadata           rank 0: DCP's index of tensors, so that plain DCP loads the step
+      tensors.json        rank 0: the same index as JSON, which titan reads
       titan.json          rank 0: step, tokens, data position, config
-      manifest.json       rank 0, when it has the hashes of all ranks: what each file must be
-    step-N/               by one rename, made durable; only now are older steps deleted
+      manifest.json       rank 0, once it has the hashes of all ranks: size and hashes of each file
+    step-N/               one rename, then fsync of the parent; only then are older steps deleted
 
-No rank reads, or relies on seeing, another's files. Where there is no atomic rename (object stores), files go to step-N/ itself,
-and the manifest, written last, is the commit: a remote step without one does not exist.
+No rank reads another rank's files or relies on seeing them. Object stores have no atomic rename. There the files go to
+step-N/ directly, and the manifest, written last, is the commit: a remote step without one does not exist.
 
-If anything fails on any rank, every rank gets SaveFailed, what was written is removed, and older steps are as they were.
+If anything fails on any rank, every rank gets SaveFailed, the new files are removed, and older steps stay as they were.
 """
 
 from __future__ import annotations
@@ -27,20 +28,23 @@ import torch.distributed.checkpoint as dcp
 
 from titan.checkpoint import SaveFailed
 from titan.checkpoint.manifest import NAME as MANIFEST
-from titan.checkpoint.manifest import HashingStream, write_manifest
-from titan.checkpoint.storage import Location, die_at, join, storage_of
-from titan.checkpoint.tensors import StateDict, Writer, reason
+from titan.checkpoint.manifest import write_manifest
+from titan.checkpoint.storage import Location, join, storage_of
+from titan.checkpoint.tensors import CheckpointWriter, StateDict, reason
 from titan.health.errors import kind_of
 
 T = TypeVar("T")
 TITAN_JSON = "titan.json"
-# CheckpointGroup wait for the slowest disk. A rank that dies is noticed at once, whatever the limit.
+# Ranks wait for the slowest disk. A rank that dies closes its connections, so the others notice at once.
 TIMEOUT = timedelta(minutes=30)
 
 
 class CheckpointGroup:
-    """The ranks that save and load together, in a gloo group of their own: a save in the background must not share the
-    training's groups, whose collectives would then be called from two threads. Made on all ranks together."""
+    """The ranks that save and load together, in a gloo group that training does not use.
+
+    A save in the background calls collectives from another thread. Collectives of one group from two threads would
+    be matched in any order. All ranks create this together.
+    """
 
     def __init__(self) -> None:
         self.size = dist.get_world_size() if dist.is_initialized() else 1
@@ -50,14 +54,14 @@ class CheckpointGroup:
         )
 
     def gather(self, value: T) -> list[T]:
-        """Everyone's values, on every rank."""
+        """Return the values of all ranks, on every rank."""
         values: list[Any] = [value] * self.size
         if self.process_group is not None:
             dist.all_gather_object(values, value, group=self.process_group)
         return values
 
     def run_on_all(self, work: Callable[[], T]) -> list[T]:
-        """Everyone's results. If it failed on any rank, SaveFailed on all of them."""
+        """Run `work` on every rank and return all results. Raises SaveFailed on all ranks if it fails on one."""
         failure, kind, result = "", "", None
         try:
             result = work()
@@ -69,12 +73,12 @@ class CheckpointGroup:
             raise SaveFailed(failures[0][0], kind=failures[0][1])
         return [result for *_, result in outcomes]  # pyright: ignore[reportReturnType]
 
-    def run_on_main(self, work: Callable[[], T]) -> T | None:
-        """Rank 0 alone does it, and all know how it went; rank 0's result, on rank 0."""
-        return self.run_on_all(lambda: work() if self.rank == 0 else None)[0]
+    def run_on_main(self, work: Callable[[], object]) -> None:
+        """Run `work` on rank 0. Raises SaveFailed on all ranks if it fails."""
+        self.run_on_all(work if self.rank == 0 else lambda: None)
 
 
-def write(
+def write_step(
     state: StateDict,
     *,
     folder: Location,
@@ -82,45 +86,39 @@ def write(
     metadata: dict[str, Any],
     group: CheckpointGroup,
 ) -> Location:
-    """Write step N into a folder of checkpoints; all ranks call this together. Raises SaveFailed on all or none."""
-    files = storage_of(folder)
+    """Write step N into a folder of checkpoints. All ranks call this together. Raises SaveFailed on all or none."""
+    storage = storage_of(folder)
     final = join(folder, f"step-{step}")
-    target = join(folder, f".saving-{step}") if files.has_rename else final
+    target = join(folder, f".saving-{step}") if storage.has_rename else final
 
-    def clear() -> None:
-        for name in files.listdir(folder):
-            if name.startswith((".saving-", ".removing-")):  # left by a crash
-                files.remove(join(folder, name))
-        if not files.has_rename:
-            remove(final)
-        files.make_folder(target)
+    def begin() -> None:
+        for name in storage.listdir(folder):
+            if name.startswith((".saving-", ".removing-")):  # a crash left it
+                storage.remove(join(folder, name))
+        if not storage.has_rename:
+            remove_step(final)
+        storage.make_folder(target)
 
     def commit(entries: dict[str, Any]) -> None:
-        die_at("manifest", target)
         write_manifest(target, entries, step=step)
-        if files.has_rename:
-            files.fsync_folder(target)
-            die_at("rename", target)
-            hidden = join(folder, f".removing-{step}")
-            if files.exists(final):  # the run was taken back to an earlier step and got here again
-                files.rename(final, hidden)
-                die_at("replace", target)
-            files.rename(target, final)
-            die_at("renamed", final)
-            if files.exists(hidden):
-                files.remove(hidden)
+        if storage.has_rename:
+            storage.fsync_folder(target)
+            replaced = join(folder, f".removing-{step}")
+            if storage.exists(final):  # the run went back to an earlier step and reached N again
+                storage.rename(final, replaced)
+            storage.rename(target, final)
+            if storage.exists(replaced):
+                storage.remove(replaced)
 
     try:
-        group.run_on_main(clear)
+        group.run_on_main(begin)
         entries = _write_files(state, target, metadata, group)
         group.run_on_main(lambda: commit(entries))
-    except (
-        RuntimeError,
-        dcp.CheckpointException,
-    ) as error:  # the first, of gloo too: a rank has died
+    # RuntimeError is SaveFailed, and what gloo raises when another rank has died.
+    except (RuntimeError, dcp.CheckpointException) as error:
         if group.rank == 0:
             with suppress(OSError):
-                files.remove(target)
+                storage.remove(target)
         kind = kind_of(error, default="save_failed")
         raise SaveFailed(f"step {step} could not be saved: {reason(error)}", kind=kind) from error
     return final
@@ -129,36 +127,28 @@ def write(
 def _write_files(
     state: StateDict, target: Location, metadata: dict[str, Any], group: CheckpointGroup
 ) -> dict[str, Any]:
-    """Everything but the manifest; entries of all ranks' files."""
-    die_at("data", target)
-    writer = Writer(target, state)
-    dcp.save(
-        state, storage_writer=writer, process_group=group.process_group, no_dist=group.size == 1
-    )
-    die_at("written", target)
+    """Write every file except the manifest. Return the manifest's entries for the files of all ranks."""
+    writer = CheckpointWriter(target, state)
+    alone = group.size == 1
+    dcp.save(state, storage_writer=writer, process_group=group.process_group, no_dist=alone)
 
-    def titan_json() -> dict[str, Any]:
-        files = storage_of(target)
-        with files.open(join(target, TITAN_JSON), "wb") as stream:
-            hashing = HashingStream(stream)
-            hashing.write((json.dumps(metadata, indent=1) + "\n").encode())
-            files.fsync(stream)
-        return {TITAN_JSON: hashing.entry()}
+    def finish() -> dict[str, Any]:
+        if group.rank == 0:
+            writer.write_file(TITAN_JSON, (json.dumps(metadata, indent=1) + "\n").encode())
+        return writer.entries
 
-    mine = group.run_on_all(lambda: writer.entries | (titan_json() if group.rank == 0 else {}))
-    return {name: entry for entries in mine for name, entry in entries.items()}
+    entries = group.run_on_all(finish)
+    return {name: entry for of_rank in entries for name, entry in of_rank.items()}
 
 
-def remove(step: Location) -> None:
-    """Delete a step; it stops existing at once, and half of one never has its name."""
-    files = storage_of(step)
+def remove_step(step: Location) -> None:
+    """Delete a checkpoint. Its name or its manifest goes first, so a partial deletion never looks like a checkpoint."""
+    storage = storage_of(step)
     if isinstance(step, Path):
         hidden = step.with_name(f".removing-{step.name}")
-        files.rename(step, hidden)
-        die_at("delete", step)
-        files.remove(hidden)
-    elif files.exists(step):
-        if files.exists(join(step, MANIFEST)):
-            files.remove(join(step, MANIFEST))
-        die_at("delete", step)
-        files.remove(step)
+        storage.rename(step, hidden)
+        storage.remove(hidden)
+    elif storage.exists(step):
+        if storage.exists(join(step, MANIFEST)):
+            storage.remove(join(step, MANIFEST))
+        storage.remove(step)

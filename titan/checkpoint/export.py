@@ -1,11 +1,11 @@
-"""A model as a Hugging Face folder that `transformers` loads as it is: safetensors, index, config.json, tokenizer.
+"""Write a model as a Hugging Face folder that `transformers` loads: safetensors, index, config.json, tokenizer.
 
-    OUT/.saving-NAME/    being written; becomes OUT/NAME by one rename. Where OUT/NAME is there, as a checkpoint's step-N is,
-                         its files move in, config.json last: without it nobody takes the folder for a whole one
+    OUT/.saving-NAME/    is being written, and becomes OUT/NAME by one rename. If OUT/NAME exists, as a checkpoint's
+                         step-N does, the files move into it, config.json last: without it the folder is incomplete
 
-Under any layout: the tensors are dealt into files in the model's order, a file holding only tensors that the same
-ranks have (a pipeline stage's). These ranks gather them one after the other, and take turns at being the one that keeps
-and writes a file, which it does in the background. So a rank has at most two files of the model in host memory.
+This works under any layout. The tensors are dealt into files in the model's order, and a file holds only tensors that the
+same ranks have (those of a pipeline stage). These ranks gather the tensors one after another. They take turns at
+keeping a file, which the keeper writes in the background. So a rank has at most two files of the model in host memory.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from titan.checkpoint.huggingface import CONFIG, INDEX, HFModel, is_there, root_
 from titan.checkpoint.storage import LocalStorage
 from titan.checkpoint.tensors import StateDict
 from titan.config.model import model_config
-from titan.config.schema import ModelSection
+from titan.config.schema import JobConfig
 from titan.data.tokenizer import Tokenizer
-from titan.untrusted import InputError, parse_json, read_bytes
+from titan.untrusted import InputError, decode, parse_json, read_bytes
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -43,9 +43,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-_MAX_VALUES = (
-    3_000_000  # of a tokenizer.json: a vocabulary of 250,000 with its merges has 1.5 million
-)
+# Of a tokenizer.json: a vocabulary of 250,000 tokens with its merges has 1.5 million.
+_MAX_VALUES = 3_000_000
 DEFAULT_FILE_BYTES = 5_000_000_000
 Fetch = Callable[[Sequence[str], bool], StateDict]
 
@@ -54,7 +53,7 @@ Fetch = Callable[[Sequence[str], bool], StateDict]
 class Export:
     """What to write: a model, in which precision, in files of which size.
 
-    bos_id, eos_id: the tokenizer's. seq_len: trained on. assets: files that go along.
+    bos_id, eos_id: the tokenizer's. seq_len: the model was trained on. assets: files to copy.
     """
 
     model: HFModel
@@ -67,27 +66,28 @@ class Export:
 
     @staticmethod
     def of(
-        section: ModelSection,
+        config: JobConfig,
         *,
         tokenizer: Tokenizer,
-        tokenizer_path: str,
-        seq_len: int,
         dtype: torch.dtype,
         file_bytes: int = DEFAULT_FILE_BYTES,
     ) -> Export:
-        """Of a job's model. Raises CheckpointError where it has no Hugging Face form, DataError without safetensors."""
+        """Return the export of a job's model.
+
+        Raises CheckpointError if it has no Hugging Face form, DataError without safetensors.
+        """
         return Export(
-            HFModel.of(section.name, model_config(section)),
+            HFModel.of(config.model.name, model_config(config.model)),
             dtype,
             file_bytes,
             bos_id=tokenizer.bos_id,
             eos_id=tokenizer.eos_id,
-            seq_len=seq_len,
-            assets=tokenizer_files(tokenizer_path or section.hf_assets_path),
+            seq_len=config.training.seq_len,
+            assets=tokenizer_files(config.tokenizer.path or config.model.hf_assets_path),
         )
 
     def config(self) -> dict[str, Any]:
-        """config.json."""
+        """Return the contents of config.json."""
         config = self.model.hooks.hf_config(self.model.sizes)
         return {
             **config,
@@ -102,7 +102,7 @@ class Export:
 
 
 def tokenizer_files(where: str) -> list[Path]:
-    """The tokenizer's files in (or beside) tokenizer.path or model.hf_assets_path; none of the embedded one."""
+    """Return the tokenizer's files in or beside a path. "" is the embedded tokenizer, which has none."""
     if not where:
         return []
     path = Path(where).expanduser()
@@ -112,25 +112,17 @@ def tokenizer_files(where: str) -> list[Path]:
 
 
 def read_asset(file: Path) -> bytes:
-    """Return a tokenizer's file, to be copied. Raises InputError where it is not what its name says, or lies elsewhere."""
+    """Return a tokenizer's file. Raises InputError if it is not what its name says, or is a link out of its folder."""
     data = read_bytes(file, within=root_of(file.parent))
     if file.suffix == ".json":
         parse_json(data, dict[str, Any], name=file, values=_MAX_VALUES)
-    elif file.suffix in (".txt", ".jinja") and not _is_text(data):
-        raise InputError(f"{file}: is not UTF-8 text")
+    elif file.suffix in (".txt", ".jinja") and "\0" in decode(data, name=file):
+        raise InputError(f"{file}: is not text")
     return data
 
 
-def _is_text(data: bytes) -> bool:
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return b"\0" not in data
-
-
 def export_state(folder: Path, state: StateDict, export: Export, *, group: CheckpointGroup) -> None:
-    """Write the weights "model.<parameter>" of a running job; all ranks call this together. Raises SaveFailed on all."""
+    """Write the weights "model.<parameter>" of a running job. All ranks call this together. Raises SaveFailed on all."""
 
     def gather(names: Sequence[str], keep: bool) -> StateDict:
         kept: StateDict = {}
@@ -141,10 +133,9 @@ def export_state(folder: Path, state: StateDict, export: Export, *, group: Check
                 kept[name] = whole.cpu()
         return kept
 
-    held = [f"model.{name}" in state for name in export.model.names]
-    everyones = group.gather(bytes(held))
+    held = group.gather([f"model.{name}" in state for name in export.model.names])
     ranks_of = {
-        name: [rank for rank, held in enumerate(everyones) if held[number]]
+        name: [rank for rank, of_rank in enumerate(held) if of_rank[number]]
         for number, name in enumerate(export.model.names)
     }
     write_folder(folder, export, fetch=gather, ranks_of=ranks_of, group=group)
@@ -158,10 +149,12 @@ def write_folder(
     ranks_of: dict[str, list[int]],
     group: CheckpointGroup,
 ) -> None:
-    """Write a folder, or add the files to one that is there.
+    """Write a folder, or add the files to an existing one. Raises SaveFailed on all ranks.
 
-    fetch(names, keep) is called by all ranks that have these tensors, and gives the one that is to keep them whole
-    tensors on the host.
+    Args:
+        fetch: fetch(names, keep) is called on all ranks that have these tensors. With `keep` it returns whole tensors on
+            the host.
+        ranks_of: the ranks that have each of our tensors, or a part of it.
     """
     temporary = folder.with_name(f".saving-{folder.name}")
     files = plan_files(export, ranks_of)
@@ -188,7 +181,7 @@ def write_folder(
                 if group.rank not in holders:
                     continue
                 keep = group.rank == holders[number % len(holders)]
-                wait(writes if keep else [])  # one file behind, no more
+                wait(writes if keep else [])  # at most one file is still being written
                 kept = fetch(names, keep)
                 if keep:
                     tensors = {export.model.names[name]: kept[name] for name in names}
@@ -200,11 +193,11 @@ def write_folder(
         raise SaveFailed(f"{folder}: the Hugging Face folder was not written: {error}") from error
     finally:
         if group.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)  # has another name, if all went well
+            shutil.rmtree(temporary, ignore_errors=True)  # after a success it has another name
 
 
 def plan_files(export: Export, ranks_of: dict[str, list[int]]) -> list[list[str]]:
-    """Our names, in the model's order, dealt into files: of one set of ranks each, and of the size asked for."""
+    """Return our names, in the model's order, dealt into files: each of one set of ranks, and of at most `file_bytes`."""
     files: list[list[str]] = []
     size = 0
     for name in export.model.names:
@@ -226,7 +219,7 @@ def _write_file(file: Path, tensors: StateDict) -> None:
 
 
 def _write_texts(folder: Path, export: Export, files: dict[str, list[str]]) -> None:
-    """Index, config.json and the tokenizer's files."""
+    """Write the index, config.json and the tokenizer's files."""
     model = export.model
     weight_map = {model.names[name]: file for file, names in files.items() for name in names}
     total = sum(map(export.num_bytes, model.names))

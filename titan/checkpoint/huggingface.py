@@ -1,8 +1,12 @@
-"""Weights from a Hugging Face folder: config.json and safetensors, as `transformers` writes them (docs/huggingface.md).
+"""Read weights from a Hugging Face folder: config.json and safetensors, as `transformers` writes them.
 
-`load` fills a model under any layout. Rank 0 checks the folder (which model, which tensors, which shapes: headers only);
-then each rank maps the files that hold something of its shards and copies these slices. No rank ever has more
-of the model than its own part and one slice of one tensor, and nothing is sent. Pickles (.bin, .pth) are never opened.
+`load` fills a model under any layout. Rank 0 checks the folder: which model it is, which tensors it has, and their shapes,
+from the files' headers. Then each rank maps the files that hold something of its shards, and copies these slices. No rank
+ever has more of the model than its own part and one slice of one tensor, and nothing is sent. Pickles (.bin, .pth) are
+never opened. docs/huggingface.md describes all this for users.
+
+DCP's HuggingFaceStorageReader is not used: it opens every file of the folder without a bound on the header, and it checks
+neither the index, nor links, nor that weights are finite. Its writer writes shards that rank 0 then reads and writes again.
 """
 
 from __future__ import annotations
@@ -18,7 +22,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -35,15 +38,17 @@ from titan.untrusted import MAX_VALUES, is_plain_name, open_regular, printable, 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 _MAX_HEADER = 16 * 2**20
 _DTYPES = ("F32", "BF16", "F16")
-_DERIVED = ".rotary_emb.inv_freq"  # stored by old versions of transformers, computed by everyone
+_DERIVED = (
+    ".rotary_emb.inv_freq"  # old versions of transformers stored it; every version computes it
+)
 
 
 @dataclass(frozen=True)
 class HFModel:
-    """One of our models, and what transformers calls it.
+    """One of our models, and the names that transformers gives its tensors.
 
-    hooks: the family's huggingface.py. names: ours to theirs, in the model's order. shapes: by our names.
-    A tied output layer is not among them.
+    hooks: the family's huggingface.py. names: ours to theirs, in the model's order. shapes: by our names. A tied output
+    layer is not among them.
     """
 
     name: str
@@ -54,7 +59,7 @@ class HFModel:
 
     @staticmethod
     def of(name: str, sizes: Any) -> HFModel:
-        """The model of a family with these sizes. Raises CheckpointError, or DataError where safetensors is missing."""
+        """Return the model of a family with these sizes. Raises CheckpointError, or DataError without safetensors."""
         require("safetensors", purpose="reading and writing Hugging Face folders")
         hooks = _hooks(name)
         if hooks is None:
@@ -69,7 +74,7 @@ class HFModel:
 
 @dataclass(frozen=True)
 class HFFolder:
-    """A folder that transformers could load: config.json, and the file of each tensor."""
+    """A folder that transformers could load: its config.json, and the file of each tensor."""
 
     path: Path
     config: dict[str, Any]
@@ -77,13 +82,11 @@ class HFFolder:
 
 
 def open_folder(path: Path) -> HFFolder:
-    """Read config.json and the index. Raises CheckpointError naming the file that is missing or no good."""
+    """Read config.json and the index. Raises CheckpointError that names the missing or unusable file."""
     if not path.is_dir():
         raise CheckpointError(f"{path}: there is no such folder")
     if not (path / CONFIG).exists():
-        raise CheckpointError(
-            f"{path / CONFIG}: missing; a Hugging Face folder says with it which model it is"
-        )
+        raise CheckpointError(f"{path / CONFIG}: missing; it says which model a folder holds")
     config = read_json(path / CONFIG, dict[str, Any], limit=2**20, within=root_of(path))
     if is_there(path / INDEX):
         files = read_json(path / INDEX, dict[str, Any], within=root_of(path)).get("weight_map")
@@ -98,17 +101,15 @@ def open_folder(path: Path) -> HFFolder:
     if (path / SINGLE).is_file():
         return HFFolder(path, config, dict.fromkeys(_headers(path / SINGLE), path / SINGLE))
     pickles = [p.name for p in sorted(path.iterdir()) if p.suffix in (".bin", ".pth", ".pt")]
-    reason = (
-        f". {pickles[0]} is a pickle, which can run any code when it is loaded, and is not opened: save the model "
-        "as safetensors (transformers: save_pretrained)"
-        if pickles
-        else ""
-    )
-    raise CheckpointError(f"{path}: neither {INDEX} nor {SINGLE} is here{reason}")
+    reason = f"neither {INDEX} nor {SINGLE} is here"
+    if pickles:
+        reason += f". {pickles[0]} is a pickle, which can run any code when it is loaded, and is not opened: save the "
+        reason += "model as safetensors (transformers: save_pretrained)"
+    raise CheckpointError(f"{path}: {reason}")
 
 
 def read_sizes(folder: HFFolder) -> tuple[str, Any]:
-    """Our family and sizes for a folder. Raises CheckpointError where no family is meant, or the family cannot do it."""
+    """Return our family and sizes for a folder. Raises CheckpointError if no family can be that model."""
     known = {h.ARCHITECTURE: (name, h) for name in families() if (h := _hooks(name))}
     by_type = {h.MODEL_TYPE: h.ARCHITECTURE for _, h in known.values()}
     config = folder.config
@@ -116,30 +117,31 @@ def read_sizes(folder: HFFolder) -> tuple[str, Any]:
     architecture = listed[0] if isinstance(listed, list) and len(listed) == 1 else listed
     if not isinstance(architecture, str) or architecture not in known:
         raise CheckpointError(
-            f"{folder.path / 'config.json'}: architecture {printable(str(architecture), 80)} is none of "
-            + ", ".join(known)
+            f"{folder.path / CONFIG}: architecture {printable(str(architecture), 80)} is none of {', '.join(known)}"
         )
     name, hooks = known[architecture]
     try:
         return name, hooks.read_config(config)
-    # Of any family's code: the values may be of every type, and size.
+    # Any family's code may raise these, because the values may be of any type and size.
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-        why = printable(str(error), 300)
-        raise CheckpointError(f"{folder.path / 'config.json'}: {why}") from error
+        raise CheckpointError(f"{folder.path / CONFIG}: {printable(str(error), 300)}") from error
 
 
 def require_weights_for(sizes: Any, folder: HFFolder) -> None:
-    """Raise CheckpointError where the files cannot hold a model of these sizes; before it is built, even on the meta device."""
+    """Raise CheckpointError if the files cannot hold a model of these sizes.
+
+    This comes before the model is built, because a billion layers take for ever even on the meta device.
+    """
     held = sum(file.stat().st_size for file in {*folder.files.values()})
     if not 0 < 2 * sizes.num_params <= held:  # no precision that is read has less than two bytes
         raise CheckpointError(
-            f"{folder.path / 'config.json'}: means {sizes.num_params:.3g} parameters, which the {held:,} bytes "
+            f"{folder.path / CONFIG}: means {sizes.num_params:.3g} parameters, which the {held:,} bytes "
             "of the weights cannot hold"
         )
 
 
 def check_folder(path: Path, model: HFModel) -> HFFolder:
-    """The folder, if it holds this very model. Raises CheckpointError naming what differs."""
+    """Return the folder if it holds exactly this model. Raises CheckpointError that names what differs."""
     folder = open_folder(path)
     name, sizes = read_sizes(folder)
     differences = _differences(sizes, model.sizes)
@@ -160,11 +162,20 @@ def check_folder(path: Path, model: HFModel) -> HFFolder:
 
 
 def load(path: Path, state: StateDict, *, model: HFModel, group: CheckpointGroup) -> None:
-    """Fill the tensors "model.<parameter>" of `state`, in their own precision; all ranks call this together. Raises
-    CheckpointError on all of them if a weight is not a number."""
+    """Fill the tensors "model.<parameter>" of `state`, in their own precision. All ranks call this together.
+
+    Raises CheckpointError on all ranks, for a folder of another model or a weight that is not a number.
+    """
     from safetensors import safe_open
 
-    folder = _check_on_main(path, model, group)
+    folder: HFFolder | CheckpointError | None = None
+    try:
+        folder = check_folder(path, model) if group.rank == 0 else None
+    except CheckpointError as error:
+        folder = error
+    folder = group.gather(folder)[0]
+    if not isinstance(folder, HFFolder):
+        raise folder or AssertionError("rank 0 found neither a folder nor a fault")
     by_file: dict[Path, list[str]] = defaultdict(list)
     for ours in (key.removeprefix("model.") for key in state):
         by_file[folder.files[model.names[ours]]].append(ours)
@@ -177,26 +188,27 @@ def load(path: Path, state: StateDict, *, model: HFModel, group: CheckpointGroup
                 for ours in names
                 if not _fill(state[f"model.{ours}"], slices[ours])
             ]
-    if found := [problem for problems in group.gather(bad) for problem in problems]:
-        raise CheckpointError(found[0])
+    if problems := [problem for of_rank in group.gather(bad) for problem in of_rank]:
+        raise CheckpointError(problems[0])
 
 
 def not_finite(file: Path, name: str) -> str:
+    """Return the message for a tensor with such a weight."""
     return f"{file}: tensor {name} holds a weight that is not a number, or infinite"
 
 
 def is_there(file: Path) -> bool:
-    """Whether there is something of this name, of whatever kind: what is not a regular file is refused when it is read."""
+    """Return whether anything has this name. Reading it refuses what is not a regular file."""
     return file.is_symlink() or file.exists()
 
 
 def root_of(folder: Path) -> Path:
-    """Where a link in a Hugging Face folder may lead: into the folder itself or, in the hub's cache, into its model's."""
+    """Return where links of a Hugging Face folder may lead: into it or, in the hub's cache, into its model's folder."""
     return folder.parents[1] if folder.absolute().parent.name == "snapshots" else folder
 
 
 def model_keys(name: str, sizes: Any) -> dict[str, Any]:
-    """The keys of [model] that mean these sizes: the nearest flavor, and the rest as overrides."""
+    """Return the keys of [model] that mean these sizes: the nearest flavor, and the rest as overrides."""
     flavors = family(name).FLAVORS
     flavor = min(flavors, key=lambda key: len(_differences(sizes, flavors[key])))
     overrides = _differences(sizes, flavors[flavor])
@@ -207,38 +219,24 @@ def model_keys(name: str, sizes: Any) -> dict[str, Any]:
     return keys
 
 
-def _check_on_main(path: Path, model: HFModel, group: CheckpointGroup) -> HFFolder:
-    """`check_folder` by rank 0, for all."""
-    found: list[HFFolder | CheckpointError | None] = [None]
-    if group.rank == 0:
-        try:
-            found[0] = check_folder(path, model)
-        except CheckpointError as error:
-            found[0] = error
-    if group.process_group is not None:
-        dist.broadcast_object_list(found, src=0, group=group.process_group)
-    if not isinstance(found[0], HFFolder):
-        raise found[0] or AssertionError("rank 0 found neither a folder nor a fault")
-    return found[0]
-
-
 def _fill(tensor: Tensor, stored: Any) -> bool:
-    """Copy what a tensor holds of the whole from a slice of a file; whether all of it is finite."""
-    if not isinstance(tensor, DTensor):
-        tensor.copy_(part := stored[:])
-        return bool(part.isfinite().all())
-    sizes, offsets = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    if 0 not in sizes:  # more ranks than rows: some hold nothing
+    """Copy this rank's part of a tensor from a file. Return whether all of it is finite."""
+    where: Any = slice(None)
+    if isinstance(tensor, DTensor):
+        sizes, offsets = compute_local_shape_and_global_offset(
+            tensor.shape, tensor.device_mesh, tensor.placements
+        )
+        if 0 in sizes:  # with more ranks than rows, some ranks hold nothing
+            return True
         where = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
-        tensor.to_local().copy_(part := stored[where])
-        return bool(part.isfinite().all())
-    return True
+        tensor = tensor.to_local()
+    part = stored[where]
+    tensor.copy_(part)
+    return bool(part.isfinite().all())
 
 
 def _problems(folder: HFFolder, model: HFModel) -> Iterator[str]:
-    """What is wrong with the tensors of a folder, each told with its file."""
+    """Yield what is wrong with the tensors of a folder, each with its file."""
     wanted = {theirs: model.shapes[ours] for ours, theirs in model.names.items()}
     source = folder.path / (INDEX if (folder.path / INDEX).is_file() else SINGLE)
     for name in wanted.keys() - folder.files.keys():
@@ -261,7 +259,7 @@ def _problems(folder: HFFolder, model: HFModel) -> Iterator[str]:
 
 
 def _headers(file: Path) -> dict[str, tuple[list[int], str]]:
-    """Shape and dtype of each tensor of a safetensors file."""
+    """Return shape and dtype of each tensor of a safetensors file."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -283,19 +281,19 @@ def _headers(file: Path) -> dict[str, tuple[list[int], str]]:
 
 
 def _is_weights_name(name: Any) -> bool:
-    """A safetensors file of this folder, and no path out of it."""
+    """Return whether this names a safetensors file of a folder, and no path out of it."""
     return is_plain_name(name) and name.endswith(".safetensors")
 
 
 def _differences(sizes: Any, other: Any) -> dict[str, Any]:
-    """Fields in which two models are not the same model; how they were initialised does not count."""
+    """Return the fields in which two models differ. How they were initialised does not count."""
     names = (f.name for f in dataclasses.fields(sizes) if f.name != "init_std")
     values = {name: getattr(sizes, name) for name in names}
     return {name: value for name, value in values.items() if getattr(other, name, None) != value}
 
 
 def _hooks(name: str) -> ModuleType | None:
-    """A family's huggingface.py, if it has one that is complete (docs/architecture.md)."""
+    """Return a family's huggingface.py, if it has a complete one (docs/architecture.md)."""
     name = f"{family(name).__name__}.huggingface"
     module = import_module(name) if find_spec(name) else None
     return module if hasattr(module, "read_config") else None

@@ -1,8 +1,8 @@
-"""When to save, in which way, what to keep, and what to resume from. commit.py writes; manifest.py says what is whole.
+"""Decide when to save and in which way, what to keep, and what to resume from. commit.py writes; manifest.py checks.
 
-A save that fails is reported at once and costs nothing but itself: older steps are only deleted after a new one is
-committed, and the next one is tried when it is due. A step that is damaged is set aside, in capital letters, and the newest whole
-one is used; where none is left, the run does not start.
+A save that fails is reported at once and costs only itself: older steps are deleted only after a new one is committed, and
+the next save is tried when it is due. A damaged step is reported in capital letters and set aside, and the newest whole
+step is used. If no step is whole, the run does not start.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from titan.checkpoint import CheckpointError, SaveFailed
-from titan.checkpoint import commit as committing
+from titan.checkpoint import CheckpointError, SaveFailed, commit
 from titan.checkpoint.commit import TITAN_JSON, CheckpointGroup
 from titan.checkpoint.manifest import NAME as MANIFEST
 from titan.checkpoint.manifest import Damage, describe, find_damage, list_steps
@@ -54,21 +53,22 @@ __all__ = [
 ]
 
 logger = logging.getLogger("titan")
-_WAIT_AT_CLOSE_S = 60  # for a save in the background, when the run has failed
+_WAIT_AT_CLOSE_S = 60  # for a save in the background when the run has failed
 
 
 class CheckpointManager:
-    """Saves and loads the steps of one run folder; all ranks make one and call it together."""
+    """Save and load the steps of one run folder. Every rank creates one, and the ranks call it together."""
 
     def __init__(self, section: CheckpointSection, *, run_dir: Path) -> None:
         self.section = section
         remote = "://" in section.folder
         self.folder = as_location(section.folder) if remote else run_dir / section.folder
         self.staging = Staging(overlap=section.async_mode == "async_with_pinned_mem")
-        self.background: Future[str] | None = None  # gives what to say of the save under way
+        # The save under way, which yields a message for the console, and its step.
+        self.background: Future[str] | None = None
         self.background_step, self.blocked_s = 0, 0.0
-        self.failure_kind = "save_failed"  # of the last save that failed; titan/health/errors.py
-        self.messages: list[str] = []  # for the console
+        self.failure_kind = "save_failed"  # of the last failed save; titan/health/errors.py
+        self.messages: list[str] = []
         self.saved_at = time.monotonic()
 
     @cached_property
@@ -78,7 +78,7 @@ class CheckpointManager:
     # ---- when ----------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """The committed checkpoints, oldest first."""
+        """Return the committed steps, oldest first."""
         return list_steps(self.folder)
 
     @property
@@ -86,12 +86,12 @@ class CheckpointManager:
         return self.section.enable and not self.section.load_only
 
     def should_save(self, step: int, *, last_step: int) -> bool:
-        """Whether a checkpoint is due after this step, by its number."""
+        """Return whether a checkpoint is due after this step, by its number."""
         first = step == 1 and self.section.enable_first_step_checkpoint
         return self.can_save and (first or step == last_step or step % self.section.interval == 0)
 
     def is_due_by_time(self) -> bool:
-        """By this rank's clock: the ranks have to agree on it."""
+        """Return whether one is due by this rank's clock. Clocks differ, so the ranks have to agree on the answer."""
         minutes = self.section.interval_minutes
         return self.can_save and 0 < minutes * 60 <= time.monotonic() - self.saved_at
 
@@ -106,21 +106,24 @@ class CheckpointManager:
         model_only: bool = False,
         wait: bool = True,
     ) -> Location:
-        """Save step N, in the background if `async_mode` and not `wait` say so. `metadata` is kept beside it as JSON.
+        """Save step N and return its folder.
 
-        Raises SaveFailed on all ranks: where it waits, of this save; of one in the background, `poll` tells.
+        Raises SaveFailed on all ranks. A save in the background raises nothing; `poll` reports it.
+
+        Args:
+            metadata: JSON-able values that go into titan.json.
+            model_only: save the weights alone, in `export_dtype`.
+            wait: save in the foreground, whatever `async_mode` is.
         """
         start = time.monotonic()
         if self.background is not None:
             if not self.poll(wait=True) and self.section.on_failure == "stop":
-                raise SaveFailed(
-                    f"step {self.background_step} could not be saved", kind=self.failure_kind
-                )
+                text = f"step {self.background_step} could not be saved"
+                raise SaveFailed(text, kind=self.failure_kind)
             waited_s = time.monotonic() - start
             if waited_s > 1:
-                self.messages.append(
-                    f"step {step} had to wait {waited_s:.1f} s for the save before it"
-                )
+                text = f"step {step} had to wait {waited_s:.1f} s for the save before it"
+                self.messages.append(text)
         self.saved_at = time.monotonic()
         if model_only:
             dtype = getattr(torch, self.section.export_dtype)
@@ -129,24 +132,29 @@ class CheckpointManager:
         if wait or self.section.async_mode == "disabled":
             self.messages.append(self._write(step, state, metadata))
         else:
-            finish, group = self.staging.begin(state), self.group
-            done: Future[str] = Future()
-
-            def work() -> None:
-                copies: StateDict = {}
-                try:
-                    group.run_on_all(lambda: copies.update(finish()))
-                    done.set_result(self._write(step, copies, metadata))
-                except BaseException as error:
-                    done.set_exception(error)
-
-            self.background, self.background_step = done, step
-            Thread(target=work, name=f"save step {step}", daemon=True).start()
+            self._save_in_background(step, state, metadata)
             self.blocked_s = time.monotonic() - start
         return join(self.folder, f"step-{step}")
 
+    def _save_in_background(self, step: int, state: StateDict, metadata: dict[str, Any]) -> None:
+        # The group is created here: a new process group needs the main thread of every rank.
+        finish, group = self.staging.begin(state), self.group
+        done: Future[str] = Future()
+
+        def work() -> None:
+            copies: StateDict = {}
+            try:
+                group.run_on_all(lambda: copies.update(finish()))
+                done.set_result(self._write(step, copies, metadata))
+            except BaseException as error:
+                done.set_exception(error)
+
+        self.background, self.background_step = done, step
+        # Not an executor's thread, which Python would wait for at exit even if its collective hangs.
+        Thread(target=work, name=f"save step {step}", daemon=True).start()
+
     def poll(self, *, wait: bool = False, timeout_s: float | None = None) -> bool:
-        """Look after the save in the background. False: it has failed, which is told here, on this rank's own clock."""
+        """Look at the save in the background. Return False if this rank finds here that it has failed."""
         if self.background is None or not (wait or self.background.done()):
             return True
         done, self.background = self.background, None
@@ -159,11 +167,12 @@ class CheckpointManager:
         return True
 
     def drain_messages(self) -> list[str]:
-        """What has happened since the last call, for the console."""
-        news, self.messages = self.messages, []
-        return news
+        """Return the console's messages since the last call."""
+        messages, self.messages = self.messages, []
+        return messages
 
     def failed(self, error: RuntimeError) -> bool:
+        """Log a failed save and keep its kind. Return False."""
         self.failure_kind = kind_of(error, default="save_failed")
         logger.error(
             f"{reason(error)}. Earlier checkpoints are as they were; the next save is tried when it is due."
@@ -171,15 +180,15 @@ class CheckpointManager:
         return False
 
     def close(self) -> None:
-        """Let a save in the background end, if it can."""
+        """Let a save in the background finish, if it can."""
         try:
             self.poll(wait=True, timeout_s=_WAIT_AT_CLOSE_S)
-        except Exception as error:  # a timeout's class depends on Python's version
+        except Exception as error:  # the class of a timeout depends on Python's version
             logger.error(f"step {self.background_step} is given up: {reason(error)}")
 
     def _write(self, step: int, state: StateDict, metadata: dict[str, Any]) -> str:
         start = time.monotonic()
-        path = committing.write(
+        path = commit.write_step(
             state, folder=self.folder, step=step, metadata=metadata, group=self.group
         )
         text = f"saved {path} in {time.monotonic() - start:.2f} s"
@@ -193,15 +202,17 @@ class CheckpointManager:
             if every and step % every == 0:
                 continue
             try:
-                committing.remove(join(self.folder, f"step-{step}"))
+                commit.remove_step(join(self.folder, f"step-{step}"))
             except OSError as error:
                 logger.warning(f"step {step} could not be deleted: {reason(error)}")
 
     # ---- resuming ------------------------------------------------------------------------------
 
     def step_to_resume(self) -> Location | None:
-        """The folder to resume from, verified, or None for a fresh start. Raises CheckpointError where there are
-        checkpoints, but not the one that is wanted, or none that is whole."""
+        """Return the verified folder to resume from, or None for a fresh start.
+
+        Raises CheckpointError if `load_step` is missing or damaged, or if there are steps and none of them is whole.
+        """
         if not self.section.enable:
             return None
         steps, wanted = self.steps(), self.section.load_step
@@ -217,12 +228,12 @@ class CheckpointManager:
         return path
 
     def newest(self, *, read_only: bool = False) -> Location | None:
-        """The newest step that is whole, or None where there is none at all. read_only: leave damaged ones where they are."""
+        """Return the newest whole step, or None if there are no steps. read_only: do not set damaged ones aside."""
         steps = self.steps()
         return self._newest_whole(steps, read_only=read_only) if steps else None
 
     def require_whole(self, path: Location) -> None:
-        """Raises CheckpointError if a checkpoint that was asked for by name is damaged, or cannot be verified."""
+        """Raise CheckpointError if a checkpoint that was asked for by name is damaged or cannot be verified."""
         if damages := self._find_damage(path):
             raise CheckpointError(f"{path} is damaged: {describe(damages)}{_hint(damages)}")
 
@@ -230,8 +241,8 @@ class CheckpointManager:
         damaged: dict[int, list[Damage]] = {}
         for step in reversed(steps):
             path = join(self.folder, f"step-{step}")
-            if found := self._find_damage(path):
-                damaged[step] = found
+            if damages := self._find_damage(path):
+                damaged[step] = damages
                 continue
             for bad, damages in damaged.items():
                 self._announce(
@@ -247,27 +258,27 @@ class CheckpointManager:
                 f"{self.folder}: NO CHECKPOINT IS WHOLE (step {', '.join(map(str, sorted(damaged)))}); step {newest}: "
                 f"{describe(damaged[newest])}{_hint(damaged[newest])}"
             )
-        self._say_what_else_is_there()
+        self._announce_fresh_start()
         return None
 
     def _find_damage(self, path: Location) -> list[Damage]:
-        """On all ranks the same; each looks at its share of the blocks."""
+        """Return the same damages on all ranks. Each rank looks at its share of the blocks."""
         if self.section.verify == "off":
             return []
         mine = find_damage(path, part=self.group.rank, parts=self.group.size)
-        return [damage for found in self.group.gather(mine) for damage in found]
+        return [damage for of_rank in self.group.gather(mine) for damage in of_rank]
 
     def _set_aside(self, step: int) -> None:
-        """Under a name that no finder takes for a step; of a remote one, only the manifest."""
-        path, files = join(self.folder, f"step-{step}"), storage_of(self.folder)
+        """Rename a damaged step, or a remote one's manifest, so that no reader takes it for a step."""
+        path, storage = join(self.folder, f"step-{step}"), storage_of(self.folder)
 
         def rename() -> None:
             old, new = path, join(self.folder, f"damaged-{step}")
-            if not files.has_rename:
+            if not storage.has_rename:
                 old, new = join(path, MANIFEST), join(path, f"damaged-{MANIFEST}")
-            if files.exists(new):
-                files.remove(new)
-            files.rename(old, new)
+            if storage.exists(new):
+                storage.remove(new)
+            storage.rename(old, new)
 
         try:
             self.group.run_on_main(rename)
@@ -275,15 +286,14 @@ class CheckpointManager:
             logger.warning(f"{path} could not be set aside: {error}")
 
     def _announce(self, text: str) -> None:
-        """To the log at once, and to the console, which opens after a run has resumed."""
+        """Log at once, and keep the message for the console, which opens after a run has resumed."""
         logger.warning(text)
         self.messages.append(text)
 
-    def _say_what_else_is_there(self) -> None:
+    def _announce_fresh_start(self) -> None:
+        """Say what is in the folder instead of a step, and which folders beside it hold steps."""
         parent = self.folder.parent if isinstance(self.folder, Path) else None
-        others = (
-            [f"{path}" for path in sorted(parent.glob("*")) if list_steps(path)] if parent else []
-        )
+        others = [str(p) for p in sorted(parent.glob("*")) if list_steps(p)] if parent else []
         names = storage_of(self.folder).listdir(self.folder)
         if names or others:
             self._announce(
@@ -301,7 +311,7 @@ def _hint(damages: list[Damage]) -> str:
 
 @dataclass
 class _Saved:
-    """What titan itself reads of a step's titan.json."""
+    """The fields of titan.json that titan reads, for checking their types."""
 
     step: Count = 0
     tokens: Count = 0
@@ -311,16 +321,16 @@ class _Saved:
     recovery: dict[str, Any] = field(default_factory=dict)
 
 
-def read_metadata(path: Location, *wanted: str) -> dict[str, Any]:
-    """What `save` was given as metadata. Raises CheckpointError where it cannot be that, or lacks a key of `wanted`."""
-    files, name = storage_of(path), join(path, TITAN_JSON)
+def read_metadata(path: Location, *required: str) -> dict[str, Any]:
+    """Return the `metadata` that a step was saved with. Raises CheckpointError if it lacks a key of `required`."""
+    storage, name = storage_of(path), join(path, TITAN_JSON)
     try:
-        with files.open(name, "rb") as stream:
-            text = read_stream(stream, files.size(name), name=name)
+        with storage.open(name, "rb") as stream:
+            text = read_stream(stream, storage.size(name), name=name)
         parse_json(text, _Saved, name=name)
         content = parse_json(text, dict[str, Any], name=name)
     except (OSError, InputError) as error:
         raise CheckpointError(f"{path} is not a checkpoint of titan: {error}") from error
-    if missing := [key for key in wanted if key not in content]:
+    if missing := [key for key in required if key not in content]:
         raise CheckpointError(f"{name}: lacks {', '.join(missing)}")
     return content

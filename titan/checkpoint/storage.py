@@ -1,7 +1,8 @@
-"""Files of checkpoints: in a local or shared folder (a path), or anywhere fsspec reaches (a URL: s3://, gs://, memory://).
+"""Reach the files of a checkpoint: in a folder (a path) or at a URL that fsspec knows (s3://, gs://, memory://).
 
-Local files survive a power cut once `persist` has returned. Object stores have neither that nor an atomic rename, but what
-they hold is whole: an object appears when its stream is closed. No torch here: `titan verify` uses it.
+Local files survive a power cut once `fsync` has returned, and a rename is atomic. Object stores have neither, but an
+object appears there only as a whole, when its stream is closed. commit.py uses whichever holds. No torch is imported
+here, because `titan verify` needs none.
 """
 
 from __future__ import annotations
@@ -9,36 +10,38 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import signal
 from pathlib import Path
 from typing import IO, Any
 
 from titan.checkpoint import CheckpointError
 from titan.untrusted import open_regular
 
-# Of fsspec: they wrap another file system, or read an archive, and may write copies on this machine.
+# File systems of fsspec that wrap another one or read an archive. They may write copies on this machine.
 _WRAPPERS = {
     *("simplecache", "filecache", "blockcache", "cached", "dir", "reference", "generic", "async_wrapper"),
     *("zip", "tar", "libarchive", "data"),
 }  # fmt: skip
-Location = str | Path  # of a folder: a path, or a URL, which has to stay a string
+Location = str | Path  # a path, or a URL: a Path would collapse the slashes of a URL
 
 
 def join(location: Location, name: str) -> Location:
+    """Return the location of `name` in a folder."""
     return location / name if isinstance(location, Path) else f"{location.rstrip('/')}/{name}"
 
 
 def name_of(location: Location) -> str:
+    """Return the last part of a location."""
     return str(location).rstrip("/").rsplit("/", 1)[-1]
 
 
 def as_location(text: str) -> Location:
+    """Return a URL as it is and anything else as a path."""
     return text if "://" in text else Path(text)
 
 
 def unusable(url: str) -> str:
-    """Why a URL cannot hold checkpoints, if so. Asks fsspec, which only those who have a URL need."""
-    from fsspec import get_filesystem_class
+    """Return why a URL cannot hold checkpoints, or "" if it can."""
+    from fsspec import get_filesystem_class  # slow to import, and only URLs need it
 
     scheme = url.split("://", 1)[0]
     if "::" in url or scheme in _WRAPPERS:
@@ -51,15 +54,8 @@ def unusable(url: str) -> str:
 
 
 def storage_of(location: Location) -> LocalStorage:
+    """Return the storage that holds a location. Raises CheckpointError for an unusable URL."""
     return RemoteStorage(str(location)) if "://" in str(location) else LocalStorage()
-
-
-def die_at(point: str, location: Location) -> None:
-    """Tests end this process here, as the kernel or a power cut would: TITAN_KILL_SAVE=POINT:RANK:STEP."""
-    if wanted := os.environ.get("TITAN_KILL_SAVE"):
-        step = name_of(location).rsplit("-", 1)[-1]
-        if wanted == f"{point}:{os.environ.get('RANK', '0')}:{step}":
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class LocalStorage:
@@ -75,7 +71,7 @@ class LocalStorage:
         return Path(location).exists()
 
     def listdir(self, folder: Location) -> list[str]:
-        """What lies in a folder, sorted; nothing where there is none."""
+        """Return the names in a folder, sorted. A folder that does not exist has none."""
         return sorted(p.name for p in Path(folder).iterdir()) if Path(folder).is_dir() else []
 
     def size(self, location: Location) -> int:
@@ -85,12 +81,12 @@ class LocalStorage:
         Path(folder).mkdir(parents=True, exist_ok=True)
 
     def remove(self, location: Location) -> None:
-        """A file, or a folder with all that is in it."""
+        """Remove a file, or a folder with all its contents."""
         path = Path(location)
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def rename(self, old: Location, new: Location) -> None:
-        """Atomic and, when this returns, durable."""
+        """Rename atomically. The new name is durable when this returns."""
         Path(old).rename(new)
         self.fsync_folder(Path(new).parent)
 
@@ -99,6 +95,7 @@ class LocalStorage:
         os.fsync(stream.fileno())
 
     def fsync_folder(self, folder: Location) -> None:
+        # A new name is an entry of its folder, which has to reach the disk, too.
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -112,25 +109,25 @@ class LocalStorage:
 
 
 class RemoteStorage(LocalStorage):
-    """Whatever fsspec knows by this URL's scheme."""
+    """A file system of fsspec, chosen by the URL's scheme."""
 
     has_rename = False
 
     def __init__(self, url: str) -> None:
         if reason := unusable(url):
             raise CheckpointError(f"{url}: {reason}")
-        import fsspec  # torch brings it; a scheme may need its own package, which its message names
+        import fsspec  # torch requires it; a scheme may need another package, which its message names
 
         try:
             self.system: Any = fsspec.core.url_to_fs(url)[0]
         except (ValueError, ImportError) as error:
             raise CheckpointError(f"{url}: {error}") from error
-        self.system.invalidate_cache()  # listings of another process's files
+        self.system.invalidate_cache()  # fsspec caches listings; another process may have written
 
     def open(self, location: Location, mode: str) -> IO[bytes]:
         if mode == "rb":
-            about = self.system.info(str(location))
-            if about["type"] != "file" or about.get("islink"):
+            info = self.system.info(str(location))
+            if info["type"] != "file" or info.get("islink"):
                 raise OSError(errno.EINVAL, "it is not a regular file")
         return self.system.open(str(location), mode)
 
@@ -156,7 +153,7 @@ class RemoteStorage(LocalStorage):
         self.system.mv(str(old), str(new))
 
     def fsync(self, stream: IO[bytes]) -> None:
-        """Closing the stream is all there is."""
+        """Do nothing: an object is stored when its stream is closed."""
 
     def fsync_folder(self, folder: Location) -> None:
-        """Nothing to do."""
+        """Do nothing: an object store has no folders."""

@@ -1,7 +1,7 @@
-"""Tensors in and out of a checkpoint's folder: DCP's reader and writer, on our files.
+"""Write tensors into a checkpoint's folder and read them back: DCP's writer and reader, on our storage.
 
-What the writer writes is hashed on its way; what the reader reads as metadata goes through safe.py, and each tensor is looked
-at before torch reads it.
+The writer hashes what it writes, and writes DCP's index of tensors as JSON too. The reader reads only the JSON, and looks
+at the archive around each tensor before torch reads it.
 """
 
 from __future__ import annotations
@@ -28,28 +28,31 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from titan.checkpoint import CheckpointError
-from titan.checkpoint.manifest import Entry, HashingStream, read_layout
-from titan.checkpoint.storage import Location, die_at, join, name_of, storage_of
+from titan.checkpoint import CheckpointError, tensor_index
+from titan.checkpoint.manifest import FileEntry, HashingStream, file_sizes
+from titan.checkpoint.storage import Location, join, name_of, storage_of
+from titan.checkpoint.tensor_index import Chunk, StoredTensor, TensorIndex
 
 StateDict = dict[str, Tensor]
-_DIRECTORY_BYTES = 2**16  # at the end of an archive: torch's has four entries or so
-# That a single process saves and loads alone is no news. For good: a background thread cannot do so for a moment.
+# The end of a zip archive that lists its entries. torch's archive of one tensor has about four.
+_DIRECTORY_BYTES = 2**16
+# A single process saves and loads alone, which DCP warns of each time. The filter is permanent, because filters are
+# not thread-safe: a save in the background cannot set one for a moment.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 class _Folder(FileSystem):
-    """DCP's view of one folder. Paths are strings, since a Path would spoil a URL."""
+    """Show DCP one folder of our storage. Paths are strings, because a Path would spoil a URL."""
 
     def __init__(self, location: Location) -> None:
-        self.location, self.files = location, storage_of(location)
-        self.entries: dict[str, Entry] = {}
+        self.location, self.storage = location, storage_of(location)
+        self.entries: dict[str, FileEntry] = {}
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
-        # The metadata needs no temporary name of its own: nothing in this folder counts before its manifest.
+        # DCP gives its metadata a temporary name. Nothing in this folder counts before its manifest, so it needs none.
         name = name_of(os.fspath(path)).removesuffix(".tmp")
-        with self.files.open(join(self.location, name), mode) as stream:
+        with self.storage.open(join(self.location, name), mode) as stream:
             if mode == "rb":
                 yield stream
                 return
@@ -57,12 +60,11 @@ class _Folder(FileSystem):
             try:
                 yield hashing
             except RuntimeError as error:
-                # torch's zip writer, cut short by a full disk, ends with an error of its own.
+                # A full disk cuts torch's zip writer short, which then raises its own error in place of the disk's.
                 if isinstance(error.__context__, OSError):
                     raise error.__context__ from None
                 raise
-            die_at("unsynced", self.location)
-            self.files.fsync(stream)
+            self.storage.fsync(stream)
             self.entries[name] = hashing.entry()
 
     def concat_path(self, path: str | os.PathLike, suffix: str) -> str:
@@ -72,45 +74,74 @@ class _Folder(FileSystem):
         return str(path)
 
     def mkdir(self, path: str | os.PathLike) -> None:
-        self.files.make_folder(self.location)
+        self.storage.make_folder(self.location)
 
     def exists(self, path: str | os.PathLike) -> bool:
-        return False  # the folder is fresh
+        return False  # the folder is new
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
-        """See create_stream."""
+        """Do nothing: create_stream has already used the final name."""
 
 
-class Writer(dcp.FileSystemWriter):
-    """Writes into a fresh folder; `entries` are then the manifest's, of the files that this rank has written."""
+class CheckpointWriter(dcp.FileSystemWriter):
+    """Write tensors into a new folder, and collect the manifest's entries of the files that this rank writes."""
 
     def __init__(self, location: Location, state: StateDict) -> None:
-        super().__init__(str(location), sync_files=False)  # ours are, as they are closed
+        super().__init__(str(location), sync_files=False)  # create_stream syncs them
         if all(value.device.type == "cpu" for value in state.values()):
-            # Copying ahead from the device would wait for its default stream, which is training's.
+            # DCP copies ahead on the device's default stream, which is training's, and would wait for it.
             self.per_thread_copy_ahead = 0
         self.fs = self.folder = _Folder(location)
         self.path = str(location)
 
     @property
-    def entries(self) -> dict[str, Entry]:
+    def entries(self) -> dict[str, FileEntry]:
         return self.folder.entries
 
+    def write_file(self, name: str, data: bytes) -> None:
+        """Write a file beside the tensors."""
+        with self.folder.create_stream(name, "wb") as stream:
+            stream.write(data)
 
-class Reader(dcp.FileSystemReader):
-    """Reads tensors, and never runs what a file says."""
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        """Write .metadata and tensors.json. DCP calls this on rank 0, with the results of all ranks."""
+        super().finish(metadata, results)
+        infos = {write.index: write.storage_data for of_rank in results for write in of_rank}
+        self.write_file(tensor_index.NAME, tensor_index.render(index_of(metadata, infos)))
 
-    def __init__(self, location: Location, metadata: Metadata | None = None) -> None:
+
+def index_of(metadata: Metadata, infos: dict[MetadataIndex, _StorageInfo]) -> TensorIndex:
+    """Return DCP's metadata as an index. infos: where DCP has written each chunk."""
+    tensors = {}
+    entries: dict[str, Any] = metadata.state_dict_metadata
+    for name, entry in entries.items():
+        chunks = []
+        for chunk in entry.chunks:
+            info = infos[MetadataIndex(name, chunk.offsets)]
+            place = (info.relative_path, info.offset, info.length)
+            chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), *place))
+        dtype = str(entry.properties.dtype).removeprefix("torch.")
+        tensors[name] = StoredTensor(dtype, tuple(entry.size), chunks)
+    return TensorIndex(tensors)
+
+
+class CheckpointReader(dcp.FileSystemReader):
+    """Read tensors, and run nothing that a file says."""
+
+    def __init__(self, location: Location, metadata: Metadata) -> None:
         super().__init__(str(location))
         self.fs = self.folder = _Folder(location)
         self.path = str(location)
         self.metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self.metadata or read_metadata(self.folder.location)
+        return self.metadata
 
     def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
-        """The bytes of a chunk, which torch.load reads next: a small archive must not become a large tensor."""
+        """Return the bytes of a chunk, which torch.load(weights_only=True) reads next.
+
+        Its archive must not be compressed, because a small one could then become a tensor of any size.
+        """
         part = super()._slice_file(file, sinfo)
         part.seek(max(sinfo.length - _DIRECTORY_BYTES, 0))
         try:
@@ -126,25 +157,26 @@ class Reader(dcp.FileSystemReader):
 
 
 def read_metadata(location: Location) -> Metadata:
-    """DCP's metadata of a checkpoint."""
-    layout = read_layout(location)
+    """Return a checkpoint's index as DCP's metadata. Raises CheckpointError."""
     tensors: Any = {}
-    for name, stored in layout.tensors.items():
+    infos: dict[MetadataIndex, _StorageInfo] = {}
+    for name, stored in tensor_index.read_index(location, file_sizes(location)).tensors.items():
         dtype = getattr(torch, stored.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise CheckpointError(f"{location}: {name} is {stored.dtype}, which this torch lacks")
-        chunks = [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in stored.chunks]
+        chunks = []
+        for chunk in stored.chunks:
+            offsets = torch.Size(chunk.offsets)
+            chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk.sizes)))
+            info = _StorageInfo(chunk.file, chunk.first, chunk.num_bytes)
+            infos[MetadataIndex(name, offsets)] = info
         properties = TensorProperties(dtype=dtype)
         tensors[name] = TensorStorageMetadata(properties, torch.Size(stored.size), chunks)
-    places = {
-        MetadataIndex(name, None if offset is None else torch.Size(offset), index): _StorageInfo(*p)
-        for (name, offset, index), p in layout.places.items()
-    }
-    return Metadata(tensors, storage_data=places, storage_meta=StorageMeta())
+    return Metadata(tensors, storage_data=infos, storage_meta=StorageMeta())
 
 
 def stored_shapes(location: Location) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape and dtype of every tensor in a checkpoint."""
+    """Return shape and dtype of every tensor in a checkpoint. Raises CheckpointError."""
     return _shapes(read_metadata(location))
 
 
@@ -154,14 +186,13 @@ def _shapes(metadata: Metadata) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 
 def load(location: Location, state: StateDict) -> None:
-    """Fill the tensors of `state`, whatever their layout, from a checkpoint; all ranks call this together.
+    """Fill the tensors of `state`, in whatever layout, from a checkpoint. All ranks call this together.
 
-    Raises CheckpointError naming the tensors that are missing or have another shape, or saying why files are refused.
+    Raises CheckpointError that names the tensors that are missing or have another shape, or the file that is refused.
     """
     metadata = read_metadata(location)
     stored = _shapes(metadata)
-    missing = [name for name in state if name not in stored]
-    if missing:
+    if missing := [name for name in state if name not in stored]:
         raise CheckpointError(
             f"{location} lacks {_some(missing)}: saved from another model or optimizer?",
             kind="checkpoint_differs",
@@ -176,16 +207,15 @@ def load(location: Location, state: StateDict) -> None:
             f"{location} holds other shapes: {_some(other)}: saved from another model?",
             kind="checkpoint_differs",
         )
+    reader = CheckpointReader(location, metadata)
     try:
-        dcp.load(
-            state, storage_reader=Reader(location, metadata), no_dist=not dist.is_initialized()
-        )
+        dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
     except dcp.CheckpointException as error:  # a BaseException
         raise CheckpointError(f"{location} cannot be read: {reason(error)}") from error
 
 
 def reason(error: BaseException) -> str:
-    """Why it failed, in a line; of DCP's exception, the first rank's own reason."""
+    """Return in one line why something failed. DCP's exception gives the reason of the first rank that failed."""
     if isinstance(error, dcp.CheckpointException) and error.failures:
         rank, (cause, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {reason(cause)}"

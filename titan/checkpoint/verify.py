@@ -1,4 +1,4 @@
-"""`titan verify STEP_DIR`: is this checkpoint what was saved? Reads every byte, and imports no torch."""
+"""Run `titan verify STEP_DIR`: read every byte of a checkpoint and compare it with the manifest. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from titan.checkpoint import CheckpointError
-from titan.checkpoint.manifest import METADATA, NAME, as_json, find_damage, list_steps
+from titan.checkpoint.manifest import METADATA, NAME, find_damage, list_steps
 from titan.checkpoint.storage import Location, as_location, join, name_of, storage_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: whole; 1: damaged, with a line for each damage; 2: there is no checkpoint."""
+    """Return 0 for a whole checkpoint, 1 for a damaged one (a line for each damage), 2 if there is none."""
     parser = argparse.ArgumentParser(
         prog="titan verify",
-        description="Check a checkpoint's files against its manifest.json, which was written with them.",
+        description="Check a checkpoint's files against the manifest.json that was written with them.",
     )
     parser.add_argument("step", metavar="STEP_DIR", help="a step-N folder, or its URL")
-    parser.add_argument("--json", action="store_true", help="the answer as JSON")
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
     args = parser.parse_args(argv)
     step = as_location(args.step)
     try:
@@ -27,25 +28,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CheckpointError as error:
         print(error, file=sys.stderr)
         return 2
-    damages = find_damage(step)
+    damages = sorted(find_damage(step))
     if args.json:
-        print(json.dumps({"whole": not damages, "damages": as_json(damages)}, indent=2))
+        answer = {"whole": not damages, "damages": [asdict(damage) for damage in damages]}
+        print(json.dumps(answer, indent=2))
     else:
-        print(
-            "\n".join([f"{step} is damaged", *map(str, damages)]) if damages else f"{step} is whole"
-        )
+        print(f"{step} is {'damaged' if damages else 'whole'}", *damages, sep="\n")
     return 1 if damages else 0
 
 
 def _require_step(folder: Location) -> None:
-    """Raises CheckpointError where there is not even a damaged checkpoint, such as for a run's folder."""
+    """Raise CheckpointError if a folder is not even a damaged checkpoint. Name the newest step of a run's folder."""
     names = storage_of(folder).listdir(folder)
     if not names:
         raise CheckpointError(f"{folder}: there is no such folder, or nothing in it")
     if {NAME, METADATA} & {*names}:
         return
-    places = [folder, *(join(folder, name) for name in names)]
-    steps = [(step, join(place, f"step-{step}")) for place in places for step in list_steps(place)]
+    parents = [folder, *(join(folder, name) for name in names)]
+    steps = [(step, join(p, f"step-{step}")) for p in parents for step in list_steps(p)]
     if steps or not name_of(folder).startswith("step-"):
         hint = f"; did you mean {max(steps)[1]}?" if steps else ""
         raise CheckpointError(f"{folder} is no checkpoint{hint}")

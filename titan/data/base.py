@@ -1,5 +1,5 @@
-"""What the loader asks for, and on whose behalf: `Samples`, the endless numbered rows that samples.py and
-streams.py provide, and `RankShare`, the share of them that one data-parallel rank takes.
+"""Say what the loader asks for: `Samples`, the endless numbered rows of samples.py and streams.py, and `RankShare`, the
+part of them that one data-parallel rank takes.
 """
 
 from __future__ import annotations
@@ -12,13 +12,10 @@ import numpy as np
 
 from titan.data.special_tokens import SpecialTokens
 
-NUM_LANES = 64
-"""Parts a stream is dealt out to (streams.py); part of its order, so it never changes."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class RankShare:
-    """Which samples a data-parallel rank takes: of each world x batch in a row, its own batch."""
+    """Which samples a data-parallel rank takes: its own batch of each `world` batches in a row."""
 
     rank: int = 0
     world: int = 1
@@ -28,28 +25,22 @@ class RankShare:
     def stride(self) -> int:
         return self.world * self.batch
 
-    def lanes(self, position: int) -> set[int]:
-        """Lanes of the samples this rank will take from `position` on; after 64 strides they repeat."""
-        own = position + self.rank * self.batch
-        rows = range(self.batch)
-        return {(own + n * self.stride + j) % NUM_LANES for n in range(NUM_LANES) for j in rows}
-
 
 class Samples(ABC):
-    """What the loader reads."""
+    """An endless sequence of numbered rows of tokens."""
 
     num_samples: int | None = None
-    """Length of an epoch; None where it is unknown or endless."""
+    """Length of an epoch; None if it is unknown or endless."""
     special_tokens: SpecialTokens
     """The ids that begin and end a document in these samples."""
 
     @abstractmethod
     def get(self, indices: np.ndarray) -> np.ndarray:
-        """int64[len(indices), seq_len + 1]."""
+        """Return the rows of these samples, int64[len(indices), seq_len + 1]."""
 
-    def seek(self, position: int, *, share: RankShare | None, bookmark: Any) -> None:  # noqa: B027
-        """Samples from `position` on will be asked for: those of `share`, or any where it is None."""
+    def seek(self, position: int, *, bookmark: Any = None) -> None:  # noqa: B027
+        """Prepare for samples from `position` on. bookmark: of a place before it, if there is one."""
 
     def bookmark(self) -> dict[str, Any] | None:
-        """What makes a later `seek` to the present place quick; JSON-able; None where nothing does."""
+        """Return what makes a later `seek` to this place quick, JSON-able, or None if seeking is quick anyway."""
         return None

@@ -30,7 +30,6 @@ from titan.data.base import RankShare, Samples
 from titan.data.packing import Batch, pack
 from titan.data.samples import SampleOptions, build_samples
 from titan.data.sources import resolve_sources
-from titan.data.streams import merge_bookmarks
 from titan.data.tokenizer import Tokenizer
 from titan.loss import IGNORED
 
@@ -78,7 +77,7 @@ class Loader:
         """This rank's `accumulation` micro-batches of the next step."""
         if self._steps is None:
             position, bookmark = self._state["position"], self._state.get("bookmark")
-            self.samples.seek(position, share=self.share, bookmark=bookmark)
+            self.samples.seek(position, bookmark=bookmark)
             self._steps = self._make_steps(position)
             if self._prefetch:
                 self._steps = _Prefetcher(self._steps, depth=self._prefetch)
@@ -123,7 +122,7 @@ class Loader:
             )
         if is_stream and len(self._validation) == steps:
             return iter(self._validation)
-        self.samples.seek(0, share=self.share, bookmark=None)
+        self.samples.seek(0)
         batches = (
             self._make_batch(step * self.share.stride, end=num_samples) for step in range(steps)
         )
@@ -152,7 +151,7 @@ class Loader:
             first = _after_skipped(position, num_samples, skipped)
             if first != position:
                 position = first
-                self.samples.seek(position, share=self.share, bookmark=None)
+                self.samples.seek(position)
             batches = []
             for _ in range(self._accumulation):
                 batches.append(self._make_batch(position))
@@ -225,15 +224,6 @@ class _Prefetcher(Iterator[_Step]):
     def close(self) -> None:
         self._closed.set()
         self._thread.join(timeout=10)  # it is a daemon, should a network read hang
-
-
-def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One state from those of all data-parallel ranks (same position, each with its own lanes' bookmark)."""
-    assert len({state["position"] for state in states}) == 1, "states of different steps"
-    marks = [state["bookmark"] for state in states if "bookmark" in state]
-    if marks and "lanes" in marks[0]:
-        return states[0] | {"bookmark": merge_bookmarks(marks)}
-    return states[0]  # no streams, or a blend: every rank follows all lanes, so any rank's will do
 
 
 def build_loader(

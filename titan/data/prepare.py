@@ -20,6 +20,7 @@ from titan.data.sources import Documents, open_all, resolve_sources, source_of_p
 from titan.data.special_tokens import SpecialTokens
 from titan.data.tokenizer import tokenizer_named
 from titan.data.writer import TokenizationSpec, write_shards
+from titan.untrusted import InputError
 
 INPUT_HELP = 'text, JSONL or Parquet (files, folders, globs), or "stdlib"'
 
@@ -114,7 +115,7 @@ def main(argv: list[str]) -> int:
     arguments = _parser().parse_args(argv)
     try:
         print(_prepare(arguments))
-    except DataError as error:
+    except InputError as error:
         print(f"titan prepare: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -18,7 +18,7 @@ import numpy as np
 
 from titan.config import schema as s
 from titan.data import DataError
-from titan.data.base import RankShare, Samples
+from titan.data.base import Samples
 from titan.data.cache import cached_shards
 from titan.data.order import Blend, derive_key, permute
 from titan.data.shards import TokenShards
@@ -79,14 +79,13 @@ class BlendSamples(Samples):
             next((f.eos_id for f in framings if f.eos_id is not None), None),
         )
 
-    def seek(self, position: int, *, share: RankShare | None, bookmark: Any) -> None:
-        consumed = self._blend.consumed(position)
+    def seek(self, position: int, *, bookmark: Any = None) -> None:
         marks = (bookmark or {}).get("parts", [])
         if len(marks) != len(self._parts):
             marks = [None] * len(self._parts)
-        for part, number, mark in zip(self._parts, consumed, marks, strict=True):
-            # A rank's share of one source within a blend follows no pattern, so every lane is wanted.
-            part.seek(number, share=None, bookmark=mark)
+        numbers = self._blend.consumed(position)
+        for part, number, mark in zip(self._parts, numbers, marks, strict=True):
+            part.seek(number, bookmark=mark)
 
     def bookmark(self) -> dict[str, Any] | None:
         marks = [part.bookmark() for part in self._parts]

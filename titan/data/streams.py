@@ -1,27 +1,27 @@
-"""Streams: text that is read while training, packed so that any number of ranks sees the same sequence.
+"""Pack text that is read while training, so that any number of ranks sees the same endless sequence of samples.
 
-Documents of a stream are numbered as they come, epoch after epoch; document d goes to lane d mod 64. Each lane packs
-its own documents into samples, and sample i is the next one of lane i mod 64. So sample i is a function of
-the stream alone, while a rank that wants only some lanes tokenises only their documents (it still reads all).
-Shuffling is within blocks of `shuffle_buffer` documents, each permuted by a key of (seed, epoch, block).
+The documents of a stream are numbered as they come, epoch after epoch, and laid one after another. Sample i begins at
+token i * seq_len of that row. So sample i is a function of the stream alone, and every rank reads and tokenises all of
+it, on a few threads. Shuffling permutes blocks of `shuffle_buffer` documents by a key of (seed, epoch, block).
 
-A position is one integer; to reach it without tokenising everything again, `bookmark()` records where each lane and
-the reader stand. A bookmark only saves work: where one is missing, the stream is replayed from its start.
+The position is one integer. `bookmark()` records in which document a sample begins and from where the reader can go on to
+it, so that a resumed run need not tokenise everything again. A bookmark saves work and changes nothing: without one, the
+stream is replayed from its start.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from titan.data import DataError
-from titan.data.base import NUM_LANES, RankShare, Samples
+from titan.data.base import Samples
 from titan.data.order import derive_key, permute
 from titan.data.sources import TextStream
 from titan.data.special_tokens import SpecialTokens
@@ -29,11 +29,13 @@ from titan.data.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-_UNSHUFFLED_BLOCK = 1024  # documents between two places the reader can resume at
+_UNSHUFFLED_BLOCK = 1024  # documents between two places from which the reader can go on
+# Tokenizers release the interpreter's lock. Ranks share the cores, so each takes few.
+_THREADS, _DOCUMENTS_AT_ONCE = 4, 64
 
 
 class Mark(NamedTuple):
-    """A place to resume reading: before block `block` of `epoch`, with `document` documents numbered so far."""
+    """A place to go on reading: before block `block` of `epoch`, after `document` documents."""
 
     document: int = 0
     epoch: int = 0
@@ -41,90 +43,8 @@ class Mark(NamedTuple):
     state: dict[str, Any] | None = None
 
 
-class NumberedDocuments:
-    """The documents of a stream in their final order, without end."""
-
-    def __init__(
-        self, stream: TextStream, *, keep: Callable[[str], bool], shuffle_buffer: int, seed: int
-    ) -> None:
-        self._stream, self._keep, self._seed = stream, keep, seed
-        self._shuffled = shuffle_buffer > 0
-        self._block_size = shuffle_buffer or _UNSHUFFLED_BLOCK
-        self.marks: deque[Mark] = deque()
-        """Places passed since `read`, oldest first; whoever needs the oldest no more may drop it."""
-
-    def read(self, mark: Mark) -> Iterator[tuple[int, str]]:
-        """(number, text) of the documents from `mark` on."""
-        self.marks = deque([mark])
-        return self._read_epochs(mark)
-
-    def _read_epochs(self, mark: Mark) -> Iterator[tuple[int, str]]:
-        while True:
-            end = yield from self._read_epoch(mark)
-            if end == mark.document and not mark.block:
-                raise DataError(f"dataset {self._stream.name} has no documents for this split")
-            mark = Mark(document=end, epoch=mark.epoch + 1)
-            self.marks.append(mark)
-
-    def _read_epoch(self, mark: Mark) -> Generator[tuple[int, str], None, int]:
-        """The rest of an epoch; returns the number of the next document."""
-        number, epoch, block, state = mark
-        texts = self._stream.read(state)
-        while raw := list(islice(texts, self._block_size)):
-            # Taken before the block is used: what follows may run long after the reader moved on.
-            state = self._stream.state()
-            order = np.arange(len(raw))
-            if self._shuffled:
-                key = derive_key(self._seed, "stream", epoch, block)
-                order = permute(order, length=len(raw), key=key)
-            for place in order:
-                if self._keep(raw[place]):
-                    yield number, raw[place]
-                    number += 1
-            block += 1
-            self.marks.append(Mark(number, epoch, block, state))
-        return number
-
-
-@dataclass
-class _Lane:
-    """Documents waiting to be packed, as text and, once needed, as tokens; `offset` tokens are used up."""
-
-    sample: int = 0
-    """Number within the lane of the next sample."""
-    first_document: int = 0
-    """Documents before this one were used up before the bookmark."""
-    offset: int = 0
-    texts: deque[tuple[int, str]] = field(default_factory=deque)
-    tokens: deque[tuple[int, np.ndarray]] = field(default_factory=deque)
-    num_tokens: int = 0
-
-    def place(self, next_document: int) -> list[int]:
-        """Where the lane stands, when `next_document` is the next to be read: its first three fields then."""
-        unread = (max(next_document, self.first_document), "")
-        [oldest, _] = (self.tokens or self.texts or [unread])[0]
-        return [self.sample, oldest, self.offset]
-
-    def take(self, seq_len: int) -> np.ndarray:
-        """The next seq_len + 1 tokens; the last of them is the first of the next sample."""
-        parts, missing, begin = [], seq_len + 1, self.offset
-        for _, ids in self.tokens:
-            parts.append(ids[begin : begin + missing])
-            missing -= len(parts[-1])
-            begin = 0
-            if not missing:
-                break
-        self.sample += 1
-        self.offset += seq_len
-        while self.tokens and self.offset >= len(self.tokens[0][1]):
-            length = len(self.tokens.popleft()[1])
-            self.offset -= length
-            self.num_tokens -= length
-        return np.concatenate(parts)
-
-
 class StreamSamples(Samples):
-    """Samples of a stream, to be asked for in rising order."""
+    """The samples of a stream. Ask for them in rising order."""
 
     def __init__(
         self,
@@ -138,91 +58,107 @@ class StreamSamples(Samples):
         keep: Callable[[str], bool] = lambda text: True,
         identity: int = 0,
     ) -> None:
-        """`identity` names all that the samples depend on; a bookmark of another identity is not used."""
-        self.special_tokens = special_tokens
-        self._tokenizer, self._seq_len = tokenizer, seq_len
-        self._numbered = NumberedDocuments(
-            stream, keep=keep, shuffle_buffer=shuffle_buffer, seed=seed
-        )
-        self._name, self._identity = stream.name, identity
-        self.seek(0, share=None, bookmark=None)
+        """Begin at the first sample.
 
-    def seek(self, position: int, *, share: RankShare | None, bookmark: Any) -> None:
-        wanted = share.lanes(position) if share else set(range(NUM_LANES))
-        if (bookmark or {}).get("identity") != self._identity:
-            bookmark = {"lanes": {}, "marks": []}
-        places = {int(lane): place for lane, place in bookmark["lanes"].items()}
-        # A lane that is past the position is of no use: a blend with other weights now comes back to it.
-        behind = {
-            lane for lane in places if places[lane][0] * NUM_LANES + lane - NUM_LANES < position
-        }
-        if not wanted <= behind:
-            places = {lane: [0, 0, 0] for lane in wanted}
-            if position:
-                logger.warning(
-                    "no bookmark for sample %d of %s: its text is read and tokenised again from the start",
-                    position,
-                    self._name,
-                )
-        self._lanes: dict[int, _Lane] = {}
-        for lane in wanted:
-            sample, document, offset = places[lane]
-            self._lanes[lane] = _Lane(sample, document, offset)
-        needed = min(lane.first_document for lane in self._lanes.values())
-        marks = [Mark(), *(Mark(*mark) for mark in bookmark["marks"])]
-        mark = max((m for m in marks if m.document <= needed), key=lambda m: m[:3])
-        self._next_document = mark.document
-        self._source = self._numbered.read(mark)
+        Args:
+            shuffle_buffer: documents of a block that is shuffled; 0 leaves their order.
+            keep: whether a document belongs to the wanted split.
+            identity: names all that the samples depend on. A bookmark of another identity is not used.
+        """
+        self.special_tokens = special_tokens
+        self._stream, self._tokenizer, self._seq_len = stream, tokenizer, seq_len
+        self._keep, self._seed, self._identity = keep, seed, identity
+        self._shuffled, self._block_size = shuffle_buffer > 0, shuffle_buffer or _UNSHUFFLED_BLOCK
+        self._pool = ThreadPoolExecutor(_THREADS)
+        self.seek(0)
+
+    def seek(self, position: int, *, bookmark: Any = None) -> None:
+        bookmark = bookmark or {}
+        # A blend with other weights may come back to before the bookmark.
+        fits = bookmark.get("identity") == self._identity and bookmark["sample"] <= position
+        if position and not fits:
+            logger.warning(
+                "no bookmark for sample %d of %s: its text is read and tokenised again from the start",
+                position,
+                self._stream.name,
+            )
+        place = bookmark if fits else {"sample": 0, "document": 0, "offset": 0, "mark": []}
+        self._sample, self._offset, first = place["sample"], place["offset"], place["document"]
+        mark = Mark(*place["mark"])
+        self._marks = deque([mark])  # places passed, oldest first; `bookmark` drops what is behind
+        self._next_document = first
+        # Documents whose tokens are not used up yet, with their numbers, and how many tokens these are.
+        self._documents: deque[tuple[int, np.ndarray]] = deque()
+        self._num_tokens = 0
+        self._source = self._encoded(item for item in self._numbered(mark) if item[0] >= first)
 
     def bookmark(self) -> dict[str, Any]:
-        """Where each lane stands, and the newest place from which all of them can be read on; JSON-able."""
-        places = {lane: w.place(self._next_document) for lane, w in self._lanes.items()}
-        needed = min(document for _, document, _ in places.values())
-        marks = self._numbered.marks
-        while len(marks) > 1 and marks[1].document <= needed:
-            marks.popleft()
-        return {
-            "identity": self._identity,
-            "lanes": {str(lane): place for lane, place in places.items()},
-            "marks": [list(marks[0])],
-        }
+        """Return where the next sample begins, and the newest place from which it can be reached. JSON-able."""
+        document = self._documents[0][0] if self._documents else self._next_document
+        while len(self._marks) > 1 and self._marks[1].document <= document:
+            self._marks.popleft()
+        place = {"sample": self._sample, "document": document, "offset": self._offset}
+        return {"identity": self._identity, **place, "mark": list(self._marks[0])}
 
     def get(self, indices: np.ndarray) -> np.ndarray:
-        return np.stack([self._sample(int(index)) for index in indices])
+        return np.stack([self._row(int(index)) for index in indices])
 
-    def _sample(self, index: int) -> np.ndarray:
-        number, lane_number = divmod(index, NUM_LANES)
-        lane = self._lanes[lane_number]
-        assert lane.sample <= number, f"sample {index} was passed already; seek first"
+    def _row(self, index: int) -> np.ndarray:
+        assert self._sample <= index, f"sample {index} was passed already; seek first"
+        while self._sample < index:  # another rank's
+            self._take()
+        return self._take()
+
+    def _take(self) -> np.ndarray:
+        """Return the next seq_len + 1 tokens. The last of them is the first of the next sample."""
+        while self._num_tokens - self._offset <= self._seq_len:
+            number, ids = next(self._source)
+            self._next_document = number + 1
+            self._documents.append((number, ids))
+            self._num_tokens += len(ids)
+        parts, missing, begin = [], self._seq_len + 1, self._offset
+        for _, ids in self._documents:
+            parts.append(ids[begin : begin + missing])
+            missing -= len(parts[-1])
+            begin = 0
+            if not missing:
+                break
+        self._sample += 1
+        self._offset += self._seq_len
+        while self._offset >= len(self._documents[0][1]):
+            length = len(self._documents.popleft()[1])
+            self._offset -= length
+            self._num_tokens -= length
+        return np.concatenate(parts)
+
+    def _encoded(self, numbered: Iterator[tuple[int, str]]) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield the documents' numbers and framed ids, some of them tokenised at once."""
+        while chunk := list(islice(numbered, _DOCUMENTS_AT_ONCE)):
+            numbers, texts = zip(*chunk, strict=True)
+            yield from zip(numbers, self._pool.map(self._encode, texts), strict=True)
+
+    def _encode(self, text: str) -> np.ndarray:
+        return np.array(self.special_tokens.wrap(self._tokenizer.encode(text)), dtype=np.int64)
+
+    def _numbered(self, mark: Mark) -> Iterator[tuple[int, str]]:
+        """Yield the documents from `mark` on with their numbers, epoch after epoch, without end."""
+        number, epoch, block, state = mark
         while True:
-            self._fill(lane)
-            row = lane.take(self._seq_len)
-            if lane.sample > number:
-                return row
-
-    def _fill(self, lane: _Lane) -> None:
-        """Give the lane the tokens of a sample, reading documents for the other lanes along the way."""
-        while lane.num_tokens - lane.offset <= self._seq_len:
-            while not lane.texts:
-                self._read_document()
-            number, text = lane.texts.popleft()
-            ids = self.special_tokens.wrap(self._tokenizer.encode(text))
-            lane.tokens.append((number, np.array(ids, dtype=np.int64)))
-            lane.num_tokens += len(ids)
-
-    def _read_document(self) -> None:
-        number, text = next(self._source)
-        self._next_document = number + 1
-        lane = self._lanes.get(number % NUM_LANES)
-        if lane is not None and number >= lane.first_document:
-            lane.texts.append((number, text))
-
-
-def merge_bookmarks(bookmarks: list[dict[str, Any]]) -> dict[str, Any]:
-    """One bookmark from those of several ranks, each of which knows only its own lanes."""
-    lanes: dict[str, Any] = {}
-    marks: list[Any] = []
-    for bookmark in bookmarks:
-        lanes |= bookmark["lanes"]
-        marks += [mark for mark in bookmark["marks"] if mark not in marks]
-    return bookmarks[0] | {"lanes": lanes, "marks": marks}
+            is_whole_epoch, first = not block, number
+            texts = self._stream.read(state)
+            while raw := list(islice(texts, self._block_size)):
+                # Taken now, since the reader may have moved on when the block is used up.
+                state, order = self._stream.state(), np.arange(len(raw))
+                if self._shuffled:
+                    key = derive_key(self._seed, "stream", epoch, block)
+                    order = permute(order, length=len(raw), key=key)
+                for place in order:
+                    if self._keep(raw[place]):
+                        yield number, raw[place]
+                        number += 1
+                block += 1
+                self._marks.append(Mark(number, epoch, block, state))
+            if is_whole_epoch and number == first:
+                raise DataError(f"dataset {self._stream.name} has no documents for this split")
+            epoch, block, state = epoch + 1, 0, None
+            self._marks.append(Mark(number, epoch))

@@ -16,6 +16,7 @@ from titan.data.prepare import INPUT_HELP
 from titan.data.reading import pieces_of
 from titan.data.sources import Documents, open_all, source_of_path
 from titan.data.tokenizer import BOS, EOS, LLAMA3_PATTERN, tokenizer_named
+from titan.untrusted import InputError
 
 _SAMPLE = "The quick brown fox jumps over the lazy dog.\ndef add(a: int, b: int) -> int:\n    return a + b\n"
 _SHOWN_TOKENS = 64
@@ -100,7 +101,7 @@ def main(argv: list[str]) -> int:
         paths, wanted, output = arguments.input, arguments.vocab_size, arguments.output
         documents = open_all([source_of_path(path, text_key=arguments.text_key) for path in paths])
         size = train(documents, vocab_size=wanted, output=output)
-    except DataError as error:
+    except InputError as error:
         print(f"titan tokenizer: {error}", file=sys.stderr)
         return 2
     short = f" (asked for {wanted:,}: the text has no more pairs to merge)" if size < wanted else ""

@@ -16,7 +16,6 @@ from titan.checkpoint.manager import CheckpointError, CheckpointManager, SaveFai
 from titan.checkpoint.storage import Location, as_location
 from titan.config.render import to_toml
 from titan.config.resume_diff import changed_settings
-from titan.data.loader import merge_states
 from titan.hook import Hook, StepResult
 from titan.parallel.shims import set_timeout
 from titan.program import torch_dtype
@@ -123,14 +122,12 @@ class Checkpointing(Hook):
     def _metadata(self) -> dict[str, Any]:
         """Return what titan.json holds."""
         trainer = self.trainer
-        data: list[Any] = [None] * trainer.world_size
-        dist.all_gather_object(data, (trainer.dp_rank, trainer.loader.state_dict()))
         return {
             "format": 1,
             "step": trainer.step,
             "tokens": trainer.tokens_seen,
             "sequences_per_step": trainer.sequences_per_step,
-            "data": merge_states(list(dict(data).values())),
+            "data": trainer.loader.state_dict(),
             "config": to_toml(trainer.config),
         } | {hook.state_key: hook.state_dict() for hook in trainer.hooks if hook.state_key}
 
@@ -151,13 +148,8 @@ class Checkpointing(Hook):
         config, section = self.trainer.config, self.section
         if not (section.initial_load_in_hf or section.last_save_in_hf):
             return None
-        return Export.of(
-            config.model,
-            tokenizer=self.trainer.tokenizer,
-            tokenizer_path=config.tokenizer.path,
-            seq_len=config.training.seq_len,
-            dtype=torch_dtype(section.export_dtype),
-        )
+        dtype = torch_dtype(section.export_dtype)
+        return Export.of(config, tokenizer=self.trainer.tokenizer, dtype=dtype)
 
     def _before_update(self, *_: Any) -> None:
         """Wait for the asynchronous copy of the state to finish before the optimizer changes it."""

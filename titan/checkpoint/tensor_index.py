@@ -1,0 +1,134 @@
+"""tensors.json: which tensors a checkpoint holds, and in which bytes of which file each of their chunks is.
+
+DCP keeps the same in .metadata, which is a pickle, and unpickling a file can run anything that the file says. So titan
+writes the index as JSON too and reads only that. A reader checks that the index describes whole tensors: the chunks of
+a tensor hold each of its elements exactly once, and each chunk fits into a file that the manifest names. No torch is
+imported here, because `titan verify` needs none.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field
+
+from titan.checkpoint import CheckpointError
+from titan.checkpoint.storage import Location, join, storage_of
+from titan.untrusted import Count, InputError, is_plain_name, parse_json, printable, read_stream
+
+NAME = "tensors.json"
+_MAX_BYTES = 2**30
+_DTYPE = re.compile(r"(?:b?float|u?int|complex)(\d+)\w*|bool")
+# More axes than any tensor here has. `is_covered` looks at 2^axes corners of a chunk.
+Size = Annotated[tuple[Count, ...], Field(max_length=8)]
+
+
+class Chunk(NamedTuple):
+    """A box of a tensor, and where its bytes are: `num_bytes` of `file` from byte `first` on."""
+
+    offsets: Size
+    sizes: Size
+    file: str
+    first: Count
+    num_bytes: Count
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint. dtype: torch's name for it, such as "bfloat16"."""
+
+    dtype: str
+    size: Size
+    chunks: list[Chunk]
+
+
+@dataclass(frozen=True)
+class TensorIndex:
+    """What tensors.json says."""
+
+    tensors: dict[str, StoredTensor]
+    format: Literal[1] = 1
+
+
+def render(index: TensorIndex) -> bytes:
+    """Return the bytes of tensors.json, one line for each tensor."""
+    lines = [f"{json.dumps(name)}: {json.dumps(vars(t))}" for name, t in index.tensors.items()]
+    body = ",\n".join(lines)
+    return f'{{"format": {index.format}, "tensors": {{\n{body}\n}}}}\n'.encode()
+
+
+def read_index(folder: Location, sizes: Mapping[str, int]) -> TensorIndex:
+    """Return the index of a checkpoint whose files have these sizes. Raises CheckpointError if it cannot be right."""
+    storage, where = storage_of(folder), join(folder, NAME)
+    if not storage.exists(where) and storage.exists(join(folder, ".metadata")):
+        raise CheckpointError(
+            f"{where}: is missing: an older titan wrote this step; `titan convert upgrade {folder}` adds it"
+        )
+    try:
+        with storage.open(where, "rb") as stream:
+            # A chunk takes more bytes in its file than here, so this bounds the memory that parsing needs.
+            limit = min(2**20 + sum(sizes.values()), _MAX_BYTES)
+            text = read_stream(stream, storage.size(where), name=where, limit=limit)
+        index = parse_json(text, TensorIndex, name=where, values=len(text))
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} is not a checkpoint: {where}: {error.strerror or 'it is missing'}"
+        ) from error
+    except InputError as error:
+        raise CheckpointError(error) from error
+    for name, tensor in index.tensors.items():
+        if problem := _problem(tensor, sizes):
+            raise CheckpointError(f'{where}: "{printable(name, 200)}" {problem}')
+    return index
+
+
+def _problem(tensor: StoredTensor, sizes: Mapping[str, int]) -> str:
+    """Return what is wrong with a tensor, or "" if nothing is."""
+    dtype = _DTYPE.fullmatch(tensor.dtype)
+    if dtype is None:
+        return f"has an unknown dtype, {printable(tensor.dtype, 40)}"
+    if not is_covered(tensor):
+        return "is not covered once by its chunks"
+    item_bytes = max(int(dtype[1] or 8) // 8, 1)
+    for chunk in tensor.chunks:
+        if not is_plain_name(chunk.file):
+            return f"refers to {printable(chunk.file, 80)}, outside of the checkpoint"
+        if chunk.file not in sizes:
+            return f"refers to {chunk.file}, which the manifest does not name"
+        if chunk.first + chunk.num_bytes > sizes[chunk.file]:
+            return f"reaches past the end of {chunk.file}"
+        if chunk.num_bytes < prod(chunk.sizes) * item_bytes:
+            return f"has too few bytes at {chunk.offsets}"
+    return ""
+
+
+def is_covered(tensor: StoredTensor) -> bool:
+    """Return whether the chunks hold each element of a tensor exactly once.
+
+    The indicator of a box is a sum over its corners with alternating signs. If the chunks tile the tensor, all corners
+    cancel except those of the tensor. That takes linear time, in whatever order the chunks are.
+    """
+    size = tensor.size
+    chunks: list[Any] = [(c.offsets, c.sizes) for c in tensor.chunks]
+    if any(len(part) != len(size) for chunk in chunks for part in chunk):
+        return False
+    if not prod(size):
+        return True
+    # Axes along which no chunk is cut need no corners.
+    cut = [d for d, n in enumerate(size) if any((o[d], s[d]) != (0, n) for o, s in chunks)]
+    if not cut:
+        return len(chunks) == 1
+    corners: Counter[tuple[int, ...]] = Counter()
+    for weight, boxes in ((1, chunks), (-1, [((0,) * len(size), size)])):
+        for offsets, sizes in boxes:
+            for ends in product((0, 1), repeat=len(cut)):
+                at = (offsets[d] + end * sizes[d] for d, end in zip(cut, ends, strict=True))
+                corners[tuple(at)] += -weight if sum(ends) % 2 else weight
+    return not any(corners.values())
