@@ -229,7 +229,7 @@ def test_a_save_of_weights_only_ends_a_run(tmp_path: Path) -> None:
     [
         (
             {"interval": 500, "keep_every_n_steps": 750},
-            "keep_every_n_steps: is no multiple of .*1000",
+            "checkpoint.keep_every_n_steps: .*1000",
         ),
         ({"create_seed_checkpoint": True, "load_only": True}, "create_seed_checkpoint: is a save"),
         ({"folder": "s4://bucket/run"}, "folder: .*s4://bucket/run.*not known"),

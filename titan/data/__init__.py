@@ -1,10 +1,19 @@
-"""Text to batches: tokenizers, sources, the order of samples, packing, and the loader the trainer reads from.
+"""Turn text into batches: tokenizers, sources, the order of samples, packing, and the loader that training reads from.
 
-The way of a document, one file a stop: sources.py reads text; tokenizer.py turns it into ids, special_tokens.py marks where
-it begins and ends; writer.py and shards.py keep finite text as memory-mapped token shards (cache.py shares them
-between processes), streams.py packs endless text lane by lane; order.py says which sample comes when; samples.py
-joins them into one endless numbered sequence; packing.py cuts a batch from it; loader.py does so ahead of time
-in a background thread. Only the last two import torch. docs/data.md tells the same for users.
+A document passes through these files, in this order. docs/data.md describes it for users.
+
+    sources.py, reading.py   read text from files and the hub
+    tokenizer.py             turns it into ids
+    special_tokens.py        marks where a document begins and ends
+    writer.py, shards.py     keep finite text as memory-mapped token shards
+    cache.py                 shares the shards of raw text between processes
+    streams.py               packs text that is read while training
+    order.py                 says which sample comes when
+    samples.py               makes one endless numbered sequence of all sources
+    packing.py               makes a batch of rows of tokens
+    loader.py                does so ahead of time, in a background thread
+
+Only the last two import torch.
 """
 
 from __future__ import annotations
@@ -18,9 +27,9 @@ _MAX_CHARS = 2000
 
 
 class DataError(InputError):
-    """Text, a tokenizer or a data setting is not usable; the message says which, why, and the nearest fix.
+    """Report that text, a tokenizer or a data setting is not usable: which, why, and the nearest fix.
 
-    It may quote what a stranger's file says, so it is one line, of limited length, with control characters spelled out.
+    The message may quote a stranger's file. So it is one line of limited length, with control characters spelled out.
     """
 
     def __init__(self, message: str) -> None:
@@ -28,7 +37,7 @@ class DataError(InputError):
 
 
 def require(module: str, *, purpose: str) -> ModuleType:
-    """Import an optional package, or say how to install it."""
+    """Import an optional package. Raises DataError that says how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

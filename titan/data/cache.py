@@ -1,10 +1,10 @@
-"""The cache of tokenised text: finite sources are tokenised once, and mapped by all processes.
+"""Tokenise finite sources once, into a cache that all processes map.
 
-A cache entry is a folder of token shards named by a hash of everything its content follows from, so it is never
-stale, only unused; it may be deleted at any time. Processes that need the same entry take a file lock in
-turn: the first writes, with a worker process on each core where there is much to do, and says how long it will take; the
-others, which wait and so leave it their cores, find it written. The lock is the kernel's (flock): it ends with the
-process that holds it, so a killed process leaves nothing to clear, and its finished shards are kept.
+A cache entry is a folder of token shards named by a hash of everything that its content depends on. So an entry is never
+stale, only unused, and may be deleted at any time. Processes that need the same entry take a file lock in turn. The first
+one writes, with a worker process on each core if there is much to do, and shows how long it will take. The others wait and
+then find the entry complete. The lock is the kernel's (flock) and ends with the process that holds it. So a killed process
+leaves nothing to clear, and the next one keeps its finished shards.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from titan.data.writer import Progress, TokenizationSpec, write_shards
 
 logger = logging.getLogger(__name__)
 
-_SHARD_TOKENS = 2**26  # what an interrupted run loses at most
-_INTERVAL_S = 10.0
-_ALONE_BYTES = 2**25  # seconds of work, for which no workers are started
+_SHARD_TOKENS = 2**26  # an interrupted run loses at most one shard for each split
+_INTERVAL_S = 10.0  # between two lines of progress where there is no terminal
+_ALONE_BYTES = 2**25  # a few seconds of work: starting workers would take as long
 
 
 def default_cache_folder() -> Path:
-    """titan/ in the user's cache folder (XDG base directory specification)."""
+    """Return titan/ in the user's cache folder (XDG base directory specification)."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titan"
 
 
 @contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """Write in `folder`, made where there is none, as the only process; waits for one that does."""
+    """Make `folder` if it is missing, and be the only process that writes there. Waits for another one."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "lock").open("a") as lock:
@@ -55,7 +55,7 @@ def exclusive(folder: Path) -> Iterator[None]:
 
 
 def cached_shards(documents: Documents, *, spec: TokenizationSpec, cache_folder: str) -> Path:
-    """The folder with the documents' tokens, written first where it is not there yet."""
+    """Return the folder with the documents' tokens. Writes it first if it is missing."""
     root = Path(cache_folder).expanduser() if cache_folder else default_cache_folder()
     folder = root / "tokens" / spec.key(documents, shard_tokens=_SHARD_TOKENS)
     if not (folder / INDEX).is_file():
@@ -80,7 +80,7 @@ def usable_cores() -> int:
 
 @contextmanager
 def display(documents: Documents, *, title: str) -> Iterator[Callable[[Progress], None]]:
-    """Yield what is called with the progress. Writes to standard error."""
+    """Yield a function that shows progress: a bar on a terminal, else a line every ten seconds, on standard error."""
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
@@ -105,7 +105,7 @@ def display(documents: Documents, *, title: str) -> Iterator[Callable[[Progress]
 
 
 def describe(progress: Progress, num_bytes: int | None, *, elapsed_s: float) -> str:
-    """Return how much was done, and of files how fast and how long the rest will take."""
+    """Return how much is done and, if the size is known, how fast and how long the rest will take."""
     done = f"{progress.documents:,} documents, {progress.tokens:,} tokens"
     speed = progress.num_bytes / max(elapsed_s, 1e-9)
     if not num_bytes or not speed:

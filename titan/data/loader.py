@@ -1,14 +1,14 @@
-"""The loader: step batches for the trainer, made ahead of time, with one integer for a position.
+"""Make the batches of each step ahead of time, with one integer as the position.
 
 With p samples consumed so far, micro-batch a (of A), data-parallel rank r (of R) and local row j (of B), the global
-sample is p + a*R*B + r*B + j, and a step consumes A*R*B of them. So the samples of a step do not depend on
-how ranks and accumulation share them out, and a run resumed on another number of ranks goes on exactly.
+sample is p + a*R*B + r*B + j, and a step consumes A*R*B of them. So the samples of a step do not depend on how
+ranks and accumulation share them out, and a run that resumes on another number of ranks goes on exactly.
 
-Samples that are to be left out (titan/health/recovery.py says when) are ranges of numbers: a step that would touch one begins
-after it, on every share the same.
+Samples to leave out (titan/health/recovery.py says when) are ranges of numbers. A step that would touch such a range begins
+after it, which is the same on every layout.
 
-A background thread prepares some steps; what it read ahead is not part of the state: `state_dict()` tells of
-the steps handed out.
+A background thread prepares some steps. What it has read ahead is not part of the state: `state_dict()` is the state after
+the last step that was handed out.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Step:
-    """What the background thread hands over: a step, and the loader's state after it."""
+    """A step from the background thread, and the loader's state after it."""
 
     batches: list[Batch]
     state: dict[str, Any]
 
 
 class Loader:
-    """Step batches of one data-parallel rank. Call `close()` at the end."""
+    """Return the batches of one data-parallel rank, step by step. Call `close()` at the end."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Loader:
         self._validation: list[Batch] = []
 
     def next_step(self) -> list[Batch]:
-        """This rank's `accumulation` micro-batches of the next step."""
+        """Return this rank's `accumulation` micro-batches of the next step."""
         if self._steps is None:
             position, bookmark = self._state["position"], self._state.get("bookmark")
             self.samples.seek(position, bookmark=bookmark)
@@ -86,29 +86,28 @@ class Loader:
         return step.batches
 
     def state_dict(self) -> dict[str, Any]:
-        """{"position": samples consumed by all ranks}, "skipped": ranges of samples left out, if there are any, and for
-        streams a "bookmark" of this rank's lanes (JSON-able).
+        """Return {"position": samples consumed by all ranks}, JSON-able, with "skipped" ranges of samples if there are any.
 
-        The position alone is enough to resume. Bookmarks of all ranks, merged by `merge_states`, make it quick.
+        The position is enough to resume. For streams, a "bookmark" makes that quick. Any rank's state serves all ranks.
         """
         return self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the steps that `state` tells of, on any number of ranks."""
+        """Go on after the steps of `state`, on any number of ranks."""
         self.close()
         self._state = state
 
     def skip(self, first: int, end: int) -> None:
-        """Leave out samples first to end - 1, wherever they lie; the next step is the next that touches none of them."""
+        """Leave out samples first to end - 1. The next step is the next one that touches none of them."""
         skipped = sorted([*self._state.get("skipped", []), [first, end]])
         self.load_state_dict(self._state | {"skipped": skipped})
 
     def validation_batches(self, steps: int) -> Iterator[Batch]:
-        """Return `steps` batches from the beginning of the samples, the same each time, -1: those of all the text.
+        """Return `steps` batches from the beginning of the samples, the same each time. -1 returns those of all the text.
 
-        A finite text is read once at most: there are no batches past its end, and the labels of rows past it are ignored,
-        so that no sample counts twice, whatever the share. Raises DataError for -1 and a stream. Use a separate loader,
-        not the one that trains. Batches of a stream are kept, so that it is read once.
+        Finite text is read once at most. There are no batches past its end, and the labels of rows past it are ignored, so
+        that no sample counts twice in any layout. Batches of a stream are kept, so that it is read once. Raises DataError
+        for -1 with a stream. Use a separate loader, not the one that trains.
         """
         assert self._steps is None, "validation rewinds the samples; use a separate loader"
         num_samples = self.samples.num_samples
@@ -131,15 +130,15 @@ class Loader:
         return iter(self._validation) if is_stream else batches
 
     def num_bytes(self, batch: Batch) -> int:
-        """Return the bytes of text that the valid labels of a batch (on the CPU) stand for: loss / ln 2 / this is bits a byte.
+        """Return the bytes of text that the valid labels of a batch (on the CPU) stand for, for bits a byte: loss / ln 2 / this.
 
-        0 for a tokenizer whose tokens do not have all bytes of the text, so that bits per byte would be wrong.
+        Return 0 for a tokenizer that drops bytes of the text, for which bits a byte would be wrong.
         """
         labels = batch.labels_BS[batch.labels_BS >= 0]
         return int(self._byte_lengths[labels].sum())
 
     def close(self) -> None:
-        """End the background thread; what it read ahead is dropped."""
+        """End the background thread, and drop what it has read ahead."""
         if isinstance(self._steps, _Prefetcher):
             self._steps.close()
         self._steps = None
@@ -163,7 +162,7 @@ class Loader:
             yield _Step(batches, state)
 
     def _make_batch(self, begin: int, *, end: int | None = None) -> Batch:
-        """Return the rank's share of the stride of samples from `begin`; labels of samples from `end` on are ignored."""
+        """Return the rank's share of the stride of samples from `begin` on. Ignore labels of samples from `end` on."""
         first = begin + self.share.rank * self.share.batch
         batch = pack(
             self.samples.get(np.arange(first, first + self.share.batch)),
@@ -178,7 +177,7 @@ class Loader:
 
 
 def _after_skipped(position: int, num_samples: int, skipped: Sequence[Sequence[int]]) -> int:
-    """The first place from `position` on where a step meets none of the ranges, which are sorted."""
+    """Return the first position from `position` on where a step meets none of the ranges, which are sorted."""
     for first, end in skipped:
         if position < end and first < position + num_samples:
             position = end
@@ -186,7 +185,7 @@ def _after_skipped(position: int, num_samples: int, skipped: Sequence[Sequence[i
 
 
 class _Prefetcher(Iterator[_Step]):
-    """An iterator run ahead of its reader by a thread. An exception in it is raised to the reader."""
+    """Run an iterator ahead of its reader, in a thread. The reader gets its exceptions."""
 
     def __init__(self, steps: Iterator[_Step], *, depth: int) -> None:
         self._queue: queue.Queue[_Step | BaseException] = queue.Queue(maxsize=depth)
@@ -200,14 +199,16 @@ class _Prefetcher(Iterator[_Step]):
     def _run(self, steps: Iterator[_Step]) -> None:
         try:
             if self._device is not None:
-                torch.cuda.set_device(self._device)  # pinning from a new thread would wake device 0
+                torch.cuda.set_device(
+                    self._device
+                )  # a new thread uses device 0, where pinning would make a context
             for step in steps:
                 self._put(step)
                 if self._closed.is_set():
                     return
         except BaseException as error:
             while not self._closed.is_set():
-                self._put(error)  # again and again: a reader that comes back must not hang
+                self._put(error)  # repeatedly: a reader that asks again must not hang
 
     def _put(self, item: _Step | BaseException) -> None:
         while not self._closed.is_set():
@@ -223,7 +224,7 @@ class _Prefetcher(Iterator[_Step]):
 
     def close(self) -> None:
         self._closed.set()
-        self._thread.join(timeout=10)  # it is a daemon, should a network read hang
+        self._thread.join(timeout=10)  # a network read may hang; the thread is a daemon
 
 
 def build_loader(
@@ -236,9 +237,9 @@ def build_loader(
     seed: int,
     accumulation: int = 1,
 ) -> Loader:
-    """The training data of data-parallel rank `rank` of `world`. Raises DataError.
+    """Return the training data of data-parallel rank `rank` of `world`. Raises DataError.
 
-    The first process that needs a raw text source tokenises it into the cache; the others wait here.
+    The first process that needs a raw text source tokenises it into the cache. The others wait here.
     """
     options = SampleOptions(
         tokenizer=tokenizer, data=data, seq_len=training.seq_len, split="train", seed=seed
@@ -262,7 +263,7 @@ def build_validation_loader(
     rank: int,
     world: int,
 ) -> Loader:
-    """The validation data: validation.dataset in full, or the documents held out of the training sources.
+    """Return the validation data: validation.dataset in full, or the documents held out of the training sources.
 
     The order does not depend on the job's seed, so that runs with different seeds measure the same samples.
     """

@@ -1,4 +1,4 @@
-"""The order of samples: pure functions of (seed, epoch, index) that need no memory of what came before.
+"""Order samples by pure functions of (seed, epoch, index) that need no memory of what came before.
 
 `permute` is a keyed bijection on [0, length): a Feistel network over the digits of index = left x side + right,
 side = ceil(sqrt(length)), whose round is (left, right) -> (right, (left + F(right)) mod side). That is a bijection on
@@ -23,17 +23,18 @@ _BLOCK = 1024
 
 
 def derive_key(*parts: int | str) -> int:
-    """A 64-bit key that depends on every part, the same on every machine."""
+    """Return a 64-bit key that depends on every part, and is the same on every machine."""
     text = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
 
 
 def permute(indices: np.ndarray, *, length: int, key: int) -> np.ndarray:
-    """Where each index goes under the permutation of [0, length) that `key` names; int64 in, int64 out."""
+    """Return where the permutation of [0, length) that `key` names sends each index, int64 to int64."""
     assert ((indices >= 0) & (indices < length)).all(), f"indices outside [0, {length})"
     side = isqrt(length - 1) + 1
     round_keys = [derive_key(key, "round", number) for number in range(_ROUNDS)]
     result = _feistel(indices.astype(np.uint64), side=side, round_keys=round_keys)
+    # Cycle walking: less than half of the indices take a second round, and fewer a third.
     while (outside := result >= length).any():
         result[outside] = _feistel(result[outside], side=side, round_keys=round_keys)
     return result.astype(np.int64)
@@ -47,17 +48,17 @@ def _feistel(index: np.ndarray, *, side: int, round_keys: list[int]) -> np.ndarr
 
 
 def _mix(word: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64 (Steele et al., OOPSLA 2014), in the wrapping arithmetic of uint64."""
+    """Apply the finaliser of SplitMix64 (Steele et al., OOPSLA 2014), in the wrapping arithmetic of uint64."""
     word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9
     word = (word ^ (word >> 27)) * 0x94D049BB133111EB
     return word ^ (word >> 31)
 
 
 class Blend:
-    """Which source sample i comes from, and its number within that source."""
+    """Say which source sample i comes from, and its number within that source."""
 
     def __init__(self, weights: list[float], *, key: int) -> None:
-        """`weights` are relative; a source whose share rounds to nothing still gets one sample a block."""
+        """Share out by relative weights. A source whose share rounds to nothing still gets one sample a block."""
         assert 0 < len(weights) <= _BLOCK
         share = np.asarray(weights) / sum(weights) * _BLOCK
         self.counts = np.ones(len(weights), dtype=np.int64)
@@ -67,7 +68,7 @@ class Blend:
         self._block = lru_cache(maxsize=8)(self._compute_block)
 
     def _compute_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """For each sample of a block: its source, and how many of that source precede it in the block."""
+        """Return for each sample of a block its source, and how many of that source precede it in the block."""
         key = derive_key(self._key, "blend", block)
         slots = permute(np.arange(_BLOCK), length=_BLOCK, key=key)
         source = np.searchsorted(np.cumsum(self.counts), slots, side="right")
@@ -77,14 +78,14 @@ class Blend:
         return source, preceding
 
     def locate(self, index: int) -> tuple[int, int]:
-        """(source, number within the source) of sample `index`."""
+        """Return (source, number within the source) of sample `index`."""
         block, place = divmod(index, _BLOCK)
         source, preceding = self._block(block)
         chosen = int(source[place])
         return chosen, block * int(self.counts[chosen]) + int(preceding[place])
 
     def consumed(self, position: int) -> list[int]:
-        """How many samples of each source lie before sample `position`."""
+        """Return how many samples of each source come before sample `position`."""
         block, place = divmod(position, _BLOCK)
         inside = np.bincount(self._block(block)[0][:place], minlength=len(self.counts))
         return (block * self.counts + inside).tolist()

@@ -1,6 +1,6 @@
-"""Packing: rows of tokens, documents one after another, become what a training step needs.
+"""Make a batch for a training step from rows of tokens.
 
-Legend: B batch, S sequence length; a row has T = S + 1 tokens, so that each of S inputs has its label.
+Legend: B batch, S sequence length. A row has T = S + 1 tokens, so that each of its S inputs has a label.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from titan.loss import IGNORED
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One micro-batch of one rank. Tensors are int64[B, S]."""
+    """One micro-batch of one rank. The tensors are int64[B, S]."""
 
     tokens_BS: Tensor
     labels_BS: Tensor
     """The token that follows each token; IGNORED where it is not to be predicted."""
     positions_BS: Tensor | None = None
-    """Places counted from each document's beginning; None: from the sequence's."""
+    """Positions counted from each document's beginning; None: from the sequence's."""
     document_ids_BS: Tensor | None = None
-    """Number of the document within its sequence, for the attention mask; None: no mask but the causal one."""
+    """Number of the document within its sequence, for the attention mask; None: only the causal mask."""
     first_sample: int = 0
-    """Global number of the first row's sample; the other rows' follow."""
+    """Global number of the first row's sample. Those of the other rows follow."""
 
     def to(self, device: torch.device | str) -> Batch:
-        """On another device; the copy does not block where the batch is pinned."""
+        """Return the batch on another device. The copy does not block if the batch is pinned."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Batch:
-        """In page-locked memory."""
+        """Return the batch in page-locked memory."""
         return self._map(lambda tensor: tensor.pin_memory())
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
@@ -51,16 +51,17 @@ def pack(
     document_mask: bool,
     first_sample: int = 0,
 ) -> Batch:
-    """Inputs and labels of rows of S+1 tokens.
+    """Return inputs and labels of rows of S + 1 tokens.
 
-    With reset_positions, positions count from the last document start in the sequence (a document that began
-    earlier counts from 0). With document_mask, document_ids number the documents of a sequence from 0, and
-    a label that lies in the next document is ignored.
+    Args:
+        reset_positions: count positions from the last document start in the sequence. A document that began in an
+            earlier sequence counts from 0.
+        document_mask: number the documents of a sequence from 0, and ignore a label that belongs to the next document.
     """
     labels_BS = rows_BT[:, 1:].copy()
     starts_BT = special_tokens.starts(rows_BT)
     starts_BS = starts_BT[:, :-1].copy()
-    starts_BS[:, 0] = False  # the sequence's first token begins document 0 in any case
+    starts_BS[:, 0] = False  # the first token of a sequence always begins document 0
     positions_BS = document_ids_BS = None
     if reset_positions:
         place_S = np.arange(starts_BS.shape[1])

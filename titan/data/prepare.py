@@ -1,10 +1,10 @@
-"""`titan prepare`: text to memory-mapped token shards, ahead of training.
+"""Run `titan prepare`: turn text into memory-mapped token shards, ahead of training.
 
     titan prepare --input corpus/*.jsonl.gz --tokenizer assets/llama3 --output shards --workers 32
     titan prepare --dataset fineweb-edu --tokenizer assets/llama3 --output shards --validation-fraction 0.001
 
-It may be interrupted in any way; the same command continues. The result depends on neither that nor the
-number of workers. writer.py does the work.
+It may be interrupted in any way, and the same command continues. The result depends neither on that nor on the number of
+workers. writer.py does the work.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _summary(folder: Path, index: Index) -> str:
 
 
 def _prepare(arguments: argparse.Namespace) -> str:
-    """Write the shards; what there is to say about them."""
+    """Write the shards. Return a summary."""
     tokenizer = tokenizer_named(arguments.tokenizer)
     documents, folder = _open(arguments), arguments.output
     spec = TokenizationSpec(
@@ -111,7 +111,7 @@ def _prepare(arguments: argparse.Namespace) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Run `titan prepare` with its arguments; the exit code."""
+    """Run `titan prepare` with its arguments. Return the exit code."""
     arguments = _parser().parse_args(argv)
     try:
         print(_prepare(arguments))
@@ -120,5 +120,5 @@ def main(argv: list[str]) -> int:
         return 2
     except KeyboardInterrupt:
         print("titan prepare: interrupted; the same command continues", file=sys.stderr)
-        return 75  # stopped by a signal, what was done is kept
+        return 75  # as for a run that a signal has stopped: what is done is kept
     return 0

@@ -1,13 +1,17 @@
-"""Read documents from files: text, JSON Lines and Parquet, in bounded memory whatever a file holds.
+"""Read documents from files (text, JSON Lines, Parquet) in bounded memory, whatever a file holds.
 
-Each reader yields the documents of one file and raises `DataError`, which names the file and where it can the line. An
-empty text and a null are no document, in every format. sources.py decides which files are read by which reader.
+Each reader yields the documents of one file. It raises `DataError`, which names the file and, where it can, the line. An
+empty text and a null are no document in any format. sources.py decides which reader reads which file.
+
+`pieces` cuts long documents, so that no document needs to fit in memory and several workers can share one. A document of at
+most `PIECE_CHARS` characters is one piece. A longer one is cut between a word and the space before the next, or after a
+line, where the patterns of GPT-2's and Llama 3's tokenizers cut anyway, so the tokens stay the same. Only text without
+spaces and lines is cut elsewhere. The cuts depend on the text alone.
 """
 
 from __future__ import annotations
 
 import codecs
-import gzip
 import io
 import json
 import re
@@ -19,16 +23,15 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from titan.data import DataError, require
+from titan.untrusted import Unpacked
 
 PIECE_CHARS = 2**17
-_WINDOW = 2**14  # at the end of a piece, in which a good place for the cut is looked for
+_WINDOW = 2**14  # characters at the end of a piece in which to look for a good place to cut
 _CUT = re.compile(r"(?<=\S)(?= \S)|(?<=\S\n)(?=\S)")
 _BLOCK_BYTES = 2**18
 _MAX_LINE_BYTES = 2**26
 _LARGE_LINE_BYTES, _MAX_STRUCTURE_BYTES = 2**20, 2**20
 _BATCH_BYTES = 2**23
-# Text shrinks 3 to 20 times, deflate's limit is 1032: what lies between is made to fill a disk or a memory.
-_MAX_RATIO, _RATIO_FROM_BYTES = 200, 2**24
 _SET_KEY = "set text_key; for titan prepare and tokenizer, --text-key"
 _NO_TEXT = {int: "a number", float: "a number", bool: "true or false"}
 _NO_TEXT |= {list: "a list", dict: "an object", bytes: "binary"}
@@ -37,7 +40,7 @@ _UNREADABLE = (OSError, EOFError, zlib.error, UnicodeError, SyntaxError)
 
 @dataclass(frozen=True)
 class LongText:
-    """A document that is read in pieces, from its beginning each time `read` is called."""
+    """A document that is read in pieces. Each call of `read` begins at its beginning."""
 
     read: Callable[[], Iterator[str]]
 
@@ -54,7 +57,7 @@ def pieces(blocks: Iterable[str]) -> Iterator[str]:
         while len(rest) - begin > PIECE_CHARS:
             end = begin + PIECE_CHARS
             for cut in _CUT.finditer(rest, end - _WINDOW, end + 1):
-                end = cut.end()  # the last one counts
+                end = cut.end()  # in the end, the last place in the window
             yield rest[begin:end]
             begin = end
         rest = rest[begin:]
@@ -69,7 +72,7 @@ def pieces_of(document: str | LongText) -> Iterator[str]:
 
 @dataclass
 class Meter:
-    """How far reading has come, in bytes of the files; for the display."""
+    """How far reading has come, in bytes of the files, for the progress bar."""
 
     before: int = 0
     here: int = 0
@@ -101,36 +104,21 @@ def _unreadable(where: str, error: Exception) -> DataError:
     return DataError(f"{where}: cannot be read ({error}); replace the file or leave it out")
 
 
-class _Unpacked(io.RawIOBase):
-    """The bytes of a file, of a .gz file those that were packed."""
+class _Metered(Unpacked):
+    """Count the bytes that were read, for the progress bar."""
 
     def __init__(self, file: Path, meter: Meter) -> None:
-        self._file, self._meter, self._num_bytes = file, meter, 0
-        self._packed = file.open("rb")
-        is_packed = file.suffix == ".gz"
-        self._content: Any = gzip.GzipFile(fileobj=self._packed) if is_packed else self._packed
-
-    def readable(self) -> bool:
-        return True
+        super().__init__(file)
+        self._meter = meter
 
     def readinto(self, buffer: Any) -> int:
-        count = self._content.readinto(buffer)
-        self._num_bytes += count
-        self._meter.here = self._packed.tell()
-        if self._num_bytes > max(_RATIO_FROM_BYTES, _MAX_RATIO * self._meter.here):
-            raise DataError(
-                f"{self._file}: its first {self._meter.here:,} bytes unpack to {self._num_bytes:,}, which no text does; "
-                "replace the file or leave it out"
-            )
+        count = super().readinto(buffer)
+        self._meter.here = self.position
         return count
-
-    def close(self) -> None:
-        self._packed.close()
-        super().close()
 
 
 def _open(file: Path, meter: Meter) -> BinaryIO:
-    return io.BufferedReader(_Unpacked(file, meter), _BLOCK_BYTES)  # pyright: ignore[reportReturnType]
+    return io.BufferedReader(_Metered(file, meter), _BLOCK_BYTES)  # pyright: ignore[reportReturnType]
 
 
 def read_python(file: Path, meter: Meter) -> Iterator[str]:
@@ -144,12 +132,13 @@ def read_text(file: Path, meter: Meter) -> Iterator[Document]:
     """Yield a text file as one document."""
     reading = pieces(_decoded(file, meter))
     first = next(reading, "")
+    # A second reading costs less than keeping a text of any length.
     is_short = next(reading, None) is None
     yield first if is_short else LongText(lambda: pieces(_decoded(file, meter)))
 
 
 def _decoded(file: Path, meter: Meter) -> Iterator[str]:
-    """Yield the text of a UTF-8 file in blocks; every line ends with a line feed."""
+    """Yield the text of a UTF-8 file in blocks, with a line feed at the end of every line."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     newlines = io.IncrementalNewlineDecoder(None, translate=True)
     offset, line, block = 0, 1, b" "
@@ -188,13 +177,13 @@ def read_jsonl(file: Path, meter: Meter, key: str) -> Iterator[str]:
 
 
 def _row(line: bytes, *, where: str) -> Any:
-    """Return the value that a line of JSON spells, which takes at most a few times the memory of the line."""
+    """Return the value of a line of JSON. It takes at most a few times the memory of the line."""
     if len(line) > _MAX_LINE_BYTES:
         raise DataError(
             f"{where}: a line of more than {_MAX_LINE_BYTES >> 20} MiB; give a text of that length a .txt file"
         )
     if len(line) > _LARGE_LINE_BYTES:
-        # Two bytes of "[]" become an object of 56, so a long line may be text, but not structure.
+        # Two bytes of "[]" become an object of 56. So a long line may consist of text, but not of structure.
         plain = line.replace(b"\\\\", b"").replace(b'\\"', b"")
         if len(re.sub(rb'"[^"]*"?', b"", plain)) > _MAX_STRUCTURE_BYTES:
             raise DataError(f"{where}: a long line, and not for its text; is it JSON Lines?")
@@ -209,7 +198,7 @@ def _row(line: bytes, *, where: str) -> Any:
 
 
 def field(row: Any, key: str, *, where: str) -> str:
-    """Return the text of a row's field; raises DataError where it has none."""
+    """Return the text of a row's field. Raises DataError if there is none."""
     fields = row if isinstance(row, dict) else {}
     if key not in fields:
         names = sorted(fields)
@@ -222,12 +211,13 @@ def field(row: Any, key: str, *, where: str) -> str:
 
 
 def _text(text: Any, key: str, *, where: str) -> str:
-    """Return the text of a field, "" for null; half surrogate pairs, which JSON can spell but UTF-8 cannot, become U+FFFD."""
+    """Return the text of a field, or "" for null."""
     if text is None:
         return ""
     if not isinstance(text, str):
         kind = _NO_TEXT.get(type(text), type(text).__name__)
         raise DataError(f"{where}: '{key}' is {kind}, not text ({_SET_KEY})")
+    # JSON can spell half a surrogate pair, UTF-8 cannot: it becomes U+FFFD.
     if re.search("[\ud800-\udfff]", text):
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
@@ -265,11 +255,11 @@ def _rows_at_a_time(group: Any) -> int:
 
 
 def _next_batch(batches: Iterator[Any], *, where: str) -> list[Any] | None:
-    """Return the texts of the next batch; None after the last."""
+    """Return the texts of the next batch, or None after the last."""
     try:
         batch = next(batches, None)
         return None if batch is None else batch.column(0).to_pylist()
-    except Exception as error:  # of many kinds: pages that are cut, flipped or packed wrongly
+    except Exception as error:  # pyarrow raises many kinds for pages that are cut or flipped
         raise DataError(
             f"{where}: cannot be read ({error}); replace the file or leave it out"
         ) from error

@@ -1,10 +1,10 @@
-"""Samples: one endless, numbered sequence of token rows, whatever they are made from.
+"""Make one endless, numbered sequence of rows of tokens from every kind of source.
 
-Sample i has seq_len + 1 tokens, seq_len apart from the next of its text, so that each token is predicted once
-an epoch. For finite text, sample i is row i mod N of epoch i // N, sent through that epoch's permutation; nothing
-is kept between calls. A blend asks its sources for their own sample numbers (order.Blend).
+A sample has seq_len + 1 tokens, and begins seq_len tokens after the one before it, so that each token is predicted once an
+epoch. For finite text, sample i is row i mod N of epoch i // N, sent through that epoch's permutation, and nothing is kept
+between calls. A blend asks its sources for their own sample numbers (order.Blend).
 
-`build_samples` makes them from source sections; loader.py reads them.
+`build_samples` makes them from source sections, and loader.py reads them.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from titan.data.writer import TokenizationSpec
 
 
 class ShardSamples(Samples):
-    """Samples of memory-mapped token shards."""
+    """The samples of memory-mapped token shards."""
 
     def __init__(self, shards: TokenShards, *, seq_len: int, key: int | None) -> None:
-        """`key` names the order of each epoch; None leaves samples as they lie."""
+        """Read shards in the order that `key` names for each epoch. None reads them as they are stored."""
         self.special_tokens = shards.special_tokens
         self.num_samples = self._length = (shards.num_tokens - 1) // seq_len
         self._shards, self._seq_len, self._key = shards, seq_len, key
@@ -50,7 +50,7 @@ class ShardSamples(Samples):
 
 
 class SyntheticSamples(Samples):
-    """Uniformly random ids, each sample from a generator of its own; framed by nothing."""
+    """Uniformly random ids without documents. Each sample has its own generator."""
 
     special_tokens = SpecialTokens(None, None)
 
@@ -73,10 +73,11 @@ class BlendSamples(Samples):
         self._blend = Blend(weights, key=key)
         lengths = [part.num_samples for part in parts if part.num_samples is not None]
         self.num_samples = sum(lengths) if len(lengths) == len(parts) else None
-        framings = [part.special_tokens for part in parts]
+        # Synthetic ids have no marks, and text that does has the same ones.
+        marks = [part.special_tokens for part in parts]
         self.special_tokens = SpecialTokens(
-            next((f.bos_id for f in framings if f.bos_id is not None), None),
-            next((f.eos_id for f in framings if f.eos_id is not None), None),
+            next((m.bos_id for m in marks if m.bos_id is not None), None),
+            next((m.eos_id for m in marks if m.eos_id is not None), None),
         )
 
     def seek(self, position: int, *, bookmark: Any = None) -> None:
@@ -102,7 +103,7 @@ class BlendSamples(Samples):
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOptions:
-    """What sources have in common when they become samples."""
+    """The options that all sources of a job share."""
 
     tokenizer: Tokenizer
     data: s.DataSection
@@ -123,7 +124,7 @@ class SampleOptions:
 
 
 def build_samples(sources: Sequence[s.Section], *, options: SampleOptions) -> Samples:
-    """The samples of one source, or the blend of several by their weights. Raises DataError."""
+    """Return the samples of one source, or the blend of several by their weights. Raises DataError."""
     parts = [_open_source(source, number, options) for number, source in enumerate(sources)]
     if len(parts) == 1:
         return parts[0]

@@ -1,10 +1,10 @@
-"""Token shards: the one format in which finite text waits on disk, for prepared folders and for the cache.
+"""Token shards: the format of finite text on disk, both in prepared folders and in the cache.
 
-A folder holds index.json and flat files of little-endian uint16 (uint32 above 65,536 ids): train-00000.bin ...
-and, where documents were held out, validation-00000.bin ... Documents lie one after another, framed by
-begin and end ids; a shard ends at the end of a document, or of a piece of a long one. index.json is written last: a
-folder that has one is complete. Until then progress.json, of the same form, lists the shards there are.
-The reader maps the files, so that processes on one machine share the pages and opening costs nothing.
+A folder holds index.json and flat files of little-endian uint16 (uint32 above 65,536 ids): train-00000.bin ... and, if
+documents were held out, validation-00000.bin ... Documents are stored one after another, framed by begin and end ids. A
+shard ends at the end of a document, or of a piece of a long one. index.json is written last, so a folder that has one is
+complete. Until then progress.json, of the same form, lists the finished shards. The reader maps the files, so that
+processes on one machine share the pages and opening costs nothing.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from pydantic import (
     BaseModel,
     Field,
     NonNegativeInt,
-    ValidationError,
     computed_field,
     field_validator,
 )
 
 from titan.data import DataError
 from titan.data.special_tokens import SpecialTokens
+from titan.untrusted import InputError, read_json
 
 FORMAT = "titan-shards-1"
 INDEX, PROGRESS = "index.json", "progress.json"
 SPLITS = ("train", "validation")
-_MAX_INDEX_BYTES = 2**28  # a million shards
+_MAX_INDEX_BYTES, _MAX_INDEX_VALUES = 2**28, 10**7  # of a million shards
 
 
 class Shard(BaseModel):
-    """One file: its tokens, the documents that end in it, the bytes of text those were, and where reading stood when it was
-    closed: after so many documents of the source, of all splits, and so many pieces (pieces.py) of the next one.
+    """One file: its tokens, the documents that end in it, and the bytes of text that these were.
+
+    documents_read, pieces_read: where reading stood when the file was closed, in documents of the source (of all splits)
+    and pieces (reading.py) of the next one.
     """
 
     file: Annotated[str, Field(pattern=r"^[a-z]+-[0-9]+\.bin$")]
@@ -75,17 +77,17 @@ class Index(BaseModel):
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest of uint16 and uint32 that holds every id."""
+    """Return the smaller of uint16 and uint32 that holds every id."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
 def temporary_name(path: Path) -> Path:
-    """A name beside `path` that no other process uses."""
+    """Return a name beside `path` that no other process uses."""
     return path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
 
 
 def write_index(file: Path, index: Index) -> None:
-    """Write so that a reader sees the old content or the new, also after a crash."""
+    """Write an index so that a reader sees the old content or the new, even after a crash."""
     temporary = temporary_name(file)
     with temporary.open("w", encoding="utf-8") as opened:
         opened.write(index.model_dump_json(indent=1))
@@ -95,7 +97,7 @@ def write_index(file: Path, index: Index) -> None:
 
 
 def read_index(file: Path) -> Index:
-    """index.json of a complete folder, or progress.json; raises DataError where it is not ours or not there."""
+    """Return index.json of a complete folder, or progress.json. Raises DataError if it is missing or not ours."""
     if not file.is_file():
         unfinished = file.with_name(PROGRESS).is_file()
         why = (
@@ -105,22 +107,13 @@ def read_index(file: Path) -> Index:
         )
         raise DataError(f"'{file.parent}' holds no token shards: {why}")
     try:
-        if file.stat().st_size > _MAX_INDEX_BYTES:
-            raise DataError(f"{file}: too large for an index; prepare the folder again")
-        return Index.model_validate_json(file.read_bytes())
-    except OSError as error:
-        raise DataError(f"{file}: cannot be read ({error})") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the whole file"
-        raise DataError(
-            f"{file}: not an index that this version of `titan prepare` writes ({where}: {first['msg']}); "
-            "prepare the folder again"
-        ) from error
+        return read_json(file, Index, limit=_MAX_INDEX_BYTES, values=_MAX_INDEX_VALUES)
+    except InputError as error:
+        raise DataError(f"{error}; prepare the folder again with this version of titan") from error
 
 
 class TokenShards:
-    """The tokens of one split as one long row, read from the mapped files."""
+    """Read the tokens of one split as one long row, from the mapped files."""
 
     def __init__(self, folder: Path, *, split: str) -> None:
         self.folder, self._split = folder, split
@@ -135,15 +128,15 @@ class TokenShards:
     def _map(self, shard: Shard) -> np.ndarray:
         file, dtype = self.folder / shard.file, token_dtype(self.index.vocab_size)
         expected = shard.tokens * dtype.itemsize
-        found = file.stat().st_size if file.is_file() else 0
-        if found != expected:
+        size = file.stat().st_size if file.is_file() else 0
+        if size != expected:
             raise DataError(
-                f"{file} has {found} bytes, {INDEX} says {expected}; delete the folder and prepare again"
+                f"{file} has {size} bytes, {INDEX} says {expected}; delete the folder and prepare again"
             )
         return np.memmap(file, dtype=dtype, mode="r")
 
     def read(self, start: int, *, count: int) -> np.ndarray:
-        """`count` tokens from `start` as int64, across files where need be."""
+        """Return `count` tokens from `start` on as int64, from as many files as they are in."""
         assert start >= 0 and start + count <= self.num_tokens, "read past the last token"
         number = int(np.searchsorted(self._ends, start, side="right"))
         begin = start - (int(self._ends[number - 1]) if number else 0)

@@ -1,12 +1,11 @@
-"""Sources: where documents come from, in an order that is always the same; reading.py reads their files.
+"""Find the documents of each source, in an order that is always the same. reading.py reads their files.
 
-`Documents` is finite text with an identity: the paths, sizes and times of its files, so that a cache notices
-a change. `TextStream` is Hugging Face text read while training, that can resume at a recorded place. Which
-documents are kept for validation is decided by a hash of their text alone, so any reader, order or
-number of ranks agrees on it.
+`Documents` is finite text with an identity: the paths, sizes and times of its files, so that a cache notices a change.
+`TextStream` is Hugging Face text that is read while training and can resume at a recorded place. A hash of its text alone
+decides whether a document is kept for validation, so any reader, order or number of ranks agrees.
 
-A third party's source is a `Section` subclass registered under the entry-point group `titan.sources`, with
-a method `documents() -> Documents`.
+A third party's source is a `Section` subclass registered under the entry-point group `titan.sources`, with a method
+`documents() -> Documents`.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from titan.data.reading import (
     read_text,
 )
 
-# Not prose about the library, or not in every Python: its tests, applications, and tables of character codes.
+# Not prose about the library, or not in every Python: tests, applications, and tables of character codes.
 _STDLIB_SKIPPED = {
     *("site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3"),
     *("turtledemo", "encodings", "__phello__", "lib-dynload"),
@@ -47,20 +46,20 @@ _STDLIB_SKIPPED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Documents:
-    """Finite text. `read()` yields the documents from the first, in the same order each time."""
+    """Finite text. `read()` yields the documents from the first one, in the same order each time."""
 
     name: str
     identity: list[object]
-    """JSON-able; two sources with equal identities hold the same documents."""
+    """JSON-able. Two sources with equal identities hold the same documents."""
     read: Callable[[], Iterator[str]] | Callable[[], Iterator[Document]]
     num_bytes: int | None = None
-    """Size of the files, for a progress bar; None where unknown."""
+    """Size of the files, for a progress bar, or None if it is unknown."""
     position: Callable[[], int] = lambda: 0
     """How many of these bytes have been read."""
 
 
 def in_validation(document: Document, *, fraction: float) -> bool:
-    """Return whether a document is kept from training: a hash of its text falls into the lowest `fraction`."""
+    """Return whether a document is held out of training: a hash of its text falls into the lowest `fraction`."""
     if not fraction:
         return False
     digest = hashlib.blake2b(digest_size=8)
@@ -70,7 +69,7 @@ def in_validation(document: Document, *, fraction: float) -> bool:
 
 
 def find_files(path: str, *, patterns: list[str]) -> list[Path]:
-    """Files of a path, sorted: itself, those in a folder that match a pattern, or those of a glob."""
+    """Return the files of a path, sorted: itself, those of a folder that match a pattern, or those of a glob."""
     where = Path(path).expanduser()
     if where.is_file():
         return [where]
@@ -88,7 +87,7 @@ def find_files(path: str, *, patterns: list[str]) -> list[Path]:
 
 
 def open_documents(section: s.Section) -> Documents:
-    """The documents of a source section."""
+    """Return the documents of a source section. Raises DataError."""
     if hasattr(section, "documents"):
         return section.documents()  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(section, s.StdlibSource):
@@ -131,7 +130,7 @@ def _from_files(kind: str, files: list[Path], read: Reader, **options: str) -> D
 
 
 def _stdlib_files() -> list[Path]:
-    """Python's own library: every .py file, docstrings and all, in the order of their paths."""
+    """Return the .py files of Python's own library, in the order of their paths."""
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(
         f for f in root.rglob("*.py") if not _STDLIB_SKIPPED.intersection(f.relative_to(root).parts)
@@ -145,7 +144,7 @@ def _stdlib_files() -> list[Path]:
 
 
 class TextStream:
-    """A Hugging Face dataset read row by row; `state()` and `read(state)` resume at a place in it."""
+    """A Hugging Face dataset that is read row by row. `state()` and `read(state)` resume at a place in it."""
 
     def __init__(self, section: s.HuggingFaceSource) -> None:
         configuration = f" ({section.name})" if section.name else ""
@@ -153,15 +152,15 @@ class TextStream:
         self._key = section.text_key
         dataset = _load_dataset(section)
         self.fingerprint = None if section.streaming else dataset._fingerprint
-        """Names the content, where it was downloaded."""
+        """Names the content of a downloaded dataset."""
         self.num_bytes = None if section.streaming else _size(dataset, section.text_key)
         self.position = 0
         self._dataset = dataset if section.streaming else dataset.to_iterable_dataset()
         self._beginning = self._dataset.state_dict()
 
     def read(self, state: dict[str, Any] | None = None) -> Iterator[str]:
-        """Documents from the recorded place, or from the first."""
-        # Always said: a dataset that was given a place once starts there ever after.
+        """Yield the documents from the recorded place on, or from the first one."""
+        # Always, because a dataset that has loaded a place once would start there each time.
         self._dataset.load_state_dict(self._beginning if state is None else state)
         self.position = 0
         for row in self._dataset:
@@ -171,7 +170,7 @@ class TextStream:
                 yield text
 
     def state(self) -> dict[str, Any]:
-        """The place after the document read last, JSON-able."""
+        """Return the place after the last document that was read, JSON-able."""
         return self._dataset.state_dict()
 
 
@@ -185,7 +184,7 @@ def _load_dataset(section: s.HuggingFaceSource) -> Any:
         return datasets.load_dataset(
             section.path, name=section.name, split=section.split, streaming=section.streaming
         )
-    except Exception as error:  # of many kinds: not found, no network, unknown split
+    except Exception as error:  # `datasets` raises many kinds: not found, no network, unknown split
         reason = next(iter(str(error).splitlines()), "")
         raise DataError(
             f"cannot open Hugging Face dataset '{section.path}' (name {section.name!r}, split "
@@ -194,7 +193,7 @@ def _load_dataset(section: s.HuggingFaceSource) -> Any:
         ) from error
 
 
-# What a dataset's name stands for; an empty path must be set by dataset_path, any other may be.
+# What a dataset's name stands for. dataset_path must replace an empty path, and may replace any other.
 _PRESETS: dict[str, s.Section] = {
     "stdlib": s.StdlibSource(),
     "synthetic": s.SyntheticSource(),
@@ -210,7 +209,7 @@ _PRESETS: dict[str, s.Section] = {
 
 
 def resolve_sources(dataset: str, *, dataset_path: str | None = None) -> list[s.Section]:
-    """The source that `training.dataset` (or `validation.dataset`) names: a preset, or a dataset at the hub."""
+    """Return the source that `training.dataset` or `validation.dataset` names: a preset, or a dataset at the hub."""
     if dataset in _PRESETS:
         preset = _PRESETS[dataset]
         path = dataset_path or getattr(preset, "path", None)
@@ -231,9 +230,9 @@ _KINDS = {".jsonl": s.JsonlSource, ".json": s.JsonlSource, ".parquet": s.Parquet
 
 
 def source_of_path(path: str, *, text_key: str) -> s.Section:
-    """The source a path on the command line means, by the names of its files.
+    """Return the source that a path on the command line means, by the names of its files.
 
-    Files of several kinds are refused: beside the text they are often about it (README.md, dataset_infos.json).
+    Files of several kinds are refused, because some are often about the text: README.md, dataset_infos.json.
     """
     if path == "stdlib":
         return s.StdlibSource()
@@ -252,7 +251,7 @@ def source_of_path(path: str, *, text_key: str) -> s.Section:
 
 
 def open_all(sections: Sequence[s.Section]) -> Documents:
-    """The documents of several sources, one after another."""
+    """Return the documents of several sources, one source after another."""
     parts = [open_documents(section) for section in sections]
     sizes = [part.num_bytes for part in parts if part.num_bytes is not None]
     return Documents(

@@ -1,7 +1,7 @@
-"""A yardstick for a model of bytes: how well the frequencies of single bytes predict the text.
+"""Measure how well the frequencies of single bytes predict a text, as a yardstick for a model of bytes.
 
-A model that has learnt only which bytes are common reaches the cross entropy computed here; a lower loss in bits a
-byte means that it uses context.
+A model that has learnt only which bytes are common reaches the cross entropy computed here. A lower loss, in bits a byte,
+means that it uses context.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from titan.data.loader import Loader
 def unigram_bits_per_byte(
     train: Loader, *, validation: Loader, max_tokens: int = 2**22
 ) -> float | None:
-    """Cross entropy of the validation text under the byte frequencies of the training text, in bits a byte.
+    """Return the cross entropy of the validation text under the byte frequencies of the training text, in bits a byte.
 
-    Each is measured on its first `max_tokens` tokens in the order of its samples. None where either is endless, or the
+    Each is measured on its first `max_tokens` tokens, in the order of its samples. Return None if either is endless or the
     tokenizer does not keep all bytes of a text.
     """
     if not train.tokenizer.keeps_bytes:
@@ -28,7 +28,7 @@ def unigram_bits_per_byte(
 
 
 def byte_counts(loader: Loader, *, max_tokens: int) -> np.ndarray:
-    """How often each byte occurs in the first `max_tokens` of an epoch, float64[256]."""
+    """Return how often each byte occurs in the first `max_tokens` of an epoch, float64[256]."""
     token_counts = np.zeros(loader.tokenizer.vocab_size, dtype=np.int64)
     for number in range(loader.samples.num_samples or 0):
         labels = loader.samples.get(np.array([number]))[0, 1:]
@@ -43,6 +43,7 @@ def byte_counts(loader: Loader, *, max_tokens: int) -> np.ndarray:
 
 
 def cross_entropy_bits(train: np.ndarray, *, validation: np.ndarray) -> float:
-    """Bits a byte to code text of byte counts `validation` by the frequencies of `train`, one added to each."""
+    """Return the bits a byte that code text of byte counts `validation` by the frequencies of `train`."""
+    # One is added to each count (Laplace), so that no byte has probability 0.
     probability = (train + 1) / (train.sum() + len(train))
     return float(-(validation * np.log2(probability)).sum() / validation.sum())

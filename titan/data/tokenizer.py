@@ -1,9 +1,9 @@
-"""Tokenizers: text to ids and back, behind one small class, whatever library does the work.
+"""Turn text into ids and back, behind one small class, whatever library does the work.
 
-Three kinds: "bytes" (embedded, one token a byte, through tiktoken), "tiktoken" (a rank file such as Llama 3's
-tokenizer.model) and "huggingface" (a tokenizer.json, through `tokenizers`). In all of them text never becomes a
-special token: a document that contains "<|end_of_text|>" is encoded as those characters, so that
-the begin and end ids mark document boundaries and nothing else.
+There are three kinds: "bytes" (embedded, one token a byte, through tiktoken), "tiktoken" (a rank file such as Llama 3's
+tokenizer.model) and "huggingface" (a tokenizer.json, through `tokenizers`). Text never becomes a special token: a document
+that contains "<|end_of_text|>" is encoded as those characters. So the begin and end ids mark document boundaries and
+nothing else.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ LLAMA3_PATTERN = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _LLAMA3_NUM_SPECIALS = 256
-# Limits of Llama 3's tokenizer.py: the regular expression engine overflows on longer text, and merging slows
-# down on longer runs without (or of nothing but) white space.
+# Limits of Llama 3's tokenizer.py. The regular expression engine overflows on longer text, and merging slows down on longer
+# runs of white space, or without any.
 _MAX_CHARS, _MAX_RUN = 400_000, 25_000
-_MAX_GAPS = 2**20  # numbers below the highest that no token has
+_MAX_GAPS = 2**20  # ids below the highest one that no token has
 _LONG_RUN = re.compile(r"\S{512,}|\s{512,}")
 
 
-# What some tokenizers drop or change: runs of spaces, lines, capitals, accents, rare characters.
+# Contains what some tokenizers drop or change: runs of spaces, lines, capitals, accents, rare characters.
 _SAMPLE = "The cat,  2 cats;\n\tif x == 1:\n    naïve ﬁne Straße 日本語 \U0001f600 don't. "
 _MAX_ID = 2**24
 
 
 class Tokenizer(ABC):
-    """Text to ids and back. `bos_id` and `eos_id` are None where the tokenizer has no such token."""
+    """Encode text and decode ids. `bos_id` and `eos_id` are None if the tokenizer has no such token."""
 
     kind: str
     vocab_size: int
@@ -54,34 +54,34 @@ class Tokenizer(ABC):
     eos_id: int | None
     special_ids: dict[str, int]
     fingerprint: str
-    """Changes whenever the same text could give other ids; part of every cache key."""
+    """Changes whenever the same text could become other ids. It is part of every cache key."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Ids of the text alone: no begin or end token is added, none is recognised in the text."""
+        """Return the ids of the text alone: no begin or end token is added, and none is recognised in the text."""
 
     @abstractmethod
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of text one token stands for; none for a special token."""
+        """Return the bytes of text that a token stands for, b"" for a special token."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids, special tokens left out; broken UTF-8 shows as U+FFFD."""
+        """Return the text of the ids without special tokens. Broken UTF-8 becomes U+FFFD."""
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
 
     @cached_property
     def keeps_bytes(self) -> bool:
-        """Return whether the bytes of a text's tokens are as many as those of the text; a space put in front is none."""
+        """Return whether the tokens of a text have as many bytes as the text, not counting a space put in front."""
         num_bytes = sum(len(self.token_bytes(token)) for token in self.encode(_SAMPLE))
         return num_bytes - len(_SAMPLE.encode()) in (0, 1)
 
     @cached_property
     def byte_lengths(self) -> np.ndarray:
-        """Bytes of text of each token, int64[vocab_size]; turns a loss per token into one per byte."""
+        """Return the bytes of text of each token, int64[vocab_size], which turn a loss per token into one per byte."""
         return np.array([len(self.token_bytes(t)) for t in range(self.vocab_size)], dtype=np.int64)
 
 
 class TiktokenTokenizer(Tokenizer):
-    """A tiktoken.Encoding: byte-level BPE by ranks; the special tokens follow the last rank."""
+    """Byte-level BPE by ranks, as a tiktoken.Encoding. The special tokens follow the last rank."""
 
     def __init__(
         self, ranks: dict[bytes, int], *, kind: str, pattern: str, specials: list[str], source: str
@@ -123,7 +123,7 @@ class HuggingFaceTokenizer(Tokenizer):
             raise DataError(f"tokenizer {path}: not a valid tokenizer.json: {why}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True  # as text, that is: not recognised in it
+        self._tokenizer.encode_special_tokens = True  # encode their text like any other
         vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self._names = {token: name for name, token in vocab.items()}
         added = self._tokenizer.get_added_tokens_decoder()
@@ -146,11 +146,12 @@ class HuggingFaceTokenizer(Tokenizer):
         self._path = path
 
     def __reduce__(self) -> tuple[type, tuple[Path]]:
-        # To a worker process as its file: a pickle of the library's would forget encode_special_tokens.
+        # A worker process gets the file's name. The library's own pickle forgets encode_special_tokens.
         return type(self), (self._path,)
 
     def encode(self, text: str) -> list[int]:
-        # Of batches the library lets go of the interpreter lock. Of long text it takes 200 bytes a character.
+        # Only for batches does the library release the interpreter's lock. Long text takes 200 bytes a character, so it
+        # is encoded in pieces.
         encode = self._tokenizer.encode_batch_fast
         return [i for p in pieces([text]) for i in encode([p], add_special_tokens=False)[0].ids]
 
@@ -169,8 +170,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def bytes_tokenizer() -> Tokenizer:
-    """One token a byte, 0 to 255, then begin (256) and end (257) of text."""
-    # No merges exist, so how the pattern cuts does not matter to the ids: 64 is where it is fastest.
+    """Return the tokenizer with one token a byte, 0 to 255, then begin (256) and end (257) of text."""
+    # There are no merges, so where the pattern cuts does not change the ids. 64 is the fastest.
     return TiktokenTokenizer(
         {bytes([byte]): byte for byte in range(256)},
         kind="bytes",
@@ -181,7 +182,10 @@ def bytes_tokenizer() -> Tokenizer:
 
 
 def tiktoken_tokenizer(path: Path) -> Tokenizer:
-    """Llama 3's tokenizer.model: lines of "base64(token) rank", 256 special tokens after the last rank."""
+    """Return the tokenizer of a file like Llama 3's tokenizer.model: lines of "base64(token) rank".
+
+    256 special tokens follow the last rank.
+    """
     content = read_bytes(path)
     lines = enumerate(content.splitlines(), start=1)
     ranks = dict(_rank_line(line, where=f"{path}:{number}") for number, line in lines)
@@ -210,7 +214,7 @@ def _rank_line(line: bytes, *, where: str) -> tuple[bytes, int]:
 
 
 def build_tokenizer(section: TokenizerSection, *, hf_assets_path: str) -> Tokenizer:
-    """The tokenizer a job asks for; raises DataError where its file is missing or of another kind."""
+    """Return the tokenizer of a job. Raises DataError if its file is missing or of another kind."""
     where = section.path or hf_assets_path
     if section.name == "bytes" or (section.name == "auto" and not where):
         return bytes_tokenizer()
@@ -231,7 +235,7 @@ def build_tokenizer(section: TokenizerSection, *, hf_assets_path: str) -> Tokeni
 
 
 def tokenizer_named(value: str) -> Tokenizer:
-    """The tokenizer that a word on a command line means: "bytes", a file or a folder."""
+    """Return the tokenizer that a word on a command line means: "bytes", a file or a folder."""
     section = TokenizerSection(name="bytes") if value == "bytes" else TokenizerSection(path=value)
     return build_tokenizer(section, hf_assets_path="")
 
@@ -247,7 +251,7 @@ def _find_file(folder: Path, kind: str) -> Path:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """The text in pieces within Llama 3's limits; nearly always the text itself."""
+    """Yield the text in pieces within Llama 3's limits: nearly always the text itself."""
     for start in range(0, len(text), _MAX_CHARS):
         part = text[start : start + _MAX_CHARS]
         begin = 0
@@ -263,23 +267,23 @@ def _fingerprint(*parts: object) -> str:
 
 
 def _read_beside(file: Path) -> dict[str, Any]:
-    """Return the object in a file beside a tokenizer.json; {} where there is no file. Raises DataError."""
+    """Return the object in a file beside a tokenizer.json, {} if there is no file. Raises InputError."""
     return read_json(file, dict[str, Any]) if file.is_file() else {}
 
 
 def _named_beside(folder: Path) -> list[tuple[str, int]]:
     """Return special tokens and their ids from tokenizer_config.json, which may name more than tokenizer.json."""
     added = _read_beside(folder / "tokenizer_config.json").get("added_tokens_decoder")
-    found = []
+    named = []
     for number, token in added.items() if isinstance(added, dict) else ():
         content = token.get("content") if isinstance(token, dict) and token.get("special") else None
         if isinstance(content, str) and number.isdecimal() and len(number) < 9:
-            found += [(content, int(number))] if int(number) < _MAX_ID else []
-    return found
+            named += [(content, int(number))] if int(number) < _MAX_ID else []
+    return named
 
 
 def _find_special(folder: Path, which: str, vocab: dict[str, int]) -> int | None:
-    """Return the id of "bos" or "eos" from the files that may lie beside a tokenizer.json, first hit wins."""
+    """Return the id of "bos" or "eos" from the first file beside a tokenizer.json that names it."""
     names = ("tokenizer_config", "special_tokens_map", "generation_config", "config")
     for file in (folder / f"{name}.json" for name in names):
         values = _read_beside(file)
@@ -296,7 +300,7 @@ def _find_special(folder: Path, which: str, vocab: dict[str, int]) -> int | None
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's spelling of bytes as characters: printable ones stand for themselves, others follow from 256."""
+    """Return GPT-2's spelling of bytes: printable ones stand for themselves, the others for characters from 256 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     spelling = {chr(byte): byte for byte in printable}

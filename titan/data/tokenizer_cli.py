@@ -1,4 +1,4 @@
-"""`titan tokenizer`: train a byte-level BPE tokenizer on one's own text, or look into any tokenizer.
+"""Run `titan tokenizer`: train a byte-level BPE tokenizer on your text, or show what any tokenizer does.
 
 titan tokenizer train --input corpus/ --vocab-size 32768 --output assets/mine
 titan tokenizer inspect assets/mine --text "def main(argv):"
@@ -39,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def train(documents: Documents, *, vocab_size: int, output: Path) -> int:
-    """Write tokenizer.json and tokenizer_config.json; returns the size reached. Raises DataError."""
+    """Write tokenizer.json and tokenizer_config.json. Return the size reached. Raises DataError."""
     if vocab_size < _SMALLEST:
         raise DataError(
             f"--vocab-size {vocab_size} is below {_SMALLEST}: 256 bytes and two special tokens"
@@ -73,7 +73,7 @@ def train(documents: Documents, *, vocab_size: int, output: Path) -> int:
 
 
 def inspect(path: str, *, text: str) -> str:
-    """What a tokenizer is and does, for people."""
+    """Return a description of a tokenizer, for people."""
     tokenizer = tokenizer_named(path)
     ids, num_bytes = tokenizer.encode(text), len(text.encode())
     specials = [f"{name} = {token}" for name, token in tokenizer.special_ids.items()]
@@ -92,7 +92,7 @@ ids             {" ".join(map(str, ids[:_SHOWN_TOKENS]))}{more}"""
 
 
 def main(argv: list[str]) -> int:
-    """Run `titan tokenizer` with its arguments; the exit code."""
+    """Run `titan tokenizer` with its arguments. Return the exit code."""
     arguments = _parser().parse_args(argv)
     try:
         if arguments.command == "inspect":

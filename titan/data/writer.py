@@ -1,10 +1,10 @@
-"""Writing token shards: parallel, resumable, and the same bytes for any number of workers and interruptions.
+"""Write token shards: in parallel, resumable, and the same bytes for any number of workers and interruptions.
 
-One process reads documents in order and cuts them into pieces (pieces.py), and these into chunks; workers tokenise
-chunks; results come back in order and are appended to the open shard of their split. A shard that is full goes from its
-temporary to its final name, then progress.json says so, with the documents and pieces read by then. A later run reads
-from the start but tokenises only what no closed shard holds. Shards end where pieces do and depend on nothing but the
-documents and the options, so a run killed anywhere continues to the same bytes. Memory does not depend on their size.
+One process reads documents in order, cuts them into pieces (reading.py), and groups these into chunks. Workers tokenise
+chunks. The results come back in order and are appended to the open shard of their split. A full shard gets its final name.
+Then progress.json names it, with the documents and pieces read by then. A later run reads from the start but tokenises only
+what no closed shard holds. Shards end where pieces end, and depend only on the documents and the options. So a run that is
+killed anywhere continues to the same bytes. Memory does not depend on the size of documents.
 
 Called by prepare.py (a user's folder) and cache.py (the cache of raw text sources).
 """
@@ -51,11 +51,11 @@ from titan.data.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# Of a chunk: large enough to hide the hand-over, small enough to keep few in memory.
+# Limits of a chunk: large enough to hide the cost of handing it over, small enough to keep many in memory.
 _CHUNK_PIECES, _CHUNK_CHARS = 256, 2**18
 
-Place = tuple[int, int]
-"""Where reading stands: after so many documents, and so many pieces of the next."""
+ReadPosition = tuple[int, int]
+"""How far reading has come: so many documents, and so many pieces of the next one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class TokenizationSpec:
 
 @dataclass
 class Progress:
-    """What was done so far, for the display. num_bytes: of the files, as `Documents.position` counts them."""
+    """What is done so far, for the display. num_bytes: of the files, as `Documents.position` counts them."""
 
     documents: int = 0
     num_bytes: int = 0
@@ -90,7 +90,7 @@ class Progress:
 
 
 class _Piece(NamedTuple):
-    """A document or a part of one. number: of its document."""
+    """A document or a part of one. number: its document's. index: its own, within the document."""
 
     number: int
     index: int
@@ -99,19 +99,19 @@ class _Piece(NamedTuple):
     last: bool
 
     @property
-    def place(self) -> Place:
+    def place(self) -> ReadPosition:
         return self.number, self.index
 
 
 class _Encoded(NamedTuple):
-    """A piece's tokens, framed, and how many bytes of text they stand for."""
+    """A piece's tokens, with begin and end ids, and how many bytes of text they stand for."""
 
     tokens: np.ndarray
     num_bytes: int
 
 
 class _SplitWriter:
-    """The shards of one split, listed in `closed`; the open one has a temporary name until it is full."""
+    """Write the shards of one split, and list them in `closed`. The open one has a temporary name until it is full."""
 
     def __init__(self, folder: Path, *, split: str, limit: int, closed: list[Shard]) -> None:
         self._folder, self._split, self._limit, self._closed = folder, split, limit, closed
@@ -119,7 +119,7 @@ class _SplitWriter:
         self._shard = Shard(file=f"{split}-00000.bin")
 
     def add(self, piece: _Piece, encoded: _Encoded) -> bool:
-        """Append a piece; True where that closed the shard before it, which had no room for it."""
+        """Append a piece. Return whether the open shard had no room for it and was closed."""
         tokens = encoded.tokens
         full = self._file is not None and self._shard.tokens + len(tokens) > self._limit
         if full:
@@ -133,8 +133,8 @@ class _SplitWriter:
         self._shard.bytes += encoded.num_bytes
         return full
 
-    def close(self, read: Place) -> None:
-        """Give the open shard, if there is one, its final name, after its bytes are on disk. read: up to where."""
+    def close(self, read: ReadPosition) -> None:
+        """Give the open shard, if there is one, its final name, once its bytes are on disk. read: the reader's position."""
         if self._file is None:
             return
         self._file.flush()
@@ -155,9 +155,11 @@ def write_shards(
     workers: int = 1,
     report: Callable[[Progress], None] = lambda progress: None,
 ) -> Index:
-    """Tokenise `documents` into `folder`, or continue; the caller keeps other processes away.
+    """Tokenise `documents` into `folder`, or continue. The caller keeps other processes away.
 
-    workers: processes that tokenise; 1: this process does, with threads.
+    Args:
+        workers: processes that tokenise. With 1, this process tokenises, with threads.
+        report: is called with the progress after each chunk.
     """
     index = _open_index(folder, key=spec.key(documents, shard_tokens=shard_tokens), spec=spec)
     if (folder / INDEX).is_file():
@@ -190,7 +192,7 @@ def write_shards(
 
 
 def _open_index(folder: Path, *, key: str, spec: TokenizationSpec) -> Index:
-    """The index of a complete folder, what an interrupted run left of one, or an empty one."""
+    """Return the index of a complete folder, or what an interrupted run has left of it, or an empty one."""
     for file in (folder / INDEX, folder / PROGRESS):
         if file.is_file():
             index = read_index(file)
@@ -211,9 +213,9 @@ def _open_index(folder: Path, *, key: str, spec: TokenizationSpec) -> Index:
 
 
 def _chunks(
-    documents: Documents, spec: TokenizationSpec, done: dict[str, Place], progress: Progress
+    documents: Documents, spec: TokenizationSpec, done: dict[str, ReadPosition], progress: Progress
 ) -> Iterator[list[_Piece]]:
-    """Yield the pieces that no closed shard holds; those of a split begin at done[split]. Counts documents."""
+    """Yield the pieces that no closed shard holds: those of a split from done[split] on. Count the documents."""
     chunk, num_chars = [], 0
     for number, document in enumerate(documents.read()):
         progress.documents = number + 1
@@ -254,7 +256,7 @@ def _encode(chunk: list[_Piece], spec: TokenizationSpec) -> list[_Encoded]:
 def _encode_all(
     chunks: Iterator[list[_Piece]], spec: TokenizationSpec, *, workers: int
 ) -> Iterator[tuple[list[_Piece], list[_Encoded]]]:
-    """Yield the chunks in order with their tokens; at most 3 chunks a worker or thread are under way."""
+    """Yield the chunks in order with their tokens. At most 3 chunks a worker or thread are under way."""
     num_tasks = min(8, os.cpu_count() or 1) if workers == 1 else workers
     idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
     encode = partial(_encode, spec=spec)
@@ -276,7 +278,7 @@ def _encode_all(
             yield oldest, future.result()
     except WorkerDied as error:
         raise DataError(
-            f"a tokenising process died ({error}), perhaps for want of memory; run the same command again to "
+            f"a tokenising process died ({error}), perhaps because memory ran out; run the same command again to "
             f"continue, with fewer than {workers} workers if it repeats"
         ) from error
     finally:
@@ -286,13 +288,13 @@ def _encode_all(
 
 
 class WorkerDied(Exception):
-    """A worker process ended before it was asked to."""
+    """Report that a worker process ended before it was asked to."""
 
 
 class _Worker:
-    """A process that tokenises chunks, and ends when this one does: its input is a pipe from here.
+    """A process that tokenises chunks, and ends when this one does, because its input is a pipe from here.
 
-    Not one of multiprocessing's, which would import the program that called us, a user's script or all of torch.
+    It is not one of multiprocessing's, which would import the calling program: a user's script, or all of torch.
     """
 
     def __init__(self, spec: TokenizationSpec) -> None:
@@ -308,7 +310,7 @@ class _Worker:
         self._process.stdin.flush()
 
     def encode(self, chunk: list[_Piece]) -> list[_Encoded]:
-        """Return the chunk's tokens; raises WorkerDied."""
+        """Return the chunk's tokens. Raises WorkerDied."""
         assert self._process.stdout is not None
         try:
             self._send(chunk)
@@ -334,11 +336,11 @@ def _encode_in_any(idle: queue.SimpleQueue[_Worker], chunk: list[_Piece]) -> lis
 
 
 def work() -> None:
-    """Tokenise what comes in through standard input, in a worker process, until it is closed."""
+    """Tokenise what comes through standard input, in a worker process, until it is closed."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # they are for the process that started this one
+        signal.signal(number, signal.SIG_IGN)  # the process that started this one handles them
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # what a library prints must not mix with the answers
     spec: TokenizationSpec = pickle.load(sys.stdin.buffer)
     with suppress(EOFError, BrokenPipeError):
         while True:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import codecs
-import gzip
 import json
 import re
 import sys
@@ -17,15 +16,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from titan.observe.trace import MAX_EVENTS, PHASES, Report, TooLarge, analyse
 from titan.observe.trace_kinds import COMMUNICATION, HOST, PARTS
-from titan.untrusted import open_regular
+from titan.untrusted import Unpacked
 
 _MAX_RANKS = 8  # that are read: a large trace takes seconds
 _BLOCK_BYTES, _MAX_EVENT_CHARS = 2**20, 2**22
-_MAX_RATIO, _RATIO_FROM_BYTES = 200, 2**23  # traces shrink 10 to 20 times
 _BEGIN = re.compile(r'"traceEvents"\s*:\s*\[')
 _NEXT = re.compile(r"[\s,]*([^\s,])")
 _ODD = (AttributeError, RecursionError, IndexError, OverflowError, ZeroDivisionError)
@@ -107,9 +105,8 @@ def read_report(path: Path) -> Report:
     """Return the report of a trace file, which is read event by event. Raises TraceError where it is not a whole trace."""
     advice = "a run that is killed leaves such: take another --step or --rank"
     try:
-        with open_regular(path) as packed:
-            file = gzip.GzipFile(fileobj=packed) if path.suffix == ".gz" else packed
-            return analyse(_events(file, packed))
+        with Unpacked(path) as file:
+            return analyse(_events(file))
     except TooLarge:
         advice = "record fewer steps: profiling.profiler_active"
         raise TraceError(f"{path}: more than {MAX_EVENTS:,} events; {advice}") from None
@@ -118,15 +115,12 @@ def read_report(path: Path) -> Report:
         raise TraceError(f"{path}: not a whole trace ({reason}); {advice}") from None
 
 
-def _events(file: Any, packed: IO[bytes]) -> Iterator[dict[str, Any]]:
+def _events(file: Unpacked) -> Iterator[dict[str, Any]]:
     """Yield the events of a trace in chrome's format. Raises ValueError where it ends before they do."""
     decode = json.JSONDecoder().raw_decode
-    text, at, is_within, num_bytes = "", 0, False, 0
+    text, at, is_within = "", 0, False
     incremental = codecs.getincrementaldecoder("utf-8")("replace")
     while block := file.read(_BLOCK_BYTES):
-        num_bytes += len(block)
-        if num_bytes > max(_RATIO_FROM_BYTES, _MAX_RATIO * packed.tell()):
-            raise ValueError("it unpacks to more than a trace does")
         text, at = text[at:] + incremental.decode(block), 0
         if not is_within:
             begin = _BEGIN.search(text)
