@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tests.support import jobs
 from tests.support.ranks import Pool, RankFailed
 from tests.support.trainers import PoolTrainer
 from titan import cli
@@ -118,24 +119,12 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 
 
 def job(source: Path, degrees: Degrees, *, folder: Path, **checkpoint: Any) -> JobConfig:
-    name, sizes = read_sizes(open_folder(source))
-    return JobConfig.model_validate(
-        {
-            "job": {"dump_folder": str(folder)},
-            "model": model_keys(name, sizes),
-            "training": {
-                "dataset": "synthetic",
-                "seq_len": 32,
-                "local_batch_size": 2,
-                "global_batch_size": 8,
-                "steps": 2,
-                "mixed_precision_param": "float32",
-            },
-            "parallelism": {KEYS[axis]: degree for axis, degree in degrees.items()},
-            "checkpoint": checkpoint,
-            "lr_scheduler": {"warmup_steps": 1},
-            "metrics": {"log_freq": 1},
-        }
+    return jobs.job(
+        folder,
+        model=model_keys(*read_sizes(open_folder(source))),
+        training={"global_batch_size": 8},
+        parallelism={KEYS[axis]: degree for axis, degree in degrees.items()},
+        checkpoint=checkpoint,
     )
 
 
@@ -350,107 +339,33 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-LLAMA_32_1B = {  # as published, shortened
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "model_type": "llama",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 16,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {**ROPE, "factor": 32.0},
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": True,
-    "vocab_size": 128256,
-}
-LLAMA_31_8B = {
-    **LLAMA_32_1B,
-    "head_dim": None,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "rope_scaling": ROPE,
-    "tie_word_embeddings": False,
-}
-LLAMA_3_8B = LLAMA_31_8B | {"rope_scaling": None}
-QWEN3_06B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_attention_heads": 16,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "tie_word_embeddings": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-
-
-LLAMA_SIZES = {  # of the released weights' config.json, where they are not the 8B's
-    "Llama-3.2-1B": LLAMA_32_1B,
-    "Llama-3.2-3B": {
-        **LLAMA_32_1B,
-        "head_dim": 128,
-        "hidden_size": 3072,
-        "num_attention_heads": 24,
-        "num_hidden_layers": 28,
-    },
-    "Llama-3.1-8B": LLAMA_31_8B,
-    "Llama-3.1-70B": {
-        **LLAMA_31_8B,
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_attention_heads": 64,
-        "num_hidden_layers": 80,
-    },
-    "Llama-3.1-405B": {
-        **LLAMA_31_8B,
-        "hidden_size": 16384,
-        "intermediate_size": 53248,
-        "num_attention_heads": 128,
-        "num_hidden_layers": 126,
-    },
-}
+# config.json of released weights, shortened.
+PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text())
 
 
 @pytest.mark.parametrize("name", ["1b", "3b", "8b", "70b", "405b"])
 def test_shipped_jobs_name_folders_of_their_model(name: str, tmp_path: Path) -> None:
     section = load_config(DEBUG.with_name(f"llama3_{name}.toml")).model
-    folder = huggingface.HFFolder(tmp_path, LLAMA_SIZES[Path(section.hf_assets_path).name], {})
+    folder = huggingface.HFFolder(tmp_path, PUBLISHED[Path(section.hf_assets_path).name], {})
     assert read_sizes(folder) == (section.name, model_config(section))
 
 
 @pytest.mark.parametrize(
     ("published", "flavor", "overrides"),
     [
-        (LLAMA_32_1B, "1B", {}),
-        (LLAMA_31_8B, "8B", {}),
-        (LLAMA_3_8B, "8B", {"rope_factor": 0.0}),
-        (QWEN3_06B, "0.6B", {}),
-        (
-            QWEN3_06B | {"head_dim": 64, "num_hidden_layers": 3},
-            "0.6B",
-            {"n_layers": 3, "head_dim": 64},
-        ),
+        ("Llama-3.2-1B", "1B", {}),
+        ("Llama-3.1-8B", "8B", {}),
+        ("Llama-3-8B", "8B", {"rope_factor": 0.0}),
+        ("Qwen3-0.6B", "0.6B", {}),
+        ("Qwen3-0.6B, head_dim as derived", "0.6B", {"n_layers": 3, "head_dim": 64}),
     ],
-    ids=["Llama 3.2 1B", "Llama 3.1 8B", "Llama 3 8B", "Qwen3 0.6B", "head_dim as derived"],
 )
 def test_published_configs_are_our_flavors(
-    published: dict[str, Any], flavor: str, overrides: dict[str, Any], tmp_path: Path
+    published: str, flavor: str, overrides: dict[str, Any], tmp_path: Path
 ) -> None:
-    folder = huggingface.HFFolder(tmp_path, published, {})
+    name, _, derived = published.partition(", ")
+    changes = {"head_dim": 64, "num_hidden_layers": 3} if derived else {}
+    folder = huggingface.HFFolder(tmp_path, PUBLISHED[name] | changes, {})
     name, sizes = read_sizes(folder)
     keys = model_keys(name, sizes)
     assert (keys["flavor"], keys.get("overrides", {})) == (flavor, overrides)

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from tests.support.jobs import job
 from tests.support.ranks import Pool
 from tests.support.trainers import Trainer
 from titan import cli
@@ -265,15 +266,12 @@ def test_a_training_run_falls_back_bit_for_bit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(folder: Path, steps: int) -> list[tuple[int, float]]:
-        config = JobConfig.model_validate(
-            {
-                "job": {"dump_folder": str(folder)},
-                "model": {"flavor": "tiny", "overrides": {"n_layers": 1}},
-                "training": {"dataset": "synthetic", "seq_len": 32, "steps": steps},
-                "lr_scheduler": {"warmup_steps": 2, "total_steps": 6},
-                "metrics": {"log_freq": 1},
-                "checkpoint": {"interval": 2},
-            }
+        config = job(
+            folder,
+            model={"overrides": {"n_layers": 1}},
+            training={"steps": steps},
+            lr_scheduler={"warmup_steps": 2, "total_steps": 6},
+            checkpoint={"interval": 2},
         )
         trainer = Trainer(config)
         assert trainer.run() == 0
@@ -519,15 +517,7 @@ def test_the_index_reads_back_as_torch_wrote_it(run_dir: Path) -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps, both kept."""
     folder = tmp_path_factory.mktemp("trained")
-    config = JobConfig.model_validate(
-        {
-            "job": {"dump_folder": str(folder)},
-            "model": {"flavor": "tiny", "overrides": {"n_layers": 1}},
-            "training": {"dataset": "synthetic", "seq_len": 32, "steps": 2},
-            "lr_scheduler": {"warmup_steps": 1},
-            "checkpoint": {"interval": 1},
-        }
-    )
+    config = job(folder, model={"overrides": {"n_layers": 1}}, checkpoint={"interval": 1})
     trainer = Trainer(config)
     assert trainer.run() == 0
     trainer.close()

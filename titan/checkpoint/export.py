@@ -127,6 +127,7 @@ def export_state(folder: Path, state: StateDict, export: Export, *, group: Check
     def gather(names: Sequence[str], keep: bool) -> StateDict:
         kept: StateDict = {}
         for name in names:
+            # Cast first: the gathered tensor is then no larger than what is written.
             tensor = state[f"model.{name}"].to(export.dtype)
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if keep:
@@ -168,6 +169,7 @@ def write_folder(
         _write_texts(temporary, export, dict(zip(file_names, files, strict=True)))
         if not folder.exists():
             return LocalStorage().rename(temporary, folder)
+        # Without config.json the folder is incomplete, until all other files are in place.
         (folder / CONFIG).unlink(missing_ok=True)
         for file in sorted(temporary.iterdir(), key=lambda file: file.name == CONFIG):
             LocalStorage().rename(file, folder / file.name)
@@ -180,6 +182,7 @@ def write_folder(
                 holders = ranks_of[names[0]]
                 if group.rank not in holders:
                     continue
+                # All holders take part in gathering; the keepers change, so that they write at the same time.
                 keep = group.rank == holders[number % len(holders)]
                 wait(writes if keep else [])  # at most one file is still being written
                 kept = fetch(names, keep)

@@ -37,7 +37,7 @@ from titan.untrusted import MAX_VALUES, is_plain_name, open_regular, printable, 
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 _MAX_HEADER = 16 * 2**20
-_DTYPES = ("F32", "BF16", "F16")
+_DTYPES = ("F32", "BF16", "F16")  # others are quantized
 _DERIVED = (
     ".rotary_emb.inv_freq"  # old versions of transformers stored it; every version computes it
 )
@@ -180,6 +180,7 @@ def load(path: Path, state: StateDict, *, model: HFModel, group: CheckpointGroup
     for ours in (key.removeprefix("model.") for key in state):
         by_file[folder.files[model.names[ours]]].append(ours)
     bad: list[str] = []
+    # File by file: a mapped file's pages can go when its tensors are copied.
     for file, names in by_file.items():
         with safe_open(file, framework="pt") as stored:
             slices = {ours: stored.get_slice(model.names[ours]) for ours in names}
@@ -212,8 +213,9 @@ def model_keys(name: str, sizes: Any) -> dict[str, Any]:
     flavors = family(name).FLAVORS
     flavor = min(flavors, key=lambda key: len(_differences(sizes, flavors[key])))
     overrides = _differences(sizes, flavors[flavor])
+    # Where head_dim is dim / n_heads, it is derived from the overrides of these.
     if overrides and sizes.head_dim * sizes.n_heads != sizes.dim:
-        overrides["head_dim"] = sizes.head_dim  # else it would be derived
+        overrides["head_dim"] = sizes.head_dim
     keys = {"name": name, "flavor": flavor} | ({"overrides": overrides} if overrides else {})
     assert not _differences(sizes, model_config(ModelSection.model_validate(keys)))
     return keys
@@ -242,6 +244,7 @@ def _problems(folder: HFFolder, model: HFModel) -> Iterator[str]:
     for name in wanted.keys() - folder.files.keys():
         yield f"{source}: tensor {name} is missing"
     tied = {model.hooks.hf_name("output.weight")} if model.sizes.tied_embeddings else set()
+    # Folders of tied models may hold the output layer all the same.
     for name in folder.files.keys() - wanted.keys() - tied:
         if not name.endswith(_DERIVED):
             yield f"{folder.files[name]}: tensor {printable(name, 100)} is not one of {model.hooks.ARCHITECTURE}"
@@ -264,6 +267,7 @@ def _headers(file: Path) -> dict[str, tuple[list[int], str]]:
 
     try:
         with open_regular(file, within=root_of(file.parent)) as stream:
+            # A header of any length, or with any number of values, would be parsed whole in memory.
             size = int.from_bytes(stream.read(8), "little")
             if size > _MAX_HEADER:
                 raise CheckpointError(f"{file}: has a header of {size:,} bytes")

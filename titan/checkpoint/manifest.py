@@ -77,6 +77,7 @@ class HashingStream:
         view = memoryview(data).cast("B")
         self._stream.write(view)
         rest = view
+        # A write may end in the middle of a block, or span several.
         while len(rest):
             room = BLOCK_BYTES - self._bytes % BLOCK_BYTES
             part, rest = rest[:room], rest[room:]

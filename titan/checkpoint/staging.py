@@ -1,11 +1,11 @@
-"""A copy of the state in host memory, which is written while training goes on.
+"""Copy the state into host memory, from where it is written while training goes on.
 
-    async                   copied at once, into fresh memory
-    async_with_pinned_mem   copied while the next step's forward and backward passes run, into buffers that are kept from
-                            save to save, pinned where there is an accelerator
+    async                   copy at once, into new memory
+    async_with_pinned_mem   copy while the next step's forward and backward passes run, into buffers that are kept from save
+                            to save, and pinned if there is an accelerator
 
-In the second, whoever changes the state next has to wait for the copy: a hook before the optimizer's step does. On an accelerator
-it makes the stream wait, not the host; on a CPU the copying is the writer's thread's work.
+In the second mode, the next change of the state has to wait for the copy, so a hook before the optimizer's step does. On an
+accelerator the stream waits, not the host. On a CPU the writer's thread makes the copy.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from titan.checkpoint.tensors import StateDict
 
 
 class Staging:
-    """Makes the copies of one rank; there is one at a time."""
+    """Make the copies of one rank, one at a time."""
 
     def __init__(self, *, overlap: bool) -> None:
         self._overlap = overlap
         self._buffers: StateDict = {}
         self._pending: Callable[[], object] | None = None
-        self.waited_s = 0.0  # by the last `before_update` that had to
+        self.waited_s = 0.0  # in the last `before_update` that had to wait
 
     def begin(self, state: StateDict) -> Callable[[], StateDict]:
-        """Copy `state`, or begin to; the result, called on the writer's thread, gives the finished copy."""
+        """Copy `state`, or begin to. Return a function that the writer's thread calls for the finished copy."""
         self.waited_s = 0.0
         copies = {name: self._buffer(name, value) for name, value in state.items()}
         if not self._overlap:
@@ -49,13 +49,13 @@ class Staging:
             try:
                 _copy(state, copies)
             finally:
-                copied.set()
+                copied.set()  # after a failure too, or training would wait for ever
             return copies
 
         return finish
 
     def before_update(self, *_: Any) -> None:
-        """Training is about to change the state: not before it is copied. A hook for optimizers."""
+        """Wait until the state is copied. A hook for optimizers, which change the state next."""
         if self._pending is not None:
             start = time.monotonic()
             self._pending()
@@ -66,7 +66,7 @@ class Staging:
     ) -> Callable[[], StateDict]:
         module = torch.get_device_module(device)
         stream, training = module.Stream(device), module.current_stream(device)
-        stream.wait_stream(training)
+        stream.wait_stream(training)  # the step that is saved may still be running
         with module.stream(stream):
             _copy(state, copies)
         copied = stream.record_event()

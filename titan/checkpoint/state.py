@@ -1,11 +1,11 @@
-"""What a checkpoint holds: a flat dictionary of tensors, whose names do not depend on the layout.
+"""Collect what a checkpoint holds: a flat dictionary of tensors, whose names do not depend on the layout.
 
     model.<parameter>                 weights
     optimizer.<parameter>.<state>     moments and step counts
     rng.rank-<r>.<generator>          random states, of each rank
 
-DCP stores the shards and puts them together again under any other layout. Only tensors are given to it, since it
-would write anything else as a pickle; what is not a tensor is in titan.json beside them.
+DCP stores the shards and puts them together again under any other layout. It gets only tensors, because it would write
+anything else as a pickle. What is not a tensor goes into titan.json.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ from titan.parallel.weights import canonical_name
 
 
 def model_state(parts: Sequence[nn.Module]) -> StateDict:
-    """Weights of a model, or of its pipeline stages on this rank, under their plain names; a shared parameter (tied
-    embeddings) appears once."""
+    """Return the weights of a model, or of its pipeline stages on this rank, under their plain names.
+
+    A shared parameter (tied embeddings) appears once.
+    """
     state: StateDict = {}
     seen: set[int] = set()
     for part in parts:
         for name, tensor in part.state_dict(keep_vars=True).items():
+            # keep_vars returns the parameter itself, so tied ones have the same id.
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 state[f"model.{canonical_name(name)}"] = plain(tensor.detach())
@@ -43,7 +46,7 @@ def _named_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
 
 
 def optimizer_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> StateDict:
-    """The optimizer's tensors, named by the parameter they belong to."""
+    """Return the optimizer's tensors, named by the parameter that they belong to."""
     state: StateDict = {}
     for name, parameter in _named_parameters(parts).items():
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -55,8 +58,10 @@ def optimizer_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer
 def empty_optimizer_state(
     path: Location, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer
 ) -> StateDict:
-    """Allocate the optimizer's state, laid out like the parameters, to be loaded into: what the optimizer wants to have,
-    or of one that is not ours, what the checkpoint holds."""
+    """Allocate the optimizer's state, laid out like the parameters, and return it to be loaded into.
+
+    Our optimizers know what they need. Of any other one, allocate what the checkpoint holds.
+    """
     if allocate_state(optimizer):
         return optimizer_state(parts, optimizer)
     stored = stored_shapes(path)
@@ -66,25 +71,25 @@ def empty_optimizer_state(
             continue
         name, key = full_key.removeprefix("optimizer.").rsplit(".", 1)
         parameter = parameters.get(name)
-        if parameter is None:  # of another pipeline stage
+        if parameter is None:  # it is on another pipeline stage
             continue
         if shape == parameter.shape:
             value = torch.empty_like(plain(parameter), dtype=dtype, requires_grad=False)
-        else:  # a step count, the same on every rank
+        else:  # a step count, which is the same on every rank
             value = torch.empty(shape, dtype=dtype, device=_step_device(parameter, optimizer))
         optimizer.state[parameter][key] = value
     return optimizer_state(parts, optimizer)
 
 
 def _step_device(parameter: Tensor, optimizer: torch.optim.Optimizer) -> torch.device:
-    """Where torch's optimizers keep scalars: with the parameter if fused or capturable, else on the host."""
+    """Return where torch's optimizers keep scalars: with the parameter if fused or capturable, else on the host."""
     group = optimizer.param_groups[0]
     on_device = group.get("fused") or group.get("capturable")
     return parameter.device if on_device else torch.device("cpu")
 
 
 def rng_state(rank: int, device: torch.device) -> StateDict:
-    """Random states of this rank: torch's, on the host and on the device, Python's and numpy's."""
+    """Return the random states of this rank: torch's (on host and device), Python's and numpy's."""
     kind, numbers, *_, pos, has_gauss, cached = np.random.get_state(legacy=True)
     states = {
         "cpu": torch.get_rng_state(),
@@ -97,7 +102,7 @@ def rng_state(rank: int, device: torch.device) -> StateDict:
 
 
 def load_rng_state(path: Location, rank: int, device: torch.device) -> None:
-    """Restore them; a rank that the saving run did not have keeps its seed. All ranks call this together."""
+    """Restore the random states. A rank that the saving run did not have keeps its seed. All ranks call this together."""
     stored = stored_shapes(path)
     names = [name for name in rng_state(rank, device) if name in stored]
     state = {name: torch.empty(stored[name][0], dtype=stored[name][1]) for name in names}
@@ -116,5 +121,5 @@ def load_rng_state(path: Location, rank: int, device: torch.device) -> None:
 
 
 def _to_bytes(value: object) -> Tensor:
-    """As JSON: loading it runs nothing."""
+    """Return a value as JSON in a tensor. Loading it runs nothing."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)

@@ -42,6 +42,7 @@ def exclusive(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "lock").open("a") as lock:
             try:
+                # First without waiting, to say so before waiting.
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 logger.info("waiting for another process that is tokenising into %s", folder)

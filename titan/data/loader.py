@@ -67,6 +67,7 @@ class Loader:
         self._data, self._accumulation = data, accumulation
         self._prefetch = dataloader.prefetch_factor if dataloader.num_workers else 0
         self._pin = dataloader.pin_memory and torch.cuda.is_available()
+        # Without byte lengths, `num_bytes` is 0 and bits a byte are left out.
         lengths = tokenizer.byte_lengths if tokenizer.keeps_bytes else 0 * tokenizer.byte_lengths
         self._byte_lengths = torch.from_numpy(lengths)
         self._state: dict[str, Any] = {"position": 0}
@@ -155,6 +156,7 @@ class Loader:
             for _ in range(self._accumulation):
                 batches.append(self._make_batch(position))
                 position += self.share.stride
+            # Taken after the last micro-batch: the state belongs to the step, not to what is read ahead.
             bookmark = self.samples.bookmark()
             state: dict[str, Any] = {"position": position}
             state |= {"skipped": skipped} if skipped else {}

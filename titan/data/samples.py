@@ -42,6 +42,7 @@ class ShardSamples(Samples):
         epochs, places = np.divmod(indices, self._length)
         if self._key is not None:
             for epoch in np.unique(epochs):
+                # A batch may span two epochs, which have different permutations.
                 now = epochs == epoch
                 key = derive_key(self._key, "epoch", int(epoch))
                 places[now] = permute(places[now], length=self._length, key=key)

@@ -146,6 +146,7 @@ class TokenShards:
             missing -= len(parts[-1])
             number, begin = number + 1, 0
         tokens = np.concatenate(parts, dtype=np.int64)
+        # Such an id would index past the embedding: on a GPU, an assertion without a word of the cause.
         if tokens.size and tokens.max() >= self._num_ids:
             raise DataError(
                 f"the {self._split} shards in '{self.folder}' hold the id {tokens.max()}, but their vocabulary has "

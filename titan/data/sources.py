@@ -118,6 +118,7 @@ def open_documents(section: s.Section) -> Documents:
 
 def _from_files(kind: str, files: list[Path], read: Reader, **options: str) -> Documents:
     """Return the documents of the files, each read by `read`."""
+    # Path, size and time of each file: hashing the content would read all of the text.
     stats = [(str(f.resolve()), f.stat()) for f in files]
     meter = Meter()
     return Documents(

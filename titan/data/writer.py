@@ -137,6 +137,7 @@ class _SplitWriter:
         """Give the open shard, if there is one, its final name, once its bytes are on disk. read: the reader's position."""
         if self._file is None:
             return
+        # The bytes have to be durable before the name is.
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -165,6 +166,7 @@ def write_shards(
     if (folder / INDEX).is_file():
         return index
     logger.info("tokenising %s into %s", documents.name, folder)
+    # The caller holds the lock, so nobody is writing these.
     for left_over in folder.glob("*.tmp"):
         left_over.unlink()
     done = {
@@ -186,6 +188,7 @@ def write_shards(
         report(progress)
     for writer in writers.values():
         writer.close((progress.documents, 0))
+    # Only now is the folder complete.
     write_index(folder / INDEX, index)
     (folder / PROGRESS).unlink(missing_ok=True)
     return index
@@ -219,6 +222,7 @@ def _chunks(
     chunk, num_chars = [], 0
     for number, document in enumerate(documents.read()):
         progress.documents = number + 1
+        # Before this document, both splits are complete: it is only read.
         if number < min(done.values())[0]:
             continue
         split = spec.split_of(document)
