@@ -167,7 +167,7 @@ def test_source_list_on_the_command_line(tmp_path: Path) -> None:
     assert [source.weight for source in config.data.sources] == [1.0, 2.0]
 
 
-def test_command_line_is_taken_apart() -> None:
+def test_command_line_is_split() -> None:
     words = "job.toml --training.steps=5 top.toml --metrics.enable_wandb --model.flavor 8B --checkpoint.enable false"
     assert parse_args(
         [*words.split(), "--checkpoint.load_step", "-1", "--metrics.enable_tensorboard"]
@@ -186,7 +186,7 @@ def test_command_line_is_taken_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         ([], "command line: no job file; expected JOB.toml"),
         (
@@ -204,10 +204,10 @@ def test_command_line_is_taken_apart() -> None:
         ),
     ],
 )
-def test_a_wrong_command_line_is_told(argv: list[str], said: str) -> None:
+def test_a_wrong_command_line_is_reported(argv: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_args(argv, options=["--nproc"])
-    assert str(caught.value).startswith(said)
+    assert str(caught.value).startswith(message)
 
 
 def test_warnings_are_printed_once_a_run(
