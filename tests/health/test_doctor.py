@@ -105,19 +105,10 @@ CASES = {
 }
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    runs: list[Run] = []
-
-    def start(fault: str, *settings: str, program: list[str] = LAUNCH, **variables: str) -> Run:
-        few = ("--training.steps=12", "--checkpoint.enable=false", *LIMITS)
-        variables = {"OMP_NUM_THREADS": "1", "FAULT": fault} | variables
-        runs.append(Run(tmp_path / "run", *few, *settings, program=program, **variables))
-        return runs[-1]
-
-    yield start
-    for run in runs:
-        run.kill()
+def begin(start: Start, fault: str, *settings: str, **options: Any) -> Run:
+    few = ("--training.steps=12", "--checkpoint.enable=false", *LIMITS)
+    options = {"program": LAUNCH, "OMP_NUM_THREADS": "1", "FAULT": fault} | options
+    return start(*few, *settings, **options)
 
 
 def doctor(run: Run, *, code: int = 1) -> dict[str, Any]:
@@ -140,7 +131,7 @@ def cause(run: Run, kind: str) -> str:
     [pytest.param(c, marks=[pytest.mark.slow] if c.slow else [], id=name) for name, c in CASES.items()],
 )  # fmt: skip
 def test_the_cause_is_named(case: Case, start: Start) -> None:
-    run = start(case.fault, *case.settings)
+    run = begin(start, case.fault, *case.settings)
     assert run.end() == 1, run.said()
     said = cause(run, case.kind)
     assert re.search(case.cause, said), said
@@ -153,7 +144,7 @@ def test_the_cause_is_named(case: Case, start: Start) -> None:
 
 @pytest.mark.slow
 def test_rank_0_is_stopped_and_the_store_with_it(start: Start) -> None:
-    run = start("stopped", *HEARTBEAT, FAULTY_RANK="0")
+    run = begin(start, "stopped", *HEARTBEAT, FAULTY_RANK="0")
     assert run.end() == 1, run.said()
     said = cause(run, "rank_silent")
     assert re.match(r"rank 0 on \S+ has not been heard of for 4 s: it is stopped", said), said
@@ -161,14 +152,14 @@ def test_rank_0_is_stopped_and_the_store_with_it(start: Start) -> None:
 
 @pytest.mark.slow
 def test_a_slow_rank(start: Start) -> None:
-    run = start("slow")
+    run = begin(start, "slow")
     assert run.end() == 0, run.said()
     assert re.match(r"rank 1 is slow: 0\.\d\d s of its own per step", cause(run, "slow_rank"))
 
 
 @pytest.mark.slow
 def test_a_loss_that_is_no_number(start: Start) -> None:
-    run = start("none", TITAN_FAULT="nan:40")
+    run = begin(start, "none", TITAN_FAULT="nan:40")
     assert run.end() == 1, run.said()
     said = cause(run, "loss_not_finite")
     assert re.search(r"step 3: loss nan, gradient norm nan \(rank \d: samples 40 to 47\)", said)
@@ -176,12 +167,12 @@ def test_a_loss_that_is_no_number(start: Start) -> None:
 
 @pytest.mark.slow
 def test_checkpoints_that_are_all_damaged(start: Start) -> None:
-    first = start("none", "--checkpoint.enable=true", "--checkpoint.interval=6")
+    first = begin(start, "none", "--checkpoint.enable=true", "--checkpoint.interval=6")
     assert first.end() == 0, first.said()
     for step in list_steps(first.folder / "checkpoint"):
         for file in (first.folder / "checkpoint" / f"step-{step}").rglob("*.distcp"):
             file.write_bytes(file.read_bytes()[:-100])
-    run = start("none", "--checkpoint.enable=true", "--training.steps=20")
+    run = begin(start, "none", "--checkpoint.enable=true", "--training.steps=20")
     assert run.end() == 2, run.said()
     assert "NO CHECKPOINT" in cause(run, "checkpoint_damaged")
 
@@ -202,10 +193,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize("what", ["metrics", "checkpoint"])
 def test_a_full_disk(what: str, small_disk: Path, start: Start) -> None:
     if what == "metrics":
-        run = start("fill")
+        run = begin(start, "fill")
     else:
         save = ("--checkpoint.enable=true", "--checkpoint.interval=3")
-        run = start("none", *save, "--checkpoint.on_failure=stop")
+        run = begin(start, "none", *save, "--checkpoint.on_failure=stop")
     assert run.end() == 1, run.said()
     assert "the disk" in cause(run, "disk_full")
 
@@ -228,7 +219,7 @@ def test_a_host_without_memory(start: Start, tmp_path: Path) -> None:
             "os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"
         )
         program = ["-c", join, str(group / "cgroup.procs"), *LAUNCH]
-        run = start("host_oom", "--comm.train_timeout_seconds=60", program=program)
+        run = begin(start, "host_oom", "--comm.train_timeout_seconds=60", program=program)
         assert run.end() == 1, run.said()
         said = cause(run, "out_of_host_memory")
         assert said.startswith("rank 1 was killed by the kernel: the memory of the host"), said
@@ -238,7 +229,7 @@ def test_a_host_without_memory(start: Start, tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_well_and_one_that_was_stopped(start: Start) -> None:
-    run = start("none", "--training.steps=100000", "--checkpoint.enable=true")
+    run = begin(start, "none", "--training.steps=100000", "--checkpoint.enable=true")
     run.wait_until_training()
     for rank in (0, 1):  # a living run may be asked, and goes on
         os.kill(run.rank(rank), signal.SIGUSR2)

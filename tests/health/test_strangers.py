@@ -7,9 +7,7 @@ import signal
 import socket
 import stat
 import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
@@ -18,35 +16,26 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-ROOT = Path(__file__).parents[2]
+from tests.support.runs import Run
+
 LISTEN = "0A"  # the state in /proc/net/tcp
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[bytes]]:
     """`titan train --nproc 2` after its first step. It must then end well, whatever the tests did to it."""
-    folder = tmp_path_factory.mktemp("strangers") / "run"
-    command = [sys.executable, "-m", "titan.cli", "train", "train_configs/debug_model.toml"]
-    command += ["--nproc=2", "--training.seq_len=32", "--training.steps=100000"]
-    command += ["--model.overrides.n_layers=2", "--checkpoint.enable=true"]
-    process = subprocess.Popen(
-        [*command, "--metrics.log_freq=1", f"--job.dump_folder={folder}"],
-        cwd=ROOT,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+    run = Run(
+        tmp_path_factory.mktemp("strangers") / "run",
+        "--nproc=2",
+        "--training.steps=100000",
     )
     try:
-        deadline = time.monotonic() + 200
-        while not (folder / "metrics.jsonl").exists():
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
-        yield process
-        process.send_signal(signal.SIGTERM)
-        output = process.communicate(timeout=100)[0]
-        assert process.returncode == 75, output
+        run.wait_until_training()
+        yield run.process
+        run.process.send_signal(signal.SIGTERM)
+        assert run.end() == 75, run.said()
     finally:
-        process.kill()
+        run.kill()
 
 
 def processes(parent: int) -> list[int]:
@@ -71,7 +60,7 @@ def listening(pids: list[int]) -> list[tuple[str, int]]:
     return found
 
 
-def test_nothing_listens_beyond_loopback(run: subprocess.Popen[str]):
+def test_nothing_listens_beyond_loopback(run: subprocess.Popen[bytes]):
     pids = processes(run.pid)
     assert len(pids) >= 4, "titan train, its launcher and two ranks"
     sockets = listening(pids)
@@ -79,7 +68,7 @@ def test_nothing_listens_beyond_loopback(run: subprocess.Popen[str]):
     assert {address for address, _ in sockets} == {"0100007F"}, sockets  # 127.0.0.1
 
 
-def test_no_socket_takes_what_the_launcher_would_unpickle(run: subprocess.Popen[str]):
+def test_no_socket_takes_what_the_launcher_would_unpickle(run: subprocess.Popen[bytes]):
     """The attack: write a pickle to the launcher's store. Nothing that listens speaks its protocol, from any address."""
     own = socket.gethostbyname(socket.gethostname())
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -108,7 +97,7 @@ def test_no_socket_takes_what_the_launcher_would_unpickle(run: subprocess.Popen[
     assert run.poll() is None
 
 
-def test_the_folder_where_ranks_meet_is_private(run: subprocess.Popen[str]):
+def test_the_folder_where_ranks_meet_is_private(run: subprocess.Popen[bytes]):
     *_, rank = processes(run.pid)
     environment = Path(f"/proc/{rank}/environ").read_bytes().split(b"\0")
     folder = next(Path(os.fsdecode(v[12:])) for v in environment if v.startswith(b"TITAN_STORE="))

@@ -7,12 +7,12 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.support.runs import CLI, Run
+from tests.support.runs import Run
 from titan.checkpoint.manager import list_steps
 from titan.health.doctor.diagnosis import diagnose
 from titan.health.doctor.evidence import Evidence
@@ -22,19 +22,6 @@ HANGING = [
     str(Path(__file__).with_name("hanging_train.py")),
 ]
 Start = Callable[..., Run]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    runs: list[Run] = []
-
-    def start(*settings: str, program: list[str] = CLI, **variables: str) -> Run:
-        runs.append(Run(tmp_path / "run", *settings, program=program, **variables))
-        return runs[-1]
-
-    yield start
-    for run in runs:
-        run.kill()
 
 
 def assert_ranks_ended_by_themselves(run: Run) -> None:

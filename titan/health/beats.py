@@ -47,7 +47,7 @@ def connect(timeout_s: float) -> Any:
         return None
     timeout = timedelta(seconds=max(timeout_s, 5))
     connection = dist.TCPStore(store.host, store.port, is_master=False, timeout=timeout)
-    # torchrun may keep its store over a restart.
+    # torchrun may keep its store over a restart, with the failure of the attempt before.
     return dist.PrefixStore(f"titan/{attempt}", connection)
 
 
@@ -60,6 +60,7 @@ def _default_store() -> Any:
     # Private in torch, but the same in 2.11 to 2.15.
     from torch.distributed.distributed_c10d import _get_default_store
 
+    # A prefix store waits for its keys; the one below it has host, port and path.
     store: Any = _get_default_store()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
@@ -106,6 +107,7 @@ class FolderStore:
 
     def add(self, key: str, amount: int) -> int:
         """Count the processes that have added 1 to a key."""
+        # A file for each, since two that count in one file could lose a number.
         if amount:
             (self.folder / f"{key}-by-{os.getpid()}").touch()
         return len(list(self.folder.glob(f"{key}-by-*")))
@@ -120,6 +122,7 @@ def describe_silence(
     for host in dict.fromkeys(hosts[rank] for rank in silent):
         here = [rank for rank in silent if hosts[rank] == host]
         first = beats[here[0]]
+        # All ranks of one of several hosts: more likely the host than each of them.
         if len(set(hosts.values())) > 1 and here == [r for r in hosts if hosts[r] == host]:
             why, lost = f"{host} is lost, or cut off", True
         else:
@@ -156,6 +159,7 @@ def why_silent(process: ProcessId) -> str:
         return "it is stopped, or its interpreter is locked by a C extension"
     if not process.is_running():
         return "its process is gone"
+    # The state is the first field after the program's name.
     state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
     known = {"T": "it is stopped, by SIGSTOP or the like", "D": "it waits for a disk or a device"}
     return known.get(state, "its interpreter is locked by a C extension")

@@ -45,6 +45,7 @@ def launch(
     command += [f"--nproc-per-node={num_processes}", f"--max-restarts={max_restarts}"]
     command += ["-m", "titan.train", *argv]
     print(f"titan: starting {num_processes} processes; each imports torch first", flush=True)
+    # Its own session: a Ctrl-C reaches this process alone, which passes it on once.
     agent = subprocess.Popen(command, env=environment(num_processes), start_new_session=True)
     handlers = {number: signal.signal(number, _forwarder(agent)) for number in FORWARDED}
     try:
@@ -119,6 +120,7 @@ def _write_failures(
     """
     from titan.config.load import load_from_argv
 
+    # The job's arguments follow torchrun's.
     first = next(n for n, argument in enumerate(argv) if argument.endswith(".toml"))
     run_dir = Path(load_from_argv(argv[first:]).job.dump_folder)
     ranks = {

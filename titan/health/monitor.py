@@ -151,6 +151,7 @@ class Monitor:
         agreed = self.report_failure(mine)
         if self.world_size > 1 or not expected:
             flight_recorder.dump(mine, at=where_failed(error), stacks=not expected)
+        # All ranks write the same, so that it does not matter who comes last.
         with suppress(OSError):  # the disk may be what failed
             self._write_status(agreed)
         logging.getLogger("titan").error(mine.reason, extra={"last_words": True})
@@ -162,6 +163,7 @@ class Monitor:
 
     def report_failure(self, mine: Failure) -> Failure:
         """Let the other ranks know that this one fails. Returns the run's failure, which may be another rank's."""
+        # First of all: a failure of others that comes in now must not end this process before its own report.
         self._leaving.set()
         self.end()
         return self._agree(mine) or mine
@@ -175,6 +177,7 @@ class Monitor:
 
         def wait() -> None:
             self._store.add(_SIGNED_OFF, 1)
+            # The other ranks need nobody: they may end at once.
             while (
                 self.rank == 0
                 and self._store.add(_SIGNED_OFF, 0) < self.world_size
@@ -237,6 +240,7 @@ class Monitor:
     def _watch(self) -> None:
         tick_s = min(BEAT_S, self.beat_s, self.step_limit_s / 4 or BEAT_S)
         rounds, silent_s = -1, 0.0
+        # Counted in ticks and not by a clock, which goes on while this process is stopped.
         while not self._closed.wait(tick_s):
             self._touch_lock()
             if self._finished.is_set() or self._leaving.is_set():
@@ -245,11 +249,12 @@ class Monitor:
             rounds = self._rounds
             if self._store is not None and 0 < self.heartbeat_s < silent_s - 2 * self.beat_s:
                 self._exit_on(self._lost_store(), alone=True)
+            # Publish what the beats show; this takes some beats, and must not keep others from beating.
             if self._peer_is_silent:
                 self._peer_is_silent = False
                 self._report(self._find_silent_ranks)
             if time.monotonic() > self._deadline:
-                self._deadline = float("inf")
+                self._deadline = float("inf")  # once is enough
                 self._report(self._find_hanging_ranks)
 
     def _touch_lock(self) -> None:
@@ -314,6 +319,7 @@ class Monitor:
                 self._rounds += 1
             except Exception:  # the connection is lost; the monitor counts
                 continue
+            # A rank that has signed off is not silent.
             unchanged = unchanged + 1 if beat == last and beat != _GONE.encode() else 0
             last = beat
             if self.heartbeat_s and unchanged * self.beat_s >= self.heartbeat_s:
@@ -335,7 +341,7 @@ class Monitor:
         if self._store is None:
             return {self.rank: Beat.parse(self._beat())}, []
         before = self._read_beats()
-        time.sleep(3 * self.beat_s)
+        time.sleep(3 * self.beat_s)  # a busy machine may delay one or two
         after = self._read_beats()
         beats = {rank: Beat.parse(text) for rank, text in after.items() if text != _GONE}
         return beats, [rank for rank in beats if after[rank] == before.get(rank)]
@@ -345,6 +351,7 @@ class Monitor:
         if self._store is None:
             return None
         text = json.dumps(asdict(mine))
+        # compare_set sets a key that is not there yet, and returns what it holds afterwards.
         first = call_with_timeout(LINGER_S, lambda: self._store.compare_set(_FAILURE, "", text))
         return _parse_failure(first) if first else None
 
@@ -370,7 +377,7 @@ class Monitor:
                 self._print(failure.reason)
             if not alone:
                 self.wait_for_peers()
-            elif failure.kind == "host_lost":
+            elif failure.kind == "host_lost":  # no other rank can end the agent any more
                 _end_agent()
 
         leave(failure.exit_code, report, within_s=2 * LINGER_S + 2)

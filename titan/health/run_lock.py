@@ -92,6 +92,7 @@ class RunLock:
 
     def require_free(self) -> None:
         """Raise RunLocked if a run that this process is no part of holds the folder."""
+        # All ranks come here, and rank 0 may have the lock already.
         holder = self._read()
         if holder is None or self._is_of_this_run(holder) or not self._is_alive(holder):
             return
@@ -109,6 +110,7 @@ class RunLock:
                 write_text_atomically(self.path, self._text(), durable=False)
                 time.sleep(SETTLE_S)  # another run may do the same now
                 break
+            # "x": of two runs that begin at once, one makes the file, and the other asks again.
             with suppress(FileExistsError), self.path.open("x") as file:
                 file.write(self._text())
                 break
@@ -148,7 +150,7 @@ class RunLock:
             return holder.is_running()
         if not holder.machine and holder.host == self.me.host:  # no /proc
             return _has_process(holder.pid)
-        if holder.job and holder.job == self.me.job:
+        if holder.job and holder.job == self.me.job:  # a job has one run at a time, as a rule
             deadline = time.monotonic() + WATCH_S
             while time.monotonic() < deadline:
                 time.sleep(BEAT_S / 2)
@@ -187,6 +189,7 @@ class RunLock:
 
 def start_time(pid: str) -> str:
     """Return when a process was started; an empty string if there is none, or a zombie."""
+    # The second field is the name of the program, in parentheses, and may hold spaces.
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

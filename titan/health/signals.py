@@ -42,9 +42,10 @@ class StopRequest:
 
     def install(self) -> StopRequest:
         reader, writer = os.pipe()
-        os.set_blocking(writer, False)
+        os.set_blocking(writer, False)  # as set_wakeup_fd demands
         for number in STOPPING:
             signal.signal(number, self._remember)
+        # Without a handler it would end the process; the thread answers it.
         signal.signal(ASKING, lambda number, frame: None)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(reader,), name="signals", daemon=True).start()
@@ -78,6 +79,7 @@ class StopRequest:
                 threading.Thread(target=self.on_ask, name="asked", daemon=True).start()
         deadline = time.monotonic()
         self.seen = signal.Signals(number).name
+        # Before `allow` nobody knows the grace time: it is in the config.
         self._armed.wait()
         deadline += self._grace_s
         if not self._disarmed.wait(max(0, deadline - time.monotonic())):
@@ -116,7 +118,7 @@ def die_with_parent() -> None:
         return
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has died in between
+    if os.getppid() != parent:  # it died before prctl
         os._exit(EXIT_FAILED)
 
 

@@ -22,7 +22,6 @@ from titan.health.doctor.waits import Wait
 from titan.health.errors import TIMED_OUT
 
 SLOW = 1.5  # times the median of the other ranks: a straggler
-LATE_S = 5.0  # to a collective in which others have failed
 STALE_S = 60.0  # without a step: a run that lives, but may hang
 FULL_BYTES = 2**20
 _MAX_DAMAGED = 20  # files to name
@@ -117,10 +116,11 @@ def _diagnose(run: Evidence) -> Diagnosis:
         return Diagnosis("done", f"finished: all {step:,} steps are done", _slow(run))
     if status.state == "stopped":
         return Diagnosis("stopped", f"stopped by a signal after step {step:,}, and saved", [])
+    # Whoever was killed could not write that it ended; whoever is alive may still hang.
     alive = status.state == "running" and run.holder is not None
     if alive and not _is_stale(run):
         return Diagnosis("running", f"running: step {step:,}, on {run.holder}", _slow(run))
-    rules = (_crashed, _reported, _ended, _mismatch, _hang, _silent, _disk, _late, _slow)
+    rules = (_crashed, _reported, _ended, _mismatch, _hang, _silent, _disk, _slow)
     findings = [finding for rule in rules for finding in rule(run)]
     if not findings:
         kind, cause = "unknown", status.reason or "the run folder does not say why"
@@ -148,6 +148,7 @@ def _crashed(run: Evidence) -> list[Finding]:
     ranks = sorted(run.fatal)
     names = " and ".join(sorted({number.name for number in run.fatal.values()}))
     stacks = {rank: stack for rank in ranks[:4] if (stack := run.stack(rank))}
+    # Without `titan train` nobody saw the exit code, and the stacks are all there is.
     evidence = _exits(run, [rank for rank in ranks if rank in run.exits])
     evidence += [f"logs/rank-{rank}.stacks.txt: {stack}" for rank, stack in stacks.items()]
     return [Finding("crashed", _ended_by(run, ranks, names), evidence)]
@@ -155,6 +156,7 @@ def _crashed(run: Evidence) -> list[Finding]:
 
 def _reported(run: Evidence) -> list[Finding]:
     """Find a failure that a rank understood itself."""
+    # status.json has what the ranks agreed on. Without a store to agree, each dump has what its own rank saw.
     reports = [("status.json", run.status)] + [
         (f"flight_recorder/rank-{rank}.json", dump.failure) for rank, dump in run.dumps.items()
     ]
@@ -178,6 +180,7 @@ def _ended(run: Evidence) -> list[Finding]:
         # torchrun's own SIGTERM goes to the ranks that are left; _crashed names faults.
         if code < 0 and not timed_out and -code != signal.SIGTERM and rank not in run.fatal:
             by_signal.setdefault(-code, []).append(rank)
+    # The kernel kills for want of memory with SIGKILL, too; its counter tells the two apart.
     killed = by_signal.get(signal.SIGKILL, [])
     if run.num_oom_kills and (killed or not run.exits):
         cause = (
@@ -194,6 +197,7 @@ def _ended(run: Evidence) -> list[Finding]:
             return [Finding("killed", cause, _exits(run, ranks))]
         if not _mismatch(run):  # for which gloo ends a process
             return [Finding("crashed", _ended_by(run, ranks, name), _exits(run, ranks))]
+    # Every rank that ends by itself after a failure writes a dump.
     quiet = [rank for rank in run.without_dump if timed_out or not run.exits.get(rank)]
     if not quiet:
         return []
@@ -228,7 +232,7 @@ def _hang(run: Evidence) -> list[Finding]:
     if not waits or run.status.kind in _SILENCE:
         return []
     at = waiting.root(waits, run.dumps)
-    if at is None:
+    if at is None:  # each waits for another one
         parts = [
             f"rank {w.rank} never entered {_what(w)}, for which {_wait(w.waiting)}"
             for w in waits[:4]
@@ -273,27 +277,17 @@ def _disk(run: Evidence) -> list[Finding]:
     return [Finding("disk_full", cause, [f"{free:,} bytes are free"])] if free < FULL_BYTES else []
 
 
-def _late(run: Evidence) -> list[Finding]:
-    """Find a rank that entered the same collective long after the others."""
-    latest = waiting.latest(run.dumps)
-    if not latest or latest[1] < LATE_S or waiting.find_waits(run.dumps):
-        return []
-    rank, lag_s, entry = latest
-    what = f"{waiting.describe(entry)}{_at(entry.line)}"
-    cause = f"rank {rank} on {run.dumps[rank].host} entered {what} {lag_s:.0f} s after the others"
-    return [Finding("slow_rank", cause, _dumps(run, [rank]))]
-
-
 def _slow(run: Evidence) -> list[Finding]:
     """Find ranks whose own time per step is far above the others'."""
     own: dict[int, float] = {}
     for rank, rows in run.times.items():
         values = [row.step_s if row.own_s is None else row.own_s for row in rows if row.step > 1]
-        if len(values) >= 3:
+        if len(values) >= 3:  # the first steps compile, and say nothing of a rank
             own[rank] = median(values)
     findings = []
     for rank, seconds in own.items():
         others = [value for other, value in own.items() if other != rank]
+        # 0.05 s more, since a short step varies by more than half of itself.
         if not others or seconds < max(SLOW * median(others), median(others) + 0.05):
             continue
         wait = median(row.data_wait_s for row in run.times[rank])
@@ -305,6 +299,7 @@ def _slow(run: Evidence) -> list[Finding]:
 
 def _is_stale(run: Evidence) -> bool:
     """Return whether there was no step for long, by the standards of the run."""
+    # A large job may well take minutes for a step.
     step_s = [row.step_s for row in run.metrics[-20:]]
     since_s = time.time() - run.status.unix_s
     return bool(step_s) and since_s > max(STALE_S, 10 * median(step_s))

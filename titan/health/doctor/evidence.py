@@ -172,6 +172,7 @@ class Evidence:
         dumps, keep = [], max(_MAX_ENTRIES // max(len(paths), 1), 20)
         for path in paths:
             if dump := self._json(path, Dump, limit=_DUMP_BYTES):
+                # Memory: 4,096 dumps of 2,000 entries would take gigabytes.
                 del dump.entries[:-keep], dump.p2p[:-keep]
                 dumps.append(dump)
         newest = max(dumps, key=lambda dump: dump.unix_s, default=None)
@@ -190,6 +191,7 @@ class Evidence:
             int(rank): failure.exit_code
             for launch in self._launches
             for rank, failure in launch.ranks.items()
+            # Whole seconds, as torchrun has them; older files are of an earlier run.
             if failure.unix_s >= int(self.environment.written_unix_s)
             and re.fullmatch(r"\d{1,6}", rank)
         }
@@ -214,6 +216,7 @@ class Evidence:
     @property
     def num_oom_kills(self) -> int:
         """Return how many processes the kernel has killed in the cgroup of the run."""
+        # The launcher outlives its ranks; without it, a surviving rank has counted.
         counts = [launch.oom_kills for launch in self._launches]
         return max([*counts, *(dump.oom_kills for dump in self.dumps.values())], default=0)
 
@@ -224,6 +227,7 @@ class Evidence:
     @cached_property
     def times(self) -> dict[int, list[Times]]:
         """Return the newest rows of each rank's own times."""
+        # The clocks of machines differ by some seconds.
         since_s = self.environment.written_unix_s - 60
         return {
             rank: [row for row in self._rows(path, Times, 20) if row.unix_s >= since_s]
@@ -237,6 +241,7 @@ class Evidence:
         holder = self._json(path, ProcessId)
         if holder is None:
             return None
+        # Only on its own machine can it be seen; elsewhere the age of its beat has to do.
         if holder.machine == ProcessId.this().machine != "":
             return holder if holder.is_running() else None
         with suppress(OSError):
@@ -256,6 +261,7 @@ class Evidence:
             elif threads and (frame := _FRAME.match(line)):
                 threads[-1].append(f"{_short(frame[1])}:{frame[2]}, in {frame[3]}")
         frames = threads[-1] if threads else []  # the main thread is written last
+        # Where it was, and the innermost line of ours.
         ours = [frame for frame in frames if frame.startswith(("titan/", "models/"))]
         return " <- ".join(dict.fromkeys([*frames[:1], *ours[:1]]))
 
@@ -271,6 +277,7 @@ class Evidence:
 
     def _json(self, path: Path, kind: type[T], *, limit: int = 2**20) -> T | None:
         """Return what a file holds; None if there is none, or it is damaged."""
+        # A link that leads nowhere was put there: it is damaged, not missing.
         if not path.is_symlink() and not path.exists():
             return None
         return self._try(lambda: read_json(path, kind, limit=limit, within=path.parent), None)

@@ -68,6 +68,7 @@ def find_mismatch(dumps: dict[int, Dump]) -> Mismatch | None:
                 calls[entry.group, entry.backend, entry.seq][rank] = entry
     mismatches = []
     for (group, _, seq), by_rank in calls.items():
+        # The operation first: two operations differ in their sizes as well.
         for differs in ("operation", "dtype", "shape"):
             if len({_signature(entry, differs) for entry in by_rank.values()}) > 1:
                 first = min(entry.enqueued_unix_s or 0 for entry in by_rank.values())
@@ -75,6 +76,7 @@ def find_mismatch(dumps: dict[int, Dump]) -> Mismatch | None:
                 break
     if not mismatches:
         return None
+    # What comes later differs because of the first.
     _, group, seq, differs, by_rank = min(mismatches, key=lambda row: row[0])
     texts = {rank: describe(entry) for rank, entry in by_rank.items()}
     frequent = [text for text, _ in Counter(texts.values()).most_common()]
@@ -95,22 +97,6 @@ def describe(entry: Call) -> str:
     return f"{entry.called or entry.operation}{operands}"
 
 
-def latest(dumps: dict[int, Dump]) -> tuple[int, float, Call] | None:
-    """Return the rank that came last to a collective which others entered, by the most seconds, and its entry."""
-    arrivals: dict[tuple[str, str, int], list[tuple[float, int, Call]]] = defaultdict(list)
-    for rank, dump in dumps.items():
-        for entry in dump.entries[-200:]:
-            key = (entry.group, entry.backend, entry.seq)
-            arrivals[key].append((entry.enqueued_unix_s or 0, rank, entry))
-    late = None
-    for rows in arrivals.values():
-        rows.sort(key=lambda row: row[0])
-        lag_s = rows[-1][0] - rows[0][0]
-        if len(rows) > 1 and (late is None or lag_s > late[1]):
-            late = (rows[-1][1], lag_s, rows[-1][2])
-    return late
-
-
 def _signature(entry: Call, what: str) -> str:
     name = entry.operation.lower().replace("_", "")  # NCCL's names have underscores
     if what == "operation":
@@ -121,6 +107,7 @@ def _signature(entry: Call, what: str) -> str:
 
 
 def _waits_in_groups(dumps: dict[int, Dump]) -> list[Wait]:
+    # By group and backend: a group may have one of each, and each counts for itself.
     begun: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
     for rank, dump in dumps.items():
         for name, group in dump.groups.items():
@@ -157,6 +144,7 @@ def _waits_of_pairs(dumps: dict[int, Dump]) -> list[Wait]:
             last[rank, row.peer, row.sends] = row
     waits = []
     for (rank, peer, sends), row in last.items():
+        # The other end of the pair, in the same direction.
         other = last.get((peer, rank, not sends))
         seq = other.seq if other else 0
         if peer not in dumps or seq >= row.seq:
