@@ -12,36 +12,29 @@ from typing import Any
 
 import pytest
 
-from titan.config.schema import JobConfig
+from tests.support.jobs import job
 from titan.health.signals import EXIT_FAILED, EXIT_STOPPED, for_agent, signal_main_thread
 from titan.observe.runinfo import write_status
 from titan.train import is_finished
 
 
-def job(folder: Path, *, steps: int = 5, **checkpoint: Any) -> JobConfig:
-    return JobConfig.model_validate(
-        {
-            "job": {"dump_folder": str(folder)},
-            "training": {"steps": steps},
-            "checkpoint": checkpoint,
-        }
-    )
-
-
 def test_a_run_is_finished_with_its_last_step_and_checkpoint(tmp_path: Path) -> None:
-    assert not is_finished(job(tmp_path))
+    def finished(steps: int = 5, **checkpoint: Any) -> bool:
+        return is_finished(job(tmp_path, training={"steps": steps}, checkpoint=checkpoint))
+
+    assert not finished()
     write_status(tmp_path, state="done", exit_code=0, step=5)
-    assert not is_finished(job(tmp_path))  # its checkpoints were deleted: begin again
+    assert not finished()  # its checkpoints were deleted: begin again
     (tmp_path / "checkpoint" / "step-5").mkdir(parents=True)
-    assert is_finished(job(tmp_path)) and is_finished(job(tmp_path, steps=3))
-    assert not is_finished(job(tmp_path, steps=6))
-    assert not is_finished(job(tmp_path, load_step=2))
-    assert not is_finished(job(tmp_path, enable=False))
+    assert finished() and finished(steps=3)
+    assert not finished(steps=6)
+    assert not finished(load_step=2)
+    assert not finished(enable=False)
     write_status(tmp_path, state="failed", exit_code=1, step=5)
-    assert not is_finished(job(tmp_path))
+    assert not finished()
 
 
-def test_torchrun_is_told_0_where_it_would_start_a_stopped_run_again(
+def test_a_stopped_rank_ends_with_0_if_torchrun_would_start_it_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert for_agent(EXIT_STOPPED) == EXIT_STOPPED

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from tests.support.ranks import Pool
-from titan.health.beats import Beat, describe_hang, describe_silence
+from titan.health.beats import Beat, FolderStore, describe_hang, describe_silence
 from titan.health.errors import Failure, kind_of
 from titan.health.monitor import Monitor
 from titan.health.run_lock import ProcessId
@@ -111,6 +112,27 @@ def test_a_rank_alone_agrees_with_itself(tmp_path: Path) -> None:
     assert monitor.report_failure(mine) is mine
     monitor.wait_for_peers()
     monitor.close()
+
+
+def test_a_store_is_lost_only_if_it_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time before the ranks meet, in which torch is imported, is no silence."""
+    ends: list[Failure] = []
+    monitor = Monitor(tmp_path, rank=1, world_size=2, heartbeat_s=2)
+    monkeypatch.setattr(monitor, "_exit_on", lambda failure, alone: ends.append(failure))
+    monitor.start()
+    time.sleep(3.5)
+    monitor._store = FolderStore(tmp_path / "store")
+    time.sleep(0.5)  # the first beat
+    while monitor._rounds < 10:
+        time.sleep(0.05)
+        monitor._rounds += 1
+    assert not ends
+    while not ends:  # nobody counts any more
+        time.sleep(0.05)
+    monitor.close()
+    assert ends[0].kind == "rank_silent"
 
 
 def test_a_silent_host_is_distinguished_from_a_silent_rank() -> None:

@@ -16,10 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.health.test_chaos import weights
+from tests.support.jobs import job
 from tests.support.ranks import Pool
 from tests.support.trainers import PoolTrainer
-from titan.checkpoint.manager import load, stored_shapes
-from titan.config.schema import FaultToleranceSection, JobConfig
+from titan.config.schema import FaultToleranceSection
 from titan.health.recovery import (
     NonFiniteError,
     Recovery,
@@ -52,23 +53,14 @@ def train(
     os.environ["TITAN_FAULT"] = fault
     dp = parallelism.get("data_parallel_shard_degree", 1)
     dp *= parallelism.get("data_parallel_replicate_degree", 1)
-    config = JobConfig.model_validate(
-        {
-            "job": {"dump_folder": str(folder)},
-            "model": {"flavor": "tiny", "overrides": {"n_layers": 2}},
-            "training": {
-                "dataset": "synthetic",
-                "seq_len": 16,
-                "local_batch_size": BATCH // dp,
-                "steps": steps,
-                "mixed_precision_param": "float32",
-            },
-            "parallelism": parallelism,
-            "lr_scheduler": {"warmup_steps": 0, "decay_ratio": 0.0},
-            "metrics": {"log_freq": 1},
-            "checkpoint": {"interval": interval, "async_mode": "async"},
-            "fault_tolerance": settings,
-        }
+    config = job(
+        folder,
+        model={"flavor": "tiny", "overrides": {"n_layers": 2}},
+        training={"seq_len": 16, "local_batch_size": BATCH // dp, "steps": steps},
+        parallelism=parallelism,
+        lr_scheduler={"warmup_steps": 0, "decay_ratio": 0.0},
+        checkpoint={"interval": interval, "async_mode": "async"},
+        fault_tolerance=settings,
     )
     trainer = PoolTrainer(config)
     if never:
@@ -80,14 +72,6 @@ def train(
     finally:
         trainer.close()
     return ""
-
-
-def stored(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    path = folder / "checkpoint" / f"step-{step}"
-    shapes = {k: v for k, v in stored_shapes(path).items() if not k.startswith("rng.")}
-    state = {name: torch.empty(s, dtype=d) for name, (s, d) in shapes.items()}
-    load(path, state)
-    return state
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -121,7 +105,7 @@ def test_a_skipped_step_never_was(
     assert run(pool, world, struck, settings, steps=14, fault=fault, **options) == ""
     never = ((at - 1) * BATCH, at * BATCH)
     assert run(pool, world, clean, {}, steps=13, never=never, **options) == ""
-    expected, found = stored(clean, 13), stored(struck, 14)
+    expected, found = weights(clean, 13), weights(struck, 14)
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
     skipped = [row["num_skipped"] for row in rows(struck)]
@@ -153,7 +137,7 @@ def test_a_rewound_run_never_saw_the_samples(
     options = {"parallelism": parallelism, "steps": 14, "interval": 4}
     assert run(pool, world, struck, settings, fault=fault, **options) == ""
     assert run(pool, world, clean, {}, never=(first, 11 * BATCH), **options) == ""
-    expected, found = stored(clean, 14), stored(struck, 14)
+    expected, found = weights(clean, 14), weights(struck, 14)
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
     assert [row["step"] for row in rows(struck)] == list(range(1, 15))

@@ -245,9 +245,11 @@ class Monitor:
             self._touch_lock()
             if self._finished.is_set() or self._leaving.is_set():
                 continue
-            silent_s = silent_s + tick_s if self._rounds == rounds else 0
+            # Before `connect` there is nothing to hear: torch is imported, which may take long.
+            is_quiet = self._store is not None and self._rounds == rounds
+            silent_s = silent_s + tick_s if is_quiet else 0
             rounds = self._rounds
-            if self._store is not None and 0 < self.heartbeat_s < silent_s - 2 * self.beat_s:
+            if 0 < self.heartbeat_s < silent_s - 2 * self.beat_s:
                 self._exit_on(self._lost_store(), alone=True)
             # Publish what the beats show; this takes some beats, and must not keep others from beating.
             if self._peer_is_silent:
