@@ -120,6 +120,7 @@ def to_hf(
     stored = checkpoints.stored_shapes(step)
     tokenizer = build_tokenizer(config.tokenizer, hf_assets_path=config.model.hf_assets_path)
     weights = (kind for name, (_, kind) in stored.items() if name.startswith("model."))
+    # All weights of a step have one dtype.
     dtype = dtype or next(weights, torch.float32)
     export = Export.of(config, tokenizer=tokenizer, dtype=dtype, file_bytes=file_bytes)
     model = export.model
@@ -178,6 +179,7 @@ def _add_to_manifest(step: Location, text: bytes) -> None:
     hashing = HashingStream(io.BytesIO())
     hashing.write(text)
     files = manifest.files | {tensor_index.NAME: hashing.entry()}
+    # By a rename: a crash must not leave half a manifest.
     storage.write(join(step, f"{MANIFEST}.new"), render(replace(manifest, files=files)))
     storage.rename(join(step, f"{MANIFEST}.new"), join(step, MANIFEST))
 

@@ -106,6 +106,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
     def finish(self, metadata: Metadata, results: Any) -> None:
         """Write .metadata and tensors.json. DCP calls this on rank 0, with the results of all ranks."""
         super().finish(metadata, results)
+        # What DCP has just pickled as the metadata's storage_data.
         infos = {write.index: write.storage_data for of_rank in results for write in of_rank}
         self.write_file(tensor_index.NAME, tensor_index.render(index_of(metadata, infos)))
 
@@ -161,6 +162,7 @@ def read_metadata(location: Location) -> Metadata:
     tensors: Any = {}
     infos: dict[MetadataIndex, _StorageInfo] = {}
     for name, stored in tensor_index.read_index(location, file_sizes(location)).tensors.items():
+        # The index has checked how the name is spelled, so this is no other attribute of torch.
         dtype = getattr(torch, stored.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise CheckpointError(f"{location}: {name} is {stored.dtype}, which this torch lacks")

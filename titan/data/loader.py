@@ -190,6 +190,7 @@ class _Prefetcher(Iterator[_Step]):
     """Run an iterator ahead of its reader, in a thread. The reader gets its exceptions."""
 
     def __init__(self, steps: Iterator[_Step], *, depth: int) -> None:
+        # A full queue makes the thread wait: it reads at most `depth` steps ahead.
         self._queue: queue.Queue[_Step | BaseException] = queue.Queue(maxsize=depth)
         self._closed = threading.Event()
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
@@ -271,6 +272,7 @@ def build_validation_loader(
     """
     if validation.dataset:
         sources = resolve_sources(validation.dataset, dataset_path=validation.dataset_path)
+        # A dataset for validation is used whole: nothing is held out of it.
         split, data = "train", data.model_copy(update={"validation_fraction": 0.0})
     else:
         sources, split = _training_sources(training, data), "validation"

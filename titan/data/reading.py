@@ -144,6 +144,7 @@ def _decoded(file: Path, meter: Meter) -> Iterator[str]:
     offset, line, block = 0, 1, b" "
     with _open(file, meter) as content:
         while block:
+            # A character may be cut by the end of a block: its first bytes wait in the decoder.
             pending = decoder.getstate()[0]
             try:
                 block = content.read(_BLOCK_BYTES)
@@ -167,6 +168,7 @@ def read_jsonl(file: Path, meter: Meter, key: str) -> Iterator[str]:
         while True:
             number += 1
             try:
+                # One byte more than the limit, so that _row sees a line that is too long.
                 line = lines.readline(_MAX_LINE_BYTES + 1)
             except _UNREADABLE as error:
                 raise _unreadable(f"{file}:{number}", error) from error
@@ -227,6 +229,7 @@ def read_parquet(file: Path, meter: Meter, key: str) -> Iterator[str]:
     """Yield the text of each row."""
     parquet = require("pyarrow.parquet", purpose=f"reading {file}")
     try:
+        # Without checksums, a flipped page gives other text and no error.
         table = parquet.ParquetFile(file, page_checksum_verification=True)
     except Exception as error:
         raise DataError(f"{file}: not a Parquet file: {error}") from error
@@ -238,6 +241,7 @@ def read_parquet(file: Path, meter: Meter, key: str) -> Iterator[str]:
         size = file.stat().st_size
         for number in range(table.num_row_groups):
             where = f"{file}, row group {number}"
+            # Batch by batch: a row group may be larger than the memory.
             batches = table.iter_batches(
                 batch_size=_rows_at_a_time(table.metadata.row_group(number)),
                 row_groups=[number],

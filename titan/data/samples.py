@@ -162,6 +162,7 @@ def _open_source(section: s.Section, number: int, options: SampleOptions) -> Sam
             identity=derive_key(key, *depends_on, str(data.validation_fraction), data.shuffle),
         )
     documents = open_documents(section)
+    # All other text is finite: the first process tokenises it, and the others map its shards.
     folder = cached_shards(documents, spec=spec, cache_folder=data.cache_folder)
     shards = TokenShards(folder, split=options.split)
     return _shard_samples(shards, key, options, name=documents.name)

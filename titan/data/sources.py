@@ -63,6 +63,7 @@ def in_validation(document: Document, *, fraction: float) -> bool:
     if not fraction:
         return False
     digest = hashlib.blake2b(digest_size=8)
+    # By pieces, since a document need not fit in memory. The hash is that of the whole text.
     for piece in pieces_of(document):
         digest.update(piece.encode("utf-8", "surrogatepass"))
     return int.from_bytes(digest.digest(), "big") < fraction * 2**64
@@ -74,10 +75,10 @@ def find_files(path: str, *, patterns: list[str]) -> list[Path]:
     if where.is_file():
         return [where]
     if where.is_dir():
-        found = {f for pattern in patterns for f in where.rglob(pattern) if f.is_file()}
-        if not found:
+        matches = {f for pattern in patterns for f in where.rglob(pattern) if f.is_file()}
+        if not matches:
             raise DataError(f"no {' or '.join(patterns)} in folder '{path}'")
-        return sorted(found)
+        return sorted(matches)
     files = sorted(Path(f) for f in glob.glob(str(where), recursive=True) if Path(f).is_file())  # noqa: PTH207
     if not files:
         raise DataError(
@@ -112,6 +113,7 @@ def open_documents(section: s.Section) -> Documents:
             num_bytes=stream.num_bytes,
             position=lambda: stream.position,
         )
+    # Shards and synthetic ids are made into samples, not read as text (samples.py).
     kind = getattr(section, "type", type(section).__name__)
     raise DataError(f"source '{kind}' holds no text to read")
 
@@ -219,6 +221,7 @@ def resolve_sources(dataset: str, *, dataset_path: str | None = None) -> list[s.
         return [preset.model_copy(update={"path": path}) if hasattr(preset, "path") else preset]
     if "/" in dataset and not Path(dataset).expanduser().exists():
         return [s.HuggingFaceSource(path=dataset_path or dataset)]
+    # Only a name with a slash can be at the hub, so this one is misspelt.
     close = difflib.get_close_matches(dataset, _PRESETS, n=1)
     raise DataError(
         f"dataset '{dataset}' is no preset{f' (did you mean {close[0]!r}?)' if close else ''}; the presets are "

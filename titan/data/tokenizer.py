@@ -133,8 +133,10 @@ class HuggingFaceTokenizer(Tokenizer):
                 vocab[token], self._names[number] = number, token
                 self.special_ids[token] = number
         decoder = self._tokenizer.decoder
+        # A byte-level tokenizer spells bytes as printable characters, which _BYTE_OF_CHAR undoes.
         self._byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
         self.vocab_size = max(vocab.values(), default=-1) + 1
+        # A single high id would make a vocabulary, and so an embedding, of any size.
         if not 0 < self.vocab_size <= len(vocab) + _MAX_GAPS:
             raise DataError(
                 f"tokenizer {path}: {len(vocab):,} tokens with numbers up to {self.vocab_size - 1:,}"

@@ -242,6 +242,7 @@ def _pieces(document: Document, *, number: int, split: str) -> Iterator[_Piece]:
     texts = pieces_of(document)
     text, index = next(texts, None), 0
     while text is not None:
+        # One piece ahead: the last one is followed by the end token.
         following = next(texts, None)
         yield _Piece(number, index, split, text, last=following is None)
         text, index = following, index + 1
@@ -264,6 +265,7 @@ def _encode_all(
     num_tasks = min(8, os.cpu_count() or 1) if workers == 1 else workers
     idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
     encode = partial(_encode, spec=spec)
+    # With workers, each thread below only waits for one of them.
     started = [_Worker(spec) for _ in range(workers)] if workers > 1 else []
     if started:
         for worker in started:
@@ -286,6 +288,7 @@ def _encode_all(
             f"continue, with fewer than {workers} workers if it repeats"
         ) from error
     finally:
+        # First the threads, which may be waiting for a worker's answer, then the workers.
         pool.shutdown(cancel_futures=True)
         for worker in started:
             worker.close()
