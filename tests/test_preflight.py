@@ -115,7 +115,7 @@ def preflight(folder: Path, fault: str, dry: bool) -> tuple[int, dict[str, Any]]
         def build(*args: Any, **kwargs: Any) -> Any:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
 
-        dry_run.build_program, os._exit = build, _raise
+        dry_run.build_train_step, os._exit = build, _raise
     world = dist.get_world_size()
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
     degrees = {"data_parallel_shard_degree": -1, "tensor_parallel_degree": 2 if world == 4 else 1}

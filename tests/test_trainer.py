@@ -90,7 +90,7 @@ def test_data_and_tokenizer_are_opened_before_the_model(
     def build(*_: Any, **__: Any) -> None:
         raise AssertionError("the model is built")
 
-    monkeypatch.setattr("titan.trainer.build_program", build)
+    monkeypatch.setattr("titan.trainer.build_train_step", build)
     path = str(tmp_path / "none")
     for changes in (
         {"tokenizer": {"path": path}},
@@ -180,7 +180,7 @@ def test_a_non_finite_loss_stops_with_step_rank_and_samples(tmp_path: Path) -> N
     trainer = Trainer(job(tmp_path, training={"global_batch_size": 4}))
     trainer.train_one_step()
     with torch.no_grad():
-        trainer.program.parts[0].get_parameter("norm.weight").fill_(float("nan"))
+        trainer.train_step.model_parts[0].get_parameter("norm.weight").fill_(float("nan"))
     with pytest.raises(
         NonFiniteError, match=r"step 2: loss nan.*rank 0: samples 4 to 5; rank 0: samples 6 to 7"
     ):
@@ -214,11 +214,13 @@ def test_initial_load_takes_the_weights_only(tmp_path: Path) -> None:
     run(job(tmp_path / "first"))
     start = {"initial_load_path": str(tmp_path / "first" / "checkpoint" / "step-8")}
     trainer = Trainer(job(tmp_path / "second", checkpoint=start))
-    assert trainer.step == 0 and not trainer.program.optimizer.state
+    assert trainer.step == 0 and not trainer.train_step.optimizer.state
     trainer.close()
     fresh = Trainer(job(tmp_path / "third", debug={"seed": 0}))
     pairs = zip(
-        trainer.program.parts[0].parameters(), fresh.program.parts[0].parameters(), strict=True
+        trainer.train_step.model_parts[0].parameters(),
+        fresh.train_step.model_parts[0].parameters(),
+        strict=True,
     )
     assert any(not torch.equal(a, b) for a, b in pairs)
     fresh.close()

@@ -27,8 +27,8 @@ from typing import Any
 
 from titan.data.packing import Batch
 from titan.observe.clock import Window
-from titan.program import StepReport
 from titan.readback import Readback
+from titan.train_step import StepReport
 
 
 @dataclass

@@ -47,8 +47,8 @@ from titan.parallel import build_mesh
 from titan.parallel.float8 import require_hardware, table
 from titan.parallel.mesh import axis_rank
 from titan.parallel.start import start_process_group
-from titan.program import build_program
 from titan.readback import Readback
+from titan.train_step import build_train_step
 
 _LOG = logging.getLogger("titan")
 _Hook = TypeVar("_Hook", bound=Hook)
@@ -86,7 +86,7 @@ class Trainer:
         _seed(config)
         self._build_mesh()
         self._build_data()  # before the model, since it fails more often, and sooner
-        self.program = build_program(config, device=self.device, mesh=self.mesh)
+        self.train_step = build_train_step(config, device=self.device, mesh=self.mesh)
         self.step = self.tokens_seen = 0
         self.last_step = config.training.steps
         self.saved_step: int | None = None  # the last step that a checkpoint holds
@@ -130,7 +130,7 @@ class Trainer:
         first_sample = self.loader.state_dict()["position"] - self.sequences_per_step
         for hook in self.hooks:
             hook.before_forward(batches)
-        report = self.program.train_step(batches, step=step, accept=self.accept)
+        report = self.train_step.train(batches, step=step, accept=self.accept)
         self.tokens_seen += self.tokens_per_step
         for hook in self.hooks:
             hook.updated(report)
@@ -277,7 +277,7 @@ class Trainer:
             compiled = config.compile.enable and "model" in config.compile.components
             emulated = quantize.emulate
             self.console.message(
-                table(self.program.float8, recipe=recipe, emulated=emulated, compiled=compiled)
+                table(self.train_step.float8, recipe=recipe, emulated=emulated, compiled=compiled)
             )
         if config.job.print_config:
             self.console.message(to_toml(config))

@@ -24,9 +24,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from titan.config.layout import Layout
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
+from titan.data.packing import Batch
 from titan.observe.estimate import activation_elements
 from titan.parallel import build_mesh
-from titan.program import Program, build_program
+from titan.train_step import TrainStep, build_train_step
 
 MODES: dict[str, dict[str, Any]] = {
     "none": {},
@@ -48,13 +49,6 @@ BATCH, SEQUENCE = 4, 512
 OVERRIDES = {"dim": 256, "n_layers": 8, "n_heads": 8, "n_kv_heads": 2, "ffn_dim": 768, "vocab_size": 512}  # fmt: skip
 
 
-class Batch:
-    def __init__(self, vocabulary: int) -> None:
-        rows = torch.randint(vocabulary, (BATCH, SEQUENCE + 1))
-        self.tokens_BS, self.labels_BS = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-        self.positions_BS = self.document_ids_BS = None
-
-
 def job(settings: dict[str, Any]) -> JobConfig:
     """The job of a mode."""
     section = dict(settings)
@@ -74,11 +68,12 @@ def job(settings: dict[str, Any]) -> JobConfig:
 def measure(config: JobConfig) -> tuple[float, float]:
     """Bytes kept when the loss begins, and at the step's peak, both above those at its beginning."""
     mesh = build_mesh("cpu", dp_shard=1)
-    program = build_program(config, device=torch.device("cpu"), mesh=mesh)
-    batch = Batch(model_config(config.model).vocab_size)
-    _train(program, batch)
+    train_step = build_train_step(config, device=torch.device("cpu"), mesh=mesh)
+    rows = torch.randint(model_config(config.model).vocab_size, (BATCH, SEQUENCE + 1))
+    batch = Batch(tokens_BS=rows[:, :-1].contiguous(), labels_BS=rows[:, 1:].contiguous())
+    _train(train_step, batch)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        _train(program, batch)
+        _train(train_step, batch)
     torch.compiler.reset()  # a mode's blocks must not run what was compiled for another's
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
@@ -100,15 +95,15 @@ def measure(config: JobConfig) -> tuple[float, float]:
     return kept, peak
 
 
-def _train(program: Program, batch: Batch) -> None:
+def _train(train_step: TrainStep, batch: Batch) -> None:
     """Forward and backward of one micro-batch; gradients stay allocated."""
-    (model,) = program.parts
+    (model,) = train_step.model_parts
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     with record_function("the step"):
         output = model(batch.tokens_BS)
         with record_function("the loss"):
-            loss = program.loss_sum(output, batch.labels_BS)
+            loss = train_step.loss_sum(output, batch.labels_BS)
         del output
         loss.backward()
         del loss

@@ -83,7 +83,9 @@ def main() -> None:
     print(
         json.dumps(
             {
-                "parameters": sum(p.numel() for p in trainer.program.parts[0].parameters()),
+                "parameters": sum(
+                    p.numel() for p in trainer.train_step.model_parts[0].parameters()
+                ),
                 "threads": torch.get_num_threads(),
                 "steps_each": len(times["bare"]),
                 "titan_ms": round(medians["titan"] * 1e3, 2),

@@ -31,7 +31,7 @@ from titan.config.model import family, model_config
 from titan.config.rules import check_to_run, resolve_layout
 from titan.config.schema import CheckpointSection, JobConfig, TokenizerSection
 from titan.parallel import build_mesh, materialize
-from titan.program import build_program
+from titan.train_step import build_train_step
 
 transformers = pytest.importorskip("transformers")
 
@@ -168,8 +168,8 @@ def through_titan(source: Path, degrees: Degrees, folder: Path) -> tuple[int, in
     check_to_run(config, world_size=dist.get_world_size())
     layout = resolve_layout(config, dist.get_world_size())
     mesh = build_mesh("cpu", **{axis: getattr(layout, axis) for axis in (*KEYS, "cp")})
-    program = build_program(config, device=torch.device("cpu"), mesh=mesh)
-    state = checkpoints.model_state(program.parts)
+    train_step = build_train_step(config, device=torch.device("cpu"), mesh=mesh)
+    state = checkpoints.model_state(train_step.model_parts)
     local = [t.to_local() if isinstance(t, DTensor) else t for t in state.values()]
 
     model = HFModel.of(config.model.name, model_config(config.model))
@@ -180,7 +180,7 @@ def through_titan(source: Path, degrees: Degrees, folder: Path) -> tuple[int, in
     manager = checkpoints.CheckpointManager(CheckpointSection(), run_dir=folder)
     step = manager.save(1, state, metadata={"step": 1, "tokens": 0})
     with torch.no_grad():
-        for part in program.parts:
+        for part in train_step.model_parts:
             for parameter in part.parameters():
                 parameter.fill_(float("nan"))
     checkpoints.load(step, state)

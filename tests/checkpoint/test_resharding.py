@@ -20,7 +20,7 @@ from titan.config.rules import check_to_run, resolve_layout
 from titan.config.schema import JobConfig
 from titan.parallel import build_mesh
 from titan.parallel.mesh import axis_rank, axis_size
-from titan.program import Program, build_program
+from titan.train_step import TrainStep, build_train_step
 
 GLOBAL_BATCH, SEQUENCE, VOCABULARY = 8, 32, 512
 KEYS = {
@@ -94,7 +94,7 @@ def run_leg(degrees: Degrees, folder: Path, steps: int) -> tuple[int, int, Seen]
     check_to_run(config, world_size=dist.get_world_size())
     trainer = PoolTrainer(config)
     first = trainer.step + 1
-    train_step, seen = trainer.program.train_step, Seen()
+    train_step, seen = trainer.train_step.train, Seen()
 
     def watched(batches: Any, *, step: int, accept: Any) -> Any:
         for batch in batches:
@@ -102,7 +102,7 @@ def run_leg(degrees: Degrees, folder: Path, steps: int) -> tuple[int, int, Seen]
                 assert seen.setdefault(batch.first_sample + row, (step, tuple(tokens)))[0] == step
         return train_step(batches, step=step, accept=accept)
 
-    trainer.program.train_step = watched  # pyright: ignore[reportAttributeAccessIssue]
+    trainer.train_step.train = watched  # pyright: ignore[reportAttributeAccessIssue]
     assert trainer.loader.state_dict()["position"] == (first - 1) * GLOBAL_BATCH
     assert trainer.run() == 0
     position = trainer.loader.state_dict()["position"]
@@ -156,23 +156,23 @@ def test_the_loss_curve_goes_on_under_other_layouts(pool: Pool, tmp_path: Path) 
 # ---- every layout into every other -----------------------------------------------------------------
 
 
-def build(degrees: Degrees, folder: Path, *, seed: int) -> Program:
+def build(degrees: Degrees, folder: Path, *, seed: int) -> TrainStep:
     config = job(degrees, folder=folder, steps=STEPS, seed=seed)
     layout = resolve_layout(config, dist.get_world_size())
     mesh = build_mesh("cpu", **{axis: getattr(layout, axis) for axis in KEYS})
-    return build_program(config, device=torch.device("cpu"), mesh=mesh)
+    return build_train_step(config, device=torch.device("cpu"), mesh=mesh)
 
 
-def train_a_step(program: Program) -> None:
-    world = axis_size(program.mesh, "dp_replicate", "dp_shard")
-    rank = axis_rank(program.mesh, "dp_replicate", "dp_shard")
+def train_a_step(train_step: TrainStep) -> None:
+    world = axis_size(train_step.mesh, "dp_replicate", "dp_shard")
+    rank = axis_rank(train_step.mesh, "dp_replicate", "dp_shard")
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(VOCABULARY, (GLOBAL_BATCH, SEQUENCE + 1), generator=generator)
     mine = rows.chunk(world)[rank]
     batch: Any = SimpleNamespace(
         tokens_BS=mine[:, :-1], labels_BS=mine[:, 1:], positions_BS=None, document_ids_BS=None
     )
-    program.train_step([batch], step=1)
+    train_step.train([batch], step=1)
 
 
 def whole_state(state: checkpoints.StateDict) -> checkpoints.StateDict:
@@ -184,10 +184,10 @@ def whole_state(state: checkpoints.StateDict) -> checkpoints.StateDict:
 
 def save_under(degrees: Degrees, folder: Path) -> checkpoints.StateDict:
     """Train a step and save; returns what was in memory, gathered (of this rank's pipeline stage)."""
-    program = build(degrees, folder, seed=0)
-    train_a_step(program)
-    state = checkpoints.model_state(program.parts)
-    state |= checkpoints.optimizer_state(program.parts, program.optimizer)
+    train_step = build(degrees, folder, seed=0)
+    train_a_step(train_step)
+    state = checkpoints.model_state(train_step.model_parts)
+    state |= checkpoints.optimizer_state(train_step.model_parts, train_step.optimizer)
     section = job(degrees, folder=folder, steps=STEPS).checkpoint
     checkpoints.CheckpointManager(section, run_dir=folder).save(1, state, metadata={})
     return whole_state(state)
@@ -196,25 +196,27 @@ def save_under(degrees: Degrees, folder: Path) -> checkpoints.StateDict:
 def load_under(degrees: Degrees, folders: list[Path]) -> list[set[str]]:
     """Load each folder's checkpoint into other weights and compare with what was saved; the names compared."""
     compared = []
-    program = build(degrees, folders[0], seed=1)
+    train_step = build(degrees, folders[0], seed=1)
     for folder in folders:
         saved: dict[str, Tensor] = torch.load(folder / "expected.pt")
         path = folder / "checkpoint" / "step-1"
-        program.optimizer.state.clear()
+        train_step.optimizer.state.clear()
         with torch.no_grad():
-            for part in program.parts:
+            for part in train_step.model_parts:
                 for parameter in part.parameters():
                     parameter.fill_(float("nan"))
-        checkpoints.load(path, checkpoints.model_state(program.parts))
-        empty = checkpoints.empty_optimizer_state(path, program.parts, program.optimizer)
+        checkpoints.load(path, checkpoints.model_state(train_step.model_parts))
+        empty = checkpoints.empty_optimizer_state(
+            path, train_step.model_parts, train_step.optimizer
+        )
         checkpoints.load(path, empty)
-        state = checkpoints.model_state(program.parts)
-        state |= checkpoints.optimizer_state(program.parts, program.optimizer)
+        state = checkpoints.model_state(train_step.model_parts)
+        state |= checkpoints.optimizer_state(train_step.model_parts, train_step.optimizer)
         loaded = whole_state(state)
         different = [n for n, value in loaded.items() if not torch.equal(value, saved[n])]
         assert not different, f"{folder.name}: {different}"
         compared.append(set(loaded))
-    train_a_step(program)  # what was loaded can be trained
+    train_a_step(train_step)  # what was loaded can be trained
     return compared
 
 

@@ -263,12 +263,12 @@ def run_a_step(case: Case) -> list[float]:
     import torch
 
     from titan.parallel import build_mesh
-    from titan.program import build_program
+    from titan.train_step import build_train_step
 
     config = case.config()
     layout = resolve_layout(config, case.world)
     mesh = build_mesh("cpu", **{axis: getattr(layout, axis) for axis in DEGREES})
-    program = build_program(config, device=torch.device("cpu"), mesh=mesh)
+    program = build_train_step(config, device=torch.device("cpu"), mesh=mesh)
 
     def batch(length: int) -> Any:
         rows = torch.randint(
@@ -283,7 +283,7 @@ def run_a_step(case: Case) -> list[float]:
         )
 
     batches = [batch(config.training.seq_len) for _ in range(layout.accumulation)]
-    report = program.train_step(batches, step=1)
+    report = program.train(batches, step=1)
     length = config.validation.seq_len or config.training.seq_len
     loss, num_valid = program.evaluate([batch(length)])
     return [report.loss.item(), report.grad_norm.item(), (loss / num_valid).item()]

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.support.ranks import Pool
 from titan.config.toml import tomllib
+from titan.data.packing import Batch
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "opt_family"
@@ -51,7 +51,7 @@ def two_steps(degrees: dict[str, int], overrides: dict[str, Any]) -> list[tuple[
     from titan.config.rules import check_to_run
     from titan.config.schema import JobConfig
     from titan.parallel import axis_rank, build_mesh
-    from titan.program import build_program
+    from titan.train_step import build_train_step
 
     config = JobConfig.model_validate(
         {
@@ -72,19 +72,12 @@ def two_steps(degrees: dict[str, int], overrides: dict[str, Any]) -> list[tuple[
     world = torch.distributed.get_world_size()
     check_to_run(config, world_size=world)
     mesh = build_mesh("cpu", **degrees)
-    program = build_program(config, device=torch.device("cpu"), mesh=mesh)
+    train_step = build_train_step(config, device=torch.device("cpu"), mesh=mesh)
     rows = torch.randint(2048, (4, 33), generator=torch.Generator().manual_seed(0))
     mine = rows.chunk(degrees.get("dp_shard", 1))[axis_rank(mesh, "dp_shard")]
-    batch = Batch(mine[:, :-1], mine[:, 1:].contiguous())
-    reports = [program.train_step([batch], step=step) for step in (1, 2)]
+    batch = Batch(tokens_BS=mine[:, :-1], labels_BS=mine[:, 1:].contiguous())
+    reports = [train_step.train([batch], step=step) for step in (1, 2)]
     return [(report.loss.item(), report.grad_norm.item()) for report in reports]
-
-
-class Batch:
-    positions_BS, document_ids_BS = None, None
-
-    def __init__(self, tokens_BS: Tensor, labels_BS: Tensor) -> None:
-        self.tokens_BS, self.labels_BS = tokens_BS, labels_BS
 
 
 def test_two_steps_are_the_same_on_every_layout(pool: Pool, installed: Path) -> None:

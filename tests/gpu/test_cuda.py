@@ -1,4 +1,4 @@
-"""The same program on an accelerator: numbers as on the CPU, and a run that resumes bit for bit."""
+"""The same train_step on an accelerator: numbers as on the CPU, and a run that resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.trainers import Trainer
 from titan.config.schema import JobConfig
 from titan.data.loader import Batch
 from titan.parallel import build_mesh
-from titan.program import build_program
+from titan.train_step import build_train_step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,10 +39,10 @@ def _train(device: str, precision: str, weights: dict[str, torch.Tensor] | None)
         }
     )
     mesh = build_mesh(device)
-    program = build_program(
+    train_step = build_train_step(
         config, device=torch.device(device if device == "cpu" else f"{device}:0"), mesh=mesh
     )
-    parameters = dict(program.parts[0].named_parameters())
+    parameters = dict(train_step.model_parts[0].named_parameters())
     local = {n: p.to_local() if isinstance(p, DTensor) else p for n, p in parameters.items()}
     if weights is not None:  # the devices' generators differ
         with torch.no_grad():
@@ -54,7 +54,7 @@ def _train(device: str, precision: str, weights: dict[str, torch.Tensor] | None)
         generator = torch.Generator().manual_seed(step)
         rows = torch.randint(2048, (4, 129), generator=generator)
         batch = Batch(tokens_BS=rows[:, :-1], labels_BS=rows[:, 1:])
-        report = program.train_step([batch], step=step)
+        report = train_step.train([batch], step=step)
         losses.append(report.loss.item())
         norms.append(report.grad_norm.item())
     return {"initial": initial, "losses": losses, "norms": norms}
@@ -87,7 +87,7 @@ def test_parameters_on_the_host(tmp_path: Path) -> None:
     )
     trainer = Trainer(config)
     try:
-        assert {p.device.type for p in trainer.program.parts[0].parameters()} == {"cpu"}
+        assert {p.device.type for p in trainer.train_step.model_parts[0].parameters()} == {"cpu"}
         assert trainer.run() == 0
     finally:
         trainer.close()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from titan.config.schema import JobConfig
 from titan.data.loader import Batch
 from titan.parallel import build_mesh
-from titan.program import build_program
+from titan.train_step import build_train_step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,14 +39,14 @@ def run(**sections: Any) -> tuple[list[float], list[float], int]:
         }
     )
     torch.manual_seed(0)
-    program = build_program(config, device=torch.device("cuda:0"), mesh=build_mesh("cuda"))
+    train_step = build_train_step(config, device=torch.device("cuda:0"), mesh=build_mesh("cuda"))
     losses, norms = [], []
     for step in range(1, 4):
         torch.accelerator.reset_peak_memory_stats()
         generator = torch.Generator().manual_seed(step)
         rows = torch.randint(2048, (4, 2049), generator=generator)
         batch = Batch(tokens_BS=rows[:, :-1], labels_BS=rows[:, 1:])
-        report = program.train_step([batch], step=step)
+        report = train_step.train([batch], step=step)
         losses.append(report.loss.item())
         norms.append(report.grad_norm.item())
     return losses, norms, torch.accelerator.max_memory_allocated()

@@ -13,7 +13,7 @@ from titan.loss import cross_entropy_sum
 from titan.models.attention import InnerAttention
 from titan.models.llama3 import FLAVORS, build_model
 from titan.parallel import build_mesh, initialize
-from titan.parallel.pipeline import Pipeline, plan_pipeline, take_stages
+from titan.parallel.pipeline import Pipeline, extract_stages, split_stages
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,11 +45,11 @@ def test_stages_on_one_device_equal_the_whole_model_on_a_cpu(group: None, schedu
     expected = cross_entropy_sum(whole(tokens), labels, chunk_tokens=64)
     (expected / 256).backward()
 
-    plan = plan_pipeline(4, num_ranks=1, num_microbatches=4, schedule=schedule)
+    plan = split_stages(4, num_ranks=1, num_microbatches=4, schedule=schedule)
     device = torch.device("cuda:0")
     numbers = plan.schedule.stages_of(0)
     assert len(numbers) == 2
-    stages = take_stages(whole, plan.modules, numbers=numbers)
+    stages = extract_stages(whole, plan.modules, numbers=numbers)
     for stage in stages.values():
         stage.to(device).zero_grad()
     pipeline = Pipeline(

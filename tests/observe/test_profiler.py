@@ -290,7 +290,7 @@ def test_running_out_of_memory_writes_a_snapshot(tmp_path: Path, monkeypatch: py
     def fail(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(trainer.program, "train_step", fail)
+    monkeypatch.setattr(trainer.train_step, "train_step", fail)
     with pytest.raises(torch.OutOfMemoryError):
         trainer.run()
     trainer.close()

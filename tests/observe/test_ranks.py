@@ -45,7 +45,7 @@ def train(folder: Path, compiled: bool) -> None:
     )
     trainer = PoolTrainer(config)
     if dist.get_rank() == SLOW_RANK:
-        block = trainer.program.parts[0].get_submodule("layers.1.feed_forward")
+        block = trainer.train_step.model_parts[0].get_submodule("layers.1.feed_forward")
         forward = block.forward
 
         @torch.compiler.disable

@@ -1,4 +1,4 @@
-"""Every optimizer through the program: sharded as on one process, resumed as if never stopped, early as late."""
+"""Every optimizer through the training step: sharded as on one process, resumed as if never stopped, early as late."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor
 from tests.support.ranks import Pool, RankFailed
 from titan.checkpoint import manager as checkpoints
 from titan.config.schema import CheckpointSection, JobConfig
+from titan.data.packing import Batch
 from titan.parallel import build_mesh
 from titan.parallel.mesh import axis_rank, axis_size
 from titan.parallel.weights import canonical_name
-from titan.program import Program, build_program
+from titan.train_step import TrainStep, build_train_step
 
 GLOBAL_BATCH, SEQUENCE, VOCABULARY = 4, 32, 256
 Options = dict[str, Any]
@@ -37,7 +38,7 @@ FSDP: Degrees = {"dp_shard": 2}
 FSDP_TP: Degrees = {"dp_shard": 2, "tp": 2}
 
 
-def program(degrees: Degrees, optimizer: Options, **training: Any) -> Program:
+def build(degrees: Degrees, optimizer: Options, **training: Any) -> TrainStep:
     mesh = build_mesh("cpu", **degrees)
     config = JobConfig.model_validate(
         {
@@ -58,11 +59,11 @@ def program(degrees: Degrees, optimizer: Options, **training: Any) -> Program:
             "parallelism": {"pipeline_parallel_degree": degrees.get("pp", 1)},
         }
     )
-    return build_program(config, device=torch.device("cpu"), mesh=mesh)
+    return build_train_step(config, device=torch.device("cpu"), mesh=mesh)
 
 
 def steps(
-    of: Program, first: int, last: int, *, accumulation: int = 1
+    of: TrainStep, first: int, last: int, *, accumulation: int = 1
 ) -> list[tuple[float, float]]:
     """Losses and gradient norms of some steps on batches drawn from their numbers."""
     world, rank = axis_size(of.mesh, *DATA_AXES), axis_rank(of.mesh, *DATA_AXES)
@@ -71,28 +72,23 @@ def steps(
         generator = torch.Generator().manual_seed(step)
         rows = torch.randint(VOCABULARY, (GLOBAL_BATCH, SEQUENCE + 1), generator=generator)
         parts = rows.chunk(world * accumulation)[rank::world]
-        report = of.train_step([_Batch(p[:, :-1], p[:, 1:]) for p in parts], step=step)
+        report = of.train(
+            [Batch(tokens_BS=p[:, :-1], labels_BS=p[:, 1:]) for p in parts], step=step
+        )
         results.append((report.loss.item(), report.grad_norm.item()))
     return results
 
 
-class _Batch:
-    positions_BS = document_ids_BS = None
-
-    def __init__(self, tokens_BS: Tensor, labels_BS: Tensor) -> None:
-        self.tokens_BS, self.labels_BS = tokens_BS, labels_BS
-
-
-def weights(of: Program) -> dict[str, Tensor]:
+def weights(of: TrainStep) -> dict[str, Tensor]:
     return {
         canonical_name(n): (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-        for part in of.parts
+        for part in of.model_parts
         for n, p in part.named_parameters()
     }
 
 
 def train(degrees: Degrees, optimizer: Options, training: Options | None = None) -> dict[str, Any]:
-    of = program(degrees, optimizer, **(training or {}))
+    of = build(degrees, optimizer, **(training or {}))
     return {"results": steps(of, 1, 5), "weights": weights(of)}
 
 
@@ -166,13 +162,13 @@ def train_early_and_late(
     size = GLOBAL_BATCH // (math.prod(degrees.get(a, 1) for a in DATA_AXES) * accumulation)
     runs = []
     for early in (True, False):
-        of = program(
+        of = build(
             degrees,
             optimizer | {"early_step_in_backward": early},
             max_norm=0.0,
             local_batch_size=size,
         )
-        parameters = [p for part in of.parts for p in part.parameters()]
+        parameters = [p for part in of.model_parts for p in part.parameters()]
         live: list[int] = []
 
         def count(*_: Any, parameters=parameters, live=live) -> None:
@@ -217,16 +213,16 @@ def stop_and_resume(degrees: Degrees, optimizer: Options, training: Options, fol
     """Whether six steps are the same bits as three, a checkpoint, and three more."""
     manager = checkpoints.CheckpointManager(CheckpointSection(), run_dir=Path(folder))
 
-    def state(of: Program) -> checkpoints.StateDict:
-        return checkpoints.model_state(of.parts) | checkpoints.optimizer_state(
-            of.parts, of.optimizer
+    def state(of: TrainStep) -> checkpoints.StateDict:
+        return checkpoints.model_state(of.model_parts) | checkpoints.optimizer_state(
+            of.model_parts, of.optimizer
         )
 
-    whole = program(degrees, optimizer, **training)
+    whole = build(degrees, optimizer, **training)
     steps(whole, 1, 3)
     path = manager.save(3, state(whole), metadata={})
     expected = steps(whole, 4, 6)
-    resumed = program(degrees, optimizer, **training)
+    resumed = build(degrees, optimizer, **training)
     checkpoints.load(path, checkpoints.model_state(resumed.parts))
     checkpoints.load(
         path, checkpoints.empty_optimizer_state(path, resumed.parts, resumed.optimizer)
@@ -268,21 +264,21 @@ def test_resumes_bit_for_bit(degrees: Degrees, pool: Pool, tmp_path: Path) -> No
 
 def save(degrees: Degrees, optimizer: Options, folder: str) -> dict[str, Tensor]:
     """After two steps; returns the whole state."""
-    of = program(degrees, optimizer)
+    of = build(degrees, optimizer)
     steps(of, 1, 2)
-    state = checkpoints.optimizer_state(of.parts, of.optimizer)
+    state = checkpoints.optimizer_state(of.model_parts, of.optimizer)
     checkpoints.CheckpointManager(CheckpointSection(), run_dir=Path(folder)).save(
-        2, checkpoints.model_state(of.parts) | state, metadata={}
+        2, checkpoints.model_state(of.model_parts) | state, metadata={}
     )
     return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in state.items()}
 
 
 def load(degrees: Degrees, optimizer: Options, path: str) -> dict[str, Tensor]:
-    of = program(degrees, optimizer)
-    state = checkpoints.empty_optimizer_state(Path(path), of.parts, of.optimizer)
+    of = build(degrees, optimizer)
+    state = checkpoints.empty_optimizer_state(Path(path), of.model_parts, of.optimizer)
     checkpoints.load(Path(path), state)
     steps(of, 3, 3)  # it can go on
-    state = checkpoints.empty_optimizer_state(Path(path), of.parts, of.optimizer)
+    state = checkpoints.empty_optimizer_state(Path(path), of.model_parts, of.optimizer)
     checkpoints.load(Path(path), state)
     return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in state.items()}
 

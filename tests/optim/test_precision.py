@@ -73,8 +73,8 @@ def test_a_run_in_bf16_alone(tmp_path: Path) -> None:
             trainer = Trainer(config)
             try:
                 trainer.run()
-                (part,) = trainer.program.parts
-                state = trainer.program.optimizer.state
+                (part,) = trainer.train_step.model_parts
+                state = trainer.train_step.optimizer.state
                 assert {p.dtype for p in part.parameters()} == {torch.bfloat16}
                 assert {s["exp_avg"].dtype for s in state.values()} == {torch.bfloat16}
             finally:

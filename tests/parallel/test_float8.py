@@ -24,14 +24,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.ranks import Pool, RankFailed
 from titan.checkpoint import manager as checkpoints
 from titan.config.schema import CheckpointSection, JobConfig
+from titan.data.packing import Batch
 from titan.models.llama3 import FLAVORS, build_model
 from titan.parallel import apply_float8, build_mesh
 from titan.parallel.float8 import RECIPES, Float8Error, plain, require_hardware, table
 from titan.parallel.mesh import axis_rank, axis_size
 from titan.parallel.shims import can_split_custom_functions
 from titan.parallel.weights import canonical_name
-from titan.program import Program, build_program
 from titan.train import main
+from titan.train_step import TrainStep, build_train_step
 
 pytest.importorskip("torchao")
 
@@ -41,14 +42,6 @@ GATHER = {"enable_fsdp_float8_all_gather": True}
 SCALES = {**GATHER, "precompute_float8_dynamic_scale_for_fsdp": True}
 SELECTIVE = {"activation_checkpoint": {"mode": "selective"}}
 TRACED = {"compile": {"enable": True, "backend": "aot_eager", "components": ["model"]}}
-
-
-@dataclass(frozen=True)
-class Batch:
-    tokens_BS: Tensor
-    labels_BS: Tensor
-    positions_BS: Tensor | None = None
-    document_ids_BS: Tensor | None = None
 
 
 @dataclass
@@ -84,9 +77,9 @@ def job(recipe: str, degrees: dict[str, int], **sections: Any) -> JobConfig:
     return JobConfig.model_validate(data)
 
 
-def build(recipe: str, degrees: dict[str, int], **sections: Any) -> Program:
+def build(recipe: str, degrees: dict[str, int], **sections: Any) -> TrainStep:
     config = job(recipe, degrees, **sections)
-    return build_program(config, device=torch.device("cpu"), mesh=build_mesh("cpu", **degrees))
+    return build_train_step(config, device=torch.device("cpu"), mesh=build_mesh("cpu", **degrees))
 
 
 def global_batch(step: int) -> Tensor:
@@ -94,38 +87,42 @@ def global_batch(step: int) -> Tensor:
     return torch.randint(VOCABULARY, (GLOBAL_BATCH, SEQUENCE + 1), generator=generator)
 
 
-def steps(program: Program, numbers: range, *, split: int = 1) -> list[float]:
+def steps(train_step: TrainStep, numbers: range, *, split: int = 1) -> list[float]:
     """Train on this rank's part of each step's global batch, in `split` micro-batches; the losses."""
     axes = ("dp_replicate", "dp_shard")
-    world, rank = axis_size(program.mesh, *axes), axis_rank(program.mesh, *axes)
+    world, rank = axis_size(train_step.mesh, *axes), axis_rank(train_step.mesh, *axes)
     losses = []
     for number in numbers:
         parts = global_batch(number).chunk(world * split)
-        mine = [Batch(p[:, :-1], p[:, 1:].contiguous()) for p in parts[rank::world]]
-        losses.append(program.train_step(mine, step=number).loss.item())
+        mine = [
+            Batch(tokens_BS=p[:, :-1], labels_BS=p[:, 1:].contiguous()) for p in parts[rank::world]
+        ]
+        losses.append(train_step.train(mine, step=number).loss.item())
     return losses
 
 
-def weights(program: Program) -> dict[str, Tensor]:
+def weights(train_step: TrainStep) -> dict[str, Tensor]:
     return {
-        canonical_name(n): whole(p) for part in program.parts for n, p in part.named_parameters()
+        canonical_name(n): whole(p)
+        for part in train_step.model_parts
+        for n, p in part.named_parameters()
     }
 
 
 def train(
     recipe: str, degrees: dict[str, int], *, num_steps: int = 1, split: int = 1, **sections: Any
 ) -> Run:
-    program = build(recipe, degrees, **sections)
+    train_step = build(recipe, degrees, **sections)
     gradients: dict[str, Tensor] = {}
 
     def keep_gradients(*_: Any) -> None:
-        named = [pair for part in program.parts for pair in part.named_parameters()]
+        named = [pair for part in train_step.model_parts for pair in part.named_parameters()]
         if not gradients:
             gradients.update({canonical_name(n): whole(p.grad) for n, p in named})
 
-    program.optimizer.register_step_pre_hook(keep_gradients)
-    losses = steps(program, range(1, num_steps + 1), split=split)
-    return Run(losses, gradients, weights(program))
+    train_step.optimizer.register_step_pre_hook(keep_gradients)
+    losses = steps(train_step, range(1, num_steps + 1), split=split)
+    return Run(losses, gradients, weights(train_step))
 
 
 def whole(tensor: Tensor | None) -> Tensor:
@@ -379,9 +376,9 @@ class Gathered(TorchDispatchMode):
 
 
 def count_gathered(degrees: dict[str, int], float8: dict[str, Any]) -> tuple[int, int]:
-    program = build("tensorwise", degrees, float8=float8)
+    train_step = build("tensorwise", degrees, float8=float8)
     with Gathered() as gathered:
-        steps(program, range(1, 2))
+        steps(train_step, range(1, 2))
     return gathered.fsdp_bytes, gathered.in_float8
 
 
@@ -402,38 +399,40 @@ def test_activations_are_gathered_in_one_byte(pool: Pool) -> None:
 # ---- checkpoints -------------------------------------------------------------------------------
 
 
-def state_of(program: Program) -> checkpoints.StateDict:
-    parts = program.parts
+def state_of(train_step: TrainStep) -> checkpoints.StateDict:
+    parts = train_step.model_parts
     return {
         **checkpoints.model_state(parts),
-        **checkpoints.optimizer_state(parts, program.optimizer),
+        **checkpoints.optimizer_state(parts, train_step.optimizer),
     }
 
 
 def save_and_go_on(folder: Path) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     """Two steps, a checkpoint, two more: their losses, the weights in the checkpoint and at the end."""
-    program = build("tensorwise", FSDP, float8=SCALES)
-    steps(program, range(1, 3))
-    saved = weights(program)
+    train_step = build("tensorwise", FSDP, float8=SCALES)
+    steps(train_step, range(1, 3))
+    saved = weights(train_step)
     manager = checkpoints.CheckpointManager(CheckpointSection(), run_dir=folder)
-    manager.save(2, state_of(program), metadata={})
-    return steps(program, range(3, 5)), saved, weights(program)
+    manager.save(2, state_of(train_step), metadata={})
+    return steps(train_step, range(3, 5)), saved, weights(train_step)
 
 
 def resume(folder: Path) -> tuple[list[float], dict[str, Tensor]]:
-    program = build("tensorwise", FSDP, float8=SCALES, debug={"seed": 1})
+    train_step = build("tensorwise", FSDP, float8=SCALES, debug={"seed": 1})
     path = folder / "checkpoint" / "step-2"
-    checkpoints.load(path, checkpoints.model_state(program.parts))
+    checkpoints.load(path, checkpoints.model_state(train_step.model_parts))
     checkpoints.load(
-        path, checkpoints.empty_optimizer_state(path, program.parts, program.optimizer)
+        path, checkpoints.empty_optimizer_state(path, train_step.model_parts, train_step.optimizer)
     )
-    return steps(program, range(3, 5)), weights(program)
+    return steps(train_step, range(3, 5)), weights(train_step)
 
 
 def load_without_float8(folder: Path) -> dict[str, Tensor]:
-    program = build("", TP)
-    checkpoints.load(folder / "checkpoint" / "step-2", checkpoints.model_state(program.parts))
-    return weights(program)
+    train_step = build("", TP)
+    checkpoints.load(
+        folder / "checkpoint" / "step-2", checkpoints.model_state(train_step.model_parts)
+    )
+    return weights(train_step)
 
 
 def test_checkpoints_know_nothing_of_float8(tmp_path: Path, pool: Pool) -> None:

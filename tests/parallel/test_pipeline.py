@@ -21,9 +21,8 @@ from titan.parallel import apply_ddp, apply_fsdp, build_mesh, initialize, materi
 from titan.parallel.activation import DEFAULT_KEEP, apply_ac
 from titan.parallel.pipeline import (
     Pipeline,
-    plan_pipeline,
-    take_stage,
-    take_stages,
+    extract_stage,
+    extract_stages,
 )
 from titan.parallel.schedules import (
     Action,
@@ -35,7 +34,7 @@ from titan.parallel.schedules import (
     stage_numbers,
     write_schedule,
 )
-from titan.parallel.stages import split_modules
+from titan.parallel.stages import StageSplit, split_modules, split_stages
 
 LAYERS, WIDTH, VOCABULARY, BATCH, LENGTH = 8, 8, 11, 12, 5
 MULTI = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -172,11 +171,11 @@ class _Recorder:
         return Recorded
 
 
-def _build(plan: pipeline.PipelinePlan, *, stage_class: type | None = None) -> Pipeline:
+def _build(plan: StageSplit, *, stage_class: type | None = None) -> Pipeline:
     """The pipeline of this rank, over all ranks."""
     mesh = init_device_mesh("cpu", (plan.schedule.num_ranks,), mesh_dim_names=("pp",))
     numbers = plan.schedule.stages_of(mesh.get_local_rank())
-    stages = take_stages(_meta_model(), plan.modules, numbers=numbers)
+    stages = extract_stages(_meta_model(), plan.modules, numbers=numbers)
     for stage in stages.values():
         _weights(stage)
     built = Pipeline(
@@ -191,7 +190,7 @@ def _build(plan: pipeline.PipelinePlan, *, stage_class: type | None = None) -> P
     return built
 
 
-def _run(plan: pipeline.PipelinePlan) -> dict[str, Any]:
+def _run(plan: StageSplit) -> dict[str, Any]:
     """Evaluate, train, evaluate with other shapes, train again; what came out of it."""
     recorder = _Recorder()
     built = _build(plan, stage_class=recorder.stage_class())
@@ -219,7 +218,7 @@ def _relative_error(value: Tensor, expected: Tensor) -> float:
     return ((value - expected).norm() / expected.norm()).item()
 
 
-def _check(results: list[dict[str, Any]], plan: pipeline.PipelinePlan) -> None:
+def _check(results: list[dict[str, Any]], plan: StageSplit) -> None:
     schedule = plan.schedule
     losses, gradients, logits = _reference(schedule.num_microbatches)
     found = {name for result in results for name in result["gradients"]}
@@ -253,11 +252,11 @@ CASES = [
 ]
 
 
-def _plan(case: tuple[int, str, int]) -> pipeline.PipelinePlan:
+def _plan(case: tuple[int, str, int]) -> StageSplit:
     ranks, name, count = case
     # A stage with the embedding alone would have no activations to count.
     less = 0 if ranks == 4 else 1
-    return plan_pipeline(
+    return split_stages(
         LAYERS,
         num_ranks=ranks,
         num_microbatches=count,
@@ -292,7 +291,7 @@ def test_schedule_from_csv(pool, tmp_path: Path) -> None:
     file.write_text(
         "0F0,0F1,,0B0,0F2,0I1,0B2,0W1\n,1F0,2F0,2B0,1B0,1F1,2F1,2B1,1B1,1F2,2F2,2I2,1B2,2W2\n"
     )
-    plan = plan_pipeline(LAYERS, num_ranks=2, num_microbatches=3, csv=file)
+    plan = split_stages(LAYERS, num_ranks=2, num_microbatches=3, csv=file)
     assert [plan.schedule.stages_of(rank) for rank in (0, 1)] == [[0], [1, 2]]
     assert plan.schedule.splits_backward
     _check(pool.run(2, _run, plan), plan)
@@ -302,10 +301,10 @@ def _with_fsdp(name: str, kind: str, shapes: tuple[int, ...]) -> dict[str, Tenso
     """Gradients of batches of several sizes, summed, over 2 pipeline x 2 data-parallel ranks."""
     axis = "dp_replicate" if kind == "ddp" else "dp_shard"
     mesh = build_mesh("cpu", pp=2, **{axis: 2})
-    plan = plan_pipeline(LAYERS, num_ranks=2, num_microbatches=4, schedule=name)
+    plan = split_stages(LAYERS, num_ranks=2, num_microbatches=4, schedule=name)
     stages = {}
     for number in plan.schedule.stages_of(mesh.get_local_rank("pp")):
-        stage = take_stage(_meta_model(), plan.modules[number])
+        stage = extract_stage(_meta_model(), plan.modules[number])
         layers: Any = list(stage.layers.values())  # pyright: ignore
         if kind == "ddp":
             apply_ddp(stage, mesh=mesh[axis], blocks=layers)
@@ -442,19 +441,19 @@ def test_split_that_cannot_be(options: dict[str, int], message: str) -> None:
 
 def test_plan_takes_names_and_layers_per_stage() -> None:
     names = [["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]]
-    plan = plan_pipeline(2, num_ranks=2, num_microbatches=2, modules=names)
+    plan = split_stages(2, num_ranks=2, num_microbatches=2, modules=names)
     assert plan.modules == names and plan.schedule.name == "1F1B"
-    plan = plan_pipeline(
+    plan = split_stages(
         6, num_ranks=2, num_microbatches=4, schedule="interleaved1f1b", layers_per_stage=2
     )
     assert plan.schedule.num_stages == 4
     with pytest.raises(ValueError, match="1 stage on each rank: 2 ranks take 2 stages, not 4"):
-        plan_pipeline(6, num_ranks=2, num_microbatches=4, layers_per_stage=2)
+        split_stages(6, num_ranks=2, num_microbatches=4, layers_per_stage=2)
 
 
 def test_take_stage_keeps_names_and_nothing_else() -> None:
     model = _meta_model()
-    stage = take_stage(model, ["layers.4", "norm", "output"])
+    stage = extract_stage(model, ["layers.4", "norm", "output"])
     assert {name.rpartition(".")[0] for name, _ in stage.named_parameters()} == {
         "layers.4.up",
         "layers.4.down",
@@ -463,32 +462,32 @@ def test_take_stage_keeps_names_and_nothing_else() -> None:
     }
     assert stage.tok_embeddings is None and len(model.layers) == LAYERS
     with pytest.raises(ValueError, match=r"no module 'layer\.4'; did you mean 'layers\.4'"):
-        take_stage(model, ["layer.4"])
+        extract_stage(model, ["layer.4"])
 
 
 def test_every_module_has_one_stage() -> None:
     model = _meta_model()
     modules = split_modules(LAYERS, num_stages=2)
-    assert sorted(take_stages(model, modules, numbers=[1])) == [1]
+    assert sorted(extract_stages(model, modules, numbers=[1])) == [1]
     forgotten = [modules[0][:-1], modules[1]]
     with pytest.raises(ValueError, match=r"'layers\.3' is in no stage; put it into one"):
-        take_stages(model, forgotten, numbers=[0])
+        extract_stages(model, forgotten, numbers=[0])
     twice = [modules[0], ["layers.0", *modules[1]]]
     with pytest.raises(ValueError, match=r"'layers\.0' is in stages 0 and 1; put it into one"):
-        take_stages(model, twice, numbers=[0])
+        extract_stages(model, twice, numbers=[0])
     model.scale = nn.Parameter(torch.empty(1, device="meta"))
     with pytest.raises(ValueError, match="'scale' lies in no module"):
-        take_stages(model, modules, numbers=[0])
+        extract_stages(model, modules, numbers=[0])
 
 
 def test_modules_without_parameters_may_be_in_several_stages_but_must_be_in_one() -> None:
     model, modules = _meta_model(), split_modules(LAYERS, num_stages=2)
     model.positions = nn.Identity()
     with pytest.raises(ValueError, match="'positions' is in no stage; put it into one"):
-        take_stages(model, modules, numbers=[0])
-    first = take_stages(model, [["positions", *modules[0]], modules[1]], numbers=[0, 1])
+        extract_stages(model, modules, numbers=[0])
+    first = extract_stages(model, [["positions", *modules[0]], modules[1]], numbers=[0, 1])
     assert first[0].positions is not None and first[1].positions is None
-    both = take_stages(model, [["positions", *names] for names in modules], numbers=[0, 1])
+    both = extract_stages(model, [["positions", *names] for names in modules], numbers=[0, 1])
     assert all(stage.positions is not None for stage in both.values())
 
 
@@ -496,29 +495,29 @@ def test_a_list_of_layers_is_told_to_be_a_dict() -> None:
     model = nn.Module()
     model.blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     with pytest.raises(ValueError, match=r"'blocks' is in no stage; .* must be an nn\.ModuleDict"):
-        take_stages(model, [["blocks.0"], ["blocks.1"]], numbers=[0])
+        extract_stages(model, [["blocks.0"], ["blocks.1"]], numbers=[0])
 
 
 def test_tied_embeddings_are_refused_across_stages() -> None:
     model = _meta_model(tied=True)
     with pytest.raises(ValueError, match=r"output\.weight is tied"):
-        take_stage(model, ["tok_embeddings", "layers.0"])
-    stage = take_stage(model, ["tok_embeddings", "layers.0", "output"])
+        extract_stage(model, ["tok_embeddings", "layers.0"])
+    stage = extract_stage(model, ["tok_embeddings", "layers.0", "output"])
     assert stage.output.weight is stage.tok_embeddings.weight  # pyright: ignore
 
 
 def test_compiled_stages_are_refused_where_backward_is_split() -> None:
-    stage = take_stage(_meta_model(), ["layers.0"])
+    stage = extract_stage(_meta_model(), ["layers.0"])
     stage.layers["0"].compile()  # pyright: ignore
     with pytest.raises(ValueError, match=r"'layers\.0' is compiled"):
         pipeline._prepare_to_split_backward(stage)
 
 
 def test_selective_recomputation_is_refused_where_backward_is_split() -> None:
-    stage = take_stage(_meta_model(), ["layers.0"])
+    stage = extract_stage(_meta_model(), ["layers.0"])
     apply_ac(stage)
     pipeline._prepare_to_split_backward(stage)  # whole blocks may be recomputed
-    stage = take_stage(_meta_model(), ["layers.0"])
+    stage = extract_stage(_meta_model(), ["layers.0"])
     apply_ac(stage, keep=DEFAULT_KEEP)
     with pytest.raises(ValueError, match=r"'layers\.0' keeps some operations"):
         pipeline._prepare_to_split_backward(stage)
@@ -570,9 +569,9 @@ def test_csv_round_trip_and_mistakes(tmp_path: Path) -> None:
             read_schedule(file)
     file.write_text("0F0,0B0\n1F0,1B0\n")
     with pytest.raises(ValueError, match="for 1 microbatches, and there are 4"):
-        plan_pipeline(2, num_ranks=2, num_microbatches=4, csv=file)
+        split_stages(2, num_ranks=2, num_microbatches=4, csv=file)
     with pytest.raises(ValueError, match="has 2 stages, and 1 layers in each would make 4"):
-        plan_pipeline(2, num_ranks=2, num_microbatches=1, csv=file, layers_per_stage=1)
+        split_stages(2, num_ranks=2, num_microbatches=1, csv=file, layers_per_stage=1)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match="pipe: cannot be read: it is not a regular file"):
         read_schedule(tmp_path / "pipe")

@@ -37,7 +37,7 @@ def compiled_job(compiles: bool = True, **sections: Any) -> JobConfig:
 def real_saved(config: JobConfig) -> int:
     """Bytes that the second of two blocks keeps for its backward pass, of what it made itself."""
     program = real_program(config)
-    model: Any = program.parts[0]
+    model: Any = program.model_parts[0]
     batch = real_batches(config)[0]
     saved: dict[int, int] = {}
     inputs: set[int] = set()

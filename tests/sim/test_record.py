@@ -52,9 +52,9 @@ def real_peak(config: JobConfig) -> int:
         batches = real_batches(config)
         gc.collect()
         gc.disable()  # as the trainer does
-        program.train_step(batches, step=1)  # what it reports is dropped at once
+        program.train(batches, step=1)  # what it reports is dropped at once
         memory.peak = memory.bytes
-        program.train_step(batches, step=2)
+        program.train(batches, step=2)
         return memory.peak
 
 

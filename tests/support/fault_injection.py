@@ -30,7 +30,7 @@ class FaultInjection(Hook):
         self.numbers = [int(number) for number in numbers]
         self.is_active = False
         if self.kind in _FACTORS:
-            trainer.program.parts[-1].register_forward_hook(self._scale)
+            trainer.train_step.model_parts[-1].register_forward_hook(self._scale)
 
     def before_forward(self, batches: Sequence[Batch]) -> None:
         if self.kind == "flip":
@@ -46,7 +46,7 @@ class FaultInjection(Hook):
 
     @torch.no_grad()
     def _flip(self) -> None:
-        first = next(self.trainer.program.parts[0].parameters())
+        first = next(self.trainer.train_step.model_parts[0].parameters())
         weight = local(first).view(-1)[:1].view(torch.uint8)
         weight[0] ^= 1
 

@@ -10,22 +10,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan.config.schema import JobConfig
-from titan.data.packing import IGNORED
+from titan.data.packing import IGNORED, Batch
 from titan.parallel import build_mesh
 from titan.parallel.mesh import axis_rank, axis_size
 from titan.parallel.weights import canonical_name
-from titan.program import build_program
+from titan.train_step import build_train_step
 
 STEPS, GLOBAL_BATCH, SEQUENCE, VOCABULARY = 10, 8, 64, 2048
 BOUND = 1e-5
-
-
-@dataclass(frozen=True)
-class Batch:
-    tokens_BS: Tensor
-    labels_BS: Tensor
-    positions_BS: Tensor | None = None
-    document_ids_BS: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -238,9 +230,9 @@ def train(layout: Layout, precision: str = "float32") -> dict[str, Any]:
             "loss": {"chunk_tokens": 100},
         }
     )
-    program = build_program(config, device=torch.device("cpu"), mesh=mesh)
+    train_step = build_train_step(config, device=torch.device("cpu"), mesh=mesh)
     parameters = {
-        canonical_name(n): p for part in program.parts for n, p in part.named_parameters()
+        canonical_name(n): p for part in train_step.model_parts for n, p in part.named_parameters()
     }
     gradients: dict[str, Tensor] = {}
 
@@ -248,7 +240,7 @@ def train(layout: Layout, precision: str = "float32") -> dict[str, Any]:
         if not gradients:
             gradients.update({n: _whole(p.grad) for n, p in parameters.items()})
 
-    program.optimizer.register_step_pre_hook(keep_gradients)
+    train_step.optimizer.register_step_pre_hook(keep_gradients)
     world = axis_size(mesh, "dp_replicate", "dp_shard")
     rank = axis_rank(mesh, "dp_replicate", "dp_shard")
     losses, norms = [], []
@@ -257,11 +249,13 @@ def train(layout: Layout, precision: str = "float32") -> dict[str, Any]:
         mine = range(rank, world * layout.accumulation, world)
         batches = [
             Batch(
-                parts[0][i], parts[1][i], document_ids_BS=parts[2][i] if layout.documents else None
+                tokens_BS=parts[0][i],
+                labels_BS=parts[1][i],
+                document_ids_BS=parts[2][i] if layout.documents else None,
             )
             for i in mine
         ]
-        report = program.train_step(batches, step=step)
+        report = train_step.train(batches, step=step)
         losses.append(report.loss.item())
         norms.append(report.grad_norm.item())
     weights = {n: _whole(p).clone() for n, p in parameters.items()}

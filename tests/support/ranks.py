@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 120
-PRELOAD = ["titan.program", "torch.distributed.checkpoint", "torch.distributed.pipelining"]
+PRELOAD = ["titan.train_step", "torch.distributed.checkpoint", "torch.distributed.pipelining"]
 
 
 class RankFailed(AssertionError):

@@ -6,7 +6,6 @@ import functools
 import weakref
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -19,10 +18,11 @@ from torch.utils._pytree import tree_leaves
 
 from titan.config.rules import resolve_layout
 from titan.config.schema import JobConfig
+from titan.data.packing import Batch
 from titan.parallel import build_mesh
-from titan.program import Program, build_program
 from titan.sim.record import record
 from titan.sim.trace import Allocate, Event, Free, Trace
+from titan.train_step import TrainStep, build_train_step
 
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -69,10 +69,10 @@ def in_turn(names: Collection[str], *, slow: Collection[str]) -> list[Any]:
     return [pytest.param(n, marks=pytest.mark.slow) if n in marked else n for n in names]
 
 
-def real_program(config: JobConfig) -> Program:
+def real_program(config: JobConfig) -> TrainStep:
     layout = resolve_layout(config, dist.get_world_size())
     mesh = build_mesh("cpu", **{axis: getattr(layout, axis) for axis in _AXES})
-    return build_program(config, device=torch.device("cpu"), mesh=mesh)
+    return build_train_step(config, device=torch.device("cpu"), mesh=mesh)
 
 
 def real_batches(config: JobConfig) -> list[Any]:
@@ -81,15 +81,8 @@ def real_batches(config: JobConfig) -> list[Any]:
     numbers = torch.arange(shape[0] * shape[1]).view(shape) % 256
     ids = numbers % 2 if config.data.document_mask else None
     positions = numbers % 8 if config.data.reset_positions else None
-    return [Batch(numbers, numbers, positions, ids) for _ in range(layout.accumulation)]
-
-
-@dataclass(frozen=True)
-class Batch:
-    tokens_BS: Tensor
-    labels_BS: Tensor
-    positions_BS: Tensor | None
-    document_ids_BS: Tensor | None
+    batch = Batch(tokens_BS=numbers, labels_BS=numbers, positions_BS=positions, document_ids_BS=ids)
+    return [batch] * layout.accumulation
 
 
 class _Plain(TorchDispatchMode):
@@ -146,11 +139,11 @@ class CountTransfers(_Plain):
 
 def count_real_transfers(config: JobConfig) -> tuple[Counter[Any], Counter[Any]]:
     """What this rank really sends in its second step."""
-    program = real_program(config)
+    train_step = real_program(config)
     batches = real_batches(config)
-    program.train_step(batches, step=1)
+    train_step.train(batches, step=1)
     with CountTransfers() as counter:
-        program.train_step(batches, step=2)
+        train_step.train(batches, step=2)
     return counter.counts, counter.bytes
 
 

@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from titan.parallel.schedules import canonical_schedule
-from titan.parallel.stages import plan_stages
+from titan.parallel.stages import StageSplit, split_stages
 
 from .errors import (
     ConfigError,
@@ -229,23 +229,29 @@ def _check_stages(config: JobConfig, model: Any, world_size: int) -> Iterator[Ru
         yield _stage_violation(config, model.n_layers, reason)
 
 
-def _stage_problem(config: JobConfig, num_layers: int, **changes: int) -> str:
-    """Return why stages, schedule and batch do not fit each other, with other values for some keys. Empty if they do."""
+def stage_split(config: JobConfig, *, num_layers: int, **changes: int) -> StageSplit:
+    """Return the pipeline stages of a job, with other values for some keys. Raises ValueError, or OSError for its CSV."""
     section = config.parallelism.model_copy(update=changes)
     batch = changes.get("local_batch_size", config.training.local_batch_size)
+    return split_stages(
+        num_layers,
+        num_ranks=section.pipeline_parallel_degree,
+        num_microbatches=batch // section.pipeline_parallel_microbatch_size,
+        schedule=section.pipeline_parallel_schedule,
+        csv=section.pipeline_parallel_schedule_csv,
+        layers_per_stage=section.pipeline_parallel_layers_per_stage,
+        first_less=section.pipeline_parallel_first_stage_less_layers,
+        last_less=section.pipeline_parallel_last_stage_less_layers,
+        modules=section.module_fqns_per_model_part,
+    )
+
+
+def _stage_problem(config: JobConfig, num_layers: int, **changes: int) -> str:
+    """Return why stages, schedule and batch do not fit each other, with other values for some keys. Empty if they do."""
+    degree = changes.get("pipeline_parallel_degree", config.parallelism.pipeline_parallel_degree)
     try:
-        if section.pipeline_parallel_degree > 1:
-            plan_stages(
-                num_layers,
-                num_ranks=section.pipeline_parallel_degree,
-                num_microbatches=batch // section.pipeline_parallel_microbatch_size,
-                schedule=section.pipeline_parallel_schedule,
-                csv=section.pipeline_parallel_schedule_csv,
-                layers_per_stage=section.pipeline_parallel_layers_per_stage,
-                first_less=section.pipeline_parallel_first_stage_less_layers,
-                last_less=section.pipeline_parallel_last_stage_less_layers,
-                modules=section.module_fqns_per_model_part,
-            )
+        if degree > 1:
+            stage_split(config, num_layers=num_layers, **changes)
     except (ValueError, OSError) as error:
         return str(error)
     return ""

@@ -18,7 +18,7 @@ from titan.config.render import to_toml
 from titan.config.resume_diff import changed_settings
 from titan.hook import Hook, StepResult
 from titan.parallel.shims import set_timeout
-from titan.program import torch_dtype
+from titan.train_step import torch_dtype
 from titan.trainer import Trainer
 from titan.untrusted import InputError
 
@@ -34,7 +34,7 @@ class Checkpointing(Hook):
         self.changes: list[str] = []  # of settings since the checkpoint
         self.is_due_by_time = False
         if self.section.async_mode == "async_with_pinned_mem":
-            trainer.program.optimizer.register_step_pre_hook(self._before_update)
+            trainer.train_step.optimizer.register_step_pre_hook(self._before_update)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -112,7 +112,7 @@ class Checkpointing(Hook):
     def state(self) -> checkpoints.StateDict:
         """Return all tensors that a resumed run needs; titan/checkpoint/manager.py lists the names."""
         trainer = self.trainer
-        parts, optimizer = trainer.program.parts, trainer.program.optimizer
+        parts, optimizer = trainer.train_step.model_parts, trainer.train_step.optimizer
         return {
             **checkpoints.model_state(parts),
             **checkpoints.optimizer_state(parts, optimizer),
@@ -139,7 +139,7 @@ class Checkpointing(Hook):
         # transformers reads local folders only.
         folder = folder if isinstance(folder, Path) else self.trainer.run_dir / "huggingface"
         folder = folder / f"step-{self.trainer.step}"
-        state = checkpoints.model_state(self.trainer.program.parts)
+        state = checkpoints.model_state(self.trainer.train_step.model_parts)
         export_state(folder, state, self.export, group=self.manager.group)
         self.trainer.console.message(f"saved {folder} for transformers")
 
@@ -169,7 +169,7 @@ class Checkpointing(Hook):
         if path is None and section.enable and section.initial_load_in_hf:
             assert self.export is not None, "built in the constructor"
             path = Path(section.initial_load_path or self.trainer.config.model.hf_assets_path)
-            state = checkpoints.model_state(self.trainer.program.parts)
+            state = checkpoints.model_state(self.trainer.train_step.model_parts)
             huggingface.load(path, state, model=self.export.model, group=self.manager.group)
         elif path is None and section.enable and section.initial_load_path:
             path, model_only = (
@@ -194,7 +194,7 @@ class Checkpointing(Hook):
         self, path: Location, *, model_only: bool = False, exclude: set[str] | None = None
     ) -> None:
         trainer, exclude = self.trainer, exclude or set()
-        parts, optimizer = trainer.program.parts, trainer.program.optimizer
+        parts, optimizer = trainer.train_step.model_parts, trainer.train_step.optimizer
         checkpoints.load(path, checkpoints.model_state(parts))
         if model_only:
             return

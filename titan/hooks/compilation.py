@@ -23,7 +23,7 @@ class Compilation(Hook):
         trainer = self.trainer
         if trainer.step == trainer.first_step:
             self._after_first_step()
-        log = trainer.program.compile_log
+        log = trainer.train_step.compile_log
         if log is not None and trainer.logs_this_step:
             for warning in log.warnings():
                 _LOG.warning(f"step {trainer.step}: {warning}")
@@ -34,9 +34,9 @@ class Compilation(Hook):
         checkpointing = trainer.hook(Checkpointing)
         limit = timedelta(seconds=trainer.config.comm.train_timeout_seconds)
         set_timeout(limit, but_not_of=checkpointing.group if checkpointing else None)
-        if trainer.program.compile_log is not None:
-            trainer.console.message(trainer.program.compile_log.summary())
-        rewrites = trainer.program.async_tp
+        if trainer.train_step.compile_log is not None:
+            trainer.console.message(trainer.train_step.compile_log.summary())
+        rewrites = trainer.train_step.async_tp
         if rewrites is not None:
             trainer.console.message(str(rewrites))
             if rewrites.num_graphs and not rewrites.fired:

@@ -17,8 +17,8 @@ class LayerNormsLog(Hook):
         self.every = trainer.config.metrics.log_layer_norms_every_n_steps
         self.measured: Readback | None = None
         if self.every:
-            program = trainer.program
-            self.norms = LayerNorms(program.parts, stages=program.groups.stages)
+            program = trainer.train_step
+            self.norms = LayerNorms(program.model_parts, stages=program.groups.stages)
             program.on_gradients = self._measure
 
     def _measure(self) -> None:

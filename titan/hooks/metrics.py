@@ -82,7 +82,7 @@ class Metrics(Hook):
             step=trainer.step,
             loss=result.loss,
             grad_norm=result.grad_norm,
-            lr=trainer.program.optimizer.param_groups[0]["lr"],
+            lr=trainer.train_step.optimizer.param_groups[0]["lr"],
             tokens=trainer.tokens_seen,
             tokens_per_s=window.tokens_per_s,
             step_s=window.step_s,

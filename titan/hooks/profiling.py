@@ -23,7 +23,7 @@ class Profiling(Hook):
             run_dir=trainer.run_dir,
             rank=trainer.rank,
             device=trainer.device,
-            parts=trainer.program.parts,
+            parts=trainer.train_step.model_parts,
             say=trainer.console.message,
         )
 

@@ -28,7 +28,7 @@ class RankTimes(Hook):
             dist.all_gather_object(self.hosts, socket.gethostname())
         self.stragglers = Stragglers(log_freq=trainer.config.metrics.log_freq)
         self.times = TimesLog(trainer.run_dir, rank=trainer.rank, host=self.hosts[trainer.rank])
-        parts = trainer.program.parts
+        parts = trainer.train_step.model_parts
         blocks = [block for part in parts for block in part.get_submodule("layers").children()]
         self.clock = ForwardClock(blocks, device=trainer.device)
         self.own_s = 0.0

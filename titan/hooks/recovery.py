@@ -12,8 +12,8 @@ from titan.health.recovery import NonFiniteError, Recovery, SpikeError, StepActi
 from titan.hook import Hook, StepResult
 from titan.hooks.checkpointing import Checkpointing
 from titan.observe.clock import Window
-from titan.program import StepReport
 from titan.readback import Readback
+from titan.train_step import StepReport
 from titan.trainer import Trainer
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from titan.hook import Hook
 from titan.parallel.replicas import require_equal_replicas
-from titan.program import StepReport
+from titan.train_step import StepReport
 from titan.trainer import Trainer
 
 
@@ -17,4 +17,4 @@ class ReplicaCheck(Hook):
     def updated(self, report: StepReport) -> None:
         every = self.trainer.config.fault_tolerance.check_replicas_every_n_steps
         if every and self.trainer.step % every == 0:
-            require_equal_replicas(self.trainer.program.parts)
+            require_equal_replicas(self.trainer.train_step.model_parts)

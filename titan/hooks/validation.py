@@ -42,10 +42,10 @@ class Validation(Hook):
                 yield batch
 
         with trainer.timer.pause("validation"):
-            loss_sum, num_valid = trainer.program.evaluate(batches())
+            loss_sum, num_valid = trainer.train_step.evaluate(batches())
             num_bytes = torch.tensor(sum(sizes), device=trainer.device)
-            if trainer.program.groups.data is not None:
-                dist.all_reduce(num_bytes, group=trainer.program.groups.data)
+            if trainer.train_step.groups.data is not None:
+                dist.all_reduce(num_bytes, group=trainer.train_step.groups.data)
             loss, valid, size = Readback([loss_sum, num_valid, num_bytes]).values()
         loss_per_token = loss / max(valid, 1)
         trainer.events.write(

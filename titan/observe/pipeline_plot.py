@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from titan.config.errors import ConfigError
-from titan.config.layout import AXES, check_layout
+from titan.config.layout import AXES, check_layout, stage_split
 from titan.config.load import load_from_argv
 from titan.config.model import model_config
 from titan.observe.sinks import MissingExtra, require
-from titan.parallel.pipeline import PipelinePlan, plan_pipeline
 from titan.parallel.schedules import Schedule, Span, write_schedule
+from titan.parallel.stages import StageSplit
 
 OPTIONS = ("--world-size", "--microbatches", "--output", "--csv")
 KINDS = {
@@ -63,8 +63,8 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _plan(argv: list[str], *, world_size: int | None, num_microbatches: int | None) -> PipelinePlan:
-    """The plan of a job; raises `ConfigError`."""
+def _plan(argv: list[str], *, world_size: int | None, num_microbatches: int | None) -> StageSplit:
+    """Return the stages of a job. Raises ConfigError."""
     config = load_from_argv(argv, options=OPTIONS)
     parallel, key = config.parallelism, "parallelism.pipeline_parallel_degree"
     if parallel.pipeline_parallel_degree == 1:
@@ -78,24 +78,13 @@ def _plan(argv: list[str], *, world_size: int | None, num_microbatches: int | No
         world_size = prod(max(1, degree) for degree in degrees)
     if problems := check_layout(config, world_size=world_size):
         raise ConfigError(problems)
-    count = config.training.local_batch_size // parallel.pipeline_parallel_microbatch_size
     try:
-        return plan_pipeline(
-            model_config(config.model).n_layers,
-            num_ranks=parallel.pipeline_parallel_degree,
-            num_microbatches=count,
-            schedule=parallel.pipeline_parallel_schedule,
-            csv=parallel.pipeline_parallel_schedule_csv,
-            layers_per_stage=parallel.pipeline_parallel_layers_per_stage,
-            first_less=parallel.pipeline_parallel_first_stage_less_layers,
-            last_less=parallel.pipeline_parallel_last_stage_less_layers,
-            modules=parallel.module_fqns_per_model_part,
-        )
+        return stage_split(config, num_layers=model_config(config.model).n_layers)
     except (ValueError, OSError) as error:
         raise ConfigError([config.source_map.problem(key, str(error))]) from None
 
 
-def describe(plan: PipelinePlan, *, columns: int) -> str:
+def describe(plan: StageSplit, *, columns: int) -> str:
     """The page that the command prints."""
     schedule = plan.schedule
     rows = [title(schedule), ""]

@@ -4,7 +4,7 @@
     profiler    off               | warm-up | recorded, then <run>/traces/step-10/rank-R.json.gz
 
 While steps are recorded, each block, each of its children and what lies around the blocks runs in a range of its name
-(a compiled block as a whole); titan.program names loss and clipping, torch the optimizer. The backward pass needs no
+(a compiled block as a whole); titan.train_step names loss and clipping, torch the optimizer. The backward pass needs no
 ranges, the profiler links its operators to the forward ones. Between traces nothing of this is there. `titan profile`
 (trace_report.py) reads a trace.
 

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from .fsdp import apply_ddp, apply_fsdp, set_gradient_sync
     from .mesh import axis_rank, axis_size, build_mesh, submesh
     from .offload import apply_offload
-    from .pipeline import Pipeline, plan_pipeline, take_stages
+    from .pipeline import Pipeline, extract_stages
     from .replicas import require_equal_replicas
+    from .stages import split_stages
     from .tensor import apply_tp
     from .weights import initialize, materialize
 
@@ -27,7 +28,8 @@ _MODULES = {
     "fsdp": ("apply_ddp", "apply_fsdp", "set_gradient_sync"),
     "mesh": ("axis_rank", "axis_size", "build_mesh", "submesh"),
     "offload": ("apply_offload",),
-    "pipeline": ("Pipeline", "plan_pipeline", "take_stages"),
+    "pipeline": ("Pipeline", "extract_stages"),
+    "stages": ("split_stages",),
     "replicas": ("require_equal_replicas",),
     "tensor": ("apply_tp",),
     "weights": ("initialize", "materialize"),
@@ -47,15 +49,15 @@ __all__ = [
     "axis_rank",
     "axis_size",
     "build_mesh",
+    "extract_stages",
     "initialize",
     "materialize",
-    "plan_pipeline",
     "precompute_scales",
     "require_equal_replicas",
     "set_gradient_sync",
     "shard_sequence",
+    "split_stages",
     "submesh",
-    "take_stages",
     "unshard_sequence",
 ]
 

@@ -7,7 +7,7 @@ shards over the second (HSDP). DDP is torch's `replicate`, which runs on FSDP2's
 tensor parallelism and casts to a lower precision in the same way.
 
 Gradients are summed, not averaged: the loss is already divided by the number of valid tokens of the *global*
-batch (titan/program.py), which is the same number for any layout, while a mean over ranks would be wrong as soon
+batch (titan/train_step.py), which is the same number for any layout, while a mean over ranks would be wrong as soon
 as ranks hold different numbers of valid tokens.
 """
 

@@ -1,7 +1,7 @@
 """Pipeline parallelism: a model cut into stages, and the runner that sends microbatches through them.
 
-    plan_pipeline    which modules make up each stage, and which rank does what when (schedules.py)
-    take_stages      copies of the model with everything foreign to a stage removed
+    split_stages     which modules make up each stage, and which rank does what when (stages.py, schedules.py)
+    extract_stages   copies of the model with everything foreign to a stage removed
     Pipeline         trains and evaluates the stages of this rank, which may be parallelised further
 
 The model is any nn.Module whose forward passes over children that are None (embedding, norm, output layer) and loops over
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal
 
@@ -31,40 +30,16 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-from .schedules import Action, Schedule, build_schedule
-from .stages import plan_stages
+from .schedules import Action, Schedule
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 _FORWARD = ("FORWARD", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD", "RESHARD")
 
 
-@dataclass(frozen=True, kw_only=True)
-class PipelinePlan:
-    """The schedule, and the names of each stage's modules."""
-
-    schedule: Schedule
-    modules: list[list[str]]
-
-
-def plan_pipeline(num_layers: int, **settings: Any) -> PipelinePlan:
-    """Plan a pipeline: `titan.parallel.stages.plan_stages` says with what settings and errors."""
-    stages = plan_stages(num_layers, **settings)
-    return PipelinePlan(
-        schedule=stages.custom
-        or build_schedule(
-            stages.schedule,
-            num_ranks=stages.num_ranks,
-            num_stages=len(stages.modules),
-            num_microbatches=stages.num_microbatches,
-        ),
-        modules=stages.modules,
-    )
-
-
-def take_stages(
+def extract_stages(
     model: nn.Module, modules: Sequence[Sequence[str]], *, numbers: Iterable[int]
 ) -> dict[int, nn.Module]:
-    """The stages of these numbers, taken out of `model`; modules: the names of every stage's.
+    """Return the stages of these numbers, taken out of `model`; modules: the names of every stage's modules.
 
     Raises ValueError unless every module is in one stage; one without parameters (rotation tables, dropout) may be in several,
     wherever forward is to call it.
@@ -83,10 +58,10 @@ def take_stages(
             raise ValueError(f"module '{name}' is {where}; {fix}")
     for name, _ in model.named_parameters(recurse=False):
         raise ValueError(f"parameter '{name}' lies in no module, so no stage could have it")
-    return {number: take_stage(model, modules[number]) for number in numbers}
+    return {number: extract_stage(model, modules[number]) for number in numbers}
 
 
-def take_stage(model: nn.Module, names: Sequence[str]) -> nn.Module:
+def extract_stage(model: nn.Module, names: Sequence[str]) -> nn.Module:
     """A copy of `model` that keeps the modules of these names, under these names, and nothing else.
 
     names: children ("norm"), or single entries of a child that is a ModuleDict ("layers.3"). Other children become None,

@@ -4,23 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
-from .schedules import Schedule, check_schedule, read_schedule, stages_per_rank
+from .schedules import Schedule, build_schedule, check_schedule, read_schedule, stages_per_rank
 
 
 @dataclass(frozen=True, kw_only=True)
-class StagePlan:
-    """Names of each stage's modules, and the schedule they go with; `custom` where it was read from a file."""
+class StageSplit:
+    """Names of each stage's modules, and the schedule that runs them; `custom` if it was read from a file."""
 
     modules: list[list[str]]
-    schedule: str
+    schedule_name: str
     custom: Schedule | None
     num_ranks: int
     num_microbatches: int
 
+    @cached_property
+    def schedule(self) -> Schedule:
+        """Which rank does what when; imports torch, which knows the orders."""
+        return self.custom or build_schedule(
+            self.schedule_name,
+            num_ranks=self.num_ranks,
+            num_stages=len(self.modules),
+            num_microbatches=self.num_microbatches,
+        )
 
-def plan_stages(
+
+def split_stages(
     num_layers: int,
     *,
     num_ranks: int,
@@ -31,12 +42,14 @@ def plan_stages(
     first_less: int = 1,
     last_less: int = 1,
     modules: Sequence[Sequence[str]] | None = None,
-) -> StagePlan:
-    """Plan the stages; raises ValueError, with the nearest numbers that would do.
+) -> StageSplit:
+    """Split a model into stages. Raises ValueError, with the nearest numbers that would work.
 
-    csv: a schedule of one's own instead of `schedule`. layers_per_stage: makes as many stages as that takes;
-    None: one or two for each rank, as the schedule has. first_less, last_less: what embedding and output layer count
-    for, in layers. modules: names for each stage, instead of an even split.
+    Args:
+        csv: a custom schedule instead of `schedule`.
+        layers_per_stage: makes as many stages as that takes; None: one or two for each rank, as the schedule has.
+        first_less, last_less: how many layers embedding and output layer count for.
+        modules: names for each stage, instead of an even split.
     """
     custom = read_schedule(csv) if csv else None
     by_layers = layers_per_stage and -(-(num_layers + first_less + last_less) // layers_per_stage)
@@ -68,13 +81,13 @@ def plan_stages(
     )
     if problem:
         raise ValueError(problem)
-    return StagePlan(
+    return StageSplit(
         modules=[list(names) for names in modules]
         if modules
         else split_modules(
             num_layers, num_stages=num_stages, first_less=first_less, last_less=last_less
         ),
-        schedule=schedule,
+        schedule_name=schedule,
         custom=custom,
         num_ranks=num_ranks,
         num_microbatches=num_microbatches,

@@ -100,7 +100,7 @@ def check_all(
     from titan.parallel.float8 import Float8Error
     from titan.preflight import judge, measure
     from titan.preflight.dry_run import dry_run, explain
-    from titan.program import torch_dtype
+    from titan.train_step import torch_dtype
 
     rank, dtype = dist.get_rank(), config.training.mixed_precision_param
     mine = measure.measure(

@@ -1,6 +1,6 @@
 """Two steps of the real job on throw-away weights: what will not fit, not compile or not read ends here, and not in hour one.
 
-The program is the trainer's own (titan/program.py) and so is the data; nothing is logged or saved. The second step shows time and memory without
+The train_step is the trainer's own (titan/train_step.py) and so is the data; nothing is logged or saved. The second step shows time and memory without
 compilation and with the optimizer's state. What was compiled lies in the compile cache, where the real run finds it.
 """
 
@@ -21,8 +21,8 @@ from titan.data.loader import build_loader
 from titan.data.tokenizer import build_tokenizer
 from titan.observe.memory import peak_memory
 from titan.parallel.mesh import axis_rank
-from titan.program import build_program
 from titan.readback import Readback
+from titan.train_step import build_train_step
 
 NUM_STEPS = 2
 # How torch says it on a CPU, where it is a RuntimeError.
@@ -68,11 +68,11 @@ def dry_run(config: JobConfig, layout: Layout, *, device: torch.device, mesh: De
         accumulation=layout.accumulation,
     )
     try:
-        program = build_program(config, device=device, mesh=mesh)
+        train_step = build_train_step(config, device=device, mesh=mesh)
         seconds, losses = [], []
         for step in range(1, NUM_STEPS + 1):
             start_s = time.perf_counter()
-            report = program.train_step(loader.next_step(), step=step)
+            report = train_step.train(loader.next_step(), step=step)
             losses += Readback([report.loss]).values()
             seconds.append(time.perf_counter() - start_s)
     finally:
@@ -84,7 +84,7 @@ def dry_run(config: JobConfig, layout: Layout, *, device: torch.device, mesh: De
         losses=losses,
         peak_gib=max(peaks),
         fullest_rank=max(range(len(peaks)), key=peaks.__getitem__),
-        compiled=program.compile_log.summary() if program.compile_log is not None else "",
+        compiled=train_step.compile_log.summary() if train_step.compile_log is not None else "",
     )
 
 

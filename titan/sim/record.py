@@ -4,7 +4,7 @@
     record_jobs    several programs and ranks in a process, for which it compiles once
     record_job     in this process, which is of no other use afterwards
 
-The program is titan.program.build_program's, run for two steps: the first makes the optimizer's state and learns the shapes that
+The program is titan.train_step.build_train_step's, run for two steps: the first makes the optimizer's state and learns the shapes that
 pipeline stages exchange, the second is what every later one is like.
 """
 
@@ -102,13 +102,13 @@ def record_job(
     steps: to run; the last one is the trace's `step`. remembers: as the Recorder. on_backward_error: is told at once of an error
     that may be the process's last. Raises RecordError, and what `join` raises.
     """
-    from titan import program as program_module
+    from titan import train_step as module
 
     from . import era, shims
     from .environment import act_as, environment
     from .recorder import Recorder
 
-    program_module.initialize = lambda *_, **__: None  # weights are drawn and leave nothing behind
+    module.initialize = lambda *_, **__: None  # weights are drawn and leave nothing behind
     config, rank = job.programs[0], job.ranks[0]
     layout = resolve_layout(config, job.world_size)
     with environment(layout, rank=rank, like=job.like) as (device, mesh):
@@ -151,26 +151,26 @@ def _record(
     mesh: Any,
     steps: int,
 ) -> Trace:
-    from titan import program as program_module
+    from titan import train_step as module
     from titan.optim.adam import local
 
     trace = Trace(rank, layout.world_size)
     recorder.begin()
     with recorder:
-        program = program_module.build_program(config, device=device, mesh=mesh)
+        train_step = module.build_train_step(config, device=device, mesh=mesh)
         recorder.storages.mark_made("parameters")
-        for parameter, owner in _owners(program).items():
+        for parameter, owner in _owners(train_step).items():
             recorder.storages.attribute([local(parameter)], owner)
         trace.setup = _left(recorder.events)
         batches = [_fake_batch(config) for _ in range(layout.accumulation)]
         gc.collect()
         gc.disable()  # as the trainer does: what lies in cycles is not freed within a step
-        with _watched(program, program_module, recorder):
+        with _watched(train_step, module, recorder):
             for step in range(1, steps + 1):
                 recorder.events = []
                 recorder.places.begin_step()
                 recorder.storages.begin()
-                report = program.train_step(batches, step=step)
+                report = train_step.train(batches, step=step)
                 del report
                 recorder.places.phase = "forward"
                 if step == 1:
@@ -188,28 +188,28 @@ def _left(events: list[Event]) -> list[Event]:
     return [e for e in events if isinstance(e, Allocate) and e.block not in freed]
 
 
-def _owners(program: Any) -> dict[Any, str]:
+def _owners(train_step: Any) -> dict[Any, str]:
     """Each parameter's module."""
     from titan.parallel.weights import canonical_name
 
     return {
         parameter: canonical_name(name).rpartition(".")[0]
-        for part in program.parts
+        for part in train_step.model_parts
         for name, parameter in part.named_parameters()
     }
 
 
 @contextmanager
-def _watched(program: Any, program_module: Any, recorder: Any) -> Iterator[None]:
+def _watched(train_step: Any, module: Any, recorder: Any) -> Iterator[None]:
     """Know when the program's parts run."""
     import torch
 
     from titan.optim.adam import local
 
     places, storages = recorder.places, recorder.storages
-    for part in program.parts:
+    for part in train_step.model_parts:
         places.watch(part)
-    owners = _owners(program)
+    owners = _owners(train_step)
     parameters = list(owners)
 
     @torch.no_grad()  # or a DTensor's shard would be a new tensor, with a history
@@ -217,7 +217,7 @@ def _watched(program: Any, program_module: Any, recorder: Any) -> Iterator[None]
         grads = (p.grad for p in parameters if p.grad is not None)
         storages.mark((local(grad) for grad in grads), "gradients")
 
-    clip, step = program_module.clip_gradients, program.optimizer.step
+    clip, step = module.clip_gradients, train_step.optimizer.step
 
     def clip_gradients(*args: Any, **kwargs: Any) -> Any:
         mark_gradients()
@@ -235,16 +235,16 @@ def _watched(program: Any, program_module: Any, recorder: Any) -> Iterator[None]
 
     @torch.no_grad()
     def attribute_states() -> None:
-        for parameter, state in program.optimizer.state.items():
+        for parameter, state in train_step.optimizer.state.items():
             tensors = (local(value) for value in state.values() if isinstance(value, torch.Tensor))
             storages.attribute(tensors, owners[parameter])
 
-    program_module.clip_gradients = clip_gradients
-    program.optimizer.step = optimizer_step
+    module.clip_gradients = clip_gradients
+    train_step.optimizer.step = optimizer_step
     try:
         yield
     finally:
-        program_module.clip_gradients = clip
+        module.clip_gradients = clip
 
 
 def _watch_actions(places: Any) -> None:
@@ -283,27 +283,21 @@ def _watch_actions(places: Any) -> None:
     shims.replace("torch.distributed.pipelining.schedules", "_PipelineSchedule._maybe_compute_loss", with_loss)  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Batch:
-    tokens_BS: Any
-    labels_BS: Any
-    positions_BS: Any = None
-    document_ids_BS: Any = None
-
-
-def _fake_batch(config: JobConfig) -> _Batch:
-    """As the loader would give it: whole sequences on the host."""
+def _fake_batch(config: JobConfig) -> Any:
+    """Return a batch as the loader would: whole sequences on the host."""
     import torch
+
+    from titan.data.packing import Batch
 
     def numbers() -> Any:
         shape = (config.training.local_batch_size, config.training.seq_len)
         return torch.zeros(shape, dtype=torch.int64)
 
-    return _Batch(
-        numbers(),
-        numbers(),
-        numbers() if config.data.reset_positions else None,
-        numbers() if config.data.document_mask else None,
+    return Batch(
+        tokens_BS=numbers(),
+        labels_BS=numbers(),
+        positions_BS=numbers() if config.data.reset_positions else None,
+        document_ids_BS=numbers() if config.data.document_mask else None,
     )
 
 
@@ -347,7 +341,7 @@ def _describe(error: Exception, recorder: Any, rank: int) -> str:
 
 # ---- children ----------------------------------------------------------------------------------
 
-_PRELOAD = ["titan.program", "titan.sim.environment", "titan.sim.recorder", "torch.distributed.pipelining"]  # fmt: skip
+_PRELOAD = ["titan.train_step", "titan.sim.environment", "titan.sim.recorder", "torch.distributed.pipelining"]  # fmt: skip
 
 
 def record_jobs(

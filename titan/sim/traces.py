@@ -22,7 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from titan.config.layout import AXES, Layout
+from titan.config.layout import AXES, Layout, stage_split
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
 
@@ -195,14 +195,7 @@ def shallow(wanted: Wanted) -> list[Depth] | None:
     if layout.pp == 1:
         depths = [Depth(0, model_config(config.model).n_layers)]
     else:
-        from titan.program import pipeline_plan
-
-        size = config.parallelism.pipeline_parallel_microbatch_size
-        plan = pipeline_plan(
-            config.parallelism,
-            model_config(config.model).n_layers,
-            config.training.local_batch_size // size,
-        )
+        plan = stage_split(config, num_layers=model_config(config.model).n_layers)
         depths = []
         for names in plan.modules:
             layers = [int(name.split(".")[1]) for name in names if name.startswith("layers.")]

@@ -1,0 +1,233 @@
+"""The order in which techniques are applied to a model. This is the one place that states it, and it reads the job's sections.
+
+    float8 -> pipeline split -> TP/SP -> CP -> EP -> AC -> compile -> FSDP / HSDP / DDP
+
+Inner to outer: first what changes a layer's computation, then what changes how a block is run (recomputed, compiled),
+and last the wrapper that gathers parameters around a block's run, so that it sees everything below it as one unit.
+
+Float8 and the pipeline split work on the whole model, before `parallelize` gets a stage of it (titan/train_step.py): tensor
+parallelism and FSDP must find layers and weights that know how to cast themselves, and which layers are converted is decided for
+the whole model.
+
+Compile goes around AC: the compiler sees what is recomputed, fuses it with the backward pass, and leaves out what that pass does
+not need (the last product of a block, and its reduction over TP). If recomputation has to draw the same random numbers again,
+compiled blocks are recomputed from outside: torch 2.13 loses the state of the generators where weights are DTensors.
+Offloading of activations goes around both: it moves what they leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from titan.config.quantize import quantize_section
+from titan.config.schema import (
+    ActivationCheckpointSection,
+    Float8Section,
+    JobConfig,
+    ParallelismSection,
+    TrainingSection,
+)
+from titan.models.attention import InnerAttention
+from titan.parallel.activation import apply_ac
+from titan.parallel.compile import apply_compile
+from titan.parallel.context import Method, apply_cp
+from titan.parallel.float8 import Conversion, Float8Error, apply_float8
+from titan.parallel.fsdp import apply_ddp, apply_fsdp
+from titan.parallel.mesh import axis_size, submesh
+from titan.parallel.offload import apply_offload
+from titan.parallel.schedules import splits_backward
+from titan.parallel.shims import can_split_custom_functions
+from titan.parallel.tensor import apply_tp
+
+# How the TOML names the methods. "alltoall" is TorchTitan's ring, which rotates by all-to-all.
+_CONTEXT_METHODS: dict[str, Method] = {
+    "allgather": "allgather",
+    "alltoall": "ring",
+    "ring": "ring",
+    "ulysses": "ulysses",
+}
+
+
+def parallelize(
+    model: nn.Module,
+    *,
+    config: JobConfig,
+    mesh: DeviceMesh,
+    tensor_plan: Mapping[str, str],
+    num_kv_heads: int,
+) -> None:
+    """Apply all techniques to a model, or to one pipeline stage of it, in place.
+
+    Args:
+        model: its blocks are the children of its `layers`.
+        mesh: built by `titan.parallel.build_mesh`.
+        tensor_plan: the model family's TENSOR_PLAN.
+    """
+    parallel = config.parallelism
+    if (tp := submesh(mesh, "tp")) is not None:
+        apply_tp(
+            model,
+            mesh=tp,
+            plan=tensor_plan,
+            num_kv_heads=num_kv_heads,
+            loss_parallel=not parallel.disable_loss_parallel,
+            output_in_loss=has_output_in_loss(config),
+        )
+    blocks = list(model.get_submodule("layers").children())
+    cp = submesh(mesh, "cp")
+    if cp is not None and blocks:  # a pipeline stage of the embedding alone has no attention
+        apply_cp(
+            model,
+            mesh=cp,
+            attention_type=InnerAttention,
+            method=_CONTEXT_METHODS[parallel.context_parallel_rotate_method],
+            balanced=parallel.splits_from_both_ends,
+        )
+    _recompute_and_compile(model, config)
+    if config.activation_checkpoint.cpu_offload:
+        apply_offload(model)
+    _apply_data_parallel(model, training=config.training, parallel=parallel, mesh=mesh)
+
+
+def _recompute_and_compile(model: nn.Module, config: JobConfig) -> None:
+    section, compile_section = config.activation_checkpoint, config.compile
+    every = _recompute_every(section)
+    by_op = section.mode == "selective" and section.selective_ac_option == "op"
+    keep = tuple(section.op_keep) if by_op else ()
+    keep_modules = tuple(section.op_keep_modules) if by_op else ()
+    recompute = partial(
+        apply_ac,
+        model,
+        every=every,
+        keep=keep,
+        keep_modules=keep_modules,
+        preserve_rng_state=section.preserve_rng_state,
+    )
+    compiled = compile_section.enable and "model" in compile_section.components
+    from_outside = compiled and section.preserve_rng_state and not (keep or keep_modules)
+    if every and not from_outside:
+        recompute()
+    if compiled:
+        apply_compile(
+            model,
+            backend=compile_section.backend,
+            mode=compile_section.mode,
+            memory_budget=section.memory_budget if section.mode == "memory_budget" else 1.0,
+            preserve_rng_state=section.preserve_rng_state,
+        )
+    if every and from_outside:
+        recompute()
+
+
+def _recompute_every(section: ActivationCheckpointSection) -> int:
+    """Return 1 if each block is recomputed, n if every n-th is, 0 if none is."""
+    option = section.selective_ac_option
+    if section.mode in ("none", "memory_budget"):
+        return 0
+    return 1 if section.mode == "full" or option == "op" else int(option)
+
+
+def _apply_data_parallel(
+    model: nn.Module, *, training: TrainingSection, parallel: ParallelismSection, mesh: DeviceMesh
+) -> None:
+    """Apply FSDP over dp_shard x cp, replicated over dp_replicate (HSDP), or DDP if nothing is sharded.
+
+    A single rank without mixed precision stays a plain module. With it, the model is wrapped even for one
+    rank: FSDP does the casting, so one process and many compute in the same precision.
+    """
+    shard = submesh(mesh, "dp_shard", "cp", flatten=True)
+    replicas = submesh(mesh, "dp_replicate")
+    offload = training.enable_cpu_offload
+    casts = training.mixed_precision_param != training.dtype
+    options = {
+        "blocks": list(model.get_submodule("layers").children()),
+        "param_dtype": torch_dtype(training.mixed_precision_param) if casts else None,
+        "reduce_dtype": torch_dtype(training.mixed_precision_reduce),
+        "cast_forward_inputs": False,
+    }
+    if shard is None and replicas is not None and not offload:
+        apply_ddp(model, mesh=replicas, **options)
+    elif shard is not None or casts or offload:
+        fsdp_mesh = shard or mesh["dp_shard"]
+        if replicas is not None:
+            names = fsdp_mesh.mesh_dim_names
+            assert names is not None
+            fsdp_mesh = mesh["dp_replicate", names[-1]]
+        # With a pipeline, a microbatch follows the other: gathering again for each would cost more.
+        reshard = {"always": True, "never": False}.get(
+            parallel.fsdp_reshard_after_forward, parallel.pipeline_parallel_degree == 1
+        )
+        apply_fsdp(
+            model,
+            mesh=fsdp_mesh,
+            reshard_after_forward=reshard,
+            cpu_offload=offload,
+            prefetch=parallel.fsdp_prefetch,
+            **options,
+        )
+
+
+def convert_to_float8(
+    model: nn.Module,
+    *,
+    config: JobConfig,
+    mesh: DeviceMesh,
+    tensor_plan: Mapping[str, str],
+    num_kv_heads: int,
+) -> list[Conversion]:
+    """Convert linear layers to float8 or MXFP8 if the job asks for it; return what was converted. Raises Float8Error."""
+    section = quantize_section(config)
+    if section is None:
+        return []
+    if _splits_backward(config.parallelism) and not can_split_custom_functions():
+        raise Float8Error(
+            f"torch {torch.__version__} cannot split the backward pass of float8 layers, as this pipeline schedule "
+            "does; use 1F1B or Interleaved1F1B, or torch 2.13"
+        )
+    in_loss = {"output": "the loss applies it (loss.chunk_output)"}
+    return apply_float8(
+        model,
+        recipe=section.recipe_name or "tensorwise",
+        filter_fqns=section.filter_fqns,
+        emulate=section.emulate,
+        keep=in_loss if has_output_in_loss(config) else {},
+        fsdp_all_gather=gathers_float8(config, mesh),
+        tensor_plan=tensor_plan,
+        tp=axis_size(mesh, "tp"),
+        num_kv_heads=num_kv_heads,
+    )
+
+
+def has_output_in_loss(config: JobConfig) -> bool:
+    """Return whether the loss applies the output layer itself, chunk by chunk (titan/loss.py)."""
+    return (
+        config.loss.chunk_output
+        and not config.parallelism.disable_loss_parallel
+        and (not _splits_backward(config.parallelism) or can_split_custom_functions())
+    )
+
+
+def gathers_float8(config: JobConfig, mesh: DeviceMesh) -> bool:
+    """Return whether FSDP gathers weights in float8: the job asks for it, and there are weights to gather."""
+    section = quantize_section(config)
+    return (
+        isinstance(section, Float8Section)
+        and section.enable_fsdp_float8_all_gather
+        and axis_size(mesh, "dp_shard", "cp") > 1
+    )
+
+
+def _splits_backward(section: ParallelismSection) -> bool:
+    return section.pipeline_parallel_degree > 1 and splits_backward(
+        section.pipeline_parallel_schedule, csv=section.pipeline_parallel_schedule_csv
+    )
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the dtype of a name, as in "bfloat16" -> torch.bfloat16."""
+    return getattr(torch, name)

@@ -1,0 +1,377 @@
+"""The seam: one function builds everything a training step needs, from the config, a device type and a mesh.
+
+The trainer calls it with a real device and process group, the simulator with fake ones, the parity tests with a
+few gloo ranks. It is the same program each time, and that is why the simulator and the tests can be believed. So
+nothing in here names a device or a backend, and nothing waits for one: what a step computes comes back as
+tensors on the device, for the caller to read when it likes.
+
+One step, with the global batch of B sequences spread over dp ranks and A micro-batches:
+
+    valid tokens of the global batch      one all-reduce
+    A x (forward, loss / valid, backward) loss summed over tokens; gradients summed over ranks (FSDP, DDP)
+    clip, update, zero                    or each parameter in the backward pass (optim/early.py)
+
+Loss and gradients are divided by the one global count before anything is added up, so every layout and every A
+compute the same numbers to rounding. Under pipeline parallelism a rank holds one stage or several, and a micro-batch
+is what the pipeline cuts into microbatches of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from titan.config.layout import stage_split
+from titan.config.model import family as import_family
+from titan.config.model import model_config
+from titan.config.schema import CompileSection, JobConfig
+from titan.data.packing import Batch
+from titan.loss import IGNORED, Kernels, LossSum, VocabularyShard, leave_output_to_loss
+from titan.optim.clipping import clip_gradients
+from titan.optim.early import EarlyStep
+from titan.optim.optimizers import build_optimizer
+from titan.optim.schedule import learning_rate_factor
+from titan.parallel import initialize, materialize, shard_sequence
+from titan.parallel.async_tp import Rewrites, enable_async_tp
+from titan.parallel.compile import CompileLog
+from titan.parallel.float8 import Conversion, precompute_scales
+from titan.parallel.fsdp import set_gradient_sync
+from titan.parallel.mesh import axis_size, submesh
+from titan.parallel.pipeline import Pipeline, extract_stages
+from titan.parallelize import (
+    convert_to_float8,
+    gathers_float8,
+    has_output_in_loss,
+    parallelize,
+    torch_dtype,
+)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The numbers of a step, as scalars on the device; reading one waits for it.
+
+    loss: mean over the global batch's valid tokens, in nats. grad_norm: global, before clipping.
+    num_valid: valid tokens of the global batch. local_losses: this rank's sums, one for each micro-batch; zeros
+    on a pipeline stage that is not the last.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    num_valid: Tensor
+    local_losses: Tensor
+
+
+@dataclass(frozen=True)
+class StepGroups:
+    """Process groups that a step sums over; None for a group of one rank.
+
+    data: ranks with different samples. tokens: ranks with different tokens, which includes context parallelism.
+    loss: the same, of all pipeline stages. stages: the pipeline.
+    """
+
+    data: dist.ProcessGroup | None
+    tokens: dist.ProcessGroup | None
+    loss: dist.ProcessGroup | None
+    stages: dist.ProcessGroup | None
+
+    @staticmethod
+    def of(mesh: DeviceMesh) -> StepGroups:
+        def group(*axes: str) -> dist.ProcessGroup | None:
+            part = submesh(mesh, *axes, flatten=True)
+            return None if part is None else part.get_group()
+
+        return StepGroups(
+            data=group("dp_replicate", "dp_shard"),
+            tokens=group("dp_replicate", "dp_shard", "cp"),
+            loss=group("pp", "dp_replicate", "dp_shard", "cp"),
+            stages=group("pp"),
+        )
+
+
+@dataclass
+class TrainStep:
+    """A model, laid out and with weights, and the steps that train and evaluate it.
+
+    model_parts: the whole model, or this rank's pipeline stages. float8: the layers that compute in 8 bits.
+    async_tp, compile_log: what the compiler did. on_gradients: called with whole gradients, before they are clipped.
+    """
+
+    config: JobConfig
+    model_parts: list[nn.Module]
+    pipeline: Pipeline | None
+    optimizer: torch.optim.Optimizer
+    early_step: EarlyStep | None
+    device: torch.device
+    mesh: DeviceMesh
+    groups: StepGroups
+    loss_sum: LossSum
+    async_tp: Rewrites | None
+    compile_log: CompileLog | None
+    float8: list[Conversion]
+    on_gradients: Callable[[], None] | None = None
+
+    def __post_init__(self) -> None:
+        # Sharded gradients are small, whole ones are the size of the model: reduce those of each micro-batch, unless
+        # the whole ones are there anyway.
+        self.sync_every_microbatch = axis_size(self.mesh, "dp_shard", "cp") > 1
+        self.context = submesh(self.mesh, "cp")
+        float8 = self.config.quantize.linear.float8
+        # Under TP always: FSDP alone would take the maximum of a rank's part, and the numbers would depend on the layout.
+        self.precompute_scales = gathers_float8(self.config, self.mesh) and (
+            float8.precompute_float8_dynamic_scale_for_fsdp or axis_size(self.mesh, "tp") > 1
+        )
+
+    def train(
+        self,
+        batches: Sequence[Batch],
+        *,
+        step: int,
+        accept: Callable[[Tensor, Tensor], bool] | None = None,
+    ) -> StepReport:
+        """Train on this rank's micro-batches of step 1, 2, ...: forward, backward, clip, update.
+
+        Args:
+            batches: anything with the tensors of `titan.data.packing.Batch`, on any device.
+            accept: gets the loss and the gradient norm and returns whether to update, the same on all ranks. It waits for
+                the device, so the host no longer runs ahead.
+        """
+        self._compute_scales()
+        local = [self.to_local(batch) for batch in batches]
+        num_valid = _sum(_count_valid(local), self.groups.tokens)
+        self.set_learning_rate(step)
+        if self.compile_log is not None:
+            torch.compiler.cudagraph_mark_step_begin()  # outputs of the last step may be overwritten
+        losses = []
+        for number, batch in enumerate(local):
+            is_last = number == len(local) - 1
+            if self.early_step is not None:
+                self.early_step.active = is_last
+            losses.append(self._forward_backward(batch, num_valid, sync=is_last))
+        grad_norm = self._clip()
+        local_losses = torch.stack(losses)
+        loss = _sum(local_losses.sum(), self.groups.loss) / num_valid
+        # Of offloaded parameters, the norm is on the host.
+        grad_norm = grad_norm.to(self.device, non_blocking=True)
+        if self.early_step is None:
+            if accept is None or accept(loss, grad_norm):
+                self.optimizer.step()
+            self.optimizer.zero_grad()
+        return StepReport(loss, grad_norm, num_valid, local_losses)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:
+        """Summed loss in nats and number of valid tokens over all ranks' batches, as device scalars."""
+        self._compute_scales()
+        for part in self.model_parts:
+            part.eval()
+        loss = torch.zeros((), device=self.device)
+        num_valid = torch.zeros((), dtype=torch.int64, device=self.device)
+        for batch in map(self.to_local, batches):
+            loss += self._forward(batch)
+            num_valid += _count_valid([batch])
+        for part in self.model_parts:
+            part.train()
+        return _sum(loss, self.groups.loss), _sum(num_valid, self.groups.tokens)
+
+    def to_local(self, batch: Batch) -> Batch:
+        """Return what this rank computes with: the batch on its device and, under context parallelism, its part of each sequence."""
+        positions_BS = batch.positions_BS
+        # A model part that holds a part of the sequence, or begins past the embedding, cannot count positions itself.
+        if positions_BS is None and (self.context is not None or self.pipeline is not None):
+            positions_BS = torch.arange(batch.tokens_BS.shape[1]).expand(batch.tokens_BS.shape)
+
+        def part(tensor_BS: Tensor | None) -> Any:
+            if tensor_BS is not None and self.context is not None:
+                rank, size = self.context.get_local_rank(), self.context.size()
+                balanced = self.config.parallelism.splits_from_both_ends
+                tensor_BS = shard_sequence(
+                    tensor_BS, dim=1, rank=rank, size=size, balanced=balanced
+                )
+            return None if tensor_BS is None else tensor_BS.to(self.device, non_blocking=True)
+
+        return Batch(
+            tokens_BS=part(batch.tokens_BS),
+            labels_BS=part(batch.labels_BS),
+            positions_BS=part(positions_BS),
+            document_ids_BS=part(batch.document_ids_BS),
+        )
+
+    def _compute_scales(self) -> None:
+        if self.precompute_scales:
+            for part in self.model_parts:
+                precompute_scales(part)
+
+    def set_learning_rate(self, step: int) -> float:
+        """Set each group's learning rate for a step, its own peak times the schedule; returns that of the first."""
+        factor = learning_rate_factor(
+            step, section=self.config.lr_scheduler, total_steps=self.config.training.steps
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+        return self.optimizer.param_groups[0]["lr"]
+
+    def _clip(self) -> Tensor:
+        """The global norm of the gradients, which are then clipped by it; of those that are used up already, the norm."""
+        if self.early_step is not None:
+            return self.early_step.finish()
+        if self.on_gradients is not None:
+            self.on_gradients()
+        parameters = [p for part in self.model_parts for p in part.parameters()]
+        with torch.profiler.record_function("titan: clip"):
+            return clip_gradients(
+                parameters, max_norm=self.config.training.max_norm, stages=self.groups.stages
+            )
+
+    def _forward_backward(self, batch: Batch, num_valid: Tensor, *, sync: bool) -> Tensor:
+        """Add the gradients of a micro-batch; returns its loss, summed over this rank's tokens."""
+        if self.pipeline is not None:
+            losses = self.pipeline.step(
+                batch.tokens_BS, batch.labels_BS, divide_by=num_valid, **_inputs(batch)
+            )
+            return self._total(losses)
+        (model,) = self.model_parts
+        set_gradient_sync(model, self.sync_every_microbatch or sync)
+        loss_sum = self.loss_sum(model(batch.tokens_BS, **_inputs(batch)), batch.labels_BS)
+        (loss_sum / num_valid).backward()
+        return loss_sum.detach()
+
+    def _forward(self, batch: Batch) -> Tensor:
+        """Loss of a micro-batch, summed over this rank's tokens."""
+        if self.pipeline is not None:
+            size = self.config.parallelism.pipeline_parallel_microbatch_size
+            whole, rest = divmod(len(batch.tokens_BS), size)
+            losses = self.pipeline.eval(
+                batch.tokens_BS,
+                batch.labels_BS,
+                num_microbatches=1 if rest else whole,
+                **_inputs(batch),
+            )
+            return self._total(losses)
+        (model,) = self.model_parts
+        return self.loss_sum(model(batch.tokens_BS, **_inputs(batch)), batch.labels_BS)
+
+    def _total(self, losses: list[Tensor]) -> Tensor:
+        """The sum, which is nothing but on the last pipeline stage."""
+        return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
+
+
+def build_train_step(config: JobConfig, *, device: torch.device, mesh: DeviceMesh) -> TrainStep:
+    """Build model, parallelism, loss, optimizer and schedule; weights are drawn from debug.seed.
+
+    Args:
+        config: must have passed titan.config.rules, which report a user's mistakes.
+        mesh: built by `titan.parallel.build_mesh` over the default process group.
+    """
+    training = config.training
+    family, sizes = import_family(config.model.name), model_config(config.model)
+    with torch.device("meta"), _default_dtype(torch_dtype(training.dtype)):
+        model = family.build_model(sizes)
+    output_in_loss = has_output_in_loss(config)
+    if output_in_loss:
+        leave_output_to_loss(model.output)
+    layout = {
+        "config": config,
+        "mesh": mesh,
+        "tensor_plan": family.TENSOR_PLAN,
+        "num_kv_heads": sizes.n_kv_heads,
+    }
+    float8 = convert_to_float8(model, **layout)
+    async_tp = None
+    tp = submesh(mesh, "tp")
+    if tp is not None and config.parallelism.enable_async_tensor_parallel:
+        async_tp = enable_async_tp(tp.get_group())
+    stages: dict[int, nn.Module] = {0: model}
+    schedule = None
+    pp = submesh(mesh, "pp")
+    if pp is not None:
+        split = stage_split(config, num_layers=sizes.n_layers)
+        schedule = split.schedule
+        numbers = schedule.stages_of(pp.get_local_rank())
+        stages = extract_stages(model, split.modules, numbers=numbers)
+    for stage in stages.values():
+        parallelize(stage, **layout)
+        # Offloaded parameters live on the host.
+        materialize(stage, device=torch.device("cpu") if training.enable_cpu_offload else device)
+        initialize(stage, seed=config.debug.seed, std_of=model.init_std)
+    compiles_loss = config.compile.enable and "loss" in config.compile.components
+    loss_sum = LossSum(
+        config.loss.chunk_tokens,
+        shard=None
+        if config.parallelism.disable_loss_parallel
+        else _vocabulary_shard(mesh, sizes.vocab_size),
+        output=getattr(stages[max(stages)], "output", None) if output_in_loss else None,
+        kernels=Kernels.compiled(config.compile.backend) if compiles_loss else Kernels(),
+    )
+    pipeline = None
+    if pp is not None and schedule is not None:
+        pipeline = Pipeline(stages, schedule=schedule, mesh=pp, device=device, loss_fn=loss_sum)
+    model_parts = list(stages.values())
+    num_blocks = sum(len(part.get_submodule("layers")) for part in model_parts)  # pyright: ignore
+    optimizer = build_optimizer(
+        config.optimizer,
+        [named for part in model_parts for named in part.named_parameters()],
+        seed=config.debug.seed,
+    )
+    early = getattr(config.optimizer, "early_step_in_backward", False)
+    return TrainStep(
+        config=config,
+        model_parts=model_parts,
+        pipeline=pipeline,
+        optimizer=optimizer,
+        early_step=EarlyStep(optimizer) if early else None,
+        device=device,
+        mesh=mesh,
+        groups=StepGroups.of(mesh),
+        loss_sum=loss_sum,
+        async_tp=async_tp,
+        compile_log=_compile_log(config.compile, num_blocks),
+        float8=float8,
+    )
+
+
+def _compile_log(section: CompileSection, num_blocks: int) -> CompileLog | None:
+    names = {"model": f"{num_blocks} blocks", "loss": "the loss"}
+    what = [names[component] for component in section.components]
+    return CompileLog(" and ".join(what)) if section.enable and what else None
+
+
+def _count_valid(batches: Sequence[Batch]) -> Tensor:
+    """Return the number of labels that are trained on, a scalar int64 on their device."""
+    return torch.stack([(batch.labels_BS != IGNORED).sum() for batch in batches]).sum()
+
+
+def _inputs(batch: Batch) -> dict[str, Tensor | None]:
+    return {"positions_BS": batch.positions_BS, "document_ids_BS": batch.document_ids_BS}
+
+
+def _sum(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    if group is not None:
+        dist.all_reduce(value, group=group)
+    return value
+
+
+def _vocabulary_shard(mesh: DeviceMesh, vocab_size: int) -> VocabularyShard | None:
+    """This rank's part of the logits, cut as DTensor cuts: equal parts rounded up, the last one shorter."""
+    tp = submesh(mesh, "tp")
+    if tp is None:
+        return None
+    start = tp.get_local_rank() * -(-vocab_size // tp.size())
+    return VocabularyShard(tp.get_group(), start=start, mesh=tp)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
