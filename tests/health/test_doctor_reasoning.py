@@ -244,3 +244,5 @@ def test_a_fault_in_native_code_outranks_what_its_victims_say(folder: Folder) ->
     assert first.cause == "rank 3 was ended by SIGSEGV, in titan/parallel/tensor.py:60, in gather"
     os.utime(stacks, (NOW - 1000, NOW - 1000))  # of an earlier run
     assert folder.diagnosis().findings[0].kind == "error"
+    stacks.write_text("Fatal Python error: Aborted\n\nFatal Python error: Segmentation fault\n")
+    assert folder.diagnosis().findings[0].kind == "error"  # the monitor ended a silent rank

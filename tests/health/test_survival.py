@@ -159,5 +159,5 @@ def test_a_hung_step_ends_the_run_and_names_the_rank(hang: str, start: Start) ->
     assert_ranks_ended_by_themselves(run)
     stacks = [(run.folder / "logs" / f"rank-{n}.stacks.txt").read_text() for n in (0, 1)]
     assert "in train_one_step" in stacks[0]
-    assert ("hanging_train.py" in stacks[1]) == (hang != "stopped")
+    assert "hanging_train.py" in stacks[1]  # a stopped rank was woken to write it
     assert not run.processes()

@@ -31,6 +31,8 @@ _FATAL = {
     "Fatal Python error: Floating-point exception": signal.SIGFPE,
     "Fatal Python error: Illegal instruction": signal.SIGILL,
 }
+# We end silent ranks so. faulthandler may crash while it writes the stacks of threads that run.
+_ABORTED = "Fatal Python error: Aborted"
 _TITLE = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")  # of stacks that we asked for
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 _OURS = re.compile(r"(?:^|/)((?:titan|models)/[\w/]+\.py)$")
@@ -208,6 +210,9 @@ class Evidence:
             # The last thing that such a process writes; stacks with a title were written by one that lived.
             for line in reversed(self._lines(path)):
                 if _TITLE.match(line):
+                    break
+                if line == _ABORTED:
+                    fatal.pop(rank, None)
                     break
                 if line in _FATAL:
                     fatal[rank] = _FATAL[line]
