@@ -27,7 +27,7 @@ from typing import Any
 
 from titan.data.packing import Batch
 from titan.observe.clock import Window
-from titan.readback import Readback
+from titan.async_scalars import AsyncScalars
 from titan.train_step import StepReport
 
 
@@ -47,7 +47,7 @@ class StepResult:
     report: StepReport
     loss: float = float("nan")
     grad_norm: float = float("nan")
-    scalars: Readback | None = None
+    scalars: AsyncScalars | None = None
     flags: dict[Hook, Sequence[float]] = field(default_factory=dict)
 
 

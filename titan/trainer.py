@@ -39,7 +39,7 @@ from titan.health.signals import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, StopR
 from titan.hook import Hook, StepResult
 from titan.observe.clock import StepTimer
 from titan.observe.console import Console
-from titan.observe.goodput import Events
+from titan.observe.run_log import EventLog
 from titan.observe.hardware import by_name, recognise
 from titan.observe.runinfo import open_rank_log, write_environment, write_status
 from titan.observe.startup import startup_page
@@ -47,7 +47,7 @@ from titan.parallel import build_mesh
 from titan.parallel.float8 import require_hardware, table
 from titan.parallel.mesh import axis_rank
 from titan.parallel.start import start_process_group
-from titan.readback import Readback
+from titan.async_scalars import AsyncScalars
 from titan.train_step import build_train_step
 
 _LOG = logging.getLogger("titan")
@@ -137,7 +137,7 @@ class Trainer:
             if self.step != step:
                 return  # back to a checkpoint
         flags = {hook: hook.flags() for hook in self.hooks}
-        scalars = Readback([report.loss, report.grad_norm, self._max_over_ranks(flags)])
+        scalars = AsyncScalars([report.loss, report.grad_norm, self._max_over_ranks(flags)])
         self.pending.append(StepResult(step, first_sample, report, scalars=scalars, flags=flags))
         self.read_results(keep=self.max_pending)
         if any(hook.needs_results() for hook in self.hooks):
@@ -248,7 +248,7 @@ class Trainer:
         name = config.hardware.name
         self.hardware = recognise(device_name) if name == "auto" else by_name(name)
         self.console = Console(config.metrics, rank=self.rank, total_steps=self.last_step)
-        self.events = Events(
+        self.events = EventLog(
             self.run_dir,
             rank=self.rank,
             step=self.step,

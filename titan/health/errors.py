@@ -148,7 +148,7 @@ def main_thread() -> Activity:
     operation, line = locate(stack)
     if operation == _UNNAMED:
         operation = _last_begun() or _UNNAMED
-    if "titan/readback.py" in line:
+    if "titan/async_scalars.py" in line:
         operation = "the wait for the device"
     return Activity(f"{operation or stack[-1][2]}{line}", waits=bool(operation))
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan.config.schema import FaultToleranceSection
-from titan.readback import Readback
+from titan.async_scalars import AsyncScalars
 
 _MAD_TO_SIGMA = 1.4826
 # Of the median: if the loss hardly moves, not every wiggle is a spike.
@@ -84,11 +84,11 @@ class Recovery:
         Args:
             loss, grad_norm: scalars on the device. All ranks call this together.
         """
-        self.decision = self._judge(*Readback([loss, grad_norm]).values())
+        self.decision = self._judge(*AsyncScalars([loss, grad_norm]).values())
         agreed = torch.tensor(float(self.decision.action), device=self.device)
         if dist.get_world_size() > 1:
             dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
-        [action] = Readback([agreed]).values()
+        [action] = AsyncScalars([agreed]).values()
         if action != self.decision.action:
             self.decision = StepDecision(StepAction(int(action)), "another rank decided so")
         self._count()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from titan.hook import Hook
 from titan.hooks.metrics import Metrics
 from titan.observe.norms import LayerNorms
-from titan.readback import Readback
+from titan.async_scalars import AsyncScalars
 from titan.trainer import Trainer
 
 
@@ -15,7 +15,7 @@ class LayerNormsLog(Hook):
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.every = trainer.config.metrics.log_layer_norms_every_n_steps
-        self.measured: Readback | None = None
+        self.measured: AsyncScalars | None = None
         if self.every:
             program = trainer.train_step
             self.norms = LayerNorms(program.model_parts, stages=program.groups.stages)

@@ -12,7 +12,7 @@ from titan.health.recovery import NonFiniteError, Recovery, SpikeError, StepActi
 from titan.hook import Hook, StepResult
 from titan.hooks.checkpointing import Checkpointing
 from titan.observe.clock import Window
-from titan.readback import Readback
+from titan.async_scalars import AsyncScalars
 from titan.train_step import StepReport
 from titan.trainer import Trainer
 
@@ -45,7 +45,7 @@ class StepRecovery(Hook):
             return self._rewind(first_sample)
         text = f"step {trainer.step}, {self._samples(first_sample)}: {decision.reason}"
         if decision.action == StepAction.STOP:
-            loss, grad_norm = Readback([report.loss, report.grad_norm]).values()
+            loss, grad_norm = AsyncScalars([report.loss, report.grad_norm]).values()
             self._require_finite(StepResult(trainer.step, first_sample, report, loss, grad_norm))
             raise SpikeError(f"{text}. Weights are not saved; the last checkpoint is from before")
         if decision.action == StepAction.SKIP:
@@ -98,7 +98,7 @@ class StepRecovery(Hook):
         if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
             return
         trainer = self.trainer
-        bad = [not math.isfinite(x) for x in Readback([result.report.local_losses]).values()]
+        bad = [not math.isfinite(x) for x in AsyncScalars([result.report.local_losses]).values()]
         by_rank: list[Any] = [None] * trainer.world_size
         dist.all_gather_object(by_rank, (trainer.dp_rank, bad))
         size = trainer.config.training.local_batch_size

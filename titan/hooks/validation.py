@@ -13,7 +13,7 @@ from titan.data.packing import Batch
 from titan.data.statistics import unigram_bits_per_byte
 from titan.hook import Hook
 from titan.observe.metrics import ValidationRow
-from titan.readback import Readback
+from titan.async_scalars import AsyncScalars
 from titan.trainer import Trainer
 
 
@@ -46,7 +46,7 @@ class Validation(Hook):
             num_bytes = torch.tensor(sum(sizes), device=trainer.device)
             if trainer.train_step.groups.data is not None:
                 dist.all_reduce(num_bytes, group=trainer.train_step.groups.data)
-            loss, valid, size = Readback([loss_sum, num_valid, num_bytes]).values()
+            loss, valid, size = AsyncScalars([loss_sum, num_valid, num_bytes]).values()
         loss_per_token = loss / max(valid, 1)
         trainer.events.write(
             "validation", step=trainer.step, spent=trainer.timer.total_s, loss=loss_per_token

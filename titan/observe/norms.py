@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from titan.optim.clipping import local_gradient, local_sum_of_squares
 from titan.parallel.weights import canonical_name
-from titan.readback import Readback
+from titan.async_scalars import AsyncScalars
 
 
 def block_name(parameter: str) -> str:
@@ -47,7 +47,7 @@ class LayerNorms:
         self.names = names
 
     @torch.no_grad()
-    def measure(self) -> Readback:
+    def measure(self) -> AsyncScalars:
         """Begin to read the norms: of gradients, then of weights, in the order of `names`. Called between backward pass and clipping."""
         place = {name: number for number, name in enumerate(self.names)}
         locals_by_groups: dict[Any, dict[tuple[int, int], list[Tensor]]] = defaultdict(
@@ -72,11 +72,11 @@ class LayerNorms:
             total += squares
         if self.stages is not None:
             dist.all_reduce(total, group=self.stages)
-        return Readback([total.sqrt()])
+        return AsyncScalars([total.sqrt()])
 
-    def row(self, readback: Readback) -> dict[str, dict[str, float]]:
+    def row(self, scalars: AsyncScalars) -> dict[str, dict[str, float]]:
         """`grad_norm` and `weight_norm` by block."""
-        values, n = readback.values(), len(self.names)
+        values, n = scalars.values(), len(self.names)
         return {
             "grad_norm": dict(zip(self.names, values[:n], strict=True)),
             "weight_norm": dict(zip(self.names, values[n:], strict=True)),

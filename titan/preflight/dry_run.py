@@ -21,7 +21,7 @@ from titan.data.loader import build_loader
 from titan.data.tokenizer import build_tokenizer
 from titan.observe.memory import peak_memory
 from titan.parallel.mesh import axis_rank
-from titan.readback import Readback
+from titan.async_scalars import AsyncScalars
 from titan.train_step import build_train_step
 
 NUM_STEPS = 2
@@ -73,7 +73,7 @@ def dry_run(config: JobConfig, layout: Layout, *, device: torch.device, mesh: De
         for step in range(1, NUM_STEPS + 1):
             start_s = time.perf_counter()
             report = train_step.train(loader.next_step(), step=step)
-            losses += Readback([report.loss]).values()
+            losses += AsyncScalars([report.loss]).values()
             seconds.append(time.perf_counter() - start_s)
     finally:
         loader.close()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from titan.observe.goodput import PARTS, Events, goodput, read_events
+from titan.observe.run_log import PARTS, EventLog, goodput, read_events
 
 
 class Clock:
@@ -19,8 +19,8 @@ class Clock:
         return self.now
 
 
-def begin(folder: Path, clock: Clock, *, step: int, started: float) -> Events:
-    return Events(folder, rank=0, step=step, started_unix_s=started, clock=clock)
+def begin(folder: Path, clock: Clock, *, step: int, started: float) -> EventLog:
+    return EventLog(folder, rank=0, step=step, started_unix_s=started, clock=clock)
 
 
 def beat(folder: Path, *, step: int, unix_s: float) -> None:
@@ -29,7 +29,7 @@ def beat(folder: Path, *, step: int, unix_s: float) -> None:
         file.write(json.dumps({"step": step, "unix_s": unix_s}) + "\n")
 
 
-def parts(events: Events) -> dict[str, float]:
+def parts(events: EventLog) -> dict[str, float]:
     return {part: round(s, 3) for part, s in events.seconds.items() if s}
 
 
@@ -150,5 +150,5 @@ def test_a_torn_row_and_a_disk_that_fails_do_no_harm(tmp_path: Path, caplog: Any
 
 
 def test_only_rank_0_writes(tmp_path: Path) -> None:
-    Events(tmp_path, rank=1, step=0).end("done", step=3)
+    EventLog(tmp_path, rank=1, step=0).end("done", step=3)
     assert not (tmp_path / "events.jsonl").exists()

@@ -50,7 +50,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-class Events:
+class EventLog:
     """A run's events and the account of its time; only rank 0 has a file.
 
     `step`: where this start goes on, 0 for a fresh run. started_unix_s: of this process, the present one's where None.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Readback:
+class AsyncScalars:
     """Begins copying scalars, or longer tensors, to the host at once; `values` waits for that copy only, not for later work."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
