@@ -25,9 +25,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from titan.async_scalars import AsyncScalars
 from titan.data.packing import Batch
 from titan.observe.clock import Window
-from titan.async_scalars import AsyncScalars
 from titan.train_step import StepReport
 
 

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titan.async_scalars import AsyncScalars
 from titan.config.layout import AXES
 from titan.config.machine import open_tokenizer
 from titan.config.model import model_config
@@ -39,15 +40,14 @@ from titan.health.signals import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, StopR
 from titan.hook import Hook, StepResult
 from titan.observe.clock import StepTimer
 from titan.observe.console import Console
-from titan.observe.run_log import EventLog
 from titan.observe.hardware import by_name, recognise
+from titan.observe.run_log import EventLog
 from titan.observe.runinfo import open_rank_log, write_environment, write_status
 from titan.observe.startup import startup_page
 from titan.parallel import build_mesh
 from titan.parallel.float8 import require_hardware, table
 from titan.parallel.mesh import axis_rank
 from titan.parallel.start import start_process_group
-from titan.async_scalars import AsyncScalars
 from titan.train_step import build_train_step
 
 _LOG = logging.getLogger("titan")

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan.config.schema import FaultToleranceSection
 from titan.async_scalars import AsyncScalars
+from titan.config.schema import FaultToleranceSection
 
 _MAD_TO_SIGMA = 1.4826
 # Of the median: if the loss hardly moves, not every wiggle is a spike.

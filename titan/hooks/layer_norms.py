@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from titan.async_scalars import AsyncScalars
 from titan.hook import Hook
 from titan.hooks.metrics import Metrics
 from titan.observe.norms import LayerNorms
-from titan.async_scalars import AsyncScalars
 from titan.trainer import Trainer
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from titan.async_scalars import AsyncScalars
 from titan.health.recovery import NonFiniteError, Recovery, SpikeError, StepAction
 from titan.hook import Hook, StepResult
 from titan.hooks.checkpointing import Checkpointing
 from titan.observe.clock import Window
-from titan.async_scalars import AsyncScalars
 from titan.train_step import StepReport
 from titan.trainer import Trainer
 

@@ -9,11 +9,11 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 
+from titan.async_scalars import AsyncScalars
 from titan.data.packing import Batch
 from titan.data.statistics import unigram_bits_per_byte
 from titan.hook import Hook
 from titan.observe.metrics import ValidationRow
-from titan.async_scalars import AsyncScalars
 from titan.trainer import Trainer
 
 

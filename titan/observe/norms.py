@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titan.async_scalars import AsyncScalars
 from titan.optim.clipping import local_gradient, local_sum_of_squares
 from titan.parallel.weights import canonical_name
-from titan.async_scalars import AsyncScalars
 
 
 def block_name(parameter: str) -> str:

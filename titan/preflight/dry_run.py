@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from titan.async_scalars import AsyncScalars
 from titan.config.layout import Layout
 from titan.config.schema import JobConfig
 from titan.data.loader import build_loader
 from titan.data.tokenizer import build_tokenizer
 from titan.observe.memory import peak_memory
 from titan.parallel.mesh import axis_rank
-from titan.async_scalars import AsyncScalars
 from titan.train_step import build_train_step
 
 NUM_STEPS = 2
