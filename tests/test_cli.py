@@ -270,7 +270,7 @@ def test_one_process_trains_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
     monkeypatch.chdir(ROOT)
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr("titan.observe.hardware.count_accelerators", lambda: 0)
+    monkeypatch.setattr("titan.hardware.count_accelerators", lambda: 0)
     monkeypatch.setitem(
         sys.modules, "titan.train", SimpleNamespace(main=lambda argv: seen.append(argv) or 75)
     )

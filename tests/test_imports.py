@@ -12,15 +12,18 @@ ROOT = Path(__file__).parents[1]
 # trainer and the commands, are one part, "trainer". It may import everything except titan.sim, which only cli.py imports.
 ALLOWED = {
     "untrusted": "",
+    "hardware": "",
+    "async_scalars": "",
+    "run_folder": "titan untrusted",
     "parallel": "untrusted",
     "models": "parallel",  # types of plans
     "loss": "parallel",
-    "config": "titan untrusted parallel",
+    "config": "titan hardware untrusted parallel",
     "optim": "config parallel",
     "data": "config loss untrusted",
     "checkpoint": "config data health optim parallel untrusted",
-    "health": "config parallel untrusted",
-    "observe": "titan config health optim parallel untrusted",
+    "health": "async_scalars config parallel run_folder untrusted",
+    "observe": "async_scalars config hardware health optim parallel run_folder untrusted",
     "watch": "observe untrusted",
     "cluster": "config health",
 }
@@ -29,11 +32,7 @@ EXCEPTIONS = {
     ("checkpoint", "trainer"),  # generate.py
     ("config", "checkpoint"),  # machine.py looks for the checkpoint to start from
     ("config", "data"),  # rules open the data sources
-    ("config", "observe"),  # hardware.py, which imports nothing
     ("config", "optim"),  # schedule.py
-    ("health", "observe"),
-    ("health", "trainer"),  # reading scalars back
-    ("observe", "trainer"),  # the step, and reading scalars back
     ("trainer", "sim"),  # preflight reads hardware profiles
 }  # fmt: skip
 # It builds the model of a plug-in to check it.

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.jobs import job
 from titan.health.signals import EXIT_FAILED, EXIT_STOPPED, for_agent, signal_main_thread
-from titan.observe.runinfo import write_status
+from titan.run_folder import write_status
 from titan.train import is_finished
 
 

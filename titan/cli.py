@@ -121,8 +121,8 @@ def train(argv: list[str]) -> int:
     )
     options, job = parser.parse_known_args(argv)
     if "RANK" not in os.environ:  # else torchrun has started this very process
+        from titan.hardware import count_accelerators
         from titan.health.launch import launch
-        from titan.observe.hardware import count_accelerators
 
         num_processes = options.nproc or max(1, count_accelerators())
         options_here = ["--nproc", "--max-restarts"]
@@ -235,7 +235,7 @@ def _load_to_run(argv: Sequence[str], **how: Any) -> tuple[JobConfig, Layout]:
 
 def _is_datasheet(hardware: str) -> bool:
     """Whether a job file may name it. What nobody knows is a mistake in the job, too."""
-    from titan.observe.hardware import HARDWARE
+    from titan.hardware import HARDWARE
     from titan.sim.profiles import profile_names
 
     known = {row.name for row in HARDWARE}
@@ -247,8 +247,8 @@ def _facts(config: JobConfig, layout: Layout, profile: Profile | None) -> dict[s
     """What `titan check` says, as data. profile: of the simulator, instead of the job's hardware."""
     from titan.config.model import model_config
     from titan.config.torchtitan import differences
+    from titan.hardware import by_name
     from titan.observe.estimate import estimate_memory
-    from titan.observe.hardware import by_name
 
     model, training = model_config(config.model), config.training
     memory_gib = estimate_memory(config, model, layout)

@@ -34,7 +34,7 @@ from titan.health.signals import (
     for_agent,
     has_agent,
 )
-from titan.observe.runinfo import read_status
+from titan.run_folder import read_status
 
 
 def main(argv: Sequence[str] | None = None) -> int:

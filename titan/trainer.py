@@ -35,19 +35,19 @@ from titan.config.render import to_toml
 from titan.config.rules import resolve_layout
 from titan.config.schema import JobConfig
 from titan.data.loader import build_loader, build_validation_loader
+from titan.hardware import by_name, recognise
 from titan.health import flight_recorder
 from titan.health.signals import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, StopRequest
 from titan.hook import Hook, StepResult
 from titan.observe.clock import StepTimer
 from titan.observe.console import Console
-from titan.observe.hardware import by_name, recognise
 from titan.observe.run_log import EventLog
-from titan.observe.runinfo import open_rank_log, write_environment, write_status
 from titan.observe.startup import startup_page
 from titan.parallel import build_mesh
 from titan.parallel.float8 import require_hardware, table
 from titan.parallel.mesh import axis_rank
 from titan.parallel.start import start_process_group
+from titan.run_folder import open_rank_log, write_environment, write_status
 from titan.train_step import build_train_step
 
 _LOG = logging.getLogger("titan")

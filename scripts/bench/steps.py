@@ -44,7 +44,7 @@ from typing import Any
 from titan.config.model import model_config
 from titan.config.schema import ModelSection
 from titan.config.toml import format_value
-from titan.observe.hardware import recognise
+from titan.hardware import recognise
 from titan.observe.rows import read_rows
 
 HERE = Path(__file__).resolve().parent

@@ -90,7 +90,7 @@ def test_check_and_train_refuse_alike(
 ) -> None:
     if not job["problems"]:
         return  # it would train
-    monkeypatch.setattr("titan.observe.hardware.count_accelerators", lambda: 0)
+    monkeypatch.setattr("titan.hardware.count_accelerators", lambda: 0)
     golden.write_files(job, folder)
     with golden.environment(job):
         start, ranks = time.process_time(), job.get("ranks", 1)

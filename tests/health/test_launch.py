@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from titan.health import launch
-from titan.observe.runinfo import State, read_status, write_status
+from titan.run_folder import State, read_status, write_status
 
 FAKE_TORCHRUN = """
 import json, os, signal, subprocess, sys, time

@@ -16,9 +16,9 @@ from titan.config.schema import (
     ModelSection,
     TrainingSection,
 )
+from titan.hardware import by_name
 from titan.models.llama3.config import FLAVORS
 from titan.observe.console import Console, duration
-from titan.observe.hardware import by_name
 from titan.observe.metrics import StepRow, ValidationRow
 from titan.observe.startup import StartupPage, startup_page
 

@@ -8,7 +8,7 @@ import pytest
 
 import titan
 from titan.observe.memory import peak_memory
-from titan.observe.runinfo import (
+from titan.run_folder import (
     open_rank_log,
     write_environment,
     write_status,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from titan.config.errors import ConfigError
-from titan.observe.hardware import by_name
+from titan.hardware import by_name
 from titan.sim.profiles import load_profile, on_curve, profile_names
 
 

@@ -21,7 +21,7 @@ from titan.data.samples import SampleOptions, build_samples
 from titan.data.sources import open_documents, resolve_sources
 from titan.data.special_tokens import SpecialTokens
 from titan.data.tokenizer import Tokenizer, build_tokenizer
-from titan.observe.hardware import count_accelerators
+from titan.hardware import count_accelerators
 
 from . import schema as s
 from .errors import Problem, RuleViolation, choose, did_you_mean, violations_of

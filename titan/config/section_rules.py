@@ -8,7 +8,7 @@ from typing import Any
 
 from titan.data import DataError
 from titan.data.sources import resolve_sources
-from titan.observe.hardware import HARDWARE
+from titan.hardware import HARDWARE
 from titan.parallel.schedules import canonical_schedule, splits_backward
 from titan.parallel.stages import split_modules
 

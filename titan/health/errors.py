@@ -28,7 +28,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from titan.health.signals import EXIT_FAILED, EXIT_USER_ERROR
-from titan.observe.runinfo import State
+from titan.run_folder import State
 
 # gloo, NCCL and the store raise RuntimeErrors without a number: only torch's words tell them apart.
 _COMMUNICATION = re.compile(

@@ -44,7 +44,7 @@ from titan.health.errors import (
     recorded_collectives,
     stacks_file,
 )
-from titan.observe.runinfo import write_text_atomically
+from titan.run_folder import write_text_atomically
 
 VERSION = 2
 NEWEST = 2000  # entries of a dump: a step has tens to thousands, and what counts is at the end

@@ -29,7 +29,7 @@ from titan.health.signals import (
     EXIT_USER_ERROR,
     die_with_parent,
 )
-from titan.observe.runinfo import read_status, write_status, write_text_atomically
+from titan.run_folder import read_status, write_status, write_text_atomically
 
 FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, ASKING)

@@ -55,7 +55,7 @@ from titan.health.signals import (
     leave,
     signal_main_thread,
 )
-from titan.observe.runinfo import write_status
+from titan.run_folder import write_status
 
 BEATS_PER_TIMEOUT, LONGEST_BEAT_S = 20, 1.5
 LINGER_S = (

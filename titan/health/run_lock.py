@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from titan.observe.runinfo import write_text_atomically
+from titan.run_folder import write_text_atomically
 
 LOCK_FILE = "lock.json"
 BEAT_S, DEAD_AFTER_S, WATCH_S, SETTLE_S = 1.0, 60.0, 10.0, 0.2

@@ -2,7 +2,7 @@
 
 Lines are columns of fixed width, so that a log file reads as a table; where a terminal is too narrow, whole
 columns are left out, the least telling first. Elsewhere than on a terminal, or without colours, nothing but plain text
-is written. Only rank 0 prints; what the other ranks say goes to their log (runinfo.py).
+is written. Only rank 0 prints; what the other ranks say goes to their log (run_folder.py).
 """
 
 from __future__ import annotations

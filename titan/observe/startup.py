@@ -10,8 +10,8 @@ from rich.text import Text
 
 from titan.config.layout import AXES, Layout
 from titan.config.schema import JobConfig
+from titan.hardware import Hardware
 from titan.observe.estimate import ModelSizes, estimate_memory, keeps_gathered
-from titan.observe.hardware import Hardware
 from titan.optim.schedule import learning_rate_factor, phases
 
 _MAX_WIDTH = 120  # of the page, also on a wide terminal

@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     if options.nproc is not None and options.nproc < 1:
         parser.error(f"--nproc: expected a whole number of at least 1, got {options.nproc}")
-    from titan.observe.hardware import count_accelerators
+    from titan.hardware import count_accelerators
 
     is_rank = "RANK" in os.environ
     num_processes = None if is_rank else options.nproc or max(1, count_accelerators())
@@ -155,7 +155,7 @@ def check_all(
 
 def _profile(config: JobConfig, device: str) -> Any:
     """Of the job's hardware, or the one that is there; None where it has none."""
-    from titan.observe.hardware import recognise
+    from titan.hardware import recognise
     from titan.sim.profiles import load_profile, profile_names
 
     name = config.hardware.name
@@ -167,6 +167,6 @@ def _profile(config: JobConfig, device: str) -> Any:
 
 def _write(file: Path | None, report: dict[str, Any]) -> None:
     if file is not None:
-        from titan.observe.runinfo import write_text_atomically
+        from titan.run_folder import write_text_atomically
 
         write_text_atomically(file, json.dumps(report, indent=1) + "\n")

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.config.errors import ConfigError, Problem
-from titan.observe.hardware import recognise
+from titan.hardware import recognise
 
 from .cost import Cost
 from .profiles import Profile, load_profile

@@ -2,7 +2,7 @@
 
 A profile is a TOML file, by name in titan/sim/hardware/ or a path of one's own (`titan sim --calibrate` writes such a file). `base`
 names another profile whose figures it takes over; whatever it states itself needs a line in [sources]. Peak rates and memory
-come from titan/observe/hardware.py, by `device`, unless the file states them.
+come from titan/hardware.py, by `device`, unless the file states them.
 
 An achievable share says what a kernel's inner loop reaches of the peak while the device is busy for minutes (power, clocks); what
 tiles, waves, short kernels and small messages cost on top is computed by cost.py and network.py. Imports no torch.
@@ -22,7 +22,7 @@ from pydantic_core import ErrorDetails
 
 from titan.config.errors import ConfigError, Problem, choose, did_you_mean, key_text
 from titan.config.toml import read_toml
-from titan.observe.hardware import by_name
+from titan.hardware import by_name
 
 _FOLDER = Path(__file__).parent / "hardware"
 _NOT_FIGURES = {"name", "device", "sources", "note"}
@@ -45,7 +45,7 @@ class Profile(BaseModel):
 
     name: str
     device: str = ""
-    """Row of titan/observe/hardware.py that peaks and memory are taken from."""
+    """Row of titan/hardware.py that peaks and memory are taken from."""
     peak_tflops: dict[str, float] = Field(min_length=1)
     """Of matrix products, dense, by dtype of the operands."""
     memory_gib: float = Field(gt=0)

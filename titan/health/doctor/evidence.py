@@ -21,7 +21,7 @@ from pydantic import Field
 
 from titan.health.errors import Activity, Failure, stacks_file
 from titan.health.run_lock import LOCK_FILE, ProcessId
-from titan.observe.runinfo import Status, load_status
+from titan.run_folder import Status, load_status
 from titan.untrusted import Count, Finite, InputError, Rank, parse_json, read_json, tail_lines
 
 # Signals of a fault in native code, and how faulthandler names them.

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from titan.observe import hardware
-from titan.observe.hardware import HARDWARE, by_name, recognise
+from titan import hardware
+from titan.hardware import HARDWARE, by_name, recognise
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_figures() -> None:
 
 
 def test_docs_list_every_profile() -> None:
-    docs = Path(__file__).parents[2] / "docs" / "metrics.md"
+    docs = Path(__file__).parents[1] / "docs" / "metrics.md"
     listed = docs.read_text(encoding="utf-8").split("The profiles are ")[1].split(";")[0]
     assert re.split(r",\s+|\s+and\s+", listed) == [hardware.name for hardware in HARDWARE]
 
@@ -77,7 +77,7 @@ def test_unknown_name_lists_the_known() -> None:
 
 
 def test_imports_no_torch() -> None:
-    code = "import sys, titan.observe.hardware, titan.observe.estimate; sys.exit('torch' in sys.modules)"
+    code = "import sys, titan.hardware, titan.observe.estimate; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
