@@ -30,9 +30,9 @@ LENGTH = 10  # "12+99=111=": two digits each, their sum least digit first; even,
 PLAN = {  # which module is split how: docs/parallelism.md lists the styles
     "embed": "vocab_embedding",
     "blocks.*.norm": "sequence",
-    "blocks.*.mix": "gather_sequence",
-    "blocks.*.mix.qkv": "columns",
-    "blocks.*.mix.out": "rows",
+    "blocks.*.mix": "gather_input",
+    "blocks.*.mix.qkv": "colwise",
+    "blocks.*.mix.out": "rowwise",
     "norm": "sequence",
     "head": "vocab_output",
 }

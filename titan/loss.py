@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from titan.parallel.shims import enable_loss_parallel
+from titan.parallel.torch_compat import enable_loss_parallel
 
 IGNORED = -100  # torch's cross entropy leaves this label out
 

@@ -41,8 +41,8 @@ from titan.parallel.fsdp import apply_ddp, apply_fsdp
 from titan.parallel.mesh import axis_size, submesh
 from titan.parallel.offload import apply_offload
 from titan.parallel.schedules import splits_backward
-from titan.parallel.shims import can_split_custom_functions
 from titan.parallel.tensor import apply_tp
+from titan.parallel.torch_compat import can_split_custom_functions
 
 # How the TOML names the methods. "alltoall" is TorchTitan's ring, which rotates by all-to-all.
 _CONTEXT_METHODS: dict[str, Method] = {

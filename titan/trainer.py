@@ -45,8 +45,8 @@ from titan.observe.run_log import EventLog
 from titan.observe.startup import startup_page
 from titan.parallel import build_mesh
 from titan.parallel.float8 import require_hardware, table
+from titan.parallel.init_distributed import start_process_group
 from titan.parallel.mesh import axis_rank
-from titan.parallel.start import start_process_group
 from titan.run_folder import open_rank_log, write_environment, write_status
 from titan.train_step import build_train_step
 

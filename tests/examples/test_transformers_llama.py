@@ -118,4 +118,4 @@ def test_gpt2_is_refused_by_name() -> None:
     with pytest.raises(
         ValueError, match=r"transformer\.h\.0\.attn\.c_attn is a Conv1D: put an nn\."
     ):
-        apply_tp(model, mesh=mesh, plan={"transformer.h.*.c_attn": "columns"}, num_kv_heads=2)
+        apply_tp(model, mesh=mesh, plan={"transformer.h.*.c_attn": "colwise"}, num_kv_heads=2)

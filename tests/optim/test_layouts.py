@@ -16,8 +16,8 @@ from titan.checkpoint import manager as checkpoints
 from titan.config.schema import CheckpointSection, JobConfig
 from titan.data.packing import Batch
 from titan.parallel import build_mesh
+from titan.parallel.init_weights import canonical_name
 from titan.parallel.mesh import axis_rank, axis_size
-from titan.parallel.weights import canonical_name
 from titan.train_step import TrainStep, build_train_step
 
 GLOBAL_BATCH, SEQUENCE, VOCABULARY = 4, 32, 256

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 if "--limited" in sys.argv:
-    from titan.parallel.shims import limit_gloo
+    from titan.parallel.torch_compat import limit_gloo
 
     limit_gloo(loopback=True)
 gathers = int(sys.argv[-1].removeprefix("--gathers="))

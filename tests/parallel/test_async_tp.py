@@ -41,10 +41,10 @@ class Block(nn.Module):
 
 PLAN = {
     "layers.*.norm": "sequence",
-    "layers.*.inner": "gather_sequence",
-    "layers.*.inner.up": "columns",
-    "layers.*.inner.gate": "columns",
-    "layers.*.inner.down": "rows",
+    "layers.*.inner": "gather_input",
+    "layers.*.inner.up": "colwise",
+    "layers.*.inner.gate": "colwise",
+    "layers.*.inner.down": "rowwise",
 }
 
 

@@ -28,9 +28,9 @@ from titan.data.packing import Batch
 from titan.models.llama3 import FLAVORS, build_model
 from titan.parallel import apply_float8, build_mesh
 from titan.parallel.float8 import RECIPES, Float8Error, plain, require_hardware, table
+from titan.parallel.init_weights import canonical_name
 from titan.parallel.mesh import axis_rank, axis_size
-from titan.parallel.shims import can_split_custom_functions
-from titan.parallel.weights import canonical_name
+from titan.parallel.torch_compat import can_split_custom_functions
 from titan.train import main
 from titan.train_step import TrainStep, build_train_step
 
@@ -208,7 +208,7 @@ def test_recipes_that_do_not_exist(settings: dict[str, Any], message: str) -> No
 
 
 def test_it_is_a_ranks_part_that_must_divide() -> None:
-    plan = {"layers.*.attention.w[kv]": "kv_columns", "layers.*.feed_forward.w2": "rows"}
+    plan = {"layers.*.attention.w[kv]": "kv_colwise", "layers.*.feed_forward.w2": "rowwise"}
     split = {"tensor_plan": plan, "tp": 4, "num_kv_heads": 2, "filter_fqns": []}
     few = "4 tensor-parallel ranks are more than 2 key/value heads"
     assert kept(meta_model(), **split) == {

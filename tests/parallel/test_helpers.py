@@ -22,8 +22,8 @@ from titan.parallel import (
     materialize,
     submesh,
 )
+from titan.parallel.init_weights import canonical_name
 from titan.parallel.mesh import axis_rank, axis_size
-from titan.parallel.weights import canonical_name
 
 
 class Net(nn.Module):
@@ -223,7 +223,7 @@ def test_a_plan_names_every_module_with_parameters(pool) -> None:
     """Else each rank would keep the gradient of its own part of the sequence."""
     with pytest.raises(RankFailed, match=r"no style for blocks\.1\.weight, blocks\.1\.bias: name"):
         pool.run(
-            2, _leave_out, {"blocks.0": "sequence", "blocks.[2-9]": "rows", "head": "sequence"}
+            2, _leave_out, {"blocks.0": "sequence", "blocks.[2-9]": "rowwise", "head": "sequence"}
         )
 
 
@@ -256,7 +256,7 @@ def test_canonical_name(name: str) -> None:
 
 _START = """
 import sys, torch
-from titan.parallel.start import start_process_group
+from titan.parallel.init_distributed import start_process_group
 start_process_group(init_timeout_s=60, expandable_segments=sys.argv[1] == "True")
 print(torch._C._accelerator_getAllocatorSettings())
 """

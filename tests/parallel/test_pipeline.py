@@ -34,7 +34,7 @@ from titan.parallel.schedules import (
     stage_numbers,
     write_schedule,
 )
-from titan.parallel.stages import StageSplit, split_modules, split_stages
+from titan.parallel.stage_split import StageSplit, split_modules, split_stages
 
 LAYERS, WIDTH, VOCABULARY, BATCH, LENGTH = 8, 8, 11, 12, 5
 MULTI = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")

@@ -15,10 +15,10 @@ from titan.parallel import apply_compile, apply_fsdp, apply_tp, build_mesh, init
 PLAN = {
     "embed": "vocab_embedding",
     "blocks.*.norm": "sequence",
-    "blocks.*.enter": "gather_sequence",
-    "blocks.*.up": "columns",
-    "blocks.*.value": "kv_columns",
-    "blocks.*.down": "rows",
+    "blocks.*.enter": "gather_input",
+    "blocks.*.up": "colwise",
+    "blocks.*.value": "kv_colwise",
+    "blocks.*.down": "rowwise",
     "head": "vocab_output",
 }
 
@@ -76,8 +76,8 @@ def _called_by_name(tp: int) -> dict[str, torch.Tensor]:
     model = Called()
     initialize(model, seed=0, std_of=lambda name: None if "norm" in name else 0.3)
     if tp > 1:
-        plan = {"mixes.*.up": "columns", "mixes.*.down": "rows", **PLAN}
-        plan |= {"mixes.*": "gather_sequence:hidden"}
+        plan = {"mixes.*.up": "colwise", "mixes.*.down": "rowwise", **PLAN}
+        plan |= {"mixes.*": "gather_input:hidden"}
         mesh = build_mesh("cpu", tp=tp, dp_shard=1)["tp"]
         apply_tp(model, mesh=mesh, plan=plan, num_kv_heads=2, loss_parallel=False)
     tokens = torch.randint(10, (2, 6), generator=torch.Generator().manual_seed(0))
@@ -107,12 +107,12 @@ def _gathered() -> list[list[int]]:
     mesh, found = build_mesh("cpu", tp=2)["tp"], []
     x = torch.ones(1, 3, 2)
     for style, args, kwargs in (
-        ("gather_sequence", (x, x), {}),
-        ("gather_sequence", (), {"other": x, "hidden": x}),  # the first of the signature
-        ("gather_sequence", (None, x), {}),
-        ("gather_sequence", (), {"hidden": (x, x), "other": x}),
-        ("gather_sequence:other", (x, x), {}),
-        ("gather_sequence:other", (x,), {"other": x}),
+        ("gather_input", (x, x), {}),
+        ("gather_input", (), {"other": x, "hidden": x}),  # the first of the signature
+        ("gather_input", (None, x), {}),
+        ("gather_input", (), {"hidden": (x, x), "other": x}),
+        ("gather_input:other", (x, x), {}),
+        ("gather_input:other", (x,), {"other": x}),
     ):
         module = Taker()
         apply_tp(nn.ModuleDict({"m": module}), mesh=mesh, plan={"m": style}, num_kv_heads=2)
@@ -136,9 +136,9 @@ def _gather_nothing(style: str) -> None:
 @pytest.mark.parametrize(
     ("style", "message"),
     [
-        ("gather_sequence", "m was called with no tensor among the arguments that could be"),
-        ("gather_sequence:other", "m was called with no argument other that could be gathered"),
-        ("gather_sequence:x", "m has no argument x to gather; its forward takes hidden, other"),
+        ("gather_input", "m was called with no tensor among the arguments that could be"),
+        ("gather_input:other", "m was called with no argument other that could be gathered"),
+        ("gather_input:x", "m has no argument x to gather; its forward takes hidden, other"),
         ("rows:x", "unknown style rows:x; there are vocab_embedding, "),
     ],
 )
@@ -202,7 +202,12 @@ def _split(change: dict[str, str], heads: int, length: int, up: nn.Module | None
     [
         ({}, 3, 4, "3 key/value heads do not divide by 2 ranks"),
         ({}, 2, 4, r"the 11 outputs of blocks\.0\.up do not divide by 2 ranks"),
-        ({"blocks.0.up": "rows", "blocks.*.up": "rows"}, 2, 5, "a sequence of 5 tokens does not"),
+        (
+            {"blocks.0.up": "rowwise", "blocks.*.up": "rowwise"},
+            2,
+            5,
+            "a sequence of 5 tokens does not",
+        ),
         ({"encoder.*": "colums"}, 2, 4, "unknown style colums; there are vocab_embedding, "),
     ],
 )
@@ -222,7 +227,7 @@ class Conv1D(nn.Module):
 @pytest.mark.parametrize(
     ("heads", "up", "message"),
     [
-        (2, Conv1D(), r"style columns splits an nn\.Linear, and blocks\.0\.up is a Conv1D: put"),
+        (2, Conv1D(), r"style colwise splits an nn\.Linear, and blocks\.0\.up is a Conv1D: put"),
         (2, nn.Embedding(8, 12), r"splits an nn\.Linear, and blocks\.0\.up is a Embedding"),
         (4, nn.Linear(8, 12), r"6 outputs of blocks\.0\.value are not 4 key/value heads of one"),
         (2, nn.Linear(8, 14), r"14 outputs of blocks\.0\.up, in heads of 3, are not whole heads"),

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from titan.config.schema import JobConfig
 from titan.data.packing import IGNORED, Batch
 from titan.parallel import build_mesh
+from titan.parallel.init_weights import canonical_name
 from titan.parallel.mesh import axis_rank, axis_size
-from titan.parallel.weights import canonical_name
 from titan.train_step import build_train_step
 
 STEPS, GLOBAL_BATCH, SEQUENCE, VOCABULARY = 10, 8, 64, 2048

@@ -32,7 +32,7 @@ from titan.config.model import families, family, model_config
 from titan.config.schema import ModelSection
 from titan.config.toml import format_value
 from titan.data import require
-from titan.parallel.shims import compute_local_shape_and_global_offset
+from titan.parallel.torch_compat import compute_local_shape_and_global_offset
 from titan.untrusted import MAX_VALUES, is_plain_name, open_regular, printable, read_json
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"

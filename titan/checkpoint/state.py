@@ -22,7 +22,7 @@ from titan.checkpoint.storage import Location
 from titan.checkpoint.tensors import StateDict, load, stored_shapes
 from titan.optim.optimizers import allocate_state
 from titan.parallel.float8 import plain
-from titan.parallel.weights import canonical_name
+from titan.parallel.init_weights import canonical_name
 
 
 def model_state(parts: Sequence[nn.Module]) -> StateDict:

@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from titan.parallel.schedules import canonical_schedule
-from titan.parallel.stages import StageSplit, split_stages
+from titan.parallel.stage_split import StageSplit, split_stages
 
 from .errors import (
     ConfigError,

@@ -10,7 +10,7 @@ from titan.data import DataError
 from titan.data.sources import resolve_sources
 from titan.hardware import HARDWARE
 from titan.parallel.schedules import canonical_schedule, splits_backward
-from titan.parallel.stages import split_modules
+from titan.parallel.stage_split import split_modules
 
 from .base import LIMIT, Section
 from .errors import KeyPath, RuleViolation, choose, did_you_mean, key_text

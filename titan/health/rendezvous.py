@@ -6,7 +6,7 @@ without a password. titan.health.launch and titan.cluster.node use this handler 
     one machine     launcher: a store in its own memory    ranks: a file in a folder that only their user can open
     several nodes   both: a TCP store of node 0's launcher, bound to the address that the nodes were given
 
-titan/parallel/start.py is the ranks' side. docs/security.md says what remains open, and to whom.
+titan/parallel/init_distributed.py is the ranks' side. docs/security.md says what remains open, and to whom.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from titan.parallel.start import STORE_FOLDER
+from titan.parallel.init_distributed import STORE_FOLDER
 
 BACKEND = "titan"
 JOIN_TIMEOUT = timedelta(minutes=10)  # torchrun's own, for nodes that start one after the other

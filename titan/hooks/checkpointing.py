@@ -17,7 +17,7 @@ from titan.checkpoint.storage import Location, as_location
 from titan.config.render import to_toml
 from titan.config.resume_diff import changed_settings
 from titan.hook import Hook, StepResult
-from titan.parallel.shims import set_timeout
+from titan.parallel.torch_compat import set_timeout
 from titan.train_step import torch_dtype
 from titan.trainer import Trainer
 from titan.untrusted import InputError

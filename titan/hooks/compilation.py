@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from titan.hook import Hook
 from titan.hooks.checkpointing import Checkpointing
-from titan.parallel.shims import set_timeout
+from titan.parallel.torch_compat import set_timeout
 from titan.trainer import Trainer
 
 _LOG = logging.getLogger("titan")

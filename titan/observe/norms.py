@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from titan.async_scalars import AsyncScalars
 from titan.optim.clipping import local_gradient, local_sum_of_squares
-from titan.parallel.weights import canonical_name
+from titan.parallel.init_weights import canonical_name
 
 
 def block_name(parameter: str) -> str:

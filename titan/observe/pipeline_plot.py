@@ -21,7 +21,7 @@ from titan.config.load import load_from_argv
 from titan.config.model import model_config
 from titan.observe.sinks import MissingExtra, require
 from titan.parallel.schedules import Schedule, Span, write_schedule
-from titan.parallel.stages import StageSplit
+from titan.parallel.stage_split import StageSplit
 
 OPTIONS = ("--world-size", "--microbatches", "--output", "--csv")
 KINDS = {

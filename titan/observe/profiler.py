@@ -24,8 +24,8 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from titan.config.schema import ProfilingSection
 from titan.observe.trace import MODULE
-from titan.parallel.shims import dump_memory_history, enclose_calls, record_memory_history
-from titan.parallel.weights import canonical_name
+from titan.parallel.init_weights import canonical_name
+from titan.parallel.torch_compat import dump_memory_history, enclose_calls, record_memory_history
 
 # A block, a child of one, a module beside the blocks.
 _NAMED = re.compile(r"layers\.\w+(\.\w+)?|(?!layers$)\w+")

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titan.parallel.shims import after_gathering
+from titan.parallel.torch_compat import after_gathering
 
 _LOG = logging.getLogger("titan")
 

@@ -24,7 +24,7 @@ from titan.config.schema import (
     OptimizerSection,
 )
 from titan.parallel.float8 import plain
-from titan.parallel.weights import canonical_name
+from titan.parallel.init_weights import canonical_name
 
 from .adam import CompactAdam
 from .muon import Muon

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan.parallel.shims import compute_local_shape_and_global_offset
+from titan.parallel.torch_compat import compute_local_shape_and_global_offset
 
 
 @dataclass(frozen=True)

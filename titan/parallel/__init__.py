@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from .context import apply_cp, shard_sequence, unshard_sequence
     from .float8 import apply_float8, precompute_scales
     from .fsdp import apply_ddp, apply_fsdp, set_gradient_sync
+    from .init_weights import initialize, materialize
     from .mesh import axis_rank, axis_size, build_mesh, submesh
     from .offload import apply_offload
     from .pipeline import Pipeline, extract_stages
     from .replicas import require_equal_replicas
-    from .stages import split_stages
+    from .stage_split import split_stages
     from .tensor import apply_tp
-    from .weights import initialize, materialize
 
 _MODULES = {
     "activation": ("apply_ac",),
@@ -29,10 +29,10 @@ _MODULES = {
     "mesh": ("axis_rank", "axis_size", "build_mesh", "submesh"),
     "offload": ("apply_offload",),
     "pipeline": ("Pipeline", "extract_stages"),
-    "stages": ("split_stages",),
+    "stage_split": ("split_stages",),
     "replicas": ("require_equal_replicas",),
     "tensor": ("apply_tp",),
-    "weights": ("initialize", "materialize"),
+    "init_weights": ("initialize", "materialize"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from .shims import checkpoint_wrapper, traced_module_path
+from .torch_compat import checkpoint_wrapper, traced_module_path
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "matmul": ("aten.mm", "aten.addmm", "aten.bmm", "aten._scaled_mm"),

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .shims import enable_symmetric_memory, micro_pipeline_module
+from .torch_compat import enable_symmetric_memory, micro_pipeline_module
 
 
 @dataclass

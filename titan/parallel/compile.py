@@ -15,7 +15,12 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from .shims import CompileEvent, compile_events, keep_random_state_in_graphs, set_memory_budget
+from .torch_compat import (
+    CompileEvent,
+    compile_events,
+    keep_random_state_in_graphs,
+    set_memory_budget,
+)
 
 CompileMode = Literal["default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"]
 

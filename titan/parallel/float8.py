@@ -100,7 +100,7 @@ def apply_float8(
             kept = f"what {type(layer).__name__} adds to nn.Linear would be lost"
         elif places[id(layer.weight)] > 1:
             kept = "shares its weight with another module"
-        elif style == "kv_columns" and num_kv_heads % tp:
+        elif style == "kv_colwise" and num_kv_heads % tp:
             kept = f"{tp} tensor-parallel ranks are more than {num_kv_heads} key/value heads"
         elif rows % multiple or columns % multiple:
             kept = f"{rows} x {columns}{' on a rank' * (tp > 1)} does not divide by {multiple}"
@@ -239,9 +239,9 @@ def _is_mx(recipe: str) -> bool:
 
 def _local_shape(layer: nn.Linear, *, style: str, tp: int) -> tuple[int, int]:
     rows, columns = layer.out_features, layer.in_features
-    if style in ("columns", "kv_columns", "vocab_output"):
+    if style in ("colwise", "kv_colwise", "vocab_output"):
         return rows // tp, columns
-    return (rows, columns // tp) if style == "rows" else (rows, columns)
+    return (rows, columns // tp) if style == "rowwise" else (rows, columns)
 
 
 def _converter(

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from .shims import replicate
+from .torch_compat import replicate
 
 
 def apply_fsdp(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from .shims import ActivationWrapper, waited
+from .torch_compat import ActivationWrapper, waited
 
 _SMALLEST_BYTES = 2**14
 

@@ -1,6 +1,6 @@
 """Pipeline parallelism: a model cut into stages, and the runner that sends microbatches through them.
 
-    split_stages     which modules make up each stage, and which rank does what when (stages.py, schedules.py)
+    split_stages     which modules make up each stage, and which rank does what when (stage_split.py, schedules.py)
     extract_stages   copies of the model with everything foreign to a stage removed
     Pipeline         trains and evaluates the stages of this rank, which may be parallelised further
 

@@ -6,12 +6,12 @@ model names a style for each module; nothing in the model changes. With S the se
     style            weight        input -> output of the module, local shapes
     vocab_embedding  rows V/tp     (B, S) -> (B, S/tp, D): each rank looks up its rows, reduce-scatter
     sequence         whole         (B, S/tp, D) -> same: norms work on each rank's part of the sequence
-    gather_sequence  none          first tensor (B, S/tp, D) -> (B, S, D), all-gather; others are taken as they are;
-                                   `gather_sequence:x` gathers the argument `x` of forward
-    columns          columns /tp   (B, S, D) -> (B, S, F/tp)
-    kv_columns       columns /tp   as `columns`; whole where ranks outnumber key/value heads, and each rank keeps
+    gather_input     none          first tensor (B, S/tp, D) -> (B, S, D), all-gather; others are taken as they are;
+                                   `gather_input:x` gathers the argument `x` of forward
+    colwise          columns /tp   (B, S, D) -> (B, S, F/tp)
+    kv_colwise       columns /tp   as `colwise`; whole where ranks outnumber key/value heads, and each rank keeps
                                    the one head that its query heads read
-    rows             rows /tp      (B, S, F/tp) -> (B, S/tp, D), reduce-scatter
+    rowwise          rows /tp      (B, S, F/tp) -> (B, S/tp, D), reduce-scatter
     head_norm        whole         (B, S, H/tp, K) -> same: norms within each rank's heads
     vocab_output     columns V/tp  (B, S/tp, D) -> (B, S, V/tp) for the vocabulary-parallel loss, or (B, S, V);
                                    -> (B, S, D) where the loss applies the weight
@@ -47,10 +47,10 @@ from torch.distributed.tensor.parallel import (
 from .float8 import cast_before_gather, is_tensorwise, rows_style
 
 SEQUENCE_DIM = 1
-GATHER = "gather_sequence"
+GATHER = "gather_input"
 _SPLITS = {  # what torch's styles and ours know how to split
     "vocab_embedding": nn.Embedding,
-    **dict.fromkeys(("columns", "kv_columns", "rows", "vocab_output"), nn.Linear),
+    **dict.fromkeys(("colwise", "kv_colwise", "rowwise", "vocab_output"), nn.Linear),
 }
 
 
@@ -182,7 +182,7 @@ def apply_tp(
     without a module are fine: a pipeline stage holds some of the model. loss_parallel: the output layer's
     logits stay split over the vocabulary. output_in_loss: the loss applies the output layer's weight. Shared parameters stay shared.
 
-    The sequence must divide by the number of ranks, and so must query heads and what `columns` split; key/value heads must divide
+    The sequence must divide by the number of ranks, and so must query heads and what `colwise` splits; key/value heads must divide
     by it or it by them. Raises KeyError for an unknown style, and ValueError, with the module's name, for numbers that do not divide
     (of the sequence: in the forward pass), for a module that is not the nn.Linear or nn.Embedding that its style splits, and if the
     plan leaves out a module that has parameters to train: each rank would see its part of the sequence, and nobody would add their
@@ -202,9 +202,9 @@ def apply_tp(
         ),
         "sequence": SequenceParallel,
         "head_norm": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
-        "columns": ColwiseParallel,
-        "kv_columns": ColwiseParallel if kv_split else lambda: ReplicatedHeads(num_kv_heads),
-        "rows": lambda: RowwiseParallel(output_layouts=Shard(SEQUENCE_DIM)),
+        "colwise": ColwiseParallel,
+        "kv_colwise": ColwiseParallel if kv_split else lambda: ReplicatedHeads(num_kv_heads),
+        "rowwise": lambda: RowwiseParallel(output_layouts=Shard(SEQUENCE_DIM)),
         "vocab_output": GatherForLoss
         if output_in_loss
         else lambda: ColwiseParallel(
@@ -231,7 +231,7 @@ def apply_tp(
             _take_by_position(module)
             if style == "vocab_embedding":
                 module.register_forward_pre_hook(partial(_require_whole_parts, size=size))
-            if style == "rows" and is_tensorwise(module):
+            if style == "rowwise" and is_tensorwise(module):
                 parallelize_module(module, mesh, rows_style(mesh, sequence_dim=SEQUENCE_DIM))
             else:
                 parallelize_module(module, mesh, styles[style]())
@@ -271,7 +271,7 @@ def _require_fit(
                 f"the style {style} splits an nn.{kind.__name__}, and {name} is a {type(module).__name__}: put an "
                 f"nn.{kind.__name__} in its place (transformers' Conv1D is an nn.Linear with its weight transposed)"
             )
-        if style == "kv_columns":
+        if style == "kv_colwise":
             head_size, rest = divmod(module.out_features, num_kv_heads)
             if rest:
                 raise ValueError(
@@ -279,7 +279,7 @@ def _require_fit(
                 )
             head_sizes.setdefault(name.rpartition(".")[0], set()).add(head_size)
     for name, style in style_of.items():
-        if style != "columns":
+        if style != "colwise":
             continue
         columns: Any = model.get_submodule(name).out_features
         if columns % size:

@@ -73,7 +73,7 @@ def run_rank(config: JobConfig, layout: Layout, *, json_file: Path | None, dry: 
     import torch.distributed as dist
 
     from titan.parallel import build_mesh
-    from titan.parallel.start import start_process_group
+    from titan.parallel.init_distributed import start_process_group
 
     device = start_process_group(
         init_timeout_s=config.comm.init_timeout_seconds,

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from titan.parallel.weights import canonical_name
+from titan.parallel.init_weights import canonical_name
 
 from . import shims
 from .trace import Phase, Place

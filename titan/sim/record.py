@@ -190,7 +190,7 @@ def _left(events: list[Event]) -> list[Event]:
 
 def _owners(train_step: Any) -> dict[Any, str]:
     """Each parameter's module."""
-    from titan.parallel.weights import canonical_name
+    from titan.parallel.init_weights import canonical_name
 
     return {
         parameter: canonical_name(name).rpartition(".")[0]

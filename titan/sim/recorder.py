@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan.parallel.shims import AsyncCollectiveTensor
+from titan.parallel.torch_compat import AsyncCollectiveTensor
 
 from . import device, shims
 from .operators import (

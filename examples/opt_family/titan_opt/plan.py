@@ -3,12 +3,12 @@
 TENSOR_PLAN = {
     "tok_embeddings.*": "vocab_embedding",
     "layers.*.*norm": "sequence",
-    "layers.*.attention": "gather_sequence",
-    "layers.*.attention.w[qkv]": "columns",
-    "layers.*.attention.wo": "rows",
-    "layers.*.feed_forward": "gather_sequence",
-    "layers.*.feed_forward.up": "columns",
-    "layers.*.feed_forward.down": "rows",
+    "layers.*.attention": "gather_input",
+    "layers.*.attention.w[qkv]": "colwise",
+    "layers.*.attention.wo": "rowwise",
+    "layers.*.feed_forward": "gather_input",
+    "layers.*.feed_forward.up": "colwise",
+    "layers.*.feed_forward.down": "rowwise",
     "norm": "sequence",
     "output": "vocab_output",
 }

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .shims import limit_gloo, set_allocator
+from .torch_compat import limit_gloo, set_allocator
 
 # Set by the launcher of a run on one machine: a folder that only its user can open (titan/health/rendezvous.py).
 STORE_FOLDER = "TITAN_STORE"
