@@ -1,8 +1,6 @@
-"""The `titan` command. Each subcommand imports what it needs when it runs, so that help and mistakes cost no time.
+"""Run the `titan` command. Each subcommand imports what it needs when it runs, so that help and mistakes cost no time.
 
-Exit codes: 0 done; 2 the user's mistake, told line by line; 75 stopped by a signal after saving; 1 anything else.
-A command's own options are taken out by argparse; what is left is `JOB.toml [OVERLAY.toml ...]
-[--section.key=value ...]`, which titan.config.load understands.
+Exit codes: 0 done; 2 the user's mistake, a line for each; 75 stopped by a signal after saving; 1 anything else.
 """
 
 from __future__ import annotations
@@ -10,20 +8,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from titan.config.options import JOB, command_parser, positive, whole
 
 if TYPE_CHECKING:
     from titan.config.layout import Layout
     from titan.config.schema import JobConfig
     from titan.sim.profiles import Profile
-
-JOB = "JOB.toml [OVERLAY.toml ...] [--section.key=value ...]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,13 +34,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"titan {__version__}")
         return 0
+    if name in REMOVED:
+        print(f"command line: {name}: {REMOVED[name]}", file=sys.stderr)
+        return 2
     if name not in COMMANDS:
         match = get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean '{match[0]}'?" if match else f"there are {', '.join(COMMANDS)}"
         print(f"command line: {name}: unknown command; {hint}", file=sys.stderr)
         return 2
+    command = COMMANDS[name][1]
     try:
-        return COMMANDS[name].run(rest)
+        return import_module(command).main(rest) if isinstance(command, str) else command(rest)
     except SystemExit as request:  # argparse, after --help or a misused option
         return request.code if isinstance(request.code, int) else 1
     except BrokenPipeError:  # the reader of `titan config ... | head` has left
@@ -52,23 +53,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        if (problems := _problems_in(error)) is None:
+        # Imported here, so that --help imports neither pydantic nor anything else of size.
+        from titan.config.errors import ConfigError
+        from titan.untrusted import InputError
+
+        if not isinstance(error, ConfigError | InputError):
             raise
-        print(problems, file=sys.stderr)
+        print(error, file=sys.stderr)
         return 2
-
-
-def _problems_in(error: Exception) -> str | None:
-    """The report in a `ConfigError` or an `InputError`; anything else is not the user's mistake."""
-    from titan.config.errors import ConfigError
-    from titan.untrusted import InputError
-
-    return str(error) if isinstance(error, ConfigError | InputError) else None
 
 
 def _overview() -> str:
     width = max(map(len, COMMANDS))
-    rows = (f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items())
+    rows = (f"  {name:{width}}  {summary}" for name, (summary, _) in COMMANDS.items())
     return "\n".join(
         [
             "usage: titan COMMAND ...",
@@ -81,40 +78,20 @@ def _overview() -> str:
 
 
 def _parser(name: str, arguments: str = JOB) -> argparse.ArgumentParser:
-    """A parser of a command's own options; it leaves the job's files and overrides alone."""
-    return argparse.ArgumentParser(
-        prog=f"titan {name}",
-        usage=f"titan {name} {arguments}",
-        description=COMMANDS[name].summary,
-        allow_abbrev=False,
-    )
-
-
-def _whole(text: str, least: int = 0) -> int:
-    is_number = re.fullmatch(r"\d+", text, re.ASCII)
-    if is_number and len(text) > 6:
-        raise argparse.ArgumentTypeError(f"expected less than a million, got {text[:40]!r}")
-    if not is_number or int(text) < least:
-        at_least = f" of at least {least}" if least else ""
-        raise argparse.ArgumentTypeError(f"expected a whole number{at_least}, got {text[:40]!r}")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    return _whole(text, least=1)
+    return command_parser(name, arguments, summary=COMMANDS[name][0])
 
 
 def train(argv: list[str]) -> int:
     parser = _parser("train", f"{JOB} [--nproc N] [--max-restarts R]")
     parser.add_argument(
         "--nproc",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="processes on this machine; default: one per accelerator, else one",
     )
     parser.add_argument(
         "--max-restarts",
-        type=_whole,
+        type=whole,
         default=0,
         metavar="R",
         help="times to go on from the newest checkpoint after a process has failed; default: 0",
@@ -145,7 +122,7 @@ def train(argv: list[str]) -> int:
 def check(argv: list[str]) -> int:
     parser = _parser("check", f"{JOB} [--world-size N] [--hardware H] [--formula] [--json]")
     parser.add_argument(
-        "--world-size", type=_positive, default=1, metavar="N", help="ranks in all; default: 1"
+        "--world-size", type=positive, default=1, metavar="N", help="ranks in all; default: 1"
     )
     parser.add_argument("--json", action="store_true", help="the answer as JSON")
     parser.add_argument(
@@ -309,74 +286,46 @@ def _page(facts: dict[str, Any], judged: dict[str, Any]) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Command:
-    """A subcommand: its line in `titan --help`, and what runs it with the rest of the command line."""
-
-    summary: str
-    run: Callable[[list[str]], int]
-
-
-def _elsewhere(module: str) -> Callable[[list[str]], int]:
-    """A command that lives in another module's `main`, imported when it runs."""
-    return lambda argv: import_module(module).main(argv)
-
-
-COMMANDS = {
-    "train": Command(
-        "train a model: one process per accelerator, one on a CPU, or --nproc N", train
+Run = Callable[[list[str]], int]
+COMMANDS: dict[str, tuple[str, Run | str]] = {
+    # name: its line in `titan --help`, and the function, or the module whose `main` is imported when it runs
+    "train": ("train a model: one process per accelerator, one on a CPU, or --nproc N", train),
+    "check": (
+        "check a job for a number of ranks: layout and memory; with --hardware also if it fits",
+        check,
     ),
-    "check": Command(
-        "check a job for a number of ranks: layout, memory; on some hardware, will it fit", check
-    ),
-    "sim": Command(
-        "what a step costs in time and memory on some hardware, with no GPU",
-        _elsewhere("titan.sim.cli"),
-    ),
-    "plan": Command(
-        "the fastest layouts of a job that fit some hardware, as TOML overlays",
-        _elsewhere("titan.sim.plan"),
-    ),
-    "slurm": Command(
-        "write a job's script for sbatch, checked; submit it", _elsewhere("titan.cluster.slurm")
-    ),
-    "kubernetes": Command(
-        "write a TrainJob for Kubeflow Trainer", _elsewhere("titan.cluster.kubernetes")
-    ),
-    "skypilot": Command("write a task for SkyPilot", _elsewhere("titan.cluster.skypilot")),
-    "config": Command("print the resolved job as TOML", config),
-    "schema": Command("print the JSON schema of job files, for editors", schema),
-    "prepare": Command("tokenize text into memory-mapped shards", _elsewhere("titan.data.prepare")),
-    "tokenizer": Command("train or inspect a tokenizer", _elsewhere("titan.data.tokenizer_cli")),
-    "plot": Command("draw loss and throughput curves of runs", _elsewhere("titan.observe.plot")),
-    "profile": Command(
+    "sim": ("predict time and memory of a step on some hardware, without a GPU", "titan.sim.cli"),
+    "plan": ("find the fastest layouts of a job that fit, as TOML overlays", "titan.sim.plan"),
+    "slurm": ("check a job, write its script for sbatch, and submit it", "titan.cluster.slurm"),
+    "config": ("print the resolved job as TOML", config),
+    "schema": ("print the JSON schema of job files, for editors", schema),
+    "prepare": ("tokenize text into memory-mapped shards", "titan.data.prepare"),
+    "tokenizer": ("train or inspect a tokenizer", "titan.data.tokenizer_cli"),
+    "plot": ("draw loss and throughput curves of runs", "titan.observe.plot"),
+    "profile": (
         "read a profiler trace: where a step's time went, by kind of work and by module",
-        _elsewhere("titan.observe.trace_report"),
+        "titan.observe.trace_report",
     ),
-    "pipeline": Command(
-        "draw a job's pipeline schedule; its bubble, its activations in flight",
-        _elsewhere("titan.observe.pipeline_plot"),
+    "pipeline": (
+        "draw a job's pipeline schedule, with its bubble and activations in flight",
+        "titan.observe.pipeline_plot",
     ),
-    "doctor": Command(
-        "what happened to a run: which rank, which collective, which line, what to do",
-        _elsewhere("titan.health.doctor.cli"),
+    "doctor": (
+        "explain what happened to a run: which rank, which collective, which line, what to do",
+        "titan.health.doctor.cli",
     ),
-    "preflight": Command(
+    "preflight": (
         "before a run: check devices, links, disks and versions of all ranks, then try a step",
-        _elsewhere("titan.preflight.cli"),
+        "titan.preflight.cli",
     ),
-    "watch": Command(
-        "a live page of runs: curves, throughput, ranks, events", _elsewhere("titan.watch.cli")
-    ),
-    "verify": Command(
-        "is a checkpoint what was saved? Names the damaged file",
-        _elsewhere("titan.checkpoint.verify"),
-    ),
-    "convert": Command(
-        "Hugging Face folders to checkpoints, and back", _elsewhere("titan.checkpoint.convert")
-    ),
-    "generate": Command("sample text from a checkpoint", _elsewhere("titan.generate")),
+    "watch": ("serve a live page of runs: curves, throughput, ranks, events", "titan.watch.cli"),
+    "verify": ("check a checkpoint and name any damaged file", "titan.checkpoint.verify"),
+    "convert": ("Hugging Face folders to checkpoints, and back", "titan.checkpoint.convert"),
+    "generate": ("sample text from a checkpoint", "titan.generate"),
 }
+_REPLACED = "there is no such command any more; copy and adapt examples/cluster/{}.yaml instead (docs/cluster.md)"
+# Commands of earlier versions, and what to do instead.
+REMOVED = {name: _REPLACED.format(name) for name in ("kubernetes", "skypilot")}
 
 if __name__ == "__main__":
     sys.exit(main())

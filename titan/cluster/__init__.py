@@ -1,1 +1,1 @@
-"""Clusters: what one node runs (node.py), and what schedulers are told (slurm.py, kubernetes.py, skypilot.py)."""
+"""Run on clusters: `titan slurm` writes a job's script (slurm.py, train.sbatch); node.py is what each node runs."""

@@ -1,43 +1,65 @@
-"""`titan slurm JOB.toml --nodes N`: train.sbatch for one job, checked, with every choice written out; shown, and submitted if asked.
+"""`titan slurm JOB.toml --nodes N`: check a job, write train.sbatch for it with every choice filled in, and submit it on request.
 
-What a user gives may hold anything, `$(...)` and line breaks too, and never becomes a command or an option: shell words are
-quoted, and options to Slurm are of known characters, or refused.
+The user's text may hold anything, even `$(...)` and line breaks, and must never become a command or an option. So words
+for the shell are quoted, and values of #SBATCH lines, which cannot be quoted, may have known characters only.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from titan.config.errors import ConfigError
+from titan.config.errors import COMMAND_LINE, ConfigError, Problem
+from titan.config.load import parse_args
+from titan.config.options import JOB, command_parser, positive, whole
+from titan.config.rules import load_to_run
+from titan.config.schema import JobConfig
 
-from .facts import Facts, gather, option_problem, parser, require
-
-SUMMARY = "Write a job's script for sbatch: train.sbatch, checked and resolved. docs/cluster.md"
+SUMMARY = "Check a job, write its script for sbatch, and submit it on request. docs/cluster.md"
 TEMPLATE = Path(__file__).with_name("train.sbatch")
+_NAME = r"[\w.,+-]+"
+# Options of Slurm: what a value may look like, and an example for the error.
+_PATTERNS = {
+    "time": (r"(\d+-)?\d+(:\d+){0,2}", "24:00:00 or 2-12:00:00"),
+    "partition": (_NAME, "gpu"),
+    "account": (_NAME, "my-project"),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; 2 for the user's mistakes, of which titan.cli tells a `ConfigError`."""
+    """Run the command and return its exit code. Raises ConfigError, which titan.cli reports."""
     usage = "[--time T] [--partition P] [--account A] [--container IMAGE] [--submit]"
-    made = parser("slurm", summary=SUMMARY, options=usage)
-    add = made.add_argument
-    add("--time", metavar="T", help="limit, as Slurm writes it, such as 24:00:00")
+    parser = command_parser(
+        "slurm", f"{JOB} --nodes N [--gpus-per-node G] {usage}", summary=SUMMARY
+    )
+    add = parser.add_argument
+    add("--nodes", type=positive, required=True, metavar="N", help="machines")
+    add("--gpus-per-node", type=whole, default=8, metavar="G", help="default: 8; 0: run on CPUs")
+    add("--ranks-per-node", type=positive, metavar="R", help="default: one per GPU, or one on CPUs")
+    help_ = "restarts after a crash; default: 0"
+    add("--max-restarts", type=whole, default=0, metavar="R", help=help_)
+    add("--output", type=Path, metavar="FILE", help="default: job.sbatch in the run folder")
+    add("--time", metavar="T", help="time limit in Slurm's notation, such as 24:00:00")
     add("--partition", metavar="P")
     add("--account", metavar="A")
-    add("--container", metavar="IMAGE", help="run in it, through pyxis")
-    add("--mounts", metavar="FROM:TO,...", help="what the container sees besides this folder")
-    add("--submit", action="store_true", help="hand it to sbatch")
-    options, job = made.parse_known_args(sys.argv[1:] if argv is None else argv)
-    facts = gather(options, job)
-    text = script(facts, options)
-    path: Path = options.output or facts.run_folder / "job.sbatch"
+    add("--container", metavar="IMAGE", help="run in this image, through pyxis")
+    add("--mounts", metavar="FROM:TO,...", help="folders of the container beside this one")
+    add("--submit", action="store_true", help="pass the script to sbatch")
+    options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    ranks = options.ranks_per_node or options.gpus_per_node or 1
+    known = [f"--{name.replace('_', '-')}" for name in vars(options)]
+    config, _ = load_to_run(job, world_size=options.nodes * ranks, options=known)
+    text = script(config, options, job, ranks_per_node=ranks)
+    folder = _run_folder(config)
+    path: Path = options.output or folder / "job.sbatch"
     try:
-        for folder in (path.parent, facts.run_folder):  # Slurm opens its log there, and makes none
-            folder.mkdir(parents=True, exist_ok=True)
+        for parent in (path.parent, folder):  # Slurm opens its log there, and makes no folder
+            parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         print(f"titan slurm: {error}", file=sys.stderr)
@@ -50,36 +72,44 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return subprocess.run(command).returncode
     except FileNotFoundError:
-        problem = option_problem("submit", "there is no sbatch on this machine")
-        raise ConfigError([problem]) from None
+        message = "there is no sbatch on this machine"
+        raise ConfigError([Problem(COMMAND_LINE, 0, "--submit", message)]) from None
 
 
-def script(facts: Facts, options: argparse.Namespace) -> str:
-    """The text of the script; raises ConfigError for what Slurm's options cannot hold."""
-    name = r"[\w.,+-]+"
-    require(
-        "time", options.time, pattern=r"(\d+-)?\d+(:\d+){0,2}", example="24:00:00 or 2-12:00:00"
-    )
-    require("partition", options.partition, pattern=name, example="gpu")
-    require("account", options.account, pattern=name, example="my-project")
-    folder = str(facts.run_folder)
+def script(
+    config: JobConfig, options: argparse.Namespace, job: Sequence[str], *, ranks_per_node: int
+) -> str:
+    """Return the text of the script. Raises ConfigError if a value cannot stand in a line of #SBATCH.
+
+    Args:
+        job: the files and overrides of the command line.
+    """
+    for name, (pattern, example) in _PATTERNS.items():
+        value = getattr(options, name)
+        if value is not None and not re.fullmatch(pattern, value):
+            message = f"expected such as {example}, got {value!r}"
+            raise ConfigError([Problem(COMMAND_LINE, 0, f"--{name}", message)])
+    folder = str(_run_folder(config))
+    # Slurm replaces %j and the like in the name of its log, and has no way to escape a line break.
     if not folder.isprintable() or "%" in folder:
         message = f"Slurm cannot write its log there: {folder!r} has a %, or characters that are not printable"
-        raise ConfigError([facts.config.source_map.problem("job.dump_folder", message)])
+        raise ConfigError([config.source_map.problem("job.dump_folder", message)])
+    log = f"{folder}/slurm-%j.out".replace("\\", "\\\\").replace('"', '\\"')
     directives = {
-        "job-name": facts.name,
-        "nodes": facts.nodes,
-        "gpus-per-node": facts.gpus_per_node or None,
+        "job-name": _job_name(job),
+        "nodes": options.nodes,
+        "gpus-per-node": options.gpus_per_node or None,
         "time": options.time,
         "partition": options.partition,
         "account": options.account,
-        "output": _quoted(f"{folder}/slurm-%j.out"),
-        "signal": f"B:USR1@{facts.notice_s}",
+        "output": f'"{log}"',
+        # A job needs the time that a save may take, and a minute to spare.
+        "signal": f"B:USR1@{config.fault_tolerance.grace_seconds + 60}",
     }
     settings = {
         "PYTHON": "python" if options.container else sys.executable,
-        "NPROC": facts.ranks_per_node,
-        "MAX_RESTARTS": facts.max_restarts,
+        "NPROC": ranks_per_node,
+        "MAX_RESTARTS": options.max_restarts,
         "CONTAINER": options.container or "",
         "CONTAINER_MOUNTS": ",".join(filter(None, [f"{Path.cwd()}:{Path.cwd()}", options.mounts])),
     }
@@ -97,13 +127,19 @@ def script(facts: Facts, options: argparse.Namespace) -> str:
             "# Written by `titan slurm`.",
             f"cd -- {shlex.quote(str(Path.cwd()))} || exit 2",
             *(f"{key}={shlex.quote(str(value))}" for key, value in settings.items()),
-            f"set -- {shlex.join(facts.words)}",
+            f"set -- {shlex.join(job)}",
             "",
             rest[rest.index("set -uo pipefail") :],
         ]
     )
 
 
-def _quoted(path: str) -> str:
-    """A path for #SBATCH, in double quotes."""
-    return '"' + path.replace("\\", "\\\\").replace('"', '\\"') + '"'
+def _run_folder(config: JobConfig) -> Path:
+    return Path(config.job.dump_folder).absolute()
+
+
+def _job_name(job: Sequence[str]) -> str:
+    """Return the name of the job file in letters, digits and dashes, a letter first."""
+    stem = Path(parse_args(job).job).stem.lower()
+    name = re.sub(r"[^a-z0-9]+", "-", stem).strip("-")[:40].rstrip("-")
+    return name if name[:1].isalpha() else f"titan-{name}".rstrip("-")

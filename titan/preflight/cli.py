@@ -5,7 +5,6 @@ Exit codes: 0 all is well, 1 a problem was found (each is a line), 2 the user's 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -18,6 +17,7 @@ from typing import Any
 
 from titan.config.layout import Layout
 from titan.config.model import model_config
+from titan.config.options import JOB, command_parser, positive
 from titan.config.rules import load_to_run
 from titan.config.schema import JobConfig
 from titan.untrusted import InputError
@@ -28,23 +28,20 @@ OPTIONS = ("--nproc", "--json", "--no-dry-run")
 
 def main(argv: list[str] | None = None) -> int:
     """The command, as launcher or as a rank."""
-    parser = argparse.ArgumentParser(
-        prog="titan preflight",
-        usage="titan preflight JOB.toml [OVERLAY.toml ...] [--section.key=value ...] [--nproc N] [--json FILE] [--no-dry-run]",
-        description="Check devices, links, disks, clocks and versions of all ranks, then run two steps of the job on throw-away weights.",
-        allow_abbrev=False,
+    parser = command_parser(
+        "preflight",
+        f"{JOB} [--nproc N] [--json FILE] [--no-dry-run]",
+        summary="Check devices, links, disks, clocks and versions of all ranks, then run two steps of the job on throw-away weights.",
     )
     parser.add_argument(
         "--nproc",
-        type=int,
+        type=positive,
         metavar="N",
         help="processes on this machine; default: one per accelerator, else one",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="everything as data")
     parser.add_argument("--no-dry-run", action="store_true", help="measure only")
     options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
-    if options.nproc is not None and options.nproc < 1:
-        parser.error(f"--nproc: expected a whole number of at least 1, got {options.nproc}")
     from titan.hardware import count_accelerators
 
     is_rank = "RANK" in os.environ

@@ -1,0 +1,44 @@
+"""Parse the options of a command beside its job: `titan COMMAND JOB.toml [OVERLAY.toml ...] [--section.key=value ...] [--option ...]`.
+
+argparse takes a command's own options out. The rest of the line is the job, which titan.config.load understands.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+JOB = "JOB.toml [OVERLAY.toml ...] [--section.key=value ...]"
+
+
+def command_parser(name: str, arguments: str, *, summary: str) -> argparse.ArgumentParser:
+    """Return a parser for the options of `titan NAME`.
+
+    Args:
+        arguments: the usage line after the name of the command.
+        summary: what the command does, for --help.
+    """
+    return argparse.ArgumentParser(
+        prog=f"titan {name}",
+        usage=f"titan {name} {arguments}",
+        description=summary,
+        allow_abbrev=False,  # else --section.key of the job could be taken for an option
+    )
+
+
+def whole(text: str, least: int = 0) -> int:
+    """Return an option's whole number. argparse reports the error with the option's name."""
+    is_number = re.fullmatch(r"\d+", text, re.ASCII)
+    # int() takes seconds for a million digits, and Python refuses more than 4300.
+    if is_number and len(text) > 6:
+        raise argparse.ArgumentTypeError(f"expected less than a million, got {text[:40]!r}")
+    if not is_number or int(text) < least:
+        at_least = f" of at least {least}" if least else ""
+        raise argparse.ArgumentTypeError(f"expected a whole number{at_least}, got {text[:40]!r}")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """Return an option's whole number of at least 1."""
+    return whole(text, least=1)
