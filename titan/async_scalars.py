@@ -1,4 +1,4 @@
-"""Numbers from the device to the host without making either wait; the one place where the loop reads the device."""
+"""Copy numbers from the device to the host without making either wait. The training loop reads the device only here."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from torch import Tensor
 
 
 class AsyncScalars:
-    """Begins copying scalars, or longer tensors, to the host at once; `values` waits for that copy only, not for later work."""
+    """Start copying scalars, or longer tensors, to the host. `values` waits for this copy, not for work queued after it."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
+        # One copy for all of them. float64 holds every float32 and every count of tokens exactly.
         row = torch.cat([tensor.detach().to(torch.float64).reshape(-1) for tensor in tensors])
         self._event: torch.Event | None = None
         if row.device.type == "cpu":
             self._host = row
             return
+        # Only a copy to pinned memory is asynchronous.
         self._host = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
         self._host.copy_(row, non_blocking=True)
         self._event = torch.Event(row.device)
         self._event.record()
 
     def values(self) -> list[float]:
-        """All numbers, in order."""
+        """Return all numbers, in order."""
         if self._event is not None:
             self._event.synchronize()
         return self._host.tolist()

@@ -132,7 +132,6 @@ def _run(config: JobConfig, stop: StopRequest, monitor: Monitor) -> int:
     from titan.checkpoint import SaveFailed
     from titan.health.recovery import NonFiniteError, SpikeError
     from titan.hooks import standard_hooks
-    from titan.observe.sinks import MissingExtra
     from titan.parallel.activation import KeepError
     from titan.parallel.float8 import Float8Error
     from titan.parallel.replicas import ReplicaError
@@ -144,7 +143,7 @@ def _run(config: JobConfig, stop: StopRequest, monitor: Monitor) -> int:
         hooks = partial(standard_hooks, monitor=monitor)
         trainer = Trainer(config, hooks=hooks, stop=stop, connected=monitor.connect)
         return trainer.run()
-    except (InputError, MissingExtra, Float8Error, KeepError) as error:
+    except (InputError, Float8Error, KeepError) as error:
         return monitor.fail(error, EXIT_USER_ERROR)
     except (NonFiniteError, SpikeError, SaveFailed, ReplicaError) as error:
         return monitor.fail(error, EXIT_FAILED)

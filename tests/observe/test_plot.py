@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from titan.observe.plot import main, read_runs, running_mean
+from titan.cli import main
+from titan.observe.plot import points, read_metrics, running_mean
+from titan.observe.rows import run_names
 
 
 def write_run(folder: Path, *, slope: float) -> Path:
@@ -25,7 +27,7 @@ def test_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str], x: str) -> 
     first = write_run(tmp_path / "first", slope=5.0)
     second = write_run(tmp_path / "second", slope=9.0)
     output = tmp_path / "new" / "picture.png"
-    assert main([str(first), str(second), "--output", str(output), "--x", x]) == 0
+    assert main(["plot", str(first), str(second), "--output", str(output), "--x", x]) == 0
     assert capsys.readouterr().out == f"wrote {output}\n"
     assert output.read_bytes().startswith(b"\x89PNG")
     pixels = image.imread(output)
@@ -38,32 +40,26 @@ def test_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str], x: str) -> 
 def test_default_output_lies_in_the_run(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     run = write_run(tmp_path / "run", slope=5.0)
-    assert main([str(run / "metrics.jsonl")]) == 0
+    assert main(["plot", str(run / "metrics.jsonl")]) == 0
     assert (run / "curves.png").stat().st_size > 10_000
 
 
 def test_points_and_names(tmp_path: Path) -> None:
     paths = [write_run(tmp_path / a / "run", slope=5.0) for a in "ab"]
-    runs = read_runs(paths)
-    assert [run.name for run in runs] == [str(path) for path in paths]
-    assert runs[0].points("time", "validation_loss") == ([0.5, 1.0], [1.0, 1.0])
-    assert len(runs[0].points("step", "loss")[0]) == 100
+    assert run_names(paths) == [str(path) for path in paths]
+    rows = read_metrics(paths[0] / "metrics.jsonl")
+    assert points(rows, "time", "validation_loss") == ([0.5, 1.0], [1.0, 1.0])
+    assert len(points(rows, "step", "loss")[0]) == 100
 
 
-def test_folder_without_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     near = write_run(tmp_path / "demo", slope=1.0)
-    assert main([str(tmp_path / "dmeo")]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert "no metrics.jsonl there" in error and f"runs near it: {near}" in error
-
-
-def test_empty_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
     (tmp_path / "metrics.jsonl").touch()
-    assert main([str(tmp_path)]) == 2
-    assert "no step was logged yet" in capsys.readouterr().err
+    for folder, message in {"dmeo": f"runs near it: {near}", ".": "no step was logged"}.items():
+        assert main(["plot", str(tmp_path / folder)]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and message in error
 
 
 def test_running_mean_is_centred() -> None:

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
+from titan.cli import main
 from titan.observe.rows import MAX_ROWS
-from titan.watch.cli import main, open_runs
+from titan.watch.cli import open_runs
 from titan.watch.reading import COLUMNS, RunReader, read_all
 from titan.watch.server import Server
 
@@ -212,7 +213,9 @@ def test_many_runs_make_no_larger_page(tmp_path: Path) -> None:
 
 def test_once_writes_a_page_that_no_text_can_break(run_dir: Path, tmp_path: Path) -> None:
     file = tmp_path / "page.html"
-    assert main([str(run_dir), str(run_dir.parent / "run" / "."), "--once", str(file)]) == 0
+    assert (
+        main(["watch", str(run_dir), str(run_dir.parent / "run" / "."), "--once", str(file)]) == 0
+    )
     page = file.read_text()
     assert page.count("<script>") == page.count("</script>") == 1 and "<img" not in page
     text = page.partition("const STATIC = ")[2].partition(";\n")[0]
@@ -220,15 +223,15 @@ def test_once_writes_a_page_that_no_text_can_break(run_dir: Path, tmp_path: Path
 
 
 def test_mistakes_are_one_line(tmp_path: Path, run_dir: Path, capsys: Any) -> None:
-    assert main([str(tmp_path / "no")]) == 2
+    assert main(["watch", str(tmp_path / "no")]) == 2
     assert capsys.readouterr().err == (
-        f"titan watch: {tmp_path}/no: not the folder of a run; runs near it: run\n"
+        f"{tmp_path}/no: not the folder of a run; runs near it: {run_dir}\n"
     )
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert main([str(run_dir), "--port", str(port)]) == 2
+        assert main(["watch", str(run_dir), "--port", str(port)]) == 2
     assert f"cannot listen on 127.0.0.1 port {port}" in capsys.readouterr().err
-    assert main([str(run_dir), "--once", str(tmp_path / "no" / "x.html")]) == 2
+    assert main(["watch", str(run_dir), "--once", str(tmp_path / "no" / "x.html")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
@@ -246,7 +249,7 @@ def test_charts_have_a_legend_marks_of_restarts_zoom_and_a_log_axis(
     other.mkdir()
     metrics(other, range(1, 100))
     file = tmp_path / "page.html"
-    assert main([str(run_dir), str(other), "--once", str(file)]) == 0
+    assert main(["watch", str(run_dir), str(other), "--once", str(file)]) == 0
     command = ["node", str(Path(__file__).with_name("page.js")), str(file)]
     shown = subprocess.check_output(command, text=True, timeout=60).splitlines()
     assert '"legend":"run|other|thin: each row, bold: running mean' in shown[0]

@@ -1,7 +1,7 @@
-"""Throughput and time left, without what is not training.
+"""Measure throughput and the time left.
 
-A window lasts from one logged step to the next. Validation and saving inside it are timed by `pause` and taken out,
-so that tokens per second say how fast training is; the time left counts them again, at the rate they had so far.
+A window lasts from one logged step to the next. `pause` times validation and saving and takes them out of the throughput, so
+that tokens per second say how fast training is. The time left includes them, at their rate so far.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NEWEST = 0.3  # weight of the newest window in the smoothed step time
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """What one window measured. tokens_per_s is over all ranks if `tokens` was."""
+    """The measurements of one window. tokens_per_s covers all ranks if `tokens` did."""
 
     num_steps: int
     step_s: float
@@ -25,12 +25,12 @@ class Window:
     data_wait_s: float
     """Per step."""
     paused_s: dict[str, float]
-    """Seconds by what for, such as {"validation": 2.1}."""
+    """Seconds by purpose, such as {"validation": 2.1}."""
     eta_s: float
 
 
 class StepTimer:
-    """Times windows of steps. Reads the clock only; the caller makes sure that the device is idle when it closes one."""
+    """Time windows of steps. The caller makes sure that the device is idle when it closes a window."""
 
     def __init__(
         self, *, total_steps: int, step: int = 0, clock: Callable[[], float] = time.perf_counter
@@ -39,8 +39,9 @@ class StepTimer:
         self._total_steps = total_steps
         self._first_step = self._step = step
         self._start_s = clock()
+        # Seconds by purpose, waits for data included: of this window, and of all.
         self._spent_s: defaultdict[str, float] = defaultdict(float)
-        self.total_s: defaultdict[str, float] = defaultdict(float)  # of all windows, data too
+        self.total_s: defaultdict[str, float] = defaultdict(float)
         self._all_paused_s = self._smooth_step_s = 0.0
         self._num_windows = 0
 
@@ -57,22 +58,22 @@ class StepTimer:
 
     @property
     def data_wait_s(self) -> float:
-        """In this window so far, of all its steps."""
+        """Return the seconds spent waiting for data in this window so far."""
         return self._spent_s["data"]
 
     def data_wait(self) -> AbstractContextManager[None]:
-        """Count the body as waiting for data (it stays in the throughput)."""
+        """Count the body as waiting for data. Unlike a pause, it stays in the throughput."""
         return self.pause("data")
 
     def window(self, *, step: int, tokens: int) -> Window:
-        """Close the window after `step`, in which `tokens` were trained on, and begin the next."""
+        """Close the window after `step`, in which `tokens` were trained on, and start the next."""
         num_steps = step - self._step
         assert num_steps > 0, f"no step since the last window (step {step})"
         now_s = self._clock()
         data_wait_s, paused_s = self._spent_s.pop("data", 0.0), dict(self._spent_s)
         training_s = max(now_s - self._start_s - sum(paused_s.values()), 1e-9)
         step_s = training_s / num_steps
-        # An exponential mean; the first window, slow from warming up, is forgotten once there is a second.
+        # An exponential mean. The second window replaces the first, which was slow from compiling.
         weight = _NEWEST if self._num_windows > 1 else 1.0
         self._smooth_step_s += weight * (step_s - self._smooth_step_s)
         self._all_paused_s += sum(paused_s.values())

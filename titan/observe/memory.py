@@ -1,4 +1,4 @@
-"""How much memory a rank has needed: the accelerator's allocator, or on a CPU the process itself."""
+"""Read how much memory a rank has needed: from the accelerator's allocator, or on a CPU from the process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class PeakMemory:
-    """Peak since the last reset.
+    """The peak since the last reset.
 
-    kind "device": reserved_gib is what the caching allocator took from the device (what must fit), active_gib
-    what tensors used of it. kind "rss": resident memory of the process since it started, which cannot be reset.
+    With kind "device", the caching allocator took reserved_gib from the device, and this must fit; tensors used active_gib of
+    it. With kind "rss", reserved_gib is the resident memory of the process since its start, which cannot be reset.
     """
 
     kind: Literal["device", "rss"]
@@ -23,11 +23,11 @@ class PeakMemory:
 
 
 def peak_memory(*, reset: bool = False) -> PeakMemory:
-    """The peak so far; `reset` begins a new one (on an accelerator)."""
+    """Return the peak so far. `reset` starts a new one, on an accelerator."""
     import torch
 
     if not torch.accelerator.is_available():
-        import resource
+        import resource  # not on Windows
 
         unit = 1 if sys.platform == "darwin" else 1024  # Linux counts in KiB
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

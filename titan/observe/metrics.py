@@ -1,8 +1,8 @@
-"""Rows of numbers, and where they go: metrics.jsonl always, TensorBoard and Weights & Biases where asked.
+"""Write rows of metrics: always to metrics.jsonl, and to TensorBoard and Weights & Biases if enabled.
 
-metrics.jsonl holds one JSON object for each logged step, in order and each step once, also over crashes: on a
-resume at step N the rows after N, written by the run that then crashed, are cut away with any torn last line.
-docs/metrics.md defines every key. A sink that fails (disk full, server down) warns once; training goes on.
+metrics.jsonl holds one JSON object for each logged step, in order and each step once. This holds over crashes: a resume at
+step N cuts the rows after N, which the crashed run wrote, and a torn last line. docs/metrics.md defines every key. If a sink
+fails (disk full, server down), it warns once and training continues.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NORMS = "layer_norms.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class StepRow:
-    """One logged step, with the names it has in metrics.jsonl. docs/metrics.md defines each."""
+    """One logged step. The fields have the names of metrics.jsonl, which docs/metrics.md defines."""
 
     step: int
     loss: float
@@ -57,22 +57,22 @@ class StepRow:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationRow:
-    """A validation, done before its step is logged: it becomes part of that step's row."""
+    """The result of a validation. It becomes part of its step's row, which is logged afterwards."""
 
     step: int
     validation_loss: float
     bits_per_byte: float | None = None
     unigram_bits_per_byte: float | None = None
-    """What the frequencies of single bytes alone would reach on the same text."""
+    """The bits per byte that the frequencies of single bytes alone would reach on the same text."""
 
 
 def model_tflops(*, tokens_per_s: float, flops_per_token: float, num_ranks: int) -> float:
-    """TFLOP/s of the model's own operations on each accelerator; recomputation is not counted."""
+    """Return TFLOP/s of the model's own operations on each accelerator, without recomputation."""
     return tokens_per_s * flops_per_token / num_ranks / 1e12
 
 
 class JsonlSink:
-    """metrics.jsonl: appended to, each row one write, so that a crash can tear the last line at most."""
+    """Append rows to a file, each with one write, so that a crash can tear only the last line."""
 
     def __init__(self, path: Path, *, resume_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,6 +88,7 @@ class JsonlSink:
         row = row | {"time_s": round(time.time() - self._started_unix_s, 3)}
         line = (json.dumps(row, allow_nan=False) + "\n").encode()
         before = os.fstat(self._file.fileno()).st_size
+        # Without a buffer, a write on a full disk can be short, and reports no error.
         try:
             written = self._file.write(line)
             if written != len(line):
@@ -102,7 +103,7 @@ class JsonlSink:
 
 
 class MetricsLog:
-    """All of a rank's sinks as one. Every rank may have one; which ranks write is its business."""
+    """Write to all sinks of a rank. Each rank has a MetricsLog; the settings say which ranks write."""
 
     def __init__(
         self,
@@ -113,10 +114,13 @@ class MetricsLog:
         resume_step: int = 0,
         job_config: dict[str, Any] | None = None,
     ) -> None:
-        """Open for a run that goes on after `resume_step` (0: a fresh one).
+        """Open the sinks.
 
-        job_config is shown by Weights & Biases. A sink that fails is a warning in the log, once.
-        Raises MissingExtra, on every rank alike, where a sink that was asked for is not installed.
+        Args:
+            resume_step: the step that the run continues from, 0 for a fresh run.
+            job_config: shown by Weights & Biases.
+
+        Raises MissingExtra, on every rank, if an enabled sink is not installed.
         """
         for extra in ("tensorboard", "wandb"):
             if getattr(section, f"enable_{extra}"):
@@ -144,7 +148,7 @@ class MetricsLog:
         validation: ValidationRow | None = None,
         more: Mapping[str, Any] | None = None,
     ) -> None:
-        """Log a step, with the validation done after it and the columns of hooks from outside."""
+        """Log a step with its validation, and with the columns of hooks from other packages."""
         values: Row = asdict(row) | dict(more or {})
         if validation is not None:
             assert validation.step == row.step, (validation, row.step)
@@ -156,7 +160,7 @@ class MetricsLog:
             self._guard(name, lambda sink=sink: sink.write(values))
 
     def write_norms(self, step: int, norms: dict[str, dict[str, float]]) -> None:
-        """A row of layer_norms.jsonl, and curves in TensorBoard. norms: by kind and block."""
+        """Write a row of layer_norms.jsonl, and curves in TensorBoard. `norms` is by kind and block."""
         finite = {
             kind: {block: None if _is_non_finite(v) else v for block, v in by_block.items()}
             for kind, by_block in norms.items()
@@ -177,7 +181,7 @@ class MetricsLog:
         self._guard(name, lambda: sinks.update({name: build()}))
 
     def _guard(self, name: str, action: Callable[[], None]) -> None:
-        """Metrics are not worth a training run: whatever a sink raises becomes one warning."""
+        """Do an action on a sink. Metrics are not worth a training run, so any exception becomes one warning."""
         try:
             action()
         except Exception as error:

@@ -1,10 +1,11 @@
-"""Gradient and weight norms of each block of a model, for looking at where training goes wrong; on request.
+"""Compute gradient and weight norms of each block, to find where training goes wrong.
 
-A block is a layer ("layers.3") or a module beside them ("tok_embeddings", "output"). Norms are global: over the shards of FSDP and
-tensor parallelism and over pipeline stages, so that every layout gives the numbers of one process. Squares are summed where they lie
-and added up by one all-reduce for each way in which parameters are sharded. Gradients are taken before they are clipped.
+A block is a layer ("layers.3") or a module beside the layers ("tok_embeddings", "output"). Norms cover the shards of FSDP and
+tensor parallelism and all pipeline stages, so every layout gives the numbers of one process. Each rank sums the squares of
+its shards, and one all-reduce for each kind of sharding adds them up. Gradients are measured before clipping.
 
-Update ratios are left out: they need a copy of all weights. `lr` in metrics.jsonl and Adam's bounded steps say much the same.
+There are no ratios of update to weight: they need a copy of all weights. `lr` in metrics.jsonl and Adam's bounded steps say
+nearly the same.
 """
 
 from __future__ import annotations
@@ -24,13 +25,18 @@ from titan.parallel.init_weights import canonical_name
 
 
 def block_name(parameter: str) -> str:
-    """ "layers.3.attention.wq.weight" -> "layers.3"; "output.weight" -> "output"."""
+    """Return the block of a parameter: "layers.3" for "layers.3.attention.wq.weight", "output" for "output.weight"."""
     first, *rest = parameter.split(".")
     return f"{first}.{rest[0]}" if first == "layers" else first
 
 
 class LayerNorms:
-    """Norms of the blocks in `parts`, this rank's pipeline stages; `stages`: the pipeline's group. All ranks call everything."""
+    """Measure the norms of the blocks in a model. All ranks call all methods.
+
+    Args:
+        parts: the whole model, or this rank's pipeline stages.
+        stages: the pipeline's process group, if there is one.
+    """
 
     def __init__(self, parts: Sequence[nn.Module], *, stages: dist.ProcessGroup | None) -> None:
         self.stages = stages
@@ -40,7 +46,7 @@ class LayerNorms:
             for name, parameter in part.named_parameters()
         ]
         names = list(dict.fromkeys(name for name, _ in self.parameters))
-        if stages is not None:
+        if stages is not None:  # every rank needs the same order for the all-reduce
             by_stage: list[list[str]] = [[]] * dist.get_world_size(stages)
             dist.all_gather_object(by_stage, names, group=stages)
             names = sorted({name for stage in by_stage for name in stage}, key=_order)
@@ -48,8 +54,9 @@ class LayerNorms:
 
     @torch.no_grad()
     def measure(self) -> AsyncScalars:
-        """Begin to read the norms: of gradients, then of weights, in the order of `names`. Called between backward pass and clipping."""
-        place = {name: number for number, name in enumerate(self.names)}
+        """Start reading the norms: of gradients, then of weights, in the order of `names`. Call it between backward and clipping."""
+        index = {name: number for number, name in enumerate(self.names)}
+        # Parameters that are sharded over the same groups share their all-reduces. Keys within: (0 gradient or 1 weight, block).
         locals_by_groups: dict[Any, dict[tuple[int, int], list[Tensor]]] = defaultdict(
             lambda: defaultdict(list)
         )
@@ -59,8 +66,8 @@ class LayerNorms:
                 continue
             grad, groups = local_gradient(parameter)
             weight = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            locals_by_groups[groups][0, place[name]].append(grad)
-            locals_by_groups[groups][1, place[name]].append(weight)
+            locals_by_groups[groups][0, index[name]].append(grad)
+            locals_by_groups[groups][1, index[name]].append(weight)
             device = grad.device
         total = torch.zeros(2, len(self.names), device=device)
         for groups, tensors in locals_by_groups.items():
@@ -75,7 +82,7 @@ class LayerNorms:
         return AsyncScalars([total.sqrt()])
 
     def row(self, scalars: AsyncScalars) -> dict[str, dict[str, float]]:
-        """`grad_norm` and `weight_norm` by block."""
+        """Return `grad_norm` and `weight_norm` by block."""
         values, n = scalars.values(), len(self.names)
         return {
             "grad_norm": dict(zip(self.names, values[:n], strict=True)),
@@ -84,6 +91,6 @@ class LayerNorms:
 
 
 def _order(name: str) -> tuple[int, str]:
-    """The same on every rank: layers by number, then what lies beside them."""
+    """Return a sort key that is the same on every rank: layers by number, then the modules beside them."""
     number = name.removeprefix("layers.")
     return (int(number), "") if number.isdecimal() else (2**31, name)

@@ -1,13 +1,13 @@
-"""Each rank's own times: what tells a slow rank from those that wait for it.
+"""Measure each rank's own time, which tells a slow rank from the ranks that wait for it.
 
-In synchronous training every rank's step lasts as long as the slowest one's, so that `step_s` is the same everywhere. A rank's
-own time is what it did not spend in waiting for others: for its next batch, and in the forward passes of its blocks, each
-timed from after FSDP's gathering to before the next (with events on an accelerator, which nothing waits for). A device that
-is throttled, a host that is busy and a slow disk all show in it. Under tensor and context parallelism ranks of a group also
-meet inside a block, and are slow together.
+In synchronous training each rank's step takes as long as the slowest rank's, so `step_s` is the same everywhere. A rank's
+own time is what it did not spend waiting for others: the wait for its next batch, and the forward passes of its blocks, each
+timed after FSDP has gathered its weights. On an accelerator events measure it, and nothing waits for them. A throttled device,
+a busy host and a slow disk all show in it. With tensor or context parallelism the ranks of a group also meet inside a
+block, so they are slow together.
 
-At logged steps the own times ride on the all-reduce of the flags that each step has anyway (trainer.py), a slot for each rank,
-so that they cost no collective of their own. Each rank keeps its rows in logs/rank-N.times.jsonl.
+At logged steps the own times travel in the all-reduce that each step has anyway (trainer.py), one slot for each rank, so
+they need no other collective. Each rank keeps its rows in logs/rank-N.times.jsonl.
 """
 
 from __future__ import annotations
@@ -29,43 +29,48 @@ from titan.parallel.torch_compat import after_gathering
 
 _LOG = logging.getLogger("titan")
 
-SLOW = 1.5  # times the median rank: a straggler; below RECOVERED again, it is none
+# A rank is a straggler from SLOW times the median rank's own time, until it is below RECOVERED times the median.
+SLOW = 1.5
 RECOVERED = 1.2
-WINDOW_STEPS = (
-    20  # looked at together, in three logged steps at least: one slow step is no slow rank
-)
-_LEAST_SHARE = 0.02  # of a step: a rank that is later by less than that delays nobody
-# Two thousand rows or so: a longer file of times becomes rank-N.times.previous.jsonl.
-_MAX_BYTES = 2**18
+# Steps that are judged together, in three logged steps at least: one slow step does not make a slow rank.
+WINDOW_STEPS = 20
+_LEAST_SHARE = 0.02  # of a step: a rank that is later by less delays nobody
+_MAX_BYTES = 2**18  # about two thousand rows; a longer file becomes rank-N.times.previous.jsonl
 _FLUSH_S = 2.0
 
 
 class ForwardClock:
-    """Seconds in the forward passes of blocks in training; nothing in it waits for the device."""
+    """Count the seconds in the forward passes of blocks during training, without waiting for the device."""
 
     def __init__(self, blocks: Iterable[nn.Module], *, device: torch.device) -> None:
         self._on_device = device.type != "cpu"
         self._seconds = 0.0
-        self._pairs: list[tuple[Any, Any]] = []  # of this step
-        self._steps: deque[list[tuple[Any, Any]]] = deque()  # not known to be done
+        # Events at the start and the end of each block: of this step, and of steps that the device may not have finished.
+        self._pairs: list[tuple[Any, Any]] = []
+        self._steps: deque[list[tuple[Any, Any]]] = deque()
         self._start: Any = None
         for block in blocks:
             compiled = block.__dict__.get("_compiled_call_impl")
             if compiled is None:
-                # FSDP's hook of the same kind was prepended: it has gathered, and will free later.
+                # FSDP prepends its hook, so the weights are gathered before ours runs and freed after it.
                 block.register_forward_pre_hook(lambda *_: self._begin())
                 block.register_forward_hook(lambda m, *_: self._end(m), prepend=True)
-            else:  # a hook would be compiled with the block
+            else:  # a hook would be compiled with the block, and cause graph breaks
                 after_gathering(block, self._begin)
                 block.__dict__["_compiled_call_impl"] = self._enclosed(block, compiled)
 
     def begin_step(self) -> None:
+        """Start a step: the events so far belong to the one before."""
         if self._pairs:
             self._steps.append(self._pairs)
             self._pairs = []
 
     def take(self, num_steps: int) -> float:
-        """Mean seconds per step since the last call, `num_steps` ago; on a device, of the steps that it is known to have done."""
+        """Return the mean seconds per step since the last call.
+
+        Args:
+            num_steps: steps since then. On a device those count that it has finished.
+        """
         num_steps = 0 if self._on_device else num_steps
         while self._steps and all(end.query() for _, end in self._steps[0][-1:]):
             pairs = self._steps.popleft()
@@ -76,6 +81,8 @@ class ForwardClock:
         return mean_s
 
     def _enclosed(self, block: nn.Module, call: Any) -> Any:
+        """Return a compiled block's call with the end of the clock after it."""
+
         def enclosed(*args: Any, **kwargs: Any) -> Any:
             self._begin()
             output = call(*args, **kwargs)
@@ -95,7 +102,9 @@ class ForwardClock:
         self._start = self._now()
 
     def _end(self, block: nn.Module) -> None:
-        if not block.training or self._start is None:
+        if (
+            not block.training or self._start is None
+        ):  # validation; or a recomputation that began elsewhere
             return
         if self._on_device:
             self._pairs.append((self._start, self._now()))
@@ -106,7 +115,7 @@ class ForwardClock:
 
 @dataclass(frozen=True)
 class Standing:
-    """Own times of all ranks at a logged step, seconds per step; rank numbers of stragglers that are new or gone."""
+    """Own times of all ranks at a logged step, in seconds per step, and the stragglers that are new or have recovered."""
 
     slowest_rank: int
     slowest_s: float
@@ -116,7 +125,7 @@ class Standing:
 
 
 class Stragglers:
-    """Ranks whose own time was more than 1.5 times the median rank's in most of the last rows, by enough to matter."""
+    """Find ranks whose own time was above SLOW times the median rank's in most of the last rows, by enough to matter."""
 
     def __init__(self, *, log_freq: int) -> None:
         """log_freq: steps from one row to the next."""
@@ -125,6 +134,7 @@ class Stragglers:
         self.current: set[int] = set()
 
     def add(self, own_s: Sequence[float], *, step_s: float) -> Standing:
+        """Return the standing after one more logged step. `own_s` has a time for each rank."""
         middle = median(own_s)
         least = middle + _LEAST_SHARE * step_s
         self._ratios.append([s / max(middle, 1e-9) if s > least else 1.0 for s in own_s])
@@ -142,11 +152,12 @@ class Stragglers:
 
 
 def times_file(run_dir: Path, rank: int) -> Path:
+    """Return where a rank keeps its times."""
     return run_dir / "logs" / f"rank-{rank}.times.jsonl"
 
 
 class TimesLog:
-    """A rank's rows, written every two seconds at most; a disk that fails is told once, and training goes on."""
+    """Write a rank's rows, at most every two seconds. If the disk fails, warn once and continue."""
 
     def __init__(self, run_dir: Path, *, rank: int, host: str) -> None:
         self.path, self.host = times_file(run_dir, rank), host
@@ -155,11 +166,13 @@ class TimesLog:
         self._failed = False
 
     def write(self, **row: Any) -> None:
+        """Add a row with time and host."""
         self._lines.append(json.dumps(row | {"unix_s": round(time.time(), 3), "host": self.host}))
         if time.monotonic() - self._written_s > _FLUSH_S:
             self.flush()
 
     def flush(self) -> None:
+        """Write the rows that are still in memory."""
         lines, self._lines = self._lines, []
         self._written_s = time.monotonic()
         if not lines:

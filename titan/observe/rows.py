@@ -1,8 +1,12 @@
-"""Read JSON Lines of any length, such as metrics.jsonl while it is written, in bounded memory; and cut one off after a step.
+"""Read JSON Lines of any length in bounded memory, even while they are written, and cut a file off after a step.
 
-`Tail` reads on from where it stopped. `Thin` keeps of each stretch of rows those with its least and largest loss, its last
-validation and its last row; stretches are joined in pairs as rows come in, so that there are never many. Which rows those are
-is found without parsing the others. Used by `titan watch`, `titan plot` and the log of metrics. Imports no torch.
+    Tail        yields the lines that were added since the last call
+    LineFile    a Tail, and what is kept of its lines (a subclass says what); starts again when the file is cut or replaced
+    RowFile     the LineFile of a metrics.jsonl: thinned rows, and the newest ones in full
+    Thin        keeps, for each stretch of rows, the rows with the smallest and largest loss, the last validation and the
+                last row. Stretches are joined in pairs when there are too many. Rows that are dropped are never parsed
+
+Used by `titan watch`, `titan plot` and the log of metrics. Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,15 +27,15 @@ Row = dict[str, Any]
 MAX_ROWS = 4000
 _MAX_LINE_BYTES = 2**20
 _BLOCK_BYTES = 2**18
-_CHECK_BYTES = 64
-_RECENT = 500
+_CHECK_BYTES = 64  # compared to notice that a file of the same inode was rewritten
+_RECENT = 500  # rows that a page can fetch one by one between two polls
 _LOSS = re.compile(rb'"loss": (-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)[,}]')
 _HEAD_BYTES = 64  # of a row, which hold its step and loss
 _VALIDATION = b'"validation_loss"'
 
 
 def parse(line: bytes, *, key: str = "step") -> Row | None:
-    """Return the row of a line that has the key; None where it is something else."""
+    """Return the row of a line, or None if it is no object with the key."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -40,30 +44,46 @@ def parse(line: bytes, *, key: str = "step") -> Row | None:
 
 
 def number(value: Any) -> float | None:
-    """Return a value that is a number of a size that a chart can show; None for all else."""
+    """Return the value if it is a number that a chart can show, else None."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return value if is_number and abs(value) < 1e300 and not math.isnan(value) else None
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return all rows of a metrics.jsonl, without a torn one."""
+    """Return all rows of a metrics.jsonl. A torn last row is left out."""
     with open_regular(path, within=path.parent) as file:
         return [row for line in file if (row := parse(line))]
 
 
+def run_names(paths: list[Path]) -> list[str]:
+    """Return short names that tell the runs apart: folder names, or whole paths if two are the same."""
+    names = [path.resolve().name for path in paths]
+    return names if len(set(names)) == len(names) else [str(path) for path in paths]
+
+
+def runs_near(folder: Path, signs: Iterable[str]) -> str:
+    """Return a hint for an error: runs beside the folder, recognised by a file with one of the names."""
+    near = sorted({file.parent for sign in signs for file in folder.parent.glob(f"*/{sign}")})
+    return f"; runs near it: {', '.join(map(str, near[:5]))}" if near else ""
+
+
 class Tail:
-    """The whole lines of a file that grows. generation: changes where the file is another, or was cut."""
+    """Read the whole lines that are added to a file.
+
+    `generation` counts how often the file began again, because it was cut or replaced.
+    """
 
     def __init__(self, path: Path, *, last_bytes: int | None = None) -> None:
-        """last_bytes: the first reading leaves out what lies before them."""
+        """last_bytes: the first reading starts that far before the end."""
         self.path, self._last_bytes = path, last_bytes
         self.generation, self.num_long = 0, 0
         self._inode, self._offset, self._check, self._in_long = -1, 0, b"", False
 
     def read(self) -> Iterator[list[bytes]]:
-        """Yield what is new, block by block. Raises OSError."""
+        """Yield new lines, block by block. Raises OSError."""
         with open_regular(self.path, within=self.path.parent) as file:
             status = os.fstat(file.fileno())
+            # A resumed run cuts its file and appends other rows: the inode stays, the bytes before the offset do not.
             file.seek(max(self._offset - len(self._check), 0))
             if status.st_ino != self._inode or file.read(len(self._check)) != self._check:
                 self._begin(status)
@@ -80,6 +100,7 @@ class Tail:
         while block := file.read(_BLOCK_BYTES):
             text = rest + block
             whole, newline, rest = text.rpartition(b"\n")
+            # Drop a line without an end, so that memory stays bounded.
             if not newline and len(rest) > _MAX_LINE_BYTES:
                 self.num_long += not self._in_long
                 self._advance(rest)
@@ -104,12 +125,13 @@ class _Kept(NamedTuple):
 
 @dataclass
 class _Stretch:
-    """Consecutive rows; `kept`: by why they are."""
+    """Consecutive rows. `kept` has the ones that stay, by the reason: least, largest, validation, last."""
 
     count: int
     kept: dict[str, _Kept]
 
     def join(self, later: _Stretch) -> None:
+        """Take over a stretch that follows this one."""
         self.count += later.count
         for why, new in later.kept.items():
             old = self.kept.get(why)
@@ -123,7 +145,7 @@ class _Stretch:
 
 def _stretch(lines: list[bytes], first: int) -> _Stretch:
     losses = _losses(lines)
-    known = [n for n, loss in enumerate(losses) if loss == loss]
+    known = [n for n, loss in enumerate(losses) if loss == loss]  # without NaN
     by_loss = losses.__getitem__
     chosen = {}
     if known:
@@ -137,15 +159,16 @@ def _stretch(lines: list[bytes], first: int) -> _Stretch:
 
 
 def _losses(lines: list[bytes]) -> list[float]:
-    """Return the losses of rows as titan writes them, without parsing the rows; NaN where there is none."""
-    found = _LOSS.findall(b"\n".join([line[:_HEAD_BYTES] for line in lines]))
-    if len(found) != len(lines):
-        found = [(_LOSS.findall(line) or [b"nan"])[0] for line in lines]
-    return [float(text) for text in found]
+    """Return the losses of rows as titan writes them, NaN for rows without one. Rows are not parsed."""
+    texts = _LOSS.findall(b"\n".join([line[:_HEAD_BYTES] for line in lines]))
+    # One search for all lines is fast, but cannot say which line has no loss.
+    if len(texts) != len(lines):
+        texts = [(_LOSS.findall(line) or [b"nan"])[0] for line in lines]
+    return [float(text) for text in texts]
 
 
 class Thin:
-    """About `limit` rows of any number of them, all of the first ones."""
+    """Keep about `limit` rows of any number. While there are few, all are kept."""
 
     def __init__(self, limit: int = MAX_ROWS) -> None:
         self.count = 0
@@ -173,46 +196,71 @@ class Thin:
         self._size *= 2
 
     def rows(self) -> list[Row]:
-        """Return the rows that were kept, in their order."""
+        """Return the rows that were kept, in order."""
         lines = {k.number: k.line for s in self._stretches for k in s.kept.values()}
         known = self._parsed
         self._parsed = {n: known[n] if n in known else parse(lines[n]) for n in sorted(lines)}
         return [row for row in self._parsed.values() if row is not None]
 
 
-class RowFile:
-    """The rows of a metrics.jsonl that grows, thinned, and the newest of them."""
+class LineFile:
+    """Keep something of the lines of a file that grows. A subclass says what, in `begin` and `take`.
 
-    def __init__(self, path: Path, *, limit: int = MAX_ROWS) -> None:
-        self.tail, self.problem = Tail(path), ""
-        self._limit, self._generation = limit, 0
-        self.thin, self._recent = Thin(limit), deque[bytes](maxlen=min(_RECENT, limit))
+    `problem` is a line for people, or "".
+    """
+
+    def __init__(self, path: Path, *, last_bytes: int | None = None) -> None:
+        self.tail, self.problem = Tail(path, last_bytes=last_bytes), ""
+        self._generation = 0
+        self.num_bad = 0  # lines that are not what they should be
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget all lines: the file begins again."""
+        raise NotImplementedError
+
+    def take(self, lines: list[bytes]) -> None:
+        """Take in new lines."""
+        raise NotImplementedError
 
     def update(self) -> None:
         """Read what is new."""
         self.problem = ""
         try:
             for lines in self.tail.read():
-                self._restart_if_new()
-                self.thin.add(lines)
-                self._recent.extend(lines)
+                self._begin_if_new()
+                self.take(lines)
+        except FileNotFoundError:
+            pass  # not written yet
         except OSError as error:
-            if not isinstance(error, FileNotFoundError):
-                self.problem = f"{self.tail.path.name}: {error.strerror or error}"
-        self._restart_if_new()
-        if self.tail.num_long:
-            self.problem = (
-                f"{self.tail.path.name}: {self.tail.num_long:,} lines are too long for a row"
-            )
+            self.problem = f"{self.tail.path.name}: {error.strerror or error}"
+        self._begin_if_new()  # a file that was cut to nothing yields no lines
+        if num_bad := self.num_bad + self.tail.num_long:
+            self.problem = f"{self.tail.path.name}: {num_bad:,} lines are too long, or not readable"
 
-    def _restart_if_new(self) -> None:
+    def _begin_if_new(self) -> None:
         if self.tail.generation != self._generation:
-            self._generation = self.tail.generation
-            self.thin = Thin(self._limit)
-            self._recent.clear()
+            self._generation, self.num_bad = self.tail.generation, 0
+            self.begin()
+
+
+class RowFile(LineFile):
+    """The rows of a metrics.jsonl that grows, thinned, and the newest ones in full."""
+
+    def __init__(self, path: Path, *, limit: int = MAX_ROWS) -> None:
+        self._limit = limit
+        super().__init__(path)
+
+    def begin(self) -> None:
+        self.thin = Thin(self._limit)
+        self._recent = deque[bytes](maxlen=min(_RECENT, self._limit))
+
+    def take(self, lines: list[bytes]) -> None:
+        self.thin.add(lines)
+        self._recent.extend(lines)
 
     def since(self, count: int) -> list[Row] | None:
-        """Return the rows after the first `count`; None where they are no longer known one by one."""
+        """Return the rows after the first `count`, or None if not all of them are still there."""
         new = self.thin.count - count
         if not 0 < count <= self.thin.count or new > len(self._recent):
             return None
@@ -221,12 +269,13 @@ class RowFile:
 
 
 def cut_after(path: Path, *, step: int) -> Row | None:
-    """Cut off the rows after `step` and a torn last line, in place; return the last row that is kept.
+    """Cut off the rows after `step` and a torn last line, in place. Return the last row that is kept.
 
-    Reads backwards from the end. Where no row is kept the file belonged to another run, or to a start that left no
-    checkpoint: it is moved to metrics.previous.jsonl, not thrown away.
+    If no row is kept, the file belonged to another run, or to a start that left no checkpoint. It is then moved to
+    metrics.previous.jsonl, not deleted.
     """
     any_row = False
+    # A run of weeks has a large file, and the row is near its end: read backwards.
     with open_regular(path, within=path.parent) as file:
         for line, end in _lines_backwards(file):
             at = _step(line)
@@ -234,7 +283,7 @@ def cut_after(path: Path, *, step: int) -> Row | None:
             if at is None or at > step or (row := parse(line)) is None:
                 continue
             os.truncate(path, end)
-            if not line.endswith(b"\n"):
+            if not line.endswith(b"\n"):  # the crash came between a row and its end
                 with path.open("ab") as appended:
                     appended.write(b"\n")
             return row
@@ -246,7 +295,7 @@ def cut_after(path: Path, *, step: int) -> Row | None:
 
 
 def _step(line: bytes) -> int | None:
-    """Return the step of a row, without parsing it where it is written as titan does."""
+    """Return the step of a row. Rows as titan writes them are not parsed."""
     start = b'{"step": '
     if line.startswith(start) and (comma := line.find(b",", 0, 40)) > 0:
         text = line[len(start) : comma]
@@ -256,7 +305,7 @@ def _step(line: bytes) -> int | None:
 
 
 def _lines_backwards(file: IO[bytes]) -> Iterator[tuple[bytes, int]]:
-    """Yield the lines of a file from the last, and where each ends. Lines that are too long for a row are left out."""
+    """Yield the lines of a file, the last one first, and where each ends. Lines too long for a row are left out."""
     position, rest = os.fstat(file.fileno()).st_size, b""
     while position:
         begin = max(position - _BLOCK_BYTES, 0)

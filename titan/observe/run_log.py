@@ -1,16 +1,17 @@
-"""events.jsonl: what happened to a run, over all its starts; and goodput, the share of wall time that trained.
+"""Log the events of a run over all its starts (events.jsonl), and account for its wall time (goodput).
 
-Wall time since the first start is cut into parts that add up to it:
+The wall time since the first start is divided into parts:
 
-    trained      steps that were kept, less what is below
-    data_wait, validation, checkpoint, profiling    the training loop stood still for it
-    setup        from a process's start to its first step
+    trained      steps that were kept, without the times below
+    data_wait, validation, checkpoint, profiling    the training loop waited for this
+    setup        from the start of a process to its first step
     compile      the first step of each start, with its compilations
-    lost         steps that were not kept: rewound, or after the checkpoint that a later start went back to
+    lost         steps that were not kept: rewound, or after the checkpoint that a later start resumed from
     down         from the last sign of life to the next start
 
-Each event carries the parts up to it, so that whoever goes back to a checkpoint finds what was kept by then. The last sign of life
-of a process that was killed is the newest row of events.jsonl or logs/rank-0.times.jsonl. Rank 0 writes; imports no torch.
+Each event carries the parts up to it, so that a start that resumes from a checkpoint knows what was kept by then. A process
+that was killed lived at least until its newest row in events.jsonl or logs/rank-0.times.jsonl. Only rank 0 writes. Imports
+no torch.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from typing import Any
 _LOG = logging.getLogger("titan")
 
 WASTED = ("trained", "data_wait", "validation", "checkpoint", "profiling")
-"""Parts that become `lost` where their steps are lost."""
+"""Parts that become `lost` when their steps are lost."""
 PARTS = (*WASTED, "setup", "compile", "lost", "down")
 Seconds = dict[str, float]
 _DATA = "data"  # StepTimer's name of data_wait
 
 
 def goodput(seconds: Mapping[str, float]) -> float:
-    """Share of the wall time since the first start that trained steps which were kept."""
+    """Return the share of the wall time since the first start that trained steps which were kept."""
     wall_s = sum(seconds.values())
     return seconds.get("trained", 0.0) / wall_s if wall_s > 0 else 0.0
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The events of a run, oldest first, without a torn one; none where there is no such file."""
+    """Return the events of a run, oldest first, without a torn one. A missing file has none."""
     rows = []
     with suppress(OSError):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -51,9 +52,12 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 class EventLog:
-    """A run's events and the account of its time; only rank 0 has a file.
+    """Write a run's events, and account for its time. Only rank 0 has a file.
 
-    `step`: where this start goes on, 0 for a fresh run. started_unix_s: of this process, the present one's where None.
+    Args:
+        step: the step that this start continues from, 0 for a fresh run.
+        started_unix_s: when the process started; None: read from /proc.
+        facts: more fields of the first event.
     """
 
     def __init__(
@@ -70,7 +74,7 @@ class EventLog:
         self.is_on, self.restarts, self.lost_steps = rank == 0, 0, 0
         self.seconds: Seconds = dict.fromkeys(PARTS, 0.0)
         self.is_over, self._part = False, "setup"
-        self._spent: Seconds = {}  # by the step timer when last asked
+        self._spent: Seconds = {}  # what the step timer had counted at the last call
         self._rows: list[dict[str, Any]] = []
         self._since = min(started_unix_s or process_start_unix_s(), clock())
         if self.is_on:
@@ -78,23 +82,28 @@ class EventLog:
         self.write("resume" if self.restarts else "start", step=step, **facts)
 
     def begin_steps(self) -> None:
-        """The first step of this start begins; `warm` tells its end."""
+        """Begin the first step of this start; `warm` ends it."""
         self._account({})
         self._part = "compile"
 
     def warm(self, spent: Mapping[str, float]) -> None:
+        """End the first step: what follows is training."""
         self._account(spent)
         self._part = "trained"
 
     def share(self, spent: Mapping[str, float]) -> float:
-        """Goodput up to now. spent: seconds that the step timer took out so far, by what for."""
+        """Return the goodput up to now.
+
+        Args:
+            spent: seconds that the step timer has taken out so far, by what they went to.
+        """
         self._account(spent)
         return goodput(self.seconds)
 
     def write(
         self, event: str, *, step: int, spent: Mapping[str, float] | None = None, **facts: Any
     ) -> None:
-        """A row; `spent` as above."""
+        """Write an event, with the account of time up to it. `spent` as in `share`."""
         if not self.is_on:
             return
         self._account(self._spent if spent is None else spent)
@@ -110,37 +119,37 @@ class EventLog:
             _LOG.warning(f"{self.path} cannot be written ({error}); training goes on without it")
 
     def rewind(self, step: int, *, to: int, spent: Mapping[str, float]) -> None:
-        """Back to a checkpoint in this very process: the time since then is lost. The step timer begins anew after it."""
+        """Account for a return to a checkpoint within the process: the time since it was saved is lost."""
         self._account(spent)
-        self._spent = {}
+        self._spent = {}  # the step timer starts again, too
         if self.is_on:
             self._go_back(to, from_step=step)
             self.write("rewind", step=to, at=step)
 
     def end(self, state: str, *, step: int, **facts: Any) -> None:
-        """The last event, once."""
+        """Write the last event. Later calls do nothing."""
         if not self.is_over:
             self.is_over = True
             self.write("end", step=step, state=state, **facts)
 
     def discard(self, step: int, *, kept: int) -> None:
-        """Count the steps after `kept` as lost, for the summary: the next start finds that out by itself."""
+        """Count the steps after `kept` as lost in the summary. The next start does not need this; it computes it."""
         self._go_back(kept, from_step=step)
 
     def summary(self) -> str:
-        """One line for people."""
+        """Return the account as a line for people."""
         wall_s = sum(self.seconds.values())
         parts = sorted(self.seconds.items(), key=lambda x: -x[1])
         shares = (f"{name.replace('_', ' ')} {s / wall_s:.1%}" for name, s in parts)
-        told = ", ".join(t for t in shares if not t.endswith(" 0.0%"))
+        shown = ", ".join(share for share in shares if not share.endswith(" 0.0%"))
         restarts, steps = ("s" * (n != 1) for n in (self.restarts, self.lost_steps))
         return (
             f"goodput {goodput(self.seconds):.1%} of {wall_s:,.0f} s since the first start, "
-            f"{self.restarts} restart{restarts}, {self.lost_steps:,} step{steps} lost ({told})"
+            f"{self.restarts} restart{restarts}, {self.lost_steps:,} step{steps} lost ({shown})"
         )
 
     def _account(self, spent: Mapping[str, float]) -> None:
-        """Time since the last call: what the step timer took out by its name, the rest to what goes on."""
+        """Add the time since the last call: what the step timer took out to its own parts, the rest to the current part."""
         now = self.clock()
         rest = now - self._since
         for name, total in spent.items():
@@ -152,27 +161,29 @@ class EventLog:
         self._since, self._spent = now, {**self._spent, **spent}
 
     def _continue(self, run_dir: Path, *, step: int) -> None:
-        """Take over the account of the starts before."""
+        """Continue the account of earlier starts."""
         rows = read_events(self.path)
         if not rows:
             return
         last = rows[-1]
         if step == 0 and last["event"] == "end" and last.get("state") == "done":
-            self.path.replace(self.path.with_name("events.previous.jsonl"))  # another run's
+            self.path.replace(self.path.with_name("events.previous.jsonl"))  # of another run
             return
         self._rows = rows
         self.restarts, self.lost_steps = last.get("restarts", 0) + 1, last.get("lost_steps", 0)
         self.seconds |= {p: s for p, s in last.get("seconds", {}).items() if p in PARTS}
+        # It trained until its last sign of life; from then on it was down.
         beat_s, reached = _last_beat(run_dir)
         self._since = max(self._since, last["unix_s"])  # a second start in one process
         alive_s = min(max(beat_s, last["unix_s"]), self._since)
         self.seconds["trained"] += alive_s - last["unix_s"]
-        if last.get("state") != "done":  # else nobody missed it
+        if last.get("state") != "done":  # else it had nothing to do
             self.seconds["down"] += self._since - alive_s
         self._go_back(step, from_step=max(reached, last["step"]))
 
     def _go_back(self, step: int, *, from_step: int) -> None:
-        """Whatever was done since `step` was saved is lost."""
+        """Move the time since `step` was saved to `lost`."""
+        # The newest event at or before the step has the account of that time.
         kept = next((row["seconds"] for row in reversed(self._rows) if row["step"] <= step), {})
         if from_step > step:
             for part in WASTED:
@@ -183,7 +194,7 @@ class EventLog:
 
 
 def _last_beat(run_dir: Path) -> tuple[float, int]:
-    """Time and step of rank 0's newest row of times; zeros where there is none."""
+    """Return time and step of rank 0's newest row of times, or zeros."""
     with suppress(OSError, ValueError, KeyError, IndexError, TypeError):
         text = (run_dir / "logs" / "rank-0.times.jsonl").read_text(encoding="utf-8")
         row = json.loads(text[: text.rindex("\n")].rpartition("\n")[2])
@@ -192,8 +203,9 @@ def _last_beat(run_dir: Path) -> tuple[float, int]:
 
 
 def process_start_unix_s() -> float:
-    """When this process was started; now, where there is no /proc."""
+    """Return when this process started, or the present time if there is no /proc."""
     with suppress(OSError, ValueError, IndexError, AttributeError):
+        # Field 22 is the start in clock ticks since boot. The name in parentheses before may hold anything.
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         ticks = int(fields[19]) / os.sysconf("SC_CLK_TCK")
         return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks)

@@ -1,4 +1,4 @@
-"""The sinks that need an extra: TensorBoard and Weights & Biases. metrics.py opens them and guards their failures."""
+"""Write rows to TensorBoard and to Weights & Biases, which are extras. metrics.py opens these sinks and guards their failures."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from typing import Any, Protocol
 
 from titan.config.schema import MetricsSection
 from titan.observe.rows import Row
+from titan.untrusted import InputError
 
 
 class Sink(Protocol):
-    """A place for rows."""
+    """Something that takes rows of metrics."""
 
     def write(self, row: Row) -> None: ...
     def close(self) -> None: ...
 
 
-class MissingExtra(Exception):
-    """An optional package that a setting needs is not installed: the user's to mend, so exit code 2."""
+class MissingExtra(InputError):
+    """Report that an optional package is not installed. The user can fix this, so the exit code is 2."""
 
 
 def require(package: str, *, extra: str, asked_by: str) -> None:
-    """Raise MissingExtra, with the command that mends it, unless `package` is installed."""
+    """Raise MissingExtra, with the command that installs it, unless `package` is there."""
     if find_spec(package) is None:
         raise MissingExtra(f"{asked_by} needs {package}: pip install 'titan-pretrain[{extra}]'")
 
 
-# Groups of the curves; a key that is not here is not drawn.
+# Names of the curves, in groups. A key that is not here is not drawn.
 _CURVES = {
     "loss": "loss/train",
     "validation_loss": "loss/validation",
@@ -60,7 +61,7 @@ def _curves(row: Row) -> dict[str, float]:
 
 
 class TensorBoardSink:
-    """Event files. On a resume, events of later steps are hidden (`purge_step`), as rows are cut from metrics.jsonl."""
+    """Write TensorBoard's event files. A resume hides the events of later steps (`purge_step`), as it cuts metrics.jsonl."""
 
     def __init__(self, folder: Path, *, resume_step: int) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
@@ -70,7 +71,7 @@ class TensorBoardSink:
     def write(self, row: Row) -> None:
         for tag, value in _curves(row).items():
             self._writer.add_scalar(tag, value, row["step"])
-        self._writer.flush()
+        self._writer.flush()  # else a crash loses two minutes of curves
 
     def write_norms(self, step: int, norms: dict[str, dict[str, float]]) -> None:
         for kind, by_block in norms.items():
@@ -82,10 +83,9 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Weights & Biases; offline, below <run>/wandb, where no login is found or WANDB_MODE says so.
+    """Log to Weights & Biases: offline, below <run>/wandb, if there is no login or WANDB_MODE asks for it.
 
-    The run's id is kept in the run folder, so that a resume goes on with the same curves. Steps are sent as a
-    value, not as W&B's own counter, because that cannot go back to the step a run resumes from.
+    The run folder keeps the run's id, so that a resume continues the same curves.
     """
 
     def __init__(
@@ -110,6 +110,7 @@ class WandbSink:
             # console="off": W&B would otherwise take over stdout, and with it the progress bar.
             settings=wandb.Settings(silent=True, console="off", init_timeout=60),
         )
+        # W&B's own counter of steps cannot go back to the step that a run resumes from.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -121,7 +122,7 @@ class WandbSink:
 
 
 def _has_login() -> bool:
-    """Whether W&B would find a key without asking for one at the terminal."""
+    """Return whether W&B would find a key without asking for one at the terminal."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     try:

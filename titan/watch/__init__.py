@@ -1,1 +1,1 @@
-"""`titan watch`: a page that shows runs while they go on."""
+"""Serve a live page of runs (`titan watch`)."""

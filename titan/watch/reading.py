@@ -1,8 +1,8 @@
-"""What a page shows of a run, read from its folder while the run writes it: only files of fixed names, and nothing is changed.
+"""Read what the page shows of a run from its folder, while the run writes it. Only files of fixed names are read.
 
-metrics.jsonl and events.jsonl are read on from where they were read to (titan/observe/rows.py); one that was cut by a resume or
-replaced is read again from its start, and its `generation` changes. A million rows become four thousand, with every peak among them.
-A file that is damaged costs what it says, and a line under `problems`. Imports no torch.
+Each poll reads the lines that were added to metrics.jsonl and events.jsonl (titan/observe/rows.py). If a resume cut a file
+or replaced it, its `generation` changes and the client gets all rows again. A million rows become four thousand, and every
+peak is among them. A damaged file costs its own part of the page, and adds a line to `problems`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from titan.observe.rows import MAX_ROWS, Row, RowFile, Tail, number, parse
-from titan.untrusted import open_regular
+from titan.observe.rows import MAX_ROWS, LineFile, Row, RowFile, number, parse, runs_near
+from titan.untrusted import InputError, open_regular
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -33,37 +33,38 @@ COLUMNS = (
     *("slowest_rank", "slowest_rank_s", "median_rank_s", "goodput", "unix_s", "eta_s"),
 )
 MAX_EVENTS = 500
+# Limits, so that no file of a run, whoever wrote it, makes the page or this process large.
 _EVENTS_BYTES, _SMALL_BYTES = 2**22, 2**20
 _MAX_STARTS, _MAX_RANKS, _MAX_KEYS, _MAX_TEXT = 200, 8192, 64, 2000
+# Events that change how the page looks; they are read even if newer ones push them out of the list.
 _LASTING = re.compile(rb'"event": "(start|resume|rewind|straggler|recovered)"')
 _RANK_NUMBERS = ("step", "unix_s", "step_s", "data_wait_s", "own_s")
 _SIGNS = ("metrics.jsonl", "status.json", "config.toml", "environment.json")
-_TAIL_BYTES = 1024  # of a file of times: more than a row
-
-
-class WatchError(Exception):
-    """The user's mistake, in a line."""
+_TAIL_BYTES = 1024  # at the end of a file of times: more than one row
 
 
 class RunReader:
-    """One run's folder. limit: of the rows that are kept of it."""
+    """Read one run's folder. Raises InputError if it is not the folder of a run.
+
+    Args:
+        name: shown on the page.
+        limit: about how many rows to keep.
+    """
 
     def __init__(self, folder: Path, *, name: str, limit: int = MAX_ROWS) -> None:
         if not any((folder / sign).is_file() for sign in _SIGNS):
-            near = sorted({p.parent.name for s in _SIGNS for p in folder.parent.glob(f"*/{s}")})[:5]
-            hint = f"; runs near it: {', '.join(near)}" if near else ""
-            raise WatchError(f"{folder}: not the folder of a run{hint}")
+            raise InputError(f"{folder}: not the folder of a run{runs_near(folder, _SIGNS)}")
         self.folder, self.name = folder, name
         self.metrics = RowFile(folder / "metrics.jsonl", limit=limit)
-        self.events = EventFile(
-            folder / "events.jsonl", limit=max(limit * MAX_EVENTS // MAX_ROWS, 10)
-        )
+        num_events = max(limit * MAX_EVENTS // MAX_ROWS, 10)
+        self.events = EventFile(folder / "events.jsonl", limit=num_events)
+        # What was read of a file, and the file's time of change then.
         self._ranks: dict[int, tuple[float, Row]] = {}
         self._read: dict[str, tuple[float, Row]] = {}
         self._problems: list[str] = []
 
     def data(self, *, generation: int = 0, since: int = 0) -> Row:
-        """Return what is new since a client's `since` rows of a `generation`; all of it, where that is not this one."""
+        """Return the answer for a client that has `since` rows of a `generation`: the rows after them, or all if they changed."""
         self.metrics.update()
         self.events.update()
         self._problems = [p for p in (self.metrics.problem, self.events.problem) if p]
@@ -94,10 +95,11 @@ class RunReader:
         }
 
     def _facts(self) -> Row:
-        """Return what does not change while a run goes on."""
+        """Return what stays the same during a run."""
         config = self._small("config.toml", lambda text: tomllib.loads(text.decode()))
         environment = self._small("environment.json", json.loads)
         facts: Row = {"folder": str(self.folder)}
+        # Each fact that is missing, or has another type, is left out.
         with suppress(KeyError, TypeError):
             facts["steps"] = number(config["training"]["steps"])
         with suppress(KeyError, TypeError):
@@ -109,7 +111,7 @@ class RunReader:
         return scalars(facts)
 
     def _small(self, name: str, load: Callable[[bytes], Any]) -> Row:
-        """Return what a small file says, which is read again where it has changed; {} and a problem where it is damaged."""
+        """Return the content of a small file, read again only if it changed; {} and a problem if it is damaged."""
         try:
             with open_regular(self.folder / name, within=self.folder) as file:
                 status = os.fstat(file.fileno())
@@ -119,6 +121,7 @@ class RunReader:
                     content = load(file.read(_SMALL_BYTES))
                     if not isinstance(content, dict):
                         raise ValueError("no object")
+                    # Of the config only known keys are used; all of the others goes to the page.
                     kept = content if name == "config.toml" else scalars(content, nested=True)
                     self._read[name] = status.st_mtime, kept
         except FileNotFoundError:
@@ -129,7 +132,7 @@ class RunReader:
         return self._read[name][1]
 
     def _rank_rows(self) -> list[Row]:
-        """Return the newest row of each rank's times."""
+        """Return the newest row in each rank's file of times."""
         for path in islice(self.folder.glob("logs/rank-*.times.jsonl"), _MAX_RANKS):
             with suppress(OSError, ValueError):
                 rank = int(path.name.split(".")[0].removeprefix("rank-"))
@@ -140,57 +143,38 @@ class RunReader:
                     file.seek(max(status.st_size - _TAIL_BYTES, 0))
                     line = file.read(_TAIL_BYTES).rpartition(b"\n")[0].rpartition(b"\n")[2]
                 row = scalars(parse(line) or {})
-                numbers = {k: number(row.get(k)) for k in _RANK_NUMBERS}
-                self._ranks[rank] = (
-                    status.st_mtime,
-                    numbers | {"rank": rank, "host": row.get("host")},
-                )
+                numbers: Row = {k: number(row.get(k)) for k in _RANK_NUMBERS}
+                numbers |= {"rank": rank, "host": row.get("host")}
+                self._ranks[rank] = status.st_mtime, numbers
         return [self._ranks[rank][1] for rank in sorted(self._ranks)]
 
 
-class EventFile:
-    """The newest events of a run, where it started again, and the ranks that are slow."""
+class EventFile(LineFile):
+    """Keep the newest events of a run, the steps at which it started again, and the ranks that are slow now."""
 
     def __init__(self, path: Path, *, limit: int) -> None:
-        self.tail, self.problem = Tail(path, last_bytes=_EVENTS_BYTES), ""
-        self._limit, self._generation = limit, -1
-        self._begin()
+        self._limit = limit
+        super().__init__(path, last_bytes=_EVENTS_BYTES)
 
-    def _begin(self) -> None:
-        self._generation, self.slow = self.tail.generation, set[int]()
-        self.rows, self.starts = (
-            deque[Row](maxlen=self._limit),
-            deque[list[Any]](maxlen=_MAX_STARTS),
-        )
-        self._num_bad = 0
+    def begin(self) -> None:
+        self.slow = set[int]()
+        self.rows = deque[Row](maxlen=self._limit)
+        self.starts = deque[list[Any]](maxlen=_MAX_STARTS)
 
-    def update(self) -> None:
-        """Read what is new."""
-        self.problem = ""
-        try:
-            for lines in self.tail.read():
-                if self.tail.generation != self._generation:
-                    self._begin()
-                newest = len(lines) - self._limit
-                for n, line in enumerate(lines):
-                    if n >= newest or _LASTING.search(line):
-                        self._take(parse(line, key="event"))
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            self.problem = f"{self.tail.path.name}: {error.strerror or error}"
-        num_bad = self._num_bad + self.tail.num_long
-        if num_bad:
-            self.problem = f"{self.tail.path.name}: {num_bad:,} lines are no events"
+    def take(self, lines: list[bytes]) -> None:
+        newest = len(lines) - self._limit
+        for n, line in enumerate(lines):
+            if n >= newest or _LASTING.search(line):
+                self._take(parse(line, key="event"))
 
     def _take(self, row: Row | None) -> None:
         row = scalars(row or {}, nested=True)
         event, step, rank = row.get("event"), number(row.get("step")), row.get("rank")
         if not isinstance(event, str):
-            self._num_bad += 1
+            self.num_bad += 1
             return
         self.rows.append(row | {"step": step, "unix_s": number(row.get("unix_s"))})
-        if event in ("start", "resume"):
+        if event in ("start", "resume"):  # other hosts, perhaps
             self.slow.clear()
         if event in ("resume", "rewind") and step is not None:
             self.starts.append([step, event])
@@ -199,7 +183,7 @@ class EventFile:
 
 
 def scalars(row: Row, *, nested: bool = False) -> Row:
-    """Return a row's texts, cut, and its numbers; where nested, with those of the objects in it. The rest is dropped."""
+    """Return a row's numbers and its texts, cut to a length. The rest is dropped, but `nested` keeps one level of objects."""
     kept: Row = {}
     for key, value in islice(row.items(), _MAX_KEYS):
         if isinstance(value, str):
@@ -214,7 +198,11 @@ def scalars(row: Row, *, nested: bool = False) -> Row:
 
 
 def read_all(readers: Sequence[RunReader], positions: Sequence[tuple[int, int]] = ()) -> Row:
-    """The answer to a poll. positions: generation and number of rows that the client has, for each run."""
+    """Return the answer to a poll.
+
+    Args:
+        positions: for each run, the generation and the number of rows that the client has.
+    """
     known = [*positions, *[(0, 0)] * len(readers)][: len(readers)]
     runs = [r.data(generation=g, since=n) for r, (g, n) in zip(readers, known, strict=True)]
     return {"now": round(time.time(), 3), "columns": COLUMNS, "runs": runs}

@@ -1,7 +1,7 @@
-"""A page on loopback, and the JSON that it polls. Two addresses, / and /data; neither takes a path, and nothing is written.
+"""Serve the page and the JSON that it polls: the addresses / and /data. Neither takes a path, and nothing is written.
 
-Whatever a run's files say reaches the page as JSON and is set as text, never as markup; the page's own script is the only one that
-its policy lets run. Requests for another host's name are refused, so that no web page can read a run through the browser.
+The content of a run's files reaches the page as JSON and is shown as text, never as markup. The page's policy allows only its
+own script. The server refuses requests for the name of another host, so no web page can read a run through the browser.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def page(data: Any = None) -> str:
-    """The page; with data a static one, which polls nothing."""
-    # No "<" of a run's text may be the beginning of a tag.
+    """Return the page. With data it is static and polls nothing."""
+    # A "<" in the text of a run must not begin a tag, such as </script>.
     text = json.dumps(data).replace("<", "\\u003c")
     return _template().replace("/*DATA*/null", text)
 
@@ -35,6 +35,7 @@ def _template() -> str:
 
 
 def _policy(text: str) -> str:
+    """Return the Content-Security-Policy that allows the script of this page, and no other."""
     script = text.partition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return (
@@ -44,7 +45,7 @@ def _policy(text: str) -> str:
 
 
 class Server(ThreadingHTTPServer):
-    """Serves until `shutdown`. Raises OSError where the port is taken; port 0: a free one, `server_port` says which."""
+    """Serve runs until `shutdown`. Port 0 takes a free one, `server_port`. Raises OSError if the port is taken."""
 
     daemon_threads = True
 
@@ -58,6 +59,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def do_GET(self) -> None:
+        # Against DNS rebinding: a web page may point its own name at 127.0.0.1.
         name = urlsplit(f"//{self.headers.get('Host', '')}").hostname
         if self.server.host in LOOPBACK and name not in LOOPBACK:
             return self.send_error(403, "this page is for this machine only")
@@ -67,7 +69,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer("text/html", text, {"Content-Security-Policy": _policy(text)})
         if address.path != "/data":
             return self.send_error(404)
-        with self.server.lock:
+        with self.server.lock:  # each request has its own thread, and readers are shared
             answer = read_all(self.server.readers, _positions(address.query))
         self._answer("application/json", json.dumps(answer), {})
 
@@ -84,14 +86,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """A poll every two seconds is no news."""
+        """Log nothing: the page polls every two seconds."""
 
 
 def _positions(query: str) -> list[tuple[int, int]]:
-    """at=GENERATION.ROWS,... ; whatever is something else counts as nothing known."""
-    found = []
+    """Parse at=GENERATION.ROWS,... A malformed entry counts as nothing known."""
+    positions = []
     for text in parse_qs(query).get("at", [""])[0].split(","):
         generation, _, rows = text.partition(".")
         known = generation.isdecimal() and rows.isdecimal() and len(text) < 30
-        found.append((int(generation), int(rows)) if known else (0, 0))
-    return found
+        positions.append((int(generation), int(rows)) if known else (0, 0))
+    return positions
