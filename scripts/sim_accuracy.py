@@ -20,9 +20,9 @@ from titan.config.rules import check_to_run
 from titan.config.schema import JobConfig
 from titan.config.toml import read_toml
 from titan.sim.profiles import load_profile
-from titan.sim.record import RecordError
 from titan.sim.replay import ReplayError
 from titan.sim.simulate import simulate
+from titan.sim.trace_jobs import TraceError
 
 ROOT = Path(__file__).parents[1]
 JOBS = ROOT / "train_configs" / "published"
@@ -91,9 +91,9 @@ class Row:
 
 
 def main(arguments: list[str]) -> int:
-    wanted = [argument for argument in arguments if argument != "--write"]
+    request = [argument for argument in arguments if argument != "--write"]
     every = read_toml(JOBS / "runs.toml")[0]["run"]
-    runs = [run for run in every if run["id"] in wanted or not wanted]
+    runs = [run for run in every if run["id"] in request or not request]
     rows: dict[str, Row] = {}
     known: dict[Any, Row] = {}  # the paper measured some jobs again
     for run in runs:
@@ -114,7 +114,7 @@ def main(arguments: list[str]) -> int:
             or f"{' '.join(speed[1:])} tokens/s/GPU, {' '.join(memory[1:])} GiB, {row.wall_s:.0f} s"
         )
         print(f"{run['id']:>4} {run['use']:<9} {said}", flush=True)
-    if not wanted or "--write" in arguments:
+    if not request or "--write" in arguments:
         rows = {run["id"]: rows.get(run["id"], Row(run, failure="not run")) for run in every}
         (ROOT / "docs" / "simulator_accuracy.md").write_text(document(rows), encoding="utf-8")
     return any(row.failure for row in rows.values())
@@ -129,7 +129,7 @@ def predict(run: dict[str, Any], config: JobConfig) -> Row:
             world_size=run["gpus"],
             profile=load_profile(run["profile"]),
         )
-    except (RecordError, ReplayError) as error:
+    except (TraceError, ReplayError) as error:
         return Row(run, failure=str(error))
     reserved = simulation.fullest.peak_reserved_bytes / 2**30
     speed, wall_s = simulation.tokens_per_s_per_gpu, time.monotonic() - start

@@ -12,9 +12,9 @@ from tests.support.ranks import Pool
 from tests.support.traces import count_real_transfers, events_of, in_turn, job
 from titan.sim.cost import Cost
 from titan.sim.profiles import load_profile
-from titan.sim.record import record
 from titan.sim.replay import replay
 from titan.sim.trace import Trace, Transfer
+from titan.sim.trace_jobs import trace_ranks
 
 REPLICAS, SHARDS, TP, CP, PP = (
     "data_parallel_replicate_degree",
@@ -62,7 +62,7 @@ def test_trace_sends_what_is_really_sent(name: str, pool: Pool) -> None:
     # The last pipeline stage has a block less: every rank must have one of its own to compare.
     config = job(parallelism=settings)
     real = pool.run(world, count_real_transfers, config)
-    traces = record(config, world_size=world, ranks=range(world), processes=2)
+    traces = trace_ranks(config, world_size=world, ranks=range(world), processes=2)
     for rank, (counts, sizes) in enumerate(real):
         assert _counts(traces[rank]) == counts, rank
         assert _bytes(traces[rank]) == sizes, rank
@@ -77,7 +77,7 @@ SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZe
 def test_schedules_run_to_their_end(schedule: str) -> None:
     """On two pipeline ranks each waits for the other all the time: sends and receives that torch issues together are one work."""
     config = job(batch=4, layers=8, parallelism={PP: 2, SCHEDULE: schedule})
-    traces = record(config, world_size=4, processes=2)
+    traces = trace_ranks(config, world_size=4, processes=2)
     transfers = [events_of(trace.step, Transfer) for trace in traces.values()]
     sent, received = ([t for t in of if t.peer >= 0] for of in transfers)
     assert [t.size_bytes for t in sent if t.kind == "send"] == [t.size_bytes for t in received if t.kind == "recv"]  # fmt: skip
@@ -88,7 +88,7 @@ def test_schedules_run_to_their_end(schedule: str) -> None:
 def test_alone_they_go_through_a_communicator_of_their_two_ranks() -> None:
     """As NCCL's do: what waits for one neighbour does not hold up what goes to the other."""
     config = job(batch=4, layers=8, parallelism={PP: 4, SCHEDULE: "Interleaved1F1B"})
-    trace = record(config, world_size=4, ranks=[1])[1]
+    trace = trace_ranks(config, world_size=4, ranks=[1])[1]
     pairs = {t.peer: trace.groups[t.group] for t in events_of(trace.step, Transfer) if t.peer >= 0}
     # torch 2.11 issues even one message as a batch, which goes through the communicator of all stages.
     whole = torch.__version__.startswith("2.11.")
@@ -99,7 +99,7 @@ def test_alone_they_go_through_a_communicator_of_their_two_ranks() -> None:
 
 def test_issued_together_is_one_work() -> None:
     """1F1B sends an activation and receives a gradient at once: each of the two ranks waits for the other's."""
-    trace = record(job(parallelism={PP: 2}), world_size=2, ranks=[0])[0]
+    trace = trace_ranks(job(parallelism={PP: 2}), world_size=2, ranks=[0])[0]
     kinds: dict[int, list[str]] = {}
     for transfer in events_of(trace.step, Transfer):
         if transfer.peer >= 0:
@@ -121,7 +121,7 @@ def _bytes(trace: Trace) -> Counter[Any]:
 
 def test_groups_have_their_axes() -> None:
     config = job(parallelism={TP: 2, PP: 2, CP: 2})
-    trace = record(config, world_size=16, ranks=[0])[0]
+    trace = trace_ranks(config, world_size=16, ranks=[0])[0]
     axes = {group.axes: group.ranks for group in trace.groups.values() if len(group.ranks) > 1}
     assert axes["tp",] == (0, 1)
     assert axes["cp",] == (0, 2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.sim.test_record import _numbered_anew
+from tests.sim.test_trace_jobs import _numbered_anew
 from tests.support.ranks import Pool
 from tests.support.traces import events_of, in_turn, job, real_batches, real_program, trace_of
 from titan.config.schema import JobConfig
@@ -68,7 +68,7 @@ def real_saved(config: JobConfig) -> int:
 def traced_saved(trace: Trace) -> int:
     """The same of a trace, with the block's output."""
     made = [e for e in events_of(trace.step, Allocate) if e.category == "activations"]
-    return sum(e.size_bytes for e in made if f"{e.place.module}.".startswith("layers.1."))
+    return sum(e.size_bytes for e in made if f"{e.scope.module}.".startswith("layers.1."))
 
 
 @pytest.mark.parametrize("kind", in_turn(RECOMPUTE, slow=["keep all", "full", "budget"]))
@@ -82,7 +82,10 @@ def test_saves_what_a_real_compiler_saves(kind: str, pool: Pool) -> None:
     )
     config = compiled_job(**sections, training={"mixed_precision_param": "float32"})
     output = 8 * 64 * 64 * 4
-    assert traced_saved(trace_of(config, like="cpu")) == pool.run(1, real_saved, real)[0] + output
+    assert (
+        traced_saved(trace_of(config, device_kind="cpu"))
+        == pool.run(1, real_saved, real)[0] + output
+    )
 
 
 @pytest.mark.slow
@@ -100,14 +103,14 @@ def test_every_later_step_is_the_same() -> None:
 def flops(trace: Trace) -> Counter[str]:
     found: Counter[str] = Counter()
     for launch in events_of(trace.step, Launch):
-        found[launch.place.phase] += launch.kernel.flops
+        found[launch.scope.phase] += launch.kernel.flops
     return +found
 
 
 def moved(trace: Trace) -> int:
     """By the blocks' kernels that multiply nothing."""
     launches = [
-        e.kernel for e in events_of(trace.step, Launch) if e.place.module.startswith("layers.")
+        e.kernel for e in events_of(trace.step, Launch) if e.scope.module.startswith("layers.")
     ]
     return sum(k.read_bytes + k.write_bytes for k in launches if k.kind in ("pointwise", "copy"))
 
@@ -127,8 +130,8 @@ def test_blocks_share_a_program_and_know_their_modules() -> None:
     kernels: dict[int, list[Any]] = {n: [] for n in range(4)}
     for launch in events_of(trace.step, Launch):
         if launch.kernel.host == "compiled":
-            _, number, *inner = launch.place.module.split(".")
-            kernels[int(number)].append((launch.kernel, launch.place.phase, inner))
+            _, number, *inner = launch.scope.module.split(".")
+            kernels[int(number)].append((launch.kernel, launch.scope.phase, inner))
     assert kernels[0] == kernels[1] == kernels[2] == kernels[3]
     products = [(phase, ".".join(path)) for k, phase, path in kernels[0] if k.kind == "matmul"]
     counts = Counter(products)
@@ -145,7 +148,7 @@ def test_the_backward_of_a_custom_function_is_no_recomputation() -> None:
         parallelism=LAYOUTS["CP all-gather"], activation_checkpoint={"mode": "full"}
     )
     attention = Counter(
-        (e.kernel.kind, e.place.phase)
+        (e.kernel.kind, e.scope.phase)
         for e in events_of(trace_of(config, world=2).step, Launch)
         if e.kernel.kind.startswith("attention")
     )
@@ -256,7 +259,7 @@ def test_updates_compiled_for_any_size_move_what_each_matrix_needs() -> None:
     sizes = Counter(
         e.kernel.read_bytes + e.kernel.write_bytes
         for e in events_of(trace_of(config).step, Launch)
-        if e.place.phase == "optimizer" and e.kernel.host == "compiled"
+        if e.scope.phase == "optimizer" and e.kernel.host == "compiled"
     )
     embedding, square, grouped, wide = 2048 * 64, 64 * 64, 64 * 32, 64 * 192
     expected = {embedding: 2, square: 2, grouped: 2, wide: 3}

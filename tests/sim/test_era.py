@@ -10,8 +10,8 @@ import torch
 from tests.support.traces import job, left_behind
 from titan.config.model import model_config
 from titan.config.schema import JobConfig, SimulatorSection
-from titan.sim.record import record
 from titan.sim.trace import AwaitWork, Launch, Trace, Transfer
+from titan.sim.trace_jobs import trace_ranks
 
 # To the byte and to the event with these; titan/sim/era.py says what is other since.
 pytestmark = pytest.mark.skipif(
@@ -25,7 +25,7 @@ BF16: dict[str, Any] = {"mixed_precision_param": "bfloat16"}
 def both(config: JobConfig, *, world: int, rank: int) -> list[Trace]:
     """Traces of today's program, and of torch 2.6's."""
     old = config.model_copy(update={"simulator": SimulatorSection(torch="2.6")})
-    return [record(c, world_size=world, ranks=[rank])[rank] for c in (config, old)]
+    return [trace_ranks(c, world_size=world, ranks=[rank])[rank] for c in (config, old)]
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -61,7 +61,7 @@ def launches_meanwhile(trace: Trace) -> list[int]:
     counts: list[int] = []
     under_way: dict[int, int] = {}
     for event in trace.step:
-        if isinstance(event, Transfer) and "inner_attention" in event.place.module:
+        if isinstance(event, Transfer) and "inner_attention" in event.scope.module:
             under_way[event.work] = 0
         elif isinstance(event, Launch):
             under_way = {work: count + 1 for work, count in under_way.items()}

@@ -7,7 +7,7 @@ import pytest
 from tests.support.synthetic import transfer
 from titan.sim.memory import memory_report
 from titan.sim.profiles import Profile, load_profile
-from titan.sim.trace import Allocate, Category, Event, Free, Group, Place, Trace
+from titan.sim.trace import Allocate, Category, Event, Free, Group, Scope, Trace
 
 MIB = 2**20
 
@@ -18,7 +18,7 @@ def profile(memory_gib: float = 10.0, **figures: float) -> Profile:
 
 
 def get(block: int, mib: int, category: Category, module: str = "") -> Allocate:
-    return Allocate(block, mib * MIB, 0, category, Place("forward", module))
+    return Allocate(block, mib * MIB, 0, category, Scope("forward", module))
 
 
 def half_step(first: int) -> list[Event]:
@@ -54,7 +54,7 @@ def test_peak_and_what_is_alive_then() -> None:
         "temporary": 0,
     }
     assert report.by_module == {"": 200 * MIB, "layers.1": 160 * MIB, "layers.0": 140 * MIB}
-    assert report.at == Place("forward", "layers.1")
+    assert report.at == Scope("forward", "layers.1")
     sizes = [block.size_bytes // MIB for block in report.largest]
     assert sizes == [200, 100, 100, 60, 40]
     assert report.largest[0].category == "optimizer"
@@ -112,7 +112,7 @@ def test_verdict(memory_mib: int, fits: bool) -> None:
 
 def test_cached_memory_given_back_can_save_a_run() -> None:
     """A block of another stream stays cached until the limit is reached."""
-    beside = Allocate(2, 300 * MIB, 1, "temporary", Place("forward"))
+    beside = Allocate(2, 300 * MIB, 1, "temporary", Scope("forward"))
     step: list[Event] = [beside, Free(2), get(3, 400, "activations"), Free(3)]
     trace = Trace(0, 1, setup=[get(1, 100, "parameters")], step=step)
     wide, tight = (memory_report(trace, profile(mib / 1024)) for mib in (1000, 600))

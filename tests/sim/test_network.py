@@ -6,14 +6,14 @@ import pytest
 
 from titan.sim.network import NIC_IN, NIC_OUT, NVLINK_IN, NVLINK_OUT, price_transfer, transfer_s
 from titan.sim.profiles import load_profile
-from titan.sim.trace import CollectiveKind, Group, Place, Transfer
+from titan.sim.trace import CollectiveKind, Group, Scope, Transfer
 
 H200, H100 = load_profile("h200-sxm"), load_profile("h100-sxm")
 MIB = 2**20
 
 
 def made(kind: CollectiveKind, size: int, *, peer: int = -1) -> Transfer:
-    return Transfer(kind, "g", size, "bfloat16", 0, True, 0, Place("forward"), peer)
+    return Transfer(kind, "g", size, "bfloat16", 0, True, 0, Scope("forward"), peer)
 
 
 def group(ranks: range) -> Group:

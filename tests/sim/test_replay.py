@@ -19,8 +19,8 @@ from titan.sim.trace import (
     Event,
     Group,
     Launch,
-    Place,
     RecordEvent,
+    Scope,
     Synchronize,
     Trace,
     Transfer,
@@ -95,7 +95,7 @@ def test_unequal_stages_stall() -> None:
     schedule = build_schedule("GPipe", num_ranks=2, num_stages=2, num_microbatches=m)
     traces = pipeline(schedule)
     traces[8].step = [
-        Launch(kernel(2 * event.kernel.read_bytes), event.stream, event.place)
+        Launch(kernel(2 * event.kernel.read_bytes), event.stream, event.scope)
         if isinstance(event, Launch)
         else event
         for event in traces[8].step
@@ -137,8 +137,8 @@ def test_deadlock_names_what_each_rank_waits_for() -> None:
     pair = Group("pp", ("pp",), (0, 8))
 
     def receiving(rank: int) -> Trace:
-        place = Place("forward", action=f"{rank // 8}F0")
-        first = transfer(1, group="pp", work=1, kind="recv", peer=8 - rank, place=place)
+        scope = Scope("forward", action=f"{rank // 8}F0")
+        first = transfer(1, group="pp", work=1, kind="recv", peer=8 - rank, scope=scope)
         return trace([first, AwaitWork(0, 1)], pair, rank=rank, world_size=16)
 
     with pytest.raises(ReplayError) as error:
@@ -236,7 +236,7 @@ def test_kernels_share_the_device_and_host_copies_do_not() -> None:
     two = play([launch(60), launch(20, stream=1), AwaitStream(0, 1)])
     assert us(two.step_s) == 80
     copy = kernel(20)
-    copy = Launch(type(copy)("copy", "host_copy", read_bytes=20), 1, Place("forward"))
+    copy = Launch(type(copy)("copy", "host_copy", read_bytes=20), 1, Scope("forward"))
     beside = play([launch(60), copy, AwaitStream(0, 1)])
     assert us(beside.step_s) == 60
 

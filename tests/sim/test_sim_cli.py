@@ -15,7 +15,7 @@ from titan.sim.memory import memory_report
 from titan.sim.profiles import load_profile
 from titan.sim.sweep import Variant, front
 from titan.sim.trace import CATEGORIES
-from titan.sim.traces import _read
+from titan.sim.trace_cache import _read
 
 JOB = ["train_configs/debug_model.toml", "--training.seq_len=64", "--training.local_batch_size=2"]
 ON = ["--hardware", "h100-sxm"]
@@ -128,7 +128,7 @@ def _refuse_to_record(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("traced again")
 
     monkeypatch.setattr(
-        "titan.sim.traces.record_jobs", lambda jobs, *_: no_recording() if jobs else iter(())
+        "titan.sim.trace_cache.trace_jobs", lambda jobs, *_: no_recording() if jobs else iter(())
     )
 
 

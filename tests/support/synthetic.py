@@ -15,12 +15,12 @@ from titan.sim.trace import (
     Group,
     Kernel,
     Launch,
-    Place,
+    Scope,
     Trace,
     Transfer,
 )
 
-PLACE = Place("forward")
+SCOPE = Scope("forward")
 UNIT_US = 1000
 """A forward pass of one microbatch through one stage."""
 
@@ -52,8 +52,8 @@ def kernel(us: int, name: str = "work") -> Kernel:
     return Kernel(name, "pointwise", read_bytes=us)
 
 
-def launch(us: int, *, stream: int = 0, place: Place = PLACE) -> Launch:
-    return Launch(kernel(us), stream, place)
+def launch(us: int, *, stream: int = 0, scope: Scope = SCOPE) -> Launch:
+    return Launch(kernel(us), stream, scope)
 
 
 def transfer(
@@ -65,9 +65,9 @@ def transfer(
     stream: int = 0,
     detached: bool = True,
     peer: int = -1,
-    place: Place = PLACE,
+    scope: Scope = SCOPE,
 ) -> Transfer:
-    return Transfer(kind, group, us, "bfloat16", stream, detached, work, place, peer)
+    return Transfer(kind, group, us, "bfloat16", stream, detached, work, scope, peer)
 
 
 def trace(events: list[Event], *groups: Group, rank: int = 0, world_size: int = 8) -> Trace:
@@ -99,15 +99,15 @@ class _Maker:
 
     def add(self, action: Action, us: int, *, last: int) -> None:
         stage, kind, _ = action
-        place = Place("forward" if kind == "F" else "backward", action=str(action))
+        scope = Scope("forward" if kind == "F" else "backward", action=str(action))
         before, after = (stage - 1, stage + 1) if kind == "F" else (stage + 1, stage - 1)
         if kind != "W" and 0 <= before <= last:
-            self._move("recv", before, stage, place)
-        self.events.append(launch(us, place=place))
+            self._move("recv", before, stage, scope)
+        self.events.append(launch(us, scope=scope))
         if kind != "W" and 0 <= after <= last:
-            self._move("send", stage, after, place)
+            self._move("send", stage, after, scope)
 
-    def _move(self, kind: CollectiveKind, source: int, target: int, place: Place) -> None:
+    def _move(self, kind: CollectiveKind, source: int, target: int, scope: Scope) -> None:
         """One side of passing on activations or gradients, unless both stages are here."""
         sender, receiver = self.owners[source], self.owners[target]
         if sender == receiver:
@@ -116,7 +116,7 @@ class _Maker:
         self.groups[name] = Group(name, ("pp", name), (sender, receiver))
         work = len(self.events)
         peer = receiver if kind == "send" else sender
-        made = transfer(self.send_us, group=name, work=work, kind=kind, peer=peer, place=place)
+        made = transfer(self.send_us, group=name, work=work, kind=kind, peer=peer, scope=scope)
         self.events.append(made)
         if kind == "recv":
             self.events.append(AwaitWork(0, work))

@@ -20,8 +20,8 @@ from titan.config.rules import resolve_layout
 from titan.config.schema import JobConfig
 from titan.data.packing import Batch
 from titan.parallel import build_mesh
-from titan.sim.record import record
 from titan.sim.trace import Allocate, Event, Free, Trace
+from titan.sim.trace_jobs import trace_ranks
 from titan.train_step import TrainStep, build_train_step
 
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -48,7 +48,7 @@ def trace_of(config: JobConfig, *, world: int = 1, **settings: Any) -> Trace:
 @functools.cache
 def _trace_of(config: str, world: int, **settings: Any) -> Trace:
     job = JobConfig.model_validate_json(config)
-    return record(job, world_size=world, ranks=[0], **settings)[0]
+    return trace_ranks(job, world_size=world, ranks=[0], **settings)[0]
 
 
 def left_behind(trace: Trace) -> list[Allocate]:

@@ -202,8 +202,8 @@ class Allocator:
         while not block.mapped or block.size < size:
             part = block if not block.mapped else block.next
             assert part is not None and not part.mapped
-            wanted = size if part is block else size - block.size
-            taken = min(part.size, -(-min(wanted, part.size) // page) * page)
+            request = size if part is block else size - block.size
+            taken = min(part.size, -(-min(request, part.size) // page) * page)
             if not self._reserve(taken):
                 return None
             self._remove(part)

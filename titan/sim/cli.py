@@ -83,9 +83,9 @@ def _simulate(options: argparse.Namespace, job: list[str]) -> int:
     profile = load_profile(options.hardware)
     config, _ = load_to_run(job, world_size=options.world_size, options=list(OPTIONS))
 
-    from .record import RecordError
     from .replay import ReplayError
     from .simulate import HardwareError, facts, simulate
+    from .trace_jobs import TraceError
 
     try:
         simulation = simulate(
@@ -115,7 +115,7 @@ def _simulate(options: argparse.Namespace, job: list[str]) -> int:
             write_page(simulation, told, options.html)
     except BrokenPipeError:  # of `titan sim ... | head`
         raise
-    except (HardwareError, RecordError, ReplayError, OSError) as error:
+    except (HardwareError, TraceError, ReplayError, OSError) as error:
         say("")
         print(f"titan sim: {error}", file=sys.stderr)
         return 1 if isinstance(error, ReplayError) else 2

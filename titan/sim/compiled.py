@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from . import inductor, symmetric
+from .compiled_replay import RecordedProgram
 from .device import NAME
-from .memo import Program
 from .operators import size_bytes
 from .trace import Kernel
 
 if TYPE_CHECKING:
-    from .recorder import Recorder
+    from .tracer import Tracer
 
 # Inductor's settings: nothing is measured, since there is nothing to measure on; nothing is checked when the program runs.
 _SETTINGS: dict[str, Any] = {
@@ -50,19 +50,17 @@ _ITSELF = re.compile(
 )
 
 
-def install(recorder: Recorder) -> None:
+def install(tracer: Tracer) -> None:
     """From now on, torch.compile's default backend compiles for the fake device."""
     # It misses templates of kernels to choose from, none of which it would choose.
     logging.getLogger("torch._inductor.template_heuristics").setLevel(logging.CRITICAL)
-    symmetric.install(recorder)
+    symmetric.install(tracer)
     inductor.register_device(NAME, _Scheduling, _Wrapper)
-    inductor.replace_compiler(
-        lambda *args, **kwargs: _compile(recorder, *args, **kwargs), _SETTINGS
-    )
+    inductor.replace_compiler(lambda *args, **kwargs: _compile(tracer, *args, **kwargs), _SETTINGS)
 
 
 def _compile(
-    recorder: Recorder,
+    tracer: Tracer,
     graph: torch.fx.GraphModule,
     inputs: Sequence[Any],
     *,
@@ -73,17 +71,17 @@ def _compile(
 ) -> Callable[[list[Any]], Any]:
     """Inductor's own inner compiler, up to the point where it has written its program; that program, to be called."""
     if {x.device.type for x in inputs if isinstance(x, Tensor)} == {"cpu"}:
-        return _HostProgram(recorder, graph)
+        return _HostProgram(tracer, graph)
     code, names = inductor.write_program(
         graph, inputs, is_backward=is_backward, is_inference=is_inference, graph_id=graph_id
     )
     program: dict[str, Any] = {}
     exec(compile(code, f"<compiled {graph_id}>", "exec"), program)
     for name, value in names.items():
-        program[name] = _Launcher(recorder, value) if isinstance(value, _Fused) else value
+        program[name] = _Launcher(tracer, value) if isinstance(value, _Fused) else value
     program["get_raw_stream"] = int
     program["reinterpret_tensor"] = _reinterpret
-    compiled = Program(recorder, program["call"])
+    compiled = RecordedProgram(tracer, program["call"])
     program["at"] = compiled.at
     return compiled
 
@@ -92,8 +90,8 @@ class _HostProgram:
     """Of tensors on the host (the update of offloaded parameters): taken for one loop, which reads the inputs and writes those
     that it changes, and what it returns."""
 
-    def __init__(self, recorder: Recorder, graph: torch.fx.GraphModule) -> None:
-        self.recorder, self.graph = recorder, graph
+    def __init__(self, tracer: Tracer, graph: torch.fx.GraphModule) -> None:
+        self.tracer, self.graph = tracer, graph
         nodes = list(graph.graph.nodes)
         inputs = [n for n in nodes if n.op == "placeholder"]
         written = {n.args[0] for n in nodes if n.target is torch.ops.aten.copy_.default}
@@ -101,7 +99,7 @@ class _HostProgram:
         self._boxed_call = True  # inputs come in a list
 
     def __call__(self, args: list[Any]) -> Any:
-        with self.recorder.pause():
+        with self.tracer.pause():
             outputs = self.graph(*args)
         changed = [args[i] for i in self.changed]
         sizes = [
@@ -109,7 +107,7 @@ class _HostProgram:
             for ts in (args, [*changed, *outputs])
         ]
         kernel = Kernel("fused: on the host", "pointwise", read_bytes=sizes[0], write_bytes=sizes[1], host="compiled")  # fmt: skip
-        self.recorder.launch_on_host(kernel)
+        self.tracer.launch_on_host(kernel)
         args.clear()
         return outputs
 
@@ -125,8 +123,8 @@ class _Fused:
 class _Launcher:
     """In place of a compiled kernel."""
 
-    def __init__(self, recorder: Recorder, fused: _Fused) -> None:
-        self.recorder, self.fused = recorder, fused
+    def __init__(self, tracer: Tracer, fused: _Fused) -> None:
+        self.tracer, self.fused = tracer, fused
 
     def run(self, *args: Any, stream: Any) -> None:
         kernel = self.fused.kernel
@@ -141,7 +139,7 @@ class _Launcher:
                 read_bytes=sum(size for name, size in sizes if not name.startswith("out_ptr")),
                 write_bytes=sum(size for name, size in sizes if not name.startswith("in_ptr")),
             )
-        self.recorder.launch(kernel)
+        self.tracer.launch(kernel)
 
 
 def _reinterpret(tensor: Tensor, size: Any, stride: Any, offset: int = 0) -> Tensor:

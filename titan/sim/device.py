@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from . import shims
+from . import torch_compat
 from .trace import COMPUTE_STREAM, AwaitEvent, AwaitStream, RecordEvent, Synchronize
 
 NAME = "sim"
@@ -179,16 +179,16 @@ def current_stream() -> int:
     return _module.current.number
 
 
-Like = Literal["cuda", "cpu"]
+DeviceKind = Literal["cuda", "cpu"]
 """Whose kernels the device has: torch takes some operations apart on a CPU."""
 
 
-def register(like: Like = "cuda") -> torch.device:
+def register(device_kind: DeviceKind = "cuda") -> torch.device:
     """Make torch know the device; the first call counts."""
     if not _library:
-        shims.register_backend(NAME, _module)
+        torch_compat.register_backend(NAME, _module)
         _library.append(torch.library.Library("aten", "IMPL"))
-        if like == "cpu":
+        if device_kind == "cpu":
             _declare_cpu(_library[0])
         else:
             _declare_cuda(_library[0])

@@ -22,7 +22,7 @@ from titan.config.layout import Layout
 from titan.config.schema import JobConfig
 from titan.parallel import ring
 
-from .shims import find, replace
+from .torch_compat import find, replace
 
 
 def go_back(config: JobConfig, layout: Layout) -> None:

@@ -9,11 +9,11 @@ from titan.config.layout import Layout
 from titan.config.schema import JobConfig
 
 from .profiles import Profile, load_profile, profile_names
-from .record import RecordError
 from .replay import ReplayError
 from .report import duration, say
 from .simulate import HardwareError, facts, simulate
 from .sweep import Variant, sweep
+from .trace_jobs import TraceError
 
 Settings = dict[str, str]
 
@@ -132,7 +132,7 @@ def judge(
     profile = load_profile(hardware)
     try:
         simulation = simulate(config, world_size=layout.world_size, profile=profile, say=say)
-    except (HardwareError, RecordError, ReplayError) as error:
+    except (HardwareError, TraceError, ReplayError) as error:
         say("")
         return {"not_simulated": str(error)}
     told: dict[str, Any] = {"simulation": facts(simulation), "fixes": []}

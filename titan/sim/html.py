@@ -56,7 +56,7 @@ def _joined(lane: Sequence[Interval], least: float) -> list[list[Any]]:
     bars: list[list[Any]] = []
     for interval in sorted(lane, key=lambda i: i.start):
         event = interval.event
-        kind = event.place.phase if isinstance(event, Launch) else "transfer"
+        kind = event.scope.phase if isinstance(event, Launch) else "transfer"
         short = interval.end - interval.start < least
         if (
             short
@@ -68,7 +68,7 @@ def _joined(lane: Sequence[Interval], least: float) -> list[list[Any]]:
             bars[-1][3] = bars[-1][3].split(" and ")[0] + " and others"
             continue
         name = event.kernel.name if isinstance(event, Launch) else event.kind
-        where = " ".join(filter(None, (event.place.action, event.place.module)))
+        where = " ".join(filter(None, (event.scope.action, event.scope.module)))
         bars.append(
             [
                 round(interval.start * 1e3, 4),

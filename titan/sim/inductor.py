@@ -1,4 +1,4 @@
-"""torch's private names that compilation on the fake device depends on; apart from shims.py because importing Inductor takes seconds.
+"""torch's private names that compilation on the fake device depends on; apart from torch_compat.py because importing Inductor takes seconds.
 
 Tried on torch 2.11 to 2.15. A name that is missing fails here, with the torch that lacks it.
 """
@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .shims import find, replace, unset_fake_temporarily
+from .torch_compat import find, replace, unset_fake_temporarily
 
 _compile_fx = "torch._inductor.compile_fx"
 _settings: Any = find("torch._inductor", "config")

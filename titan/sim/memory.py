@@ -15,10 +15,10 @@ from functools import lru_cache
 
 from .allocator import Allocator, OutOfMemory
 from .profiles import Profile
-from .trace import CATEGORIES, Allocate, Category, Event, Free, Place, Trace, Transfer
+from .trace import CATEGORIES, Allocate, Category, Event, Free, Scope, Trace, Transfer
 
 _NUM_POINTS = 400
-_NOWHERE = Place("setup")
+_NOWHERE = Scope("setup")
 _WORKSPACE = -1
 """Number of the block that cuBLAS allocates with the first matrix product; a trace has none below 0."""
 
@@ -29,7 +29,7 @@ class AliveBlock:
 
     size_bytes: int
     category: str
-    place: Place
+    scope: Scope
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class MemoryReport:
     rank: int
     peak_active_bytes: int
     peak_reserved_bytes: int
-    at: Place
+    at: Scope
     by_category: dict[Category, int]
     by_module: dict[str, int]
     largest: list[AliveBlock]
@@ -97,7 +97,7 @@ def _unlimited(
         rank=trace.rank,
         peak_active_bytes=run.allocator.peak_active_bytes,
         peak_reserved_bytes=run.allocator.peak_reserved_bytes,
-        at=Place("setup"),
+        at=Scope("setup"),
         by_category={},
         by_module={},
         largest=[],
@@ -118,8 +118,8 @@ def _try_within(
     try:
         run.all(events)
     except OutOfMemory as error:
-        place = run.place
-        where = " of ".join(filter(None, (place.action or place.phase, place.module)))
+        scope = run.scope
+        where = " of ".join(filter(None, (scope.action or scope.phase, scope.module)))
         gib = 2**30
         report.failure = (
             f"out of memory in {where}: {error.size_bytes / gib:.2f} GiB more than the "
@@ -137,7 +137,7 @@ class _Run:
     allocator: Allocator
     sizes: dict[int, int] = field(default_factory=dict)
     peak_at: int = 0
-    place: Place = Place("setup")  # noqa: RUF009  frozen
+    scope: Scope = Scope("setup")  # noqa: RUF009  frozen
 
     def all(self, events: Iterable[Allocate | Free]) -> None:
         allocator, highest = self.allocator, -1
@@ -145,7 +145,7 @@ class _Run:
             if isinstance(event, Free):
                 allocator.free(event.block)
                 continue
-            self.place = event.place
+            self.scope = event.scope
             size = allocator.allocate(event.block, event.size_bytes, stream=event.stream)
             self.sizes[event.block] = size
             if allocator.active_bytes > highest:
@@ -158,8 +158,8 @@ def _events(trace: Trace, workspace_bytes: int) -> Iterator[Allocate | Free]:
     for event in trace.setup:
         yield from _noted(event, made)
     if workspace_bytes:
-        place = Place("forward", "cuBLAS workspace")
-        yield Allocate(_WORKSPACE, workspace_bytes, 0, "temporary", place)
+        scope = Scope("forward", "cuBLAS workspace")
+        yield Allocate(_WORKSPACE, workspace_bytes, 0, "temporary", scope)
     freed = {e.block for e in (*trace.first_step, *trace.step) if isinstance(e, Free)}
     lasting = [e for e in trace.first_step if isinstance(e, Allocate) and e.block not in freed]
     yield from (e for e in lasting if e.category != "optimizer")
@@ -193,7 +193,7 @@ class _Steps:
         """states: that this step makes, as soon as the optimizer is at work."""
         self.offset += self.stride
         for event in self.events:
-            if states and getattr(event, "place", _NOWHERE).phase == "optimizer":
+            if states and getattr(event, "scope", _NOWHERE).phase == "optimizer":
                 yield from states
                 states = ()
             if isinstance(event, Allocate):
@@ -202,17 +202,17 @@ class _Steps:
                     event.size_bytes,
                     event.stream,
                     event.category,
-                    event.place,
+                    event.scope,
                 )
             elif isinstance(event, Free) and event.block in self.own:
                 yield Free(event.block + self.offset)
             elif isinstance(event, Free) and event.block in self.before:
                 was = self.before[event.block]
-                if like := self.left[was.size_bytes, was.place.module]:
+                if like := self.left[was.size_bytes, was.scope.module]:
                     yield Free(like.popleft())
         yield from states
         for event in self.kept:
-            self.left[event.size_bytes, event.place.module].append(event.block + self.offset)
+            self.left[event.size_bytes, event.scope.module].append(event.block + self.offset)
 
 
 def _noted(event: Event, made: dict[int, Allocate]) -> Iterator[Allocate | Free]:
@@ -237,12 +237,12 @@ def _tell_peak(
     by_module: Counter[str] = Counter()
     for block, event in alive.items():
         by_category[event.category] += sizes[block]
-        by_module[event.place.module] += sizes[block]
+        by_module[event.scope.module] += sizes[block]
     largest = sorted(alive, key=lambda block: -sizes[block])[:num_largest]
     report.by_category, report.by_module = dict(by_category), dict(by_module.most_common())
-    report.largest = [AliveBlock(sizes[b], alive[b].category, alive[b].place) for b in largest]
+    report.largest = [AliveBlock(sizes[b], alive[b].category, alive[b].scope) for b in largest]
     if events and isinstance(events[-1], Allocate):
-        report.at = events[-1].place
+        report.at = events[-1].scope
 
 
 def _timeline(
@@ -258,7 +258,7 @@ def _timeline(
     for number, event in enumerate(events):
         size = sizes[event.block]
         if isinstance(event, Allocate):
-            alive[event.block], phase = event.category, event.place.phase
+            alive[event.block], phase = event.category, event.scope.phase
         else:
             size = -size
         in_use[alive[event.block]] += size

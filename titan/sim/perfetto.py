@@ -36,8 +36,8 @@ def _name(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
 
 
 def _event(interval: Interval, pid: int, tid: int) -> dict[str, Any]:
-    event, place = interval.event, interval.event.place
-    details: dict[str, Any] = {"module": place.module, "action": place.action}
+    event, scope = interval.event, interval.event.scope
+    details: dict[str, Any] = {"module": scope.module, "action": scope.action}
     if isinstance(event, Launch):
         kernel = event.kernel
         details |= {
@@ -56,6 +56,6 @@ def _event(interval: Interval, pid: int, tid: int) -> dict[str, Any]:
         "ts": interval.start * 1e6,
         "dur": (interval.end - interval.start) * 1e6,
         "name": event.kernel.name if isinstance(event, Launch) else event.kind,
-        "cat": place.phase,
+        "cat": scope.phase,
         "args": {name: value for name, value in details.items() if value},
     }

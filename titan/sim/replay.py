@@ -271,7 +271,7 @@ class _Rank:
         self.simulation, self.trace, self.number = simulation, trace, trace.rank
         self.step, self.steps = 0, steps
         self.program = list(_program(trace, simulation.cost))
-        self.place, self.clock = 0, 0.0
+        self.position, self.clock = 0, 0.0
         self.waits_for: _Point | None = None
         self.streams: dict[int | str, _Stream] = {}
         self.stream(COMPUTE_STREAM)
@@ -306,15 +306,15 @@ class _Rank:
         self.waits_for = None
         self.clock = max(self.clock, now)
         while self.step < self.steps:
-            while self.place < len(self.program):
-                operation, *arguments = self.program[self.place]
-                self.place += 1
+            while self.position < len(self.program):
+                operation, *arguments = self.program[self.position]
+                self.position += 1
                 point = operation(self, *arguments)
                 if point is not None and point.pending:
                     self.waits_for = point
                     point.waiters.append(self)
                     return self._wake_idle()
-            self.step, self.place = self.step + 1, 0
+            self.step, self.position = self.step + 1, 0
             for stream in self.streams.values():
                 stream.queue.append((_STEP,))
                 stream.last = None
@@ -567,7 +567,7 @@ def _awaited(rank: _Rank) -> str:
 
 
 def _told(transfer: Transfer, group: Group) -> str:
-    where = transfer.place.action or transfer.place.module or transfer.place.phase
+    where = transfer.scope.action or transfer.scope.module or transfer.scope.phase
     if transfer.kind == "send":
         return f"a send to rank {transfer.peer} in group {axis_of(group)} ({where})"
     if transfer.kind == "recv":

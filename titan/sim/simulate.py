@@ -18,11 +18,11 @@ from titan.config.schema import JobConfig, MXSection
 from .cost import Cost
 from .memory import MemoryReport, memory_report
 from .profiles import Profile
-from .record import Like
 from .replay import replay
 from .timeline import Timeline, axis_of
 from .trace import Trace, Transfer, no_garbage_collection
-from .traces import Wanted, obtain
+from .trace_cache import TraceRequest, get_traces
+from .trace_jobs import DeviceKind
 
 GIB = 2**30
 Facts = dict[str, Any]
@@ -78,7 +78,7 @@ def simulate(
     processes: int | None = None,
     whole: bool = False,
     use_cache: bool = True,
-    like: Like = "cuda",
+    device_kind: DeviceKind = "cuda",
     say: Callable[[str], None] = lambda _: None,
 ) -> Simulation:
     """A step of a job that passed titan.config.rules, on `world_size` devices of a profile.
@@ -88,12 +88,12 @@ def simulate(
     start = time.monotonic()
     if reason := not_simulated(config, profile):
         raise HardwareError(reason)
-    wanted = Wanted(config, resolve_layout(config, world_size), like)
-    say(f"tracing {wanted.layout.pp} of {world_size} ranks")
+    request = TraceRequest(config, resolve_layout(config, world_size), device_kind)
+    say(f"tracing {request.layout.pp} of {world_size} ranks")
     results: list[dict[int, Trace] | Exception] = []
     with no_garbage_collection():
-        obtain(
-            [wanted],
+        get_traces(
+            [request],
             processes=processes,
             whole=whole,
             use_cache=use_cache,
@@ -103,7 +103,7 @@ def simulate(
         if isinstance(traces, Exception):
             raise traces
         say("replaying")
-        return price(config, wanted.layout, traces, profile, started=start)
+        return price(config, request.layout, traces, profile, started=start)
 
 
 def price(

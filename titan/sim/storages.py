@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .trace import Allocate, Category, Event, Free, Place
+from .trace import Allocate, Category, Event, Free, Scope
 
 
 class _Storage:
@@ -43,10 +43,10 @@ class Storages:
         self,
         record: Callable[[Event], None],
         *,
-        place: Callable[[], Place],
+        scope: Callable[[], Scope],
         stream: Callable[[], int],
     ) -> None:
-        self.record, self.place, self.stream = record, place, stream
+        self.record, self.scope, self.stream = record, scope, stream
         self._blocks = count()
         self._live: dict[int, _Storage] = {}  # by address
         self._made: dict[int, Allocate] = {}  # since the pass began, by block
@@ -101,10 +101,10 @@ class Storages:
 
     def take(self, size: int) -> int:
         """Memory that is no tensor's, within compiled code; returns the block."""
-        return self.allocate(size, self.stream(), "temporary", self.place()).block
+        return self.allocate(size, self.stream(), "temporary", self.scope()).block
 
-    def allocate(self, size: int, stream: int, category: Category, place: Place) -> Allocate:
-        event = Allocate(next(self._blocks), size, stream, category, place)
+    def allocate(self, size: int, stream: int, category: Category, scope: Scope) -> Allocate:
+        event = Allocate(next(self._blocks), size, stream, category, scope)
         self.record(event)
         return event
 
@@ -114,7 +114,7 @@ class Storages:
     def _take(self, entry: _Storage, size: int) -> None:
         if not size:
             return
-        event = self.allocate(size, self.stream(), entry.category or "temporary", self.place())
+        event = self.allocate(size, self.stream(), entry.category or "temporary", self.scope())
         entry.event = event
         self._made[event.block] = event
 
@@ -143,13 +143,13 @@ class Storages:
         for tensor in tensors:
             entry = self._live.get(tensor.untyped_storage()._cdata)
             if entry is not None and entry.event is not None:
-                entry.event.place = replace(entry.event.place, module=module)
+                entry.event.scope = replace(entry.event.scope, module=module)
 
     def mark_made(self, category: Category) -> None:
         """All that was made since the last call of `begin`, is there and has no category."""
         for entry in self._live.values():
             if entry.event is not None and entry.event.block in self._made and not entry.category:
-                made_in = entry.event.place.phase
+                made_in = entry.event.scope.phase
                 added_up = category == "activations" and made_in == "backward"
                 entry.category = entry.event.category = "gradients" if added_up else category
         self._made.clear()

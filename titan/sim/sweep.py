@@ -2,7 +2,7 @@
 
     titan sim JOB.toml --world-size 64 --hardware h100-sxm,h200-sxm --sweep training.local_batch_size=1,2,4 --sweep ...
 
-Variants that the rules refuse are counted, with their reasons. Those that differ in hardware or replicas only share a trace (traces.py).
+Variants that the rules refuse are counted, with their reasons. Those that differ in hardware or replicas only share a trace (trace_cache.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .profiles import Profile
 from .replay import ReplayError
 from .simulate import GIB, Facts, facts, not_simulated, price
 from .trace import Trace, no_garbage_collection
-from .traces import Wanted, obtain, regroup
+from .trace_cache import TraceRequest, get_traces, remap_ranks
 
 
 @dataclass
@@ -64,8 +64,8 @@ def sweep(
 ) -> list[Variant]:
     """All variants on all hardware, in the order given. job: files and overrides; progress: variants done, of how many."""
     found = [Variant(settings, profile.name) for settings in variants for profile in profiles]
-    by_key: defaultdict[str, list[tuple[Variant, Wanted, Profile]]] = defaultdict(list)
-    wanted: dict[str, Wanted] = {}
+    by_key: defaultdict[str, list[tuple[Variant, TraceRequest, Profile]]] = defaultdict(list)
+    request: dict[str, TraceRequest] = {}
     by_name = {profile.name: profile for profile in profiles}
     settled = 0
     for settings, group in itertools.groupby(found, key=lambda variant: variant.settings):
@@ -80,7 +80,7 @@ def sweep(
                 variant.problem = error.problems[0].message
             settled += len(same)
             continue
-        one = Wanted(config, layout)
+        one = TraceRequest(config, layout)
         for variant in same:
             variant.problem = not_simulated(config, by_name[variant.hardware])
         able = [
@@ -88,11 +88,11 @@ def sweep(
         ]
         settled += len(same) - len(able)
         if able:
-            wanted.setdefault(one.key, one)
+            request.setdefault(one.key, one)
             by_key[one.key] += able
     progress(settled, len(found))
 
-    def done(one: Wanted, traces: dict[int, Trace] | Exception) -> None:
+    def done(one: TraceRequest, traces: dict[int, Trace] | Exception) -> None:
         nonlocal settled
         for variant, this, profile in by_key[one.key]:
             _price(variant, this, traces, profile)
@@ -100,17 +100,17 @@ def sweep(
             progress(settled, len(found))
 
     with no_garbage_collection():
-        obtain(list(wanted.values()), processes=processes, done=done)
+        get_traces(list(request.values()), processes=processes, done=done)
     return found
 
 
-def _price(variant: Variant, wanted: Wanted, traces: Any, profile: Profile) -> None:
+def _price(variant: Variant, request: TraceRequest, traces: Any, profile: Profile) -> None:
     if isinstance(traces, Exception):
         variant.problem = str(traces)
         return
-    own = [regroup(trace, wanted.layout) for trace in traces.values()]
+    own = [remap_ranks(trace, request.layout) for trace in traces.values()]
     try:
-        simulation = price(wanted.config, wanted.layout, {t.rank: t for t in own}, profile)
+        simulation = price(request.config, request.layout, {t.rank: t for t in own}, profile)
     except ReplayError as error:
         variant.problem = str(error)
         return

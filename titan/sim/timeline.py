@@ -123,7 +123,7 @@ def summarise(
     for start, stop, what in lanes[0].segments[first:last]:
         if isinstance(what, Launch):
             told.compute_s += stop - start
-            told.by_phase_s[what.place.phase] += stop - start
+            told.by_phase_s[what.scope.phase] += stop - start
             told.by_kind_s[what.kernel.kind] += stop - start
         else:
             _attribute(told, what, start, stop, axes)
@@ -164,12 +164,12 @@ def _attribute(
     else:
         at = start
         segments = what.segments
-        place = max(0, bisect_right(segments, start, key=lambda segment: segment[0]) - 1)
-        while place < len(segments) and segments[place][0] < stop:
-            begin, end, inner = segments[place]
+        index = max(0, bisect_right(segments, start, key=lambda segment: segment[0]) - 1)
+        while index < len(segments) and segments[index][0] < stop:
+            begin, end, inner = segments[index]
             if end > at:
                 told.host_s += max(0.0, begin - at)  # the stream had nothing to do yet
                 _attribute(told, inner, max(at, begin), min(end, stop), axes)
                 at = min(end, stop)
-            place += 1
+            index += 1
         told.host_s += stop - at

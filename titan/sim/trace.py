@@ -1,6 +1,6 @@
 """What one rank does in a training step, as data: the simulator records it, prices it and replays it.
 
-    record    runs the program on fake tensors and writes a Trace        recorder.py
+    record    runs the program on fake tensors and writes a Trace        tracer.py
     price     seconds of a Kernel or a Collective on some hardware       cost.py, network.py
     replay    streams, events and ranks on a clock; the allocator        replay.py, allocator.py
 
@@ -93,7 +93,7 @@ def list_launches(shapes: tuple[tuple[int, ...], ...]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Scope:
     """Where in the program: phase, module path ("layers.3.attention.wq"; empty outside of the model), and under
     pipeline parallelism the action, such as "2F0": forward of stage 2, microbatch 0."""
 
@@ -117,7 +117,7 @@ class Launch:
 
     kernel: Kernel
     stream: int
-    place: Place
+    scope: Scope
 
 
 @dataclass(slots=True)
@@ -137,7 +137,7 @@ class Transfer:
     stream: int
     detached: bool
     work: int
-    place: Place
+    scope: Scope
     peer: int = -1
 
 
@@ -188,7 +188,7 @@ class Allocate:
     size_bytes: int
     stream: int
     category: Category
-    place: Place
+    scope: Scope
 
 
 @dataclass(slots=True)

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import shims
+from . import torch_compat
 from .operators import tensors_in
-from .trace import AwaitWork, CollectiveKind, Event, Group, Place, Transfer
+from .trace import AwaitWork, CollectiveKind, Event, Group, Scope, Transfer
 
 # Operator: kind, and the argument (None: the result) whose bytes count.
 _KINDS: dict[str, tuple[CollectiveKind, str | None]] = {
@@ -115,7 +115,7 @@ class Transfers:
         self.groups, self.shift = {}, shift
 
     def issue(
-        self, collective: Collective, func: Any, args: Any, kwargs: Any, result: Any, place: Place
+        self, collective: Collective, func: Any, args: Any, kwargs: Any, result: Any, scope: Scope
     ) -> int:
         """Returns the work's number; 0: nothing was sent."""
         if collective.kind is None:
@@ -152,7 +152,7 @@ class Transfers:
                 self.stream(),
                 detached,
                 work,
-                place,
+                scope,
                 peer,
             )
         )
@@ -171,14 +171,14 @@ class Transfers:
     def number_of_work(self) -> int:
         return next(self._works)
 
-    def again(self, transfer: Transfer, *, work: int, place: Place, shift: int) -> None:
+    def again(self, transfer: Transfer, *, work: int, scope: Scope, shift: int) -> None:
         """Issue what was issued before, acting as a rank so many after this one. None is to another stage."""
         moved = self.shift - shift
         peer = transfer.peer + moved if transfer.peer >= 0 else -1
         self._group(transfer.group)
-        self.record(replace(transfer, work=work, place=place, peer=peer))
+        self.record(replace(transfer, work=work, scope=scope, peer=peer))
 
-    def read(self, data: Tensor, group_name: str, peer: int, *, place: Place) -> None:
+    def read(self, data: Tensor, group_name: str, peer: int, *, scope: Scope) -> None:
         """Read as much as `data` from the memory of a rank of a group."""
         group = self._group(group_name)
         size, dtype = data.numel() * data.dtype.itemsize, str(data.dtype)[6:]
@@ -192,7 +192,7 @@ class Transfers:
                 self.stream(),
                 False,
                 next(self._works),
-                place,
+                scope,
                 source,
             )
         )
@@ -201,7 +201,11 @@ class Transfers:
         self.record(AwaitWork(self.stream(), work))
 
     def _group(self, given: Any) -> Group:
-        group = shims.resolve_group(given) if isinstance(given, str) else self._process_group(given)
+        group = (
+            torch_compat.resolve_group(given)
+            if isinstance(given, str)
+            else self._process_group(given)
+        )
         name = group.group_name
         if name not in self.groups:
             ranks = tuple(dist.get_process_group_ranks(group))
@@ -230,7 +234,7 @@ class Transfers:
 
     def _patch_works(self) -> None:
         """Report waits, and give sends and receives that are issued together one work."""
-        work_class, self._fake_work, group_class = shims.work_classes()
+        work_class, self._fake_work, group_class = torch_compat.work_classes()
 
         def wait(work: Any, *_: Any) -> bool:
             if work.seq_id > 0:

@@ -13,13 +13,13 @@ from tests.support.traces import in_turn
 from titan.config.layout import resolve_layout
 from titan.config.schema import JobConfig
 from titan.sim.cost import Cost
-from titan.sim.extend import CannotExtend, Depth
+from titan.sim.extrapolate import CannotExtrapolate, Depth
 from titan.sim.memory import memory_report
 from titan.sim.profiles import load_profile
-from titan.sim.record import Job, record_jobs
 from titan.sim.replay import replay
 from titan.sim.trace import Trace
-from titan.sim.traces import Wanted, _Plan, distinct_ranks, shallow
+from titan.sim.trace_cache import TraceRequest, _Plan, distinct_ranks, shallow
+from titan.sim.trace_jobs import Job, trace_jobs
 
 JOBS: dict[str, tuple[int, dict[str, Any]]] = {
     "FSDP2, selective AC": (8, {}),
@@ -95,15 +95,15 @@ def job(sections: dict[str, Any]) -> JobConfig:
     return JobConfig.model_validate(base | sections)
 
 
-def recordings(wanted: Wanted, stages: list[Depth]) -> dict[int, tuple[Trace, Trace]]:
+def recordings(request: TraceRequest, stages: list[Depth]) -> dict[int, tuple[Trace, Trace]]:
     """Of each pipeline rank: the extended trace, as all are made in one process (but for a pipeline of single ranks), which runs
     every compiled program once; and the whole one, from a process of its own that runs everything."""
-    world, ranks = wanted.layout.world_size, distinct_ranks(wanted.config, wanted.layout)
-    together = _Plan(wanted, stages, None, lambda *_: None).jobs(1)
-    alone = [Job((wanted.config,), world, (rank,), wanted.like) for rank in ranks]
+    world, ranks = request.layout.world_size, distinct_ranks(request.config, request.layout)
+    together = _Plan(request, stages, None, lambda *_: None).jobs(1)
+    alone = [Job((request.config,), world, (rank,), request.device_kind) for rank in ranks]
     extended, whole = {}, {}
     for jobs, found, remembers in ((together, extended, True), (alone, whole, False)):
-        for number, traces in record_jobs(jobs, 2, remembers=remembers):
+        for number, traces in trace_jobs(jobs, 2, remembers=remembers):
             assert isinstance(traces, list), traces
             found |= zip(jobs[number].ranks, traces, strict=True)
     return {rank: (extended[rank], whole[rank]) for rank in ranks}
@@ -128,11 +128,11 @@ def canonical(trace: Trace, section: str, numbers: defaultdict[str, dict[int, in
 def test_extended_is_whole(name: str) -> None:
     world, sections = JOBS[name]
     config = job(sections)
-    wanted = Wanted(config, resolve_layout(config, world))
-    stages = shallow(wanted)
+    request = TraceRequest(config, resolve_layout(config, world))
+    stages = shallow(request)
     assert stages is not None
     whole, extended = {}, {}
-    for rank, (found, full) in recordings(wanted, stages).items():
+    for rank, (found, full) in recordings(request, stages).items():
         whole[rank], extended[rank] = full, found
         numbers = defaultdict[str, dict[int, int]](dict), defaultdict[str, dict[int, int]](dict)
         for section in ("setup", "first_step", "step"):
@@ -154,7 +154,7 @@ def test_extended_is_whole(name: str) -> None:
 def test_blocks_that_are_not_alike_are_refused() -> None:
     """Every second block recomputed: neighbours differ."""
     config = job({"activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"}})
-    wanted = Wanted(config, resolve_layout(config, 2))
-    [together] = _Plan(wanted, [Depth(0, 15)], None, lambda *_: None).jobs(1)
-    [(_, told)] = record_jobs([together], 1)
-    assert isinstance(told, CannotExtend)
+    request = TraceRequest(config, resolve_layout(config, 2))
+    [together] = _Plan(request, [Depth(0, 15)], None, lambda *_: None).jobs(1)
+    [(_, told)] = trace_jobs([together], 1)
+    assert isinstance(told, CannotExtrapolate)

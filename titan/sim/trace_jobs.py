@@ -30,13 +30,13 @@ from titan.config.model import model_config
 from titan.config.rules import resolve_layout
 from titan.config.schema import JobConfig
 
-from .extend import CannotExtend
+from .extrapolate import CannotExtrapolate
 from .trace import Allocate, Event, Free, Trace
 
-Like = Literal["cuda", "cpu"]
+DeviceKind = Literal["cuda", "cpu"]
 
 
-class RecordError(RuntimeError):
+class TraceError(RuntimeError):
     """Something in a job cannot be traced; the message names it."""
 
 
@@ -51,29 +51,29 @@ class Job:
     programs: tuple[JobConfig, ...]
     world_size: int
     ranks: tuple[int, ...]
-    like: Like = "cuda"
+    device_kind: DeviceKind = "cuda"
     join: Callable[[Sequence[Trace]], Trace] = operator.itemgetter(0)
 
 
-def record(
+def trace_ranks(
     config: JobConfig,
     *,
     world_size: int,
     ranks: Sequence[int] | None = None,
     processes: int | None = None,
-    like: Like = "cuda",
+    device_kind: DeviceKind = "cuda",
     **options: Any,
 ) -> dict[int, Trace]:
-    """Traces by rank. ranks: one of each pipeline stage's (`distinct_ranks`), unless given. options: as those of `record_job`.
+    """Traces by rank. ranks: one of each pipeline stage's (`distinct_ranks`), unless given. options: as those of `trace_job`.
 
     Raises ConfigError for a layout that does not fit `world_size`, and RecordError.
     """
     layout = resolve_layout(config, world_size)
     if ranks is None:
         ranks = distinct_ranks(config, layout)
-    jobs = [Job((config,), world_size, (rank,), like) for rank in ranks]
+    jobs = [Job((config,), world_size, (rank,), device_kind) for rank in ranks]
     traces: dict[int, Trace] = {}
-    for number, result in record_jobs(jobs, processes or os.cpu_count() or 1, **options):
+    for number, result in trace_jobs(jobs, processes or os.cpu_count() or 1, **options):
         if isinstance(result, Exception):
             raise result
         [traces[ranks[number]]] = result
@@ -89,56 +89,56 @@ def distinct_ranks(config: JobConfig, layout: Layout) -> list[int]:
     return [stage * size + busiest for stage in range(layout.pp)]
 
 
-def record_job(
+def trace_job(
     job: Job,
     *,
     steps: int = 2,
     remembers: bool = True,
-    on_backward_error: Callable[[RecordError], None] = lambda _: None,
+    on_backward_error: Callable[[TraceError], None] = lambda _: None,
 ) -> Iterator[tuple[int, Trace]]:
     """(rank, its trace) for each of a job's ranks. Changes torch for good: to be called once, in a process that has not run a
     backward pass.
 
-    steps: to run; the last one is the trace's `step`. remembers: as the Recorder. on_backward_error: is told at once of an error
+    steps: to run; the last one is the trace's `step`. remembers: as the Tracer. on_backward_error: is told at once of an error
     that may be the process's last. Raises RecordError, and what `join` raises.
     """
     from titan import train_step as module
 
-    from . import era, shims
-    from .environment import act_as, environment
-    from .recorder import Recorder
+    from . import era, torch_compat
+    from .fake_world import fake_world, impersonate_rank
+    from .tracer import Tracer
 
     module.initialize = lambda *_, **__: None  # weights are drawn and leave nothing behind
     config, rank = job.programs[0], job.ranks[0]
     layout = resolve_layout(config, job.world_size)
-    with environment(layout, rank=rank, like=job.like) as (device, mesh):
-        recorder = Recorder(mesh, remembers=remembers)
-        recorder.places.watch_fsdp()
-        _watch_actions(recorder.places)
-        shims.answer_pipeline_metadata(lambda: _boundary(config, layout, device))
-        shims.release_sent_outputs()
+    with fake_world(layout, rank=rank, device_kind=job.device_kind) as (device, mesh):
+        tracer = Tracer(mesh, remembers=remembers)
+        tracer.scopes.watch_fsdp()
+        _watch_actions(tracer.scopes)
+        torch_compat.answer_pipeline_metadata(lambda: _boundary(config, layout, device))
+        torch_compat.release_sent_outputs()
         if config.simulator.torch == "2.6":
             era.go_back(config, layout)
-        told: dict[int, RecordError] = {}  # what was said of an error, where it was raised
+        told: dict[int, TraceError] = {}  # what was said of an error, where it was raised
 
         def tell(error: Exception) -> None:
-            told[id(error)] = RecordError(_describe(error, recorder, rank))
+            told[id(error)] = TraceError(_describe(error, tracer, rank))
             on_backward_error(told[id(error)])
 
-        recorder.on_backward_error = tell
+        tracer.on_backward_error = tell
 
         def recorded(program: JobConfig) -> Trace:
             try:
-                return _record(program, rank, layout, recorder, device, mesh, steps)
+                return _record(program, rank, layout, tracer, device, mesh, steps)
             except Exception as error:
-                if isinstance(error, SystemError) and recorder.error is not None:
-                    error = recorder.error
-                if error is recorder.error and id(error) in told:
+                if isinstance(error, SystemError) and tracer.error is not None:
+                    error = tracer.error
+                if error is tracer.error and id(error) in told:
                     raise told[id(error)] from error
-                raise RecordError(_describe(error, recorder, rank)) from error
+                raise TraceError(_describe(error, tracer, rank)) from error
 
         for rank in job.ranks:
-            recorder.transfers.begin(act_as(rank, mesh))
+            tracer.transfers.begin(impersonate_rank(rank, mesh))
             yield rank, job.join([recorded(program) for program in job.programs])
 
 
@@ -146,7 +146,7 @@ def _record(
     config: JobConfig,
     rank: int,
     layout: Layout,
-    recorder: Any,
+    tracer: Any,
     device: Any,
     mesh: Any,
     steps: int,
@@ -155,30 +155,30 @@ def _record(
     from titan.optim.adam import local
 
     trace = Trace(rank, layout.world_size)
-    recorder.begin()
-    with recorder:
+    tracer.begin()
+    with tracer:
         train_step = module.build_train_step(config, device=device, mesh=mesh)
-        recorder.storages.mark_made("parameters")
+        tracer.storages.mark_made("parameters")
         for parameter, owner in _owners(train_step).items():
-            recorder.storages.attribute([local(parameter)], owner)
-        trace.setup = _left(recorder.events)
+            tracer.storages.attribute([local(parameter)], owner)
+        trace.setup = _left(tracer.events)
         batches = [_fake_batch(config) for _ in range(layout.accumulation)]
         gc.collect()
         gc.disable()  # as the trainer does: what lies in cycles is not freed within a step
-        with _watched(train_step, module, recorder):
+        with _watched(train_step, module, tracer):
             for step in range(1, steps + 1):
-                recorder.events = []
-                recorder.places.begin_step()
-                recorder.storages.begin()
+                tracer.events = []
+                tracer.scopes.begin_step()
+                tracer.storages.begin()
                 report = train_step.train(batches, step=step)
                 del report
-                recorder.places.phase = "forward"
+                tracer.scopes.phase = "forward"
                 if step == 1:
-                    trace.first_step = _left(recorder.events)
-                trace.step = recorder.events
-        recorder.events = []  # what is freed from here on is no part of it
+                    trace.first_step = _left(tracer.events)
+                trace.step = tracer.events
+        tracer.events = []  # what is freed from here on is no part of it
         gc.enable()
-    trace.groups = recorder.transfers.groups
+    trace.groups = tracer.transfers.groups
     return trace
 
 
@@ -200,15 +200,15 @@ def _owners(train_step: Any) -> dict[Any, str]:
 
 
 @contextmanager
-def _watched(train_step: Any, module: Any, recorder: Any) -> Iterator[None]:
+def _watched(train_step: Any, module: Any, tracer: Any) -> Iterator[None]:
     """Know when the program's parts run."""
     import torch
 
     from titan.optim.adam import local
 
-    places, storages = recorder.places, recorder.storages
+    scopes, storages = tracer.scopes, tracer.storages
     for part in train_step.model_parts:
-        places.watch(part)
+        scopes.watch(part)
     owners = _owners(train_step)
     parameters = list(owners)
 
@@ -221,13 +221,13 @@ def _watched(train_step: Any, module: Any, recorder: Any) -> Iterator[None]:
 
     def clip_gradients(*args: Any, **kwargs: Any) -> Any:
         mark_gradients()
-        with places.during("clip"):
+        with scopes.during("clip"):
             return clip(*args, **kwargs)
 
     def optimizer_step(*args: Any, **kwargs: Any) -> Any:
         mark_gradients()
         storages.begin()
-        with places.during("optimizer"):
+        with scopes.during("optimizer"):
             result = step(*args, **kwargs)
         storages.mark_made("optimizer")
         attribute_states()
@@ -247,18 +247,18 @@ def _watched(train_step: Any, module: Any, recorder: Any) -> Iterator[None]:
         module.clip_gradients = clip
 
 
-def _watch_actions(places: Any) -> None:
+def _watch_actions(scopes: Any) -> None:
     """Pipeline actions, by the methods of torch's stages that perform them."""
-    from . import shims
+    from . import torch_compat
 
     def action(letter: Callable[..., str]) -> Callable[[Any], Any]:
         def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
             def acting(stage: Any, chunk: int, *args: Any, **kwargs: Any) -> Any:
-                places.action = f"{stage.stage_index}{letter(kwargs)}{chunk}"
+                scopes.action = f"{stage.stage_index}{letter(kwargs)}{chunk}"
                 try:
                     return method(stage, chunk, *args, **kwargs)
                 finally:
-                    places.action = ""
+                    scopes.action = ""
 
             return acting
 
@@ -266,21 +266,21 @@ def _watch_actions(places: Any) -> None:
 
     stage = "torch.distributed.pipelining.stage"
     base = "_PipelineStageBase"
-    shims.replace(stage, f"{base}.forward_one_chunk", action(lambda _: "F"))
-    shims.replace(stage, f"{base}.backward_one_chunk", action(lambda k: "B" if k.get("full_backward", True) else "I"))  # fmt: skip
-    shims.replace(stage, f"{base}.backward_weight_one_chunk", action(lambda _: "W"))
+    torch_compat.replace(stage, f"{base}.forward_one_chunk", action(lambda _: "F"))
+    torch_compat.replace(stage, f"{base}.backward_one_chunk", action(lambda k: "B" if k.get("full_backward", True) else "I"))  # fmt: skip
+    torch_compat.replace(stage, f"{base}.backward_weight_one_chunk", action(lambda _: "W"))
 
     def with_loss(method: Callable[..., Any]) -> Callable[..., Any]:
         def losing(self: Any, s: Any, output: Any, targets: Any, chunk: int, *rest: Any) -> Any:
-            places.action = f"{s.stage_index}F{chunk}"
+            scopes.action = f"{s.stage_index}F{chunk}"
             try:
                 return method(self, s, output, targets, chunk, *rest)
             finally:
-                places.action = ""
+                scopes.action = ""
 
         return losing
 
-    shims.replace("torch.distributed.pipelining.schedules", "_PipelineSchedule._maybe_compute_loss", with_loss)  # fmt: skip
+    torch_compat.replace("torch.distributed.pipelining.schedules", "_PipelineSchedule._maybe_compute_loss", with_loss)  # fmt: skip
 
 
 def _fake_batch(config: JobConfig) -> Any:
@@ -320,15 +320,15 @@ _NO_DATA = (
 )
 
 
-def _describe(error: Exception, recorder: Any, rank: int) -> str:
+def _describe(error: Exception, tracer: Any, rank: int) -> str:
     """Operation, phase, action, module, and the function that raised."""
-    places = recorder.places
+    scopes = tracer.scopes
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1]
-    module = places.module_that_raised(error)
-    where = [places.current().phase, places.action, module and f"module {module}"]
+    module = scopes.module_that_raised(error)
+    where = [scopes.current().phase, scopes.action, module and f"module {module}"]
     where.append(f"{'/'.join(Path(last.filename).parts[-3:])}:{last.lineno} in {last.name}")
-    after = f" after {recorder.running}" if recorder.running is not None else ""
+    after = f" after {tracer.running}" if tracer.running is not None else ""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     # "backend='inductor' raised:" is what torch begins with, and what was raised the next line.
     said = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])
@@ -341,16 +341,16 @@ def _describe(error: Exception, recorder: Any, rank: int) -> str:
 
 # ---- children ----------------------------------------------------------------------------------
 
-_PRELOAD = ["titan.train_step", "titan.sim.environment", "titan.sim.recorder", "torch.distributed.pipelining"]  # fmt: skip
+_PRELOAD = ["titan.train_step", "titan.sim.fake_world", "titan.sim.tracer", "torch.distributed.pipelining"]  # fmt: skip
 
 
-def record_jobs(
+def trace_jobs(
     jobs: Sequence[Job], processes: int, **options: Any
 ) -> Iterator[tuple[int, list[Trace] | Exception]]:
     """(number of the job, its ranks' traces or why there are none) as they become ready, each from a process of its own, `processes` at
     a time.
 
-    options: as those of `record_job`. The exception is a RecordError, or what the job's `join` raised.
+    options: as those of `trace_job`. The exception is a RecordError, or what the job's `join` raised.
     """
     # Children are forked from a server that has torch imported, and has no threads and no backward pass behind it.
     context = multiprocessing.get_context("forkserver")
@@ -393,7 +393,7 @@ def _outcome(job: Job, answers: dict[int, Trace | Exception], exit_code: int) ->
     for rank in job.ranks:
         answer = answers.get(rank)
         if not isinstance(answer, Trace):
-            return answer or RecordError(f"the recording process died (exit code {exit_code})")
+            return answer or TraceError(f"the recording process died (exit code {exit_code})")
         traces.append(answer)
     return traces
 
@@ -410,12 +410,12 @@ def _child(connection: Connection, job: Job, options: dict[str, Any]) -> None:
         connection.send_bytes(pickle.dumps((rank, answer), protocol=pickle.HIGHEST_PROTOCOL))
 
     try:
-        for _, trace in record_job(job, on_backward_error=send, **options):
+        for _, trace in trace_job(job, on_backward_error=send, **options):
             send(trace)
             rank = next(ranks, rank)
-    except (RecordError, CannotExtend) as error:
+    except (TraceError, CannotExtrapolate) as error:
         send(error)
     except BaseException as error:
-        send(RecordError(f"{type(error).__name__}: {error}"))
+        send(TraceError(f"{type(error).__name__}: {error}"))
     # Not by the interpreter's way out: autograd's thread for the device would sometimes abort it.
     os._exit(0)

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import device, shims
+from . import device, torch_compat
 from .operators import EXPANDED
 from .trace import Kernel
 
 if TYPE_CHECKING:
-    from .recorder import Recorder
+    from .tracer import Tracer
 
 _MODULE = "torch.distributed._symmetric_memory"
 _FUSED = ("fused_all_gather_matmul", "fused_all_gather_scaled_matmul", "fused_matmul_reduce_scatter", "fused_scaled_matmul_reduce_scatter")  # fmt: skip
@@ -30,24 +30,24 @@ _BARRIER = Kernel("symm_mem::barrier", "pointwise", host="compiled")
 _copy = torch.ops.aten.copy_.default
 
 
-def install(recorder: Recorder) -> None:
+def install(tracer: Tracer) -> None:
     """Take the fused operations apart as on CUDA."""
     stream = device.Stream(number=device.SECOND_STREAM)
-    shims.replace(_MODULE, "_get_backend_stream", lambda _: lambda priority=0: stream)
-    shims.replace(_MODULE, "get_symm_mem_workspace", lambda _: lambda name, min_size: _Workspace(recorder, name))  # fmt: skip
+    torch_compat.replace(_MODULE, "_get_backend_stream", lambda _: lambda priority=0: stream)
+    torch_compat.replace(_MODULE, "get_symm_mem_workspace", lambda _: lambda name, min_size: _Workspace(tracer, name))  # fmt: skip
     # torch 2.15 asks for an accelerator's allocator of it, earlier ones for what is asked here: whether the group was announced.
-    announced = shims.find(_MODULE, "_group_name_to_store")
-    shims.replace(_MODULE, "is_symm_mem_enabled_for_group", lambda _: announced.__contains__)
+    announced = torch_compat.find(_MODULE, "_group_name_to_store")
+    torch_compat.replace(_MODULE, "is_symm_mem_enabled_for_group", lambda _: announced.__contains__)
     torch.cuda.current_stream = lambda *_: device.current()  # pyright: ignore
     torch.cuda._sleep = lambda *_: None
     for name in _FUSED:
         operator = getattr(torch.ops.symm_mem, name).default
-        EXPANDED[operator] = _with_peers(recorder, shims.find(_MODULE, f"_{name}"))
+        EXPANDED[operator] = _with_peers(tracer, torch_compat.find(_MODULE, f"_{name}"))
 
 
-def _with_peers(recorder: Recorder, implementation: Callable[..., Any]) -> Callable[..., Any]:
+def _with_peers(tracer: Tracer, implementation: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _Reads(recorder):
+        with _Reads(tracer):
             return implementation(*args, **kwargs)
 
     return run
@@ -56,16 +56,16 @@ def _with_peers(recorder: Recorder, implementation: Callable[..., Any]) -> Calla
 class _Workspace:
     """Memory of all ranks of a group."""
 
-    def __init__(self, recorder: Recorder, group_name: str) -> None:
-        group = shims.resolve_group(group_name)
-        self.recorder, self.group_name = recorder, group_name
+    def __init__(self, tracer: Tracer, group_name: str) -> None:
+        group = torch_compat.resolve_group(group_name)
+        self.tracer, self.group_name = tracer, group_name
         self.rank, self.world_size = group.rank(), group.size()
 
     def barrier(self, channel: int = 0) -> None:
-        self.recorder.launch(_BARRIER)
+        self.tracer.launch(_BARRIER)
 
     def get_buffer(self, rank: int, sizes: Any, dtype: torch.dtype, storage_offset: int = 0) -> Tensor:  # fmt: skip
-        buffer = self.recorder.paused(torch.empty)(sizes, dtype=dtype, device=device.NAME)
+        buffer = self.tracer.paused(torch.empty)(sizes, dtype=dtype, device=device.NAME)
         if rank != self.rank:
             buffer.peer = (self.group_name, rank)  # pyright: ignore
         return buffer
@@ -74,13 +74,13 @@ class _Workspace:
 class _Reads(TorchDispatchMode):
     """A copy from memory of a peer is a transfer."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, tracer: Tracer) -> None:
         super().__init__()
-        self.recorder = recorder
+        self.tracer = tracer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         peer = getattr(args[1], "peer", None) if func is _copy else None
         if peer is None:
             return func(*args, **(kwargs or {}))
-        self.recorder.transfers.read(args[0], *peer, place=self.recorder.places.current())
+        self.tracer.transfers.read(args[0], *peer, scope=self.tracer.scopes.current())
         return args[0]

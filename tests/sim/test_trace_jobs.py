@@ -24,11 +24,10 @@ from tests.support.traces import (
 from titan.config.model import model_config
 from titan.config.rules import resolve_layout
 from titan.config.schema import JobConfig
-from titan.sim import record as record_module
-from titan.sim import recorder
+from titan.sim import trace_jobs as record_module
+from titan.sim import tracer
 from titan.sim.cost import Cost
 from titan.sim.profiles import load_profile
-from titan.sim.record import RecordError, distinct_ranks, record
 from titan.sim.replay import replay
 from titan.sim.trace import (
     HOST,
@@ -37,6 +36,7 @@ from titan.sim.trace import (
     Launch,
     Transfer,
 )
+from titan.sim.trace_jobs import TraceError, distinct_ranks, trace_ranks
 
 SELECTIVE = {"mode": "selective"}
 SPLIT_HEADS = {"overrides": {"n_layers": 4, "n_kv_heads": 4}}  # CPU attention copies grouped heads
@@ -108,7 +108,7 @@ def test_peak_is_the_real_one(name: str, pool: Pool) -> None:
     # Large enough that the peak is in the forward or backward pass: clipping squares gradients one by one on a CPU only.
     config = job(batch=8, **sections)
     real = pool.run(world, real_peak, config)[0]
-    trace = record(config, world_size=world, ranks=[0], like="cpu")[0]
+    trace = trace_ranks(config, world_size=world, ranks=[0], device_kind="cpu")[0]
     assert traced_peak(trace) == pytest.approx(real, rel=0.002)
 
 
@@ -119,14 +119,14 @@ def test_without_balance_the_rank_with_the_sequences_end_is_traced() -> None:
     """Two ranks, cut once through the sequence: the second sees two blocks of keys in each of four layers, the first one."""
     context: dict[str, Any] = {"context_parallel_degree": 2}
     ranks = {
-        balancer: record(job(parallelism=context | {"context_parallel_load_balancer": balancer}), world_size=2)
+        balancer: trace_ranks(job(parallelism=context | {"context_parallel_load_balancer": balancer}), world_size=2)
         for balancer in ("headtail", "none")
     }  # fmt: skip
     assert [[*traces] for traces in ranks.values()] == [[0], [1]]
     in_forward = [
         launch.kernel.causal
         for launch in events_of(ranks["none"][1].step, Launch)
-        if launch.kernel.kind == "attention" and launch.place.phase == "forward"
+        if launch.kernel.kind == "attention" and launch.scope.phase == "forward"
     ]
     assert sorted(in_forward) == [False] * 4 + [True] * 4
     pipeline = job(parallelism=context | {
@@ -143,7 +143,7 @@ def test_matrix_products_are_the_models() -> None:
     by_phase: Counter[str] = Counter()
     for launch in events_of(trace.step, Launch):
         if launch.kernel.kind in ("matmul", "attention"):
-            by_phase[launch.place.phase] += launch.kernel.flops
+            by_phase[launch.scope.phase] += launch.kernel.flops
         elif launch.kernel.kind == "attention_backward":
             # FlashAttention multiplies five times, the formula counts four: what is recomputed inside is no work of the model's.
             by_phase["backward"] += launch.kernel.flops * 4 // 5
@@ -162,7 +162,7 @@ def test_matrix_products_are_the_models() -> None:
 def test_kernels_know_what_they_move() -> None:
     trace = trace_of(job(batch=8, training=BF16), world=2)
     launches = sorted(events_of(trace.step, Launch), key=lambda e: e.kernel.write_bytes)
-    kernels = {(e.kernel.name, e.place.module): e.kernel for e in launches}
+    kernels = {(e.kernel.name, e.scope.module): e.kernel for e in launches}
     product = kernels["aten::mm", "layers.1.feed_forward.w1"]
     assert product.kind == "matmul" and product.dtype == "bfloat16"
     attention = next(k for k in (kernels[n] for n in kernels) if k.kind == "attention")
@@ -180,15 +180,15 @@ def test_kernels_know_what_they_move() -> None:
 def test_places() -> None:
     trace = trace_of(job(activation_checkpoint={"mode": "full"}, training=BF16), world=2)
     products = [e for e in events_of(trace.step, Launch) if e.kernel.kind == "matmul"]
-    places = Counter((e.place.phase, e.place.module) for e in products)
+    scopes = Counter((e.scope.phase, e.scope.module) for e in products)
     for phase, number in (("forward", 1), ("recompute", 1), ("backward", 2)):
-        assert places[phase, "layers.2.attention.wq"] == number
-    assert places["recompute", "layers.2.feed_forward.w2"] == 0
-    names = {(e.kernel.name, e.place.phase) for e in events_of(trace.step, Launch)}
+        assert scopes[phase, "layers.2.attention.wq"] == number
+    assert scopes["recompute", "layers.2.feed_forward.w2"] == 0
+    names = {(e.kernel.name, e.scope.phase) for e in events_of(trace.step, Launch)}
     assert ("aten::_fused_adamw_", "optimizer") in names
     assert ("aten::_foreach_norm", "clip") in names
     gathers = Counter(
-        (e.place.phase, e.place.module)
+        (e.scope.phase, e.scope.module)
         for e in events_of(trace.step, Transfer)
         if e.kind == "all_gather"
     )
@@ -196,7 +196,7 @@ def test_places() -> None:
     # All but the last block's.
     assert sum(n for (phase, _), n in gathers.items() if phase == "backward") == 3
     scatters = [
-        e.place.module for e in events_of(trace.step, Transfer) if e.kind == "reduce_scatter"
+        e.scope.module for e in events_of(trace.step, Transfer) if e.kind == "reduce_scatter"
     ]
     assert scatters[:3] == ["layers.3", "layers.2", "layers.1"]
 
@@ -210,8 +210,8 @@ def test_pipeline_actions() -> None:
             "pipeline_parallel_schedule": "InterleavedZeroBubble",
         },
     )
-    trace = record(config, world_size=2, ranks=[1])[1]
-    actions = list(dict.fromkeys(e.place.action for e in events_of(trace.step, Launch)))
+    trace = trace_ranks(config, world_size=2, ranks=[1])[1]
+    actions = list(dict.fromkeys(e.scope.action for e in events_of(trace.step, Launch)))
     assert (
         actions[actions.index("1F0")]
         < actions[actions.index("1I0")]
@@ -245,13 +245,13 @@ def test_gradients_that_microbatches_add_up_are_no_activations() -> None:
     """FSDP keeps whole gradients in fp32 until the last microbatch: of this stage's parameters, once."""
     pipeline = {"pipeline_parallel_degree": 2}
     config = job(batch=4, training=BF16, parallelism=pipeline)
-    trace = record(config, world_size=4, ranks=[2])[2]
+    trace = trace_ranks(config, world_size=4, ranks=[2])[2]
     made = events_of(trace.step, Allocate)
-    assert not any(e.category == "activations" and e.place.phase == "backward" for e in made)
+    assert not any(e.category == "activations" and e.scope.phase == "backward" for e in made)
     parameters = sum(
         e.size_bytes for e in events_of(trace.setup, Allocate) if e.category == "parameters"
     )
-    whole = [e for e in made if e.category == "gradients" and e.place.phase == "backward"]
+    whole = [e for e in made if e.category == "gradients" and e.scope.phase == "backward"]
     assert sum(e.size_bytes for e in whole) >= 2 * parameters  # sharded over two ranks
 
 
@@ -265,12 +265,12 @@ def test_every_later_step_is_the_same() -> None:
 def _numbered_anew(events: list[Event]) -> Iterator[Any]:
     """Blocks, events and works are numbered through: say instead how long ago they were."""
     seen: dict[tuple[str, int], int] = {}
-    for place, event in enumerate(events):
+    for index, event in enumerate(events):
         fields = {name: getattr(event, name) for name in event.__slots__}
         for name in ("block", "event", "work"):
             if name in fields:
-                first = seen.setdefault((name, fields[name]), place)
-                fields[name] = place - first
+                first = seen.setdefault((name, fields[name]), index)
+                fields[name] = index - first
         yield type(event).__name__, fields
 
 
@@ -282,7 +282,7 @@ def test_attention_that_selective_checkpointing_keeps_does_not_run_again(method:
     settings = {"context_parallel_degree": 2, "context_parallel_rotate_method": method}
     config = job(training=BF16, parallelism=settings, activation_checkpoint=SELECTIVE)
     phases = Counter(
-        e.place.phase
+        e.scope.phase
         for e in events_of(trace_of(config, world=2).step, Launch)
         if e.kernel.kind.startswith("attention")
     )
@@ -293,7 +293,7 @@ def test_attention_that_selective_checkpointing_keeps_does_not_run_again(method:
 def test_who_launches_what() -> None:
     trace = trace_of(job(training=BF16, parallelism={"tensor_parallel_degree": 2}), world=2)
     hosts: Counter[Any] = Counter(
-        (e.place.module.split(".")[0], e.kernel.host)
+        (e.scope.module.split(".")[0], e.kernel.host)
         for e in events_of(trace.step, Launch)
         if e.kernel.kind == "matmul"
     )
@@ -307,7 +307,7 @@ def test_offloaded_parameters_are_the_hosts_work() -> None:
     trace = trace_of(job(model=model, training={**BF16, "enable_cpu_offload": True}), world=2)
     work = [e for e in events_of(trace.step, Launch) if e.stream == HOST]
     updates = [e.kernel for e in work if e.kernel.name == "aten::_fused_adamw_"]
-    assert {e.place.phase for e in work} == {"clip", "optimizer"}
+    assert {e.scope.phase for e in work} == {"clip", "optimizer"}
     shard = model_config(job(model=model).model).num_params // 2
     assert sum(k.write_bytes for k in updates) == pytest.approx(3 * 4 * shard, rel=0.01)
     seconds = sum(Cost(load_profile("h100-sxm")).host_s(e.kernel) for e in work)
@@ -328,7 +328,7 @@ def test_offloaded_8_bit_moments_are_updated_on_the_host(float8: bool) -> None:
         quantize=settings if float8 else {},
     )
     step = trace_of(config, world=2).step
-    update = [e for e in events_of(step, Launch) if e.place.phase == "optimizer"]
+    update = [e for e in events_of(step, Launch) if e.scope.phase == "optimizer"]
     assert {e.stream for e in update} == {HOST}
     shard = model_config(config.model).num_params // 2
     # Weights and gradients in fp32, and two moments of a byte with a scale in fp32 for each 64.
@@ -345,7 +345,7 @@ def test_offloaded_matrices_are_the_hosts_work_under_muon() -> None:
         quantize={"linear": {"float8": {"enable_fsdp_float8_all_gather": True}}},
     )
     step = trace_of(config, world=2).step
-    update = [e for e in events_of(step, Launch) if e.place.phase == "optimizer"]
+    update = [e for e in events_of(step, Launch) if e.scope.phase == "optimizer"]
     assert {e.stream for e in update} == {HOST}
     products = [e.kernel for e in update if e.kernel.kind == "matmul"]
     # Five steps of Newton-Schulz, of three products each, of at least the smallest matrix.
@@ -366,7 +366,7 @@ def test_says_what_cannot_be_traced() -> None:
         training=BF16,
     )
     with pytest.raises(
-        RecordError, match=r"rank 0 cannot be traced .*module layers\.0\.attention\.wq.*mx"
+        TraceError, match=r"rank 0 cannot be traced .*module layers\.0\.attention\.wq.*mx"
     ):
         trace_of(config)
 
@@ -377,12 +377,12 @@ def _child_that_fails(*args: Any) -> None:
             raise ValueError("no room")
         return []
 
-    recorder.workspace_bytes = fail
+    tracer.workspace_bytes = fail
     record_module._child(*args)
 
 
 def test_says_what_failed_in_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Autograd's thread may take the process with it."""
     monkeypatch.setattr(record_module, "_child", _child_that_fails)
-    with pytest.raises(RecordError, match=r"^rank 0 .*silu_backward.*\(backward, .*ValueError: no room"):  # fmt: skip
-        record(job(training=BF16), world_size=1)
+    with pytest.raises(TraceError, match=r"^rank 0 .*silu_backward.*\(backward, .*ValueError: no room"):  # fmt: skip
+        trace_ranks(job(training=BF16), world_size=1)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import device
-from .shims import no_memory_of_calls
+from .torch_compat import no_memory_of_calls
 from .trace import (  # fmt: skip
     Allocate,
     AwaitEvent,
@@ -25,13 +25,13 @@ from .trace import (  # fmt: skip
     Event,
     Free,
     Launch,
-    Place,
     RecordEvent,
+    Scope,
     Transfer,
 )
 
 if TYPE_CHECKING:
-    from .recorder import Recorder
+    from .tracer import Tracer
 
 _Memory = tuple[str, int]
 """Of an output: ("input", its number), ("part", the number of an input whose memory it shares), or ("made", the block)."""
@@ -83,20 +83,20 @@ class _Run:
     outputs: list[tuple[_Memory, _Shape] | Any] = field(default_factory=list)
 
 
-class Program:
+class RecordedProgram:
     """A compiled program under a recorder. call: takes inputs in a list, which it empties, and calls `at`."""
 
-    def __init__(self, recorder: Recorder, call: Callable[[list[Any]], Any]) -> None:
-        self.recorder, self.call = recorder, call
+    def __init__(self, tracer: Tracer, call: Callable[[list[Any]], Any]) -> None:
+        self.tracer, self.call = tracer, call
         self._boxed_call = True  # for torch: inputs are freed when they were last used
         self._runs: dict[Any, _Run] = {}
         self._marks: list[tuple[int, Any]] = []  # what is no event, and the number of the next one
 
     def __call__(self, args: list[Any]) -> list[Any]:
-        recorder = self.recorder
+        tracer = self.tracer
         self._marks.clear()
-        with recorder.compiled():
-            if not recorder.remembers or any(map(recorder.transfers.is_awaited, _tensors(args))):
+        with tracer.compiled():
+            if not tracer.remembers or any(map(tracer.transfers.is_awaited, _tensors(args))):
                 return [_plain(output) for output in self.call(args)]
             given, addresses = list(args), [_address(a) for a in args]
             args.clear()
@@ -111,8 +111,8 @@ class Program:
 
     def at(self, module: str, recomputes: bool) -> None:
         """What follows is of a module within the compiled one."""
-        self.recorder.places.enter_compiled(module, recomputes)
-        self._marks.append((len(self.recorder.events), (module, recomputes)))
+        self.tracer.scopes.enter_compiled(module, recomputes)
+        self._marks.append((len(self.tracer.events), (module, recomputes)))
 
     # ---- the first run
 
@@ -120,17 +120,17 @@ class Program:
         self, given: list[Any], addresses: list[int], first: dict[int, int]
     ) -> tuple[_Run | None, list[Any]]:
         """None for a run that takes part in something outside of it."""
-        recorder, storages = self.recorder, self.recorder.storages
+        tracer, storages = self.tracer, self.tracer.storages
         stand_ins, inputs = list(given), dict[int, int]()  # by address of the stand-in
 
         def done_with(address: int, stand_in: int) -> None:
             del inputs[stand_in]
             same = [i for i, a in enumerate(addresses) if a == address]
-            self._marks.append((len(recorder.events), same))
+            self._marks.append((len(tracer.events), same))
             for i in same:
                 given[i] = None
 
-        with recorder.pause():
+        with tracer.pause():
             for address, i in first.items():
                 size = given[i].untyped_storage().nbytes()
                 memory = torch.empty(size, dtype=torch.uint8, device=device.NAME)
@@ -139,7 +139,7 @@ class Program:
                     if a == address:
                         stand_ins[j] = _Shape.of(given[j]).within(memory)
                 del memory
-        start = len(recorder.events)
+        start = len(tracer.events)
         outputs, told = [], []
         for output in self.call(stand_ins):
             if not isinstance(output, Tensor):
@@ -156,50 +156,50 @@ class Program:
             told.append((("part", source) if whole is None else ("input", whole), shape))
             outputs.append(self._of_input(told[-1], given))
         run = _Run(
-            recorder.transfers.shift, _in_order(recorder.events[start:], self._marks, start), told
+            tracer.transfers.shift, _in_order(tracer.events[start:], self._marks, start), told
         )
         blocks = [memory[1] for memory, _ in filter(_is_told, told)]
-        awaited = any(map(recorder.transfers.is_awaited, _tensors(outputs)))
+        awaited = any(map(tracer.transfers.is_awaited, _tensors(outputs)))
         return None if -1 in blocks or awaited or _refers_outside(run) else run, outputs
 
     # ---- later ones
 
     def _tell(self, run: _Run, given: list[Any]) -> list[Any]:
-        recorder = self.recorder
-        storages, places = recorder.storages, recorder.places
+        tracer = self.tracer
+        storages, scopes = tracer.storages, tracer.scopes
         kept = {o[0][1]: given[o[0][1]] for o in run.outputs if _is_told(o) and o[0][0] != "made"}
         made: dict[int, Allocate] = {}
         numbers: dict[tuple[str, int], int] = {}
-        here = places.current()
-        known: dict[tuple[str, bool], Place] = {}
+        here = scopes.current()
+        known: dict[tuple[str, bool], Scope] = {}
         for it in run.told:
             match it:
                 case tuple():
                     if it not in known:
-                        places.enter_compiled(*it)
-                        known[it] = places.current()
+                        scopes.enter_compiled(*it)
+                        known[it] = scopes.current()
                     here = known[it]
                 case list():
                     for i in it:
                         given[i] = None
                 case Launch():
-                    recorder.record(Launch(it.kernel, it.stream, here))
+                    tracer.record(Launch(it.kernel, it.stream, here))
                 case Allocate():
                     made[it.block] = storages.allocate(it.size_bytes, it.stream, it.category, here)
                 case Free():
-                    recorder.record(Free(made[it.block].block))
+                    tracer.record(Free(made[it.block].block))
                 case Transfer():
                     work = self._work(numbers, it.work)
-                    recorder.transfers.again(it, work=work, place=here, shift=run.shift)
+                    tracer.transfers.again(it, work=work, scope=here, shift=run.shift)
                 case AwaitWork():
-                    recorder.record(replace(it, work=self._work(numbers, it.work)))
+                    tracer.record(replace(it, work=self._work(numbers, it.work)))
                 case RecordEvent() | AwaitEvent():
                     key = ("event", it.event)
                     if key not in numbers:
                         numbers[key] = device.number_of_event()
-                    recorder.record(replace(it, event=numbers[key]))
+                    tracer.record(replace(it, event=numbers[key]))
                 case _:
-                    recorder.record(replace(it))
+                    tracer.record(replace(it))
         outputs: list[Any] = []
         memories: dict[_Memory, Tensor] = {}
         for output in run.outputs:
@@ -208,10 +208,10 @@ class Program:
             elif output[0][0] != "made":
                 outputs.append(self._of_input(output, kept))
             elif (memory := output[0]) in memories:
-                with recorder.pause():
+                with tracer.pause():
                     outputs.append(output[1].within(memories[memory]))
             else:
-                with recorder.pause():
+                with tracer.pause():
                     memories[memory] = output[1].allocated()
                 storages.adopt(memories[memory], made[memory[1]])
                 outputs.append(memories[memory])
@@ -221,13 +221,13 @@ class Program:
         (what, number), shape = told
         if what == "input":
             return given[number]
-        with self.recorder.pause():
+        with self.tracer.pause():
             return shape.within(given[number])
 
     def _work(self, numbers: dict[tuple[str, int], int], work: int) -> int:
         key = ("work", work)
         if key not in numbers:
-            numbers[key] = self.recorder.transfers.number_of_work()
+            numbers[key] = self.tracer.transfers.number_of_work()
         return numbers[key]
 
 

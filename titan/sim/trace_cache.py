@@ -27,9 +27,9 @@ from titan.config.model import model_config
 from titan.config.schema import JobConfig
 
 from . import trace as events
-from .extend import CannotExtend, Depth, extend
-from .record import Job, Like, distinct_ranks, record_jobs
+from .extrapolate import CannotExtrapolate, Depth, extrapolate
 from .trace import Group, Trace, Transfer
+from .trace_jobs import DeviceKind, Job, distinct_ranks, trace_jobs
 
 logger = logging.getLogger("titan")
 
@@ -52,12 +52,12 @@ _LEAST_GAIN = (
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TraceRequest:
     """A job to be traced."""
 
     config: JobConfig
     layout: Layout
-    like: Like = "cuda"
+    device_kind: DeviceKind = "cuda"
 
     @property
     def key(self) -> str:
@@ -83,41 +83,42 @@ class Wanted:
         shape["data"] = [config.data.reset_positions, config.data.document_mask]
         for name in ("data_parallel_replicate_degree", "data_parallel_shard_degree"):
             shape["parallelism"].pop(name)
-        text = json.dumps([shape, self.like, version("torch"), _source()], sort_keys=True)
+        text = json.dumps([shape, self.device_kind, version("torch"), _source()], sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def obtain(
-    jobs: Sequence[Wanted],
+def get_traces(
+    jobs: Sequence[TraceRequest],
     *,
     processes: int | None = None,
     whole: bool = False,
     use_cache: bool = True,
-    done: Callable[[Wanted, dict[int, Trace] | Exception], None],
+    done: Callable[[TraceRequest, dict[int, Trace] | Exception], None],
 ) -> None:
     """Traces by rank for each job, given to `done` as they become ready: all jobs at once share the processes.
 
     whole: never extend, and leave the cache alone. A job that cannot be traced is told as an exception (RecordError).
     """
     plans = []
-    for wanted in jobs:
-        path = _folder() / f"{wanted.key}.pickle"
+    for request in jobs:
+        path = _folder() / f"{request.key}.pickle"
         if use_cache and not whole and (found := _read(path)) is not None:
             done(
-                wanted, {trace.rank: trace for trace in (regroup(t, wanted.layout) for t in found)}
+                request,
+                {trace.rank: trace for trace in (remap_ranks(t, request.layout) for t in found)},
             )
             continue
         plans.append(
             _Plan(
-                wanted,
-                None if whole else shallow(wanted),
+                request,
+                None if whole else shallow(request),
                 path if use_cache and not whole else None,
                 done,
             )
         )
     processes = processes or os.cpu_count() or 1
     refused = _record(plans, processes)
-    _record([_Plan(plan.wanted, None, plan.path, done) for plan in refused], processes)
+    _record([_Plan(plan.request, None, plan.path, done) for plan in refused], processes)
 
 
 def _record(plans: Sequence[_Plan], processes: int) -> list[_Plan]:
@@ -125,7 +126,7 @@ def _record(plans: Sequence[_Plan], processes: int) -> list[_Plan]:
     parts = -(-processes // max(1, len(plans)))  # of each plan: a process of its own for each
     waiting = [(plan, job) for plan in plans for job in plan.jobs(parts)]
     refused = []
-    for number, result in record_jobs([job for _, job in waiting], processes):
+    for number, result in trace_jobs([job for _, job in waiting], processes):
         plan, job = waiting[number]
         if plan.finish(job, result):
             refused.append(plan)
@@ -137,24 +138,24 @@ class _Plan:
 
     def __init__(
         self,
-        wanted: Wanted,
+        request: TraceRequest,
         depths: Sequence[Depth] | None,
         path: Path | None,
         done: Callable[..., None],
     ) -> None:
-        self.wanted, self.depths, self.path, self.done = wanted, depths, path, done
-        self.ranks = distinct_ranks(wanted.config, wanted.layout)
+        self.request, self.depths, self.path, self.done = request, depths, path, done
+        self.ranks = distinct_ranks(request.config, request.layout)
         self.traces: dict[int, Trace] = {}
         self.ended = False
 
     def jobs(self, parts: int) -> list[Job]:
         """The ranks dealt out to so many processes."""
-        wanted, layout = self.wanted, self.wanted.layout
+        request, layout = self.request, self.request.layout
         if layout.pp == layout.world_size:  # see environment.act_as
             parts = layout.pp
-        job = Job((wanted.config,), layout.world_size, (), wanted.like)
+        job = Job((request.config,), layout.world_size, (), request.device_kind)
         if self.depths:
-            programs = tuple(at_depth(wanted, depth) for depth in (_DEPTH, _DEPTH + 1))
+            programs = tuple(at_depth(request, depth) for depth in (_DEPTH, _DEPTH + 1))
             job = replace(job, programs=programs, join=partial(_extended, stages=self.depths))
         dealt = [tuple(self.ranks[part::parts]) for part in range(min(parts, len(self.ranks)))]
         return [replace(job, ranks=ranks) for ranks in dealt]
@@ -165,33 +166,33 @@ class _Plan:
             return False
         if isinstance(result, Exception):
             self.ended = True
-            if isinstance(result, CannotExtend):
+            if isinstance(result, CannotExtrapolate):
                 logger.info(
                     f"blocks are not all alike, so that the whole model is traced: {result}"
                 )
                 return True
-            self.done(self.wanted, result)
+            self.done(self.request, result)
             return False
         self.traces |= zip(job.ranks, result, strict=True)
         if len(self.traces) == len(self.ranks):
             traces = {rank: self.traces[rank] for rank in self.ranks}
             if self.path:
                 _write(self.path, list(traces.values()))
-            self.done(self.wanted, traces)
+            self.done(self.request, traces)
         return False
 
 
 def _extended(traces: Sequence[Trace], *, stages: Sequence[Depth]) -> Trace:
     small, big = traces
-    return extend(small, big, depth=_DEPTH, stages=stages)
+    return extrapolate(small, big, depth=_DEPTH, stages=stages)
 
 
 # ---- shallow models ------------------------------------------------------------------------------
 
 
-def shallow(wanted: Wanted) -> list[Depth] | None:
+def shallow(request: TraceRequest) -> list[Depth] | None:
     """The stages of a model, if it is worth tracing a shallower one instead."""
-    config, layout = wanted.config, wanted.layout
+    config, layout = request.config, request.layout
     if layout.pp == 1:
         depths = [Depth(0, model_config(config.model).n_layers)]
     else:
@@ -208,12 +209,12 @@ def shallow(wanted: Wanted) -> list[Depth] | None:
     return depths if deep_enough and gains else None
 
 
-def at_depth(wanted: Wanted, depth: int) -> JobConfig:
+def at_depth(request: TraceRequest, depth: int) -> JobConfig:
     """The job with `depth` blocks in every pipeline stage."""
-    config, num_stages = wanted.config, 1
+    config, num_stages = request.config, 1
     parallelism = config.parallelism
-    if wanted.layout.pp > 1:
-        stages = shallow(wanted)
+    if request.layout.pp > 1:
+        stages = shallow(request)
         assert stages is not None
         num_stages = len(stages)
         names = [
@@ -232,7 +233,7 @@ def at_depth(wanted: Wanted, depth: int) -> JobConfig:
 # ---- the same program in another world -----------------------------------------------------------
 
 
-def regroup(trace: Trace, layout: Layout) -> Trace:
+def remap_ranks(trace: Trace, layout: Layout) -> Trace:
     """A trace as it is under a layout that differs in the number of replicas only."""
     if trace.world_size == layout.world_size:
         return trace

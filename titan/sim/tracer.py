@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan.parallel.torch_compat import AsyncCollectiveTensor
 
-from . import device, shims
+from . import device, torch_compat
+from .module_scope import ScopeTracker
 from .operators import (
     EXPANDED,
     Operator,
@@ -30,12 +31,11 @@ from .operators import (
     tensors_in,
     workspace_bytes,
 )
-from .places import Places
 from .storages import Storages
 from .trace import HOST, Event, Host, Kernel, Launch, Synchronize
 from .transfers import Collective, Transfers, collective_of
 
-_PLAIN = {Tensor, shims.FakeTensor, nn.Parameter}
+_PLAIN = {Tensor, torch_compat.FakeTensor, nn.Parameter}
 _device_of = torch.ops.prim.device.default
 _under_way = torch.ops._c10d_functional._wrap_tensor_autograd.default
 _read = torch.ops.aten._local_scalar_dense.default
@@ -44,7 +44,7 @@ _LEAST_HOST_BYTES = 2**20  # of what the host computes: else it is part of issui
 _UNSHARDED = {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "fsdp::chunk_cat", "fsdp::chunk_cat_mixed_dtype", "fsdp::all_gather_copy_in"}  # fmt: skip
 
 
-class Recorder(TorchDispatchMode):
+class Tracer(TorchDispatchMode):
     """Inside of a FakeTensorMode. `events` holds what was recorded; replace it to begin anew. remembers: what a compiled program
     did, instead of running it each time."""
 
@@ -54,9 +54,9 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.remembers = remembers
         self.events: list[Event] = []
-        self.places = Places()
+        self.scopes = ScopeTracker()
         self.storages = Storages(
-            self.record, place=self.places.current, stream=device.current_stream
+            self.record, scope=self.scopes.current, stream=device.current_stream
         )
         self.transfers = Transfers(mesh, self.record, stream=device.current_stream)
         self.running: Any = None  # for messages: the operation that came last
@@ -69,7 +69,7 @@ class Recorder(TorchDispatchMode):
         self._operators: dict[Any, Operator] = {}
         self._collectives: dict[Any, Collective | None] = {}
         self._kernels: dict[Kernel, Kernel] = {}
-        self.places.on_backward = self._backward_begins
+        self.scopes.on_backward = self._backward_begins
         device.report_to(self.record)
         self._patch()
 
@@ -83,7 +83,7 @@ class Recorder(TorchDispatchMode):
             gc.collect()
         gc.freeze()  # what was imported and compiled is not to be looked through again
         self.events = []
-        self.places.begin()
+        self.scopes.begin()
         self.storages.forget()
         device.begin()
 
@@ -132,7 +132,7 @@ class Recorder(TorchDispatchMode):
         """Autograd's thread may lose an error. For a device in Python it may even abort the process: restoring the device's stream, it
         calls Python, where it must not fail and does with an error on its way."""
         self.error = error
-        if shims.in_backward():
+        if torch_compat.in_backward():
             self.on_backward_error(error)
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -172,7 +172,7 @@ class Recorder(TorchDispatchMode):
             self.storages.mark(tensors_in((*whole, *kwargs.values())), "unsharded")
         collective = self._collectives[op.func]
         if collective is not None:
-            self.transfers.issue(collective, op.func, args, kwargs, result, self.places.current())
+            self.transfers.issue(collective, op.func, args, kwargs, result, self.scopes.current())
             return
         if op.kind is None:
             return
@@ -196,7 +196,7 @@ class Recorder(TorchDispatchMode):
         """Of parameters that are offloaded, the norm of gradients and the optimizer's update."""
         if kernel.read_bytes + kernel.write_bytes >= _LEAST_HOST_BYTES:
             kernel = self._kernels.setdefault(kernel, kernel)
-            self.record(Launch(kernel, HOST, self.places.current()))
+            self.record(Launch(kernel, HOST, self.scopes.current()))
 
     def _compilation_begins(self) -> None:
         self._paused += 1
@@ -211,7 +211,7 @@ class Recorder(TorchDispatchMode):
 
     def launch(self, kernel: Kernel) -> None:
         kernel = self._kernels.setdefault(kernel, kernel)
-        self.record(Launch(kernel, device.current_stream(), self.places.current()))
+        self.record(Launch(kernel, device.current_stream(), self.scopes.current()))
 
     @contextmanager
     def compiled(self) -> Iterator[None]:
@@ -222,10 +222,10 @@ class Recorder(TorchDispatchMode):
             yield
         finally:
             self._compiled, self._host = before
-            self.places.enter_compiled("", False)
+            self.scopes.enter_compiled("", False)
 
     def _uncached(self, op: Operator, args: Any, kwargs: Any) -> Any:
-        with shims.no_memory_of_calls(args[0]):
+        with torch_compat.no_memory_of_calls(args[0]):
             return op.func(*args, **kwargs)
 
     def _read(self, tensor: Tensor) -> int | float | bool:
@@ -240,13 +240,13 @@ class Recorder(TorchDispatchMode):
         self.storages.mark_made("activations")
 
     def _patch(self) -> None:
-        shims.pause_in_compilation(self._compilation_begins, self._compilation_ends)
-        shims.pause_in_sharding_propagation(self.paused)
-        shims.wait_late()
-        shims.tell_of_unpacking(self._note_error)
-        shims.read_meshes_for_real(self.paused)
-        shims.keep_slices_of_meshes()
-        shims.make_shards_when_asked()
+        torch_compat.pause_in_compilation(self._compilation_begins, self._compilation_ends)
+        torch_compat.pause_in_sharding_propagation(self.paused)
+        torch_compat.wait_late()
+        torch_compat.tell_of_unpacking(self._note_error)
+        torch_compat.read_meshes_for_real(self.paused)
+        torch_compat.keep_slices_of_meshes()
+        torch_compat.make_shards_when_asked()
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: Any, size: int) -> Any:

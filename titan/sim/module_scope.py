@@ -16,13 +16,13 @@ from torch import nn
 
 from titan.parallel.init_weights import canonical_name
 
-from . import shims
-from .trace import Phase, Place
+from . import torch_compat
+from .trace import Phase, Scope
 
 _NO_NUMBER = 2**63  # of nodes that accumulate gradients: they are numbered last
 
 
-class Places:
+class ScopeTracker:
     """on_backward: called when a backward pass begins, after a forward pass."""
 
     def __init__(self) -> None:
@@ -39,15 +39,15 @@ class Places:
         self._compiled = ("", False)
         self._fsdp: tuple[str, bool] | None = None
         self._backward_module = ""
-        self._places: dict[tuple[Phase, str, str], Place] = {}
+        self._scopes: dict[tuple[Phase, str, str], Scope] = {}
 
     def begin(self) -> None:
         """Of another program."""
         self.phase, self.action, self._in_backward = "setup", "", False
 
-    def current(self) -> Place:
+    def current(self) -> Scope:
         phase, module = self.phase, self._path[-1]
-        in_backward = shims.in_backward()
+        in_backward = torch_compat.in_backward()
         if in_backward is not self._in_backward:
             self._in_backward = in_backward
             if in_backward:
@@ -66,13 +66,13 @@ class Places:
         if recomputes and phase == "backward":
             phase = "recompute"
         key = (phase, module, self.action)
-        place = self._places.get(key)
-        if place is None:
-            place = self._places[key] = Place(*key)
-        return place
+        scope = self._scopes.get(key)
+        if scope is None:
+            scope = self._scopes[key] = Scope(*key)
+        return scope
 
     def _module_of_backward(self) -> str:
-        node = shims.running_node()
+        node = torch_compat.running_node()
         if node is not None:
             number = node._sequence_nr()
             if number < _NO_NUMBER:
@@ -115,7 +115,7 @@ class Places:
 
         module = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
         for name in ("unshard", "wait_for_unshard", "post_backward"):
-            shims.replace(module, f"FSDPParamGroup.{name}", wrap)
+            torch_compat.replace(module, f"FSDPParamGroup.{name}", wrap)
 
     def module_that_raised(self, error: BaseException | None) -> str:
         """The innermost, of an error or what it was raised from."""
@@ -142,7 +142,7 @@ class Places:
         call: Callable[..., Any] = module._compiled_call_impl or module._call_impl
 
         def enclosed(*args: Any, **kwargs: Any) -> Any:
-            recomputing = shims.in_backward()
+            recomputing = torch_compat.in_backward()
             self._enter(name, recomputing)
             try:
                 return call(*args, **kwargs)
@@ -168,5 +168,5 @@ class Places:
             self._note()
 
     def _note(self) -> None:
-        self._numbers.append(shims.sequence_number())
+        self._numbers.append(torch_compat.sequence_number())
         self._modules.append(self._path[-1])

@@ -18,25 +18,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan.config.layout import Layout
 from titan.parallel import build_mesh, offload
 
-from . import device, shims
+from . import device, torch_compat
 
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 @contextmanager
-def environment(
-    layout: Layout, *, rank: int, like: device.Like
+def fake_world(
+    layout: Layout, *, rank: int, device_kind: device.DeviceKind
 ) -> Iterator[tuple[torch.device, DeviceMesh]]:
     """A rank of a fake world, and fake tensors inside of it."""
-    fake_device = device.register(like)
-    shims.init_fake_process_group(device.NAME, rank=rank, world_size=layout.world_size)
+    fake_device = device.register(device_kind)
+    torch_compat.init_fake_process_group(device.NAME, rank=rank, world_size=layout.world_size)
     _replace_generic_names()
     mesh = build_mesh(device.NAME, **{axis: getattr(layout, axis) for axis in _AXES})
-    with shims.fake_tensors():
+    with torch_compat.fake_tensors():
         yield fake_device, mesh
 
 
-def act_as(rank: int, mesh: DeviceMesh) -> int:
+def impersonate_rank(rank: int, mesh: DeviceMesh) -> int:
     """Make the program believe that this rank is another, which differs from it in its pipeline stage alone; returns by how many ranks.
 
     All that a stage's number depends on is the rank within the pipeline's group: there the two change places. Groups
@@ -48,7 +48,7 @@ def act_as(rank: int, mesh: DeviceMesh) -> int:
     if shift:
         pipeline = mesh.get_group("pp")
         assert dist.get_world_size(pipeline) < dist.get_world_size()
-        numbers = shims.group_ranks(pipeline)
+        numbers = torch_compat.group_ranks(pipeline)
         numbers.update({global_rank: number for number, global_rank in enumerate(sorted(numbers))})
         numbers[own], numbers[rank] = numbers[rank], numbers[own]
     return shift
@@ -75,4 +75,4 @@ def _replace_generic_names() -> None:
     # the copy is through, a block later than here.
     Tensor.record_stream = lambda *_: None  # pyright: ignore
     # It copies plain tensors only, which here are fake ones.
-    offload.Tensor = shims.FakeTensor  # pyright: ignore
+    offload.Tensor = torch_compat.FakeTensor  # pyright: ignore
