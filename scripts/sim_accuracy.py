@@ -15,6 +15,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from published_compat import emulate
+
 from titan.config.load import load_config
 from titan.config.rules import check_to_run
 from titan.config.schema import JobConfig
@@ -128,6 +130,7 @@ def predict(run: dict[str, Any], config: JobConfig) -> Row:
             config,
             world_size=run["gpus"],
             profile=load_profile(run["profile"]),
+            prepare=emulate,
         )
     except (TraceError, ReplayError) as error:
         return Row(run, failure=str(error))
@@ -151,7 +154,7 @@ def document(rows: dict[str, Row]) -> str:
         "The paper's rows differ from the page's by up to 10% for one and the same configuration: no model can be right about both.",
         "Rows marked *calibrated* set three factors of titan/sim/hardware/h100-96g-500w.toml. No report row was fitted to.",
         "The published runs are of code of 2024 and torch of that time; what is simulated is today's titan on the torch that is installed, with what torch 2.6 is known to have done",
-        'otherwise (`simulator.torch = "2.6"`, docs/simulator.md). RMSNorm is left as it is now, one kernel, as the calibrated rows want it: taken apart, as it then was, R1 would be 9% too slow.',
+        "otherwise (scripts/published_compat.py, docs/simulator.md). RMSNorm is left as it is now, one kernel, as the calibrated rows want it: taken apart, as it then was, R1 would be 9% too slow.",
         "",
         "What is off, and what was tried:",
         "",
@@ -159,7 +162,7 @@ def document(rows: dict[str, Row]) -> str:
         "  predict 1.7): attention would have to take a third longer than its equal blocks take in C1 and C2. Nothing published says why; no factor was invented for it. Tried: a sequence whose",
         "  work is not balanced, which makes C2 to C4 32%, 23% and 26% too slow (in forward passes alone, C3 and C4 would be right, and C2 20% too slow); gradients that travel the ring.",
         "- C6 to C8: the published model copied keys and values to every query head before attention, so that context parallelism sent 16 times the bytes between nodes.",
-        "  The jobs here do, too (`model.overrides.repeat_kv`). What is left has no explanation.",
+        "  The jobs here do, too (scripts/published_compat.py). What is left has no explanation.",
         "- Memory on several nodes is that of the default allocator, memory on one node that of expandable segments: of the two launchers in TorchTitan's repository only that for one node",
         "  sets them, as far as we know. What the authors had is not published; with expandable segments everywhere the mean would be 5.1%, and the worst -13.6% (R10).",
         "- R7: torch 2.6 also held what collectives of tensor parallelism had used until the device was done with it. That depends on how far the host is ahead and is not modelled;",

@@ -24,9 +24,7 @@ class LlamaConfig:
 
     dim: model width; n_layers: blocks; n_heads, n_kv_heads: query heads and shared key/value heads;
     ffn_dim: width of the SwiGLU; vocab_size: rows of the embedding; tied_embeddings: the output layer is
-    the embedding; rope_factor: 0 for no scaling, else the factor of `RopeScaling`; repeat_kv: copy keys and values to every
-    query head before attention, as Llama's first code did and an attention without grouped heads wants it (the same numbers,
-    more memory, and n_heads / n_kv_heads times the bytes under context parallelism).
+    the embedding; rope_factor: 0 for no scaling, else the factor of `RopeScaling`.
     """
 
     dim: int
@@ -41,7 +39,6 @@ class LlamaConfig:
     rope_factor: float = 0.0
     tied_embeddings: bool = False
     init_std: float = 0.02
-    repeat_kv: bool = False
 
     def __post_init__(self) -> None:
         if not self.head_dim:

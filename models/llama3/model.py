@@ -57,16 +57,12 @@ class Attention(nn.Module):
         self.wv = nn.Linear(config.dim, kv_dim, bias=False)
         self.wo = nn.Linear(q_dim, config.dim, bias=False)
         self.inner_attention = InnerAttention()
-        self.repeat_kv = config.repeat_kv
 
     def forward(
         self, x_BSD: Tensor, cos_sin: tuple[Tensor, Tensor], document_ids_BS: Tensor | None
     ) -> Tensor:
         q_BHSK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in self.heads(x_BSD))
         q_BHSK, k_BGSK = rotate(q_BHSK, cos_sin), rotate(k_BGSK, cos_sin)
-        if self.repeat_kv:
-            times = q_BHSK.shape[1] // k_BGSK.shape[1]
-            k_BGSK, v_BGSK = (x.repeat_interleave(times, dim=1) for x in (k_BGSK, v_BGSK))
         o_BHSK = self.inner_attention(q_BHSK, k_BGSK, v_BGSK, document_ids_BS)
         return self.wo(o_BHSK.transpose(1, 2).flatten(-2))
 

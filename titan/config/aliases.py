@@ -70,6 +70,7 @@ UNUSED: dict[str, Any] = {
     "parallelism.pipeline_parallel_split_points": [],
     "quantize.grouped_mm.mx.recipe_name": "mxfp8",
     "quantize.grouped_mm": {},
+    "simulator.torch": "installed",
     "training.debug_moe_force_load_balance": False,
     "training.gc_debug": False,
 }
@@ -88,6 +89,7 @@ _INSTEAD = {
     "memory_estimation": "use `titan check`, which estimates memory without a GPU",
     "parallelism.pipeline_parallel_split_points": "use parallelism.module_fqns_per_model_part",
     "quantize.grouped_mm": "use [quantize.linear.float8]",
+    "simulator.torch": "use scripts/sim_accuracy.py, which simulates published runs with torch 2.6",
 }
 
 

@@ -351,15 +351,6 @@ class ValidationSection(Section):
     size and layout."""
 
 
-class SimulatorSection(Section):
-    """What `titan sim`, `titan check` and `titan plan` assume. Training does not read it."""
-
-    torch: Literal["installed", "2.6"] = "installed"
-    """Which torch to simulate. "2.6" imitates how torch 2.6 ran pipelines and compiled context
-    parallelism, for runs that were published at that time; docs/simulator.md lists the differences.
-    "installed": the torch that is installed."""
-
-
 class DebugSection(Section):
     """Reproducibility."""
 

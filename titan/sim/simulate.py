@@ -22,7 +22,7 @@ from .replay import replay
 from .timeline import Timeline, axis_of
 from .trace import Trace, Transfer, no_garbage_collection
 from .trace_cache import TraceRequest, get_traces
-from .trace_jobs import DeviceKind
+from .trace_jobs import DeviceKind, Prepare
 
 GIB = 2**30
 Facts = dict[str, Any]
@@ -79,16 +79,28 @@ def simulate(
     whole: bool = False,
     use_cache: bool = True,
     device_kind: DeviceKind = "cuda",
+    prepare: Prepare | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Simulation:
     """A step of a job that passed titan.config.rules, on `world_size` devices of a profile.
 
-    whole: trace every block, even if they are alike; use_cache: of traces; like: as titan.sim.device.Like. say: is told what is being done. Raises ConfigError, HardwareError, RecordError and ReplayError.
+    Args:
+        config: the job.
+        world_size: ranks in all.
+        profile: the devices and their network.
+        processes: how many trace at once. All cores by default.
+        whole: trace every block, even if all are alike.
+        use_cache: read and write traces in the user's cache folder.
+        device_kind: whose kernels the traced device has.
+        prepare: called in each tracing process, to change torch or the model. Such traces are not cached.
+        say: called with a line on what is being done.
+
+    Raises ConfigError, HardwareError, TraceError and ReplayError.
     """
     start = time.monotonic()
     if reason := not_simulated(config, profile):
         raise HardwareError(reason)
-    request = TraceRequest(config, resolve_layout(config, world_size), device_kind)
+    request = TraceRequest(config, resolve_layout(config, world_size), device_kind, prepare)
     say(f"tracing {request.layout.pp} of {world_size} ranks")
     results: list[dict[int, Trace] | Exception] = []
     with no_garbage_collection():

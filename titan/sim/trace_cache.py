@@ -29,7 +29,7 @@ from titan.config.schema import JobConfig
 from . import trace as events
 from .extrapolate import CannotExtrapolate, Depth, extrapolate
 from .trace import Group, Trace, Transfer
-from .trace_jobs import DeviceKind, Job, distinct_ranks, trace_jobs
+from .trace_jobs import DeviceKind, Job, Prepare, distinct_ranks, trace_jobs
 
 logger = logging.getLogger("titan")
 
@@ -41,7 +41,6 @@ _PROGRAM = (
     "activation_checkpoint",
     "compile",
     "quantize",
-    "simulator",
 )
 """Sections that the program is built from, whole."""
 _DEPTH = 5
@@ -58,6 +57,7 @@ class TraceRequest:
     config: JobConfig
     layout: Layout
     device_kind: DeviceKind = "cuda"
+    prepare: Prepare | None = None  # what it changes is not in the key: such traces are not cached
 
     @property
     def key(self) -> str:
@@ -101,21 +101,12 @@ def get_traces(
     """
     plans = []
     for request in jobs:
-        path = _folder() / f"{request.key}.pickle"
-        if use_cache and not whole and (found := _read(path)) is not None:
-            done(
-                request,
-                {trace.rank: trace for trace in (remap_ranks(t, request.layout) for t in found)},
-            )
-            continue
-        plans.append(
-            _Plan(
-                request,
-                None if whole else shallow(request),
-                path if use_cache and not whole else None,
-                done,
-            )
-        )
+        cached = use_cache and not whole and request.prepare is None
+        path = _folder() / f"{request.key}.pickle" if cached else None
+        if path and (traces := _read(path)) is not None:
+            done(request, {t.rank: t for t in (remap_ranks(t, request.layout) for t in traces)})
+        else:
+            plans.append(_Plan(request, None if whole else shallow(request), path, done))
     processes = processes or os.cpu_count() or 1
     refused = _record(plans, processes)
     _record([_Plan(plan.request, None, plan.path, done) for plan in refused], processes)
@@ -153,7 +144,13 @@ class _Plan:
         request, layout = self.request, self.request.layout
         if layout.pp == layout.world_size:  # see environment.act_as
             parts = layout.pp
-        job = Job((request.config,), layout.world_size, (), request.device_kind)
+        job = Job(
+            (request.config,),
+            layout.world_size,
+            (),
+            request.device_kind,
+            prepare=request.prepare,
+        )
         if self.depths:
             programs = tuple(at_depth(request, depth) for depth in (_DEPTH, _DEPTH + 1))
             job = replace(job, programs=programs, join=partial(_extended, stages=self.depths))

@@ -34,6 +34,8 @@ from .extrapolate import CannotExtrapolate
 from .trace import Allocate, Event, Free, Trace
 
 DeviceKind = Literal["cuda", "cpu"]
+Prepare = Callable[[JobConfig, Layout], None]
+"""Changes torch or the model in a recording process, before the program is built. A function of a module, so that it pickles."""
 
 
 class TraceError(RuntimeError):
@@ -53,6 +55,7 @@ class Job:
     ranks: tuple[int, ...]
     device_kind: DeviceKind = "cuda"
     join: Callable[[Sequence[Trace]], Trace] = operator.itemgetter(0)
+    prepare: Prepare | None = None
 
 
 def trace_ranks(
@@ -62,6 +65,7 @@ def trace_ranks(
     ranks: Sequence[int] | None = None,
     processes: int | None = None,
     device_kind: DeviceKind = "cuda",
+    prepare: Prepare | None = None,
     **options: Any,
 ) -> dict[int, Trace]:
     """Traces by rank. ranks: one of each pipeline stage's (`distinct_ranks`), unless given. options: as those of `trace_job`.
@@ -71,7 +75,7 @@ def trace_ranks(
     layout = resolve_layout(config, world_size)
     if ranks is None:
         ranks = distinct_ranks(config, layout)
-    jobs = [Job((config,), world_size, (rank,), device_kind) for rank in ranks]
+    jobs = [Job((config,), world_size, (rank,), device_kind, prepare=prepare) for rank in ranks]
     traces: dict[int, Trace] = {}
     for number, result in trace_jobs(jobs, processes or os.cpu_count() or 1, **options):
         if isinstance(result, Exception):
@@ -104,7 +108,7 @@ def trace_job(
     """
     from titan import train_step as module
 
-    from . import era, torch_compat
+    from . import torch_compat
     from .fake_world import fake_world, impersonate_rank
     from .tracer import Tracer
 
@@ -117,8 +121,8 @@ def trace_job(
         _watch_actions(tracer.scopes)
         torch_compat.answer_pipeline_metadata(lambda: _boundary(config, layout, device))
         torch_compat.release_sent_outputs()
-        if config.simulator.torch == "2.6":
-            era.go_back(config, layout)
+        if job.prepare is not None:
+            job.prepare(config, layout)
         told: dict[int, TraceError] = {}  # what was said of an error, where it was raised
 
         def tell(error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""What torch 2.6 did otherwise, to the byte and to the event."""
+"""scripts/published_compat.py imitates torch 2.6, to the byte and to the event."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from scripts.published_compat import emulate_torch_2_6
 from tests.support.traces import job, left_behind
 from titan.config.model import model_config
-from titan.config.schema import JobConfig, SimulatorSection
+from titan.config.schema import JobConfig
 from titan.sim.trace import AwaitWork, Launch, Trace, Transfer
 from titan.sim.trace_jobs import trace_ranks
 
-# To the byte and to the event with these; titan/sim/era.py says what is other since.
+# To the byte and to the event with these; scripts/published_compat.py says what is other since.
 pytestmark = pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15),
     reason="torch 2.15 reduces, and compiles, in an order of its own",
@@ -24,8 +25,8 @@ BF16: dict[str, Any] = {"mixed_precision_param": "bfloat16"}
 
 def both(config: JobConfig, *, world: int, rank: int) -> list[Trace]:
     """Traces of today's program, and of torch 2.6's."""
-    old = config.model_copy(update={"simulator": SimulatorSection(torch="2.6")})
-    return [trace_ranks(c, world_size=world, ranks=[rank])[rank] for c in (config, old)]
+    how = (None, emulate_torch_2_6)
+    return [trace_ranks(config, world_size=world, ranks=[rank], prepare=p)[rank] for p in how]
 
 
 @pytest.mark.parametrize("stage", [0, 1])
