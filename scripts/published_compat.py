@@ -20,9 +20,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from models.llama3 import model
 from titan.config.layout import Layout
 from titan.config.schema import JobConfig
+from titan.models.llama3 import model
 from titan.parallel import ring
 from titan.sim.torch_compat import find, replace
 

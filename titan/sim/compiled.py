@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import inductor, symmetric
+from . import async_tp, inductor
 from .compiled_replay import RecordedProgram
 from .device import NAME
 from .operators import size_bytes
@@ -54,7 +54,7 @@ def install(tracer: Tracer) -> None:
     """From now on, torch.compile's default backend compiles for the fake device."""
     # It misses templates of kernels to choose from, none of which it would choose.
     logging.getLogger("torch._inductor.template_heuristics").setLevel(logging.CRITICAL)
-    symmetric.install(tracer)
+    async_tp.install(tracer)
     inductor.register_device(NAME, _Scheduling, _Wrapper)
     inductor.replace_compiler(lambda *args, **kwargs: _compile(tracer, *args, **kwargs), _SETTINGS)
 
