@@ -157,7 +157,7 @@ def check(argv: list[str]) -> int:
     facts = _facts(config, layout, profile)
     judged: dict[str, Any] = {}
     if options.hardware and not options.formula:
-        judged = import_module("titan.sim.fixes").judge(
+        judged = import_module("titan.sim.fit_advisor").suggest(
             job, config, layout, hardware=options.hardware
         )
         if "simulation" in judged:
@@ -262,7 +262,7 @@ def _page(facts: dict[str, Any], judged: dict[str, Any]) -> str:
         f"{facts['local_batch_size']} sequences x {facts['seq_len']:,} tokens x "
         f"{layout['dp_replicate'] * layout['dp_shard']} data-parallel ranks x {layout['accumulation']} accumulation"
     )
-    verdict = import_module("titan.sim.fixes").describe(judged) if judged else []
+    verdict = import_module("titan.sim.fit_advisor").describe(judged) if judged else []
     if facts["fits"] is not None and "simulation" not in judged:
         total, available = facts["memory_gib"]["total"], facts["hardware_memory_gib"]
         answer = "fits" if facts["fits"] else "DOES NOT FIT"

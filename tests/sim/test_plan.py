@@ -25,7 +25,7 @@ def search(*overrides: str, job: Path = FILE, world_size: int = 64) -> Search:
 
 def test_every_point_uses_all_ranks_and_keeps_the_global_batch() -> None:
     of = search("--training.global_batch_size=256")
-    points = of.points()
+    points = of.points
     assert len(points) > 100
     for p in points:
         assert p.replicate * p.shard * p.tp * p.cp * p.pp == 64
@@ -35,7 +35,7 @@ def test_every_point_uses_all_ranks_and_keeps_the_global_batch() -> None:
     assert {p.tp for p in points} == {1, 2, 4, 8}
     assert {p.recompute for p in points} == {"none", "selective", "full"}
     long = search("--training.seq_len=131072", "--training.global_batch_size=64")
-    assert {p.cp for p in long.points()} >= {1, 2, 4, 8, 16}
+    assert {p.cp for p in long.points} >= {1, 2, 4, 8, 16}
 
 
 def test_the_formula_by_hand() -> None:
@@ -68,7 +68,7 @@ def test_the_first_are_of_every_kind_and_neighbours_differ_in_one_setting() -> N
 def test_too_big_is_left_out() -> None:
     """405B on 64 devices of 80 GB: no layout holds its states."""
     overrides = ["--parallelism.tensor_parallel_degree=8", "--training.global_batch_size=64"]
-    assert search(*overrides, job=Path("train_configs/llama3_405b.toml")).points() == []
+    assert search(*overrides, job=Path("train_configs/llama3_405b.toml")).points == []
 
 
 def test_overlays_make_the_ranked_jobs(

@@ -13,9 +13,9 @@ from titan.cli import main
 from titan.sim import report
 from titan.sim.memory import memory_report
 from titan.sim.profiles import load_profile
-from titan.sim.sweep import Variant, front
 from titan.sim.trace import CATEGORIES
 from titan.sim.trace_cache import _read
+from titan.sim.variants import Variant, front
 
 JOB = ["train_configs/debug_model.toml", "--training.seq_len=64", "--training.local_batch_size=2"]
 ON = ["--hardware", "h100-sxm"]

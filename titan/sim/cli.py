@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 
-from titan.config.errors import ConfigError, Problem
 from titan.config.load import load_from_argv
 from titan.config.rules import load_to_run
 
 from .profiles import load_profile, profile_names
-from .report import page, require_folders, say
+from .report import mistake, page, put_json, require_folders, require_positive, say
 
 OPTIONS = (
     *("--world-size", "--hardware", "--json", "--trace", "--html", "--processes"),
@@ -23,7 +21,7 @@ OPTIONS = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; 2 for the user's mistakes, of which titan.cli tells a `ConfigError`."""
+    """Run the command and return its exit code. titan.cli reports a `ConfigError`."""
     parser = _parser()
     options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     if options.calibrate:
@@ -32,10 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         return calibrate(options.calibrate, base_name=options.hardware, say=say)
     if options.world_size is None or options.hardware is None:
         parser.error("--world-size and --hardware are needed")
-    for name, number in (("--world-size", options.world_size), ("--processes", options.processes)):
-        if number is not None and number < 1:
-            message = f"expected a whole number of at least 1, got {number}"
-            raise ConfigError([Problem("command line", 0, name, message)])
+    require_positive(options, "world_size", "processes")
     require_folders(options, "json", "trace", "html")
     return _sweep(options, job) if options.sweep else _simulate(options, job)
 
@@ -98,13 +93,9 @@ def _simulate(options: argparse.Namespace, job: list[str]) -> int:
             say=say,
         )
         say("")
-        told = facts(simulation)
-        if options.json == "-":
-            print(json.dumps(told, indent=2))
-        else:
-            print(page(told))
-        if options.json not in (None, "-"):
-            Path(options.json).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        figures = facts(simulation)
+        if not put_json(figures, options.json):
+            print(page(figures))
         if options.trace:
             from .perfetto import write_trace
 
@@ -112,7 +103,7 @@ def _simulate(options: argparse.Namespace, job: list[str]) -> int:
         if options.html:
             from .html import write_page
 
-            write_page(simulation, told, options.html)
+            write_page(simulation, figures, options.html)
     except BrokenPipeError:  # of `titan sim ... | head`
         raise
     except (HardwareError, TraceError, ReplayError, OSError) as error:
@@ -124,42 +115,36 @@ def _simulate(options: argparse.Namespace, job: list[str]) -> int:
 
 def _sweep(options: argparse.Namespace, job: list[str]) -> int:
     """All variants: a table, and with --json everything."""
-    from .sweep import combinations, sweep, table
+    from .variants import combinations, simulate_variants, table
 
     for name in ("trace", "html", "whole", "no_cache"):
         if getattr(options, name):
-            name, message = f"--{name.replace('_', '-')}", "is for one job, not for a sweep"
-            raise ConfigError([Problem("command line", 0, name, message)])
+            raise mistake(f"--{name.replace('_', '-')}", "is for one job, not for a sweep")
     axes: dict[str, list[str]] = {}
     for text in options.sweep:
         key, _, values = text.partition("=")
         if not values:
             message = f"'{text}': expected KEY=A,B,..., such as training.local_batch_size=1,2,4"
-            raise ConfigError([Problem("command line", 0, "--sweep", message)])
+            raise mistake("--sweep", message)
         axes[key] = list(dict.fromkeys(values.split(",")))
-        # What is no key, or no value of one, is a mistake, and no variant that cannot run.
+        # A wrong key or value is a mistake of the user, not a variant that cannot run.
         for value in axes[key]:
             load_from_argv([*job, f"--{key}={value}"], options=list(OPTIONS))
     named = (load_profile(name) for name in options.hardware.split(","))
     profiles = [*{profile.name: profile for profile in named}.values()]
-    # Mistakes of the job itself, before thousands of variants.
+    # Report mistakes of the job itself before thousands of variants.
     load_from_argv(job, options=list(OPTIONS))
     start = time.monotonic()
-    variants = sweep(
+    variants = simulate_variants(
         job,
         combinations(axes),
         world_size=options.world_size,
         profiles=profiles,
         processes=options.processes,
-        progress=lambda done, of: say(f"{done:,} of {of:,} variants"),
+        progress=lambda done, total: say(f"{done:,} of {total:,} variants"),
     )
     say("")
-    told = json.dumps([asdict(variant) for variant in variants])
-    if options.json == "-":
-        print(told)
-        return 0
-    print(table(variants))
-    print(f"simulated in {time.monotonic() - start:.1f} s")
-    if options.json:
-        Path(options.json).write_text(told + "\n", encoding="utf-8")
+    if not put_json([asdict(variant) for variant in variants], options.json, indent=None):
+        print(table(variants))
+        print(f"simulated in {time.monotonic() - start:.1f} s")
     return 0

@@ -17,17 +17,18 @@ Candidates that titan.observe.estimate finds far too big are left out.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from math import isqrt
 from pathlib import Path
-from typing import Any
 
-from titan.config.errors import ConfigError, Problem
+from titan.config.errors import ConfigError
 from titan.config.layout import Layout
 from titan.config.load import load_from_argv
 from titan.config.model import model_config
@@ -36,8 +37,17 @@ from titan.config.schema import JobConfig
 from titan.observe.estimate import estimate_memory
 
 from .profiles import Profile, load_profile, profile_names
-from .report import require_folders, say
-from .sweep import Variant, sweep
+from .report import (
+    columns,
+    degrees,
+    put_json,
+    require_folders,
+    require_positive,
+    say,
+    utilization,
+)
+from .simulate import Facts
+from .variants import Variant, simulate_variants
 
 EQUAL = 0.03
 """Speeds this close are told as equal: the simulator cannot tell them apart (docs/simulator_accuracy.md)."""
@@ -61,7 +71,7 @@ class Point:
     batch: int
     microbatch: int = 1
     schedule: str = "1F1B"
-    recompute: str
+    recompute: str = "none"
 
     @property
     def kind(self) -> tuple[int, ...]:
@@ -90,7 +100,7 @@ class Point:
 
 
 class Search:
-    """The candidates of a job on `world_size` devices of a profile."""
+    """Choose candidates of a job on `world_size` devices of a profile."""
 
     def __init__(
         self, job: Sequence[str], config: JobConfig, profile: Profile, *, world_size: int
@@ -101,10 +111,10 @@ class Search:
         self.model = model_config(config.model)
         self.seen: set[Point] = set()
 
+    @cached_property
     def points(self) -> list[Point]:
         """All that divide evenly and may fit, the most promising first."""
-        found = [p for p in self._combinations() if self._may_fit(p)]
-        return sorted(found, key=self.seconds)
+        return sorted(filter(self._may_fit, self._combinations()), key=self.seconds)
 
     def _combinations(self) -> Iterator[Point]:
         model, length = self.model, self.config.training.seq_len
@@ -122,31 +132,34 @@ class Search:
 
     def _batches(self, replicate: int, shard: int, tp: int, cp: int, pp: int) -> Iterator[Point]:
         per_rank = self.global_batch // (replicate * shard)
-        same: dict[str, Any] = {
-            "replicate": replicate,
-            "shard": shard,
-            "tp": tp,
-            "cp": cp,
-            "pp": pp,
-        }
+        layout = Point(replicate=replicate, shard=shard, tp=tp, cp=cp, pp=pp, batch=per_rank)
         for recompute in _RECOMPUTE:
+            plain = replace(layout, recompute=recompute)
             if pp == 1:
-                for batch in _divisors(per_rank):
-                    yield Point(**same, batch=batch, recompute=recompute)
+                yield from (replace(plain, batch=batch) for batch in _divisors(per_rank))
                 continue
+            # A pipeline needs a microbatch for each rank, and layers for each stage.
             for schedule, stages in _SCHEDULES.items():
                 for microbatch in _divisors(per_rank):
                     if per_rank // microbatch >= pp and stages * pp <= self.model.n_layers:
-                        yield Point(
-                            **same,
-                            batch=per_rank,
-                            microbatch=microbatch,
-                            schedule=schedule,
-                            recompute=recompute,
-                        )
+                        yield replace(plain, microbatch=microbatch, schedule=schedule)
 
     def _may_fit(self, point: Point) -> bool:
-        memory = estimate_memory(self._config(point), self.model, self._layout(point))
+        """Estimate memory, of a config that is changed only as far as the formula reads it."""
+        changes = {
+            "training": {"local_batch_size": point.batch},
+            "activation_checkpoint": {"mode": point.recompute},
+            "parallelism": {
+                "pipeline_parallel_schedule": point.schedule,
+                "pipeline_parallel_microbatch_size": point.microbatch,
+            },
+        }
+        sections = {
+            name: getattr(self.config, name).model_copy(update=update)
+            for name, update in changes.items()
+        }
+        config = self.config.model_copy(update=sections)
+        memory = estimate_memory(config, self.model, self._layout(point))
         return memory["total"] < _MARGIN * self.profile.memory_gib
 
     def _layout(self, point: Point) -> Layout:
@@ -158,25 +171,6 @@ class Search:
             cp=point.cp,
             tp=point.tp,
             accumulation=passes,
-        )
-
-    def _config(self, point: Point) -> JobConfig:
-        """Only as far as the formula for memory reads it."""
-        config = self.config
-        parallelism = config.parallelism.model_copy(
-            update={
-                "pipeline_parallel_schedule": point.schedule,
-                "pipeline_parallel_microbatch_size": point.microbatch,
-            }
-        )
-        return config.model_copy(
-            update={
-                "training": config.training.model_copy(update={"local_batch_size": point.batch}),
-                "activation_checkpoint": config.activation_checkpoint.model_copy(
-                    update={"mode": point.recompute}
-                ),
-                "parallelism": parallelism,
-            }
         )
 
     def seconds(self, point: Point) -> float:
@@ -210,32 +204,30 @@ class Search:
         return step + max(0.0, data_parallel - _HIDDEN * compute)
 
     def first(self, count: int) -> list[Point]:
-        """The most promising of each kind, in turn."""
-        points, taken = self.points(), Counter[tuple[int, ...]]()
+        """Choose the most promising of each kind, in turn, until `count` points are known in all."""
+        chosen: list[Point] = []
+        taken = Counter[tuple[int, ...]]()
+        # One of each kind, then a second one, then up to 4, ...: no kind crowds out the others.
         for most in (1, 2, 4, 8, 10**9):
-            for point in points:
+            for point in self.points:
                 if len(self.seen) >= count:
-                    return self._take()
-                if point not in self.seen and taken[point.kind] < most and self.legal(point):
+                    return sorted(chosen, key=self.seconds)
+                if taken[point.kind] < most and self._is_new(point):
                     taken[point.kind] += 1
-                    self.seen.add(point)
-        return self._take()
+                    chosen.append(point)
+        return sorted(chosen, key=self.seconds)
 
-    def _take(self) -> list[Point]:
-        return sorted(self.seen, key=self.seconds)
+    def neighbours(self, centres: Sequence[Point], count: int) -> list[Point]:
+        """Choose up to `count` points, each one change away from a centre; those of the first centre first."""
+        near = (p for centre in centres for p in self.points if _distance(p, centre) == 1)
+        return list(itertools.islice(filter(self._is_new, near), count))
 
-    def neighbours(self, of: Sequence[Point], count: int) -> list[Point]:
-        """Up to `count` legal ones that were not tried, each one change away, those of the fastest first."""
-        points = self.points()
-        found: list[Point] = []
-        for centre in of:
-            for point in points:
-                if len(found) >= count:
-                    return found
-                if point not in self.seen and _distance(point, centre) == 1 and self.legal(point):
-                    self.seen.add(point)
-                    found.append(point)
-        return found
+    def _is_new(self, point: Point) -> bool:
+        """Return whether a point is legal and was not chosen before; then it is chosen."""
+        if point in self.seen or not self.legal(point):
+            return False
+        self.seen.add(point)
+        return True
 
     def legal(self, point: Point) -> bool:
         settings = point.settings(self.global_batch)
@@ -272,39 +264,32 @@ def plan(
     *,
     budget: int,
     processes: int | None = None,
-    progress: Any = lambda done, of: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Variant]:
-    """Simulated candidates that fit, the fastest first; `budget`: how many to simulate."""
+    """Simulate `budget` candidates; return those that fit, the fastest first."""
+    results: dict[Point, Variant] = {}
+    ranked: list[Point] = []
     points = search.first(max(1, budget * 2 // 3))
-    tried: dict[str, tuple[Variant, Point]] = {}
-
-    def simulate(some: Sequence[Point]) -> None:
-        before = len(tried)
-        variants = sweep(
+    while points:
+        before = len(results)
+        variants = simulate_variants(
             search.job,
-            [point.settings(search.global_batch) for point in some],
+            [point.settings(search.global_batch) for point in points],
             world_size=search.world_size,
             profiles=[search.profile],
             processes=processes,
-            progress=lambda done, of: progress(before + done, max(budget, before + of)),
+            progress=lambda done, total: progress(before + done, max(budget, before + total)),  # noqa: B023
         )
-        for variant, point in zip(variants, some, strict=True):
-            tried[json.dumps(variant.settings)] = variant, point
-
-    def ranked() -> list[tuple[Variant, Point]]:
-        return sorted((t for t in tried.values() if t[0].fits), key=lambda t: -t[0].speed)
-
-    simulate(points)
-    while len(tried) < budget:
-        # Where nothing fits, what the formula thinks best next.
-        fastest = [point for _, point in ranked()[:3]]
-        count = min(budget - len(tried), max(2, budget // 6))
-        more = search.neighbours(fastest, count) if fastest else search.first(len(tried) + count)
-        more = [p for p in more if json.dumps(p.settings(search.global_batch)) not in tried]
-        if not more:
+        results |= zip(points, variants, strict=True)
+        ranked = sorted((p for p in results if results[p].fits), key=lambda p: -results[p].speed)
+        count = min(budget - len(results), max(2, budget // 6))
+        if count <= 0:
             break
-        simulate(more)
-    return [variant for variant, _ in ranked()]
+        # If nothing fits, try what the formula thinks best next.
+        points = (
+            search.neighbours(ranked[:3], count) if ranked else search.first(len(results) + count)
+        )
+    return [results[point] for point in ranked]
 
 
 # ---- what the user sees --------------------------------------------------------------------------
@@ -326,45 +311,29 @@ def _toml(value: str) -> str:
     return value if value.lstrip("-").isdecimal() else json.dumps(value)
 
 
-def _summary(facts: dict[str, Any]) -> str:
-    mfu = "" if facts["mfu"] is None else f", {facts['mfu']:.1%} MFU"
+def _summary(facts: Facts) -> str:
+    mfu = "" if facts["mfu"] is None else f", {utilization(facts)} MFU"
     memory = facts["memory"]["peak_reserved_gib"] + facts["memory"]["outside_gib"]
     return f"{facts['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU{mfu}, {memory:.1f} GiB, on {facts['world_size']} x {facts['hardware']}"
 
 
 def table(variants: Sequence[Variant]) -> str:
-    """Rank, layout, batch, speed and memory of each."""
+    """Return the rank, layout, batch, speed and memory of each variant."""
     best = variants[0].speed
     rows = [["", "layout", "batch", "schedule", "AC", "tokens/s/GPU", "MFU", "step s", "bubble", "GiB"]]  # fmt: skip
     for number, variant in enumerate(variants, 1):
         facts, settings = variant.facts, variant.settings
-        degrees = [part for part in facts["layout"].split(" x ") if not part.endswith(" 1")]
-        pipelined = "parallelism.pipeline_parallel_schedule" in settings
         batch = settings["training.local_batch_size"]
-        if pipelined:
+        schedule, bubble = settings.get("parallelism.pipeline_parallel_schedule", "-"), "-"
+        if schedule != "-":
             batch += f" by {settings['parallelism.pipeline_parallel_microbatch_size']}"
-        rows.append(
-            [
-                f"{number}{'=' if number > 1 and variant.speed > best * (1 - EQUAL) else ' '}",
-                " x ".join(degrees) or "one rank",
-                batch,
-                settings.get("parallelism.pipeline_parallel_schedule", "-"),
-                settings["activation_checkpoint.mode"],
-                f"{variant.speed:,.0f}",
-                "n/a" if facts["mfu"] is None else f"{facts['mfu']:.1%}",
-                f"{facts['step_time_s']:.3f}",
-                f"{facts['pipeline']['bubble_fraction']:.0%}" if pipelined else "-",
-                f"{variant.reserved_gib:.1f}",
-            ]
-        )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(
-            f"{cell:<{width}}" if i in (0, 1) else f"{cell:>{width}}"
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
+            bubble = f"{facts['pipeline']['bubble_fraction']:.0%}"
+        is_equal = number > 1 and variant.speed > best * (1 - EQUAL)
+        what = [f"{number}{'=' if is_equal else ' '}", degrees(facts["layout"]), batch, schedule]
+        speed = [f"{variant.speed:,.0f}", utilization(facts), f"{facts['step_time_s']:.3f}"]
+        memory = f"{variant.reserved_gib:.1f}"
+        rows.append([*what, settings["activation_checkpoint.mode"], *speed, bubble, memory])
+    return "\n".join(columns(rows, left=(0, 1)))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -390,11 +359,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", metavar="FILE", help="all that fit, as data; - for stdout")
     parser.add_argument("--processes", type=int, metavar="P", help="at once; default: all cores")
     options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
-    for name in ("world_size", "simulate", "most"):
-        if getattr(options, name) < 1:
-            key = f"--{name.replace('_', '-')}"
-            message = f"expected a whole number of at least 1, got {getattr(options, name)}"
-            raise ConfigError([Problem("command line", 0, key, message)])
+    require_positive(options, "world_size", "simulate", "most")
     require_folders(options, "json")
     profile = load_profile(options.hardware)
     known = ["--world-size", "--hardware", "--simulate", "--most", "--output", "--json"]
@@ -405,15 +370,11 @@ def main(argv: list[str] | None = None) -> int:
         search,
         budget=options.simulate,
         processes=options.processes,
-        progress=lambda done, of: say(f"{done} of {of} candidates simulated"),
+        progress=lambda done, total: say(f"{done} of {total} candidates simulated"),
     )
     say("")
-    if options.json:
-        told = json.dumps([asdict(variant) for variant in variants], indent=2)
-        if options.json == "-":
-            print(told)
-            return 0 if variants else 1
-        Path(options.json).write_text(told + "\n", encoding="utf-8")
+    if put_json([asdict(variant) for variant in variants], options.json):
+        return 0 if variants else 1
     if not variants:
         print(
             f"none of {len(search.seen)} candidates fits {options.world_size} x {profile.name} ({profile.memory_gib:g} GiB); "

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from titan.config.errors import ConfigError, Problem
@@ -23,20 +24,61 @@ def say(text: str) -> None:
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
+def mistake(option: str, message: str) -> ConfigError:
+    """Return the error of a wrong option."""
+    return ConfigError([Problem("command line", 0, option, message)])
+
+
+def require_positive(options: Namespace, *names: str) -> None:
+    """Raise ConfigError for numbers, given as these options, that are less than 1."""
+    for name in names:
+        number = getattr(options, name)
+        if number is not None and number < 1:
+            option = f"--{name.replace('_', '-')}"
+            raise mistake(option, f"expected a whole number of at least 1, got {number}")
+
+
 def require_folders(options: Namespace, *names: str) -> None:
-    """Raises ConfigError for files, given as these options, that cannot be written: before a minute of simulating."""
+    """Raise ConfigError for files, given as these options, in folders that do not exist."""
+    # Checked first: a file that cannot be written would cost a minute of simulating.
     for name in names:
         file = getattr(options, name)
         if file not in (None, "-") and not Path(file).parent.is_dir():
-            message = f"there is no folder {Path(file).parent}"
-            raise ConfigError([Problem("command line", 0, f"--{name}", message)])
+            raise mistake(f"--{name}", f"there is no folder {Path(file).parent}")
+
+
+def put_json(data: object, target: str | None, *, indent: int | None = 2) -> bool:
+    """Write data to the file that --json names, if any. Return whether it went to standard output, "-"."""
+    text = json.dumps(data, indent=indent)
+    if target == "-":
+        print(text)
+    elif target:
+        Path(target).write_text(text + "\n", encoding="utf-8")
+    return target == "-"
+
+
+def columns(rows: Sequence[Sequence[str]], *, left: Collection[int] = ()) -> list[str]:
+    """Return rows of cells as lines. Cells are aligned on the right, except in the columns `left`."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            f"{cell:<{width}}" if number in left else f"{cell:>{width}}"
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def utilization(facts: Facts) -> str:
+    """Return the MFU of a simulation. A profile may lack the peak that it is a share of."""
+    return "n/a" if facts["mfu"] is None else f"{facts['mfu']:.1%}"
 
 
 def page(facts: Facts) -> str:
     """What it costs and why; `facts` as titan.sim.simulate.facts gives them."""
     return "\n".join(
         [
-            f"{facts['model']} on {facts['world_size']} x {facts['hardware']}: {_degrees(facts['layout'])}",
+            f"{facts['model']} on {facts['world_size']} x {facts['hardware']}: {degrees(facts['layout'])}",
             *([f"  {facts['hardware']}: {note}"] if (note := facts["hardware_note"]) else []),
             "",
             *_speed(facts),
@@ -51,9 +93,10 @@ def page(facts: Facts) -> str:
     )
 
 
-def _degrees(layout: str) -> str:
-    degrees = [part for part in layout.split(" x ") if not part.endswith(" 1")]
-    return " x ".join(degrees) or "one rank"
+def degrees(layout: str) -> str:
+    """Return the axes of a layout that are longer than 1."""
+    parts = [part for part in layout.split(" x ") if not part.endswith(" 1")]
+    return " x ".join(parts) or "one rank"
 
 
 def _speed(facts: Facts) -> Iterator[str]:

@@ -10,7 +10,7 @@ import pytest
 from titan.cli import main
 from titan.config.load import load_from_argv
 from titan.config.rules import check_to_run
-from titan.sim.fixes import candidates
+from titan.sim.fit_advisor import candidates
 from titan.sim.profiles import load_profile
 
 JOB = ["train_configs/debug_model.toml", "--training.local_batch_size=4", "--training.seq_len=128"]
@@ -57,7 +57,7 @@ def test_it_does_not_fit_and_what_would(
     file = tmp_path / "small.toml"
     file.write_text(SMALL.format(gib=needed * 0.9))
     small = load_profile(file)
-    monkeypatch.setattr("titan.sim.fixes.load_profile", lambda _: small)
+    monkeypatch.setattr("titan.sim.fit_advisor.load_profile", lambda _: small)
     facts = json.loads(check(capsys, "--hardware", "h100-sxm", "--json"))
     assert not facts["fits"]
     fixes = facts["fixes"]

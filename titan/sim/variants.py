@@ -1,8 +1,9 @@
-"""Many variants of a job at once: which of them fit, which are fast, which are on the Pareto front of speed against memory.
+"""Simulate many variants of a job at once. `titan sim --sweep`, `titan plan` and `titan check` choose the variants.
 
     titan sim JOB.toml --world-size 64 --hardware h100-sxm,h200-sxm --sweep training.local_batch_size=1,2,4 --sweep ...
 
-Variants that the rules refuse are counted, with their reasons. Those that differ in hardware or replicas only share a trace (trace_cache.py).
+Variants that the rules refuse are counted, with their reasons. Variants that differ only in hardware or replicas share
+a trace (trace_cache.py). The table of a sweep marks the Pareto front of speed against memory.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from titan.config.rules import check_to_run
 
 from .profiles import Profile
 from .replay import ReplayError
+from .report import columns, utilization
 from .simulate import GIB, Facts, facts, not_simulated, price
 from .trace import Trace, no_garbage_collection
 from .trace_cache import TraceRequest, get_traces, remap_ranks
@@ -26,7 +28,7 @@ from .trace_cache import TraceRequest, get_traces, remap_ranks
 
 @dataclass
 class Variant:
-    """A combination of settings on some hardware. facts: as titan.sim.simulate.facts gives them; problem: why there are none."""
+    """Settings of a job on some hardware. facts: those of titan.sim.simulate.facts; problem: why there are none."""
 
     settings: dict[str, str]
     hardware: str
@@ -35,7 +37,7 @@ class Variant:
 
     @property
     def speed(self) -> float:
-        """Tokens per second and GPU; 0 where it does not run."""
+        """Return tokens per second and GPU, or 0 if the variant does not run."""
         return self.facts["tokens_per_s_per_gpu"] if self.facts else 0.0
 
     @property
@@ -48,60 +50,63 @@ class Variant:
 
 
 def combinations(axes: dict[str, list[str]]) -> Iterator[dict[str, str]]:
-    """Every combination of the values of each key."""
+    """Yield every combination of the values of each key."""
     for values in itertools.product(*axes.values()):
         yield dict(zip(axes, values, strict=True))
 
 
-def sweep(
+def simulate_variants(
     job: Sequence[str],
-    variants: Iterable[dict[str, str]],
+    settings: Iterable[dict[str, str]],
     *,
     world_size: int,
     profiles: Sequence[Profile],
     processes: int | None = None,
-    progress: Callable[[int, int], None] = lambda done, of: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Variant]:
-    """All variants on all hardware, in the order given. job: files and overrides; progress: variants done, of how many."""
-    found = [Variant(settings, profile.name) for settings in variants for profile in profiles]
+    """Simulate a job with each of these settings on each profile; return the variants in this order.
+
+    Args:
+        job: files and overrides, as on the command line.
+        settings: what each variant overrides.
+        world_size: ranks in all.
+        profiles: hardware to price every variant on.
+        processes: how many trace at once. All cores by default.
+        progress: called with the number of variants that are done, and of all.
+    """
+    variants: list[Variant] = []
+    requests: dict[str, TraceRequest] = {}
     by_key: defaultdict[str, list[tuple[Variant, TraceRequest, Profile]]] = defaultdict(list)
-    request: dict[str, TraceRequest] = {}
-    by_name = {profile.name: profile for profile in profiles}
-    settled = 0
-    for settings, group in itertools.groupby(found, key=lambda variant: variant.settings):
-        same = list(group)
+    for chosen in settings:
+        of_settings = [Variant(chosen, profile.name) for profile in profiles]
+        variants += of_settings
         try:
-            config = load_from_argv(
-                [*job, *(f"--{key}={value}" for key, value in settings.items())]
-            )
+            config = load_from_argv([*job, *(f"--{key}={value}" for key, value in chosen.items())])
             layout = check_to_run(config, world_size=world_size)
         except ConfigError as error:
-            for variant in same:
+            for variant in of_settings:
                 variant.problem = error.problems[0].message
-            settled += len(same)
             continue
-        one = TraceRequest(config, layout)
-        for variant in same:
-            variant.problem = not_simulated(config, by_name[variant.hardware])
-        able = [
-            (variant, one, by_name[variant.hardware]) for variant in same if not variant.problem
-        ]
-        settled += len(same) - len(able)
-        if able:
-            request.setdefault(one.key, one)
-            by_key[one.key] += able
-    progress(settled, len(found))
+        request = TraceRequest(config, layout)
+        for variant, profile in zip(of_settings, profiles, strict=True):
+            variant.problem = not_simulated(config, profile)
+            if not variant.problem:
+                # Variants that differ in hardware or replicas alone share a key, and so a trace.
+                requests.setdefault(request.key, request)
+                by_key[request.key].append((variant, request, profile))
+    settled = sum(bool(variant.problem) for variant in variants)
+    progress(settled, len(variants))
 
-    def done(one: TraceRequest, traces: dict[int, Trace] | Exception) -> None:
+    def done(traced: TraceRequest, traces: dict[int, Trace] | Exception) -> None:
         nonlocal settled
-        for variant, this, profile in by_key[one.key]:
-            _price(variant, this, traces, profile)
+        for variant, request, profile in by_key[traced.key]:
+            _price(variant, request, traces, profile)
             settled += 1
-            progress(settled, len(found))
+            progress(settled, len(variants))
 
     with no_garbage_collection():
-        get_traces(list(request.values()), processes=processes, done=done)
-    return found
+        get_traces(list(requests.values()), processes=processes, done=done)
+    return variants
 
 
 def _price(variant: Variant, request: TraceRequest, traces: Any, profile: Profile) -> None:
@@ -118,7 +123,7 @@ def _price(variant: Variant, request: TraceRequest, traces: Any, profile: Profil
 
 
 def front(variants: Sequence[Variant]) -> list[Variant]:
-    """Those that fit and are faster than every other that needs no more memory, the fastest first."""
+    """Return the variants that fit and beat all others that need no more memory, the fastest first."""
     best: list[Variant] = []
     for variant in sorted(
         (v for v in variants if v.fits), key=lambda v: (-v.speed, v.reserved_gib)
@@ -129,33 +134,21 @@ def front(variants: Sequence[Variant]) -> list[Variant]:
 
 
 def table(variants: Sequence[Variant], *, most: int = 40) -> str:
-    """The fastest variants that fit, with the Pareto front marked; then what became of the others."""
+    """Return a table of the fastest variants that fit and of the front, and counts of the others."""
     on_front = {id(variant) for variant in front(variants)}
     fitting = sorted((v for v in variants if v.fits), key=lambda v: -v.speed)
     shown = fitting[:most] + [v for v in fitting[most:] if id(v) in on_front]
     keys = list(variants[0].settings) if variants else []
     several = len({variant.hardware for variant in variants}) > 1
     head = [*(["hardware"] if several else []), *(key.split(".")[-1] for key in keys)]
-    rows = [
-        [
-            *([v.hardware] if several else []),
-            *(v.settings[key] for key in keys),
-            f"{v.speed:,.0f}",
-            "n/a" if v.facts["mfu"] is None else f"{v.facts['mfu']:.1%}",
-            f"{v.facts['step_time_s']:.3f}",
-            f"{v.reserved_gib:.1f}",
-            "*" if id(v) in on_front else "",
-        ]
-        for v in shown
-    ]
-    rows.insert(0, [*head, "tokens/s/GPU", "MFU", "step s", "GiB", "front"])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-    lines += ["", *_others(variants, num_fitting=len(fitting), num_shown=len(shown))]
-    return "\n".join(lines)
+    rows = [[*head, "tokens/s/GPU", "MFU", "step s", "GiB", "front"]]
+    for v in shown:
+        which = [*([v.hardware] if several else []), *v.settings.values()]
+        cost = [f"{v.facts['step_time_s']:.3f}", f"{v.reserved_gib:.1f}"]
+        mark = "*" if id(v) in on_front else ""
+        rows.append([*which, f"{v.speed:,.0f}", utilization(v.facts), *cost, mark])
+    others = _others(variants, num_fitting=len(fitting), num_shown=len(shown))
+    return "\n".join([*columns(rows), "", *others])
 
 
 def _others(variants: Sequence[Variant], *, num_fitting: int, num_shown: int) -> Iterator[str]:

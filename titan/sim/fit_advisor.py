@@ -1,0 +1,149 @@
+"""Suggest changes for a job that does not fit: each is simulated, and the fastest that fit come first."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from titan.config.layout import Layout
+from titan.config.schema import JobConfig
+
+from .profiles import Profile, load_profile, profile_names
+from .replay import ReplayError
+from .report import duration, say
+from .simulate import HardwareError, facts, simulate
+from .trace_jobs import TraceError
+from .variants import Variant, simulate_variants
+
+Settings = dict[str, str]
+_MOST = 5  # changes that are shown
+
+_TP = "parallelism.tensor_parallel_degree"
+_SHARD = "parallelism.data_parallel_shard_degree"
+_REPLICATE = "parallelism.data_parallel_replicate_degree"
+
+
+def candidates(
+    config: JobConfig, layout: Layout, profile: Profile
+) -> tuple[list[Settings], list[Settings]]:
+    """Return changes that save memory and keep the global batch: single ones, and pairs of different kinds."""
+    stronger = {"full": (), "none": ("selective", "full")}
+    modes = stronger.get(config.activation_checkpoint.mode, ("full",))
+    kinds = [
+        [{"activation_checkpoint.mode": mode} for mode in modes],
+        [*_smaller_batch(config, layout)],
+        [*_spread(config, layout, profile)],
+        [*_offload(config)],
+    ]
+    if not config.loss.chunk_output and not config.parallelism.disable_loss_parallel:
+        kinds.append([{"loss.chunk_output": "true"}])
+    single = list(itertools.chain(*kinds))
+    of_two_kinds = itertools.combinations(kinds, 2)
+    return single, [a | b for one, other in of_two_kinds for a, b in itertools.product(one, other)]
+
+
+def _smaller_batch(config: JobConfig, layout: Layout) -> Iterator[Settings]:
+    size, least = (
+        config.training.local_batch_size,
+        config.parallelism.pipeline_parallel_microbatch_size,
+    )
+    for factor in (2, 4):
+        if size % factor or size // factor < least:
+            return
+        smaller = {"training.local_batch_size": str(size // factor)}
+        yield smaller | _same_global_batch(config, layout)
+
+
+def _same_global_batch(config: JobConfig, layout: Layout) -> Settings:
+    whole = config.training.local_batch_size * layout.dp * layout.accumulation
+    return {"training.global_batch_size": str(whole)}
+
+
+def _spread(config: JobConfig, layout: Layout, profile: Profile) -> Iterator[Settings]:
+    if layout.dp_replicate > 1:
+        yield {_REPLICATE: "1", _SHARD: "-1"}
+    for factor in (2, 4, 8):
+        if layout.tp * factor <= profile.gpus_per_node and layout.dp_shard % factor == 0:
+            yield {
+                _TP: str(layout.tp * factor),
+                _SHARD: str(layout.dp_shard // factor),
+                **_same_global_batch(config, layout),
+            }
+
+
+def _offload(config: JobConfig) -> Iterator[Settings]:
+    if not config.activation_checkpoint.cpu_offload and config.activation_checkpoint.mode != "none":
+        yield {"activation_checkpoint.cpu_offload": "true"}
+    if not config.training.enable_cpu_offload:
+        yield {"training.enable_cpu_offload": "true"}
+
+
+def find_changes(
+    job: Sequence[str], config: JobConfig, layout: Layout, profile: Profile
+) -> list[Variant]:
+    """Return the fastest variants that fit. job: files and overrides that `config` was loaded from."""
+    fitting: list[Variant] = []
+    for changes in candidates(config, layout, profile):
+        variants = simulate_variants(
+            job,
+            changes,
+            world_size=layout.world_size,
+            profiles=[profile],
+            progress=lambda done, total: say(f"does not fit: {done} of {total} changes tried"),
+        )
+        fitting += [variant for variant in variants if variant.fits]
+        if fitting:  # one change is less than two
+            break
+    return sorted(fitting, key=lambda variant: -variant.speed)[:_MOST]
+
+
+def suggest(
+    job: Sequence[str], config: JobConfig, layout: Layout, *, hardware: str
+) -> dict[str, Any]:
+    """Simulate a job for `titan check`, and if it does not fit, changes that may help.
+
+    Returns {"simulation": facts, "fixes": the changes with which it fits}, or {"not_simulated": why}.
+    """
+    if not hardware.endswith(".toml") and hardware.lower() not in profile_names():
+        return {"not_simulated": f"the simulator has no profile of {hardware}"}
+    profile = load_profile(hardware)
+    try:
+        simulation = simulate(config, world_size=layout.world_size, profile=profile, say=say)
+        fitting = [] if simulation.fits else find_changes(job, config, layout, profile)
+    except (HardwareError, TraceError, ReplayError) as error:
+        return {"not_simulated": str(error)}
+    finally:
+        say("")
+    fixes = [
+        {
+            "settings": variant.settings,
+            "tokens_per_s_per_gpu": variant.speed,
+            "peak_reserved_gib": variant.reserved_gib,
+        }
+        for variant in fitting
+    ]
+    return {"simulation": facts(simulation), "fixes": fixes}
+
+
+def describe(answer: dict[str, Any]) -> list[str]:
+    """Return the answer of `suggest` as lines for people."""
+    if reason := answer.get("not_simulated"):
+        return [f"not simulated: {reason}"]
+    step, fixes = answer["simulation"], answer["fixes"]
+    memory, hardware = step["memory"], step["hardware"]
+    lines = [
+        f"time     {duration(step['step_time_s'])} a step, {step['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, simulated on {hardware}",
+        f"{'fits' if step['fits'] else 'DOES NOT FIT'}: {memory['peak_reserved_gib']:.1f} GiB reserved + {memory['outside_gib']:.1f} outside, "
+        f"of {memory['capacity_gib']:.1f} on {hardware}, simulated; the most at {memory['at'] or 'the start'} of rank {memory['rank']}",
+    ]
+    if fixes:
+        lines.append("changes that make it fit, the fastest first:")
+    elif not step["fits"]:
+        lines.append("no single change, nor two together, makes it fit")
+    for fix in fixes:
+        change = " ".join(f"--{key}={value}" for key, value in fix["settings"].items())
+        lines.append(
+            f"  {fix['tokens_per_s_per_gpu']:>8,.0f} tokens/s/GPU  {fix['peak_reserved_gib']:>6.1f} GiB reserved  {change}"
+        )
+    return lines
