@@ -1,9 +1,4 @@
-"""What one rank finds out about its device, its host and its links. All ranks call everything together, in the same order.
-
-Rates are the best of a few repetitions: what a device can do, and not what it did while something else ran. Bus bandwidth is
-counted as nccl-tests count it, so that figures of any number of ranks compare with a link's: an all-reduce of B bytes over n ranks in
-t seconds is 2 (n - 1) / n B / t, an all-gather of B in all (n - 1) / n B / t.
-"""
+"""Measure one rank's device, host and links. All ranks call everything together, in the same order."""
 
 from __future__ import annotations
 
@@ -13,11 +8,8 @@ import shutil
 import socket
 import subprocess
 import time
-import warnings
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import titan
+from titan import bench
 
 MATMUL, COPY, LINK = "matrix product, ", "memory, copy", "link to a neighbour"
 _REPEAT = 5
@@ -68,22 +61,35 @@ def measure(
     """All of it. dtype: of the job's matrix products; folder: the run's."""
     is_cpu = device.type == "cpu"
     first_here = int(os.environ.get("LOCAL_RANK", 0)) == 0
-    found: dict[str, Any] = {
+    of_host: dict[str, Any] = {
         "clock_s": clock_offset(device),
         "disk": disk(folder) if first_here else None,
         "gpu": {} if is_cpu else _gpu_state(device, dtype),
     }
     dist.barrier()  # what is measured now is not disturbed by the slowest disk
-    rates = {f"{MATMUL}{str(dtype).removeprefix('torch.')}": matmul_tflops(device, dtype)}
-    rates[COPY] = copy_gb_per_s(device)
-    rates |= link_gb_per_s(device) | axes_gb_per_s(mesh, device)
+    # The best of a few rounds: what the device can do, not what it did while something else ran.
+    n, num_bytes = _size(_MATMUL, device), _size(_COPY_BYTES, device)
+    product_s = min(bench.rounds_s(bench.matmul(device, dtype, width=n), device, calls=4))
+    rates = {f"{MATMUL}{str(dtype).removeprefix('torch.')}": 2 * n**3 / product_s / 1e12}
+    # A copy reads and writes.
+    copy_s = min(bench.rounds_s(bench.copy(device, num_bytes), device, calls=2))
+    rates[COPY] = 2 * num_bytes / copy_s / 1e9
+    message_bytes = _size(_MESSAGE_BYTES, device)
+    if link := bench.link_gb_per_s(device, message_bytes):
+        rates[LINK] = link
+    for axis in mesh.mesh_dim_names or ():
+        group = mesh.get_group(axis)
+        if dist.get_world_size(group) > 1:
+            kinds = ("all-reduce", "all-gather")
+            by_kind = bench.collectives_gb_per_s(device, message_bytes, kinds=kinds, group=group)
+            rates |= {f"{axis} {kind}": rate for kind, rate in by_kind.items()}
     return RankFacts(
         rank=dist.get_rank(),
         host=socket.gethostname(),
         device="CPU" if is_cpu else torch.get_device_module(device).get_device_name(device),
         versions=versions(),
         rates=rates,
-        **found,
+        **of_host,
     )
 
 
@@ -136,87 +142,6 @@ def disk(folder: Path) -> DiskFacts:
             probe.unlink()
 
 
-def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
-    n = _size(_MATMUL, device)
-    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-    return 2 * n**3 / best_s(lambda: torch.mm(a, b), device, times=4) / 1e12
-
-
-def copy_gb_per_s(device: torch.device) -> float:
-    """Bytes read and written."""
-    source = torch.zeros(_size(_COPY_BYTES, device), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.numel() / best_s(lambda: target.copy_(source), device, times=2) / 1e9
-
-
-def link_gb_per_s(device: torch.device) -> dict[str, float]:
-    """Best of this rank's links to the ranks before and after it, each measured with no other traffic of its two ends.
-
-    The best, since a slow rank makes its neighbours' one link slow, but both of its own. A single rank has none.
-    """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    if world == 1:
-        return {}
-    block = torch.zeros(_size(_MESSAGE_BYTES, device), dtype=torch.uint8, device=device)
-    rates = []
-    for phase in (0, 1):
-        dist.barrier()
-        is_first = rank % 2 == phase
-        peer = rank + 1 if is_first else rank - 1
-        if world % 2 == 0:
-            peer %= world
-
-        if 0 <= peer < world:
-            swap = partial(_there_and_back, block, peer, is_first)
-            rates.append(2 * block.numel() / best_s(swap, device, times=1) / 1e9)
-    return {LINK: max(rates)}
-
-
-def _there_and_back(block: torch.Tensor, peer: int, is_first: bool) -> None:
-    for sends in (is_first, not is_first):
-        (dist.send if sends else dist.recv)(block, peer)
-
-
-def axes_gb_per_s(mesh: DeviceMesh, device: torch.device) -> dict[str, float]:
-    """Bus bandwidth along each axis of the job's mesh; all its groups at once, as in training."""
-    found = {}
-    for axis in mesh.mesh_dim_names or ():
-        group = mesh.get_group(axis)
-        n = dist.get_world_size(group)
-        if n == 1:
-            continue
-        size = _size(_MESSAGE_BYTES, device) // 4
-        whole = torch.zeros(size - size % n, device=device)
-        part = whole[: len(whole) // n].clone()
-        num_bytes = whole.numel() * 4 * (n - 1) / n
-
-        reduce = partial(dist.all_reduce, whole, group=group)
-        gather = partial(dist.all_gather_into_tensor, whole, part, group=group)
-        found[f"{axis} all-reduce"] = 2 * num_bytes / best_s(reduce, device, times=2) / 1e9
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # its new name is not in torch 2.11
-            found[f"{axis} all-gather"] = num_bytes / best_s(gather, device, times=2) / 1e9
-    return found
-
-
-def best_s(work: Callable[[], object], device: torch.device, *, times: int) -> float:
-    """Seconds of one call in the best of a few rounds, after one to warm up."""
-    rounds = []
-    for _ in range(_REPEAT + 1):
-        _wait_for(device)
-        start_s = time.perf_counter()
-        for _ in range(times):
-            work()
-        _wait_for(device)
-        rounds.append((time.perf_counter() - start_s) / times)
-    return min(rounds[1:])
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
 def _size(sizes: dict[str, int], device: torch.device) -> int:
     return sizes["cpu" if device.type == "cpu" else "other"]
 
@@ -238,5 +163,5 @@ def _gpu_state(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
     except (OSError, subprocess.SubprocessError):
         return {}
     finally:
-        _wait_for(device)
+        torch.accelerator.synchronize(device)
     return dict(zip(_SMI, map(str.strip, line.strip().split(",")), strict=False))

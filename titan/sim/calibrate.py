@@ -16,23 +16,27 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from titan.config.errors import ConfigError, Problem
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from titan import bench
+from titan.config.errors import ConfigError
 from titan.hardware import recognise
 
 from .cost import Cost
 from .profiles import Profile, load_profile
+from .report import columns, mistake
 from .trace import Kernel
 
 Figures = dict[str, Any]
 SecondsOf = Callable[[Kernel], float]
-_REPEATS = 7
 
 
 @dataclass(frozen=True)
@@ -156,169 +160,45 @@ def _share(value: float) -> float:
 # ---- on a device -------------------------------------------------------------------------------
 
 
-class Bench:
-    """Runs described kernels on the device of this process."""
+def make_work(kernel: Kernel, device: torch.device) -> Callable[[], Any]:
+    """Return a function that runs a described kernel on a device."""
 
-    def __init__(self, device: Any) -> None:
-        self.device = device
-        self.on_gpu = device.type != "cpu"
+    def tensor(*shape: int) -> torch.Tensor:
+        dtype = getattr(torch, kernel.dtype)
+        return torch.randn(shape, device=device, dtype=torch.float32).to(dtype)
 
-    def seconds(self, kernel: Kernel) -> float:
-        """Of one launch among many: the middle of several rounds."""
-        work = self._work(kernel)
-        return self._time(work, device_only=self.on_gpu)
-
-    def _work(self, kernel: Kernel) -> Callable[[], Any]:
-        import torch
-        import torch.nn.functional as F
-
-        def tensor(*shape: int, dtype: Any = None) -> Any:
-            kind = dtype or getattr(torch, kernel.dtype)
-            return torch.randn(shape, device=self.device, dtype=torch.float32).to(kind)
-
-        if kernel.kind == "pointwise":
-            x = torch.zeros(max(1, kernel.write_bytes // 4), device=self.device)
-            y = torch.empty_like(x)
-            return lambda: torch.add(x, 1.0, out=y)
-        if kernel.kind == "matmul":
-            (m, k), (_, n) = kernel.shapes
-            if kernel.name == "aten::_scaled_mm":
-                a, b = tensor(m, k), tensor(n, k).t()
-                one = torch.ones((), device=self.device)
-                return lambda: torch._scaled_mm(
-                    a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
-                )
-            a, b = tensor(m, k), tensor(n, k).t()
+    if kernel.kind == "pointwise":
+        x = torch.zeros(max(1, kernel.write_bytes // 4), device=device)
+        y = torch.empty_like(x)
+        return lambda: torch.add(x, 1.0, out=y)
+    if kernel.kind == "matmul":
+        (m, k), (_, n) = kernel.shapes
+        a, b = tensor(m, k), tensor(n, k).t()
+        if kernel.name != "aten::_scaled_mm":
             return lambda: torch.mm(a, b)
-        q, k, v = (
-            tensor(*shape).requires_grad_(kernel.kind == "attention_backward")
-            for shape in kernel.shapes
-        )
-        if kernel.kind == "attention":
-            return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=kernel.causal)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=kernel.causal)
-        grad = torch.ones_like(out)
-        return lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
-
-    def _time(self, work: Callable[[], Any], *, device_only: bool) -> float:
-        import torch
-
-        work()
-        self._wait()
-        start = time.perf_counter()
-        work()
-        self._wait()
-        # Enough launches that the clock and the first one's wait do not count, for a twentieth of a second.
-        count = max(1, min(2000, int(0.05 / max(1e-7, time.perf_counter() - start))))
-        if device_only and count > 50:
-            work = _captured(work, count) or work
-            rounds, per_round = 1, count
-        else:
-            rounds, per_round = count, 1
-        times = []
-        for _ in range(_REPEATS):
-            if device_only:
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                for _ in range(rounds):
-                    work()
-                end.record()
-                self._wait()
-                times.append(begin.elapsed_time(end) * 1e-3)
-            else:
-                start = time.perf_counter()
-                for _ in range(rounds):
-                    work()
-                times.append(time.perf_counter() - start)
-        return statistics.median(times) / (rounds * per_round)
-
-    def _wait(self) -> None:
-        if self.on_gpu:
-            import torch
-
-            torch.cuda.synchronize()
-
-    def launch_us(self) -> float:
-        """Host time of an eager operation that the device finishes at once."""
-        import torch
-
-        x = torch.zeros(1, device=self.device)
-        self._wait()
-        times = []
-        for _ in range(_REPEATS):
-            start = time.perf_counter()
-            for _ in range(500):  # fewer than the queue holds, so that the host never waits
-                x.add_(1.0)
-            times.append((time.perf_counter() - start) / 500)
-            self._wait()
-        return statistics.median(times) * 1e6
-
-    def host_gb_per_s(self) -> float:
-        """Pinned host memory to the device; on a CPU, a copy."""
-        import torch
-
-        size = 2**28 if self.on_gpu else 2**24
-        there = torch.empty(size, dtype=torch.uint8, device=self.device)
-        here = torch.empty(size, dtype=torch.uint8, pin_memory=self.on_gpu)
-        seconds = self._time(lambda: there.copy_(here, non_blocking=True), device_only=self.on_gpu)
-        return size / seconds / 1e9
+        one = torch.ones((), device=device)
+        scaled = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16}
+        return lambda: torch._scaled_mm(a, b, **scaled, use_fast_accum=True)
+    q, k, v = (
+        tensor(*shape).requires_grad_(kernel.kind == "attention_backward")
+        for shape in kernel.shapes
+    )
+    if kernel.kind == "attention":
+        return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=kernel.causal)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=kernel.causal)
+    grad = torch.ones_like(out)
+    return lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
 
 
-def _captured(work: Callable[[], Any], count: int) -> Callable[[], Any] | None:
-    """`count` runs as one CUDA graph, so that short kernels are not the host's time; None where a graph cannot be made of them."""
-    import torch
-
-    try:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(count):
-                work()
-        return graph.replay
-    except RuntimeError:
-        return None
-
-
-def measure_collectives(device: Any, size_bytes: int) -> Figures:
-    """Bus bandwidths in GB/s between the ranks of the default group, all of one node; as nccl-tests defines them."""
-    import torch
-    import torch.distributed as dist
-
-    ranks = dist.get_world_size()
-    part = torch.zeros(size_bytes // 4 // ranks, device=device)
-    whole = torch.zeros(part.numel() * ranks, device=device)
-    other = torch.zeros_like(whole)
-    ring = (ranks - 1) / ranks * whole.numel() * 4
-    rank, size = dist.get_rank(), whole.numel() * 4
-
-    def exchange() -> None:
-        pair = rank ^ 1
-        if pair < ranks:
-            calls = [dist.P2POp(dist.isend, whole, pair), dist.P2POp(dist.irecv, other, pair)]
-            for request in dist.batch_isend_irecv(calls):
-                request.wait()
-
-    ways = {
-        "ring_gb_per_s": (lambda: dist.all_gather_into_tensor(whole, part), ring),
-        "all_reduce_gb_per_s": (lambda: dist.all_reduce(whole), 2 * ring),
-        "all_to_all_gb_per_s": (lambda: dist.all_to_all_single(other, whole), ring),
-        "p2p_gb_per_s": (exchange, size),
-    }
-    figures = {}
-    for name, (work, volume) in ways.items():
-        times = []
-        for _ in range(_REPEATS):
-            dist.barrier()
-            if device.type != "cpu":
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            work()
-            if device.type != "cpu":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
-        slowest = torch.tensor(statistics.median(times), dtype=torch.float64, device=device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        figures[name] = volume / float(slowest) / 1e9
-    return figures
+def measure_links(device: torch.device, size_bytes: int) -> Figures:
+    """Return the bandwidths between the ranks of the default group, all on one node: those of the slowest rank."""
+    kinds = ("all-gather", "all-reduce", "all-to-all")
+    rates = bench.collectives_gb_per_s(device, size_bytes, kinds=kinds)
+    rates["link"] = bench.link_gb_per_s(device, size_bytes) or 0.0
+    slowest = torch.tensor([*rates.values()], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MIN)
+    keys = ("ring_gb_per_s", "all_reduce_gb_per_s", "all_to_all_gb_per_s", "p2p_gb_per_s")
+    return dict(zip(keys, slowest.tolist(), strict=True))
 
 
 # ---- the command -------------------------------------------------------------------------------
@@ -327,11 +207,7 @@ def measure_collectives(device: Any, size_bytes: int) -> Figures:
 def calibrate(path: Path, *, base_name: str | None, say: Callable[[str], None]) -> int:
     """Measure, write `path`, and tell; under torchrun rank 0 writes. Raises ConfigError for a profile that does not exist."""
     if not path.parent.is_dir():  # before a minute of measuring
-        message = f"there is no folder {path.parent}"
-        raise ConfigError([Problem("command line", 0, "--calibrate", message)])
-    import torch
-    import torch.distributed as dist
-
+        raise mistake("--calibrate", f"there is no folder {path.parent}")
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     on_gpu = torch.cuda.is_available()
     device = torch.device("cpu")
@@ -345,22 +221,24 @@ def calibrate(path: Path, *, base_name: str | None, say: Callable[[str], None]) 
         torch.cuda.set_device(device)
         if torch.cuda.get_device_capability(device) >= (8, 9):
             dtypes = (*dtypes, "float8")
-    bench = Bench(device)
-    figures = _of_device(device) if on_gpu else _of_host(bench)
     counted = 0
 
     def seconds_of(kernel: Kernel) -> float:
         nonlocal counted
         counted += 1
         say(f"kernel {counted}: {kernel.name} {kernel.shapes or kernel.read_bytes}")
-        return bench.seconds(kernel)
+        return bench.seconds(make_work(kernel, device), device)
 
+    figures = _of_device(device) if on_gpu else _of_host(seconds_of)
     figures |= fit(base.model_copy(update=figures), seconds_of, sizes=sizes, dtypes=dtypes)
-    figures |= {"launch_us": bench.launch_us(), "host_gb_per_s": bench.host_gb_per_s()}
+    copied = 2**28 if on_gpu else 2**24
+    from_host = bench.copy(device, copied, source=torch.device("cpu"))
+    figures["launch_us"] = bench.launch_s(device) * 1e6
+    figures["host_gb_per_s"] = copied / bench.seconds(from_host, device) / 1e9
     if ranks > 1:
         dist.init_process_group()
         say("collectives")
-        figures |= measure_collectives(device, sizes.message) | {"gpus_per_node": ranks}
+        figures |= measure_links(device, sizes.message) | {"gpus_per_node": ranks}
         dist.destroy_process_group()
     say("")
     if int(os.environ.get("RANK", 0)) == 0:
@@ -384,13 +262,11 @@ def _base_of(name: str, on_gpu: bool) -> str:
         load_profile(found)
     except ConfigError:
         message = f"there is no profile of {name} to begin with: name the most similar one"
-        raise ConfigError([Problem("command line", 0, "--hardware", message)]) from None
+        raise mistake("--hardware", message) from None
     return found
 
 
-def _of_device(device: Any) -> Figures:
-    import torch
-
+def _of_device(device: torch.device) -> Figures:
     properties = torch.cuda.get_device_properties(device)
     return {
         "num_sms": properties.multi_processor_count,
@@ -398,11 +274,11 @@ def _of_device(device: Any) -> Figures:
     }
 
 
-def _of_host(bench: Bench) -> Figures:
-    """A CPU has no datasheet here: its peak is the best that was seen, and its bandwidth what a large copy reaches."""
-    best = max(k.flops / bench.seconds(k) for k in _products(SMALL, "float32")) / 1e12
+def _of_host(seconds_of: SecondsOf) -> Figures:
+    """Return the peaks of a CPU, which has no datasheet here: the best product, and the bandwidth of a large copy."""
+    best = max(k.flops / seconds_of(k) for k in _products(SMALL, "float32")) / 1e12
     moved = SMALL.moved[-1]
-    bandwidth = moved / bench.seconds(_pointwise(moved)) / 1e12
+    bandwidth = moved / seconds_of(_pointwise(moved)) / 1e12
     return {
         "peak_tflops": dict.fromkeys(("float32", "bfloat16", "float16"), best * 1.05)
         | {"float64": best / 2},
@@ -438,7 +314,4 @@ def table(base: Profile, measured: Profile, figures: Figures) -> str:
             rows += [(f"{key} at {size:,.0f}", f"{value:.4g}", "") for size, value in one]
         else:
             rows.append((key, f"{one:.4g}", f"{other:.4g}"))
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    return "\n".join(
-        f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}".rstrip() for a, b, c in rows
-    )
+    return "\n".join(columns(rows, left=(0,)))

@@ -1,0 +1,156 @@
+"""Measure what a device, its memory and its links do. `titan preflight` and `titan sim --calibrate` call this.
+
+Bandwidth of collectives is bus bandwidth, as nccl-tests define it, so that figures of any number of ranks compare with a
+link's. Of B bytes over n ranks in t seconds:
+
+    all-reduce                 2 (n - 1) / n B / t
+    all-gather, all-to-all       (n - 1) / n B / t      B: of the gathered tensor
+
+Bytes are decimal: 1 GB is 10^9.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Work = Callable[[], Any]
+
+
+def rounds_s(work: Work, device: torch.device, *, calls: int = 1, rounds: int = 5) -> list[float]:
+    """Time `work` in rounds, after one round to warm up. Return the seconds of one call in each round.
+
+    Ranks that measure a collective together must use the same counts.
+    """
+    seconds = []
+    for _ in range(rounds + 1):
+        _wait_for(device)
+        start_s = time.perf_counter()
+        for _ in range(calls):
+            work()
+        _wait_for(device)
+        seconds.append((time.perf_counter() - start_s) / calls)
+    return seconds[1:]
+
+
+def seconds(work: Work, device: torch.device, *, rounds: int = 7) -> float:
+    """Return the seconds of one call among many: the median of rounds of a twentieth of a second."""
+    # Enough calls that the clock and the wait at the end of a round do not count.
+    [once_s] = rounds_s(work, device, rounds=1)
+    calls = max(1, min(2000, int(0.05 / max(1e-7, once_s))))
+    if device.type != "cpu" and calls > 50 and (graph := _capture(work, calls)):
+        return median(rounds_s(graph, device, rounds=rounds)) / calls
+    return median(rounds_s(work, device, calls=calls, rounds=rounds))
+
+
+def _capture(work: Work, calls: int) -> Work | None:
+    """Record calls in one CUDA graph, so that the host's launches do not limit short kernels. None if that is not possible."""
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(calls):
+                work()
+        return graph.replay
+    except RuntimeError:
+        return None
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def launch_s(device: torch.device) -> float:
+    """Return the host's time of an eager operation that the device finishes at once."""
+    x = torch.zeros(1, device=device)
+    times = []
+    for _ in range(7):
+        _wait_for(device)
+        start_s = time.perf_counter()
+        for _ in range(500):  # fewer than the queue holds, so that the host never waits
+            x.add_(1.0)
+        times.append((time.perf_counter() - start_s) / 500)
+    return median(times)
+
+
+def matmul(device: torch.device, dtype: torch.dtype, *, width: int) -> Work:
+    """Return a product of two square matrices, 2 `width`^3 operations."""
+    a, b = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
+    return lambda: torch.mm(a, b)
+
+
+def copy(device: torch.device, num_bytes: int, *, source: torch.device | None = None) -> Work:
+    """Return a copy within the device or, with a CPU as the source, from pinned host memory."""
+    is_pinned = source is not None and device.type != "cpu"
+    data = torch.zeros(num_bytes, dtype=torch.uint8, device=source or device, pin_memory=is_pinned)
+    target = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    return lambda: target.copy_(data, non_blocking=True)
+
+
+def link_gb_per_s(device: torch.device, num_bytes: int) -> float | None:
+    """Return the better of this rank's links to the ranks before and after it. A single rank has none.
+
+    Each link is measured with no other traffic of its two ends. The better one counts, because a slow rank spoils one
+    link of each neighbour, but both of its own.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if world == 1:
+        return None
+    block = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    rates = []
+    # First the pairs (0, 1), (2, 3), ..., then (1, 2), (3, 4), ...
+    for phase in (0, 1):
+        dist.barrier()
+        is_first = rank % 2 == phase
+        peer = rank + 1 if is_first else rank - 1
+        if world % 2 == 0:
+            peer %= world
+        if 0 <= peer < world:
+            swap = partial(_there_and_back, block, peer, is_first)
+            rates.append(2 * num_bytes / min(rounds_s(swap, device)) / 1e9)
+    return max(rates)
+
+
+def _there_and_back(block: torch.Tensor, peer: int, is_first: bool) -> None:
+    for sends in (is_first, not is_first):
+        (dist.send if sends else dist.recv)(block, peer)
+
+
+def collectives_gb_per_s(
+    device: torch.device,
+    num_bytes: int,
+    *,
+    kinds: tuple[str, ...],
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, float]:
+    """Return the bus bandwidth of each kind of collective: "all-reduce", "all-gather" or "all-to-all".
+
+    Args:
+        num_bytes: size of the whole tensor. It is cut to a multiple of the ranks.
+        kinds: what to measure, in this order.
+        group: the ranks. All by default. All groups of a mesh axis measure at once, as they communicate in training.
+    """
+    n = dist.get_world_size(group)
+    whole = torch.zeros(num_bytes // 4 // n * n, device=device)
+    part, other = whole[: len(whole) // n].clone(), torch.empty_like(whole)
+    sent = whole.numel() * 4 * (n - 1) / n
+    works: dict[str, tuple[Work, float]] = {
+        "all-reduce": (lambda: dist.all_reduce(whole, group=group), 2 * sent),
+        "all-gather": (lambda: dist.all_gather_into_tensor(whole, part, group=group), sent),
+        "all-to-all": (lambda: dist.all_to_all_single(other, whole, group=group), sent),
+    }
+    rates = {}
+    with warnings.catch_warnings():
+        # all_gather_into_tensor has a new name, which torch 2.11 does not have.
+        warnings.simplefilter("ignore", FutureWarning)
+        for kind in kinds:
+            work, bus_bytes = works[kind]
+            rates[kind] = bus_bytes / min(rounds_s(work, device, calls=2)) / 1e9
+    return rates
