@@ -308,7 +308,7 @@ COMMANDS: dict[str, tuple[str, Run | str]] = {
     ),
     "pipeline": (
         "draw a job's pipeline schedule, with its bubble and activations in flight",
-        "titan.observe.pipeline_plot",
+        "titan.observe.pipeline_chart",
     ),
     "doctor": (
         "explain what happened to a run: which rank, which collective, which line, what to do",

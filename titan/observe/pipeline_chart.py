@@ -1,0 +1,123 @@
+"""`titan pipeline JOB.toml [--world-size N] [--microbatches M] [--csv FILE.csv]`: draw a job's pipeline schedule as text.
+
+Ranks go down, time goes to the right, in units of a forward pass of one microbatch through one stage. A whole backward
+pass takes two. Nothing is run or measured: the order is the one that training follows, and each action starts as soon as
+it can. `titan sim --trace` shows the same with simulated durations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from math import prod
+from pathlib import Path
+
+from titan.config.errors import ConfigError
+from titan.config.layout import AXES, check_layout, stage_split
+from titan.config.load import load_from_argv
+from titan.config.model import model_config
+from titan.parallel.schedules import Schedule, write_schedule
+from titan.parallel.stage_split import StageSplit
+
+OPTIONS = ("--world-size", "--microbatches", "--csv")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code. titan.cli reports a `ConfigError`."""
+    parser = argparse.ArgumentParser(
+        prog="titan pipeline",
+        usage="titan pipeline JOB.toml [OVERLAY.toml ...] [--section.key=value ...] [--world-size N] "
+        "[--microbatches M] [--csv FILE.csv]",
+        description="Draw a job's pipeline schedule; say its idle time and its activations in flight.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--world-size", type=int, metavar="N", help="default: the least that fits")
+    parser.add_argument("--microbatches", type=int, metavar="M", help="default: the job's")
+    parser.add_argument("--output", help=argparse.SUPPRESS)
+    parser.add_argument("--csv", type=Path, metavar="FILE.csv", help="also write it as a CSV")
+    options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    if options.output:  # a PNG, until it was removed
+        parser.error("--output: pictures are gone; use titan sim --trace or --csv")
+    split = _split(job, world_size=options.world_size, num_microbatches=options.microbatches)
+    print(describe(split, columns=shutil.get_terminal_size((120, 24)).columns))
+    if options.csv:
+        try:
+            write_schedule(split.schedule, options.csv)
+        except OSError as error:
+            print(f"titan pipeline: {error}", file=sys.stderr)
+            return 2
+        print(f"wrote {options.csv}")
+    return 0
+
+
+def _split(argv: list[str], *, world_size: int | None, num_microbatches: int | None) -> StageSplit:
+    """Return the stages of a job. Raises ConfigError."""
+    config = load_from_argv(argv, options=OPTIONS)
+    parallel, key = config.parallelism, "parallelism.pipeline_parallel_degree"
+    if parallel.pipeline_parallel_degree == 1:
+        raise ConfigError([config.source_map.problem(key, "1 is no pipeline; set it to 2 or more")])
+    if num_microbatches is not None:
+        # As overrides, so that an error in the result names them.
+        size = num_microbatches * parallel.pipeline_parallel_microbatch_size
+        batch = [f"--training.local_batch_size={size}", "--training.global_batch_size=-1"]
+        config = load_from_argv([*argv, *batch], options=OPTIONS)
+    if world_size is None:
+        degrees = (getattr(parallel, axis_key.rpartition(".")[2]) for axis_key in AXES.values())
+        world_size = prod(max(1, degree) for degree in degrees)
+    if problems := check_layout(config, world_size=world_size):
+        raise ConfigError(problems)
+    try:
+        return stage_split(config, num_layers=model_config(config.model).n_layers)
+    except (ValueError, OSError) as error:
+        raise ConfigError([config.source_map.problem(key, str(error))]) from None
+
+
+def describe(split: StageSplit, *, columns: int) -> str:
+    """Return the page that the command prints."""
+    schedule = split.schedule
+    rows = [
+        f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_stages} stages, "
+        f"{schedule.num_microbatches} microbatches, bubble {schedule.bubble_fraction():.1%}",
+        "",
+    ]
+    for rank in range(schedule.num_ranks):
+        stages = schedule.stages_of(rank)
+        held = "; ".join(f"stage {s}: {_short(split.modules[s])}" for s in stages)
+        rows.append(f"rank {rank}  at most {schedule.peak_in_flight(rank)} in flight  {held}")
+    note = (
+        "in flight: microbatches whose activations are held, each stage of a rank counted by itself"
+    )
+    return "\n".join([*rows, note, "", *_timetable(schedule, columns=columns)])
+
+
+def _short(names: list[str]) -> str:
+    """Join names of modules, with consecutive layers as a range."""
+    layers = [name for name in names if name.startswith("layers.")]
+    if len(layers) < 3:
+        return ", ".join(names)
+    span = f"{layers[0]} to {layers[-1].rpartition('.')[2]}"
+    shown = [span if name == layers[0] else name for name in names if name not in layers[1:]]
+    return ", ".join(shown)
+
+
+def _timetable(schedule: Schedule, *, columns: int) -> list[str]:
+    """Draw actions over time, in as many blocks as the width of the terminal needs."""
+    timeline = schedule.timeline()
+    cell = 1 + max(len(str(span.action)) for spans in timeline for span in spans)
+    length = max(spans[-1].end for spans in timeline)
+    label = f"rank {schedule.num_ranks - 1} "
+    step = max(1, (columns - len(label)) // cell)
+    lines = []
+    for spans in timeline:
+        # One cell for each unit of time. An action that takes two is followed by dashes.
+        cells = ["·"] * length
+        for action, start, end in spans:
+            cells[start:end] = [str(action)] + ["-"] * (end - start - 1)
+        lines.append("".join(text.ljust(cell, "-" if text == "-" else " ") for text in cells))
+    blocks = []
+    for start in range(0, length, step):
+        part = slice(start * cell, (start + step) * cell)
+        rows = [f"{f'rank {rank}':{len(label)}}{line[part]}" for rank, line in enumerate(lines)]
+        blocks += [f"time {start}", *(row.rstrip() for row in rows), ""]
+    return blocks[:-1]
