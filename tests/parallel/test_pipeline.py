@@ -607,7 +607,7 @@ def test_command_draws_and_writes_a_csv(capsys: pytest.CaptureFixture[str], tmp_
                 "--parallelism.pipeline_parallel_schedule=Interleaved1F1B",
                 "--microbatches=5",
             ),
-            "5 do not divide into 2 rounds; 4 or 6 would do",
+            "5 do not divide into 2 rounds; use 4 or 6",
         ),
     ],
 )
