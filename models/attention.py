@@ -21,7 +21,7 @@ class InnerAttention(nn.Module):
     def forward(
         self, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, document_ids_BS: Tensor | None = None
     ) -> Tensor:
-        """Attention output, (B, H, S, K) in the inputs' dtype.
+        """Return the attention output, (B, H, S, K) in the inputs' dtype.
 
         document_ids_BS (int64) numbers the documents packed into each sequence: a query sees only keys
         of its own document. H must be a multiple of G; query head h reads key/value head h // (H // G).
@@ -55,7 +55,7 @@ class CachedAttention(nn.Module):
     def forward(
         self, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, document_ids_BS: Tensor | None = None
     ) -> Tensor:
-        """Attention output, (B, H, S, K). Raises ValueError for several tokens after the first call."""
+        """Return the attention output, (B, H, S, K). Raises ValueError for several tokens after the first call."""
         if self.k_BGTK is None or self.v_BGTK is None:
             self.k_BGTK, self.v_BGTK = k_BGSK, v_BGSK
             return self.inner(q_BHSK, k_BGSK, v_BGSK, document_ids_BS)

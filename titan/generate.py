@@ -66,7 +66,7 @@ def find_checkpoint(where: Location) -> tuple[JobConfig, Location]:
 
 
 def _config_within(step: Location) -> JobConfig:
-    """The config that a step was saved with, for one that does not lie in its run folder."""
+    """Return the config that a step was saved with, if it is not in its run folder."""
     text = read_metadata(step).get("config")
     if text is None:
         raise CheckpointError(f"{step}: holds no config, and there is no config.toml above it")
@@ -81,7 +81,7 @@ def _config_within(step: Location) -> JobConfig:
 
 
 def load_model(where: Location, *, device: torch.device) -> tuple[nn.Module, Tokenizer, Location]:
-    """The model of a checkpoint, unsharded on `device`, and its tokenizer."""
+    """Return the model of a checkpoint, unsharded on `device`, and its tokenizer."""
     config, step = find_checkpoint(where)
     with torch.device("meta"):
         model = family(config.model.name).build_model(model_config(config.model))
@@ -174,7 +174,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _check(args: argparse.Namespace) -> torch.device:
-    """The device asked for, or the best there is. Raises ConfigError of all options that cannot be."""
+    """Return the device asked for, or the best there is. Raises ConfigError with all wrong options."""
     problems = [
         Problem(COMMAND_LINE, 0, f"--{name}", f"expected a number of at least 0, got {value}")
         for name in ("max-new-tokens", "temperature", "top-k")

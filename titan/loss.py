@@ -42,7 +42,7 @@ class VocabularyShard:
 
 
 def _statistics(logits_CV: Tensor, column_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-sum-exp of each row and the logit in its column, both in fp32."""
+    """Return the log-sum-exp of each row and the logit in its column, both in fp32."""
     lse_C = torch.logsumexp(logits_CV.float(), dim=-1)
     return lse_C, logits_CV.gather(1, column_C[:, None])[:, 0].float()
 
@@ -50,7 +50,7 @@ def _statistics(logits_CV: Tensor, column_C: Tensor) -> tuple[Tensor, Tensor]:
 def _gradient(
     logits_CV: Tensor, lse_C: Tensor, column_C: Tensor, is_valid_C: Tensor, is_mine_C: Tensor
 ) -> Tensor:
-    """Of the summed loss in the logits, in their dtype: softmax, less one where the target is; no row that is not valid."""
+    """Return the gradient of the summed loss in the logits, in their dtype: softmax, less one where the target is; no row that is not valid."""
     p_CV = (logits_CV - lse_C[:, None]).exp_().mul_(is_valid_C[:, None])  # in fp32, as lse is
     columns_V = torch.arange(logits_CV.shape[1], device=logits_CV.device)
     is_target_CV = (columns_V == column_C[:, None]) & is_mine_C[:, None]
@@ -66,7 +66,7 @@ class Kernels:
 
     @staticmethod
     def compiled(backend: str) -> Kernels:
-        """Both through torch.compile; compilation happens at the first call."""
+        """Return both through torch.compile; compilation happens at the first call."""
         options: dict[str, Any] = {"backend": backend, "fullgraph": True}
         return Kernels(torch.compile(_statistics, **options), torch.compile(_gradient, **options))
 
@@ -134,7 +134,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _one_chunk(
     logits_CV: Tensor, labels_C: Tensor, *, settings: _Settings, differentiate: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Summed loss of a chunk, a scalar in fp32, and its gradient in the logits."""
+    """Return the summed loss of a chunk, a scalar in fp32, and its gradient in the logits."""
     shard, kernels = settings.shard, settings.kernels
     is_valid_C = labels_C != IGNORED
     column_C, is_mine_C = labels_C.clamp(min=0), is_valid_C
@@ -154,7 +154,7 @@ def _one_chunk(
 def _across_ranks(
     lse_C: Tensor, target_logit_C: Tensor, is_mine_C: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """Log-sum-exp over the whole vocabulary, and the target's logit, from those of this rank's part.
+    """Return the log-sum-exp over the whole vocabulary, and the target's logit, from those of this rank's part.
 
     Two all-reduces of one and two numbers a row: the largest log-sum-exp; then the sums of the ranks'
     exponentials and of the target's logit, which one rank has.
@@ -202,7 +202,7 @@ def cross_entropy_sum(
 
 
 def _local_rows(weight: DTensor, shard: VocabularyShard | None) -> Tensor:
-    """This rank's rows of a weight that is split over the ranks of `shard` and over no others."""
+    """Return this rank's rows of a weight that is split over the ranks of `shard` and over no others."""
     mesh, ranks = weight.device_mesh, dist.get_process_group_ranks
     if (
         shard is None
@@ -220,7 +220,7 @@ def _local_rows(weight: DTensor, shard: VocabularyShard | None) -> Tensor:
 def _plain_over_vocabulary(
     logits_NV: Tensor, labels_N: Tensor, mesh: DeviceMesh, *, start: int
 ) -> Tensor:
-    """torch's loss parallel: cross entropy of an fp32 copy of logits that are split over the vocabulary."""
+    """Compute torch's loss parallel: cross entropy of an fp32 copy of logits that are split over the vocabulary."""
     enable_loss_parallel()
     # The last ranks may have fewer columns. All must give one shape, or labels are looked for in the wrong places: equal parts.
     rank = mesh.get_local_rank()

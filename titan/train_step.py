@@ -168,7 +168,7 @@ class TrainStep:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:
-        """Summed loss in nats and number of valid tokens over all ranks' batches, as device scalars."""
+        """Return the summed loss in nats and the number of valid tokens over all ranks' batches, as device scalars."""
         self._compute_scales()
         for part in self.model_parts:
             part.eval()
@@ -219,7 +219,7 @@ class TrainStep:
         return self.optimizer.param_groups[0]["lr"]
 
     def _clip(self) -> Tensor:
-        """The global norm of the gradients, which are then clipped by it; of those that are used up already, the norm."""
+        """Clip the gradients by their global norm and return it. Early steps have used them up, and only have the norm."""
         if self.early_step is not None:
             return self.early_step.finish()
         if self.on_gradients is not None:
@@ -231,7 +231,7 @@ class TrainStep:
             )
 
     def _forward_backward(self, batch: Batch, num_valid: Tensor, *, sync: bool) -> Tensor:
-        """Add the gradients of a micro-batch; returns its loss, summed over this rank's tokens."""
+        """Add the gradients of a micro-batch; return its loss, summed over this rank's tokens."""
         if self.pipeline is not None:
             losses = self.pipeline.step(
                 batch.tokens_BS, batch.labels_BS, divide_by=num_valid, **_inputs(batch)
@@ -244,7 +244,7 @@ class TrainStep:
         return loss_sum.detach()
 
     def _forward(self, batch: Batch) -> Tensor:
-        """Loss of a micro-batch, summed over this rank's tokens."""
+        """Return the loss of a micro-batch, summed over this rank's tokens."""
         if self.pipeline is not None:
             size = self.config.parallelism.pipeline_parallel_microbatch_size
             whole, rest = divmod(len(batch.tokens_BS), size)
@@ -259,7 +259,7 @@ class TrainStep:
         return self.loss_sum(model(batch.tokens_BS, **_inputs(batch)), batch.labels_BS)
 
     def _total(self, losses: list[Tensor]) -> Tensor:
-        """The sum, which is nothing but on the last pipeline stage."""
+        """Return the sum, which is 0 except on the last pipeline stage."""
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
 
 
@@ -359,7 +359,7 @@ def _sum(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def _vocabulary_shard(mesh: DeviceMesh, vocab_size: int) -> VocabularyShard | None:
-    """This rank's part of the logits, cut as DTensor cuts: equal parts rounded up, the last one shorter."""
+    """Return this rank's part of the logits, cut as DTensor cuts: equal parts rounded up, the last one shorter."""
     tp = submesh(mesh, "tp")
     if tp is None:
         return None

@@ -173,7 +173,7 @@ class Trainer:
 
     @property
     def logs_this_step(self) -> bool:
-        """Whether this step writes a row of metrics."""
+        """Return whether this step writes a row of metrics."""
         every = self.config.metrics.log_freq
         return self.step in (1, self.last_step) or self.step % every == 0
 
@@ -190,7 +190,7 @@ class Trainer:
             write_status(self.run_dir, state="running", step=self.step, reason=self.decision)
 
     def go_back(self, *, failed_at: int) -> None:
-        """Continue from self.step, which a hook has just loaded, after step `failed_at` went wrong."""
+        """Restart from self.step, which a hook has just loaded, after step `failed_at` went wrong."""
         self.pending.clear()  # a rank that was asked to stop says so again in the next step
         for hook in self.hooks:
             hook.rewound()

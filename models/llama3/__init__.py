@@ -14,7 +14,7 @@ __all__ = ["FLAVORS", "TENSOR_PLAN", "LlamaConfig", "build_model"]
 
 
 def build_model(config: LlamaConfig) -> Llama:
-    """The module for a size; build it under `torch.device("meta")` to allocate nothing."""
+    """Return the module for a size; build it under `torch.device("meta")` to allocate nothing."""
     from .model import Llama
 
     return Llama(config)

@@ -68,7 +68,7 @@ class LlamaConfig:
         return embeddings + self.n_layers * self.num_block_params + self.dim
 
     def flops_per_token(self, seq_len: int, *, causal: bool = False) -> int:
-        """Floating-point operations of forward and backward for one token of a sequence of `seq_len`.
+        """Return the floating-point operations of forward and backward for one token of a sequence of `seq_len`.
 
         6 for every matrix-product parameter (the output layer counted, the embedding look-up and norms
         not) plus 12 x layers x heads x head_dim x seq_len for attention (PaLM, arXiv:2204.02311, appendix B);

@@ -64,7 +64,7 @@ def hf_name(name: str, *, block: dict[str, str] = BLOCK) -> str:
 
 
 def hf_config(config: LlamaConfig) -> dict[str, Any]:
-    """The config.json of these sizes, in the spelling that transformers 4 and 5 both read."""
+    """Return the config.json of these sizes, in the spelling that transformers 4 and 5 both read."""
     scaling = config.rope_scaling
     rope = scaling and {
         "rope_type": "llama3",
@@ -88,7 +88,7 @@ def hf_config(config: LlamaConfig) -> dict[str, Any]:
 
 
 def read_config(hf: dict[str, Any]) -> LlamaConfig:
-    """The sizes a config.json says. Raises ValueError, for people, where it says something else than Llama 3."""
+    """Return the sizes of a config.json. Raises ValueError if it describes something else than Llama 3."""
     heads = hf.get("num_attention_heads")
     return read_sizes(hf, LlamaConfig, n_kv_heads=heads, head_dim=0)
 
@@ -96,7 +96,7 @@ def read_config(hf: dict[str, Any]) -> LlamaConfig:
 def read_sizes(
     hf: dict[str, Any], kind: type[_Config], *, n_kv_heads: Any, head_dim: int
 ) -> _Config:
-    """A family's config dataclass from config.json; n_kv_heads and head_dim are what transformers takes by default."""
+    """Return a family's config dataclass from config.json; n_kv_heads and head_dim are what transformers takes by default."""
     for key, only in _ONLY.items():
         if hf.get(key, only) != only:
             raise ValueError(f"{key} is {hf[key]!r}; titan's model has {only!r} and nothing else")
@@ -131,7 +131,7 @@ _EXAMPLE = LlamaConfig(dim=2, n_layers=1, n_heads=1, n_kv_heads=1, ffn_dim=1)
 
 
 def _rope_factor(rope: dict[str, Any]) -> float:
-    """`LlamaConfig.rope_factor` of a rope_scaling (transformers 4) or rope_parameters (5)."""
+    """Return `LlamaConfig.rope_factor` for a rope_scaling (transformers 4) or rope_parameters (5)."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return 0.0

@@ -23,7 +23,7 @@ from .config import LlamaConfig, RopeScaling
 def rope_frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device
 ) -> Tensor:
-    """Rotation per position of each pair of channels, (K/2,) fp32, in radians (RoFormer, arXiv:2104.09864).
+    """Return the rotation per position of each pair of channels, (K/2,) fp32, in radians (RoFormer, arXiv:2104.09864).
 
     `scaling` is Llama 3.1's: wavelengths that fit often enough into the original context stay, those longer than
     it are stretched by `factor`, those between are interpolated.
@@ -67,7 +67,7 @@ class Attention(nn.Module):
         return self.wo(o_BHSK.transpose(1, 2).flatten(-2))
 
     def heads(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (B, S, H, K), keys and values (B, S, G, K)."""
+        """Return queries (B, S, H, K), keys and values (B, S, G, K)."""
         # -1 for the number of heads: under tensor parallelism each rank holds some of them.
         q, k, v = (w(x_BSD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         return q, k, v
@@ -124,7 +124,7 @@ class Llama(nn.Module):
         positions_BS: Tensor | None = None,
         document_ids_BS: Tensor | None = None,
     ) -> Tensor:
-        """Logits (B, S, V) in the dtype of the weights.
+        """Return logits (B, S, V) in the dtype of the weights.
 
         tokens_BS: int64 ids, or on a later pipeline stage the activations (B, S, D) of the one before.
         positions_BS: int64 positions for the rotation, (B, S) or (S,); None: 0 .. S-1.
@@ -141,7 +141,7 @@ class Llama(nn.Module):
         return x_BSD if self.output is None else self.output(x_BSD)
 
     def _rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, (S, K/2) or (B, 1, S, K/2), fp32: computed here once for all blocks.
+        """Return cos and sin, (S, K/2) or (B, 1, S, K/2), fp32: computed here once for all blocks.
 
         Not a buffer: it depends on positions alone, and what is not stored cannot be sharded, cast or
         forgotten when the model moves off meta.
@@ -156,7 +156,7 @@ class Llama(nn.Module):
         return angles.cos(), angles.sin()
 
     def init_std(self, name: str) -> float | None:
-        """Standard deviation of the initial truncated normal of a parameter; None: all ones (norms).
+        """Return the standard deviation of the initial truncated normal of a parameter; None: all ones (norms).
 
         Projections into the residual stream shrink with the depth of their block, the output layer with
         the width, so that initial logits are of order one at any size (as TorchTitan and lingua do).

@@ -14,7 +14,7 @@ __all__ = ["FLAVORS", "TENSOR_PLAN", "Qwen3Config", "build_model"]
 
 
 def build_model(config: Qwen3Config) -> Llama:
-    """The module for a size; build it under `torch.device("meta")` to allocate nothing."""
+    """Return the module for a size; build it under `torch.device("meta")` to allocate nothing."""
     from ..llama3.model import Llama
     from .model import Attention
 

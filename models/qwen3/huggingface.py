@@ -22,7 +22,7 @@ def hf_name(name: str) -> str:
 
 
 def hf_config(config: Qwen3Config) -> dict[str, Any]:
-    """The config.json of these sizes."""
+    """Return the config.json of these sizes."""
     return {
         **llama3.hf_config(config),
         "architectures": [ARCHITECTURE],
@@ -32,5 +32,5 @@ def hf_config(config: Qwen3Config) -> dict[str, Any]:
 
 
 def read_config(hf: dict[str, Any]) -> Qwen3Config:
-    """The sizes a config.json says. Raises ValueError, for people, where it says something else than Qwen3."""
+    """Return the sizes of a config.json. Raises ValueError if it describes something else than Qwen3."""
     return llama3.read_sizes(hf, Qwen3Config, n_kv_heads=32, head_dim=128)

@@ -38,7 +38,7 @@ class Checkpointing(Hook):
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group that background saves use."""
+        """Return the process group that background saves use."""
         return self.manager.group.process_group if self.section.enable else None
 
     # ---- when ----------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class Checkpointing(Hook):
         self.resumed_from = path
 
     def load_newest(self) -> Location | None:
-        """Go back to the newest checkpoint; return its location, or None if there is none."""
+        """Load the newest checkpoint; return its location, or None if there is none."""
         self.manager.poll(wait=True)
         path = self.manager.newest()
         if path is not None:

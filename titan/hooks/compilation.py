@@ -29,7 +29,7 @@ class Compilation(Hook):
                 _LOG.warning(f"step {trainer.step}: {warning}")
 
     def _after_first_step(self) -> None:
-        """Everything is connected and compiled: from now on a collective that takes long hangs."""
+        """Shorten time limits: everything is connected and compiled, so a collective that takes long now hangs."""
         trainer = self.trainer
         checkpointing = trainer.hook(Checkpointing)
         limit = timedelta(seconds=trainer.config.comm.train_timeout_seconds)

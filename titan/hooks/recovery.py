@@ -94,7 +94,7 @@ class StepRecovery(Hook):
         return f"samples {first} to {first + self.trainer.sequences_per_step - 1}"
 
     def _require_finite(self, result: StepResult) -> None:
-        """Every rank reads the same loss and norm, so all of them raise together."""
+        """Raise NonFiniteError unless loss and norm are finite. Every rank reads the same ones, so all raise together."""
         if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
             return
         trainer = self.trainer

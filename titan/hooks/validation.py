@@ -60,6 +60,6 @@ class Validation(Hook):
 
     @cached_property
     def unigram_bits_per_byte(self) -> float | None:
-        """The bits per byte that byte frequencies alone reach on the validation text, as a yardstick."""
+        """Return the bits per byte that byte frequencies alone reach on the validation text, as a yardstick."""
         assert self.trainer.validation_loader is not None
         return unigram_bits_per_byte(self.trainer.loader, validation=self.trainer.validation_loader)

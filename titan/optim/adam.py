@@ -127,7 +127,7 @@ def _compute(
     throw: Throw | None,
     maps: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """One update in fp32, of local tensors in place."""
+    """Compute one update in fp32, of local tensors in place."""
     x, grad = parameter.float(), grad.float()
     if decoupled:
         x = x - numbers["decay"] * x
@@ -162,7 +162,7 @@ def _write(state: dict[str, Tensor], name: str, value: Tensor, levels: Tensor | 
 
 
 def load_as_saved(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """torch's load_state_dict, less its cast of every state to the weights' precision."""
+    """Load as torch's load_state_dict does, without its cast of every state to the weights' precision."""
     torch.optim.Optimizer.load_state_dict(optimizer, state_dict)
     saved = (i for group in state_dict["param_groups"] for i in group["params"])
     parameters = (p for group in optimizer.param_groups for p in group["params"])
@@ -173,7 +173,7 @@ def load_as_saved(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
 
 
 def local(tensor: Tensor | None) -> Tensor:
-    """This rank's shard, sharing its memory (under no_grad)."""
+    """Return this rank's shard, sharing its memory (under no_grad)."""
     assert tensor is not None
     tensor = plain(tensor)
     # Not a Parameter, whose shape torch.compile would take for a constant.
@@ -181,7 +181,7 @@ def local(tensor: Tensor | None) -> Tensor:
 
 
 def _zeros_of_blocks(parameter: Tensor, block: int) -> Tensor:
-    """fp32 zeros with a number for each block of each row, laid out like the parameter."""
+    """Return fp32 zeros with a number for each block of each row, laid out like the parameter."""
     shape = (*parameter.shape[:-1], parameter.shape[-1] // block)
     mine = local(parameter)
     assert mine.shape[-1] % block == 0, "rules.py refuses tensor parallel degrees that cut a block"

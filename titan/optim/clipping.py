@@ -52,7 +52,7 @@ def clip_gradients(
 
 
 def reduce_squares(local_by_groups: dict[tuple[dist.ProcessGroup, ...], Tensor]) -> Tensor:
-    """Global sum of squares from local ones, keyed by the process groups over which they must be summed."""
+    """Return the global sum of squares from local ones, keyed by the process groups over which they must be summed."""
     assert local_by_groups, "no parameter has a gradient"
     for groups, square in local_by_groups.items():
         for group in groups:
@@ -61,7 +61,7 @@ def reduce_squares(local_by_groups: dict[tuple[dist.ProcessGroup, ...], Tensor])
 
 
 def local_sum_of_squares(grads: list[Tensor]) -> Tensor:
-    """In fp32, of this rank's parts."""
+    """Return the sum of squares of this rank's parts, in fp32."""
     if grads[0].device.type == "cpu":
         # torch's norm kernel on a CPU adds up one by one: off by 1e-5 at a million elements. sum() adds pairwise.
         return torch.stack([grad.float().square().sum() for grad in grads]).sum()
@@ -69,7 +69,7 @@ def local_sum_of_squares(grads: list[Tensor]) -> Tensor:
 
 
 def local_gradient(parameter: Tensor) -> tuple[Tensor, tuple[dist.ProcessGroup, ...]]:
-    """This rank's part of a gradient, laid out like the parameter, and the groups over which it is sharded."""
+    """Return this rank's part of a gradient, laid out like the parameter, and the groups over which it is sharded."""
     grad = parameter.grad
     assert grad is not None
     if not isinstance(grad, DTensor):

@@ -47,7 +47,7 @@ class EarlyStep:
         parameter.grad = None
 
     def finish(self) -> Tensor:
-        """The global gradient norm of the step that ended, as `clip_gradients` gives it."""
+        """Return the global gradient norm of the step that ended, as `clip_gradients` gives it."""
         squares = {groups: torch.stack(parts).sum() for groups, parts in self._squares.items()}
         self._squares.clear()
         return reduce_squares(squares).sqrt()

@@ -21,7 +21,7 @@ PARTS = 8  # of a row, each of whole blocks: tensor parallel degrees up to it cu
 
 
 def block_size(shape: Sequence[int]) -> int:
-    """Elements in a block of a tensor of this (global) shape; 0 where it is not worth it: vectors, odd rows."""
+    """Return the elements in a block of a tensor of this (global) shape; 0 if 8 bits save nothing: vectors, odd rows."""
     if len(shape) < 2 or shape[-1] % PARTS:
         return 0
     block = math.gcd(LARGEST_BLOCK, shape[-1] // PARTS)
@@ -29,7 +29,7 @@ def block_size(shape: Sequence[int]) -> int:
 
 
 def levels(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The 256 levels of signed values (first moments) and of values from 0 (second moments), fp32, ascending."""
+    """Return the 256 levels of signed values (first moments) and of values from 0 (second moments), fp32, ascending."""
     return _levels(True).to(device), _levels(False).to(device)
 
 
@@ -44,7 +44,7 @@ def _levels(signed: bool) -> Tensor:
 
 
 def quantize(x: Tensor, num_blocks: int, levels: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes (shape of x, uint8) and scales (..., num_blocks) of an fp32 tensor."""
+    """Return codes (shape of x, uint8) and scales (..., num_blocks) of an fp32 tensor."""
     blocks = x.unflatten(-1, (num_blocks, -1))
     scale = blocks.abs().amax(-1).clamp(min=1e-12)
     middles = (levels[1:] + levels[:-1]) / 2
@@ -53,6 +53,6 @@ def quantize(x: Tensor, num_blocks: int, levels: Tensor) -> tuple[Tensor, Tensor
 
 
 def dequantize(codes: Tensor, scale: Tensor, levels: Tensor) -> Tensor:
-    """fp32 values in the shape of codes."""
+    """Return fp32 values in the shape of codes."""
     values = levels[codes.int()].unflatten(-1, (scale.shape[-1], -1))
     return (values * scale[..., None]).flatten(-2)

@@ -79,7 +79,7 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _update(self, batch: list[Tensor], *, lr: float, weight_decay: float) -> None:
-        """Matrices of one shape and layout."""
+        """Update matrices of one shape and layout."""
         cuts = cuts_of(batch[0])
         x = torch.stack([self._momentum(p).to(self.ns_dtype) for p in batch])
         counts = []
@@ -102,7 +102,7 @@ class Muon(torch.optim.Optimizer):
         self.state[matrix]["momentum"] = torch.zeros_like(plain(matrix))
 
     def _momentum(self, parameter: Tensor) -> Tensor:
-        """The local shard of what is to be orthogonalized."""
+        """Return the local shard of what is to be orthogonalized."""
         state, grad = self.state[parameter], local(parameter.grad)
         if not state:
             self.init_state(parameter)
@@ -112,7 +112,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def newton_schulz(x_NRC: Tensor, *, steps: int) -> Tensor:
-    """Matrices with the same singular vectors and singular values near 1, in the dtype of x."""
+    """Return matrices with the same singular vectors and singular values near 1, in the dtype of x."""
     if x_NRC.shape[-2] > x_NRC.shape[-1]:  # the products of the short side are smaller
         return newton_schulz(x_NRC.mT, steps=steps).mT
     a, b, c = COEFFICIENTS
@@ -136,12 +136,12 @@ class Cut:
         return -(-self.size // self.group.size())
 
     def length(self) -> int:
-        """Of this rank's part."""
+        """Return the length of this rank's part."""
         return max(0, min(self.part, self.size - self.group.rank() * self.part))
 
 
 def cuts_of(parameter: Tensor) -> list[Cut]:
-    """The last cut first, which is the order in which they are mended."""
+    """Return the last cut first, which is the order in which they are joined."""
     if not isinstance(parameter, DTensor):
         return []
     axes = [i for i, place in enumerate(parameter.placements) if not isinstance(place, Replicate)]
@@ -166,7 +166,7 @@ def collect(x_NrC: Tensor, cut: Cut, *, counts: list[int]) -> Tensor:
 
 
 def give_back(x_nRC: Tensor, cut: Cut, *, counts: list[int]) -> Tensor:
-    """The way back: this rank's n whole matrices to its shards of all N."""
+    """Return this rank's n whole matrices to its shards of all N."""
     ranks, n = cut.group.size(), counts[cut.group.rank()]
     whole = _pad(x_nRC, dim=cut.dim, size=cut.part * ranks)
     parts = whole.unflatten(1 + cut.dim, (ranks, cut.part)).movedim(1 + cut.dim, 0)
@@ -194,7 +194,7 @@ def _share_out(num: int, ranks: int) -> list[int]:
 
 
 def _batches(matrices: list[Any]) -> Iterator[list[Any]]:
-    """Matrices of one shape and layout, as many at a time as ranks cut them: each has one to orthogonalize."""
+    """Yield matrices of one shape and layout, as many at a time as ranks cut them: each has one to orthogonalize."""
     alike = defaultdict(list)
     for matrix in matrices:
         alike[matrix.shape, getattr(matrix, "placements", ())].append(matrix)

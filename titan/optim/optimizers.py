@@ -49,7 +49,7 @@ def build_optimizer(
     *,
     seed: int = 0,
 ) -> torch.optim.Optimizer:
-    """The optimizer a section asks for. A section registered by a third party builds its own:
+    """Build the optimizer of a section. A section that a third party registers builds it itself:
     it has a method `build(parameters) -> torch.optim.Optimizer`. seed: of stochastic rounding.
     """
     named = {canonical_name(name): p for name, p in named_parameters if p.requires_grad}
@@ -123,7 +123,7 @@ def _adam(
 def _muon(
     section: MuonSection, named: Mapping[str, nn.Parameter], *, seed: int
 ) -> torch.optim.Optimizer:
-    """Blocks are what lies in `layers`, the one name that every model family shares."""
+    """Build Muon. Blocks are the children of `layers`, the one name that every model family shares."""
     in_blocks = {k: p for k, p in named.items() if k.startswith("layers.") and p.ndim == 2}
     rest = {name: p for name, p in named.items() if name not in in_blocks}
     adam_lr = section.lr if section.adam_lr is None else section.adam_lr

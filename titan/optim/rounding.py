@@ -34,7 +34,7 @@ class Throw:
     strides: tuple[Tensor, ...]
 
     def sixteen_bits(self, like: Tensor) -> Tensor:
-        """Uniform integers in 0 .. 65535, int32, in the shape of this rank's shard."""
+        """Return uniform integers in 0 .. 65535, int32, in the shape of this rank's shard."""
         place = self.offset  # a host scalar, which kernels take as an argument: nothing waits
         for dim, (size, stride) in enumerate(zip(like.shape, self.strides, strict=True)):
             along = torch.arange(size, device=like.device) * stride
@@ -72,7 +72,7 @@ def store(target: Tensor, value: Tensor, throw: Throw | None = None) -> None:
 
 
 def _hash32(x: Any) -> Any:
-    """Mixes an integer, or a tensor of int64, from 0 .. 2^32 - 1: every bit of the result depends on every bit of x
+    """Mix an integer, or a tensor of int64, from 0 .. 2^32 - 1: every bit of the result depends on every bit of x
     ("lowbias32", found by Chris Wellons' search for such functions).
 
     Multipliers above 2^31 are written less 2^32: the same modulo 2^32, and no product leaves 64 bits.

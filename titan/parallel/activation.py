@@ -110,7 +110,7 @@ class _Selection:
         self.depth = 0  # of modules to be kept that are running
 
     def watch(self, block: nn.Module) -> None:
-        """Know when the modules of a block that are to be kept run."""
+        """Record when those modules of a block run whose results are kept."""
         for pattern in self.keep_modules:
             names = [name for name, _ in block.named_modules() if name]
             matching = [name for name in names if fnmatchcase(name, pattern)]
@@ -138,7 +138,7 @@ class _Selection:
         return any(fnmatchcase(n, pattern) for n in names for pattern in self.keep_modules)
 
     def policy(self) -> Any:
-        """For one forward pass and its recomputation, which count alike."""
+        """Decide for one forward pass and its recomputation, which count operations in the same way."""
         counts: Counter[tuple[tuple[str, ...], bool]] = Counter()
 
         def policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

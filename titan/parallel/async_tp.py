@@ -42,7 +42,7 @@ class Rewrites:
 
 
 def enable_async_tp(group: dist.ProcessGroup) -> Rewrites:
-    """Switch the rewrite on for collectives of `group`, before blocks are compiled; the counts fill as they are."""
+    """Turn the rewrite on for collectives of `group`, before blocks are compiled; the counts fill as they are."""
     from torch._inductor import config
 
     config._micro_pipeline_tp = True

@@ -28,7 +28,7 @@ _LSE_ALIGNMENT = 32
 def attend(
     q_BHSK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Output (B, H, S, K) in q's dtype and natural logsumexp (B, H, S), fp32 (fp64 for fp64).
+    """Return the output (B, H, S, K) in q's dtype and natural logsumexp (B, H, S), fp32 (fp64 for fp64).
 
     causal: query i sees keys 0 .. i, and S equals T. Query head h reads key/value head h // (H // G).
     """
@@ -64,7 +64,7 @@ def attend_backward(
     *,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v by this block, in the shapes and dtype of the inputs.
+    """Return the gradients of q, k and v by this block, in the shapes and dtype of the inputs.
 
     grad, out and lse belong to the whole row of keys, of which k and v are one block.
     """
@@ -98,7 +98,7 @@ def attend_backward(
 
 
 def _choose_kernel(q_BHSK: Tensor) -> Literal["cpu", "flash", "cudnn", "efficient"]:
-    """flash and cudnn take fewer key/value heads than query heads; only efficient takes 32 bits."""
+    """Choose a kernel: flash and cudnn take fewer key/value heads than query heads; only efficient takes 32 bits."""
     if q_BHSK.device.type == "cpu":
         return "cpu"
     if q_BHSK.dtype not in (torch.bfloat16, torch.float16):
@@ -112,7 +112,7 @@ def _choose_kernel(q_BHSK: Tensor) -> Literal["cpu", "flash", "cudnn", "efficien
 
 @torch.compiler.assume_constant_result
 def _cudnn_is_faster() -> bool:
-    """Where torch's own attention prefers cuDNN: compute capability 9.0 and 10.0, unless switched off."""
+    """Return whether torch's own attention prefers cuDNN: compute capability 9.0 and 10.0, unless switched off."""
     return (
         torch.cuda.is_available()
         and torch.backends.cuda.cudnn_sdp_enabled()

@@ -22,12 +22,12 @@ wait = _c10d.wait_tensor
 
 
 def start_all_gather(x: Tensor, *, group: str, size: int) -> Tensor:
-    """Concatenation of every rank's x: (C * n, ...) of (n, ...)."""
+    """Start to concatenate every rank's x: (C * n, ...) of (n, ...)."""
     return _c10d.all_gather_into_tensor(x.contiguous(), size, group)
 
 
 def start_reduce_scatter(x: Tensor, *, group: str, size: int) -> Tensor:
-    """This rank's part of the sum over ranks of x: (n, ...) of (C * n, ...)."""
+    """Start to sum x over ranks; each gets its part: (n, ...) of (C * n, ...)."""
     return _c10d.reduce_scatter_tensor(x.contiguous(), "sum", size, group)
 
 
@@ -37,12 +37,12 @@ def start_all_to_all(x: Tensor, *, group: str, to: list[int], from_: list[int]) 
 
 
 def all_to_all(x: Tensor, *, group: str) -> Tensor:
-    """Row c of x to rank c, for row r of its x; x has a row for each rank. Differentiable."""
+    """Send row c of x to rank c, and receive row r of its x; x has a row for each rank. Differentiable."""
     return _AllToAll.apply(x, group)
 
 
 def all_gather(x: Tensor, *, group: str, size: int) -> Tensor:
-    """Every rank's x, (C, ...) of (...). Differentiable: gradients are summed over ranks, in fp32 at least."""
+    """Return every rank's x, (C, ...) of (...). Differentiable: gradients are summed over ranks, in fp32 at least."""
     return _AllGather.apply(x, group, size)
 
 

@@ -68,7 +68,7 @@ class CompileLog:
         self.events: list[CompileEvent] = []
 
     def summary(self) -> str:
-        """One line on all that was compiled so far."""
+        """Return one line on all that was compiled so far."""
         self._update()
         programs = [event for event in self.events if event.is_forward]
         cached = sum(event.from_cache for event in programs)
@@ -79,7 +79,7 @@ class CompileLog:
         return f"{line}, {cached} from the cache" if cached else line
 
     def warnings(self) -> Iterator[str]:
-        """What is new since the last call and costs speed: graph breaks, recompilations, failures; each once."""
+        """Return what is new since the last call and costs speed: graph breaks, recompilations, failures; each once."""
         self._update()
         for event in self.events:
             lines = [
@@ -103,14 +103,14 @@ class CompileLog:
 
 
 def _first_lines(reason: str) -> str:
-    """The first line, and the explanation where there is one; torch goes on with advice and links."""
+    """Return the first line and the explanation, if there is one; torch goes on with advice and links."""
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     explained = [line for line in lines[1:] if line.startswith("Explanation:")]
     return "; ".join([*lines[:1], *(line.removeprefix("Explanation: ") for line in explained)])
 
 
 def _leaves_collective(module: nn.Module) -> bool:
-    """Whether tensor parallelism has it return a reduction that is still under way: rows are split."""
+    """Return whether tensor parallelism makes it return a reduction that is still under way: rows are split."""
     if not isinstance(module, nn.Embedding | nn.Linear) or not isinstance(module.weight, DTensor):
         return False
     return isinstance(module, nn.Embedding) or module.weight.placements == (Shard(1),)

@@ -76,7 +76,7 @@ def apply_cp(
 
 
 def shard_sequence(tensor: Tensor, *, dim: int, rank: int, size: int, balanced: bool) -> Tensor:
-    """Rank `rank`'s part of `tensor`, which holds the whole sequence along `dim`.
+    """Return rank `rank`'s part of `tensor`, which holds the whole sequence along `dim`.
 
     Raises ValueError where the length does not divide by `size`, or by 2 x size if balanced.
     """
@@ -87,7 +87,7 @@ def shard_sequence(tensor: Tensor, *, dim: int, rank: int, size: int, balanced: 
 
 
 def unshard_sequence(tensor: Tensor, *, dim: int, size: int, balanced: bool) -> Tensor:
-    """All ranks' parts, concatenated along `dim` in order of rank, put back into the order of the sequence."""
+    """Put all ranks' parts, concatenated along `dim` in order of rank, back into the order of the sequence."""
     order = _chunks_held(size, balanced)
     return _pick(tensor, dim, [order.index(chunk) for chunk in range(len(order))], len(order))
 
@@ -120,7 +120,7 @@ class ContextParallelAttention(nn.Module):
     def forward(
         self, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, document_ids_BS: Tensor | None = None
     ) -> Tensor:
-        """Local output, (B, H, S, K), for local inputs; document_ids_BS are the local positions' too.
+        """Return the local output, (B, H, S, K), for local inputs; document_ids_BS are the local positions' too.
 
         Raises ValueError for document ids with the ring method, heads of unequal sizes, and heads that Ulysses cannot deal out.
         """
@@ -148,7 +148,7 @@ class ContextParallelAttention(nn.Module):
     def _masked_allgather(
         self, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, document_ids_BS: Tensor
     ) -> Tensor:
-        """Explicit mask over all keys, in the order in which ranks hold them: B x S x T bytes for each layer."""
+        """Attend with an explicit mask over all keys, in the order in which ranks hold them: B x S x T bytes for each layer."""
         part, length = self.part, q_BHSK.shape[2]
         # (2, B, G, S, K) -> (C, 2, B, G, S, K)
         kv = all_gather(torch.stack([k_BGSK, v_BGSK]), group=part.group, size=part.size)
@@ -196,20 +196,20 @@ class ContextParallelAttention(nn.Module):
         return shares.movedim(0, 1).flatten(1, 2)
 
     def _gather_ids(self, document_ids_BS: Tensor) -> Tensor:
-        """(B, T), in the order in which ranks hold them."""
+        """Return all ranks' ids, (B, T), in the order in which ranks hold them."""
         ids_CBS = all_gather(document_ids_BS, group=self.part.group, size=self.part.size)
         return ids_CBS.movedim(0, 1).flatten(1, 2)
 
 
 def _chunks_held(size: int, balanced: bool) -> list[int]:
-    """Numbers of the chunks of the sequence in the order in which ranks 0, 1, ... hold them."""
+    """Return the numbers of the chunks of the sequence in the order in which ranks 0, 1, ... hold them."""
     if not balanced:
         return list(range(size))
     return [chunk for rank in range(size) for chunk in (rank, 2 * size - 1 - rank)]
 
 
 def _pick(tensor: Tensor, dim: int, chunks: list[int], num_chunks: int) -> Tensor:
-    """Those of `num_chunks` equal chunks, one after the other; views and cat, no index to move to the device."""
+    """Return some of `num_chunks` equal chunks, one after the other; views and cat, no index to move to the device."""
     if chunks == list(range(num_chunks)):
         return tensor
     pieces = tensor.chunk(num_chunks, dim)

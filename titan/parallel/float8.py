@@ -149,7 +149,7 @@ def precompute_scales(model: nn.Module) -> None:
 
 @torch.no_grad()
 def plain(tensor: Tensor) -> Tensor:
-    """The same memory without torchao's wrapper, where there is one, also inside a DTensor."""
+    """Return the same memory without torchao's wrapper, if it has one, also inside a DTensor."""
     local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if not hasattr(local, "_precomputed_scale"):
         return tensor
@@ -160,7 +160,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def table(report: Iterable[Conversion], *, recipe: str, emulated: bool, compiled: bool) -> str:
-    """Who was converted, a line for each kind of layer: `layers.*.attention.wq`, how many, their shape, why not."""
+    """Describe which layers were converted, a line for each kind of layer: `layers.*.attention.wq`, how many, their shape, why not."""
     kinds = Counter(dataclasses.replace(c, name=re.sub(r"\.\d+\.", ".*.", c.name)) for c in report)
     done = sum(count for kind, count in kinds.items() if not kind.kept)
     width = max((len(kind.name) for kind in kinds), default=0)
@@ -180,14 +180,14 @@ def table(report: Iterable[Conversion], *, recipe: str, emulated: bool, compiled
 
 
 def is_tensorwise(module: nn.Module) -> bool:
-    """Whether a module is a float8 layer with one scale for each tensor."""
+    """Return whether a module is a float8 layer with one scale for each tensor."""
     config = getattr(module, "config", None)
     cast = getattr(config, "cast_config_input", None)
     return cast is not None and cast.scaling_granularity.value == "tensorwise"
 
 
 def cast_before_gather(module: nn.Module, mesh: DeviceMesh) -> Callable[[DTensor], DTensor] | None:
-    """What casts the input that the layers in `module` share, so that it is gathered in float8; None unless all of its matrices
+    """Return what casts the input that the layers in `module` share, so that it is gathered in float8; None unless all of its matrices
     belong to tensorwise layers."""
     layers = [m for m in module.modules() if is_tensorwise(m)]
     matrices = {id(p) for p in module.parameters() if p.ndim > 1}
@@ -205,7 +205,7 @@ def cast_before_gather(module: nn.Module, mesh: DeviceMesh) -> Callable[[DTensor
 
 
 def rows_style(mesh: DeviceMesh, *, sequence_dim: int) -> ParallelStyle:
-    """RowwiseParallel whose output's gradient is cast before it is gathered over the sequence."""
+    """Return a RowwiseParallel whose output's gradient is cast before it is gathered over the sequence."""
     from torchao.float8.float8_tensor_parallel import Float8RowwiseParallel
 
     _gather_bytes(mesh)
@@ -213,7 +213,7 @@ def rows_style(mesh: DeviceMesh, *, sequence_dim: int) -> ParallelStyle:
 
 
 def _gather_bytes(mesh: DeviceMesh) -> None:
-    """gloo has no float8: let torchao's all-gather send the same bits as bytes."""
+    """Send bytes, since gloo has no float8: let torchao's all-gather send the same bits as bytes."""
     if mesh.device_type != "cpu":
         return
     from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
@@ -247,7 +247,7 @@ def _local_shape(layer: nn.Linear, *, style: str, tp: int) -> tuple[int, int]:
 def _converter(
     recipe: str, *, emulate: bool, fsdp_all_gather: bool
 ) -> Callable[[nn.Module, set[str]], Any]:
-    """The function that converts a model's layers of the names given, in place; they keep their weights."""
+    """Return the function that converts the named layers of a model in place; they keep their weights."""
     if emulate:  # torchao's kernels, which may not fit this torch, are not needed
         os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
         logging.getLogger("torchao").setLevel(logging.ERROR)  # says that it skips them

@@ -113,7 +113,7 @@ def sum_gradients(model: nn.Module) -> None:
 
 
 def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
-    """Whether the next backward pass reduces gradients over ranks, or only adds to the local ones.
+    """Set whether the next backward pass reduces gradients over ranks, or only adds to the local ones.
 
     Without it, FSDP keeps whole gradients of every unit in memory until the last backward pass.
     """

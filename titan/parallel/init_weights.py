@@ -22,7 +22,7 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def canonical_name(name: str) -> str:
-    """A parameter's name in the plain model, without what activation checkpointing and compile add."""
+    """Return a parameter's name in the plain model, without what activation checkpointing and compile add."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name

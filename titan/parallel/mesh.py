@@ -29,9 +29,9 @@ def build_mesh(
     cp: int = 1,
     tp: int = 1,
 ) -> DeviceMesh:
-    """The mesh over all ranks of the default process group, which must be initialised.
+    """Build the mesh over all ranks of the default process group, which must be initialised.
 
-    Raises ValueError where the degrees do not multiply to the world size (from torch).
+    Raises ValueError (from torch) if the product of the degrees is not the world size.
     """
     degrees = dict(zip(AXES, (pp, dp_replicate, dp_shard, cp, tp), strict=True))
     present = {axis: n for axis, n in degrees.items() if n > 1 or axis == "dp_shard"}
@@ -41,7 +41,7 @@ def build_mesh(
 
 
 def submesh(mesh: DeviceMesh, *axes: str, flatten: bool = False) -> DeviceMesh | None:
-    """The part of the mesh along `axes` (those present), or None where all have size one.
+    """Return the part of the mesh along `axes` (those present), or None if all have size one.
 
     `flatten` joins several axes to one, named after them, for a collective over all of their ranks.
     """
@@ -57,13 +57,13 @@ def submesh(mesh: DeviceMesh, *axes: str, flatten: bool = False) -> DeviceMesh |
 
 
 def axis_size(mesh: DeviceMesh, *axes: str) -> int:
-    """Number of ranks along the axes; 1 for an axis left out."""
+    """Return the number of ranks along the axes; 1 for an axis left out."""
     names = mesh.mesh_dim_names or ()
     return math.prod(mesh[axis].size() for axis in axes if axis in names)
 
 
 def axis_rank(mesh: DeviceMesh, *axes: str) -> int:
-    """This rank's number along the axes, the last one fastest."""
+    """Return this rank's number along the axes, the last one fastest."""
     names = mesh.mesh_dim_names or ()
     rank = 0
     for axis in axes:

@@ -49,7 +49,7 @@ class Offloader:
         self.latest: weakref.ref[_Run] | None = None
 
     def run(self, block: nn.Module) -> _Run:
-        """For one forward pass of `block`: says what its saved tensors become, and remembers the run before."""
+        """Replace the saved tensors of one forward pass of `block`, and link it to the pass before."""
         run = _Run(self, block, before=self.latest)
         self.latest = weakref.ref(run)
         return run
@@ -152,7 +152,7 @@ class _Copy:
             self.ready = self.stream.record_event()
 
     def restored(self) -> torch.UntypedStorage:
-        """The bytes on the device, there before what the current stream does next."""
+        """Return the bytes on the device, there before what the current stream does next."""
         assert self.on_device is not None
         if self.ready is not None:
             current = torch.accelerator.current_stream(self.device)

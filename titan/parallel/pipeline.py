@@ -62,7 +62,7 @@ def extract_stages(
 
 
 def extract_stage(model: nn.Module, names: Sequence[str]) -> nn.Module:
-    """A copy of `model` that keeps the modules of these names, under these names, and nothing else.
+    """Return a copy of `model` that keeps the modules of these names, under these names, and nothing else.
 
     names: children ("norm"), or single entries of a child that is a ModuleDict ("layers.3"). Other children become None,
     other entries are deleted. Cheap on meta, where models are built. Raises ValueError for a name that the model does
@@ -93,7 +93,7 @@ def extract_stage(model: nn.Module, names: Sequence[str]) -> nn.Module:
 
 
 def _units(model: nn.Module) -> dict[str, nn.Module]:
-    """What can be given to a stage, by name."""
+    """Return the modules that a stage can have, by name."""
     units: dict[str, nn.Module] = {}
     for name, child in model.named_children():
         if isinstance(child, nn.ModuleDict):
@@ -150,9 +150,9 @@ class Pipeline:
         divide_by: Tensor | float = 1.0,
         **inputs: Tensor | None,
     ) -> list[Tensor]:
-        """Forward and backward; gradients of loss_fn / divide_by are added to those that are there.
+        """Run forward and backward; gradients of loss_fn / divide_by are added to those that are there.
 
-        Returns the undivided loss of each microbatch where `is_last`, else nothing.
+        Returns the undivided loss of each microbatch if `is_last`, else nothing.
         """
         count = self.schedule.num_microbatches
         runner = self._runner("train", tokens, count)
@@ -178,7 +178,7 @@ class Pipeline:
         num_microbatches: int | None = None,
         **inputs: Tensor | None,
     ) -> list[Tensor]:
-        """Forward only, any number of microbatches; the loss of each where `is_last`, else nothing."""
+        """Run forward on any number of microbatches; return the loss of each if `is_last`, else nothing."""
         count = num_microbatches or self.schedule.num_microbatches
         runner = self._runner("eval", tokens, count)
         losses: list[Tensor] = []
@@ -195,7 +195,7 @@ class Pipeline:
     def forward(
         self, tokens: Tensor, *, num_microbatches: int = 1, **inputs: Tensor | None
     ) -> Tensor | None:
-        """Output of the whole model where `is_last`, else None."""
+        """Return the output of the whole model if `is_last`, else None."""
         runner = self._runner("forward", tokens, num_microbatches)
         return runner.eval(*self._args(tokens), **_given(inputs))
 
@@ -229,8 +229,8 @@ class Pipeline:
         return self._runners[key]
 
     def _build_training(self) -> Any:
-        """GPipe and 1F1B by torch's classes, which gather FSDP's parameters block by block; all else, which gathers a
-        stage at a time, by the runtime of which torch's other schedules are subclasses."""
+        """Build GPipe and 1F1B from torch's classes, which gather FSDP's parameters block by block; all others, which gather a
+        stage at a time, from the runtime of which torch's other schedules are subclasses."""
         settings: Any = {"loss_fn": self._divided_loss, "scale_grads": False}
         count = self.schedule.num_microbatches
         single = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}.get(self.schedule.name)
@@ -241,7 +241,7 @@ class Pipeline:
         return runtime
 
     def _build_forward(self, num_microbatches: int, loss_fn: LossFunction | None) -> Any:
-        """A breadth-first order, of which only the forward part is kept.
+        """Build a breadth-first order, of which only the forward part is kept.
 
         torch's own eval() runs the backward actions too, as empty shells, and fails on V-shaped schedules. In
         an order of its own, validation need not have the number of microbatches that training has.
@@ -267,15 +267,15 @@ class Pipeline:
 
 
 class _Stage(PipelineStage):
-    """torch's stage, mended."""
+    """torch's stage, with two faults worked around (docs/torch.md)."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Without messages to itself, which the turn of a V makes on torch 2.11 and which gloo cannot send."""
+        """Leave out messages to itself, which the turn of a V makes on torch 2.11 and which gloo cannot send."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """Learning the shapes of a new batch (2.13 on) throws FSDP's gradients away, also those of an earlier
-        batch of the same optimizer step; they are kept."""
+        """Keep gradients: learning the shapes of a new batch (2.13 on) throws FSDP's gradients away, also those of an earlier
+        batch of the same optimizer step."""
         for module in self.submod.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # gathered parameters have no gradients, their shards do

@@ -1,6 +1,6 @@
-"""Do ranks that should hold the same weights hold the same bits? A flipped bit in one replica would train on unseen.
+"""Check that ranks which should hold the same weights hold the same bits. Otherwise a flipped bit in one replica would train on unseen.
 
-Every parameter's local tensor is hashed where it lies, and hashes are compared along the mesh axes over which it is replicated:
+Each rank hashes every parameter's local tensor on its device, and hashes are compared along the mesh axes over which it is replicated:
 DDP and HSDP replicas, and what tensor parallelism leaves whole. One pass over the weights and a few bytes for each parameter.
 """
 
@@ -47,7 +47,7 @@ def require_equal_replicas(parts: Iterable[nn.Module]) -> None:
 
 
 def replicated(parts: Iterable[nn.Module]) -> Groups:
-    """Local tensors by the group whose ranks must hold the same."""
+    """Return local tensors by the group whose ranks must hold the same."""
     found: Groups = defaultdict(list)
     for part in parts:
         for name, parameter in part.named_parameters():

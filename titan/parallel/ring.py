@@ -57,12 +57,12 @@ class Block(NamedTuple):
 def ring_attention(
     q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, *, part: SequencePart, gather: bool
 ) -> Tensor:
-    """Causal attention output (B, H, S, K) over the whole sequence. gather: fetch all keys at once, no ring."""
+    """Return the causal attention output (B, H, S, K) over the whole sequence. gather: fetch all keys at once, no ring."""
     return _BlockwiseAttention.apply(q_BHSK, k_BGSK, v_BGSK, part, gather)
 
 
 def visible(sources: range, *, part: SequencePart, length: int) -> Block | None:
-    """What `part` sees of `sources`, all of them before it, after it, or itself; None: nothing.
+    """Return what `part` sees of `sources`, all of them before it, after it, or itself; None: nothing.
 
     length: number of local positions.
     """
@@ -162,7 +162,7 @@ def _merge(total_BHSK: Tensor, total_lse_BHS: Tensor, out_BHSK: Tensor, lse_BHS:
 
 
 def _arrivals(kv_2BGSK: Tensor, part: SequencePart, gather: bool) -> Iterator[tuple[range, Tensor]]:
-    """Source ranks and their keys and values (N, 2, B, G, S, K), the own ones first."""
+    """Yield source ranks and their keys and values (N, 2, B, G, S, K), the own ones first."""
     own, rank, size = kv_2BGSK[None], part.rank, part.size
     if gather:
         # (2, B, G, S, K) on each rank -> (C, 2, B, G, S, K) on all, while the own block is computed.
@@ -191,12 +191,12 @@ def _pass_on(x: Tensor, part: SequencePart) -> Tensor:
 
 
 def _join(kv_N2BGSK: Tensor, keys: slice) -> tuple[Tensor, Tensor]:
-    """Keys and values of all sources, one after the other: (B, G, T, K) each."""
+    """Join keys and values of all sources, one after the other: (B, G, T, K) each."""
     kv_2BGNSK = kv_N2BGSK[..., keys, :].permute(1, 2, 3, 0, 4, 5)
     k_BGTK, v_BGTK = kv_2BGNSK.flatten(3, 4).unbind(0)
     return k_BGTK, v_BGTK
 
 
 def _split(x_BGTK: Tensor, num_sources: int) -> Tensor:
-    """The inverse of joining: (N, B, G, S, K)."""
+    """Split again what was joined: (N, B, G, S, K)."""
     return x_BGTK.unflatten(2, (num_sources, -1)).movedim(2, 0)

@@ -64,16 +64,16 @@ class Schedule:
         return len(self.order)
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages that a rank computes, first to last."""
+        """Return the stages that a rank computes, first to last."""
         return sorted({action.stage for action in self.order[rank]})
 
     @property
     def splits_backward(self) -> bool:
-        """Whether some backward passes are split into I and W. FSDP must then not reshard after forward."""
+        """Return whether some backward passes are split into I and W. FSDP must then not reshard after forward."""
         return any(action.kind == "I" for actions in self.order for action in actions)
 
     def peak_in_flight(self, rank: int) -> int:
-        """The most microbatches whose activations a rank holds at once, each of its stages counted by itself.
+        """Return the most microbatches whose activations a rank holds at once, each of its stages counted by itself.
 
         A microbatch is in flight in a stage from its F to its B or W.
         """
@@ -84,9 +84,9 @@ class Schedule:
         return peak
 
     def timeline(self) -> list[list[Span]]:
-        """When each action of each rank runs, if each starts as soon as its rank and its inputs are there.
+        """Return when each action of each rank runs, if each starts as soon as its rank and its inputs are there.
 
-        Raises ValueError for an order in which ranks wait for each other for ever.
+        Raises ValueError for an order in which ranks wait for each other forever.
         """
         ends: dict[Action, int] = {}
         spans: list[list[Span]] = [[] for _ in self.order]
@@ -116,14 +116,14 @@ class Schedule:
         return spans
 
     def bubble_fraction(self) -> float:
-        """Idle part of the ranks' time between the first action and the last."""
+        """Return the idle part of the ranks' time between the first action and the last."""
         spans = self.timeline()
         length = max(rank[-1].end for rank in spans)
         busy = sum(COSTS[action.kind] for actions in self.order for action in actions)
         return 1 - busy / (length * self.num_ranks)
 
     def _ready_at(self, action: Action, ends: dict[Action, int]) -> int | None:
-        """When the inputs of an action are there; None: not known yet."""
+        """Return when the inputs of an action are there; None: not known yet."""
         stage, kind, microbatch = action
         if kind == "W":
             return ends.get(Action(stage, "I", microbatch))
@@ -197,14 +197,14 @@ def splits_backward(name: str, *, csv: Path | str | None = None) -> bool:
 
 
 def stages_per_rank(name: str) -> int:
-    """How many stages each rank holds unless one says otherwise."""
+    """Return how many stages each rank holds by default."""
     return _SCHEDULES[canonical_schedule(name)].stages or 2
 
 
 def stage_numbers(
     rank: int, *, num_ranks: int, stages_per_rank: int, style: Literal["loop", "v"] = "loop"
 ) -> list[int]:
-    """The stages of a rank. "loop" deals them out in turn; "v" goes down the ranks and back up, so that the first
+    """Return the stages of a rank. "loop" deals them out in turn; "v" goes down the ranks and back up, so that the first
     rank has the first stage and the last."""
     if style == "v":
         assert stages_per_rank == 2, "a V has two arms"
@@ -215,7 +215,7 @@ def stage_numbers(
 def check_schedule(
     name: str, *, num_ranks: int, num_stages: int, num_microbatches: int
 ) -> str | None:
-    """What is wrong with these numbers, and the nearest that would do; None: nothing."""
+    """Return what is wrong with these numbers, with the nearest that work, or None."""
     try:
         name = canonical_schedule(name)
     except ValueError as error:
@@ -256,7 +256,7 @@ def _fits_rounds(num_microbatches: int, num_ranks: int) -> bool:
 def build_schedule(
     name: str, *, num_ranks: int, num_stages: int, num_microbatches: int
 ) -> Schedule:
-    """The order of a schedule by name; raises ValueError with what `check_schedule` says."""
+    """Build a schedule by its name. Raises ValueError with what `check_schedule` says."""
     problem = check_schedule(
         name, num_ranks=num_ranks, num_stages=num_stages, num_microbatches=num_microbatches
     )
@@ -284,7 +284,7 @@ def _gpipe(stage: int, num_microbatches: int) -> list[Action]:
 
 
 def _one_forward_one_backward(stage: int, num_stages: int, num_microbatches: int) -> list[Action]:
-    """Not asked of torch, whose list (not its execution) starts the last rank at microbatch 1."""
+    """Build 1F1B without torch, whose list (not its execution) starts the last rank at microbatch 1."""
     forward = [Action(stage, "F", m) for m in range(num_microbatches)]
     backward = [Action(stage, "B", m) for m in range(num_microbatches)]
     ahead = num_stages - 1 - stage
@@ -295,7 +295,7 @@ def _one_forward_one_backward(stage: int, num_stages: int, num_microbatches: int
 def _torch_order(
     name: str, num_ranks: int, num_stages: int, num_microbatches: int
 ) -> list[list[Action]]:
-    """The order that torch's class makes at construction, for which it reads a few numbers of its stages."""
+    """Return the order that torch's class makes at construction, for which it reads a few numbers of its stages."""
     from torch import nn
     from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -319,7 +319,7 @@ def _torch_order(
 
 
 def _computations(actions: Iterable[Any]) -> Iterable[Action]:
-    """torch's actions as ours: without idle slots, and the two halves of an overlapped pair one after the other,
+    """Convert torch's actions to ours: without idle slots, and the two halves of an overlapped pair one after the other,
     which is how torch runs them anyway."""
     for action in actions:
         if action is None:
@@ -332,7 +332,7 @@ def _computations(actions: Iterable[Any]) -> Iterable[Action]:
 
 
 def read_schedule(file: Path | str) -> Schedule:
-    """A schedule of one's own: a CSV with a line for each rank and an action in each cell; empty cells are idle.
+    """Read a custom schedule: a CSV with a line for each rank and an action in each cell; empty cells are idle.
 
     Sends and receives are added when it runs. Raises ValueError, with file and line, for what cannot run.
     """
@@ -380,7 +380,7 @@ def _read_line(row: Sequence[str], *, place: str) -> tuple[Action, ...]:
 
 
 def _check_complete(schedule: Schedule, file: Path) -> None:
-    """Every microbatch passes every stage forward and backward once, and a stage has one rank."""
+    """Check that every microbatch passes every stage forward and backward once, and a stage has one rank."""
     ranks = {
         stage: rank for rank in range(schedule.num_ranks) for stage in schedule.stages_of(rank)
     }

@@ -22,7 +22,7 @@ class StageSplit:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """Which rank does what when; imports torch, which knows the orders."""
+        """Return which rank does what when; imports torch, which knows the orders."""
         return self.custom or build_schedule(
             self.schedule_name,
             num_ranks=self.num_ranks,

@@ -300,7 +300,7 @@ def _require_whole_parts(_: nn.Module, args: tuple[Any, ...], *, size: int) -> N
 
 
 def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Where each parameter that has several places is registered."""
+    """Return where each parameter is registered that several modules share."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):

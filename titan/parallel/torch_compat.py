@@ -63,7 +63,7 @@ __all__ = [
 
 
 def micro_pipeline_module() -> Any:
-    """Where inductor looks up the pass `micro_pipeline_tp_pass` (by name, at each graph)."""
+    """Return the module in which inductor looks up the pass `micro_pipeline_tp_pass` (by name, at each graph)."""
     from torch._inductor.fx_passes import post_grad
 
     assert hasattr(post_grad, "micro_pipeline_tp_pass"), f"torch {torch.__version__}"
@@ -71,7 +71,7 @@ def micro_pipeline_module() -> Any:
 
 
 def enable_symmetric_memory(group: dist.ProcessGroup) -> None:
-    """torch up to 2.13 rewrites only for groups that were announced; 2.15 finds them by itself and warns."""
+    """Announce a group: torch up to 2.13 rewrites only for groups that were announced; 2.15 finds them by itself and warns."""
     from torch.distributed import _symmetric_memory
 
     with warnings.catch_warnings():
@@ -80,7 +80,7 @@ def enable_symmetric_memory(group: dist.ProcessGroup) -> None:
 
 
 def waited(tensor: Tensor) -> Tensor:
-    """The plain tensor of a collective's result, after it has arrived; any other tensor as it is."""
+    """Return the plain tensor of a collective's result, after it has arrived; any other tensor as it is."""
     return tensor.trigger_wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
@@ -93,7 +93,7 @@ def traced_module_path() -> list[str]:
 
 
 def keep_random_state_in_graphs(keep: bool) -> None:
-    """Whether graphs compiled from now on keep and restore the state of random generators for what they recompute.
+    """Set whether graphs compiled from now on keep and restore the state of random generators for what they recompute.
 
     Attention counts as drawing random numbers, even without dropout. Up to 2.13 torch puts that state behind the DeviceMesh which
     a graph with DTensor weights keeps for its backward pass, and then fails to find either.
@@ -109,7 +109,7 @@ def _without_random_state(joint: Any, forward: Any, backward: Any, *_: Any) -> t
 
 
 def set_allocator(settings: str) -> None:
-    """Of the accelerator, as in PYTORCH_ALLOC_CONF; before its first allocation. A variable that is set now might be read too late."""
+    """Set the accelerator's allocator, as in PYTORCH_ALLOC_CONF; before its first allocation. A variable that is set now might be read too late."""
     torch._C._accelerator_setAllocatorSettings(settings)
 
 
@@ -140,7 +140,7 @@ class CompileEvent:
 
 
 def compile_events() -> list[tuple[Any, CompileEvent]]:
-    """What torch._dynamo compiled in this process so far (the newest 64), each with a key of its own."""
+    """Return what torch._dynamo compiled in this process so far (the newest 64), by a unique key."""
     from torch._dynamo import utils
 
     events = []
@@ -161,13 +161,13 @@ def compile_events() -> list[tuple[Any, CompileEvent]]:
 
 
 def can_split_custom_functions() -> bool:
-    """Whether zero-bubble schedules can split the backward pass at an autograd.Function that has a weight among its inputs; torch
+    """Return whether zero-bubble schedules can split the backward pass at an autograd.Function that has a weight among its inputs; torch
     2.11 cannot (2.12 was not tried)."""
     return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
 def enable_loss_parallel() -> None:
-    """DTensor's cross entropy over a split vocabulary, in forward and backward passes from now on; loss_parallel() turns it on for
+    """Enable DTensor's cross entropy over a split vocabulary, in forward and backward passes from now on; loss_parallel() turns it on for
     a block of code, which both would have to be in."""
     from torch.distributed.tensor.parallel.loss import _enable_custom_loss_ops
 
