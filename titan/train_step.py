@@ -13,7 +13,7 @@ One step, with the global batch of B sequences spread over dp ranks and A micro-
 
 Loss and gradients are divided by the one global count before anything is added up, so every layout and every A
 compute the same numbers to rounding. Under pipeline parallelism a rank holds one stage or several, and a micro-batch
-is what the pipeline cuts into microbatches of its own.
+is what the pipeline cuts into smaller microbatches.
 """
 
 from __future__ import annotations

@@ -299,7 +299,7 @@ class Trainer:
             signal_name = self.stop.signal_name or "a signal to another rank"
             text = f"stopped by {signal_name} after step {self.step:,}"
             if is_lost:
-                # A scheduler that starts the run again would stop it in the same place for ever.
+                # A scheduler that starts the run again would stop it in the same place forever.
                 code = EXIT_USER_ERROR
                 text = reason = f"{text}. {self._why_unsaved()}"
             else:

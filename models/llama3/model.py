@@ -1,7 +1,7 @@
 """Llama 3 as a plain nn.Module: grouped-query attention, rotary positions, RMSNorm, SwiGLU (arXiv:2407.21783).
 
 The file knows nothing of parallelism: titan/parallel/ works on it from outside. Three things make that easy:
-blocks lie in a ModuleDict under their global number, so a pipeline stage that holds some of them keeps their
+blocks are in a ModuleDict under their global number, so a pipeline stage that holds some of them keeps their
 names; embedding, norm and output layer may be absent (set to None) on a stage; and nothing is allocated or drawn
 at construction that `init_std` does not describe, so the module can be built on meta.
 

@@ -17,7 +17,7 @@ from titan.optim.adam import CompactAdam
 from titan.optim.eightbit import block_size, dequantize, levels, quantize
 from titan.optim.muon import Muon
 from titan.optim.optimizers import build_optimizer
-from titan.optim.rounding import Dice, store
+from titan.optim.rounding import RoundingNoise, store
 from titan.parallel import build_mesh
 
 CPU = torch.device("cpu")
@@ -207,7 +207,11 @@ def test_a_closure_is_called() -> None:
 
 def _round(value: float, *, count: int, step: int = 1, seed: int = 0, name: str = "w") -> Tensor:
     target = torch.zeros(count, dtype=torch.bfloat16)
-    store(target, torch.full((count,), value), Dice(target, seed=seed, name=name).throw(step))
+    store(
+        target,
+        torch.full((count,), value),
+        RoundingNoise(target, seed=seed, name=name).at_step(step),
+    )
     return target.float()
 
 
@@ -225,11 +229,11 @@ def test_what_bf16_holds_is_not_rounded() -> None:
     x = torch.randn(1000).bfloat16()
     target = torch.zeros(1000, dtype=torch.bfloat16)
     x[0], x[1], x[2] = float("inf"), float("-inf"), float("nan")
-    store(target, x.float(), Dice(target, seed=0, name="w").throw(1))
+    store(target, x.float(), RoundingNoise(target, seed=0, name="w").at_step(1))
     assert torch.equal(target[:2], x[:2]) and target[2].isnan()
     assert torch.equal(target[3:], x[3:])
     not_canonical = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
-    store(target[:1], not_canonical, Dice(target[:1], seed=0, name="w").throw(1))
+    store(target[:1], not_canonical, RoundingNoise(target[:1], seed=0, name="w").at_step(1))
     assert target[0].isnan()
 
 
@@ -254,9 +258,9 @@ def test_small_updates_count_on_average() -> None:
     moved = {}
     for rounded in (True, False):
         weight = torch.ones(2000, dtype=torch.bfloat16)
-        dice = Dice(weight, seed=0, name="w")
+        noise = RoundingNoise(weight, seed=0, name="w")
         for step in range(steps):
-            store(weight, weight.float() + gap / 1000, dice.throw(step) if rounded else None)
+            store(weight, weight.float() + gap / 1000, noise.at_step(step) if rounded else None)
         moved[rounded] = ((weight.float() - 1).mean() / gap).item()
     assert moved[False] == 0
     assert moved[True] == pytest.approx(2, abs=0.1)
@@ -323,7 +327,7 @@ def test_the_same_bits_in_every_layout(degrees: dict[str, int], cut: list[Any], 
 
 
 def offsets(strided: bool) -> list[Tensor]:
-    """What FSDP2 makes of a matrix that tensor parallelism has cut: the places of this rank's elements, and Dice's."""
+    """What FSDP2 makes of a matrix that tensor parallelism has cut: the places of this rank's elements, and RoundingNoise's."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -335,7 +339,7 @@ def offsets(strided: bool) -> list[Tensor]:
     fully_shard(model, mesh=mesh["dp_shard"])
     weight = model.weight
     assert isinstance(weight, DTensor) and hasattr(weight.placements[0], "split_factor") == strided
-    return [weight.to_local().detach()[0, 0], Dice(weight, seed=0, name="w").offset]
+    return [weight.to_local().detach()[0, 0], RoundingNoise(weight, seed=0, name="w").offset]
 
 
 def test_places_of_rows_cut_twice(pool: Pool) -> None:

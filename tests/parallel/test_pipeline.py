@@ -476,7 +476,7 @@ def test_every_module_has_one_stage() -> None:
     with pytest.raises(ValueError, match=r"'layers\.0' is in stages 0 and 1; put it into one"):
         extract_stages(model, twice, numbers=[0])
     model.scale = nn.Parameter(torch.empty(1, device="meta"))
-    with pytest.raises(ValueError, match="'scale' lies in no module"):
+    with pytest.raises(ValueError, match="'scale' is in no module"):
         extract_stages(model, modules, numbers=[0])
 
 
@@ -561,7 +561,7 @@ def test_csv_round_trip_and_mistakes(tmp_path: Path) -> None:
         ("0F0,0B0\n1F0\n", "microbatch 0 has the actions 'F' in stage 1"),
         ("0F0,0B0,1B0\n1F0\n", "stage 1 is on ranks"),
         ("0B0,0F0\n1F0,1B0\n", "microbatch 0 has the actions 'BF' in stage 0"),
-        ("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n", "rank 0 at 0B0, rank 1 at 1F1 would wait for ever"),
+        ("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n", "rank 0 at 0B0, rank 1 at 1F1 would wait forever"),
         ("", "no actions"),
     ):
         file.write_text(text)

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from titan.parallel.float8 import plain
 
 from .eightbit import block_size, dequantize, levels, quantize
-from .rounding import Dice, Throw, store
+from .rounding import RoundingNoise, StepNoise, store
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -34,7 +34,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class CompactAdam(torch.optim.Optimizer):
     """state_dtype: of the moments; uint8 means 8 bits in blocks. decoupled: AdamW's weight decay, else Adam's.
 
-    dice: for each parameter that is rounded stochastically. compiled: one kernel per update, by torch.compile (a shape
+    noise: for each parameter that is rounded stochastically. compiled: one kernel per update, by torch.compile (a shape
     changes nothing; the first step takes seconds); otherwise one kernel per operation.
     """
 
@@ -47,12 +47,12 @@ class CompactAdam(torch.optim.Optimizer):
         eps: float,
         state_dtype: torch.dtype,
         decoupled: bool = True,
-        dice: Mapping[Tensor, Dice] | None = None,
+        noise: Mapping[Tensor, RoundingNoise] | None = None,
         compiled: bool = False,
     ) -> None:
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.levels: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        self.state_dtype, self.decoupled, self.dice = state_dtype, decoupled, dice or {}
+        self.state_dtype, self.decoupled, self.noise = state_dtype, decoupled, noise or {}
         self.compute = torch.compile(_compute, dynamic=True) if compiled else _compute
 
     @torch.no_grad()
@@ -95,8 +95,8 @@ class CompactAdam(torch.optim.Optimizer):
             "exp_avg": 1 - beta1,
             "exp_avg_sq": 1 - beta2,
         }
-        dice = self.dice.get(parameter)
-        # Vectors are small, and would be compiled anew.
+        noise = self.noise.get(parameter)
+        # Vectors are small, and would be compiled again.
         compute = self.compute if parameter.ndim > 1 else _compute
         compute(
             local(parameter),
@@ -105,7 +105,7 @@ class CompactAdam(torch.optim.Optimizer):
             # Tensors on the host, for numbers would be compiled in.
             {name: torch.tensor(x, dtype=torch.float64) for name, x in numbers.items()},
             decoupled=self.decoupled,
-            throw=None if dice is None else dice.throw(int(step)),
+            step_noise=None if noise is None else noise.at_step(int(step)),
             maps=self._maps(parameter.device),
         )
 
@@ -124,7 +124,7 @@ def _compute(
     numbers: dict[str, Tensor],
     *,
     decoupled: bool,
-    throw: Throw | None,
+    step_noise: StepNoise | None,
     maps: tuple[Tensor, Tensor] | None,
 ) -> None:
     """Compute one update in fp32, of local tensors in place."""
@@ -141,7 +141,7 @@ def _compute(
         _write(state, name, after, maps[i] if maps else None)
         moments.append(after)
     denominator = moments[1].sqrt() / numbers["correction"] + numbers["eps"]
-    store(parameter, x - numbers["lr"] * (moments[0] / denominator), throw)
+    store(parameter, x - numbers["lr"] * (moments[0] / denominator), step_noise)
 
 
 def _read(state: dict[str, Tensor], name: str, levels: Tensor | None) -> Tensor:

@@ -1,10 +1,10 @@
 """Tensors in 8 bits: dynamic block-wise quantization (Dettmers et al., arXiv:2110.02861).
 
 A row is cut into blocks; each is divided by its largest magnitude, and each element becomes the number (its code) of the
-nearest of 256 levels. The levels lie on a grid that is fine near zero, since moments span many decades: decade -6 .. 0
+nearest of 256 levels. The levels form a grid that is fine near zero, since moments span many decades: decade -6 .. 0
 of the range, each with twice as many levels as the one below (of one sign: half as many and their negatives).
 
-Blocks lie within a row, and there are at least eight to a row, so that a shard of rows or of an eighth of the columns
+Blocks stay within a row, and there are at least eight to a row, so that a shard of rows or of an eighth of the columns
 holds whole blocks: the codes and scales of a sharded tensor are the shards of the tensor's codes and scales.
 """
 

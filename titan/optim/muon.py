@@ -6,9 +6,9 @@ kellerjordan.github.io/posts/muon). Everything else (embedding, output layer, no
     W <- (1 - lr decay) W - lr 0.2 sqrt(max(R, C)) U  the update's elements are as large as AdamW's, so that
                                                       its learning rate serves (arXiv:2502.16982, section 2.2)
 
-Newton-Schulz needs whole matrices, and ranks hold shards. Each rank takes whole matrices of its own from a batch
+Newton-Schulz needs whole matrices, and ranks hold shards. Each rank takes different whole matrices from a batch
 of them: per axis of the mesh that cuts matrices, one all-to-all makes shards of N matrices into whole ones, N / ranks on
-each, and another takes the updates back. No rank does what another does, but for replicas (DDP, HSDP), whose
+each, and another takes the updates back. No rank does what another does, except replicas (DDP, HSDP), whose
 shards nobody else's work could save sending.
 
 N matrices of a batch, n of this rank; R rows, r of a shard; C columns
@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from titan.parallel.float8 import plain
 
 from .adam import load_as_saved, local
-from .rounding import Dice, store
+from .rounding import RoundingNoise, store
 
 # a X + b (X X^T) X + c (X X^T)^2 X lifts small singular values fast and leaves those near 1 within 0.7 .. 1.2 (Jordan).
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -40,7 +40,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 class Muon(torch.optim.Optimizer):
     """matrices: two-dimensional. others: the optimizer of the remaining parameters; its groups are also this one's.
 
-    ns_dtype: precision of Newton-Schulz, and of what is sent. dice: for each matrix that is rounded stochastically.
+    ns_dtype: precision of Newton-Schulz, and of what is sent. noise: for each matrix that is rounded stochastically.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class Muon(torch.optim.Optimizer):
         nesterov: bool = True,
         ns_steps: int = 5,
         ns_dtype: torch.dtype = torch.bfloat16,
-        dice: Mapping[Tensor, Dice] | None = None,
+        noise: Mapping[Tensor, RoundingNoise] | None = None,
     ) -> None:
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay})
         self.momentum, self.nesterov = momentum, nesterov
-        self.ns_steps, self.ns_dtype, self.dice = ns_steps, ns_dtype, dice or {}
+        self.ns_steps, self.ns_dtype, self.noise = ns_steps, ns_dtype, noise or {}
         self.others = others
         # The same dictionaries: a learning rate is set once.
         self.param_groups += others.param_groups
@@ -91,10 +91,10 @@ class Muon(torch.optim.Optimizer):
             x = give_back(x, cut, counts=counts.pop())
         scale = 0.2 * math.sqrt(max(batch[0].shape))
         for parameter, update in zip(batch, x, strict=True):
-            dice, step = self.dice.get(parameter), self.state[parameter]["step"]
+            noise, step = self.noise.get(parameter), self.state[parameter]["step"]
             mine = local(parameter)
             new = mine.float() * (1 - lr * weight_decay) - lr * scale * update.float()
-            store(mine, new, None if dice is None else dice.throw(int(step)))
+            store(mine, new, None if noise is None else noise.at_step(int(step)))
 
     def init_state(self, matrix: Tensor) -> None:
         """Zeros, laid out like the matrix."""

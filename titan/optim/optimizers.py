@@ -28,7 +28,7 @@ from titan.parallel.init_weights import canonical_name
 
 from .adam import CompactAdam
 from .muon import Muon
-from .rounding import Dice
+from .rounding import RoundingNoise
 
 
 def parameter_groups(
@@ -114,7 +114,7 @@ def _adam(
         groups,
         state_dtype=state_dtype or weight_dtypes.pop(),
         decoupled=decoupled,
-        dice=_dice(section, named, seed=seed),
+        noise=_rounding_noise(section, named, seed=seed),
         compiled=section.implementation == "fused",
         **options,
     )
@@ -139,7 +139,7 @@ def _muon(
         nesterov=section.nesterov,
         ns_steps=section.ns_steps,
         ns_dtype=getattr(torch, section.ns_dtype),
-        dice=_dice(section, in_blocks, seed=seed),
+        noise=_rounding_noise(section, in_blocks, seed=seed),
     )
 
 
@@ -150,9 +150,9 @@ def _state_dtype(section: AdamOptions) -> torch.dtype | None:
     return getattr(torch, name) if name else None
 
 
-def _dice(
+def _rounding_noise(
     section: AdamOptions, named: Mapping[str, nn.Parameter], *, seed: int
-) -> dict[Tensor, Dice] | None:
+) -> dict[Tensor, RoundingNoise] | None:
     if not section.stochastic_rounding:
         return None
-    return {p: Dice(p, seed=seed, name=name) for name, p in named.items()}
+    return {p: RoundingNoise(p, seed=seed, name=name) for name, p in named.items()}

@@ -4,8 +4,8 @@ A bf16 weight has 8 significant bits, so that an update below a 256th of the wei
 nearest, step after step. Rounded up with probability (distance from below) / (distance between neighbours), the
 weight moves by the update on average, and needs no fp32 master (arXiv:2010.06192).
 
-The dice are a hash of the run's seed, the parameter's name, the step and the element's place in the whole
-parameter. So they are the same on every replica and in every layout, a resumed run throws what an
+The noise is a hash of the run's seed, the parameter's name, the step and the element's place in the whole
+parameter. So it is the same on every replica and in every layout, a resumed run draws what an
 uninterrupted one does, and no generator's state needs saving.
 """
 
@@ -23,7 +23,7 @@ from titan.parallel.torch_compat import compute_local_shape_and_global_offset
 
 
 @dataclass(frozen=True)
-class Throw:
+class StepNoise:
     """One step's random numbers for a parameter. Scalars on the host, int64, so that compiled code is the same for all.
 
     key: 32 random bits. offset: of this rank's first element in the whole parameter. strides: in the whole parameter.
@@ -42,8 +42,8 @@ class Throw:
         return (_hash32(place ^ self.key) >> 16).int()
 
 
-class Dice:
-    """Those of one parameter."""
+class RoundingNoise:
+    """Draws the noise of one parameter, step by step."""
 
     def __init__(self, parameter: Tensor, *, seed: int, name: str) -> None:
         digest = hashlib.blake2b(f"rounding/{seed}/{name}".encode(), digest_size=4).digest()
@@ -56,17 +56,17 @@ class Dice:
         self.offset = torch.tensor(sum(b * s for b, s in zip(begin, strides, strict=True)))
         self.strides = tuple(torch.tensor(stride) for stride in strides)
 
-    def throw(self, step: int) -> Throw:
+    def at_step(self, step: int) -> StepNoise:
         key = _hash32(self.seed ^ _hash32(step))
-        return Throw(torch.tensor(key), self.offset, self.strides)
+        return StepNoise(torch.tensor(key), self.offset, self.strides)
 
 
-def store(target: Tensor, value: Tensor, throw: Throw | None = None) -> None:
+def store(target: Tensor, value: Tensor, noise: StepNoise | None = None) -> None:
     """Copy fp32 values into a tensor of any precision: to the nearest, or into bf16 stochastically."""
-    if throw is not None:
+    if noise is not None:
         assert target.dtype == torch.bfloat16, "rules.py"
         # Of fp32's 32 bits bf16 keeps the upper 16: adding noise to the lower ones carries with the right odds.
-        bits = value.view(torch.int32) + throw.sixteen_bits(value)
+        bits = value.view(torch.int32) + noise.sixteen_bits(value)
         value = torch.where(value.isfinite(), (bits & -65536).view(torch.float32), value)
     target.copy_(value)
 

@@ -34,7 +34,7 @@ class Rewrites:
 
     def __str__(self) -> str:
         if not self.num_graphs:
-            return "async TP: no graph was compiled anew (all came from the compiler's cache), so nothing was counted"
+            return "async TP: no graph was compiled (all came from the compiler's cache), so nothing was counted"
         return (
             f"async TP: {self.fused_all_gathers} of {self.all_gathers} all-gathers and {self.fused_reduce_scatters} of "
             f"{self.reduce_scatters} reduce-scatters fused with matrix products, in {self.num_graphs} compiled graphs"

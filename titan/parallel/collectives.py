@@ -1,7 +1,7 @@
 """Collectives that start now and are waited for later, and differentiable ones built on them.
 
 They are torch's functional collectives, taken at the operators: torch.compile and a simulator see both the start and
-the wait, nothing is a tensor subclass that waits at a moment of its own, and the operators are the same in torch 2.11 to
+the wait, nothing is a tensor subclass that waits at an unknown moment, and the operators are the same in torch 2.11 to
 2.15 while the Python functions above them change names and warn. A group goes by its name.
 
 C ranks of the group; the first dimension is the one that is gathered, scattered or exchanged.

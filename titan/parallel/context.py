@@ -52,17 +52,17 @@ def apply_cp(
     if method not in get_args(Method):
         raise ValueError(f"context parallel method {method!r}: must be one of {get_args(Method)}")
     part = SequencePart(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size(), balanced)
-    found = [
+    attentions = [
         (parent, name, child, f"{prefix}.{name}".lstrip("."))
         for prefix, parent in model.named_modules()
         for name, child in parent._modules.items()  # named_children() has each child once
         if isinstance(child, attention_type)
     ]
-    if not found:
+    if not attentions:
         raise ValueError(
             f"context parallelism found no {attention_type.__name__} in {type(model).__name__}"
         )
-    for kind in {type(child) for _, _, child, _ in found} if method != "ulysses" else ():
+    for kind in {type(child) for _, _, child, _ in attentions} if method != "ulysses" else ():
         # Of the class itself: one that is derived from it may compute something else.
         if not vars(kind).get("is_causal_softmax"):
             raise ValueError(
@@ -70,7 +70,7 @@ def apply_cp(
                 f"bias, window or soft cap, in place of {kind.__name__}: if that is what it computes, say "
                 "`is_causal_softmax = True` in its class; else use the method 'ulysses', which calls it"
             )
-    for parent, name, child, path in found:
+    for parent, name, child, path in attentions:
         parallel = ContextParallelAttention(child, part=part, method=method, name=path)
         setattr(parent, name, parallel)
 

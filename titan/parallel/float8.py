@@ -69,7 +69,7 @@ def apply_float8(
     filter_fqns: parts of names to leave alone. None: the output layer, whose rounding would go straight into the loss: by torchao's
     advice it is the last linear layer, unless a ModuleList or ModuleDict of blocks holds it. keep: names of more layers to leave alone, and why. fsdp_all_gather (tensorwise): FSDP gathers
     weights in float8; under tensor parallelism call `precompute_scales` before the first forward pass of every step then, or each
-    rank's part has a scale of its own. tensor_plan, tp, num_kv_heads: how `apply_tp` will split the layers, since it is a rank's
+    rank's part has a separate scale. tensor_plan, tp, num_kv_heads: how `apply_tp` will split the layers, since it is a rank's
     part that must divide by 16 (MXFP8: 32). Raises Float8Error.
     """
     if recipe not in RECIPES:

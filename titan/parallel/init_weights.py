@@ -1,7 +1,7 @@
 """Initial weights that do not depend on the layout: one process, FSDP on 512 ranks and every mesh between draw
 the same numbers from the same seed, without communication and without a seed checkpoint.
 
-Each parameter has a generator of its own, seeded with the run's seed and the parameter's name. Every rank draws
+Each parameter has its own generator, seeded with the run's seed and the parameter's name. Every rank draws
 the full tensor and keeps its shard. (DTensor's own generator is no help: on a CPU it gives every shard the
 same numbers, and elsewhere they depend on the degrees; see the notes on torch in docs/architecture.md.) The numbers
 do depend on the device type, whose generators differ.

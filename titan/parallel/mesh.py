@@ -7,7 +7,7 @@
     tp            parts of each matrix
 
 Ranks are numbered with tp fastest, so that tensor-parallel ranks are neighbours on a node. Axes of size one are
-left out of the mesh (a group of one rank is pure cost), but for dp_shard, on which FSDP does its casting even alone;
+left out of the mesh (a group of one rank is pure cost), except dp_shard, on which FSDP does its casting even alone;
 `submesh` knows which are there.
 """
 

@@ -49,15 +49,15 @@ def extract_stages(
         for name in names:
             stages_of.setdefault(name, []).append(stage)
     for name, unit in _units(model).items():
-        found = stages_of.get(name, [])
-        if not found or (len(found) > 1 and any(True for _ in unit.parameters())):
-            where = f"in stages {' and '.join(map(str, found))}" if found else "in no stage"
+        holders = stages_of.get(name, [])
+        if not holders or (len(holders) > 1 and any(True for _ in unit.parameters())):
+            where = f"in stages {' and '.join(map(str, holders))}" if holders else "in no stage"
             fix = "put it into one"
             if isinstance(unit, nn.ModuleList):
                 fix = "to be cut into stages it must be an nn.ModuleDict"
             raise ValueError(f"module '{name}' is {where}; {fix}")
     for name, _ in model.named_parameters(recurse=False):
-        raise ValueError(f"parameter '{name}' lies in no module, so no stage could have it")
+        raise ValueError(f"parameter '{name}' is in no module, so no stage could have it")
     return {number: extract_stage(model, modules[number]) for number in numbers}
 
 
@@ -79,7 +79,7 @@ def extract_stage(model: nn.Module, names: Sequence[str]) -> nn.Module:
         shared = [f"{name}.{n}" for n, p in unit.named_parameters() if id(p) in kept]
         if name not in names and shared:
             raise ValueError(
-                f"{shared[0]} is tied to a parameter of another pipeline stage, which would train a copy of its own; "
+                f"{shared[0]} is tied to a parameter of another pipeline stage, which would train a separate copy; "
                 "untie them (model.tied_embeddings = false), or keep both modules in one stage"
             )
     stage = copy.deepcopy(model)
@@ -108,7 +108,7 @@ class Pipeline:
 
     stages: module for each of `schedule.stages_of(rank)`, materialised and parallelised. mesh: the pp axis.
     loss_fn: (output of the last stage, targets) -> scalar sum. Where the schedule splits backward, FSDP keeps
-    parameters gathered between forward and backward (see `splits_backward`), whatever it was told.
+    parameters gathered between forward and backward (see `splits_backward`), whatever the job says.
 
     Every rank of the axis calls the same methods with the same batches; who needs what of them is seen to here.
     Further inputs (positions, document ids) go to forward of every stage by name. All tensors are split into microbatches along
@@ -162,7 +162,7 @@ class Pipeline:
             *self._args(tokens),
             target=self._target(targets),
             return_outputs=False,
-            **_given(inputs),
+            **_without_none(inputs),
         )
         # torch may have called the loss once more, to learn shapes.
         losses = self._sums[-count:]
@@ -187,7 +187,7 @@ class Pipeline:
             target=self._target(targets),
             losses=losses,
             return_outputs=False,
-            **_given(inputs),
+            **_without_none(inputs),
         )
         return losses
 
@@ -197,7 +197,7 @@ class Pipeline:
     ) -> Tensor | None:
         """Return the output of the whole model if `is_last`, else None."""
         runner = self._runner("forward", tokens, num_microbatches)
-        return runner.eval(*self._args(tokens), **_given(inputs))
+        return runner.eval(*self._args(tokens), **_without_none(inputs))
 
     def _args(self, tokens: Tensor) -> tuple[Tensor, ...]:
         return (tokens,) if self.is_first else ()
@@ -244,7 +244,7 @@ class Pipeline:
         """Build a breadth-first order, of which only the forward part is kept.
 
         torch's own eval() runs the backward actions too, as empty shells, and fails on V-shaped schedules. In
-        an order of its own, validation need not have the number of microbatches that training has.
+        a separate order, validation need not have the number of microbatches that training has.
         """
         order = [
             [Action(s, "F", m) for s in stages for m in range(num_microbatches)]
@@ -308,5 +308,5 @@ def _torch_actions(order: Sequence[Sequence[Action]]) -> dict[int, list[_Action 
     }
 
 
-def _given(inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+def _without_none(inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     return {name: value for name, value in inputs.items() if value is not None}

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from .float8 import plain
 
-Groups = dict[dist.ProcessGroup, list[tuple[str, Tensor]]]
+ReplicaGroups = dict[dist.ProcessGroup, list[tuple[str, Tensor]]]
 
 
 class ReplicaError(RuntimeError):
@@ -28,7 +28,7 @@ class ReplicaError(RuntimeError):
 @torch.no_grad()
 def require_equal_replicas(parts: Iterable[nn.Module]) -> None:
     """Raises ReplicaError on all ranks if any replicas differ. All ranks call it; waits for the device."""
-    found = []
+    differences = []
     for group, named in replicated(parts).items():
         mine = torch.stack([torch.hash_tensor(local).view(torch.int64) for _, local in named])
         of_ranks = [torch.empty_like(mine) for _ in range(group.size())]
@@ -36,9 +36,9 @@ def require_equal_replicas(parts: Iterable[nn.Module]) -> None:
         hashes = torch.stack(of_ranks).tolist()
         if any(row != hashes[0] for row in hashes):
             ranks = dist.get_process_group_ranks(group)
-            found.append(_describe(hashes, ranks, [name for name, _ in named]))
+            differences.append(_describe(hashes, ranks, [name for name, _ in named]))
     of_all: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(of_all, found)
+    dist.all_gather_object(of_all, differences)
     if texts := sorted({text for texts in of_all for text in texts}):
         raise ReplicaError(
             f"replicas hold different weights: {'; '.join(texts)}. Memory or a link is broken on one of them, or an "
@@ -46,9 +46,9 @@ def require_equal_replicas(parts: Iterable[nn.Module]) -> None:
         )
 
 
-def replicated(parts: Iterable[nn.Module]) -> Groups:
+def replicated(parts: Iterable[nn.Module]) -> ReplicaGroups:
     """Return local tensors by the group whose ranks must hold the same."""
-    found: Groups = defaultdict(list)
+    groups: ReplicaGroups = defaultdict(list)
     for part in parts:
         for name, parameter in part.named_parameters():
             if not isinstance(parameter, DTensor):
@@ -58,8 +58,8 @@ def replicated(parts: Iterable[nn.Module]) -> Groups:
             for axis, place in enumerate(whole.placements):
                 if isinstance(place, Replicate) and whole.device_mesh.size(axis) > 1:
                     group = whole.device_mesh.get_group(axis)
-                    found[group].append((name, whole.to_local()))
-    return found
+                    groups[group].append((name, whole.to_local()))
+    return groups
 
 
 def _describe(hashes: list[list[int]], ranks: list[int], names: list[str]) -> str:
@@ -74,7 +74,7 @@ def _describe(hashes: list[list[int]], ranks: list[int], names: list[str]) -> st
                 for rank, row in zip(ranks, hashes, strict=True)
                 if tied or row[column] != usual
             ]
-    bad = sorted({rank for found in differing.values() for rank in found})
+    bad = sorted({rank for ranks_of in differing.values() for rank in ranks_of})
     who = f"ranks {', '.join(map(str, bad))}" if len(bad) > 1 else f"rank {bad[0]}"
     first, more = next(iter(differing)), len(differing) - 1
     return (

@@ -1,4 +1,4 @@
-"""Causal attention of local queries over keys and values that lie on C ranks, exact, forward and backward.
+"""Causal attention of local queries over keys and values on C ranks, exact, forward and backward.
 
 Ring Attention (arXiv:2310.01889) sends keys and values around the ring, each transfer hidden behind the block
 computed meanwhile; in backward their gradients travel with them and arrive home complete. All-gather (Llama 3,
@@ -46,7 +46,7 @@ class SequencePart(NamedTuple):
     balanced: bool
 
 
-class Block(NamedTuple):
+class VisibleBlock(NamedTuple):
     """What some queries see of some source ranks: slices of their local positions."""
 
     queries: slice
@@ -61,17 +61,19 @@ def ring_attention(
     return _BlockwiseAttention.apply(q_BHSK, k_BGSK, v_BGSK, part, gather)
 
 
-def visible(sources: range, *, part: SequencePart, length: int) -> Block | None:
+def visible(sources: range, *, part: SequencePart, length: int) -> VisibleBlock | None:
     """Return what `part` sees of `sources`, all of them before it, after it, or itself; None: nothing.
 
     length: number of local positions.
     """
     everything, half = slice(0, length), length // 2
     if part.rank in sources:
-        return Block(everything, everything, causal=True)
+        return VisibleBlock(everything, everything, causal=True)
     if sources.stop <= part.rank:
-        return Block(everything, slice(0, half) if part.balanced else everything, causal=False)
-    return Block(slice(half, length), everything, causal=False) if part.balanced else None
+        return VisibleBlock(
+            everything, slice(0, half) if part.balanced else everything, causal=False
+        )
+    return VisibleBlock(slice(half, length), everything, causal=False) if part.balanced else None
 
 
 class _BlockwiseAttention(torch.autograd.Function):
@@ -140,7 +142,7 @@ def _add_block_gradient(
     dkv_N2BGSK: Tensor,
     kv_N2BGSK: Tensor,
     rows_of: tuple[Tensor, Tensor, Tensor, Tensor],
-    block: Block,
+    block: VisibleBlock,
 ) -> None:
     """Add one block's gradients to dq and dkv, in place. rows_of: gradient of the output, q, output, logsumexp."""
     grad_BHSK, q_BHSK, out_BHSK, lse_BHS = (x[:, :, block.queries] for x in rows_of)

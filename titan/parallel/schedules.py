@@ -110,7 +110,7 @@ class Schedule:
         ]
         if stuck:
             raise ValueError(
-                f"the schedule cannot run: {', '.join(stuck)} would wait for ever; each F needs the F of the stage "
+                f"the schedule cannot run: {', '.join(stuck)} would wait forever; each F needs the F of the stage "
                 "before, each B or I that of the stage after, and each W its I"
             )
         return spans
@@ -157,7 +157,7 @@ _SCHEDULES = {
     "ZBVZeroBubble": _Rules(stages=2, style="v", splits=True),
     "DualPipeV": _Rules(stages=2, style="v", splits=True, fills=True),
 }
-# torch's Interleaved1F1B has taken over what was once a class of its own: microbatches need not be a multiple of ranks.
+# torch's Interleaved1F1B now includes what was once another class: microbatches need not be a multiple of ranks.
 _ALIASES = {"flexibleinterleaved1f1b": "Interleaved1F1B"}
 # torch's classes without an order of their own, which TorchTitan's jobs name beside a CSV.
 _RUN_A_FILE = ("pipelineschedulemulti", "pipelineschedulesingle", "pipelinescheduleruntime")
@@ -314,8 +314,8 @@ def _torch_order(
             style=_SCHEDULES[name].style,
         )
     ]
-    made: Any = get_schedule_class(name)(stages, num_microbatches)
-    return [list(_computations(made.pipeline_order[rank])) for rank in range(num_ranks)]
+    torch_schedule: Any = get_schedule_class(name)(stages, num_microbatches)
+    return [list(_computations(torch_schedule.pipeline_order[rank])) for rank in range(num_ranks)]
 
 
 def _computations(actions: Iterable[Any]) -> Iterable[Action]:
@@ -361,7 +361,7 @@ def read_schedule(file: Path | str) -> Schedule:
 
 
 def write_schedule(schedule: Schedule, file: Path | str) -> None:
-    """Write what `read_schedule` (and torch) reads: a start for a schedule of one's own."""
+    """Write what `read_schedule` (and torch) reads: a start for a custom schedule."""
     with Path(file).open("w", newline="", encoding="utf-8") as lines:
         csv.writer(lines).writerows(schedule.order)
 
@@ -396,8 +396,8 @@ def _check_complete(schedule: Schedule, file: Path) -> None:
             kinds[stage, microbatch] = kinds.get((stage, microbatch), "") + kind
     for stage in range(schedule.num_stages):
         for microbatch in range(schedule.num_microbatches):
-            if (found := kinds.get((stage, microbatch), "")) not in ("FB", "FIW"):
+            if (actions := kinds.get((stage, microbatch), "")) not in ("FB", "FIW"):
                 raise ValueError(
-                    f"{file}: microbatch {microbatch} has the actions '{found}' in stage {stage}; expected F and then "
+                    f"{file}: microbatch {microbatch} has the actions '{actions}' in stage {stage}; expected F and then "
                     "B, or F, I and W"
                 )

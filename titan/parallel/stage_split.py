@@ -55,12 +55,12 @@ def split_stages(
     by_layers = layers_per_stage and -(-(num_layers + first_less + last_less) // layers_per_stage)
     if custom:
         num_stages = custom.num_stages
-        for found, asked, what in (
+        for number, wanted, noun in (
             (custom.num_ranks, num_ranks, "ranks"),
             (custom.num_microbatches, num_microbatches, "microbatches"),
         ):
-            if found != asked:
-                raise ValueError(f"{csv} is a schedule for {found} {what}, and there are {asked}")
+            if number != wanted:
+                raise ValueError(f"{csv} is a schedule for {number} {noun}, and there are {wanted}")
         if by_layers and not modules and by_layers != num_stages:
             raise ValueError(
                 f"{csv} has {num_stages} stages, and {layers_per_stage} layers in each would make {by_layers}"

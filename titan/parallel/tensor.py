@@ -74,24 +74,26 @@ class GatherSequence(ParallelStyle):
             )
 
         def gather(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+            arguments: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
             if self.argument:
                 order = (self.argument, names.index(self.argument))
             else:
                 order = (*range(len(args)), *names, *kwargs)
-            place = next((key for key in order if isinstance(given.get(key), Tensor)), None)
+            place = next((key for key in order if isinstance(arguments.get(key), Tensor)), None)
             if place is None:
                 what = (
                     f"argument {self.argument}" if self.argument else "tensor among the arguments"
                 )
                 raise ValueError(f"{self.name} was called with no {what} that could be gathered")
-            x = given[place]
+            x = arguments[place]
             if not isinstance(x, DTensor):
                 x = DTensor.from_local(x, device_mesh, (Shard(SEQUENCE_DIM),), run_check=False)
             if cast is not None:
                 x = cast(x)
-            given[place] = x.redistribute(placements=(Replicate(),))
-            return tuple(given[i] for i in range(len(args))), {key: given[key] for key in kwargs}
+            arguments[place] = x.redistribute(placements=(Replicate(),))
+            return tuple(arguments[i] for i in range(len(args))), {
+                key: arguments[key] for key in kwargs
+            }
 
         module.register_forward_pre_hook(gather, with_kwargs=True)
         return module
@@ -238,7 +240,7 @@ def apply_tp(
     for (first, first_name), *others in shared:
         for module, name in others:
             module.register_parameter(name, first._parameters[first_name])
-    for name in frozen:  # torch's styles make parameters anew
+    for name in frozen:  # torch's styles replace parameters
         model.get_parameter(name).requires_grad_(False)
     _require_all_split(model)
 

@@ -34,7 +34,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-# Where a shard lies in the whole tensor; DCP's own planner asks it too.
+# Where a shard is in the whole tensor; DCP's own planner asks it too.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 __all__ = [
@@ -175,7 +175,7 @@ def enable_loss_parallel() -> None:
 
 
 def set_timeout(timeout: timedelta, *, but_not_of: dist.ProcessGroup | None = None) -> None:
-    """Set the time limit of every process group's collectives from now on, but for one group's.
+    """Set the time limit of every process group's collectives from now on, except one group's.
 
     gloo's sends and receives (pipeline parallelism on a CPU) keep the limit that their group was made with.
     """
