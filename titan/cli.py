@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; returns the exit code."""
+    """Run a subcommand and return its exit code."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help", "help"):
         print(_overview())
@@ -45,9 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = COMMANDS[name][1]
     try:
         return import_module(command).main(rest) if isinstance(command, str) else command(rest)
-    except SystemExit as request:  # argparse, after --help or a misused option
+    except SystemExit as request:  # by argparse, after --help or a wrong option
         return request.code if isinstance(request.code, int) else 1
-    except BrokenPipeError:  # the reader of `titan config ... | head` has left
+    except (
+        BrokenPipeError
+    ):  # as of `titan config ... | head`; Python would complain again when it flushes
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -145,6 +147,7 @@ def check(argv: list[str]) -> int:
             profile = import_module("titan.sim.profiles").load_profile(options.hardware)
         elif options.hardware:
             job.append(f"--hardware.name={options.hardware}")
+        # The names are for the error of a misspelled option.
         names = ["--world-size", "--hardware", "--json", "--formula"]
         # With --hardware the question is about another machine, which has the files, or will have.
         here = options.hardware is None
@@ -211,7 +214,7 @@ def _load_to_run(argv: Sequence[str], **how: Any) -> tuple[JobConfig, Layout]:
 
 
 def _is_datasheet(hardware: str) -> bool:
-    """Whether a job file may name it. What nobody knows is a mistake in the job, too."""
+    """Return whether `hardware.name` may have this value. A name that nobody knows is reported as a mistake of the job."""
     from titan.hardware import HARDWARE
     from titan.sim.profiles import profile_names
 
@@ -221,7 +224,7 @@ def _is_datasheet(hardware: str) -> bool:
 
 
 def _facts(config: JobConfig, layout: Layout, profile: Profile | None) -> dict[str, Any]:
-    """What `titan check` says, as data. profile: of the simulator, instead of the job's hardware."""
+    """Return the answer of `titan check` as data. A profile of the simulator replaces the job's hardware."""
     from titan.config.model import model_config
     from titan.config.torchtitan import differences
     from titan.hardware import by_name
@@ -255,7 +258,7 @@ def _facts(config: JobConfig, layout: Layout, profile: Profile | None) -> dict[s
 
 
 def _page(facts: dict[str, Any], judged: dict[str, Any]) -> str:
-    """What `titan check` says, for people. judged: by the simulator, if it was asked."""
+    """Return the answer of `titan check` for people. `judged` is the simulator's part, if it was asked."""
     model, layout = facts["model"], facts["layout"]
     axes = " x ".join(f"{axis} {n}" for axis, n in layout.items() if axis != "accumulation")
     batch = (

@@ -1,7 +1,7 @@
-"""`titan generate`: text from a checkpoint, on one process, as a sanity check of a run.
+"""Sample text from a checkpoint on one process, as a sanity check of a run (`titan generate`).
 
-Sampling with temperature and top-k; keys and values of past positions are cached in the inner attention, which is
-swapped for a caching one from outside (titan.models.attention.CachedAttention), so each token costs one position.
+Sampling uses a temperature and top-k. The inner attention of each block is replaced from outside by one that caches keys and
+values (titan.models.attention.CachedAttention), so each new token costs one position.
 """
 
 from __future__ import annotations
@@ -37,13 +37,16 @@ from titan.data import DataError
 from titan.data.tokenizer import Tokenizer, build_tokenizer
 from titan.models.attention import CachedAttention, InnerAttention
 from titan.parallel import materialize
-from titan.untrusted import InputError
 
 
 def find_checkpoint(where: Location) -> tuple[JobConfig, Location]:
-    """Return the job and the step that are meant by a run folder, a folder of checkpoints (of both, the newest step that is
-    whole) or a step. Raises CheckpointError where that is damaged, or nothing is there."""
+    """Return the job and the checkpoint that a location means. Raises CheckpointError if it is damaged or missing.
+
+    Args:
+        where: a run folder or a folder of checkpoints, which mean the newest whole step; or a step.
+    """
     config, folder = None, where
+    # The run folder is the folder itself, or above checkpoint/step-N. A URL has none.
     for run in (where, *where.absolute().parents[:2]) if isinstance(where, Path) else ():
         if (run / "config.toml").is_file():
             config = load_config(run / "config.toml")
@@ -66,7 +69,7 @@ def find_checkpoint(where: Location) -> tuple[JobConfig, Location]:
 
 
 def _config_within(step: Location) -> JobConfig:
-    """Return the config that a step was saved with, if it is not in its run folder."""
+    """Return the config that a step was saved with, for a step that is not in its run folder."""
     text = read_metadata(step).get("config")
     if text is None:
         raise CheckpointError(f"{step}: holds no config, and there is no config.toml above it")
@@ -76,12 +79,14 @@ def _config_within(step: Location) -> JobConfig:
         try:
             return load_config(file.name)
         except ConfigError as error:
-            place = str(join(step, TITAN_JSON))
-            raise ConfigError(replace(problem, file=place) for problem in error.problems) from None
+            file_name = str(join(step, TITAN_JSON))  # not the temporary file's name
+            raise ConfigError(
+                replace(problem, file=file_name) for problem in error.problems
+            ) from None
 
 
 def load_model(where: Location, *, device: torch.device) -> tuple[nn.Module, Tokenizer, Location]:
-    """Return the model of a checkpoint, unsharded on `device`, and its tokenizer."""
+    """Return the model of a checkpoint, unsharded on `device`, with its tokenizer and the step that was loaded."""
     config, step = find_checkpoint(where)
     with torch.device("meta"):
         model = family(config.model.name).build_model(model_config(config.model))
@@ -92,7 +97,7 @@ def load_model(where: Location, *, device: torch.device) -> tuple[nn.Module, Tok
 
 
 def cache_attention(model: nn.Module) -> Callable[[], None]:
-    """Make every inner attention of `model` remember its keys and values; call the result to undo it."""
+    """Let each inner attention of `model` remember keys and values. Return a function that undoes this."""
     swapped: list[tuple[nn.Module, str, nn.Module]] = []
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -118,9 +123,12 @@ def sample(
     seed: int,
     stop: int | None = None,
 ) -> Iterator[int]:
-    """Yield new token ids after `prompt`, until `stop` or max_new_tokens. temperature 0 takes the likeliest.
+    """Yield token ids that follow `prompt`.
 
-    top_k: sample among the k likeliest tokens; 0: among all.
+    Args:
+        temperature: 0 takes the likeliest token.
+        top_k: sample among the k likeliest tokens; 0: among all.
+        stop: token that ends the text, besides max_new_tokens.
     """
     device = next(model.parameters()).device
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -134,6 +142,7 @@ def sample(
             if token == stop:
                 return
             yield token
+            # The cache has the positions before, so only the new token goes through the model.
             position += tokens_1S.shape[1]
             tokens_1S = torch.tensor([[token]], device=device)
     finally:
@@ -151,30 +160,22 @@ def _choose(logits_V: Tensor, *, temperature: float, top_k: int, generator: torc
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="titan generate", description="Sample text from a checkpoint."
-    )
-    parser.add_argument(
-        "--checkpoint",
-        type=as_location,
-        required=True,
-        help="a run folder (its newest step) or a step-N folder, or its URL",
-    )
-    parser.add_argument("--prompt", default="", help="text to continue; empty: a new document")
-    parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N")
-    parser.add_argument(
-        "--temperature", type=float, default=0.8, help="0: always the likeliest token"
-    )
-    parser.add_argument("--top-k", type=int, default=50, help="0: no limit")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--device", default="", help="cpu, cuda, ...; default: the accelerator if there is one"
-    )
+    """Parse the command's options."""
+    parser = argparse.ArgumentParser(prog="titan generate", description=main.__doc__)
+    add = parser.add_argument
+    where = "a run folder (its newest step) or a step-N folder, or its URL"
+    add("--checkpoint", type=as_location, required=True, help=where)
+    add("--prompt", default="", help="text to continue; empty: a new document")
+    add("--max-new-tokens", type=int, default=200, metavar="N")
+    add("--temperature", type=float, default=0.8, help="0: always the likeliest token")
+    add("--top-k", type=int, default=50, help="0: no limit")
+    add("--seed", type=int, default=0)
+    add("--device", default="", help="cpu, cuda, ...; default: an accelerator if there is one")
     return parser.parse_args(argv)
 
 
 def _check(args: argparse.Namespace) -> torch.device:
-    """Return the device asked for, or the best there is. Raises ConfigError with all wrong options."""
+    """Return the device of --device, or the best there is. Raises ConfigError for all options that make no sense."""
     problems = [
         Problem(COMMAND_LINE, 0, f"--{name}", f"expected a number of at least 0, got {value}")
         for name in ("max-new-tokens", "temperature", "top-k")
@@ -186,7 +187,7 @@ def _check(args: argparse.Namespace) -> torch.device:
     device = args.device or accelerator or "cpu"
     try:
         torch.empty(0, device=device).cpu()
-    except Exception as error:  # of many kinds, one for each way of not being there
+    except Exception as error:  # torch has many types for a device that does not exist
         why = reason(error).split(". ")[0]
         problems.append(Problem(COMMAND_LINE, 0, "--device", f"cannot use {device}: {why}"))
     if problems:
@@ -195,32 +196,18 @@ def _check(args: argparse.Namespace) -> torch.device:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the prompt and what the model makes of it; exit code as in docs/architecture.md."""
+    """Sample text from a checkpoint: print the prompt and its continuation."""
     args = parse(argv)
-    try:
-        device = _check(args)
-        model, tokenizer, step = load_model(args.checkpoint, device=device)
-        prompt = tokenizer.encode(args.prompt)
-        if tokenizer.bos_id is not None:
-            prompt = [tokenizer.bos_id, *prompt]
-        if not prompt:
-            raise DataError(
-                "--prompt: this tokenizer has no begin-of-text token, so a prompt is needed"
-            )
-    except (ConfigError, InputError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(f"[{step}, temperature {args.temperature:g}, top-k {args.top_k}]", file=sys.stderr)
-    new = list(
-        sample(
-            model,
-            prompt,
-            max_new_tokens=args.max_new_tokens,
-            temperature=args.temperature,
-            top_k=args.top_k,
-            seed=args.seed,
-            stop=tokenizer.eos_id,
+    model, tokenizer, step = load_model(args.checkpoint, device=_check(args))
+    prompt = tokenizer.encode(args.prompt)
+    if tokenizer.bos_id is not None:
+        prompt = [tokenizer.bos_id, *prompt]
+    if not prompt:
+        raise DataError(
+            "--prompt: this tokenizer has no begin-of-text token, so a prompt is needed"
         )
-    )
-    print(args.prompt + tokenizer.decode(new))
+    print(f"[{step}, temperature {args.temperature:g}, top-k {args.top_k}]", file=sys.stderr)
+    options = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_k")}
+    new = sample(model, prompt, **options, seed=args.seed, stop=tokenizer.eos_id)
+    print(args.prompt + tokenizer.decode(list(new)))
     return 0

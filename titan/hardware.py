@@ -1,9 +1,11 @@
-"""Named accelerators: what one device can do at most, for MFU and for "does it fit".
+"""List the accelerators that titan knows, with their peaks and memory, and count the ones of this machine.
 
-Peaks are dense (no 2:4 sparsity) and at boost clock, as the vendors print them; where a datasheet prints only
-the sparse figure, half of it. `memory_gib` is, to about 1%, what a driver reports for the device, which is why an
-"80 GB" H100 has 79.1. A device that is not in the table has no peak: MFU is then shown as n/a, never guessed.
-Imports no torch; used by the trainer, `titan check` and the simulator.
+This is the only list of devices. MFU, `titan check` and the simulator's profiles (titan/sim/hardware/*.toml) take peaks and
+memory from it.
+
+Peaks are dense (no 2:4 sparsity) and at boost clock, as the vendors print them. If a datasheet prints only the sparse figure,
+half of it counts. `memory_gib` is, to about 1%, what a driver reports, so an "80 GB" H100 has 79.1. A device that is not in
+the table has no peak, and MFU is shown as n/a. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,11 +20,15 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One accelerator.
+    """One kind of accelerator.
 
-    name: as `hardware.name` in a job file; pattern: regular expression for the whole device name that the driver
-    reports; peak_flops: FLOP/s by the dtype of a matrix product's inputs (float32 is without TF32; mxfp8: float8 with a scale for each 32);
-    memory_bandwidth: bytes/s; source: where the figures are printed.
+    Args:
+        name: the value of `hardware.name` in a job file.
+        pattern: regular expression for the whole device name that the driver reports.
+        peak_flops: FLOP/s by the dtype of a matrix product's inputs. float32 is without TF32; mxfp8 is float8 with a scale
+            for each 32 values.
+        memory_bandwidth: bytes/s.
+        source: where the figures are printed.
     """
 
     name: str
@@ -36,7 +42,7 @@ class Hardware:
 def _device(
     name: str, pattern: str, *, tb_per_s: float, memory_gib: float, source: str, **tflops: float
 ) -> Hardware:
-    """A row of the table: TFLOP/s by dtype and TB/s in; fp16 is as fast as bf16 on all of them."""
+    """Return a row of the table. fp16 is as fast as bf16 on all of these devices."""
     tflops["fp16"] = tflops["bf16"]
     peak_flops = {_DTYPES[short]: value * 1e12 for short, value in tflops.items()}
     return Hardware(
@@ -63,6 +69,8 @@ HARDWARE: tuple[Hardware, ...] = (
     _device("h100-sxm", r"H100( SXM5)? 80GB HBM3", bf16=989, fp8=1979, tf32=494, fp32=67, memory_gib=79.1, tb_per_s=3.35, source=_H100),
     _device("h100-pcie", r"H100 PCIe", bf16=756, fp8=1513, tf32=378, fp32=51, memory_gib=79.1, tb_per_s=2.0, source=_H100),
     _device("h100-nvl", r"H100 NVL", bf16=835, fp8=1671, tf32=417, fp32=60, memory_gib=93.1, tb_per_s=3.9, source=_H100),
+    # Of published runs (titan/sim/hardware). Its driver's name is unknown, so it must be named.
+    _device("h100-96g-500w", r"(?!)", bf16=989, fp8=1979, tf32=494, fp32=67, memory_gib=95.0, tb_per_s=2.4, source=_H100),
     _device("h200-sxm", r"H200( SXM5)?( 141GB HBM3e)?", bf16=989, fp8=1979, tf32=494, fp32=67, memory_gib=139.7, tb_per_s=4.8, source=_H200),
     _device("h200-nvl", r"H200 NVL", bf16=835, fp8=1671, tf32=417, fp32=60, memory_gib=139.7, tb_per_s=4.8, source=_H200),
     _device("gh200-96g", r"GH200 480GB", bf16=989, fp8=1979, tf32=494, fp32=67, memory_gib=94.5, tb_per_s=4.0, source="NVIDIA GH200 Grace Hopper Superchip datasheet"),
@@ -84,21 +92,22 @@ HARDWARE: tuple[Hardware, ...] = (
 
 
 def recognise(device_name: str) -> Hardware | None:
-    """The profile of a device by the name its driver reports, such as "NVIDIA H100 80GB HBM3".
+    """Return the row of a device by the name that its driver reports, such as "NVIDIA H100 80GB HBM3".
 
-    The whole name must match: a MIG slice, a laptop part or a custom SKU has another peak, so it has no profile.
+    The whole name must match: a MIG slice, a laptop part or a custom SKU has another peak.
     """
     bare = re.sub(r"^(NVIDIA|AMD)\s+", "", device_name.strip(), flags=re.IGNORECASE)
-    return next((h for h in HARDWARE if re.fullmatch(h.pattern, bare, re.IGNORECASE)), None)
+    rows = (row for row in HARDWARE if re.fullmatch(row.pattern, bare, re.IGNORECASE))
+    return next(rows, None)
 
 
 def by_name(name: str) -> Hardware:
-    """The profile called `name`; the error lists all of them."""
-    found = next((h for h in HARDWARE if h.name == name.lower()), None)
-    if found is None:
-        known = ", ".join(h.name for h in HARDWARE)
+    """Return the row called `name`. The error lists all names."""
+    row = next((row for row in HARDWARE if row.name == name.lower()), None)
+    if row is None:
+        known = ", ".join(row.name for row in HARDWARE)
         raise ValueError(f"hardware.name: no profile {name!r}; there are: {known}")
-    return found
+    return row
 
 
 def count_accelerators() -> int:

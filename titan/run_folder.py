@@ -1,4 +1,4 @@
-"""What a run folder says about its run: environment.json, status.json and a log for each rank."""
+"""Write and read the files in which a run folder describes its run: environment.json, status.json and a log for each rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from titan.untrusted import MAX_TEXT, Count, Finite, InputError, Rank, printable
 
 State = Literal["running", "done", "stopped", "failed", "hung"]
 
-# Variables that change how a run behaves. Names are listed, not excluded: nothing secret can slip through.
+# Variables that change how a run behaves. The list names what is written, not what is left out, so no secret can slip through.
 _VARIABLES = (
     *("OMP_NUM_THREADS", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"),
     *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_WORKSPACE_CONFIG"),
@@ -32,9 +32,10 @@ _PACKAGES = ("numpy", "pydantic", "tiktoken", "tokenizers", "datasets", "torchao
 
 
 def write_text_atomically(path: Path, text: str, *, durable: bool = True) -> None:
-    """Write so that a reader, or a crash, sees the old content or the new and nothing between.
+    """Write a file so that a reader sees the old or the new content, even after a crash.
 
-    durable: also over a power failure, which costs a wait for the disk.
+    Args:
+        durable: hold this over a power failure too, which means waiting for the disk.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -47,7 +48,7 @@ def write_text_atomically(path: Path, text: str, *, durable: bool = True) -> Non
 
 
 def write_environment(run_dir: Path, *, device_names: Iterable[str], world_size: int) -> None:
-    """Write environment.json: what one needs to know to run it again (versions, source, machine, settings)."""
+    """Write environment.json, with what is needed to repeat a run: versions, source, machine, settings."""
     import torch
 
     content = {
@@ -72,14 +73,14 @@ def write_environment(run_dir: Path, *, device_names: Iterable[str], world_size:
 
 
 def _git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit of the source tree and whether it has been changed since; None outside a checkout."""
+    """Return the commit of the source tree and whether files differ from it, or None outside a checkout."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(folder), *arguments]
         return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=10)
 
     try:
-        # An installed copy may lie inside somebody else's checkout (a virtual environment in a project).
+        # An installed copy may be inside another project's checkout, in its virtual environment. That commit is not ours.
         git("ls-files", "--error-unmatch", "__init__.py")
         commit, changes = git("rev-parse", "HEAD").strip(), git("status", "--porcelain")
         return {"commit": commit, "dirty": bool(changes)}
@@ -97,13 +98,13 @@ def write_status(
     kind: str = "",
     rank: int = 0,
 ) -> None:
-    """Write status.json: where the run stands, and with which code it ended (null while it runs).
+    """Write status.json: the state of the run, and its exit code (null while it runs).
 
     torchrun turns every exit code but 0 into 1; this file keeps the real one.
 
     Args:
-        step: if None, the file's own stays: a process that has not loaded its checkpoint yet knows of none.
-        kind, rank: of a failure (titan/health/errors.py), and the rank that noticed it.
+        step: None keeps the file's step, for a process that has not loaded its checkpoint yet.
+        kind, rank: the kind of a failure (titan/health/errors.py), and the rank that noticed it.
     """
     if step is None:
         step = read_status(run_dir).get("step", 0)
@@ -111,13 +112,13 @@ def write_status(
     if kind:
         content |= {"kind": kind, "rank": rank}
     text = json.dumps(content | {"unix_s": round(time.time(), 3)}, indent=2) + "\n"
-    # Written at every logged step while running: training does not wait for the disk.
+    # While running, this is written at every logged step, and training must not wait for the disk.
     write_text_atomically(run_dir / "status.json", text, durable=state != "running")
 
 
 @dataclass(frozen=True)
 class Status:
-    """status.json."""
+    """The content of status.json. The types are checked when it is read, since anyone may have written it."""
 
     state: str = ""
     exit_code: int | None = None
@@ -129,7 +130,7 @@ class Status:
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
-    """What write_status wrote last; empty where there is nothing that makes sense."""
+    """Return what write_status wrote last, or {} if the file is missing or damaged."""
     try:
         return asdict(load_status(run_dir))
     except InputError:
@@ -137,13 +138,13 @@ def read_status(run_dir: Path) -> dict[str, Any]:
 
 
 def load_status(run_dir: Path) -> Status:
-    """As `read_status`, but raises InputError."""
-    found = read_json(run_dir / "status.json", Status, limit=2**20, within=run_dir)
-    return replace(found, reason=printable(found.reason, MAX_TEXT))
+    """Return the content of status.json. Raises InputError if it is missing or damaged."""
+    status = read_json(run_dir / "status.json", Status, limit=2**20, within=run_dir)
+    return replace(status, reason=printable(status.reason, MAX_TEXT))
 
 
 def open_rank_log(run_dir: Path, rank: int) -> logging.Handler:
-    """Send the logger "titan" of this process to logs/rank-N.log, after what a run before left there.
+    """Append what the logger "titan" of this process logs to logs/rank-N.log.
 
     Returns the handler; `logging.getLogger("titan").removeHandler` it at the end.
     """
@@ -154,7 +155,7 @@ def open_rank_log(run_dir: Path, rank: int) -> logging.Handler:
     logger = logging.getLogger("titan")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    if rank:  # Python's warnings: rank 0's, on the terminal, speak for all
+    if rank:  # Python's warnings are the same on all ranks: only rank 0 shows them on the terminal
         logging.captureWarnings(True)
         logging.getLogger("py.warnings").addHandler(handler)
     return handler

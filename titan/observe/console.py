@@ -1,8 +1,8 @@
-"""What a person sees while a run goes on: the start-up page, a line for each logged step, and on a terminal a bar.
+"""Print what a person sees during a run: the start-up page, a line for each logged step, and on a terminal a bar.
 
-Lines are columns of fixed width, so that a log file reads as a table; where a terminal is too narrow, whole
-columns are left out, the least telling first. Elsewhere than on a terminal, or without colours, nothing but plain text
-is written. Only rank 0 prints; what the other ranks say goes to their log (run_folder.py).
+Lines are columns of fixed width, so that a log file reads as a table. If a terminal is too narrow, whole columns are left
+out, the least important first. Without a terminal, or without colours, the output is plain text. Only rank 0 prints; the
+messages of other ranks go to their logs (titan/run_folder.py).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _LOG = logging.getLogger("titan")
 _MAX_WIDTH = 140
 _REFRESH_PER_S = 2  # redrawing takes Python time from the training loop
 _GAP = "  "
-LARGE_Z = 6.0  # of a robust z-score: what steps that are as ever do not reach
+LARGE_Z = 6.0  # a robust z-score that ordinary steps do not reach
 
 
 @dataclass(frozen=True)
 class _Column:
-    """text, already padded; order: the highest goes first where space is short; style: of rich."""
+    """A padded text in a style of rich. If space is short, the column of the highest order is left out first."""
 
     text: str
     order: int = 0
@@ -38,10 +38,7 @@ class _Column:
 
 
 class Console(logging.Handler):
-    """Rank 0's voice, also for what any part of titan logs as a warning.
-
-    `total_steps` scales the bar and the width of the step column.
-    """
+    """Print the messages of rank 0, and the warnings that any part of titan logs."""
 
     def __init__(
         self,
@@ -53,7 +50,12 @@ class Console(logging.Handler):
         file: TextIO | None = None,
         width: int | None = None,
     ) -> None:
-        """is_terminal, width: found out from `file` (default: stdout) unless given."""
+        """Begin to print warnings.
+
+        Args:
+            total_steps: scales the bar and the width of the step column.
+            is_terminal, width: of `file` (stdout by default); None: ask it.
+        """
         super().__init__(level=logging.WARNING)
         out: TextIO = file or sys.stdout
         if is_terminal is None:
@@ -79,15 +81,15 @@ class Console(logging.Handler):
         self._print(page.render(self._console.width))
 
     def advance(self, step: int, *, eta_s: float | None = None) -> None:
-        """Say that `step` is done; only moves the bar, so call it for every step."""
+        """Move the bar to `step`. Call it for every step."""
         if self._bar is not None:
             task = self._bar.tasks[0]
             eta = task.fields["eta"] if eta_s is None else duration(eta_s)
-            self._bar.start()
+            self._bar.start()  # not before the first step, or it would cover the start-up page
             self._bar.update(task.id, completed=step, eta=eta)
 
     def step(self, row: StepRow) -> None:
-        """One line for a logged step."""
+        """Print a line for a logged step."""
         mfu = "n/a" if row.mfu is None else f"{row.mfu:5.1%} {self._mfu_convention}-attn"
         memory = "rss" if row.memory_kind == "rss" else "gpu"
         self._print_columns(
@@ -106,7 +108,7 @@ class Console(logging.Handler):
         self.advance(row.step, eta_s=row.eta_s)
 
     def validation(self, row: ValidationRow) -> None:
-        """One line for a validation."""
+        """Print a line for a validation."""
         columns = [
             _Column(self._step_column(row.step)),
             _Column(f"validation loss {row.validation_loss:.4f}", style="bold green"),
@@ -118,17 +120,17 @@ class Console(logging.Handler):
         self._print_columns(*columns)
 
     def message(self, text: str) -> None:
-        """Something worth a line; every rank's log gets it too."""
+        """Print a line, and write it to the log of every rank."""
         _LOG.info(text)
         self._print(Text(text))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a warning or an error of the logger "titan"; not the last words of a run, which go to standard error."""
+        """Print a warning or an error of the logger "titan". The last error of a run goes to standard error instead."""
         if not getattr(record, "last_words", False):
             self._print(Text(f"{record.levelname.lower()}: {record.getMessage()}", style="yellow"))
 
     def close(self) -> None:
-        """Take the bar away; the lines stay. More may be printed after."""
+        """Remove the bar; the lines stay. More may be printed afterwards."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -141,13 +143,14 @@ class Console(logging.Handler):
             self._console.file.flush()
 
     def _print_columns(self, *columns: _Column) -> None:
-        """In a line, leaving out the columns of the highest orders where there is no room."""
-        left = list(columns)
-        while any(c.order for c in left) and _width(left) > self._console.width:
-            left.remove(max(left, key=lambda c: c.order))
-        self._print(Text(_GAP).join(Text(c.text, style=c.style) for c in left))
+        """Print a line, without the columns of the highest orders if they do not fit."""
+        shown = list(columns)
+        while any(c.order for c in shown) and _width(shown) > self._console.width:
+            shown.remove(max(shown, key=lambda c: c.order))
+        self._print(Text(_GAP).join(Text(c.text, style=c.style) for c in shown))
 
     def _spikes(self, row: StepRow) -> list[_Column]:
+        """Return a column for each score that is large."""
         scores = {"loss": row.loss_z, "gnorm": row.grad_norm_z}
         return [
             _Column(f"{name} z {z:.1f}", style="bold red")
@@ -178,7 +181,7 @@ class Console(logging.Handler):
 
 
 def duration(seconds: float) -> str:
-    """12:34, 1:02:03 or 4d 05:06."""
+    """Format seconds as 12:34, 1:02:03 or 4d 05:06."""
     days, rest = divmod(round(seconds), 86_400)
     hours, minutes, secs = rest // 3600, rest // 60 % 60, rest % 60
     if days:
@@ -187,7 +190,7 @@ def duration(seconds: float) -> str:
 
 
 def _short(value: float) -> str:
-    """In six characters, unless it is huge."""
+    """Format a number in six characters, unless it is huge."""
     return f"{value:.3f}" if value < 100 else f"{value:.5g}" if value < 99_999 else f"{value:.0e}"
 
 

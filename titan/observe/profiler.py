@@ -1,14 +1,14 @@
-"""Recording: traces of torch's profiler and snapshots of the CUDA allocator, every profile_freq steps.
+"""Record traces of torch's profiler and snapshots of the CUDA allocator, every profile_freq steps.
 
     step        1 ............. 6 | 7  8  9 | 10    profile_freq 10, profiler_warmup 3, profiler_active 1
     profiler    off               | warm-up | recorded, then <run>/traces/step-10/rank-R.json.gz
 
-While steps are recorded, each block, each of its children and what lies around the blocks runs in a range of its name
-(a compiled block as a whole); titan.train_step names loss and clipping, torch the optimizer. The backward pass needs no
-ranges, the profiler links its operators to the forward ones. Between traces nothing of this is there. `titan profile`
+While steps are recorded, each block, each of its children and each module beside the blocks runs in a range with its name
+(a compiled block as a whole). titan.train_step names loss and clipping, and torch names the optimizer. The backward pass
+needs no ranges: the profiler links its operators to the forward ones. Between traces nothing is changed. `titan profile`
 (trace_report.py) reads a trace.
 
-A trace begins with the device idle, so that its step has all of its own work and none of another's.
+A trace begins when the device is idle, so that its steps have all of their work and no work of other steps.
 """
 
 from __future__ import annotations
@@ -33,7 +33,12 @@ _MAX_ALLOCATIONS = 100_000  # newest ones in a snapshot; TorchTitan's number
 
 
 class Profiler:
-    """Call `begin` and `end` around each step. `say` prints a line; `parts` is the model, or this rank's stages of it."""
+    """Record the steps that are due. Call `begin` and `end` around each step.
+
+    Args:
+        parts: the whole model, or this rank's pipeline stages.
+        say: prints a line.
+    """
 
     def __init__(
         self,
@@ -49,8 +54,8 @@ class Profiler:
         self._traces_dir = run_dir / section.save_traces_folder
         self._snapshots_dir = run_dir / section.save_memory_snapshot_folder
         self._parts, self._step = list(parts), 0
-        self._ranges: list[Callable[[], None]] = []  # each takes a module's range away
-        self._profile: profile | None = None  # each trace has one of its own
+        self._ranges: list[Callable[[], None]] = []  # each removes the range of a module
+        self._profile: profile | None = None  # a new one for each trace
         self._snapshots = section.enable_memory_snapshot and device.type == "cuda"
         if self._snapshots:
             record_memory_history(_MAX_ALLOCATIONS)
@@ -58,13 +63,13 @@ class Profiler:
             say(f"no memory snapshots: they are the CUDA allocator's, and this is a {device.type}")
 
     def begin(self, step: int) -> None:
-        """Step 1, 2, ... begins: warm up or record, if it is time to."""
+        """Begin a step: warm up or record, if a trace is due. Steps count from 1."""
         self._step = step
         action = self._action(step)
         if not self._section.enable_profiling or action is ProfilerAction.NONE:
             return
         if action is not ProfilerAction.WARMUP and not self._ranges:
-            if self._device.type != "cpu":
+            if self._device.type != "cpu":  # see the module's docstring: begin with an idle device
                 torch.accelerator.synchronize()
             self._ranges = name_modules(self._parts)
         if self._profile is None:
@@ -74,7 +79,7 @@ class Profiler:
             self._profile.step()
 
     def end(self) -> None:
-        """The step is done: write what is due."""
+        """End the step, and write what is due."""
         if self._step % self._section.profile_freq:
             return
         if self._profile is not None:
@@ -84,12 +89,12 @@ class Profiler:
             self._write_snapshot(f"step-{self._step}")
 
     def out_of_memory(self) -> None:
-        """Write what the allocator held when it failed, whichever step it was."""
+        """Write what the allocator held when it failed, in whichever step."""
         if self._snapshots:
             self._write_snapshot(f"step-{self._step}-out-of-memory")
 
     def close(self) -> None:
-        """End recording. A trace that is not complete is not written."""
+        """Stop recording. An incomplete trace is not written."""
         for remove in self._ranges:
             remove()
         self._ranges = []
@@ -99,11 +104,12 @@ class Profiler:
             self._profile = None
 
     def _make_profile(self, first: int) -> profile:
-        """A profiler for steps `first` to the next multiple of profile_freq."""
+        """Return a profiler for the steps from `first` to the next multiple of profile_freq."""
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it prints a line at each start and stop
         activities = [ProfilerActivity.CPU]
         if self._device.type in ("cuda", "xpu"):
             activities.append(getattr(ProfilerActivity, self._device.type.upper()))
+        # torch asks for the action of the step after the last as well.
         last = first + -first % self._section.profile_freq
         return profile(
             activities=activities,
@@ -114,7 +120,7 @@ class Profiler:
         )
 
     def _action(self, step: int) -> ProfilerAction:
-        """What the profiler does in a step, which counts from 1."""
+        """Return what the profiler does in a step."""
         section = self._section
         left = -step % section.profile_freq  # steps until the trace is written
         if left == 0:
@@ -139,9 +145,9 @@ class Profiler:
 
 
 def name_modules(parts: Iterable[nn.Module]) -> list[Callable[[], None]]:
-    """Give each block, the children of blocks, and the modules around the blocks a range; returns what takes each away.
+    """Give each block, each child of a block, and each module beside the blocks a range. Return functions that remove them.
 
-    Nothing inside a compiled block has one: what is compiled must not change.
+    Modules inside a compiled block get none: a change there would compile it again.
     """
     undo = []
     for part in parts:

@@ -1,4 +1,4 @@
-"""The start-up page: what is about to run, on one screen. Built here, printed by console.py and by `titan check`."""
+"""Build the start-up page: what is about to run, on one screen. console.py prints it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from titan.hardware import Hardware
 from titan.observe.estimate import ModelSizes, estimate_memory, keeps_gathered
 from titan.optim.schedule import learning_rate_factor, phases
 
-_MAX_WIDTH = 120  # of the page, also on a wide terminal
+_MAX_WIDTH = 120  # of the page: longer lines are hard to read on a wide terminal
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartupPage:
-    """What the page says: a heading, and labelled lines in order."""
+    """A heading, and labelled lines in order."""
 
     title: str
     description: str
     lines: dict[str, str]
 
     def render(self, width: int) -> Text:
-        """The page for a console of `width` characters."""
+        """Return the page for a console of `width` characters."""
         margin = max(map(len, self.lines)) + 4
         page = Text.assemble("\n", (self.title, "bold"), "\n")
         if self.description:
@@ -50,7 +50,13 @@ def startup_page(
     resume_step: int = 0,
     tokens_seen: int = 0,
 ) -> StartupPage:
-    """The page of a job. tokenizer: its name and size, as in "bytes, 264 tokens"; run_dir: the run folder; tokens_seen: up to resume_step."""
+    """Return the page of a job.
+
+    Args:
+        tokenizer: name and size, such as "bytes, 264 tokens".
+        resume_step: the step that the run continues from, 0 for a fresh run.
+        tokens_seen: tokens trained on up to resume_step.
+    """
     training = config.training
     resumed = f", resumed after step {resume_step:,}" if resume_step else ""
     sequences = training.local_batch_size * layout.dp * layout.accumulation
@@ -98,7 +104,7 @@ def _data(config: JobConfig) -> str:
 
 
 def _layout(config: JobConfig, layout: Layout) -> str:
-    """Ranks, the axes of the mesh that are longer than 1, and what data parallelism does."""
+    """Describe the ranks, the axes of the mesh that are longer than 1, and the kind of data parallelism."""
     parts = [_count(layout.world_size, "ranks")]
     degrees = {axis: getattr(layout, axis) for axis in AXES}
     if mesh := " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1):
@@ -112,7 +118,7 @@ def _layout(config: JobConfig, layout: Layout) -> str:
 
 
 def _factors(config: JobConfig, layout: Layout) -> str:
-    """How the tokens of a step come about."""
+    """Return the factors of the number of tokens in a step."""
     kind = "data-parallel ranks" if layout.world_size > layout.dp else "ranks"
     factors = [
         _count(config.training.local_batch_size, "sequences"),
@@ -125,7 +131,7 @@ def _factors(config: JobConfig, layout: Layout) -> str:
 
 
 def _schedule(config: JobConfig) -> str:
-    """Optimizer and learning rate over the run."""
+    """Describe the optimizer, and the learning rate over the run."""
     section, optimizer = config.lr_scheduler, config.optimizer
     total = section.total_steps or config.training.steps
     warmup, decay = phases(section, total_steps=total)
@@ -142,7 +148,7 @@ def _schedule(config: JobConfig) -> str:
 
 
 def _states(config: JobConfig) -> str:
-    """How parameters and the optimizer's moments are kept."""
+    """Describe the dtypes of parameters and of the optimizer's moments."""
     optimizer, dtype = config.optimizer, config.training.dtype
     moments = getattr(optimizer, "state_dtype", None) or dtype
     moments = "8-bit" if optimizer.name == "AdamW8bit" else moments
@@ -151,7 +157,7 @@ def _states(config: JobConfig) -> str:
 
 
 def _memory(estimate_gib: dict[str, float], hardware: Hardware | None) -> str:
-    """The estimate, how it compares with what the device has, and its categories."""
+    """Compare the estimate with the memory of the device, and list its categories."""
     categories = {k: _gib(v) for k, v in estimate_gib.items() if k != "total" and v > 0}
     total = f"{_gib(estimate_gib['total'])} GiB a rank by formula"
     if hardware is not None:
@@ -166,12 +172,12 @@ def _hardware(config: JobConfig, device_name: str, hardware: Hardware | None) ->
         return f"{device_name}; no profile of its peak, so MFU is n/a"
     dtype = config.training.mixed_precision_param
     peak = hardware.peak_flops.get(dtype)
-    said = f"{peak / 1e12:,.0f} TFLOP/s dense {dtype}" if peak else f"no peak for {dtype}"
-    return f"{device_name} ({hardware.name}: {said}); MFU counts {config.metrics.mfu_convention} attention"
+    rate = f"{peak / 1e12:,.0f} TFLOP/s dense {dtype}" if peak else f"no peak for {dtype}"
+    return f"{device_name} ({hardware.name}: {rate}); MFU counts {config.metrics.mfu_convention} attention"
 
 
 def _outputs(config: JobConfig, run_dir: Path) -> str:
-    """The run folder and what will be in it."""
+    """Name the run folder and what will be in it."""
     inside = ["metrics.jsonl", "logs/"]
     if config.checkpoint.enable and not config.checkpoint.load_only:
         inside.append(f"{config.checkpoint.folder}/ every {config.checkpoint.interval:,} steps")
