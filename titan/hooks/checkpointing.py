@@ -24,14 +24,14 @@ from titan.untrusted import InputError
 
 
 class Checkpointing(Hook):
-    """Save when it is due by step, by time, or because the run is to stop; all ranks together."""
+    """Save when a save is due by step or by time, or because the run has to stop. All ranks save together."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.section = trainer, trainer.config.checkpoint
         self.manager = CheckpointManager(self.section, run_dir=trainer.run_dir)
         self.export = self._describe_export()
         self.resumed_from: Location | None = None
-        self.changes: list[str] = []  # of settings since the checkpoint
+        self.changes: list[str] = []  # settings that differ from those of the checkpoint
         self.is_due_by_time = False
         if self.section.async_mode == "async_with_pinned_mem":
             trainer.train_step.optimizer.register_step_pre_hook(self._before_update)
@@ -49,7 +49,8 @@ class Checkpointing(Hook):
             trainer.console.message(f"starting from {self.resumed_from}")
         if self.changes:
             trainer.console.message(f"changed since it was saved: {'; '.join(self.changes)}")
-        self._print_messages()  # of damaged checkpoints, too
+        self._print_messages()  # such as that a damaged checkpoint was passed over
+        # A seed checkpoint is a run of no steps, which saves the initial weights.
         if self.section.create_seed_checkpoint:
             if trainer.step == 0 and self.resumed_from is None:
                 self._save(final=True)
@@ -57,12 +58,13 @@ class Checkpointing(Hook):
 
     def flags(self) -> Sequence[float]:
         """Return whether a save is due by this rank's clock, and whether one in the background failed."""
+        # Clocks and disks differ between ranks. The maximum over ranks is the same on all of them.
         save_failed = not self.manager.poll()
         self._print_messages()
         return self.manager.is_due_by_time(), save_failed
 
     def result(self, result: StepResult) -> None:
-        """Raises SaveFailed, on all ranks in the same step."""
+        """Take in what all ranks found. Raises SaveFailed, on all ranks in the same step."""
         is_due, save_failed = result.flags[self]
         self.is_due_by_time |= is_due > 0
         if save_failed and self.section.on_failure == "stop":
@@ -87,7 +89,7 @@ class Checkpointing(Hook):
     # ---- saving --------------------------------------------------------------------------------
 
     def _save(self, *, final: bool) -> None:
-        """Save this step. final: the run ends with it, so wait for the save and raise if it fails."""
+        """Save this step. If it is the `final` one, wait for the save and raise if it fails."""
         trainer, section = self.trainer, self.section
         is_last = trainer.step == trainer.config.training.steps
         with trainer.timer.pause("checkpoint"):
@@ -103,6 +105,7 @@ class Checkpointing(Hook):
             except SaveFailed as error:
                 if final or section.on_failure == "stop":
                     raise
+                # Training goes on, and the next save may find room on the disk.
                 self.manager.failed(error)
             if is_last and section.last_save_in_hf:
                 self._export()
@@ -144,7 +147,7 @@ class Checkpointing(Hook):
         self.trainer.console.message(f"saved {folder} for transformers")
 
     def _describe_export(self) -> Export | None:
-        """Return the model in Hugging Face's terms, if the job needs it; an error shows now, not after the last step."""
+        """Return how to export the model, if the job needs it. It is made at the start, so that an error shows before the last step."""
         config, section = self.trainer.config, self.section
         if not (section.initial_load_in_hf or section.last_save_in_hf):
             return None
@@ -205,6 +208,7 @@ class Checkpointing(Hook):
                 f"{path} holds weights only, so the run cannot continue to step {steps}; resume from an earlier "
                 "step with checkpoint.load_step, or begin a new run with checkpoint.initial_load_path"
             )
+        # The optimizer has no state before the first step.
         has_optimizer = step > 0 and not metadata.get("model_only")
         if has_optimizer and "optimizer" not in exclude:
             checkpoints.load(path, checkpoints.empty_optimizer_state(path, parts, optimizer))
@@ -216,6 +220,7 @@ class Checkpointing(Hook):
             checkpoints.load_rng_state(path, trainer.rank, trainer.device)
         except InputError:
             raise
+        # metadata is JSON that anyone may have written: whatever it breaks is the file's fault.
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"{path}: its state does not fit this program: {error}"

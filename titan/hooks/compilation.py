@@ -32,6 +32,7 @@ class Compilation(Hook):
         """Shorten time limits: everything is connected and compiled, so a collective that takes long now hangs."""
         trainer = self.trainer
         checkpointing = trainer.hook(Checkpointing)
+        # Checkpoints keep their own limit: a save waits for the slowest disk.
         limit = timedelta(seconds=trainer.config.comm.train_timeout_seconds)
         set_timeout(limit, but_not_of=checkpointing.group if checkpointing else None)
         if trainer.train_step.compile_log is not None:

@@ -17,9 +17,9 @@ class LayerNormsLog(Hook):
         self.every = trainer.config.metrics.log_layer_norms_every_n_steps
         self.measured: AsyncScalars | None = None
         if self.every:
-            program = trainer.train_step
-            self.norms = LayerNorms(program.model_parts, stages=program.groups.stages)
-            program.on_gradients = self._measure
+            step = trainer.train_step
+            self.norms = LayerNorms(step.model_parts, stages=step.groups.stages)
+            step.on_gradients = self._measure  # called between the backward pass and clipping
 
     def _measure(self) -> None:
         if self.trainer.step % self.every == 0:

@@ -34,7 +34,7 @@ class Metrics(Hook):
         )
 
     def rewound(self) -> None:
-        """Cut the rows of the steps that are repeated."""
+        """Cut the rows of the steps that are repeated: opening the files again at an earlier step does that."""
         self.close()
         self.start()
 
@@ -74,6 +74,7 @@ class Metrics(Hook):
         memory = peak_memory(reset=True)
         dtype = trainer.config.training.mixed_precision_param
         peak_flops = trainer.hardware.peak_flops.get(dtype) if trainer.hardware else None
+        # Standard hooks fill fields of StepRow. What is left comes from hooks of other packages.
         columns: dict[str, Any] = {}
         for hook in trainer.hooks:
             columns |= hook.columns(window, result)

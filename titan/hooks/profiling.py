@@ -37,7 +37,7 @@ class Profiling(Hook):
             with self.trainer.timer.pause("profiling"):
                 self.profiler.end()
 
-    rewound = step_end
+    rewound = step_end  # the step ended early
 
     def failed(self, error: Exception) -> None:
         if self.profiler is not None and isinstance(error, torch.OutOfMemoryError):

@@ -25,6 +25,7 @@ class RankTimes(Hook):
         self.trainer = trainer
         self.hosts: list[str] = [socket.gethostname()] * trainer.world_size
         if trainer.world_size > 1:
+            # Once, at the start: a warning names the host of any rank.
             dist.all_gather_object(self.hosts, socket.gethostname())
         self.stragglers = Stragglers(log_freq=trainer.config.metrics.log_freq)
         self.times = TimesLog(trainer.run_dir, rank=trainer.rank, host=self.hosts[trainer.rank])
@@ -43,7 +44,7 @@ class RankTimes(Hook):
         self.clock.begin_step()
 
     def flags(self) -> Sequence[float]:
-        """Return a slot for each rank, with this rank's own seconds per step in its slot; nothing between logged steps."""
+        """Return a slot for each rank, with this rank's own seconds per step in its slot. Between logged steps return nothing."""
         trainer = self.trainer
         if not trainer.logs_this_step:
             return ()
@@ -51,6 +52,7 @@ class RankTimes(Hook):
         self.since_step = trainer.step
         data_wait_s = trainer.timer.data_wait_s / max(num_steps, 1)
         self.own_s = self.clock.take(num_steps) + data_wait_s
+        # The maximum over ranks fills every slot, since all but one rank send 0 there.
         slots = [0.0] * trainer.world_size
         slots[trainer.rank] = self.own_s
         return slots
@@ -63,7 +65,7 @@ class RankTimes(Hook):
             own_s=round(self.own_s, 6),
         )
         own_s = result.flags.get(self, ())
-        if len(own_s) <= 1:
+        if len(own_s) <= 1:  # one rank has nobody to wait for
             return {}
         standing = self.stragglers.add(own_s, step_s=window.step_s)
         for rank in standing.new:
@@ -87,6 +89,7 @@ class RankTimes(Hook):
             f"{own_s[rank] * 1e3:.0f} ms per step, that of the median rank {middle * 1e3:.0f} ms (in most of the last "
             f"{self.stragglers.num_rows} logged steps); the others wait for it"
         )
+        # One warning on the console; the other ranks' logs have it for the record.
         (_LOG.warning if self.trainer.rank == 0 else _LOG.info)(text)
         self._record("straggler", rank, own_s=own_s[rank], median_s=middle)
 

@@ -25,6 +25,7 @@ class StepRecovery(Hook):
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.recovery = Recovery(trainer.config.fault_tolerance, device=trainer.device)
+        # Judging needs the loss before the update, so the host waits for the device in each step.
         if self.recovery.is_on:
             trainer.accept = self.recovery.judge
         self.skipped: set[int] = set()  # steps whose results were not read yet
@@ -36,10 +37,11 @@ class StepRecovery(Hook):
         self.recovery.load_state_dict(state)
 
     def updated(self, report: StepReport) -> None:
-        """Report what was decided about this step. Raises SpikeError or NonFiniteError where the run is to stop."""
+        """Act on the decision about this step. Raises SpikeError or NonFiniteError if the run has to stop."""
         trainer, decision = self.trainer, self.recovery.decision
         if decision.action == StepAction.TRAIN:
             return
+        # The loader has counted this step's samples already.
         first_sample = trainer.loader.state_dict()["position"] - trainer.sequences_per_step
         if decision.action == StepAction.REWIND:
             return self._rewind(first_sample)
@@ -56,8 +58,8 @@ class StepRecovery(Hook):
         trainer.announce(f"{text}. {done}")
 
     def result(self, result: StepResult) -> None:
-        """Raises NonFiniteError, on all ranks in the same step."""
-        if result.step in self.skipped:
+        """Raise NonFiniteError for a bad step, on all ranks in the same step."""
+        if result.step in self.skipped:  # it did not change the weights
             self.skipped.remove(result.step)
         else:
             self._require_finite(result)
@@ -72,7 +74,7 @@ class StepRecovery(Hook):
         self.skipped.clear()
 
     def _rewind(self, first_sample: int) -> None:
-        """Load the newest checkpoint, and continue without the samples of the steps before the one that failed."""
+        """Load the newest checkpoint, and continue without the samples of the last steps before the failure."""
         trainer, reason = self.trainer, self.recovery.decision.reason
         failed_at = trainer.step
         checkpointing = trainer.hook(Checkpointing)
@@ -83,6 +85,7 @@ class StepRecovery(Hook):
             )
         end = first_sample + trainer.sequences_per_step
         most = trainer.config.fault_tolerance.rewind_steps * trainer.sequences_per_step
+        # Not before the position of the checkpoint: those samples are trained on already.
         first = max(trainer.loader.state_dict()["position"], end - most)
         trainer.loader.skip(first, end)
         trainer.announce(
@@ -102,16 +105,17 @@ class StepRecovery(Hook):
         by_rank: list[Any] = [None] * trainer.world_size
         dist.all_gather_object(by_rank, (trainer.dp_rank, bad))
         size = trainer.config.training.local_batch_size
-        places = []
+        # Name the samples: loss is summed over ranks, but each micro-batch's loss is still known where it was computed.
+        batches = []
         for rank, (dp_rank, flags) in enumerate(by_rank):
             for number, flag in enumerate(flags):
                 if flag:
                     start = result.first_sample + (number * trainer.layout.dp + dp_rank) * size
-                    places.append(f"rank {rank}: samples {start} to {start + size - 1}")
+                    batches.append(f"rank {rank}: samples {start} to {start + size - 1}")
         reason = self.recovery.decision.reason or (
             f"loss {result.loss}, gradient norm {result.grad_norm}"
         )
-        where = "; ".join(places) or (
+        where = "; ".join(batches) or (
             f"the loss is finite on every rank; {self._samples(result.first_sample)}"
         )
         raise NonFiniteError(

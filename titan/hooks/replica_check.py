@@ -9,7 +9,7 @@ from titan.trainer import Trainer
 
 
 class ReplicaCheck(Hook):
-    """Raises ReplicaError on all ranks if replicas differ."""
+    """Raise ReplicaError on all ranks if replicas differ."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer

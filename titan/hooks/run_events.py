@@ -24,7 +24,7 @@ class RunEvents(Hook):
 
     def step_begin(self) -> None:
         trainer = self.trainer
-        self.steps_begun += 1
+        self.steps_begun += 1  # by this start of the run
         if self.steps_begun == 1:
             trainer.events.begin_steps()
         elif self.steps_begun == 2:  # the first one, with its compilations, is over
@@ -49,7 +49,7 @@ class RunEvents(Hook):
 
 
 class Spikes:
-    """Robust z-scores (titan/health/recovery.py) of loss and gradient norm among recent steps."""
+    """Compute robust z-scores (titan/health/recovery.py) of loss and gradient norm among recent steps."""
 
     def __init__(self, *, window: int, min_steps: int) -> None:
         self._before = (deque[float](maxlen=window), deque[float](maxlen=window))
@@ -60,7 +60,9 @@ class Spikes:
         """Return the z-scores of one step, or None if too few steps are known or the value is not finite."""
         scores: list[float | None] = [None, None]
         for k, (value, before) in enumerate(zip((loss, grad_norm), self._before, strict=True)):
-            if not math.isfinite(value):
+            if not math.isfinite(
+                value
+            ):  # would make every later score useless; recovery.py handles it
                 continue
             if len(before) >= self._min_steps:
                 scores[k] = z = spike_score(value, before)

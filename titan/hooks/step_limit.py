@@ -12,7 +12,7 @@ class StepLimit(Hook):
 
     def __init__(self, trainer: Trainer, monitor: Monitor | None) -> None:
         self.trainer = trainer
-        self.monitor = monitor or Monitor(trainer.run_dir)  # which nobody starts
+        self.monitor = monitor or Monitor(trainer.run_dir)  # not started, so nothing watches
 
     def step_begin(self) -> None:
         trainer = self.trainer

@@ -34,6 +34,7 @@ class Validation(Hook):
     def _validate(self) -> ValidationRow:
         trainer, loader = self.trainer, self.trainer.validation_loader
         assert loader is not None, "the rules demand validation data"
+        # Bytes of text, for a figure that does not depend on the tokenizer. Batches pass by once, so count them on the way.
         sizes: list[int] = []
 
         def batches() -> Iterator[Batch]:
@@ -46,6 +47,7 @@ class Validation(Hook):
             num_bytes = torch.tensor(sum(sizes), device=trainer.device)
             if trainer.train_step.groups.data is not None:
                 dist.all_reduce(num_bytes, group=trainer.train_step.groups.data)
+            # One wait for the device: every number is a sum over all data-parallel ranks.
             loss, valid, size = AsyncScalars([loss_sum, num_valid, num_bytes]).values()
         loss_per_token = loss / max(valid, 1)
         trainer.events.write(

@@ -85,7 +85,7 @@ class Console(logging.Handler):
         if self._bar is not None:
             task = self._bar.tasks[0]
             eta = task.fields["eta"] if eta_s is None else duration(eta_s)
-            self._bar.start()  # not before the first step, or it would cover the start-up page
+            self._bar.start()  # appears with the first step
             self._bar.update(task.id, completed=step, eta=eta)
 
     def step(self, row: StepRow) -> None:

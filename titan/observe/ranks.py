@@ -102,9 +102,7 @@ class ForwardClock:
         self._start = self._now()
 
     def _end(self, block: nn.Module) -> None:
-        if (
-            not block.training or self._start is None
-        ):  # validation; or a recomputation that began elsewhere
+        if not block.training or self._start is None:  # validation, or no beginning
             return
         if self._on_device:
             self._pairs.append((self._start, self._now()))
