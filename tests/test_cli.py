@@ -146,48 +146,31 @@ def test_check_says_layout_size_and_memory() -> None:
 
 
 def test_check_tells_everything_in_the_way() -> None:
-    argv = [
-        "check",
-        DEBUG,
-        "--world-size=8",
-        "--parallelism.tensor_parallel_degree=3",
-        "--model.flavor=9B",
-    ]
+    wrong = {"model.flavor": "9B", "parallelism.tensor_parallel_degree": "3"}
+    argv = ["check", DEBUG, "--world-size=8", *(f"--{key}={v}" for key, v in wrong.items())]
     code, _, err = titan(*argv)
     assert code == 2
-    assert [line.split(": ")[1] for line in err[:-1]] == [
-        "model.flavor",
-        "parallelism.tensor_parallel_degree",
-    ]
+    assert [line.split(": ")[1] for line in err[:-1]] == list(wrong)
     code, out, err = titan(*argv, "--json")
     assert (code, err) == (2, [])
     assert json.loads(out)["problems"][0]["key"] == "model.flavor"
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "place"),
     [
         (["trian", DEBUG], "command line: trian: unknown command; did you mean 'train'?"),
-        (["train"], "command line: no job file; expected JOB.toml"),
-        (["train", "none.toml"], "none.toml: no such file"),
-        (
-            ["train", DEBUG, "--nprocs=2"],
-            "command line: --nprocs: unknown option; did you mean '--nproc'?",
-        ),
-        (
-            ["train", DEBUG, "--nproc=3", "--training.global_batch_size=32"],
-            "command line: training.global_batch_size: 32 is not a multiple of",
-        ),
-        (
-            ["config", DEBUG, "--training.batch_size=0"],
-            "command line: training.batch_size: must be at least 1, got 0",
-        ),
+        (["train"], "command line: no job file"),
+        (["train", "none.toml"], "none.toml: "),
+        (["train", DEBUG, "--nprocs=2"], "command line: --nprocs: "),
+        (["train", DEBUG, "--nproc=3", "--training.global_batch_size=32"], "command line: training.global_batch_size: "),
+        (["config", DEBUG, "--training.batch_size=0"], "command line: training.batch_size: "),
     ],
-)
-def test_wrong_command_lines(argv: list[str], said: str) -> None:
+)  # fmt: skip
+def test_wrong_command_lines(argv: list[str], place: str) -> None:
     code, out, err = titan(*argv)
     assert (code, out) == (2, "")
-    assert err[0].startswith(said)
+    assert err[0].startswith(place)
 
 
 def test_options_are_checked(capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,12 +46,8 @@ class Run:
         self.messages = folder.with_name(f"{folder.name}-{attempt}.txt")
         command = [sys.executable, "-m", "titan.cluster.node", "--nnodes=2", "--nproc-per-node=1"]
         command += ["--rdzv-backend=titan", f"--rdzv-id={attempt}", "--rdzv-endpoint=h1:29500"]
-        command += [
-            "-m",
-            "titan.train",
-            "train_configs/debug_model.toml",
-            f"--job.dump_folder={folder}",
-        ]
+        command += ["-m", "titan.train", "train_configs/debug_model.toml"]
+        command += [f"--job.dump_folder={folder}"]
         command += ["--training.dataset=synthetic", "--training.local_batch_size=1"]
         command += ["--training.seq_len=32", "--model.overrides.n_layers=2", *settings]
         variables = ["env", "GLOO_SOCKET_IFNAME=eth0", "OMP_NUM_THREADS=1"]

@@ -2,19 +2,12 @@
 
 import pytest
 
+from tests.support.metrics import Clock
 from titan.observe.clock import StepTimer
 
 
-class FakeClock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def test_throughput_excludes_pauses_and_eta_counts_them() -> None:
-    clock = FakeClock()
+    clock = Clock()
     timer = StepTimer(total_steps=110, step=10, clock=clock)
     with timer.data_wait():
         clock.now_s += 2.0
@@ -33,7 +26,7 @@ def test_throughput_excludes_pauses_and_eta_counts_them() -> None:
 
 
 def test_eta_forgets_the_slow_first_window_then_smooths() -> None:
-    clock = FakeClock()
+    clock = Clock()
     timer = StepTimer(total_steps=100, clock=clock)
     etas_s = []
     for step, step_s in ((10, 9.0), (20, 1.0), (30, 2.0)):
@@ -43,7 +36,7 @@ def test_eta_forgets_the_slow_first_window_then_smooths() -> None:
 
 
 def test_windows_do_not_leak_into_each_other() -> None:
-    clock = FakeClock()
+    clock = Clock()
     timer = StepTimer(total_steps=4, clock=clock)
     with timer.pause("validation"):
         clock.now_s += 3.0

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.metrics import step_row
 from titan.config.layout import Layout
 from titan.config.schema import (
     JobConfig,
@@ -19,26 +20,10 @@ from titan.config.schema import (
 from titan.hardware import by_name
 from titan.models.llama3.config import FLAVORS
 from titan.observe.console import Console, duration
-from titan.observe.metrics import StepRow, ValidationRow
+from titan.observe.metrics import ValidationRow
 from titan.observe.startup import StartupPage, startup_page
 
 ESCAPE = "\x1b"
-
-
-def step_row(step: int, **changed: Any) -> StepRow:
-    row: dict[str, Any] = {
-        "step": step,
-        "loss": 3.45214,
-        "grad_norm": 1.2345,
-        "lr": 3e-4,
-        "tokens": 1000,
-        "tokens_per_s": 131_072.4,
-        "step_s": 1.0,
-        "eta_s": 11_988.0,
-        "data_wait_s": 0.0003,
-        "memory_gib": 61.2,
-    }
-    return StepRow(**(row | changed))
 
 
 def printed(
@@ -84,7 +69,7 @@ def test_the_page_shows_the_schedule_that_is_run() -> None:
 
 
 def test_step_line_in_a_log_file() -> None:
-    text = printed(lambda console: console.step(step_row(120, mfu=0.431)))
+    text = printed(lambda console: console.step(step_row(120, loss=3.45214, mfu=0.431)))
     assert text == (
         "step    120/10,000  loss  3.4521  gnorm  1.234  lr 3.00e-04    131,072 tok/s"
         "  mfu 43.1% full-attn  gpu 61.20 GiB  data   0.3ms  eta  3:19:48\n"
@@ -111,7 +96,7 @@ def test_lines_are_a_table_no_wider_than_140() -> None:
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120])
 def test_narrow_terminals_lose_columns_not_lines(width: int) -> None:
-    text = printed(lambda console: console.step(step_row(7, mfu=0.4)), width=width)
+    text = printed(lambda console: console.step(step_row(7, loss=3.45214, mfu=0.4)), width=width)
     assert text.count("\n") == 1 and len(text) <= width + 1
     assert "loss  3.4521" in text and "tok/s" in text
     assert ("eta" in text) == (width >= 80)

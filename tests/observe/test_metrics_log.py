@@ -9,34 +9,14 @@ from typing import Any
 import pytest
 
 import titan.observe.sinks
+from tests.support.metrics import read_json_lines, step_row
 from titan.config.schema import MetricsSection
-from titan.observe.metrics import MetricsLog, StepRow, ValidationRow, model_tflops
+from titan.observe.metrics import MetricsLog, ValidationRow, model_tflops
 from titan.observe.sinks import MissingExtra
 
 
-def step_row(step: int, **changed: Any) -> StepRow:
-    row: dict[str, Any] = {
-        "step": step,
-        "loss": 10.0 / step,
-        "grad_norm": 0.5,
-        "lr": 1e-3,
-        "tokens": 100 * step,
-        "tokens_per_s": 50.0,
-        "step_s": 2.0,
-        "eta_s": 9.0,
-        "data_wait_s": 0.001,
-        "memory_gib": 1.5,
-    }
-    return StepRow(**(row | changed))
-
-
 def rows(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is not JSON")
-
-    text = (run_dir / name).read_text(encoding="utf-8")
-    assert text.endswith("\n")
-    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+    return read_json_lines(run_dir / name)
 
 
 def log_steps(run_dir: Path, steps: range, **options: Any) -> None:
@@ -101,7 +81,7 @@ def test_non_finite_numbers_are_null(tmp_path: Path) -> None:
     log.write(step_row(1, loss=math.nan, grad_norm=math.inf))
     log.close()
     (row,) = rows(tmp_path)
-    assert row["loss"] is None and row["grad_norm"] is None and row["lr"] == 1e-3
+    assert row["loss"] is None and row["grad_norm"] is None and row["lr"] == 3e-4
 
 
 def test_ranks(tmp_path: Path) -> None:
@@ -185,9 +165,8 @@ def test_a_sink_that_cannot_open_warns(
     log = MetricsLog(tmp_path, section=section)
     log.write(step_row(1))
     log.close()
-    assert caplog.messages == [
-        "metrics: Weights & Biases cannot be written (ConnectionError: server is down); training goes on"
-    ]
+    [message] = caplog.messages
+    assert "Weights & Biases" in message and "server is down" in message
     assert [row["step"] for row in rows(tmp_path)] == [1]
 
 

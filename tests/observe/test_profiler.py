@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerAction
 
+from tests.support.jobs import SMALL, job, with_changes
+from tests.support.metrics import read_json_lines
 from tests.support.ranks import Pool
 from tests.support.trainers import PoolTrainer, Trainer
 from titan.config.errors import ConfigError
@@ -30,26 +31,17 @@ PRODUCTS = 7 * LAYERS + 1
 TRACED: dict[str, Any] = {"enable_profiling": True, "profile_freq": 2, "profiler_warmup": 1}
 
 
-def job(folder: Path, *, world_size: int = 1, **changes: dict[str, Any]) -> JobConfig:
-    """Two steps of the debug model; `changes` are merged into sections."""
-    sections: dict[str, dict[str, Any]] = {
-        "job": {"dump_folder": str(folder)},
-        "model": {"flavor": "tiny"},
-        "training": {
-            "dataset": "synthetic",
-            "seq_len": 16,
-            "local_batch_size": 2,
-            "steps": 2,
-            "mixed_precision_param": "float32",
-        },
-        "loss": {"chunk_tokens": 64},  # one chunk
-        "lr_scheduler": {"warmup_steps": 1},
-        "metrics": {"log_freq": 1},
-        "checkpoint": {"enable": False},
-    }
-    for name, change in changes.items():
-        sections[name] = sections.get(name, {}) | change
-    config = JobConfig.model_validate(sections)
+# The debug model with one chunk of loss.
+BASE = with_changes(
+    SMALL,
+    training={"seq_len": 16},
+    loss={"chunk_tokens": 64},
+    checkpoint={"enable": False},
+)
+
+
+def checked_job(folder: Path, *, world_size: int = 1, **changes: dict[str, Any]) -> JobConfig:
+    config = job(folder, base=BASE, **changes)
     check_to_run(config, world_size=world_size)
     return config
 
@@ -63,8 +55,7 @@ def run(config: JobConfig) -> None:
 
 
 def numbers(folder: Path) -> list[tuple[float, float]]:
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [(row["loss"], row["grad_norm"]) for row in rows]
+    return [(r["loss"], r["grad_norm"]) for r in read_json_lines(folder / "metrics.jsonl")]
 
 
 def adds_up(report: Report) -> None:
@@ -85,12 +76,12 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("traced")
-    run(job(folder, profiling=TRACED, training={"steps": 4}))
+    run(checked_job(folder, profiling=TRACED, training={"steps": 4}))
     return folder
 
 
 def test_traces_come_on_schedule_and_change_nothing(traced: Path, tmp_path: Path) -> None:
-    run(job(tmp_path, training={"steps": 4}))
+    run(checked_job(tmp_path, training={"steps": 4}))
     assert numbers(traced) == numbers(tmp_path)
     files = {str(path.relative_to(traced)) for path in traced.rglob("*.json.gz")}
     assert files == {f"traces/step-{step}/rank-0.json.gz" for step in (2, 4)}
@@ -128,7 +119,7 @@ def test_the_command(traced: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_recomputation_is_told_from_the_forward_pass(tmp_path: Path) -> None:
-    run(job(tmp_path, profiling=TRACED, activation_checkpoint={"mode": "full"}))
+    run(checked_job(tmp_path, profiling=TRACED, activation_checkpoint={"mode": "full"}))
     report = read_report(tmp_path / "traces/step-2/rank-0.json.gz")
     adds_up(report)
     # The last of a block's products is only begun: its inputs are the last tensors to be saved.
@@ -141,7 +132,7 @@ def test_recomputation_is_told_from_the_forward_pass(tmp_path: Path) -> None:
 
 def test_a_compiled_block_is_named_as_a_whole(tmp_path: Path) -> None:
     compiled = {"enable": True, "components": ["model"], "backend": "aot_eager"}
-    run(job(tmp_path, profiling=TRACED, compile=compiled))
+    run(checked_job(tmp_path, profiling=TRACED, compile=compiled))
     report = read_report(tmp_path / "traces/step-2/rank-0.json.gz")
     adds_up(report)
     assert report.calls["matmul"] == 3 * PRODUCTS
@@ -153,7 +144,7 @@ def test_a_compiled_block_is_named_as_a_whole(tmp_path: Path) -> None:
 
 def train_in_pool(folder: Path, sections: dict[str, dict[str, Any]]) -> None:
     trainer = PoolTrainer(
-        job(folder, world_size=dist.get_world_size(), profiling=TRACED, **sections)
+        checked_job(folder, world_size=dist.get_world_size(), profiling=TRACED, **sections)
     )
     assert trainer.run() == 0
     trainer.close()
@@ -281,7 +272,7 @@ def test_a_cpu_has_no_memory_snapshots_and_says_so(tmp_path: Path) -> None:
 
 
 def test_running_out_of_memory_writes_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    trainer = Trainer(job(tmp_path))
+    trainer = Trainer(checked_job(tmp_path))
     written = []
     profiling = trainer.hook(Profiling)
     assert profiling is not None
@@ -290,7 +281,7 @@ def test_running_out_of_memory_writes_a_snapshot(tmp_path: Path, monkeypatch: py
     def fail(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(trainer.train_step, "train_step", fail)
+    monkeypatch.setattr(trainer.train_step, "train", fail)
     with pytest.raises(torch.OutOfMemoryError):
         trainer.run()
     trainer.close()
@@ -300,8 +291,8 @@ def test_running_out_of_memory_writes_a_snapshot(tmp_path: Path, monkeypatch: py
 def test_a_schedule_that_cannot_be(tmp_path: Path) -> None:
     section = {"profile_freq": 3}
     with pytest.raises(ConfigError) as caught:
-        job(tmp_path, profiling={"enable_profiling": True} | section)
+        checked_job(tmp_path, profiling={"enable_profiling": True} | section)
     (problem,) = caught.value.problems
     assert problem.key == "profiling.profile_freq"
     assert problem.message.startswith("3 steps cannot hold profiler_warmup = 3")
-    job(tmp_path, profiling=section)  # not profiling: says nothing
+    checked_job(tmp_path, profiling=section)  # not profiling: says nothing

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.support.jobs import job
+from tests.support.metrics import read_json_lines
 from tests.support.ranks import Pool
 from tests.support.trainers import PoolTrainer
-from titan.config.schema import JobConfig
 from titan.hooks.run_events import Spikes
 from titan.observe import ranks
 from titan.observe.ranks import ForwardClock, Stragglers, TimesLog
@@ -26,22 +25,13 @@ CPU = torch.device("cpu")
 
 def train(folder: Path, compiled: bool) -> None:
     """24 steps on three ranks, of which one sleeps in a block's forward pass."""
-    config = JobConfig.model_validate(
-        {
-            "job": {"dump_folder": str(folder)},
-            "model": {"flavor": "tiny", "overrides": {"n_layers": 2}},
-            "training": {
-                "dataset": "synthetic",
-                "seq_len": 32,
-                "local_batch_size": 2,
-                "steps": 24,
-                "mixed_precision_param": "float32",
-            },
-            "lr_scheduler": {"warmup_steps": 1},
-            "metrics": {"log_freq": 4, "log_layer_norms_every_n_steps": 12},
-            "checkpoint": {"enable": False},
-            "compile": {"enable": compiled, "backend": "eager"},
-        }
+    config = job(
+        folder,
+        model={"overrides": {"n_layers": 2}},
+        training={"steps": 24},
+        metrics={"log_freq": 4, "log_layer_norms_every_n_steps": 12},
+        checkpoint={"enable": False},
+        compile={"enable": compiled, "backend": "eager"},
     )
     trainer = PoolTrainer(config)
     if dist.get_rank() == SLOW_RANK:
@@ -58,33 +48,29 @@ def train(folder: Path, compiled: bool) -> None:
     trainer.close()
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_slow_rank_is_named_and_those_that_wait_are_not(
     tmp_path: Path, pool: Pool, compiled: bool
 ) -> None:
     pool.run(3, train, tmp_path, compiled)
-    rows = read(tmp_path / "metrics.jsonl")
+    rows = read_json_lines(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 4, 8, 12, 16, 20, 24]
     for row in rows[1:]:
         assert row["slowest_rank"] == SLOW_RANK
         assert row["slowest_rank_s"] > SLEEP_S > row["median_rank_s"] > 0
         assert row["step_s"] > SLEEP_S and 0 < row["goodput"] < 1
-    events = [e for e in read(tmp_path / "events.jsonl") if e["event"] == "straggler"]
+    events = [e for e in read_json_lines(tmp_path / "events.jsonl") if e["event"] == "straggler"]
     [event] = events  # told once
     assert (event["rank"], event["host"]) == (SLOW_RANK, os.uname().nodename)
     for rank in range(3):
-        times = read(tmp_path / "logs" / f"rank-{rank}.times.jsonl")
+        times = read_json_lines(tmp_path / "logs" / f"rank-{rank}.times.jsonl")
         assert [t["step"] for t in times] == [row["step"] for row in rows]
         last = times[-1]
         assert (last["own_s"] > SLEEP_S) == (rank == SLOW_RANK)
         assert last["step_s"] > SLEEP_S > last["data_wait_s"]  # all wait for the slow one
     log = (tmp_path / "logs" / "rank-0.log").read_text()
     assert f"rank {SLOW_RANK} on {os.uname().nodename} is slow" in log
-    assert [row["step"] for row in read(tmp_path / "layer_norms.jsonl")] == [12, 24]
+    assert [row["step"] for row in read_json_lines(tmp_path / "layer_norms.jsonl")] == [12, 24]
 
 
 def test_stragglers_are_told_once_and_recover() -> None:
@@ -132,7 +118,9 @@ def test_times_are_bounded_and_a_full_disk_is_told_once(
     for step in range(1, 21):
         log.write(step=step, step_s=1.0, data_wait_s=0.5)
     log.flush()
-    kept = read(tmp_path / "logs" / "rank-3.times.previous.jsonl") + read(log.path)
+    kept = read_json_lines(tmp_path / "logs" / "rank-3.times.previous.jsonl") + read_json_lines(
+        log.path
+    )
     assert [row["step"] for row in kept] == list(range(kept[0]["step"], 21)) and len(kept) < 12
     assert kept[-1]["host"] == "node7" and abs(kept[-1]["unix_s"] - time.time()) < 60
     log.path = tmp_path / "nowhere" / "file"
