@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"command line: {name}: {REMOVED[name]}", file=sys.stderr)
         return 2
     if name not in COMMANDS:
+        # The nearest name, or all of them.
         match = get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean '{match[0]}'?" if match else f"there are {', '.join(COMMANDS)}"
         print(f"command line: {name}: unknown command; {hint}", file=sys.stderr)
@@ -99,7 +100,8 @@ def train(argv: list[str]) -> int:
         help="times to go on from the newest checkpoint after a process has failed; default: 0",
     )
     options, job = parser.parse_known_args(argv)
-    if "RANK" not in os.environ:  # else torchrun has started this very process
+    # torchrun sets RANK. Then this process is a rank already, and starts no others.
+    if "RANK" not in os.environ:
         from titan.hardware import count_accelerators
         from titan.health.launch import launch
 
@@ -108,6 +110,7 @@ def train(argv: list[str]) -> int:
         config, _ = _load_to_run(
             job, world_size=num_processes, options=options_here, here=True, warn=False
         )  # rank 0 warns
+        # One process without restarts needs no launcher.
         if num_processes > 1 or options.max_restarts:
             code = import_module("titan.train").before_start(config)
             if code is not None:
@@ -160,6 +163,7 @@ def check(argv: list[str]) -> int:
     facts = _facts(config, layout, profile)
     judged: dict[str, Any] = {}
     if options.hardware and not options.formula:
+        # Only this part imports torch.
         judged = import_module("titan.sim.fit_advisor").suggest(
             job, config, layout, hardware=options.hardware
         )
@@ -180,6 +184,7 @@ def config(argv: list[str]) -> int:
     from titan.config.render import to_toml
     from titan.config.rules import check as check_rules
 
+    # Report broken rules beside wrong keys: the config is checked as far as it could be read.
     problems = []
     try:
         resolved = _load(job, options=["--comments"])
@@ -235,6 +240,7 @@ def _facts(config: JobConfig, layout: Layout, profile: Profile | None) -> dict[s
     named = config.hardware.name != "auto"
     hardware = profile or (by_name(config.hardware.name) if named else None)
     available_gib = hardware.memory_gib if hardware else None
+    # Of all ranks and all micro-batches of a step.
     sequences = training.local_batch_size * layout.dp * layout.accumulation
     return {
         "world_size": layout.world_size,

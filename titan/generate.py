@@ -92,6 +92,7 @@ def load_model(where: Location, *, device: torch.device) -> tuple[nn.Module, Tok
         model = family(config.model.name).build_model(model_config(config.model))
     materialize(model, device=device)
     load(step, model_state([model]))
+    # The tokenizer is that of the run, from the config beside the checkpoint.
     tokenizer = build_tokenizer(config.tokenizer, hf_assets_path=config.model.hf_assets_path)
     return model.eval(), tokenizer, step
 
@@ -99,6 +100,7 @@ def load_model(where: Location, *, device: torch.device) -> tuple[nn.Module, Tok
 def cache_attention(model: nn.Module) -> Callable[[], None]:
     """Let each inner attention of `model` remember keys and values. Return a function that undoes this."""
     swapped: list[tuple[nn.Module, str, nn.Module]] = []
+    # Lists, since the loop changes what it walks over.
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, InnerAttention):
@@ -131,7 +133,9 @@ def sample(
         stop: token that ends the text, besides max_new_tokens.
     """
     device = next(model.parameters()).device
+    # The same seed gives the same text on a device, whatever ran before.
     generator = torch.Generator(device=device).manual_seed(seed)
+    # The model is left as it was, even if the caller stops half-way.
     undo = cache_attention(model)
     try:
         tokens_1S, position = torch.tensor([list(prompt)], device=device), 0
@@ -153,6 +157,7 @@ def _choose(logits_V: Tensor, *, temperature: float, top_k: int, generator: torc
     if temperature == 0:
         return int(logits_V.argmax())
     if top_k:
+        # Tokens below the k-th likeliest get probability 0.
         kth = logits_V.topk(min(top_k, logits_V.numel())).values[-1]
         logits_V = logits_V.masked_fill(logits_V < kth, float("-inf"))
     p_V = torch.softmax(logits_V / temperature, dim=-1)

@@ -63,6 +63,7 @@ _ADA = "NVIDIA Ada GPU Architecture whitepaper, FP32 accumulation"
 _CDNA3, _CDNA4 = "AMD CDNA 3 whitepaper and data sheet", "AMD CDNA 4 whitepaper and data sheet"
 
 # fmt: off
+# Short names keep a row of the table on one line.
 _DTYPES = {"mxfp8": "mxfp8", "fp8": "float8", "bf16": "bfloat16", "fp16": "float16", "tf32": "tfloat32", "fp32": "float32"}
 
 HARDWARE: tuple[Hardware, ...] = (
@@ -96,6 +97,7 @@ def recognise(device_name: str) -> Hardware | None:
 
     The whole name must match: a MIG slice, a laptop part or a custom SKU has another peak.
     """
+    # Drivers differ in whether they put the vendor first.
     bare = re.sub(r"^(NVIDIA|AMD)\s+", "", device_name.strip(), flags=re.IGNORECASE)
     rows = (row for row in HARDWARE if re.fullmatch(row.pattern, bare, re.IGNORECASE))
     return next(rows, None)
@@ -122,6 +124,7 @@ def count_accelerators() -> int:
         return 0
     if build.startswith("cpu"):
         return 0
+    # Device files are there before any driver library is loaded. /dev/nvidiactl is not a device.
     nvidia = len(list(Path("/dev").glob("nvidia[0-9]*")))
     if nvidia and not build.startswith("rocm"):
         return min([nvidia, *_num_visible("CUDA_VISIBLE_DEVICES")])

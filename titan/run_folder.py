@@ -38,12 +38,14 @@ def write_text_atomically(path: Path, text: str, *, durable: bool = True) -> Non
         durable: hold this over a power failure too, which means waiting for the disk.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder, since a rename does not cross file systems. The number keeps processes apart.
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         if durable:
             file.flush()
             os.fsync(file.fileno())
+    # A rename is atomic: a reader sees one of the two files.
     temporary.replace(path)
 
 
@@ -76,6 +78,7 @@ def _git_state(folder: Path) -> dict[str, Any] | None:
     """Return the commit of the source tree and whether files differ from it, or None outside a checkout."""
 
     def git(*arguments: str) -> str:
+        # On a network file system git may take long, and the run must start.
         command = ["git", "-C", str(folder), *arguments]
         return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=10)
 
@@ -108,6 +111,7 @@ def write_status(
     """
     if step is None:
         step = read_status(run_dir).get("step", 0)
+    # The kind is there only for failures.
     content = {"state": state, "exit_code": exit_code, "step": step, "reason": reason}
     if kind:
         content |= {"kind": kind, "rank": rank}
@@ -154,6 +158,7 @@ def open_rank_log(run_dir: Path, rank: int) -> logging.Handler:
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
     logger = logging.getLogger("titan")
     logger.addHandler(handler)
+    # Python shows nothing below a warning unless a level is set.
     logger.setLevel(logging.INFO)
     if rank:  # Python's warnings are the same on all ranks: only rank 0 shows them on the terminal
         logging.captureWarnings(True)

@@ -294,5 +294,4 @@ def test_a_schedule_that_cannot_be(tmp_path: Path) -> None:
         checked_job(tmp_path, profiling={"enable_profiling": True} | section)
     (problem,) = caught.value.problems
     assert problem.key == "profiling.profile_freq"
-    assert problem.message.startswith("3 steps cannot hold profiler_warmup = 3")
     checked_job(tmp_path, profiling=section)  # not profiling: says nothing

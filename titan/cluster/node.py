@@ -65,6 +65,7 @@ _seen_ranks = threading.Event()
 def _end_with_store(host: str, port: int) -> None:
     """End this process when its ranks have ended and the store's host has not answered for LINGER_S since."""
     last_good_s = time.monotonic()
+    # Before there are ranks, torchrun waits for other nodes, and it has a limit for that.
     while not _seen_ranks.is_set() or time.monotonic() - last_good_s < LINGER_S:
         if ranks_of(os.getpid()):
             _seen_ranks.set()
@@ -72,6 +73,7 @@ def _end_with_store(host: str, port: int) -> None:
         elif _seen_ranks.is_set():
             with suppress(OSError), socket.create_connection((host, port), timeout=5):
                 last_good_s = time.monotonic()
+        # Signals still interrupt the main thread, and a second is short beside LINGER_S.
         time.sleep(1)
     words = f"{socket.gethostname()}: all ranks of this node have ended, and {host} does not answer: given up"
     print(words, file=sys.stderr, flush=True)
@@ -80,6 +82,7 @@ def _end_with_store(host: str, port: int) -> None:
 
 def _store(arguments: Sequence[str]) -> tuple[str, int] | None:
     """Return host and port at which torchrun meets the other nodes, or None if no option says so."""
+    # torchrun takes each option from PET_ variables too; the command line wins.
     endpoint = os.environ.get("PET_RDZV_ENDPOINT", "")
     for word in arguments:
         if word.startswith("--rdzv-endpoint="):

@@ -54,6 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     ranks = options.ranks_per_node or options.gpus_per_node or 1
     known = [f"--{name.replace('_', '-')}" for name in vars(options)]
     config, _ = load_to_run(job, world_size=options.nodes * ranks, options=known)
+    # Nothing is written before everything is checked.
     text = script(config, options, job, ranks_per_node=ranks)
     folder = _run_folder(config)
     path: Path = options.output or folder / "job.sbatch"
@@ -107,13 +108,16 @@ def script(
         "signal": f"B:USR1@{config.fault_tolerance.grace_seconds + 60}",
     }
     settings = {
+        # In a container this Python does not exist.
         "PYTHON": "python" if options.container else sys.executable,
         "NPROC": ranks_per_node,
         "MAX_RESTARTS": options.max_restarts,
         "CONTAINER": options.container or "",
         "CONTAINER_MOUNTS": ",".join(filter(None, [f"{Path.cwd()}:{Path.cwd()}", options.mounts])),
     }
+    # Directives come first in the file: Slurm stops reading them at the first command.
     before, _, rest = TEMPLATE.read_text(encoding="utf-8").partition("\n\n")
+    # The template's own directives, unless this job sets them.
     kept = [
         line
         for line in before.splitlines()

@@ -52,6 +52,7 @@ class StepTimer:
         try:
             yield
         finally:
+            # After an exception too: a rewind catches it, and the time is gone all the same.
             spent_s = self._clock() - start_s
             self._spent_s[what] += spent_s
             self.total_s[what] += spent_s
@@ -71,11 +72,13 @@ class StepTimer:
         assert num_steps > 0, f"no step since the last window (step {step})"
         now_s = self._clock()
         data_wait_s, paused_s = self._spent_s.pop("data", 0.0), dict(self._spent_s)
+        # At least a nanosecond, in case that a pause was all there was.
         training_s = max(now_s - self._start_s - sum(paused_s.values()), 1e-9)
         step_s = training_s / num_steps
         # An exponential mean. The second window replaces the first, which was slow from compiling.
         weight = _NEWEST if self._num_windows > 1 else 1.0
         self._smooth_step_s += weight * (step_s - self._smooth_step_s)
+        # Validation and saving come rarely, so their rate is a mean over the whole start.
         self._all_paused_s += sum(paused_s.values())
         pause_per_step_s = self._all_paused_s / (step - self._first_step)
         self._step, self._start_s, self._num_windows = step, now_s, self._num_windows + 1

@@ -63,17 +63,21 @@ class Console(logging.Handler):
         self._mfu_convention = section.mfu_convention
         self._is_rank_0 = rank == 0
         self._total_steps = total_steps
+        # The bar needs a terminal that can move its cursor, and colours mark what moves.
         live = is_terminal and not section.disable_color_printing
         self._console = RichConsole(
             file=out,
             force_terminal=live,
             no_color=None if live else True,
+            # rich would cut lines of a log file at 80 characters.
             width=width or (None if is_terminal else _MAX_WIDTH),
+            # Texts are shown as they are: "[bold]" in a message is no markup.
             highlight=False,
             markup=False,
             emoji=False,
         )
         self._bar = self._make_bar() if live and self._is_rank_0 else None
+        # Warnings of any part of titan appear between the lines, above the bar.
         _LOG.addHandler(self)
 
     def startup(self, page: StartupPage) -> None:
@@ -83,6 +87,7 @@ class Console(logging.Handler):
     def advance(self, step: int, *, eta_s: float | None = None) -> None:
         """Move the bar to `step`. Call it for every step."""
         if self._bar is not None:
+            # Between logged steps the time left is not known: keep the one shown.
             task = self._bar.tasks[0]
             eta = task.fields["eta"] if eta_s is None else duration(eta_s)
             self._bar.start()  # appears with the first step
@@ -90,6 +95,7 @@ class Console(logging.Handler):
 
     def step(self, row: StepRow) -> None:
         """Print a line for a logged step."""
+        # Figures of different conventions cannot be compared, so each line names its own.
         mfu = "n/a" if row.mfu is None else f"{row.mfu:5.1%} {self._mfu_convention}-attn"
         memory = "rss" if row.memory_kind == "rss" else "gpu"
         self._print_columns(
@@ -139,12 +145,15 @@ class Console(logging.Handler):
 
     def _print(self, text: Text) -> None:
         if self._is_rank_0:
+            # A log file keeps long lines whole, so that they can be searched.
             self._console.print(text, soft_wrap=not self._console.is_terminal)
+            # A log file of a batch job is read while the job runs.
             self._console.file.flush()
 
     def _print_columns(self, *columns: _Column) -> None:
         """Print a line, without the columns of the highest orders if they do not fit."""
         shown = list(columns)
+        # Order 0 stays, however narrow the terminal is.
         while any(c.order for c in shown) and _width(shown) > self._console.width:
             shown.remove(max(shown, key=lambda c: c.order))
         self._print(Text(_GAP).join(Text(c.text, style=c.style) for c in shown))
@@ -159,6 +168,7 @@ class Console(logging.Handler):
         ]
 
     def _step_column(self, step: int) -> str:
+        # Thousands separators make long numbers readable, but seven digits would not fit the table.
         separator = "," if self._total_steps < 1_000_000 else ""
         total = f"{self._total_steps:{separator}}"
         return f"step {step:>{len(total)}{separator}}/{total}"

@@ -27,11 +27,13 @@ def peak_memory(*, reset: bool = False) -> PeakMemory:
     import torch
 
     if not torch.accelerator.is_available():
+        # A CPU has no allocator with statistics; the kernel knows the peak of the process.
         import resource  # not on Windows
 
         unit = 1 if sys.platform == "darwin" else 1024  # Linux counts in KiB
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         return PeakMemory(kind="rss", reserved_gib=peak_bytes / _GIB)
+    # Read before the reset, which clears the peaks.
     stats = torch.accelerator.memory_stats()
     if reset:
         torch.accelerator.reset_peak_memory_stats()

@@ -22,6 +22,7 @@ from titan.observe.rows import Row, cut_after, number
 from titan.observe.sinks import Sink, TensorBoardSink, WandbSink, require
 
 _LOG = logging.getLogger("titan")
+# Norms have a separate file: a row holds two numbers for each block.
 _NORMS = "layer_norms.jsonl"
 
 
@@ -122,6 +123,7 @@ class MetricsLog:
 
         Raises MissingExtra, on every rank, if an enabled sink is not installed.
         """
+        # On every rank, also where nothing is written: otherwise rank 0 would end and the others wait for it.
         for extra in ("tensorboard", "wandb"):
             if getattr(section, f"enable_{extra}"):
                 require(extra, extra=extra, asked_by=f"metrics.enable_{extra}")
@@ -130,6 +132,7 @@ class MetricsLog:
         self._norm_sinks: dict[str, Sink] = {}
         if rank and not section.save_for_all_ranks:
             return
+        # Rank 0 has the name that all readers look for.
         name = f"metrics.rank-{rank}.jsonl" if rank else "metrics.jsonl"
         self._open(name, lambda: JsonlSink(run_dir / name, resume_step=resume_step))
         if section.log_layer_norms_every_n_steps and not rank:
@@ -153,6 +156,7 @@ class MetricsLog:
         if validation is not None:
             assert validation.step == row.step, (validation, row.step)
             values |= asdict(validation)
+        # One time for all sinks.
         values["unix_s"] = round(time.time(), 3)
         # JSON has no NaN or infinity; null is what every reader takes for "no number".
         values = {key: None if _is_non_finite(v) else v for key, v in values.items()}
@@ -168,6 +172,7 @@ class MetricsLog:
         row = {"step": step, "unix_s": round(time.time(), 3), **finite}
         for name, sink in self._norm_sinks.items():
             self._guard(name, lambda sink=sink: sink.write(row))
+        # W&B gets no norms: hundreds of curves would hide the others.
         board = self._sinks.get("TensorBoard")
         if isinstance(board, TensorBoardSink):
             self._guard("TensorBoard", lambda: board.write_norms(step, norms))
@@ -185,6 +190,7 @@ class MetricsLog:
         try:
             action()
         except Exception as error:
+            # A full disk fails at each row; say it once.
             if name not in self._failed:
                 self._failed.add(name)
                 reason = f"{type(error).__name__}: {error}"

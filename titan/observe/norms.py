@@ -45,6 +45,7 @@ class LayerNorms:
             for part in parts
             for name, parameter in part.named_parameters()
         ]
+        # In the order of the model, each block once.
         names = list(dict.fromkeys(name for name, _ in self.parameters))
         if stages is not None:  # every rank needs the same order for the all-reduce
             by_stage: list[list[str]] = [[]] * dist.get_world_size(stages)
@@ -62,6 +63,7 @@ class LayerNorms:
         )
         device = torch.device("cpu")
         for name, parameter in self.parameters:
+            # A frozen parameter, or one that this stage does not use.
             if parameter.grad is None:
                 continue
             grad, groups = local_gradient(parameter)
@@ -71,6 +73,7 @@ class LayerNorms:
             device = grad.device
         total = torch.zeros(2, len(self.names), device=device)
         for groups, tensors in locals_by_groups.items():
+            # One row for gradients and one for weights, so that both share an all-reduce.
             squares = torch.zeros_like(total)
             for at, parts in tensors.items():
                 squares[at] = local_sum_of_squares(parts)

@@ -41,6 +41,7 @@ def read_metrics(file: Path) -> list[Row]:
     if not file.is_file():
         hint = runs_near(file.parent, ["metrics.jsonl"])
         raise InputError(f"titan plot: {file}: no such file, so not the folder of a run{hint}")
+    # Thinned: a picture of a thousand pixels cannot show a million rows.
     metrics = RowFile(file)
     metrics.update()
     rows = metrics.thin.rows()
@@ -64,6 +65,7 @@ def running_mean(values: list[float]) -> list[float]:
     The window is centred and shrinks towards both ends, so that the mean does not lag behind a falling loss.
     """
     sums = [0.0, *accumulate(values)]
+    # Prefix sums make this linear for any window.
     half = len(values) // 60
     means = []
     for i in range(len(values)):
@@ -82,6 +84,7 @@ def draw(runs: dict[str, list[Row]], *, output: Path, x: str) -> None:
     for i, (name, rows) in enumerate(runs.items()):
         line: dict[str, Any] = {"color": f"C{i % 10}"}  # matplotlib's ten colours
         at, loss = points(rows, x, "loss")
+        # Single steps are noisy: show them faintly, and the mean on top.
         upper.plot(at, loss, **line, linewidth=0.8, alpha=0.35)
         upper.plot(at, running_mean(loss), **line, linewidth=2, label=f"{name}: training")
         at, validation = points(rows, x, "validation_loss")
@@ -93,6 +96,7 @@ def draw(runs: dict[str, list[Row]], *, output: Path, x: str) -> None:
     upper.set_ylabel("loss (nats per token)")
     lower.set_ylabel("tokens per second")
     lower.set_xlabel("hours since the first start" if x == "time" else x)
+    # From zero, so that a small dip does not look like a collapse.
     lower.set_ylim(bottom=0)
     lower.yaxis.set_major_formatter(EngFormatter(sep=""))
     if x != "time":

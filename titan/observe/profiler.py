@@ -72,6 +72,7 @@ class Profiler:
             if self._device.type != "cpu":  # see the module's docstring: begin with an idle device
                 torch.accelerator.synchronize()
             self._ranges = name_modules(self._parts)
+        # The first step of this trace, or the step that a resumed run starts with.
         if self._profile is None:
             self._profile = self._make_profile(step)
             self._profile.start()
@@ -80,6 +81,7 @@ class Profiler:
 
     def end(self) -> None:
         """End the step, and write what is due."""
+        # Traces and snapshots share their steps.
         if self._step % self._section.profile_freq:
             return
         if self._profile is not None:
@@ -99,6 +101,7 @@ class Profiler:
             remove()
         self._ranges = []
         if self._profile is not None:
+            # stop() would write what there is.
             self._profile.on_trace_ready = None
             self._profile.stop()
             self._profile = None
@@ -154,6 +157,7 @@ def name_modules(parts: Iterable[nn.Module]) -> list[Callable[[], None]]:
         compiled: list[str] = []
         for wrapped_name, module in part.named_modules():
             name = canonical_name(wrapped_name + ".")[:-1]
+            # Deeper modules would make the trace large, and their parents already name them.
             if not _NAMED.fullmatch(name) or wrapped_name.startswith(tuple(compiled)):
                 continue
             is_compiled, remove = enclose_calls(module, name=MODULE + name)

@@ -71,6 +71,7 @@ class ForwardClock:
         Args:
             num_steps: steps since then. On a device those count that it has finished.
         """
+        # On a device steps are counted as their last events are reached, in order.
         num_steps = 0 if self._on_device else num_steps
         while self._steps and all(end.query() for _, end in self._steps[0][-1:]):
             pairs = self._steps.popleft()
@@ -94,6 +95,7 @@ class ForwardClock:
     def _now(self) -> Any:
         if not self._on_device:
             return time.perf_counter()
+        # The device records the time when it reaches the event; the host goes on at once.
         event = torch.Event(enable_timing=True)
         event.record()
         return event
@@ -133,10 +135,12 @@ class Stragglers:
 
     def add(self, own_s: Sequence[float], *, step_s: float) -> Standing:
         """Return the standing after one more logged step. `own_s` has a time for each rank."""
+        # The median is not moved by a few slow ranks, as the mean would be.
         middle = median(own_s)
         least = middle + _LEAST_SHARE * step_s
         self._ratios.append([s / max(middle, 1e-9) if s > least else 1.0 for s in own_s])
         new, gone = [], []
+        # Not before the window is full, so that a slow start is not reported.
         if len(self._ratios) == self.num_rows:
             for rank in range(len(own_s)):
                 ratio = median(row[rank] for row in self._ratios)
@@ -176,6 +180,7 @@ class TimesLog:
         if not lines:
             return
         try:
+            # Two files, so that the newest rows are always there.
             if self.path.exists() and self.path.stat().st_size > _MAX_BYTES:
                 self.path.replace(self.path.with_suffix(".previous.jsonl"))
             with self.path.open("a", encoding="utf-8") as file:

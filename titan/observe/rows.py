@@ -29,6 +29,7 @@ _MAX_LINE_BYTES = 2**20
 _BLOCK_BYTES = 2**18
 _CHECK_BYTES = 64  # compared to notice that a file of the same inode was rewritten
 _RECENT = 500  # rows that a page can fetch one by one between two polls
+# A row as json.dumps writes it, with step and loss first. NaN and null do not match, and count as no loss.
 _LOSS = re.compile(rb'"loss": (-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)[,}]')
 _HEAD_BYTES = 64  # of a row, which hold its step and loss
 _VALIDATION = b'"validation_loss"'
@@ -150,6 +151,7 @@ def _stretch(lines: list[bytes], first: int) -> _Stretch:
     chosen = {}
     if known:
         chosen = {"least": min(known, key=by_loss), "largest": max(known, key=by_loss)}
+    # The last one: a stretch with many validations shows one of them.
     with_validation = (n for n in range(len(lines) - 1, -1, -1) if _VALIDATION in lines[n])
     if (n := next(with_validation, None)) is not None:
         chosen["validation"] = n
@@ -172,6 +174,7 @@ class Thin:
 
     def __init__(self, limit: int = MAX_ROWS) -> None:
         self.count = 0
+        # A stretch keeps at most four rows.
         self._most = max(limit // 8 * 2, 2)  # even, so that all pairs are whole
         self._size = 1
         self._stretches: list[_Stretch] = []
@@ -199,6 +202,7 @@ class Thin:
         """Return the rows that were kept, in order."""
         lines = {k.number: k.line for s in self._stretches for k in s.kept.values()}
         known = self._parsed
+        # Parse only what was not among the kept rows of the last call.
         self._parsed = {n: known[n] if n in known else parse(lines[n]) for n in sorted(lines)}
         return [row for row in self._parsed.values() if row is not None]
 
@@ -262,6 +266,7 @@ class RowFile(LineFile):
     def since(self, count: int) -> list[Row] | None:
         """Return the rows after the first `count`, or None if not all of them are still there."""
         new = self.thin.count - count
+        # A client that has no rows, or rows of another file, gets all of them.
         if not 0 < count <= self.thin.count or new > len(self._recent):
             return None
         lines: Iterable[bytes] = list(self._recent)[len(self._recent) - new :]
@@ -308,6 +313,7 @@ def _lines_backwards(file: IO[bytes]) -> Iterator[tuple[bytes, int]]:
     """Yield the lines of a file, the last one first, and where each ends. Lines too long for a row are left out."""
     position, rest = os.fstat(file.fileno()).st_size, b""
     while position:
+        # One block more towards the start of the file.
         begin = max(position - _BLOCK_BYTES, 0)
         file.seek(begin)
         text = file.read(position - begin) + rest

@@ -45,6 +45,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     rows = []
     with suppress(OSError):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            # A line that is no JSON was torn by a crash.
             with suppress(ValueError):
                 row = json.loads(line)
                 rows += [row] if isinstance(row, dict) and "event" in row else []
@@ -76,6 +77,7 @@ class EventLog:
         self.is_over, self._part = False, "setup"
         self._spent: Seconds = {}  # what the step timer had counted at the last call
         self._rows: list[dict[str, Any]] = []
+        # Imports and setting up belong to this start, so its time begins with the process.
         self._since = min(started_unix_s or process_start_unix_s(), clock())
         if self.is_on:
             self._continue(run_dir, step=step)
@@ -115,6 +117,7 @@ class EventLog:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
         except OSError as error:
+            # A full disk must not end the run: one warning, and no further events.
             self.is_on = False
             _LOG.warning(f"{self.path} cannot be written ({error}); training goes on without it")
 
@@ -151,6 +154,7 @@ class EventLog:
     def _account(self, spent: Mapping[str, float]) -> None:
         """Add the time since the last call: what the step timer took out to its own parts, the rest to the current part."""
         now = self.clock()
+        # The step timer counts up from its start, so each part gets the difference to the last call.
         rest = now - self._since
         for name, total in spent.items():
             taken = total - self._spent.get(name, 0.0)
@@ -165,12 +169,14 @@ class EventLog:
         rows = read_events(self.path)
         if not rows:
             return
+        # Its account covers all starts before this one.
         last = rows[-1]
         if step == 0 and last["event"] == "end" and last.get("state") == "done":
             self.path.replace(self.path.with_name("events.previous.jsonl"))  # of another run
             return
         self._rows = rows
         self.restarts, self.lost_steps = last.get("restarts", 0) + 1, last.get("lost_steps", 0)
+        # Parts that another version of titan wrote are left out.
         self.seconds |= {p: s for p, s in last.get("seconds", {}).items() if p in PARTS}
         # It trained until its last sign of life; from then on it was down.
         beat_s, reached = _last_beat(run_dir)
@@ -185,6 +191,7 @@ class EventLog:
         """Move the time since `step` was saved to `lost`."""
         # The newest event at or before the step has the account of that time.
         kept = next((row["seconds"] for row in reversed(self._rows) if row["step"] <= step), {})
+        # Nothing is lost if the checkpoint is of the last step.
         if from_step > step:
             for part in WASTED:
                 wasted = self.seconds[part] - kept.get(part, 0.0)
@@ -198,6 +205,7 @@ def _last_beat(run_dir: Path) -> tuple[float, int]:
     with suppress(OSError, ValueError, KeyError, IndexError, TypeError):
         text = (run_dir / "logs" / "rank-0.times.jsonl").read_text(encoding="utf-8")
         row = json.loads(text[: text.rindex("\n")].rpartition("\n")[2])
+        # The last whole line: a killed process may have left half a row after it.
         return float(row["unix_s"]), int(row["step"])
     return 0.0, 0
 

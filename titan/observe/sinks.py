@@ -98,12 +98,14 @@ class WandbSink:
     ) -> None:
         import wandb
 
+        # Without a login wandb.init would ask for one, and a batch job would hang.
         mode: Any = os.environ.get("WANDB_MODE") or ("online" if _has_login() else "offline")
         self._run = wandb.init(
             dir=run_dir,
             project=section.wandb_project,
             name=section.wandb_run_name or run_dir.resolve().name,
             id=_run_id(run_dir / "wandb" / "run-id.txt", fresh=resume_step == 0),
+            # Offline runs cannot be looked up; `wandb sync --append` joins them later.
             resume="allow" if mode == "online" else None,
             mode=mode,
             config=job_config,
@@ -135,6 +137,7 @@ def _run_id(path: Path, *, fresh: bool) -> str:
     if not fresh and path.exists():
         return path.read_text(encoding="utf-8").strip()
     path.parent.mkdir(parents=True, exist_ok=True)
+    # W&B takes any id that is new in the project.
     run_id = uuid.uuid4().hex[:8]
     path.write_text(run_id, encoding="utf-8")
     return run_id

@@ -32,6 +32,7 @@ class StartupPage:
         if self.description:
             page.append(f"  {self.description}\n", "italic")
         for label, value in self.lines.items():
+            # Continuation lines start below the value, not below the label.
             wrapped = wrap(value, max(min(width, _MAX_WIDTH) - margin, 20))
             page.append(f"  {label}".ljust(margin), "cyan")
             page.append(("\n" + " " * margin).join(wrapped) + "\n")
@@ -61,6 +62,7 @@ def startup_page(
     resumed = f", resumed after step {resume_step:,}" if resume_step else ""
     sequences = training.local_batch_size * layout.dp * layout.accumulation
     tokens = sequences * training.seq_len
+    # A resumed run may have another batch size, so the tokens before it are counted, not computed.
     in_all = tokens_seen + max(0, training.steps - resume_step) * tokens
     return StartupPage(
         title=f"titan: {config.model.name} {config.model.flavor}, "
@@ -107,8 +109,10 @@ def _layout(config: JobConfig, layout: Layout) -> str:
     """Describe the ranks, the axes of the mesh that are longer than 1, and the kind of data parallelism."""
     parts = [_count(layout.world_size, "ranks")]
     degrees = {axis: getattr(layout, axis) for axis in AXES}
+    # Axes of length 1 say nothing.
     if mesh := " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1):
         parts.append(f"mesh {mesh}")
+    # FSDP shards over context-parallel ranks, too.
     if layout.dp_shard * layout.cp > 1:
         name = "HSDP" if layout.dp_replicate > 1 else "FSDP2"
         parts.append(f"{name} (ZeRO-{2 if keeps_gathered(config, layout) else 3})")
@@ -133,6 +137,7 @@ def _factors(config: JobConfig, layout: Layout) -> str:
 def _schedule(config: JobConfig) -> str:
     """Describe the optimizer, and the learning rate over the run."""
     section, optimizer = config.lr_scheduler, config.optimizer
+    # The schedule may be longer than this run.
     total = section.total_steps or config.training.steps
     warmup, decay = phases(section, total_steps=total)
     stable = total - warmup - decay
@@ -150,6 +155,7 @@ def _schedule(config: JobConfig) -> str:
 def _states(config: JobConfig) -> str:
     """Describe the dtypes of parameters and of the optimizer's moments."""
     optimizer, dtype = config.optimizer, config.training.dtype
+    # Optimizers without this option keep moments in the dtype of the parameters.
     moments = getattr(optimizer, "state_dtype", None) or dtype
     moments = "8-bit" if optimizer.name == "AdamW8bit" else moments
     rounding = " rounded stochastically" if getattr(optimizer, "stochastic_rounding", False) else ""
@@ -171,6 +177,7 @@ def _hardware(config: JobConfig, device_name: str, hardware: Hardware | None) ->
     if hardware is None:
         return f"{device_name}; no profile of its peak, so MFU is n/a"
     dtype = config.training.mixed_precision_param
+    # No device lists a peak for every dtype.
     peak = hardware.peak_flops.get(dtype)
     rate = f"{peak / 1e12:,.0f} TFLOP/s dense {dtype}" if peak else f"no peak for {dtype}"
     return f"{device_name} ({hardware.name}: {rate}); MFU counts {config.metrics.mfu_convention} attention"

@@ -41,8 +41,10 @@ def main(argv: list[str] | None = None) -> int:
         raise InputError(
             f"titan watch: cannot listen on {host} port {arguments.port} ({error}); --port 0 takes a free one"
         ) from None
+    # An IPv6 address needs brackets in a URL.
     url = f"http://{f'[{host}]' if ':' in host else host}:{server.server_port}/"
     print(f"watching {', '.join(map(str, arguments.runs))} at {url} (Ctrl-C ends)", flush=True)
+    # Training runs on a machine without a browser, mostly.
     if host in LOOPBACK:
         port = server.server_port
         print(f"from another machine: ssh -N -L {port}:127.0.0.1:{port} {socket.gethostname()}")
@@ -62,6 +64,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def open_runs(paths: list[Path]) -> list[RunReader]:
     """Return a reader for each run. Raises InputError."""
+    # Forty rows still show the course of a run.
     limit = max(min(MAX_ROWS, _ALL_ROWS // len(paths)), 40)
     names = run_names(paths)
     return [RunReader(p, name=n, limit=limit) for p, n in zip(paths, names, strict=True)]

@@ -52,6 +52,7 @@ class RunReader:
     """
 
     def __init__(self, folder: Path, *, name: str, limit: int = MAX_ROWS) -> None:
+        # A run writes these at its start, so a folder without them is no run.
         if not any((folder / sign).is_file() for sign in _SIGNS):
             raise InputError(f"{folder}: not the folder of a run{runs_near(folder, _SIGNS)}")
         self.folder, self.name = folder, name
@@ -68,9 +69,11 @@ class RunReader:
         self.metrics.update()
         self.events.update()
         self._problems = [p for p in (self.metrics.problem, self.events.problem) if p]
+        # A client with rows of an earlier generation starts over.
         is_known = generation == self.metrics.tail.generation
         rows = self.metrics.since(since) if is_known else None
         status = self._small("status.json", json.loads)
+        # Each event carries the account of time up to it, so the newest one has all of it.
         account = self.events.rows[-1] if self.events.rows else {}
         seconds = account.get("seconds", {})
         return {
@@ -138,8 +141,10 @@ class RunReader:
                 rank = int(path.name.split(".")[0].removeprefix("rank-"))
                 with open_regular(path, within=path.parent) as file:
                     status = os.fstat(file.fileno())
+                    # Unchanged since the last poll: with thousands of ranks most files are.
                     if self._ranks.get(rank, (0.0,))[0] == status.st_mtime:
                         continue
+                    # Only the last row counts, and a file has thousands.
                     file.seek(max(status.st_size - _TAIL_BYTES, 0))
                     line = file.read(_TAIL_BYTES).rpartition(b"\n")[0].rpartition(b"\n")[2]
                 row = scalars(parse(line) or {})

@@ -47,6 +47,7 @@ def _policy(text: str) -> str:
 class Server(ThreadingHTTPServer):
     """Serve runs until `shutdown`. Port 0 takes a free one, `server_port`. Raises OSError if the port is taken."""
 
+    # An open connection must not keep the process alive.
     daemon_threads = True
 
     def __init__(self, readers: Sequence[RunReader], *, host: str, port: int) -> None:
@@ -67,6 +68,7 @@ class _Handler(BaseHTTPRequestHandler):
         if address.path == "/":
             text = page()
             return self._answer("text/html", text, {"Content-Security-Policy": _policy(text)})
+        # No other path exists, so no file of this machine can be asked for.
         if address.path != "/data":
             return self.send_error(404)
         with self.server.lock:  # each request has its own thread, and readers are shared
@@ -80,6 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(key, value)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
+        # The next poll must reach the server.
         self.send_header("Cache-Control", "no-store")
         self.send_header("X-Content-Type-Options", "nosniff")
         self.end_headers()
@@ -94,6 +97,7 @@ def _positions(query: str) -> list[tuple[int, int]]:
     positions = []
     for text in parse_qs(query).get("at", [""])[0].split(","):
         generation, _, rows = text.partition(".")
+        # int() of a very long text would take long.
         known = generation.isdecimal() and rows.isdecimal() and len(text) < 30
         positions.append((int(generation), int(rows)) if known else (0, 0))
     return positions
