@@ -13,4 +13,5 @@ echo "types: pyright"
 "$bin/pyright" --pythonpath "$PYTHON" > /tmp/titan-pyright.$$ || { cat /tmp/titan-pyright.$$; rm -f /tmp/titan-pyright.$$; exit 1; }
 rm -f /tmp/titan-pyright.$$
 echo "tests: pytest"
-exec "$PYTHON" -m pytest "$@"
+# Two workers; the tests of a file stay on one, since they share fixtures. tests/conftest.py puts long files first.
+exec "$PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 
 import pytest
 
 from tests.support.ranks import Pool
+
+# Before torch is imported, and for the runs that tests start: the models are so small that a second thread costs
+# more than it does, above all beside another worker.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+pytest_plugins = ["tests.support.not_run"]
+
+# The files that take longest come first: the workers of scripts/test.sh then end together.
+LONGEST = [
+    "parity/test_parity.py",
+    "parity/test_composition.py",
+    "parallel/test_float8.py",
+    "optim/test_layouts.py",
+]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {path: place for place, path in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get("/".join(item.path.parts[-2:]), len(LONGEST)))
 
 
 @pytest.fixture(scope="session")

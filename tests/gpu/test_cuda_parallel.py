@@ -12,8 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from titan.loss import cross_entropy_sum
 from titan.models.attention import InnerAttention
 from titan.models.llama3 import FLAVORS, build_model
-from titan.parallel import build_mesh, initialize
-from titan.parallel.pipeline import Pipeline, extract_stages, split_stages
+from titan.parallel import Pipeline, build_mesh, extract_stages, initialize, split_stages
 
 pytestmark = [
     pytest.mark.gpu,

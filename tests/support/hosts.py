@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from shutil import which
-from tempfile import mkdtemp
+from tempfile import gettempdir, mkdtemp
 
 ENTER = """hostname "$1"; mount -t tmpfs tmpfs /dev/shm; mount --bind "$2" /etc/hosts; shift 2; exec "$@" """
 
@@ -38,7 +39,10 @@ class Hosts:
 
     def __init__(self, count: int, *, name: str, subnet: str) -> None:
         self.name, self.subnet, self.count = name, subnet, count
-        self.close()  # what a killed test has left
+        # Names and addresses are the machine's: another worker, or another run of the tests, waits until `close`.
+        self.lock = (Path(gettempdir()) / "titan-tests-hosts.lock").open("w")
+        fcntl.flock(self.lock, fcntl.LOCK_EX)
+        self._remove()  # what a killed test has left
         self.hosts_file = Path(mkdtemp(prefix="titan-hosts-")) / "hosts"
         lines = [f"{subnet}.{i} {name}{i}" for i in self.numbers]
         self.hosts_file.write_text("\n".join([Path("/etc/hosts").read_text(), *lines, ""]))
@@ -102,7 +106,11 @@ class Hosts:
         return commands
 
     def close(self) -> None:
-        """Kill what runs on the hosts, and take them away."""
+        """Kill what runs on the hosts, remove them, and let other tests have theirs."""
+        self._remove()
+        self.lock.close()
+
+    def _remove(self) -> None:
         for i in self.numbers:
             deadline = time.monotonic() + 10
             while (left := self.processes(i)) and time.monotonic() < deadline:
