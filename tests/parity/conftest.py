@@ -8,16 +8,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tests.support.layouts import Layout, train
+from tests.support.ranks import Pool
+
 BUILD = Path(__file__).parents[2] / "build"
 _HEAD = f"""# Parity: every layout computes the same numbers
 
-Written by the test run (`pytest tests/parity`, torch {torch.__version__.split("+")[0]}, CPU, gloo, fp32). Each row trains the debug
-model for ten AdamW steps on the same global batches, some of whose tokens are masked so that ranks hold different numbers
-of valid ones, and is compared with one process without accumulation. Differences are relative, the largest over all steps
+Written by the test run (`pytest tests/parity -m "slow or not slow"`, torch {torch.__version__.split("+")[0]}, CPU, gloo, fp32).
+Each row trains four blocks of the tiny model (eight where stages or the choice of blocks need them) for ten AdamW steps
+on the same global batches, some of whose tokens are masked so that ranks hold different numbers of valid ones, and is compared with one process without accumulation. Differences are relative, the largest over all steps
 (loss, gradient norm) or all parameters (||a - b|| / ||b||), rounded up to one digit. The tests fail above the bound.
 Axes of the mesh are pipeline (pp), replicas (dp_replicate), FSDP shards (dp_shard), context (cp), tensor (tp); sequences hold two
 documents with no attention between them, but for the ring, which has no document mask. Differences are those of fp32 sums taken in
@@ -91,3 +95,22 @@ def composition_table() -> Iterator[ParityTable]:
     table = ParityTable("composition.md", _COMPOSITION_HEAD)
     yield table
     table.write()
+
+
+class References:
+    """Run a layout's settings on one process, once."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.runs: dict[Layout, dict[str, Any]] = {}
+
+    def run(self, **settings: Any) -> dict[str, Any]:
+        layout = Layout("one process", **settings)
+        if layout not in self.runs:
+            self.runs[layout] = self.pool.run(1, train, layout)[0]
+        return self.runs[layout]
+
+
+@pytest.fixture(scope="session")
+def references(pool: Pool) -> References:
+    return References(pool)

@@ -25,7 +25,6 @@ from tests.support.layouts import (
     tp,
     train,
 )
-from tests.support.ranks import Pool
 
 LAYOUTS = [
     Layout("FSDP2, ZeRO-3", fsdp(2)),
@@ -61,33 +60,14 @@ LAYOUTS = [
 ]
 
 
-class References:
-    """One process; runs are kept."""
-
-    def __init__(self, pool: Pool) -> None:
-        self.pool = pool
-        self.runs: dict[Layout, dict[str, Any]] = {}
-
-    def run(self, **settings: Any) -> dict[str, Any]:
-        layout = Layout("one process", **settings)
-        if layout not in self.runs:
-            self.runs[layout] = self.pool.run(1, train, layout)[0]
-        return self.runs[layout]
-
-
-@pytest.fixture(scope="module")
-def references(pool: Pool) -> References:
-    return References(pool)
-
-
 def layouts(*besides: str) -> list[Any]:
-    """All of them; those of more than two ranks are slow, but for these on four."""
+    """Return all of them. Slow: those that repeat another with accumulation, and more than two ranks, except `besides` on four."""
     return [
         pytest.param(
             layout,
             id=f"{layout.name}-{layout.ranks}x{layout.accumulation}",
             marks=[]
-            if layout.ranks <= (4 if layout.name in besides else 2)
+            if layout.ranks <= (4 if layout.name in besides else 2) and layout.accumulation == 1
             else [pytest.mark.slow],
         )
         for layout in LAYOUTS

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -22,15 +20,19 @@ from tests.support.layouts import (
 from tests.support.ranks import Pool
 
 
-@pytest.fixture(scope="module")
-def references(pool: Pool) -> dict[bool, dict[str, Any]]:
-    """One process, with and without documents."""
-    return {d: pool.run(1, train, Layout("one process", documents=d))[0] for d in (True, False)}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: f"{x.name}-{x.ranks}x{x.accumulation}")
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(
+            layout,
+            id=f"{layout.name}-{layout.ranks}x{layout.accumulation}",
+            marks=[pytest.mark.slow] if layout.repeats else [],
+        )
+        for layout in LAYOUTS
+    ],
+)
 def test_equals_one_process(layout: Layout, references, pool: Pool, parity_table) -> None:
-    reference = references[layout.documents]
+    reference = references.run(documents=layout.documents, blocks=layout.blocks)
     parity_table.expected = len(LAYOUTS)
     found = differences(pool.run(layout.ranks, train, layout), reference)
     assert max(found.values()) < BOUND, found
@@ -47,7 +49,7 @@ def test_bf16_computes_the_same_on_every_layout(references, pool: Pool) -> None:
     """bf16 compute, fp32 reduction. Against itself on one process the difference is that of fp32 sums, where a value
     falls on the other side of a bf16 rounding; against fp32 it is bf16's 8 bits.
     """
-    reference = references[True]
+    reference = references.run()
     alone = pool.run(1, train, Layout("one process"), "bfloat16")[0]
     assert alone["gradients"]["norm.weight"].dtype == torch.float32
     for layout in (Layout("FSDP2", fsdp(2)), Layout("DDP", REPLICAS)):

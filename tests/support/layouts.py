@@ -17,6 +17,8 @@ from titan.parallel.mesh import axis_rank, axis_size
 from titan.train_step import build_train_step
 
 STEPS, GLOBAL_BATCH, SEQUENCE, VOCABULARY = 10, 8, 64, 2048
+# Four blocks are enough for two ranks with two stages each, for a first, a last and two that are neither.
+BLOCKS = 4
 BOUND = 1e-5
 
 
@@ -33,6 +35,8 @@ class Layout:
     exact: tuple[str, ...] = ("output",)  # parts of names of layers that float8 leaves alone
     offload: bool = False
     repeat_kv: bool = False
+    blocks: int = BLOCKS
+    repeats: bool = False  # another row has the technique, or each pair of them: for `-m slow`
     documents: bool = True  # two documents in each sequence, and no attention between them
 
     @property
@@ -74,45 +78,45 @@ CUT = "aot_eager_decomp_partition"  # and chooses what to keep, as inductor does
 LAYOUTS = [
     # Data parallelism and accumulation
     Layout("one process", accumulation=2),
-    Layout("one process", accumulation=4),
+    Layout("one process", accumulation=4, repeats=True),
     Layout("FSDP2, ZeRO-3", fsdp(2)),
     Layout("FSDP2, ZeRO-3", fsdp(2), accumulation=2),
-    Layout("FSDP2, ZeRO-3", fsdp(2), accumulation=4),
-    Layout("FSDP2, ZeRO-3", fsdp(4)),
-    Layout("FSDP2, ZeRO-3", fsdp(4), accumulation=2),
-    Layout("FSDP2, ZeRO-3", fsdp(8)),
+    Layout("FSDP2, ZeRO-3", fsdp(2), accumulation=4, repeats=True),
+    Layout("FSDP2, ZeRO-3", fsdp(4), repeats=True),
+    Layout("FSDP2, ZeRO-3", fsdp(4), accumulation=2, repeats=True),
+    Layout("FSDP2, ZeRO-3", fsdp(8), repeats=True),
     Layout("FSDP2, ZeRO-2", fsdp(2), settings=NEVER),
-    Layout("FSDP2, ZeRO-2", fsdp(4), settings=NEVER),
+    Layout("FSDP2, ZeRO-2", fsdp(4), settings=NEVER, repeats=True),
     Layout("FSDP2, two blocks ahead", fsdp(2), settings=(("fsdp_prefetch", 2),)),
     Layout("FSDP2, parameters on the host", fsdp(2), offload=True),
     Layout("DDP", REPLICAS),
     Layout("DDP", REPLICAS, accumulation=2),
-    Layout("DDP", REPLICAS, accumulation=4),
+    Layout("DDP", REPLICAS, accumulation=4, repeats=True),
     Layout("HSDP", (*REPLICAS, *fsdp(2))),
-    Layout("HSDP", (*REPLICAS, *fsdp(2)), accumulation=2),
+    Layout("HSDP", (*REPLICAS, *fsdp(2)), accumulation=2, repeats=True),
     # Tensor parallelism
     Layout("TP+SP", tp(2)),
-    Layout("TP+SP", tp(2), accumulation=2),
+    Layout("TP+SP", tp(2), accumulation=2, repeats=True),
     Layout("TP+SP, whole logits", tp(2), settings=(("disable_loss_parallel", True),)),
     Layout("TP+SP, more ranks than key/value heads", tp(4)),
     Layout("FSDP2 x TP+SP", (*fsdp(2), *tp(2))),
-    Layout("FSDP2 x TP+SP", (*fsdp(2), *tp(2)), accumulation=2),
-    Layout("FSDP2 x TP+SP", (*fsdp(4), *tp(2))),
-    Layout("FSDP2 x TP+SP", (*fsdp(2), *tp(4))),
+    Layout("FSDP2 x TP+SP", (*fsdp(2), *tp(2)), accumulation=2, repeats=True),
+    Layout("FSDP2 x TP+SP", (*fsdp(4), *tp(2)), repeats=True),
+    Layout("FSDP2 x TP+SP", (*fsdp(2), *tp(4)), repeats=True),
     Layout("DDP x TP+SP", (*REPLICAS, *tp(2))),
-    Layout("HSDP x TP+SP", (*REPLICAS, *fsdp(2), *tp(2))),
+    Layout("HSDP x TP+SP", (*REPLICAS, *fsdp(2), *tp(2)), repeats=True),
     # Context parallelism
     Layout("CP all-gather", cp(2)),
     Layout("CP all-gather, not balanced", cp(2), settings=UNBALANCED),
     Layout("CP ring", cp(2), settings=RING, documents=False),
-    Layout("CP ring", cp(4), settings=RING, documents=False),
+    Layout("CP ring", cp(4), settings=RING, documents=False, repeats=True),
     Layout("CP ring, not balanced", cp(2), settings=(*RING, *UNBALANCED), documents=False),
     Layout("CP Ulysses", cp(2), settings=ULYSSES),
     Layout("CP Ulysses, more ranks than key/value heads", cp(4), settings=ULYSSES),
     Layout("FSDP2 x CP", (*fsdp(2), *cp(2))),
     Layout("FSDP2 x CP ring", (*fsdp(2), *cp(2)), settings=RING, documents=False),
     Layout("DDP x CP", (*REPLICAS, *cp(2))),
-    Layout("HSDP x CP", (*REPLICAS, *fsdp(2), *cp(2))),
+    Layout("HSDP x CP", (*REPLICAS, *fsdp(2), *cp(2)), repeats=True),
     Layout("CP x TP+SP", (*cp(2), *tp(2))),
     Layout("CP x TP+SP, keys and values repeated", (*cp(2), *tp(2)), repeat_kv=True),
     Layout("CP ring x TP+SP", (*cp(2), *tp(2)), settings=RING, documents=False),
@@ -120,23 +124,25 @@ LAYOUTS = [
     # Pipeline parallelism
     Layout("PP 1F1B", pp(2)),
     Layout("PP 1F1B", pp(2), accumulation=2),
-    Layout("PP 1F1B", pp(4)),
+    Layout("PP 1F1B", pp(4), repeats=True),
     Layout("PP GPipe", pp(2), settings=schedule("GPipe")),
     Layout("PP interleaved 1F1B", pp(2), settings=schedule("Interleaved1F1B")),
     Layout("PP looped BFS", pp(2), settings=schedule("LoopedBFS")),
     Layout("PP interleaved zero bubble", pp(2), settings=ZERO_BUBBLE),
     Layout("PP ZBV zero bubble", pp(2), settings=schedule("ZBVZeroBubble")),
     Layout("PP DualPipeV", pp(2), settings=schedule("DualPipeV")),
-    Layout("PP interleaved 1F1B", pp(4), settings=schedule("Interleaved1F1B")),
+    Layout(
+        "PP interleaved 1F1B", pp(4), settings=schedule("Interleaved1F1B"), blocks=8, repeats=True
+    ),
     Layout("PP x FSDP2", (*pp(2), *fsdp(2))),
-    Layout("PP x FSDP2", (*pp(2), *fsdp(2)), accumulation=2),
+    Layout("PP x FSDP2", (*pp(2), *fsdp(2)), accumulation=2, repeats=True),
     Layout("PP interleaved zero bubble x FSDP2", (*pp(2), *fsdp(2)), settings=ZERO_BUBBLE),
     Layout("PP DualPipeV x FSDP2", (*pp(2), *fsdp(2)), settings=schedule("DualPipeV")),
     Layout("PP x DDP", (*pp(2), *REPLICAS)),
-    Layout("PP x HSDP", (*pp(2), *REPLICAS, *fsdp(2))),
+    Layout("PP x HSDP", (*pp(2), *REPLICAS, *fsdp(2)), repeats=True),
     Layout("PP x CP", (*pp(2), *cp(2))),
     Layout("PP x TP+SP", (*pp(2), *tp(2))),
-    Layout("PP x DDP x TP+SP", (*pp(2), *REPLICAS, *tp(2))),
+    Layout("PP x DDP x TP+SP", (*pp(2), *REPLICAS, *tp(2)), repeats=True),
     Layout("PP x FSDP2 x TP+SP", (*pp(2), *fsdp(2), *tp(2))),
     Layout("PP x CP x TP+SP, FSDP2 over CP", (*pp(2), *cp(2), *tp(2))),
     # Activation checkpointing
@@ -147,13 +153,22 @@ LAYOUTS = [
     Layout("CP x TP+SP, full AC", (*cp(2), *tp(2)), recompute="full"),
     Layout("PP x FSDP2, selective AC", (*pp(2), *fsdp(2)), recompute="selective"),
     Layout("PP zero bubble, full AC", pp(2), settings=ZERO_BUBBLE, recompute="full"),
-    Layout("PP zero bubble, every 2nd block AC", pp(2), settings=ZERO_BUBBLE, recompute="2"),
-    Layout("PP ZBV, every 2nd block AC", pp(2), settings=schedule("ZBVZeroBubble"), recompute="2"),
+    Layout(
+        "PP zero bubble, every 2nd block AC", pp(2), settings=ZERO_BUBBLE, recompute="2", blocks=8
+    ),
+    Layout(
+        "PP ZBV, every 2nd block AC",
+        pp(2),
+        settings=schedule("ZBVZeroBubble"),
+        recompute="2",
+        blocks=8,
+    ),
     Layout(
         "PP DualPipeV x FSDP2, every 2nd block AC",
         (*pp(2), *fsdp(2)),
         settings=schedule("DualPipeV"),
         recompute="2",
+        blocks=8,
     ),
     Layout("one process, activations on the host", keep_in="host"),
     Layout("FSDP2 x TP+SP, activations on the host", (*fsdp(2), *tp(2)), keep_in="host"),
@@ -219,7 +234,7 @@ def train(layout: Layout, precision: str = "float32") -> dict[str, Any]:
             "model": {
                 "flavor": "tiny",
                 "converters": ["quantize.linear.float8"] if layout.float8 else [],
-                "overrides": {"repeat_kv": layout.repeat_kv},
+                "overrides": {"repeat_kv": layout.repeat_kv, "n_layers": layout.blocks},
             },
             "quantize": {"linear": {"float8": float8_settings(layout)}},
             "compile": {"enable": bool(layout.compiled), "backend": layout.compiled or "inductor"},
