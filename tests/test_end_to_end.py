@@ -30,14 +30,14 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [
         *("train", "train_configs/debug_model.toml", "--nproc", "2"),
         *(f"--job.dump_folder={folder}", "--training.steps=60", "--metrics.log_freq=1"),
-        *("--lr_scheduler.warmup_steps=2", "--checkpoint.interval=1000"),
+        *("--model.overrides.n_layers=2", "--checkpoint.interval=1000"),
     ]
     process = subprocess.Popen([*TITAN, *command], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     metrics = folder / "metrics.jsonl"
     while not metrics.exists() or len(metrics.read_text().splitlines()) < 2:
         assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)
+        time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output

@@ -229,7 +229,7 @@ def test_initial_load_takes_the_weights_only(tmp_path: Path) -> None:
 def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
     run(job(tmp_path))
     with pytest.raises(CheckpointError, match=r"other shapes: .*saved from another model"):
-        Trainer(job(tmp_path, model={"overrides": {"ffn_dim": 256}}))
+        Trainer(job(tmp_path, model={"overrides": {"n_layers": 2, "ffn_dim": 256}}))
     torch.distributed.destroy_process_group()
 
 

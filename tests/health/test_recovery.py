@@ -55,7 +55,6 @@ def train(
     dp *= parallelism.get("data_parallel_replicate_degree", 1)
     config = job(
         folder,
-        model={"flavor": "tiny", "overrides": {"n_layers": 2}},
         training={"seq_len": 16, "local_batch_size": BATCH // dp, "steps": steps},
         parallelism=parallelism,
         lr_scheduler={"warmup_steps": 0, "decay_ratio": 0.0},

@@ -248,23 +248,17 @@ def test_gradients_are_those_of_fp32_within_8_bits(recipe: str, fp32: Run, pool:
     assert run.losses != fp32.losses
 
 
+def train_each(recipe: str, changes: list[dict[str, Any]]) -> list[Run]:
+    return [train(recipe, {}, num_steps=2, **change) for change in changes]
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8_cublas"])
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"activation_checkpoint": {"mode": "full"}},
-        SELECTIVE,
-        TRACED,
-    ],
-    ids=["AC full", "AC op", "compiled"],
-)
-def test_recomputed_and_compiled_to_the_same_bits(
-    recipe: str, change: dict[str, Any], pool: Pool
-) -> None:
-    (plain_run,) = pool.run(1, partial(train, recipe, {}, num_steps=2))
-    (run,) = pool.run(1, partial(train, recipe, {}, num_steps=2, **change))
-    assert run.losses == plain_run.losses
-    assert distance(run.weights, plain_run.weights) == 0
+def test_recomputed_and_compiled_to_the_same_bits(recipe: str, pool: Pool) -> None:
+    changes = [{}, {"activation_checkpoint": {"mode": "full"}}, SELECTIVE, TRACED]
+    [[plain_run, *runs]] = pool.run(1, train_each, recipe, changes)
+    for run, change in zip(runs, changes[1:], strict=True):
+        assert run.losses == plain_run.losses, change
+        assert distance(run.weights, plain_run.weights) == 0, change
 
 
 # ---- layouts -----------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ from titan.config.schema import JobConfig
 ROOT = Path(__file__).parents[2]
 Sections = Mapping[str, Mapping[str, Any]]
 
-# A few steps of the tiny model on synthetic tokens, in fp32, with a row of metrics for each step.
+# A few steps of two blocks of the tiny model on synthetic tokens, in fp32, with a row of metrics for each step.
 SMALL: Sections = {
-    "model": {"flavor": "tiny"},
+    "model": {"flavor": "tiny", "overrides": {"n_layers": 2}},
     "training": {
         "dataset": "synthetic",
         "seq_len": 32,

@@ -18,7 +18,15 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 120
-PRELOAD = ["titan.train_step", "torch.distributed.checkpoint", "torch.distributed.pipelining"]
+# The last two take a second, which each rank that compiles or multiplies in float8 would spend.
+PRELOAD = [
+    "titan.train_step",
+    "titan.models.llama3",
+    "torch.distributed.checkpoint",
+    "torch.distributed.pipelining",
+    "torch._inductor.compile_fx",
+    "torchao.float8",
+]
 
 
 class RankFailed(AssertionError):
