@@ -1,24 +1,25 @@
-"""Traces of many equal blocks from traces of few: what a middle block does, the others do.
+"""Extrapolate traces of few equal blocks to many: what a middle block does, the others do.
 
-A job is traced twice, with k and k + 1 blocks in each pipeline stage. In both, the events are cut into
+A job is traced twice, with k and k + 1 blocks in each pipeline stage. In both traces the events are cut into segments:
 
-    sweeps    through all blocks of a stage, upwards (forward, updates) or downwards (backward); a part for each block
-    series    of equal events: the norms of n gradients
-    others
+    layer passes   through all blocks of a stage, upwards (forward, updates) or downwards (backward). One part for each block
+    series         of equal events, such as the norms of n gradients. One part for each event
+    others         one event each
 
-The two must have the same sweeps, series and others in the same order. In a sweep two neighbouring blocks in the middle must do the same,
-to every number and every reference; the one is then repeated. Series, and numbers that differ between the two traces (bytes that the
-optimizer moves), grow by their difference with each block. References (an event awaits another, a block of memory is freed) are told
-relative to where they stand, so that they hold at any depth. Wherever any of this is not so, `CannotExtrapolate` is raised and
-the job has to be traced whole: extension is exact or it is not done. tests/sim/test_extrapolate.py holds the two against each other.
-Imports no torch.
+Both traces must have the same segments in the same order. In a layer pass, two neighbouring blocks in the middle must do
+the same, to every number and every reference. One of the two is then repeated. The length of a series, and numbers that
+differ between the two traces (bytes that the optimizer moves), grow by their difference with each block. A reference (an
+event awaits another, a block of memory is freed) is stored relative to its own position, so that it holds at any depth.
+
+If any of this fails, `CannotExtrapolate` is raised, and the job is traced whole. The result is exact, or there is none:
+tests/sim/test_extrapolate.py compares it with whole traces. Imports no torch.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 from typing import Any, TypeAlias
@@ -44,12 +45,12 @@ _FORWARD, _BACKWARD = "forward", ("backward", "recompute")
 
 
 class CannotExtrapolate(Exception):
-    """The traces do not repeat as they would have to; the message says where."""
+    """The traces do not repeat as they must. The message says where."""
 
 
 @dataclass(frozen=True)
 class Depth:
-    """The blocks of one pipeline stage in the whole model: `count` of them, the first with this number."""
+    """The blocks of one pipeline stage in the whole model: how many, and the number of the first one."""
 
     first: int
     count: int
@@ -57,19 +58,22 @@ class Depth:
 
 @dataclass(slots=True)
 class _Segment:
-    """parts: of a sweep one for each block, in the order in which they come; of a series or another event, one for each event.
-    stage: of a sweep, whose blocks these are. direction: the direction of a sweep, else 0. series: equal events."""
+    """A layer pass, a series or a single event.
+
+    parts: the events of each block, in the order in which they come. Outside layer passes, one event each.
+    stage, direction: of a layer pass, its pipeline stage, and 1 upwards or -1 downwards. Else -1 and 0.
+    """
 
     parts: list[list[Event]]
     stage: int = -1
     direction: int = 0
     series: bool = False
-    template: int = 0  # of a sweep: the part that is repeated
+    template: int = 0  # of a layer pass: the part that is repeated
 
 
 @dataclass(frozen=True)
 class _EventId:
-    """Where an event is: segment, part and number within the part."""
+    """Name an event by its segment, its part, and its number within the part."""
 
     segment: int
     part: int
@@ -77,12 +81,18 @@ class _EventId:
 
 
 Reference: TypeAlias = tuple[str, int, int, int]
-"""How ("block" apart, from the "start", from the "end"), segment, distance, number within the part."""
+"""What an event refers to: how its part is found, its segment, a distance, and its number within the part. How:
+
+    "block"    the distance in blocks, from the block of the event that refers
+    "start"    that block, counted from the first
+    "end"      that block, counted from the last
+    "mirror"   in a series that frees another one in reverse: the distance from the mirrored part
+"""
 
 
 @dataclass
 class _Parsed:
-    """A trace in segments. event_ids: of what is referred to, by kind and number; targets: of what refers, by its own event_id."""
+    """A trace in segments. targets: for each event that refers to another one, which."""
 
     depth: int
     segments: list[_Segment] = field(default_factory=list)
@@ -90,22 +100,26 @@ class _Parsed:
     targets: dict[_EventId, _EventId] = field(default_factory=dict)
 
     def block(self, event_id: _EventId) -> int:
-        """Number of the block within its stage, counted from 0; of a series, of the event."""
+        """Return the number of an event's block within its stage, or of an event within its series."""
         segment = self.segments[event_id.segment]
         return event_id.part if segment.direction >= 0 else len(segment.parts) - 1 - event_id.part
 
 
 def extrapolate(small: Trace, big: Trace, *, depth: int, stages: Sequence[Depth]) -> Trace:
-    """The trace of a rank of the whole model, from those with `depth` and `depth` + 1 blocks in every stage.
+    """Return the trace of a rank of the whole model. Raises CannotExtrapolate.
 
-    stages: of the whole model, all of them, each with at least depth + 1 blocks. Raises CannotExtend.
+    Args:
+        small: the rank's trace with `depth` blocks in every stage.
+        big: its trace with `depth` + 1 blocks.
+        depth: blocks of the smaller model's stages.
+        stages: all stages of the whole model, each with at least `depth` + 1 blocks.
     """
     few, more = _parse(small, depth), _parse(big, depth + 1)
     if len(few.segments) != len(more.segments) or few.sections != more.sections:
         raise CannotExtrapolate(
             f"{len(few.segments)} parts with {depth} blocks, {len(more.segments)} with one more"
         )
-    return _Extension(few, more, stages).trace(big)
+    return _Extrapolation(few, more, stages).trace(big)
 
 
 # ---- cutting a trace into segments ------------------------------------------------------------------
@@ -121,41 +135,31 @@ def _parse(trace: Trace, depth: int) -> _Parsed:
                 made[event.block] = event
         parsed.sections.append(len(parsed.segments))
         labels = _labels(events, made, depth)
-        begin = 0
-        while begin < len(events):
-            end = begin + 1
-            while (
-                end < len(events)
-                and labels[end] is not None
-                and _group(labels, end) == _group(labels, begin)
-            ):
-                end += 1
-            parsed.segments += _segments(events[begin:end], labels[begin:end], made, depth)
-            begin = end
+        labelled = zip(events, labels, strict=True)
+        # Events of one group have phase, pipeline action and stage in common.
+        for group, run in groupby(labelled, key=lambda pair: pair[1] and pair[1][0]):
+            if group is None:
+                parsed.segments += (_Segment([[event]]) for event, _ in run)
+            else:
+                parsed.segments += _segments(run, depth)
     _find_targets(parsed)
     return parsed
 
 
-def _group(labels: Sequence[Any], index: int) -> Any:
-    """What events of one sweep have in common: phase and pipeline action."""
-    return labels[index] and labels[index][0]
-
-
 def _labels(events: Sequence[Event], made: dict[int, Allocate], depth: int) -> list[Any]:
-    """((phase, action, stage), block) of each event that belongs to a block, else None.
-
-    Events that have no place are where the ones before them are. What frees memory outside of all blocks belongs to the
-    block that took it: gradients and states are given back in the order of their blocks. So do waits for all blocks of a stage.
-    """
+    """Return ((phase, action, stage), block) of each event that belongs to a block, else None."""
     labels: list[Any] = []
     here: Any = None
     phase: Any = ("",)
     for event in events:
+        # An event without a scope is where the one before it is.
         scope = getattr(event, "scope", None)
         if scope is not None:
             phase = (_FORWARD if scope.phase not in _BACKWARD else "backward", scope.action)
             layer = _layer(scope)
             here = None if layer is None else ((*phase, layer // depth), layer)
+        # What frees memory outside all blocks belongs to the block that took it: gradients and
+        # optimizer states are given back in the order of their blocks.
         elif isinstance(event, Free) and here is None:
             layer = _layer(made[event.block].scope)
             labels.append(None if layer is None else ((*phase, "free", layer // depth), layer))
@@ -166,7 +170,7 @@ def _labels(events: Sequence[Event], made: dict[int, Allocate], depth: int) -> l
 
 
 def _label_waits(events: Sequence[Event], labels: list[Any], depth: int) -> None:
-    """Where one stream awaits what all blocks of a stage recorded (FSDP does after a backward pass), each wait is its block's."""
+    """Give each wait to its block where one stream awaits events of all blocks. FSDP does so after a backward pass."""
     recorded = {
         event.event: label[1]
         for event, label in zip(events, labels, strict=True)
@@ -196,31 +200,27 @@ def _any_layer(module: str) -> str:
     return _LAYER.sub("layers.*", module)
 
 
-def _segments(
-    events: Sequence[Event], labels: Sequence[Any], made: dict[int, Allocate], depth: int
-) -> Iterator[_Segment]:
-    """Neighbouring events of one group: sweeps where they go through all blocks of a stage, and what is left."""
-    if labels[0] is None:
-        yield _Segment([[events[0]]])
-        return
+def _segments(labelled: Iterable[tuple[Event, tuple[Any, int]]], depth: int) -> Iterator[_Segment]:
+    """Cut neighbouring events of one group into layer passes, and into single events where they are none."""
     runs: list[tuple[int, list[Event]]] = []
-    for event, (_, layer) in zip(events, labels, strict=True):
+    for event, (_, layer) in labelled:
         direction = 0 if len(runs) < 2 else runs[-1][0] - runs[-2][0]
-        if len(runs) == depth and layer == runs[0][0]:  # and once more from the beginning
-            yield from _sweep(runs, depth)
+        # A complete pass, and the next one begins at the same end.
+        if len(runs) == depth and layer == runs[0][0]:
+            yield from _layer_pass(runs, depth)
             runs = [(layer, [event])]
-        # Something of a block that came before (its prefetch, its end) belongs to the block at hand.
+        # An event of an earlier block (its prefetch, its end) belongs to the block at hand.
         elif runs and (
             layer == runs[-1][0] or (direction and (layer - runs[-1][0]) * direction < 0)
         ):
             runs[-1][1].append(event)
         else:
             runs.append((layer, [event]))
-    yield from _sweep(runs, depth)
+    yield from _layer_pass(runs, depth)
 
 
-def _sweep(runs: Sequence[tuple[int, list[Event]]], depth: int) -> Iterator[_Segment]:
-    """One segment, if it is a sweep, or one for each event."""
+def _layer_pass(runs: Sequence[tuple[int, list[Event]]], depth: int) -> Iterator[_Segment]:
+    """Yield one segment if this is a layer pass, else one for each event."""
     stage = runs[0][0] // depth
     layers = [layer - stage * depth for layer, _ in runs]
     if layers in ([*range(depth)], [*reversed(range(depth))]):
@@ -232,17 +232,16 @@ def _sweep(runs: Sequence[tuple[int, list[Event]]], depth: int) -> Iterator[_Seg
 
 
 def _alike(event: Allocate | RecordEvent) -> Any:
-    """Equal for events that may form a series."""
+    """Return a key that is equal for events that may form a series."""
     if isinstance(event, RecordEvent):
         return event.stream
     return (event.size_bytes, event.stream, event.category, event.scope)
 
 
 def _join_series(parsed: _Parsed) -> None:
-    """Lone equal allocations, or records of events, that follow each other become one segment; and what frees such a series in order."""
-    home: dict[
-        int, tuple[_Segment, int]
-    ] = {}  # of a lone block: its segment, and its place among the parts
+    """Join equal single events that follow each other: allocations, records of events, and what frees such a series."""
+    # Of a block that a single event allocated: the event's segment, and its index among the parts.
+    home: dict[int, tuple[_Segment, int]] = {}
     joined: list[_Segment] = []
     starts: list[int] = []
     last: Any = None
@@ -263,7 +262,8 @@ def _join_series(parsed: _Parsed) -> None:
         elif not segment.direction and isinstance(event, Free) and event.block in home:
             taken, index = home[event.block]
             key = (id(taken), index)
-            # Lists give back their tensors from the end, loops from the beginning.
+            # A list frees its tensors from the end, a loop from the beginning. The third item of
+            # `last` is the direction, known from the second event on.
             if taken.series and last in [
                 (id(taken), index - 1, 1),
                 (id(taken), index + 1, -1),
@@ -284,25 +284,24 @@ def _join_series(parsed: _Parsed) -> None:
 
 def _find_targets(parsed: _Parsed) -> None:
     _join_series(parsed)
-    blocks: dict[int, _EventId] = {}
-    events: dict[int, _EventId] = {}
-    works: dict[int, _EventId] = {}
+    known: dict[tuple[str, int], _EventId] = {}
     for event_id, event in _all(parsed.segments):
-        if isinstance(event, Allocate):
-            blocks[event.block] = event_id
-        elif isinstance(event, RecordEvent):
-            events[event.event] = event_id
-        elif isinstance(event, Transfer):
-            if event.work in works:
-                parsed.targets[event_id] = works[event.work]
-            else:
-                works[event.work] = event_id
-        elif isinstance(event, Free):
-            parsed.targets[event_id] = blocks[event.block]
-        elif isinstance(event, AwaitEvent) and event.event in events:
-            parsed.targets[event_id] = events[event.event]
-        elif isinstance(event, AwaitWork) and event.work in works:
-            parsed.targets[event_id] = works[event.work]
+        match event:
+            case Allocate():
+                known["block", event.block] = event_id
+            case RecordEvent():
+                known["event", event.event] = event_id
+            case Transfer():
+                # Transfers of one work refer to the first of them.
+                first = known.setdefault(("work", event.work), event_id)
+                if first is not event_id:
+                    parsed.targets[event_id] = first
+            case Free():
+                parsed.targets[event_id] = known["block", event.block]
+            case AwaitEvent() if ("event", event.event) in known:
+                parsed.targets[event_id] = known["event", event.event]
+            case AwaitWork() if ("work", event.work) in known:
+                parsed.targets[event_id] = known["work", event.work]
 
 
 def _all(segments: Sequence[_Segment]) -> Iterator[tuple[_EventId, Event]]:
@@ -315,11 +314,12 @@ def _all(segments: Sequence[_Segment]) -> Iterator[tuple[_EventId, Event]]:
 # ---- putting together a deeper one -----------------------------------------------------------------
 
 
-class _Extension:
-    """Units of two depths, matched, and the trace that follows from them. few and more: with a block less and more."""
+class _Extrapolation:
+    """Match the segments of two depths, and make the trace that follows from them. few, more: the depths."""
 
     def __init__(self, few: _Parsed, more: _Parsed, stages: Sequence[Depth]) -> None:
         self.few, self.more, self.stages = few, more, stages
+        # A rank passes through the stages that it holds. Numbers grow with all their blocks together.
         self.used = sorted({segment.stage for segment in more.segments if segment.direction})
         if not self.used:
             raise CannotExtrapolate("no pass through the blocks was found")
@@ -340,14 +340,14 @@ class _Extension:
         )
 
     def _grown(self, few: int, more: int) -> int:
-        """A number that grows with the blocks, at the whole model's depth."""
+        """Extrapolate a number that grows with the blocks to the whole model's depth."""
         added = (more - few) * self.num_added
         if added % len(self.used):
             raise CannotExtrapolate(f"{few} and {more} do not grow evenly with the blocks")
         return more + added // len(self.used)
 
     def _length(self, number: int) -> int:
-        """Parts of a segment in the whole model's trace."""
+        """Return how many parts a segment has in the whole model's trace."""
         few, more = self.few.segments[number], self.more.segments[number]
         if (few.direction, few.stage) != (more.direction, more.stage):
             raise self._fail(number, "one depth passes through the blocks where the other does not")
@@ -356,15 +356,12 @@ class _Extension:
         return self._grown(len(few.parts), len(more.parts))
 
     def _source(self, segment: _Segment, part: int, length: int) -> int:
-        """Which part of the deeper trace a part of the whole model's is made from."""
+        """Return the part of the deeper trace from which a part of the whole model's is made."""
         depth = len(segment.parts)
         if part <= segment.template:
             return part
-        return (
-            depth - (length - part)
-            if length - part < depth - segment.template
-            else segment.template
-        )
+        to_end = length - part
+        return depth - to_end if to_end < depth - segment.template else segment.template
 
     # ---- references
 
@@ -375,7 +372,7 @@ class _Extension:
         ]
 
     def _reference(self, event_id: _EventId) -> Reference | None:
-        """What an event refers to, as it holds at both depths."""
+        """Return what an event refers to, in a form that holds at both depths. None: nothing."""
         target = self.more.targets.get(event_id)
         if target is None:
             return None
@@ -386,9 +383,10 @@ class _Extension:
                 return ("block", target.segment, block - event_id.part, target.number)
             if self._is_even(event_id.segment, lambda s, t: t.part + s.part):
                 return ("mirror", target.segment, last - block - event_id.part, target.number)
-            raise self._fail(event_id.segment, "frees blocks in an order of its own")
+            raise self._fail(event_id.segment, "frees blocks in no regular order")
         if last == 0:
             return ("start", target.segment, 0, target.number)
+        # The same event in the shallower trace: parts near the end keep their distance from the end.
         few = self.few.segments[event_id.segment]
         removed = len(own.parts) - len(few.parts)
         same = _EventId(
@@ -402,6 +400,7 @@ class _Extension:
                 event_id.segment, "refers to different things at different depths", event_id
             )
         was, its_last = self.few.block(twin), len(self.few.segments[twin.segment].parts) - 1
+        # Of the ways to say where the target is, take one that says the same at both depths.
         if own.direction and block - self.more.block(event_id) == was - self.few.block(same):
             return ("block", target.segment, block - self.more.block(event_id), target.number)
         if block == was:
@@ -413,16 +412,17 @@ class _Extension:
         )
 
     def _is_even(self, number: int, relation: Callable[[_EventId, _EventId], int]) -> bool:
-        """Whether all parts of a series refer alike."""
-        found = set()
+        """Return whether all parts of a series refer to the same segment, in the same relation."""
+        relations = set()
         for p in range(len(self.more.segments[number].parts)):
             event_id = _EventId(number, p, 0)
             target = self.more.targets.get(event_id)
-            found.add(None if target is None else (target.segment, relation(event_id, target)))
-        return len(found) == 1
+            relations.add(None if target is None else (target.segment, relation(event_id, target)))
+        return len(relations) == 1
 
     def _find_template(self, number: int, segment: _Segment) -> int:
-        """A part in the middle that is as the next one is."""
+        """Return a part in the middle that equals the next one."""
+        # The ends must not depend on the depth, or they would not hold at the whole model's.
         few, references = self.few.segments[number], self.references[number]
         for one, other in ((few.parts[0], segment.parts[0]), (few.parts[-1], segment.parts[-1])):
             if [*map(_shape, one)] != [*map(_shape, other)]:
@@ -436,7 +436,7 @@ class _Extension:
     # ---- the trace
 
     def trace(self, big: Trace) -> Trace:
-        self.blocks: dict[_EventId, int] = {}
+        self.numbers: dict[_EventId, int] = {}
         self.scopes: dict[tuple[Scope, int], Scope] = {}
         self.kernels: dict[Kernel, Kernel] = {}
         result = Trace(big.rank, big.world_size, groups=big.groups)
@@ -458,7 +458,7 @@ class _Extension:
             )
             for n, event in enumerate(segment.parts[source]):
                 event_id = _EventId(number, part, n)
-                # Beyond what was traced of a series, an event refers as its neighbours do.
+                # An event of a series beyond those traced refers as the last one of them does.
                 reference = self.references[number][source][n]
                 target = None if reference is None else self._resolve(reference, event_id)
                 grown = event if segment.direction else self._grow(number, source, n, event)
@@ -483,24 +483,27 @@ class _Extension:
         return _EventId(number, block if segment.direction >= 0 else length - 1 - block, n)
 
     def _layer(self, segment: _Segment, part: int) -> Callable[[int], int]:
-        """Numbers of blocks in the deeper trace to those in the whole model."""
+        """Return the map from a block's number in the deeper trace to that in the whole model."""
         depth = self.more.depth
 
-        def of_lone_event(layer: int) -> int:
-            stage, block = divmod(layer, depth)
-            of = self.stages[stage]
-            return of.first + (block if block < depth / 2 else of.count - (depth - block))
+        def of_single_event(layer: int) -> int:
+            number, block = divmod(layer, depth)
+            stage = self.stages[number]
+            # Blocks near the end of a stage keep their distance from the end.
+            return stage.first + (block if block < depth / 2 else stage.count - (depth - block))
 
         if not segment.direction:
-            return of_lone_event
-        of = self.stages[segment.stage]
-        source = self._source(segment, part, of.count)
-        is_at = part if segment.direction > 0 else of.count - 1 - part
+            return of_single_event
+        stage = self.stages[segment.stage]
+        source = self._source(segment, part, stage.count)
+        is_at = part if segment.direction > 0 else stage.count - 1 - part
         was_at = segment.stage * depth + (source if segment.direction > 0 else depth - 1 - source)
-        return lambda layer: of.first + is_at + (layer - was_at)
+        # A part may name other blocks, such as the next one, whose parameters it gathers.
+        return lambda layer: stage.first + is_at + (layer - was_at)
 
     def _grow(self, number: int, part: int, n: int, event: Event) -> Event:
         few = self.few.segments[number].parts
+        # The shallower trace may have a shorter series, whose last event stands for the rest.
         twin = few[min(part, len(few) - 1)][n]
         if type(twin) is not type(event):
             raise self._fail(number, "depths differ")
@@ -527,6 +530,7 @@ class _Extension:
                 for name in ("flops", "read_bytes", "write_bytes")
             },
         )
+        # One update of many tensors takes more launches for more of them.
         if more.kind == "optimizer":
             kernel = replace(kernel, num_launches=list_launches(shapes))
         return self.kernels.setdefault(kernel, kernel)
@@ -534,26 +538,28 @@ class _Extension:
     def _copy(
         self, event: Event, event_id: _EventId, target: _EventId | None, layer: Callable[[int], int]
     ) -> Event:
-        """The event with numbers and places of the whole model."""
-        of = self.blocks
-        # -1: it refers to something from before the trace began
-        refers = -1 if target is None else of[target]
+        """Return the event with the numbers and scopes of the whole model."""
+        numbers = self.numbers
+        # -1: it refers to something from before the trace began.
+        refers = -1 if target is None else numbers[target]
         match event:
             case Launch():
                 return Launch(event.kernel, event.stream, self._renumbered(event.scope, layer))
             case Allocate():
-                of[event_id] = len(of)
+                numbers[event_id] = len(numbers)
                 scope = self._renumbered(event.scope, layer)
-                return Allocate(of[event_id], event.size_bytes, event.stream, event.category, scope)
+                return Allocate(
+                    numbers[event_id], event.size_bytes, event.stream, event.category, scope
+                )
             case Free():
                 return Free(refers)
             case Transfer():
-                if target is None:
-                    refers = of[event_id] = len(of)
+                if target is None:  # the first of its work, which has a new number
+                    refers = numbers[event_id] = len(numbers)
                 return replace(event, work=refers, scope=self._renumbered(event.scope, layer))
             case RecordEvent():
-                of[event_id] = len(of)
-                return RecordEvent(event.stream, of[event_id])
+                numbers[event_id] = len(numbers)
+                return RecordEvent(event.stream, numbers[event_id])
             case AwaitEvent():
                 return AwaitEvent(event.stream, refers)
             case AwaitWork():
@@ -562,10 +568,10 @@ class _Extension:
                 return event
 
     def _renumbered(self, scope: Scope, layer: Callable[[int], int]) -> Scope:
-        found = _layer(scope)
-        if found is None:
+        traced = _layer(scope)
+        if traced is None:
             return scope
-        number = layer(found)
+        number = layer(traced)
         key = (scope, number)
         if key not in self.scopes:
             module = _LAYER.sub(f"layers.{number}", scope.module, count=1)
@@ -574,7 +580,7 @@ class _Extension:
 
 
 def _shape(event: Event) -> Any:
-    """What neighbouring blocks must have in common: all but references and the number of the block."""
+    """Return what neighbouring blocks must have in common: all but references and the number of the block."""
     kind = type(event)
     values: list[Any] = [kind]
     for name in _compared(kind):

@@ -1,16 +1,18 @@
-"""Traces on a clock: what each rank's streams do when, and why its compute stream is ever idle.
+"""Replay traces on a clock: what each rank's streams do when, and why its compute stream is ever idle.
 
-All traced ranks run in one discrete-event simulation. A host issues work as the trace says, ahead of the device, and stops only where
-the trace stops it. Each stream is a queue. A kernel or transfer at the head of a queue runs at a rate that depends on what runs
-beside it, and is retimed whenever that changes:
+All traced ranks run in one discrete-event simulation. A host issues work as its trace says, ahead of the device, and stops
+only where the trace stops it. Each stream is a queue. The kernel or transfer at the head of a queue runs at a rate that
+depends on what runs beside it, and is retimed whenever that changes:
 
-    kernels of one rank share the device equally; while a transfer runs, they lose what it holds of SMs and bandwidth
-    transfers of one rank share links equally; latency is shared with nobody
+    kernels     of one rank share the device equally. While a transfer runs, they lose the SMs and bandwidth that it holds
+    transfers   of one rank share links equally. Latency is not shared
 
-A transfer between traced ranks (other pipeline stages) begins when all of them have come to it. Peers that are not traced do
-what the traced rank does, and arrive with it. Detached transfers of a group queue on a stream of the group's own, as NCCL's
-do; those that share a work run together. The step is replayed twice and the second time is told, when the host has its lead and
-pipeline stages meet as they did in the step before. Imports no torch.
+A transfer between traced ranks (of other pipeline stages) begins when all of them have reached it. Peers that are not traced
+do what the traced rank does, and arrive with it. Detached transfers of a group queue on the group's own stream, as NCCL's do.
+Transfers that share a work run together.
+
+The step is replayed twice, and the second replay counts: by then the host is ahead of the device, and pipeline stages meet
+as they did in the step before. Imports no torch.
 """
 
 from __future__ import annotations
@@ -43,13 +45,13 @@ from .trace import (
 
 
 class ReplayError(Exception):
-    """The traces cannot run together: ranks wait for each other for ever, or for one that is not there."""
+    """The traces cannot run together: ranks wait for each other forever, or for a rank that has no trace."""
 
 
 def replay(traces: Mapping[int, Trace], cost: Cost, *, steps: int = 2) -> Timeline:
-    """The last of `steps` consecutive steps of the traced ranks, by global rank.
+    """Replay consecutive steps of the traced ranks, by global rank; return the last one. Raises ReplayError.
 
-    With one step, hosts and devices start together, and the step ends when the last stream is done. Raises `ReplayError`.
+    With one step, hosts and devices start together, and the step ends when the last stream is done.
     """
     assert steps >= 1
     with no_garbage_collection():
@@ -62,13 +64,13 @@ def _timeline(ranks: list[_Rank], steps: int) -> Timeline:
     begin = max(rank.end_of(steps - 2) for rank in ranks) if steps > 1 else 0.0
     step_s = max(rank.end_of(steps - 1) for rank in ranks) - begin
     origin = min(rank.streams[COMPUTE_STREAM].cuts[-2][0] for rank in ranks)
-    told = {}
+    by_rank = {}
     for rank in ranks:
         lanes = [*rank.streams.values()]
-        told[rank.number] = summarise(
+        by_rank[rank.number] = summarise(
             rank.number, lanes, rank.transfers, step_s=step_s, origin=origin
         )
-    return Timeline(step_s, told)
+    return Timeline(step_s, by_rank)
 
 
 # ---------------------------------------------------------------------------------------------------------- state
@@ -92,7 +94,7 @@ class _Point:
 
 
 class _Batch:
-    """Transfers that run together: those of one work that were issued one after the other."""
+    """Transfers that run together: those of one work that were issued in a row. left: how many have not ended."""
 
     __slots__ = ("issued", "left", "sides", "since", "stream", "work", "work_id")
 
@@ -104,17 +106,19 @@ class _Batch:
 
 
 _LEAD, _LEAD_UNIT = 1024, 64
-"""Launches that a stream's queue takes before the host has to wait (the driver's limit, recalled), and how finely they are counted."""
+"""Launches that a stream's queue takes before the host must wait (the driver's limit, from memory), and how finely they count."""
 
-# What a stream's queue holds, as (kind, ...): tuples are the cheapest that Python has.
+# A stream's queue holds tuples (kind, ...), because they are the cheapest objects of Python: a step has millions.
+# _RUN a kernel, _BATCH transfers, _REACH count a point down, _AWAIT wait for a point, _STEP the step ends here.
 _RUN, _BATCH, _REACH, _AWAIT, _STEP = range(5)
 
 
 class _Stream(Lane):
     """A queue of one rank.
 
-    cause, blocked_since: what keeps it. last: batch that the host may still add to. lead: points in the queue, of which the
-    host may not be too far ahead.
+    cause, blocked_since: what it waits for, and since when. last: the batch that the host may still add to. version: grows
+    whenever the stream goes on, so that older entries of the clock are ignored. lead: points in the queue that limit how far
+    ahead the host may be.
     """
 
     __slots__ = (
@@ -138,7 +142,7 @@ class _Stream(Lane):
         self.advance(now)
 
     def advance(self, now: float) -> None:
-        """Do all that can be done at this moment."""
+        """Work off the queue, until something runs or must be waited for."""
         if self.busy:
             return
         if self.cause is not None:
@@ -151,7 +155,7 @@ class _Stream(Lane):
             item = queue[0]
             kind = item[0]
             if kind is _RUN:
-                if item[1] > now:
+                if item[1] > now:  # the host issues it later
                     simulation.push(item[1], self)
                     return self._block(now, "host")
                 queue.popleft()
@@ -184,7 +188,7 @@ class _Stream(Lane):
 
 
 class _Task:
-    """A kernel that runs. left: seconds of it at full rate."""
+    """A kernel that runs. left: seconds of work at full rate. pool: the kernels, or the copies, that share the device with it."""
 
     __slots__ = ("event", "left", "pool", "rate", "since", "start", "stream", "version")
 
@@ -205,9 +209,9 @@ class _Task:
 
 
 class _Flow:
-    """A transfer on which all sides have met: first its latency, then its volume.
+    """A transfer that all sides have reached. First its latency passes, then its volume.
 
-    sides: each with its batch, its transfer, its group and its links.
+    sides: each with its batch, its transfer, its group and its price. with_volume: the latency is over.
     """
 
     __slots__ = ("begin", "left", "rate", "sides", "since", "version", "volume_s", "with_volume")
@@ -222,7 +226,7 @@ class _Flow:
         self.rate, self.version, self.with_volume = 1.0, 0, False
 
     def fire(self, now: float) -> None:
-        """The latency is over, or the volume is through."""
+        """End the latency and begin the volume, or end the transfer."""
         if self.with_volume or not self.volume_s:
             self._finish(now)
             return
@@ -247,6 +251,7 @@ class _Flow:
             batch.left -= 1
             if not batch.left:
                 stream = batch.stream
+                # The time from this side's arrival until all had arrived was spent on its peers.
                 if self.begin > batch.since:
                     stream.segments.append((batch.since, self.begin, "peers"))
                 stream.segments.append((max(batch.since, self.begin), now, transfer))
@@ -255,9 +260,10 @@ class _Flow:
             batch.work.count_down(batch.stream.rank.simulation)
 
     def _retime_neighbours(self, now: float) -> None:
-        """Rates of this flow (if it still runs) and of all that share a rank with it."""
+        """Set the rates of all flows that share a rank with this one, itself included if it still runs."""
         flows = {id(f): f for batch, *_ in self.sides for f in batch.stream.rank.flows}
         for flow in flows.values():
+            # A flow is as slow as on the busiest of its links, on any side.
             sharers = 1
             for batch, _, _, price in flow.sides:
                 sharers = max([sharers, *(batch.stream.rank.links[link] for link in price.links)])
@@ -265,7 +271,7 @@ class _Flow:
 
 
 class _Rank:
-    """A host, its streams, and what runs on its device and links."""
+    """A rank: its host, its streams, and what runs on its device and links. num_flows: transfers that run, latency included."""
 
     def __init__(self, simulation: _Simulation, trace: Trace, steps: int) -> None:
         self.simulation, self.trace, self.number = simulation, trace, trace.rank
@@ -285,18 +291,18 @@ class _Rank:
         self.transfers: list[Ran] = []
 
     def stream(self, key: int | str) -> _Stream:
-        """By its number; of a group, by its name."""
-        found = self.streams.get(key)
-        if found is None:
+        """Return the stream with a number, or that of a group by the group's name; make it when it is first used."""
+        stream = self.streams.get(key)
+        if stream is None:
             if isinstance(key, str):
                 name = f"group {axis_of(self.trace.groups[key])}"
             else:
                 name = f"stream {key}" if key != COMPUTE_STREAM else "compute"
-            found = self.streams[key] = _Stream(self, name)
-        return found
+            stream = self.streams[key] = _Stream(self, name)
+        return stream
 
     def end_of(self, step: int) -> float:
-        """When all streams were through with a step, counted from 0."""
+        """Return the time when all streams had finished a step, counted from 0."""
         return max(stream.cuts[step + 1][0] for stream in self.streams.values())
 
     # -- the host
@@ -322,7 +328,7 @@ class _Rank:
         self._wake_idle()
 
     def _wake_idle(self) -> None:
-        """Streams that wait for no other may have been given something to do."""
+        """Let streams go on that were idle for lack of work. Those that wait for another stream are woken by it."""
         self.simulation.ready.extend(
             s
             for s in self.streams.values()
@@ -337,6 +343,7 @@ class _Rank:
         stream = self.stream(event.stream)
         stream.queue.append((_RUN, self.clock, seconds, event, copies))
         stream.launched += 1
+        # Every 64th launch leaves a point in the queue. The host waits for the point of 1,024 launches ago.
         if stream.launched % _LEAD_UNIT:
             return None
         stream.lead.append(self._reach(stream))
@@ -346,6 +353,7 @@ class _Rank:
         self.clock += host_s
         key = event.group if event.detached else event.stream
         stream = self.stream(key)
+        # Add to the batch that was issued last, if this transfer belongs to the same work.
         batch = stream.last
         if batch is None or batch.work_id != event.work or event.work < 0:
             if event.detached:
@@ -433,7 +441,8 @@ class _Rank:
 
 
 def _program(trace: Trace, cost: Cost) -> Iterator[tuple[Any, ...]]:
-    """A step as calls of `_Rank`'s methods, priced; memory is not replay's business."""
+    """Yield a step as calls of methods of `_Rank`, with prices. Allocations take no time."""
+    # Ranks wait for the slowest of them, so that all kernels count as the slowest rank's.
     slowest = cost.profile.straggler(trace.world_size)
     prices: dict[int, tuple[float, float, bool]] = {}
     for event in trace.step:
@@ -467,7 +476,7 @@ def _program(trace: Trace, cost: Cost) -> Iterator[tuple[Any, ...]]:
 
 
 class _Simulation:
-    """The clock, and where ranks meet."""
+    """The clock, and where ranks meet. heap: (time, number, version, what fires); ready: what may go on now."""
 
     def __init__(self, traces: Mapping[int, Trace], cost: Cost, steps: int) -> None:
         self.cost = cost
@@ -485,7 +494,7 @@ class _Simulation:
         heappush(self.heap, (time, next(self.numbers), what.version, what))
 
     def settle(self, what: _Task | _Flow, now: float, rate: float) -> None:
-        """Count what is done at the old rate, and go on at the new one."""
+        """Subtract what was done at the old rate, and go on at the new one."""
         what.left -= (now - what.since) * what.rate
         what.since, what.rate = now, rate
         what.version += 1
@@ -500,7 +509,7 @@ class _Simulation:
             if not heap:
                 break
             now, _, version, what = heappop(heap)
-            if what.version == version:
+            if what.version == version:  # else it was retimed or woken since
                 what.fire(now)
         stuck = [rank for rank in self.ranks.values() if rank.waits_for or _unfinished(rank)]
         if stuck:
@@ -508,7 +517,7 @@ class _Simulation:
             raise ReplayError(f"the step cannot end: {waits}")
 
     def arrive(self, batch: _Batch, now: float) -> None:
-        """A stream has come to its transfers: begin those that no other traced rank is missing from."""
+        """A stream has reached its transfers. Begin those that all traced ranks have reached."""
         batch.since = now
         rank = batch.stream.rank.number
         for transfer, group in batch.sides:
@@ -530,12 +539,13 @@ class _Simulation:
         return price
 
     def _meeting(self, transfer: Transfer, group: Group, rank: int) -> tuple[tuple[Any, ...], int]:
-        """Where the traced sides of a transfer meet, and how many there are: the n-th call of each in this group."""
+        """Return the key under which the traced sides of a transfer meet, and how many sides there are."""
+        # Names of groups differ between ranks, axes and ranks do not. The n-th calls of all sides meet.
         same = (group.axes, group.ranks)
         if transfer.kind in ("send", "recv"):
             if transfer.peer not in self.ranks:
                 raise ReplayError(
-                    f"rank {rank}: {_told(transfer, group)}, of which there is no trace; replay the ranks of all "
+                    f"rank {rank}: {_describe(transfer, group)}, of which there is no trace; replay the ranks of all "
                     "pipeline stages together"
                 )
             pair = (rank, transfer.peer) if transfer.kind == "send" else (transfer.peer, rank)
@@ -560,13 +570,13 @@ def _unfinished(rank: _Rank) -> bool:
 
 
 def _awaited(rank: _Rank) -> str:
-    """What keeps a rank from going on, for people."""
+    """Return what keeps a rank from going on, for people."""
     batches = [stream.running for stream in rank.streams.values() if stream.running]
     sides = [side for batch in batches for side in batch.sides]
-    return " and ".join(_told(*side) for side in sides) or "an event that nobody records"
+    return " and ".join(_describe(*side) for side in sides) or "an event that nobody records"
 
 
-def _told(transfer: Transfer, group: Group) -> str:
+def _describe(transfer: Transfer, group: Group) -> str:
     where = transfer.scope.action or transfer.scope.module or transfer.scope.phase
     if transfer.kind == "send":
         return f"a send to rank {transfer.peer} in group {axis_of(group)} ({where})"
