@@ -111,11 +111,11 @@ def main(arguments: list[str]) -> int:
             _against(row.speed, run, "tokens_per_s_per_gpu", ",.0f"),
             _against(row.memory, run, "memory_gib", ".1f"),
         )
-        said = (
+        result = (
             row.failure
             or f"{' '.join(speed[1:])} tokens/s/GPU, {' '.join(memory[1:])} GiB, {row.wall_s:.0f} s"
         )
-        print(f"{run['id']:>4} {run['use']:<9} {said}", flush=True)
+        print(f"{run['id']:>4} {run['use']:<9} {result}", flush=True)
     if not request or "--write" in arguments:
         rows = {run["id"]: rows.get(run["id"], Row(run, failure="not run")) for run in every}
         (ROOT / "docs" / "simulator_accuracy.md").write_text(document(rows), encoding="utf-8")
@@ -195,7 +195,7 @@ def document(rows: dict[str, Row]) -> str:
 
 def _elsewhere(others: list[Row]) -> list[str]:
     """The section of rows that nothing was set with."""
-    told = {r.run["id"]: r for r in others if not (r.failure or r.run.get("out_of_memory"))}
+    by_id = {r.run["id"]: r for r in others if not (r.failure or r.run.get("out_of_memory"))}
     return [
         "## Other times and machines",
         "",
@@ -210,7 +210,7 @@ def _elsewhere(others: list[Row]) -> list[str]:
         "| tokens/s/GPU | mean absolute error | worst |",
         "|---|--:|--:|",
         *(
-            _summary(what, [told[name].speed_error for name in rows.split() if name in told])
+            _summary(what, [by_id[name].speed_error for name in rows.split() if name in by_id])
             for what, rows in ELSEWHERE.items()
         ),
         "",

@@ -77,19 +77,19 @@ def find_traces(run: Path, *, step: int | None, rank: int | None) -> list[Path]:
         raise TraceError(
             f"{run}: no such run" + (f"; runs near it: {', '.join(near)}" if near else "")
         )
-    found: defaultdict[int, dict[int, Path]] = defaultdict(dict)
+    by_step: defaultdict[int, dict[int, Path]] = defaultdict(dict)
     for folder in ("", "*/"):  # the folder of traces itself, or the run above it
         for path in run.glob(f"{folder}step-*/rank-*.json.gz"):
             if match := _FILE.search(path.as_posix()):
-                found[int(match[1])][int(match[2])] = path
-    if not found:
+                by_step[int(match[1])][int(match[2])] = path
+    if not by_step:
         raise TraceError(
             f"{run}: no traces; train with profiling.enable_profiling = true, for profiling.profile_freq steps at least"
         )
-    step = max(found) if step is None else step
-    if step not in found:
-        raise TraceError(f"{run}: no trace of step {step}; there are {_some(found)}")
-    ranks = found[step]
+    step = max(by_step) if step is None else step
+    if step not in by_step:
+        raise TraceError(f"{run}: no trace of step {step}; there are {_some(by_step)}")
+    ranks = by_step[step]
     rank = min(ranks) if rank is None else rank
     if rank not in ranks:
         raise TraceError(f"{run}: no trace of rank {rank} at step {step}; there are {_some(ranks)}")

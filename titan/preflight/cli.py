@@ -111,7 +111,7 @@ def check_all(
     section = config.checkpoint
     checkpoint_gib = memory_gib["parameters"] + memory_gib["optimizer"] if section.enable else 0.0
     # The last one stays until the next is whole.
-    found = judge.problems(
+    problems = judge.problems(
         facts, profile, checkpoint_gib=checkpoint_gib, num_kept=max(section.keep_latest_k, 1) + 1
     )
     report: dict[str, Any] = {
@@ -119,14 +119,14 @@ def check_all(
         "expected": {what: judge.expectation(what, facts, profile) for what in mine.rates},
         "checkpoint_gib": checkpoint_gib,
         "dry_run": None,
-        "problems": found,
+        "problems": problems,
     }
     if rank == 0:
         print(judge.render(facts, profile, checkpoint_gib=checkpoint_gib), flush=True)
-        for text in found[:_MOST]:
+        for text in problems[:_MOST]:
             print(f"PROBLEM  {text}", flush=True)
-        if len(found) > _MOST:
-            print(f"... and {len(found) - _MOST} more; --json FILE has all of them", flush=True)
+        if len(problems) > _MOST:
+            print(f"... and {len(problems) - _MOST} more; --json FILE has all of them", flush=True)
         _write(json_file, report)
     dist.barrier()  # the table comes first
     if dry:
@@ -138,16 +138,16 @@ def check_all(
             if not is_known and "out of memory" not in text:
                 traceback.print_exc()
             print(f"PROBLEM  {text}", flush=True)
-            _write(json_file, report | {"problems": [*found, text]})
+            _write(json_file, report | {"problems": [*problems, text]})
             sys.stdout.flush()
             os._exit(1)  # the others wait in a collective: the agent ends them
-        found += result.problems
+        problems += result.problems
         if rank == 0:
             print(result, *(f"PROBLEM  {text}" for text in result.problems), sep="\n")
-            _write(json_file, report | {"dry_run": asdict(result), "problems": found})
+            _write(json_file, report | {"dry_run": asdict(result), "problems": problems})
     if rank == 0:
-        print(f"{len(found)} problem{'s'[: len(found) != 1]}" if found else "no problems")
-    return 1 if found else 0
+        print(f"{len(problems)} problem{'s'[: len(problems) != 1]}" if problems else "no problems")
+    return 1 if problems else 0
 
 
 def _profile(config: JobConfig, device: str) -> Any:

@@ -48,15 +48,15 @@ def problems(
     """Each a line that names rank and host. num_kept: checkpoints that lie on the disk at once."""
     at = {f.rank: f"rank {f.rank} on {f.host}" for f in facts}
     is_cpu = facts[0].device == "CPU"
-    found = list(_unequal(facts, at))
-    found += [
+    lines = list(_unequal(facts, at))
+    lines += [
         f"{at[f.rank]}: its clock is {f.clock_s:+.1f} s off rank 0's; run locks and logs need clocks that agree (NTP)"
         for f in facts
         if abs(f.clock_s) > _CLOCK_S
     ]
     for what in facts[0].rates:
         unit, middle = _unit(what), median(f.rates[what] for f in facts)
-        found += [
+        lines += [
             f"{at[f.rank]}: {what} {figure(f.rates[what])} {unit}, {1 - f.rates[what] / middle:.0%} below the median "
             f"{figure(middle)}{_clocks(f)}"
             for f in facts
@@ -64,10 +64,10 @@ def problems(
         ]
         expected = expectation(what, facts, profile)
         if not is_cpu and expected and middle < _OF_PROFILE * expected:
-            found.append(
+            lines.append(
                 f"all ranks: {what} {figure(middle)} {unit}, where the hardware profile expects {figure(expected)}"
             )
-    return found + list(_disk(facts, at, checkpoint_gib, num_kept))
+    return lines + list(_disk(facts, at, checkpoint_gib, num_kept))
 
 
 def _unit(what: str) -> str:
@@ -115,9 +115,9 @@ def render(facts: Sequence[RankFacts], profile: Profile | None, *, checkpoint_gi
     hosts = list(dict.fromkeys(f.host for f in facts))
     where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
     known = facts[0].versions | facts[0].gpu
-    told = ", ".join(f"{name} {version}" for name, version in known.items() if "." not in name)
+    versions = ", ".join(f"{name} {version}" for name, version in known.items() if "." not in name)
     rows = [
-        f"{len(facts)} rank{'s'[: len(facts) > 1]} on {where}, {facts[0].device}; {told}",
+        f"{len(facts)} rank{'s'[: len(facts) > 1]} on {where}, {facts[0].device}; {versions}",
         "",
         f"{'':<30}{'worst':>10}{'':>10}{'median':>10}{'expected':>10}",
     ]

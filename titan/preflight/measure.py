@@ -95,18 +95,18 @@ def measure(
 
 def versions() -> dict[str, str]:
     """What must be the same on all ranks."""
-    found = {
+    versions_here = {
         "titan": titan.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
     if torch.cuda.is_available():
-        found |= {"cuda": str(torch.version.cuda or torch.version.hip)}
+        versions_here |= {"cuda": str(torch.version.cuda or torch.version.hip)}
         with suppress(ImportError, RuntimeError, AttributeError):
             from torch.cuda import nccl
 
-            found["nccl"] = ".".join(map(str, nccl.version()))
-    return found
+            versions_here["nccl"] = ".".join(map(str, nccl.version()))
+    return versions_here
 
 
 def clock_offset(device: torch.device) -> float:

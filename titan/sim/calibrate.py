@@ -257,13 +257,13 @@ def _base_of(name: str, on_gpu: bool) -> str:
     if not on_gpu:
         return "cpu"
     row = recognise(name)
-    found = row.name if row else ""
+    name_of_profile = row.name if row else ""
     try:
-        load_profile(found)
+        load_profile(name_of_profile)
     except ConfigError:
         message = f"there is no profile of {name} to begin with: name the most similar one"
         raise mistake("--hardware", message) from None
-    return found
+    return name_of_profile
 
 
 def _of_device(device: torch.device) -> Figures:

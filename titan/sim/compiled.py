@@ -159,7 +159,7 @@ class _Scheduling(inductor.TritonScheduling):
         first = next(iter(node.read_writes.reads or node.read_writes.writes))
         kernels = graph.wrapper_code.kernels
         name = f"kernel_{len(kernels)}"
-        told = Kernel(
+        described = Kernel(
             f"fused: {fused}",
             "pointwise",
             dtype=str(graph.get_dtype(first.name))[6:],
@@ -169,7 +169,7 @@ class _Scheduling(inductor.TritonScheduling):
             transposes="y" in kernel.numels,  # where Inductor walks in tiles, not rows
         )
         for_any_size = any(not length.is_number for length in kernel.numels.values())
-        kernels[name] = _Fused(told, inductor.pointers(kernel) if for_any_size else ())
+        kernels[name] = _Fused(described, inductor.pointers(kernel) if for_any_size else ())
         return name
 
 
@@ -215,8 +215,8 @@ def _recomputed(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     for node in graph.nodes:
         tag = node.meta.get("partitioner_tag")
         if tag is None:
-            of = {tags[n] for n in node.all_input_nodes} - {None}
-            tag = next((t for t in ("is_backward", "is_forward") if t in of), None)
+            passes = {tags[n] for n in node.all_input_nodes} - {None}
+            tag = next((t for t in ("is_backward", "is_forward") if t in passes), None)
         if node.op == "placeholder":  # a gradient, or what was kept
             tag = "is_backward" if node.name.startswith("tangents") else None
         tags[node] = tag

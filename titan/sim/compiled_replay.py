@@ -1,9 +1,10 @@
-"""Compiled programs that are run once for each kind of inputs: after that, what they did is told again.
+"""Run each compiled program once for each kind of inputs, then replay the events that it recorded.
 
-Every block of a model runs the same program, in every microbatch. What it allocates, launches and sends follows from the shapes,
-strides and aliasing of its inputs alone, and running it on fake tensors is most of what a recording takes. The first run is
-on stand-ins for the inputs that nobody else holds. So it shows where the program is done with an input, and in every run the
-input itself is let go of there: it ends then if nobody else holds it.
+Every block of a model runs the same program, in every microbatch. What it allocates, launches and sends follows from the
+shapes, strides and aliasing of its inputs alone, and running it on fake tensors is most of what recording costs.
+
+The first run gets stand-ins for the inputs, which nobody else holds. So it shows where the program is done with an input. In
+every run the input itself is released at that point, and its memory ends there if nobody else holds it.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ if TYPE_CHECKING:
     from .tracer import Tracer
 
 _Memory = tuple[str, int]
-"""Of an output: ("input", its number), ("part", the number of an input whose memory it shares), or ("made", the block)."""
+"""Where an output lies: ("input", its number), ("part", number of the input whose memory it shares), or ("made", the block)."""
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """Of a tensor. whole: it takes all of its memory, which is then just so large."""
+    """Shape and memory of a tensor. whole: the tensor fills its memory."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -59,7 +60,7 @@ class _Shape:
         return not self.offset and (last + 1) * self.dtype.itemsize == self.num_bytes
 
     def allocated(self) -> Tensor:
-        """In memory of its own."""
+        """Return a new tensor of this shape in new memory."""
         if self.whole:
             return torch.empty_strided(
                 self.shape, self.stride, dtype=self.dtype, device=device.NAME
@@ -67,7 +68,7 @@ class _Shape:
         return self.within(torch.empty(self.num_bytes, dtype=torch.uint8, device=device.NAME))
 
     def within(self, memory: Tensor) -> Tensor:
-        """In memory of another tensor, without autograd's taking it for a view: FSDP's hooks would trip over one."""
+        """Return a tensor of this shape in another one's memory. Autograd must not take it for a view, on which FSDP's hooks fail."""
         with no_memory_of_calls(memory):
             empty = torch.empty(0, dtype=self.dtype, device=device.NAME)
             return empty.set_(memory.untyped_storage(), self.offset, self.shape, self.stride)  # pyright: ignore
@@ -75,16 +76,20 @@ class _Shape:
 
 @dataclass
 class _Run:
-    """What a program did, in order: an event; (module, whether it recomputes) that the next ones are of; numbers of inputs
-    that are done with. outputs: what is no tensor is there itself. shift: of the rank that did it."""
+    """What a program did.
+
+    shift: distance of the rank that ran it from this process's rank. log: in order, events; pairs (module, whether it
+    recomputes) that the events after them belong to; and lists of inputs that are released there. outputs: their memory
+    and shape; an output that is no tensor is kept itself.
+    """
 
     shift: int
-    told: list[Event | tuple[str, bool] | list[int]] = field(default_factory=list)
+    log: list[Event | tuple[str, bool] | list[int]] = field(default_factory=list)
     outputs: list[tuple[_Memory, _Shape] | Any] = field(default_factory=list)
 
 
 class RecordedProgram:
-    """A compiled program under a recorder. call: takes inputs in a list, which it empties, and calls `at`."""
+    """A compiled program under a tracer. call: takes inputs in a list, which it empties, and calls `at`."""
 
     def __init__(self, tracer: Tracer, call: Callable[[list[Any]], Any]) -> None:
         self.tracer, self.call = tracer, call
@@ -98,112 +103,118 @@ class RecordedProgram:
         with tracer.compiled():
             if not tracer.remembers or any(map(tracer.transfers.is_awaited, _tensors(args))):
                 return [_plain(output) for output in self.call(args)]
-            given, addresses = list(args), [_address(a) for a in args]
+            inputs, addresses = list(args), [_address(a) for a in args]
             args.clear()
             first = {address: addresses.index(address) for address in addresses if address}
-            kind = (device.current_stream(), *(_kind(a, first) for a in given))
+            kind = (device.current_stream(), *(_kind(a, first) for a in inputs))
             if kind in self._runs:
-                return self._tell(self._runs[kind], given)
-            run, outputs = self._run(given, addresses, first)
+                return self._replay(self._runs[kind], inputs)
+            run, outputs = self._run(inputs, addresses, first)
             if run is not None:
                 self._runs[kind] = run
             return outputs
 
     def at(self, module: str, recomputes: bool) -> None:
-        """What follows is of a module within the compiled one."""
+        """Note that what follows belongs to a module within the compiled one. The program calls this."""
         self.tracer.scopes.enter_compiled(module, recomputes)
         self._marks.append((len(self.tracer.events), (module, recomputes)))
 
     # ---- the first run
 
     def _run(
-        self, given: list[Any], addresses: list[int], first: dict[int, int]
+        self, inputs: list[Any], addresses: list[int], first: dict[int, int]
     ) -> tuple[_Run | None, list[Any]]:
-        """None for a run that takes part in something outside of it."""
+        """Run the program. Return what it did, or None if it takes part in something outside itself, and its outputs."""
         tracer, storages = self.tracer, self.tracer.storages
-        stand_ins, inputs = list(given), dict[int, int]()  # by address of the stand-in
+        stand_ins, input_of = list(inputs), dict[int, int]()  # by address of the stand-in
 
         def done_with(address: int, stand_in: int) -> None:
-            del inputs[stand_in]
+            del input_of[stand_in]
             same = [i for i, a in enumerate(addresses) if a == address]
             self._marks.append((len(tracer.events), same))
             for i in same:
-                given[i] = None
+                inputs[i] = None
 
         with tracer.pause():
             for address, i in first.items():
-                size = given[i].untyped_storage().nbytes()
+                size = inputs[i].untyped_storage().nbytes()
                 memory = torch.empty(size, dtype=torch.uint8, device=device.NAME)
-                inputs[storages.stand_in(memory, partial(done_with, address))] = i
+                input_of[storages.stand_in(memory, partial(done_with, address))] = i
                 for j, a in enumerate(addresses):
                     if a == address:
-                        stand_ins[j] = _Shape.of(given[j]).within(memory)
+                        stand_ins[j] = _Shape.of(inputs[j]).within(memory)
                 del memory
         start = len(tracer.events)
-        outputs, told = [], []
+        outputs, described = [], []
         for output in self.call(stand_ins):
             if not isinstance(output, Tensor):
-                told.append(output)
+                described.append(output)
                 outputs.append(output)
                 continue
-            shape, source = _Shape.of(output), inputs.get(_address(output), -1)
+            shape, source = _Shape.of(output), input_of.get(_address(output), -1)
             if source < 0:
-                told.append((("made", storages.block_of(output)), shape))
+                described.append((("made", storages.block_of(output)), shape))
                 outputs.append(_plain(output))
                 continue
+            # An output in an input's memory: the input itself, or a part of it.
             same = [i for i, a in enumerate(addresses) if a == addresses[source]]
-            whole = next((i for i in same if _Shape.of(given[i]) == shape), None)
-            told.append((("part", source) if whole is None else ("input", whole), shape))
-            outputs.append(self._of_input(told[-1], given))
+            whole = next((i for i in same if _Shape.of(inputs[i]) == shape), None)
+            described.append((("part", source) if whole is None else ("input", whole), shape))
+            outputs.append(self._of_input(described[-1], inputs))
         run = _Run(
-            tracer.transfers.shift, _in_order(tracer.events[start:], self._marks, start), told
+            tracer.transfers.shift, _in_order(tracer.events[start:], self._marks, start), described
         )
-        blocks = [memory[1] for memory, _ in filter(_is_told, told)]
+        blocks = [memory[1] for memory, _ in filter(_is_tensor, described)]
         awaited = any(map(tracer.transfers.is_awaited, _tensors(outputs)))
         return None if -1 in blocks or awaited or _refers_outside(run) else run, outputs
 
     # ---- later ones
 
-    def _tell(self, run: _Run, given: list[Any]) -> list[Any]:
+    def _replay(self, run: _Run, inputs: list[Any]) -> list[Any]:
+        """Emit the events of an earlier run with new numbers, for other inputs of the same kind."""
         tracer = self.tracer
         storages, scopes = tracer.storages, tracer.scopes
-        kept = {o[0][1]: given[o[0][1]] for o in run.outputs if _is_told(o) and o[0][0] != "made"}
-        made: dict[int, Allocate] = {}
+        kept = {
+            o[0][1]: inputs[o[0][1]] for o in run.outputs if _is_tensor(o) and o[0][0] != "made"
+        }
+        allocated_here: dict[int, Allocate] = {}
         numbers: dict[tuple[str, int], int] = {}
         here = scopes.current()
         known: dict[tuple[str, bool], Scope] = {}
-        for it in run.told:
-            match it:
+        for entry in run.log:
+            match entry:
                 case tuple():
-                    if it not in known:
-                        scopes.enter_compiled(*it)
-                        known[it] = scopes.current()
-                    here = known[it]
+                    if entry not in known:
+                        scopes.enter_compiled(*entry)
+                        known[entry] = scopes.current()
+                    here = known[entry]
                 case list():
-                    for i in it:
-                        given[i] = None
+                    for i in entry:
+                        inputs[i] = None
                 case Launch():
-                    tracer.record(Launch(it.kernel, it.stream, here))
+                    tracer.record(Launch(entry.kernel, entry.stream, here))
                 case Allocate():
-                    made[it.block] = storages.allocate(it.size_bytes, it.stream, it.category, here)
+                    allocated_here[entry.block] = storages.allocate(
+                        entry.size_bytes, entry.stream, entry.category, here
+                    )
                 case Free():
-                    tracer.record(Free(made[it.block].block))
+                    tracer.record(Free(allocated_here[entry.block].block))
                 case Transfer():
-                    work = self._work(numbers, it.work)
-                    tracer.transfers.again(it, work=work, scope=here, shift=run.shift)
+                    work = self._work(numbers, entry.work)
+                    tracer.transfers.again(entry, work=work, scope=here, shift=run.shift)
                 case AwaitWork():
-                    tracer.record(replace(it, work=self._work(numbers, it.work)))
+                    tracer.record(replace(entry, work=self._work(numbers, entry.work)))
                 case RecordEvent() | AwaitEvent():
-                    key = ("event", it.event)
+                    key = ("event", entry.event)
                     if key not in numbers:
                         numbers[key] = device.number_of_event()
-                    tracer.record(replace(it, event=numbers[key]))
+                    tracer.record(replace(entry, event=numbers[key]))
                 case _:
-                    tracer.record(replace(it))
+                    tracer.record(replace(entry))
         outputs: list[Any] = []
         memories: dict[_Memory, Tensor] = {}
         for output in run.outputs:
-            if not _is_told(output):
+            if not _is_tensor(output):
                 outputs.append(output)
             elif output[0][0] != "made":
                 outputs.append(self._of_input(output, kept))
@@ -213,16 +224,16 @@ class RecordedProgram:
             else:
                 with tracer.pause():
                     memories[memory] = output[1].allocated()
-                storages.adopt(memories[memory], made[memory[1]])
+                storages.adopt(memories[memory], allocated_here[memory[1]])
                 outputs.append(memories[memory])
         return outputs
 
-    def _of_input(self, told: tuple[_Memory, _Shape], given: Any) -> Tensor:
-        (what, number), shape = told
+    def _of_input(self, output: tuple[_Memory, _Shape], inputs: Any) -> Tensor:
+        (what, number), shape = output
         if what == "input":
-            return given[number]
+            return inputs[number]
         with self.tracer.pause():
-            return shape.within(given[number])
+            return shape.within(inputs[number])
 
     def _work(self, numbers: dict[tuple[str, int], int], work: int) -> int:
         key = ("work", work)
@@ -231,7 +242,7 @@ class RecordedProgram:
         return numbers[key]
 
 
-def _is_told(output: Any) -> bool:
+def _is_tensor(output: Any) -> bool:
     return isinstance(output, tuple)
 
 
@@ -240,14 +251,14 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
 
 
 def _address(value: Any) -> int:
-    """Of the memory on the device; 0: it has none."""
+    """Return the address of a tensor's memory on the device, or 0."""
     if isinstance(value, Tensor) and value.fake_device.type == device.NAME:  # pyright: ignore
         return value.untyped_storage()._cdata
     return 0
 
 
 def _kind(value: Any, first: dict[int, int]) -> Any:
-    """What a program's run depends on. first: the input that an address comes with first."""
+    """Return what the run depends on, of one input. first: for each address, the first input that has it."""
     if not isinstance(value, Tensor):
         return value
     return (first.get(_address(value), -1), _Shape.of(value))
@@ -256,13 +267,13 @@ def _kind(value: Any, first: dict[int, int]) -> Any:
 def _in_order(
     events: list[Event], marks: list[tuple[int, Any]], start: int
 ) -> list[Event | tuple[str, bool] | list[int]]:
-    """Copies of events, since categories change later; without the end of what was there before, which may not come again."""
-    made = {event.block for event in events if isinstance(event, Allocate)}
+    """Return the log of a run. Memory that ends within it but began before is left out: it may not end there again."""
+    allocated_here = {event.block for event in events if isinstance(event, Allocate)}
     order: list[Any] = []
     position = 0
     for number, mark in [*marks, (start + len(events), None)]:
         for event in events[position : number - start]:
-            if not isinstance(event, Free) or event.block in made:
+            if not isinstance(event, Free) or event.block in allocated_here:
                 order.append(replace(event))  # noqa: PERF401
         position = number - start
         if mark is not None:
@@ -271,18 +282,18 @@ def _in_order(
 
 
 def _refers_outside(run: _Run) -> bool:
-    """Whether it waits for something from before."""
-    works = {e.work for e in run.told if isinstance(e, Transfer)}
-    events = {e.event for e in run.told if isinstance(e, RecordEvent)}
+    """Return whether a run waits for something that began before it."""
+    works = {e.work for e in run.log if isinstance(e, Transfer)}
+    events = {e.event for e in run.log if isinstance(e, RecordEvent)}
     return any(
         (isinstance(e, AwaitWork) and e.work not in works)
         or (isinstance(e, AwaitEvent) and e.event not in events)
-        for e in run.told
+        for e in run.log
     )
 
 
 def _plain(output: Any) -> Any:
-    """Autograd must not take what a program returns for a view."""
+    """Return an output as a plain tensor: autograd must not take it for a view."""
     if not isinstance(output, Tensor) or not output._is_view():
         return output
     return _Shape.of(output).within(output)

@@ -127,14 +127,14 @@ def extrapolate(small: Trace, big: Trace, *, depth: int, stages: Sequence[Depth]
 
 def _parse(trace: Trace, depth: int) -> _Parsed:
     parsed = _Parsed(depth)
-    made: dict[int, Allocate] = {}
+    allocations: dict[int, Allocate] = {}
     for section in _SECTIONS:
         events: list[Event] = getattr(trace, section)
         for event in events:
             if isinstance(event, Allocate):
-                made[event.block] = event
+                allocations[event.block] = event
         parsed.sections.append(len(parsed.segments))
-        labels = _labels(events, made, depth)
+        labels = _labels(events, allocations, depth)
         labelled = zip(events, labels, strict=True)
         # Events of one group have phase, pipeline action and stage in common.
         for group, run in groupby(labelled, key=lambda pair: pair[1] and pair[1][0]):
@@ -146,7 +146,7 @@ def _parse(trace: Trace, depth: int) -> _Parsed:
     return parsed
 
 
-def _labels(events: Sequence[Event], made: dict[int, Allocate], depth: int) -> list[Any]:
+def _labels(events: Sequence[Event], allocations: dict[int, Allocate], depth: int) -> list[Any]:
     """Return ((phase, action, stage), block) of each event that belongs to a block, else None."""
     labels: list[Any] = []
     here: Any = None
@@ -161,7 +161,7 @@ def _labels(events: Sequence[Event], made: dict[int, Allocate], depth: int) -> l
         # What frees memory outside all blocks belongs to the block that took it: gradients and
         # optimizer states are given back in the order of their blocks.
         elif isinstance(event, Free) and here is None:
-            layer = _layer(made[event.block].scope)
+            layer = _layer(allocations[event.block].scope)
             labels.append(None if layer is None else ((*phase, "free", layer // depth), layer))
             continue
         labels.append(here)

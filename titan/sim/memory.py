@@ -154,9 +154,9 @@ class _Run:
 
 def _events(trace: Trace, workspace_bytes: int) -> Iterator[Allocate | Free]:
     """All allocations of building, the first step and later ones; every block has a number of its own."""
-    made: dict[int, Allocate] = {}
+    allocations: dict[int, Allocate] = {}
     for event in trace.setup:
-        yield from _noted(event, made)
+        yield from _noted(event, allocations)
     if workspace_bytes:
         scope = Scope("forward", "cuBLAS workspace")
         yield Allocate(_WORKSPACE, workspace_bytes, 0, "temporary", scope)
@@ -166,8 +166,8 @@ def _events(trace: Trace, workspace_bytes: int) -> Iterator[Allocate | Free]:
     states = [e for e in lasting if e.category == "optimizer"]
     for event in trace.first_step:
         if isinstance(event, Allocate):
-            made[event.block] = event
-    steps = _Steps(trace, made)
+            allocations[event.block] = event
+    steps = _Steps(trace, allocations)
     yield from steps.once(states)
     yield from steps.once()
     yield from steps.once()
@@ -179,13 +179,13 @@ class _Steps:
     What it freed of the time before it was recorded is what the step before left over: a block as large and of the same module.
     """
 
-    def __init__(self, trace: Trace, made: dict[int, Allocate]) -> None:
+    def __init__(self, trace: Trace, allocations: dict[int, Allocate]) -> None:
         self.events = trace.step
-        self.before = dict(made)
+        self.before = dict(allocations)
         self.own = {e.block: e for e in trace.step if isinstance(e, Allocate)}
         freed = {e.block for e in trace.step if isinstance(e, Free)}
         self.kept = [e for block, e in self.own.items() if block not in freed]
-        self.stride = max([*made, *self.own], default=0) + 1
+        self.stride = max([*allocations, *self.own], default=0) + 1
         self.offset = 0
         self.left: dict[tuple[int, str], deque[int]] = defaultdict(deque)
 
@@ -215,9 +215,9 @@ class _Steps:
             self.left[event.size_bytes, event.scope.module].append(event.block + self.offset)
 
 
-def _noted(event: Event, made: dict[int, Allocate]) -> Iterator[Allocate | Free]:
+def _noted(event: Event, allocations: dict[int, Allocate]) -> Iterator[Allocate | Free]:
     if isinstance(event, Allocate):
-        made[event.block] = event
+        allocations[event.block] = event
         yield event
     elif isinstance(event, Free):
         yield event

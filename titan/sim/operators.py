@@ -93,7 +93,7 @@ def kernel_of(
 ) -> Kernel:
     """The kernel that a call launched. outputs: the tensors that it returned."""
     inputs = list(tensors_in(args))
-    given = list(tensors_in(kwargs.values())) if kwargs else []
+    named = list(tensors_in(kwargs.values())) if kwargs else []
     name = op.func._opname
     kind = op.kind
     assert kind is not None
@@ -102,7 +102,7 @@ def kernel_of(
     write_bytes = sum(map(size_bytes, written))
     write_bytes += sum(size_bytes(t) for t in outputs if id(t) not in ids)
     overwritten = ids if name in _OVERWRITE or "out" in kwargs else ()
-    read_bytes = sum(size_bytes(t) for t in (*inputs, *given) if id(t) not in overwritten)
+    read_bytes = sum(size_bytes(t) for t in (*inputs, *named) if id(t) not in overwritten)
     if kind == "copy":
         devices = {t.fake_device.type for t in (*inputs, *outputs)}  # pyright: ignore
         kind = "host_copy" if len(devices) > 1 else "copy"

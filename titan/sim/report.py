@@ -1,4 +1,4 @@
-"""A simulation, told to a person on a terminal."""
+"""Print a simulation on a terminal; options, tables and JSON that the simulator's commands share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SMALL = 0.005  # of the whole: not worth a line
 
 
 def say(text: str) -> None:
-    """What is being done, on one line of a terminal that the next text replaces."""
+    """Show what is being done, on one line of a terminal that the next text replaces."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
@@ -75,7 +75,7 @@ def utilization(facts: Facts) -> str:
 
 
 def page(facts: Facts) -> str:
-    """What it costs and why; `facts` as titan.sim.simulate.facts gives them."""
+    """Return the page of a simulation: what a step costs and why. facts: those of titan.sim.simulate.facts."""
     return "\n".join(
         [
             f"{facts['model']} on {facts['world_size']} x {facts['hardware']}: {degrees(facts['layout'])}",
@@ -109,20 +109,18 @@ def _speed(facts: Facts) -> Iterator[str]:
 
 
 def _time(facts: Facts) -> Iterator[str]:
-    """Where the step goes; the parts add up to it."""
+    """Yield where the step goes. The parts add up to it."""
     time, comm, total = facts["time"], facts["comm"], facts["step_time_s"]
     rows = {f"compute: {phase}": s for phase, s in time["by_phase_s"].items()}
-    rows |= {
-        f"waiting for {axis.replace('+', ' x ')}": of["exposed_s"]
-        for axis, of in comm["by_axis"].items()
-    }
+    for axis, transfers in comm["by_axis"].items():
+        rows[f"waiting for {axis.replace('+', ' x ')}"] = transfers["exposed_s"]
     rows["waiting for other stages"] = time["peers_s"]
     rows["waiting for copies"] = time["copies_s"]
     rows["waiting for the host"] = time["host_s"]
     yield "  where the time goes" + ("" if len(facts["per_rank"]) == 1 else " (mean over stages)")
     yield from _bars(rows, total=total, unit=duration)
     hidden = {
-        axis: of["overlapped_s"] for axis, of in comm["by_axis"].items() if of["overlapped_s"]
+        axis: seconds for axis, row in comm["by_axis"].items() if (seconds := row["overlapped_s"])
     }
     if hidden:
         parts = ", ".join(f"{axis} {duration(seconds)}" for axis, seconds in hidden.items())
@@ -148,7 +146,7 @@ def _memory(memory: Facts, *, fits: bool) -> Iterator[str]:
 
 
 def _by_part(by_module: Mapping[str, float]) -> dict[str, float]:
-    """Modules of one name in all blocks together, the largest first."""
+    """Add up modules of one name in all blocks; the largest come first."""
     parts: defaultdict[str, float] = defaultdict(float)
     for module, gib in by_module.items():
         parts[re.sub(r"\.\d+", ".*", module) or "(outside of modules)"] += gib
@@ -161,11 +159,11 @@ def _ranks(ranks: Iterable[Facts]) -> Iterator[str]:
         return
     yield ""
     yield "  pipeline rank   compute     waiting    bubble   active GiB   reserved GiB"
-    for of in ranks:
+    for rank in ranks:
         yield (
-            f"  {of['pipeline_rank']:>13}  {duration(of['compute_s']):>8}   {duration(of['exposed_s']):>9} "
-            f"{duration(of['bubble_s']):>9}   {of['peak_active_gib']:>10.1f}   {of['peak_reserved_gib']:>12.1f}"
-            + ("" if of["fits"] else "   does not fit")
+            f"  {rank['pipeline_rank']:>13}  {duration(rank['compute_s']):>8}   {duration(rank['exposed_s']):>9} "
+            f"{duration(rank['bubble_s']):>9}   {rank['peak_active_gib']:>10.1f}   {rank['peak_reserved_gib']:>12.1f}"
+            + ("" if rank["fits"] else "   does not fit")
         )
 
 

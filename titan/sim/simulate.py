@@ -1,4 +1,4 @@
-"""A job on hardware that is not there: trace, price, replay, and what comes of it."""
+"""Simulate a job on hardware that is not there: trace it, price it, replay it, and state the result."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Facts = dict[str, Any]
 
 @dataclass
 class Simulation:
-    """A simulated step. traces, timeline and memory are by global rank: the first of each pipeline stage's."""
+    """A simulated step. traces, timeline and memory are by global rank, one rank of each pipeline stage."""
 
     config: JobConfig
     layout: Layout
@@ -42,7 +42,7 @@ class Simulation:
 
     @cached_property
     def fullest(self) -> MemoryReport:
-        """Of the rank that needs most."""
+        """Return the memory of the rank that needs most."""
         return max(self.memory.values(), key=lambda report: report.peak_reserved_bytes)
 
     @property
@@ -60,7 +60,7 @@ class Simulation:
 
 
 def not_simulated(config: JobConfig, profile: Profile) -> str:
-    """Why a job is not simulated on some hardware; empty: it is."""
+    """Return why a job cannot be simulated on some hardware, or an empty text."""
     mx = isinstance(section := quantize_section(config), MXSection) and not section.emulate
     lacks = lacks_units(config, profile.name, profile.peak_tflops)
     return lacks or ("products in MXFP8 are not simulated yet" if mx else "")
@@ -82,7 +82,7 @@ def simulate(
     prepare: Prepare | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Simulation:
-    """A step of a job that passed titan.config.rules, on `world_size` devices of a profile.
+    """Simulate a step of a job that passed titan.config.rules.
 
     Args:
         config: the job.
@@ -126,7 +126,7 @@ def price(
     *,
     started: float | None = None,
 ) -> Simulation:
-    """What traces that are there already come to on some hardware."""
+    """Price and replay traces that exist already on some hardware."""
     started = time.monotonic() if started is None else started
     timeline = replay(traces, Cost(profile))
     expandable = config.training.expandable_segments
@@ -138,7 +138,7 @@ def price(
 
 
 def facts(simulation: Simulation) -> Facts:
-    """All of it as JSON-able data; docs/simulator.md defines every field."""
+    """Return a simulation as data for JSON. docs/simulator.md defines every field."""
     config, timeline, profile = simulation.config, simulation.timeline, simulation.profile
     model = model_config(config.model)
     convention = config.metrics.mfu_convention
@@ -221,15 +221,15 @@ def in_gib(sizes: Mapping[Any, int]) -> dict[Any, float]:
 
 
 def _rank(simulation: Simulation, rank: int) -> Facts:
-    told, memory = simulation.timeline.ranks[rank], simulation.memory[rank]
+    timeline, memory = simulation.timeline.ranks[rank], simulation.memory[rank]
     stage = rank // (simulation.layout.world_size // simulation.layout.pp)
     return {
         "rank": rank,
         "pipeline_rank": stage,
-        "compute_s": told.compute_s,
-        "exposed_s": sum(told.exposed_s.values()),
-        "bubble_s": told.bubble_s,
-        "host_s": told.host_s,
+        "compute_s": timeline.compute_s,
+        "exposed_s": sum(timeline.exposed_s.values()),
+        "bubble_s": timeline.bubble_s,
+        "host_s": timeline.host_s,
         "peak_active_gib": memory.peak_active_bytes / GIB,
         "peak_reserved_gib": memory.peak_reserved_bytes / GIB,
         "by_category_gib": in_gib(memory.by_category),

@@ -117,50 +117,50 @@ def summarise(
     rank: int, lanes: Sequence[Lane], transfers: Sequence[Ran], *, step_s: float, origin: float
 ) -> RankTimeline:
     """The last step of a rank. step_s: of all ranks together; origin: what intervals count from."""
-    told = RankTimeline(rank)
+    result = RankTimeline(rank)
     axes = {id(ran.transfer): ran.axis for ran in transfers}
     (begin, first), (end, last) = lanes[0].cuts[-2:]
     for start, stop, what in lanes[0].segments[first:last]:
         if isinstance(what, Launch):
-            told.compute_s += stop - start
-            told.by_phase_s[what.scope.phase] += stop - start
-            told.by_kind_s[what.kernel.kind] += stop - start
+            result.compute_s += stop - start
+            result.by_phase_s[what.scope.phase] += stop - start
+            result.by_kind_s[what.kernel.kind] += stop - start
         else:
-            _attribute(told, what, start, stop, axes)
+            _attribute(result, what, start, stop, axes)
     if lanes[0].num_steps == 1:  # in consecutive steps, what runs on goes beside the next one
         slowest = max(lanes, key=lambda lane: lane.cuts[-1][0])
-        _attribute(told, slowest, end, slowest.cuts[-1][0], axes)
+        _attribute(result, slowest, end, slowest.cuts[-1][0], axes)
         end = slowest.cuts[-1][0]
-    told.peers_s += step_s - (end - begin)  # the slowest rank is still at it
+    result.peers_s += step_s - (end - begin)  # the slowest rank is still at it
     for lane in lanes:
         for start, stop, what in lane.segments[lane.cuts[-2][1] : lane.cuts[-1][1]]:
             if isinstance(what, Launch):
-                told.intervals.append(Interval(lane.name, start - origin, stop - origin, what))
+                result.intervals.append(Interval(lane.name, start - origin, stop - origin, what))
     for ran in transfers:
         if ran.step == lanes[0].num_steps - 1:
-            told.overlapped_s[ran.axis] += ran.end - ran.start
+            result.overlapped_s[ran.axis] += ran.end - ran.start
             interval = Interval(ran.lane, ran.start - origin, ran.end - origin, ran.transfer)
-            told.intervals.append(interval)
-    for axis, seconds in told.exposed_s.items():
-        told.overlapped_s[axis] = max(0.0, told.overlapped_s[axis] - seconds)
-    told.intervals.sort(key=lambda interval: interval.start)
-    return told
+            result.intervals.append(interval)
+    for axis, seconds in result.exposed_s.items():
+        result.overlapped_s[axis] = max(0.0, result.overlapped_s[axis] - seconds)
+    result.intervals.sort(key=lambda interval: interval.start)
+    return result
 
 
 def _attribute(
-    told: RankTimeline, what: Any, start: float, stop: float, axes: Mapping[int, str]
+    result: RankTimeline, what: Any, start: float, stop: float, axes: Mapping[int, str]
 ) -> None:
     """Charge idle time to what was waited for, following streams that waited themselves."""
     if stop <= start:
         return
     if isinstance(what, Transfer):
-        told.exposed_s[axes[id(what)]] += stop - start
+        result.exposed_s[axes[id(what)]] += stop - start
     elif isinstance(what, Launch):
-        told.copies_s += stop - start
+        result.copies_s += stop - start
     elif what == "peers":
-        told.peers_s += stop - start
+        result.peers_s += stop - start
     elif what == "host":
-        told.host_s += stop - start
+        result.host_s += stop - start
     else:
         at = start
         segments = what.segments
@@ -168,8 +168,8 @@ def _attribute(
         while index < len(segments) and segments[index][0] < stop:
             begin, end, inner = segments[index]
             if end > at:
-                told.host_s += max(0.0, begin - at)  # the stream had nothing to do yet
-                _attribute(told, inner, max(at, begin), min(end, stop), axes)
+                result.host_s += max(0.0, begin - at)  # the stream had nothing to do yet
+                _attribute(result, inner, max(at, begin), min(end, stop), axes)
                 at = min(end, stop)
             index += 1
-        told.host_s += stop - at
+        result.host_s += stop - at

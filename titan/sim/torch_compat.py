@@ -29,14 +29,14 @@ class MissingName(RuntimeError):
 def find(module: str, name: str) -> Any:
     """`name` (dotted) of a module of torch; raises MissingName."""
     try:
-        found: Any = import_module(module)
+        value: Any = import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
+            value = getattr(value, part)
     except (ImportError, AttributeError) as error:
         raise MissingName(
             f"torch {torch.__version__} has no {module}.{name}, which the simulator needs; it is known to work on 2.13"
         ) from error
-    return found
+    return value
 
 
 def replace(module: str, name: str, wrap: Callable[[Any], Any]) -> None:

@@ -1,9 +1,9 @@
-"""Where traces come from: the cache, if this very job was traced before; two shallow models, if its blocks are all alike; else the whole.
+"""Get traces of jobs: from the cache, from two shallow models if all blocks are alike, or from the whole model.
 
-A trace follows from the program, not from the hardware, nor from how many replicas there are: those only change who is in a group.
-The key of a trace is a hash of the settings that the program is built from, of titan's own source and of torch's version, so
-that an entry is never stale, only unused. Entries lie in titan/traces in the user's cache folder; reading one makes objects of
-titan.sim.trace and nothing else.
+A trace follows from the program. It depends neither on the hardware nor on the number of replicas, which only changes the
+ranks of groups. The key of a trace is a hash of the settings that the program is built from, of titan's source and of
+torch's version, so an entry is never stale, only unused. Entries are in titan/traces in the user's cache folder. Reading one
+creates objects of titan.sim.trace and nothing else.
 """
 
 from __future__ import annotations
@@ -44,15 +44,12 @@ _PROGRAM = (
 )
 """Sections that the program is built from, whole."""
 _DEPTH = 5
-"""Blocks in each stage of the shallower of the two models that are traced in place of a deep one."""
-_LEAST_GAIN = (
-    2.0  # a stage must be deeper than both together so many times to be worth the extension
-)
+"""Blocks in each stage of the shallower of the two models that stand in for a deep one."""
 
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """A job to be traced."""
+    """A job to trace."""
 
     config: JobConfig
     layout: Layout
@@ -61,7 +58,7 @@ class TraceRequest:
 
     @property
     def key(self) -> str:
-        """Equal for jobs whose ranks do the same."""
+        """Return a hash that is equal for jobs whose ranks do the same."""
         config, layout = self.config, self.layout
         training = config.training
         shape: dict[str, Any] = {
@@ -95,9 +92,14 @@ def get_traces(
     use_cache: bool = True,
     done: Callable[[TraceRequest, dict[int, Trace] | Exception], None],
 ) -> None:
-    """Traces by rank for each job, given to `done` as they become ready: all jobs at once share the processes.
+    """Trace jobs, all at once. `done` gets each job's traces by rank when they are ready, or a TraceError.
 
-    whole: never extend, and leave the cache alone. A job that cannot be traced is told as an exception (RecordError).
+    Args:
+        jobs: what to trace.
+        processes: how many run at once. All cores by default.
+        whole: trace every block, and leave the cache alone.
+        use_cache: read and write the cache.
+        done: called once for each job.
     """
     plans = []
     for request in jobs:
@@ -113,7 +115,7 @@ def get_traces(
 
 
 def _record(plans: Sequence[_Plan], processes: int) -> list[_Plan]:
-    """Trace and tell; returns the plans whose blocks cannot be extended."""
+    """Trace, and report what is ready. Return the plans whose blocks are not all alike."""
     parts = -(-processes // max(1, len(plans)))  # of each plan: a process of its own for each
     waiting = [(plan, job) for plan in plans for job in plan.jobs(parts)]
     refused = []
@@ -125,7 +127,7 @@ def _record(plans: Sequence[_Plan], processes: int) -> list[_Plan]:
 
 
 class _Plan:
-    """A job, the ranks to be recorded, and what has come of them."""
+    """A job, the ranks to record, and their traces so far."""
 
     def __init__(
         self,
@@ -140,9 +142,9 @@ class _Plan:
         self.ended = False
 
     def jobs(self, parts: int) -> list[Job]:
-        """The ranks dealt out to so many processes."""
+        """Return the ranks dealt out to this many processes."""
         request, layout = self.request, self.request.layout
-        if layout.pp == layout.world_size:  # see environment.act_as
+        if layout.pp == layout.world_size:  # fake_world.impersonate_rank cannot do this
             parts = layout.pp
         job = Job(
             (request.config,),
@@ -158,7 +160,7 @@ class _Plan:
         return [replace(job, ranks=ranks) for ranks in dealt]
 
     def finish(self, job: Job, result: list[Trace] | Exception) -> bool:
-        """Some ranks' recordings are there. True: the job has to be traced whole."""
+        """Take some ranks' traces. Return True if the job has to be traced whole instead."""
         if self.ended:
             return False
         if isinstance(result, Exception):
@@ -188,7 +190,7 @@ def _extended(traces: Sequence[Trace], *, stages: Sequence[Depth]) -> Trace:
 
 
 def shallow(request: TraceRequest) -> list[Depth] | None:
-    """The stages of a model, if it is worth tracing a shallower one instead."""
+    """Return the stages of a model if it is worth tracing shallower ones instead, else None."""
     config, layout = request.config, request.layout
     if layout.pp == 1:
         depths = [Depth(0, model_config(config.model).n_layers)]
@@ -200,14 +202,14 @@ def shallow(request: TraceRequest) -> list[Depth] | None:
             if not layers:
                 return None
             depths.append(Depth(layers[0], len(layers)))
-    # Both shallow models together must be shallower than the one.
+    # The two shallow models together must have fewer blocks than the deep one.
     deep_enough = min(d.count for d in depths) > _DEPTH + 1
     gains = sum(d.count for d in depths) > len(depths) * (2 * _DEPTH + 1)
     return depths if deep_enough and gains else None
 
 
 def at_depth(request: TraceRequest, depth: int) -> JobConfig:
-    """The job with `depth` blocks in every pipeline stage."""
+    """Return the job with `depth` blocks in every pipeline stage."""
     config, num_stages = request.config, 1
     parallelism = config.parallelism
     if request.layout.pp > 1:
@@ -231,7 +233,7 @@ def at_depth(request: TraceRequest, depth: int) -> JobConfig:
 
 
 def remap_ranks(trace: Trace, layout: Layout) -> Trace:
-    """A trace as it is under a layout that differs in the number of replicas only."""
+    """Return a trace as it would be under a layout with another number of replicas."""
     if trace.world_size == layout.world_size:
         return trace
     was = replace(layout, dp_replicate=layout.dp_replicate * trace.world_size // layout.world_size)
@@ -247,10 +249,10 @@ def remap_ranks(trace: Trace, layout: Layout) -> Trace:
 
     groups = {name: replace(group, ranks=members(group)) for name, group in trace.groups.items()}
 
-    def with_peers(of: Iterable[events.Event]) -> list[events.Event]:
+    def with_peers(of_trace: Iterable[events.Event]) -> list[events.Event]:
         return [
             replace(e, peer=moved(e.peer)) if isinstance(e, Transfer) and e.peer >= 0 else e
-            for e in of
+            for e in of_trace
         ]
 
     return Trace(
@@ -278,7 +280,7 @@ def _rank(place: dict[str, int], layout: Layout) -> int:
 
 
 def _members(place: dict[str, int], axes: Sequence[str], layout: Layout) -> tuple[int, ...]:
-    """Ranks along some axes, through a place."""
+    """Return the ranks along some axes that pass through a position of the mesh."""
     along = itertools.product(*(range(getattr(layout, axis)) for axis in axes))
     return tuple(_rank(place | dict(zip(axes, numbers, strict=True)), layout) for numbers in along)
 
@@ -294,7 +296,7 @@ def _folder() -> Path:
 
 @cache
 def _source() -> str:
-    """A hash of titan and its models."""
+    """Return a hash of the source of titan and its models."""
     digest = hashlib.blake2b(digest_size=16)
     import titan
     import titan.models
@@ -307,7 +309,7 @@ def _source() -> str:
 
 
 class _Reader(pickle.Unpickler):
-    """Makes the classes of titan.sim.trace, and nothing else."""
+    """Unpickle objects of titan.sim.trace, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == events.__name__ and name in vars(events) and "." not in name:
@@ -320,7 +322,7 @@ def _read(path: Path) -> list[Trace] | None:
         return _Reader(io.BytesIO(path.read_bytes())).load()
     except FileNotFoundError:
         return None
-    except Exception as error:  # torn, or not ours: as if it were not there
+    except Exception as error:  # damaged, or written by someone else: trace again
         logger.warning(f"{path} is no trace and is not used: {error}")
         return None
 

@@ -1,11 +1,11 @@
-"""Record what the ranks of a job do, by running the program that the trainer runs on a device that is not there.
+"""Record what the ranks of a job do, by running the trainer's own program on a fake device.
 
-    record         one trace for each rank that does something of its own, each in a process of its own
-    record_jobs    several programs and ranks in a process, for which it compiles once
-    record_job     in this process, which is of no other use afterwards
+    trace_ranks    one trace for each rank that does something different, each in its own process
+    trace_jobs     several programs and ranks in a process, which compiles once for all of them
+    trace_job      in this process, which is of no other use afterwards
 
-The program is titan.train_step.build_train_step's, run for two steps: the first makes the optimizer's state and learns the shapes that
-pipeline stages exchange, the second is what every later one is like.
+The program is that of titan.train_step.build_train_step. It runs for two steps. The first one creates the optimizer's state
+and learns the shapes that pipeline stages exchange. The second one is what every later step is like.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ Prepare = Callable[[JobConfig, Layout], None]
 
 
 class TraceError(RuntimeError):
-    """Something in a job cannot be traced; the message names it."""
+    """Something in a job cannot be traced. The message names it."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one process records: these programs by each of these ranks, one after the other, so that it compiles once.
+    """What one process records: some programs, by some ranks, one after the other, so that it compiles once.
 
-    The programs differ in their depth, the ranks in their pipeline stage. like: whose kernels the device has; see
-    titan.sim.device.Like. join: makes one trace of a rank's traces of the programs.
+    programs: they differ only in their depth. ranks: they differ only in their pipeline stage. device_kind: whose kernels
+    the device has. join: makes one trace of a rank's traces of the programs. prepare: changes torch or the model first.
     """
 
     programs: tuple[JobConfig, ...]
@@ -68,7 +68,7 @@ def trace_ranks(
     prepare: Prepare | None = None,
     **options: Any,
 ) -> dict[int, Trace]:
-    """Traces by rank. ranks: one of each pipeline stage's (`distinct_ranks`), unless given. options: as those of `trace_job`.
+    """Trace ranks, by default one of each pipeline stage (`distinct_ranks`). options: those of `trace_job`.
 
     Raises ConfigError for a layout that does not fit `world_size`, and RecordError.
     """
@@ -85,9 +85,10 @@ def trace_ranks(
 
 
 def distinct_ranks(config: JobConfig, layout: Layout) -> list[int]:
-    """One rank of each pipeline stage: the first, or that with the sequence's end where it has more to do than the others."""
+    """Return one rank of each pipeline stage: the one that has most to do."""
     parallel = config.parallelism
     alike = parallel.splits_from_both_ends or parallel.context_parallel_rotate_method == "ulysses"
+    # If the sequence is not balanced, the ranks with its end attend to most of it.
     busiest = 0 if alike else (layout.cp - 1) * layout.tp
     size = layout.world_size // layout.pp  # ranks are numbered stage by stage
     return [stage * size + busiest for stage in range(layout.pp)]
@@ -100,11 +101,15 @@ def trace_job(
     remembers: bool = True,
     on_backward_error: Callable[[TraceError], None] = lambda _: None,
 ) -> Iterator[tuple[int, Trace]]:
-    """(rank, its trace) for each of a job's ranks. Changes torch for good: to be called once, in a process that has not run a
-    backward pass.
+    """Yield each of a job's ranks and its trace. Raises TraceError, and what `join` raises.
 
-    steps: to run; the last one is the trace's `step`. remembers: as the Tracer. on_backward_error: is told at once of an error
-    that may be the process's last. Raises RecordError, and what `join` raises.
+    This changes torch for good. Call it once, in a process that has not run a backward pass.
+
+    Args:
+        job: what to record.
+        steps: how many to run. The last one becomes the trace's `step`.
+        remembers: replay compiled programs instead of running them each time.
+        on_backward_error: called at once with an error that may end the process.
     """
     from titan import train_step as module
 
@@ -112,7 +117,7 @@ def trace_job(
     from .fake_world import fake_world, impersonate_rank
     from .tracer import Tracer
 
-    module.initialize = lambda *_, **__: None  # weights are drawn and leave nothing behind
+    module.initialize = lambda *_, **__: None  # drawing weights leaves nothing behind
     config, rank = job.programs[0], job.ranks[0]
     layout = resolve_layout(config, job.world_size)
     with fake_world(layout, rank=rank, device_kind=job.device_kind) as (device, mesh):
@@ -123,11 +128,11 @@ def trace_job(
         torch_compat.release_sent_outputs()
         if job.prepare is not None:
             job.prepare(config, layout)
-        told: dict[int, TraceError] = {}  # what was said of an error, where it was raised
+        reported: dict[int, TraceError] = {}  # by id of the error; described where it was raised
 
         def tell(error: Exception) -> None:
-            told[id(error)] = TraceError(_describe(error, tracer, rank))
-            on_backward_error(told[id(error)])
+            reported[id(error)] = TraceError(_describe(error, tracer, rank))
+            on_backward_error(reported[id(error)])
 
         tracer.on_backward_error = tell
 
@@ -137,8 +142,8 @@ def trace_job(
             except Exception as error:
                 if isinstance(error, SystemError) and tracer.error is not None:
                     error = tracer.error
-                if error is tracer.error and id(error) in told:
-                    raise told[id(error)] from error
+                if error is tracer.error and id(error) in reported:
+                    raise reported[id(error)] from error
                 raise TraceError(_describe(error, tracer, rank)) from error
 
         for rank in job.ranks:
@@ -168,7 +173,7 @@ def _record(
         trace.setup = _left(tracer.events)
         batches = [_fake_batch(config) for _ in range(layout.accumulation)]
         gc.collect()
-        gc.disable()  # as the trainer does: what lies in cycles is not freed within a step
+        gc.disable()  # as the trainer does: garbage in cycles is not freed within a step
         with _watched(train_step, module, tracer):
             for step in range(1, steps + 1):
                 tracer.events = []
@@ -187,13 +192,13 @@ def _record(
 
 
 def _left(events: list[Event]) -> list[Event]:
-    """The allocations that are not given back."""
+    """Return the allocations that are not freed."""
     freed = {e.block for e in events if isinstance(e, Free)}
     return [e for e in events if isinstance(e, Allocate) and e.block not in freed]
 
 
 def _owners(train_step: Any) -> dict[Any, str]:
-    """Each parameter's module."""
+    """Return each parameter's module."""
     from titan.parallel.init_weights import canonical_name
 
     return {
@@ -205,7 +210,7 @@ def _owners(train_step: Any) -> dict[Any, str]:
 
 @contextmanager
 def _watched(train_step: Any, module: Any, tracer: Any) -> Iterator[None]:
-    """Know when the program's parts run."""
+    """Tell the tracer when the program clips and updates, and which memory holds gradients and states."""
     import torch
 
     from titan.optim.adam import local
@@ -216,7 +221,7 @@ def _watched(train_step: Any, module: Any, tracer: Any) -> Iterator[None]:
     owners = _owners(train_step)
     parameters = list(owners)
 
-    @torch.no_grad()  # or a DTensor's shard would be a new tensor, with a history
+    @torch.no_grad()  # or a DTensor's shard would be a new tensor with a gradient function
     def mark_gradients() -> None:
         grads = (p.grad for p in parameters if p.grad is not None)
         storages.mark((local(grad) for grad in grads), "gradients")
@@ -252,7 +257,7 @@ def _watched(train_step: Any, module: Any, tracer: Any) -> Iterator[None]:
 
 
 def _watch_actions(scopes: Any) -> None:
-    """Pipeline actions, by the methods of torch's stages that perform them."""
+    """Know the pipeline action that runs, by the methods of torch's stages that perform it."""
     from . import torch_compat
 
     def action(letter: Callable[..., str]) -> Callable[[Any], Any]:
@@ -306,7 +311,7 @@ def _fake_batch(config: JobConfig) -> Any:
 
 
 def _boundary(config: JobConfig, layout: Layout, device: Any) -> Any:
-    """What one pipeline stage sends to the next: the residual stream of a microbatch, of this rank's part of the sequence."""
+    """Return what a pipeline stage sends to the next: a microbatch's residual stream, of this rank's part of the sequence."""
     import torch
 
     size = config.parallelism.pipeline_parallel_microbatch_size
@@ -316,7 +321,7 @@ def _boundary(config: JobConfig, layout: Layout, device: Any) -> Any:
     return torch.empty(size, length, dim, dtype=dtype, device=device)
 
 
-# What FakeTensorMode raises for a shape or a value that only data could tell.
+# What FakeTensorMode raises for a shape or a value that depends on data.
 _NEEDS_DATA = ("DynamicOutputShapeException", "DataDependentOutputException")
 _NO_DATA = (
     "it depends on data, which a simulation does not have: use a fixed shape there, or an assumed one for "
@@ -325,7 +330,7 @@ _NO_DATA = (
 
 
 def _describe(error: Exception, tracer: Any, rank: int) -> str:
-    """Operation, phase, action, module, and the function that raised."""
+    """Return a line with the operation, phase, action and module of an error, and the function that raised it."""
     scopes = tracer.scopes
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1]
@@ -334,11 +339,11 @@ def _describe(error: Exception, tracer: Any, rank: int) -> str:
     where.append(f"{'/'.join(Path(last.filename).parts[-3:])}:{last.lineno} in {last.name}")
     after = f" after {tracer.running}" if tracer.running is not None else ""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-    # "backend='inductor' raised:" is what torch begins with, and what was raised the next line.
-    said = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])
+    # torch begins with "backend='inductor' raised:". The next line is the error itself.
+    message = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])
     line = (
         f"rank {rank} cannot be traced{after} ({', '.join(filter(None, where))}): "
-        f"{type(error).__name__}: {said}"
+        f"{type(error).__name__}: {message}"
     )
     return f"{line}; {_NO_DATA}" if type(error).__name__ in _NEEDS_DATA else line
 
@@ -351,14 +356,18 @@ _PRELOAD = ["titan.train_step", "titan.sim.fake_world", "titan.sim.tracer", "tor
 def trace_jobs(
     jobs: Sequence[Job], processes: int, **options: Any
 ) -> Iterator[tuple[int, list[Trace] | Exception]]:
-    """(number of the job, its ranks' traces or why there are none) as they become ready, each from a process of its own, `processes` at
-    a time.
+    """Record jobs, each in its own process. Yield the number of each job, and its ranks' traces or why there are none.
 
-    options: as those of `trace_job`. The exception is a RecordError, or what the job's `join` raised.
+    Args:
+        jobs: what to record.
+        processes: how many run at once.
+        options: those of `trace_job`.
+
+    The exceptions are TraceErrors, or what a job's `join` raised.
     """
     # Children are forked from a server that has torch imported, and has no threads and no backward pass behind it.
     context = multiprocessing.get_context("forkserver")
-    # Children end without tidying up, of which Python's tracker of semaphores would tell the user.
+    # Children end without cleaning up. Python's tracker of semaphores would warn the user about that.
     quiet = "ignore::UserWarning:multiprocessing.resource_tracker"
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), quiet]))
     context.set_forkserver_preload(_PRELOAD)
@@ -403,7 +412,7 @@ def _outcome(job: Job, answers: dict[int, Trace | Exception], exit_code: int) ->
 
 
 def _child(connection: Connection, job: Job, options: dict[str, Any]) -> None:
-    # Nothing is compiled to the end: no pool of compilers. What torch warns of is of a run, not of its recording.
+    # Nothing is compiled to the end, so no pool of compilers. torch's warnings are about a run, not a recording.
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
@@ -421,5 +430,5 @@ def _child(connection: Connection, job: Job, options: dict[str, Any]) -> None:
         send(error)
     except BaseException as error:
         send(TraceError(f"{type(error).__name__}: {error}"))
-    # Not by the interpreter's way out: autograd's thread for the device would sometimes abort it.
+    # Skip the interpreter's own exit, which autograd's thread for the fake device sometimes aborts.
     os._exit(0)

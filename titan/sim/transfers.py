@@ -200,11 +200,11 @@ class Transfers:
     def wait(self, work: int) -> None:
         self.record(AwaitWork(self.stream(), work))
 
-    def _group(self, given: Any) -> Group:
+    def _group(self, group: Any) -> Group:
         group = (
-            torch_compat.resolve_group(given)
-            if isinstance(given, str)
-            else self._process_group(given)
+            torch_compat.resolve_group(group)
+            if isinstance(group, str)
+            else self._process_group(group)
         )
         name = group.group_name
         if name not in self.groups:
@@ -220,8 +220,8 @@ class Transfers:
         name = f"{group.name}: {first} and {second}"
         return self.groups.setdefault(name, Group(name, group.axes, (first, second)))
 
-    def _process_group(self, given: Any) -> Any:
-        return given if isinstance(given, dist.ProcessGroup) else dist.ProcessGroup.unbox(given)
+    def _process_group(self, group: Any) -> Any:
+        return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
 
     def _axes_of(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
         """Those along which the ranks differ. Ranks lie in the mesh row by row."""
