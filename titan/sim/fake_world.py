@@ -1,6 +1,6 @@
-"""What the program believes to run in: a device, a process group of the whole world, fake tensors.
+"""Set up what the program believes to run in: a device, a process group of the whole world, fake tensors.
 
-Everything is set up for the life of the process, which makes its recordings and ends.
+All of it lasts for the life of the process, which records and ends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 def fake_world(
     layout: Layout, *, rank: int, device_kind: device.DeviceKind
 ) -> Iterator[tuple[torch.device, DeviceMesh]]:
-    """A rank of a fake world, and fake tensors inside of it."""
+    """Become a rank of a fake world. Tensors made inside are fake. Yields the device and the mesh."""
     fake_device = device.register(device_kind)
     torch_compat.init_fake_process_group(device.NAME, rank=rank, world_size=layout.world_size)
     _replace_generic_names()
@@ -37,11 +37,11 @@ def fake_world(
 
 
 def impersonate_rank(rank: int, mesh: DeviceMesh) -> int:
-    """Make the program believe that this rank is another, which differs from it in its pipeline stage alone; returns by how many ranks.
+    """Make the program believe that this rank is another one, in another pipeline stage. Return the distance in ranks.
 
-    All that a stage's number depends on is the rank within the pipeline's group: there the two change places. Groups
-    along other axes stay this rank's own, and are as large. Not where the pipeline is the whole world: its own number in that
-    torch does not look up.
+    A stage's number depends only on the rank within the pipeline's group, so the two ranks change places there. Groups along
+    other axes stay this rank's own and have the same size. Not supported if the pipeline group is the whole world: torch does
+    not look up the rank there.
     """
     own = dist.get_rank()
     shift = rank - own
@@ -55,24 +55,24 @@ def impersonate_rank(rank: int, mesh: DeviceMesh) -> int:
 
 
 def _replace_generic_names() -> None:
-    """torch's device-independent streams, and generators, know devices of its C++ side only."""
+    """Replace torch's device-independent streams and generators, which know only devices of its C++ side."""
     torch.Stream, torch.Event = device.Stream, device.Event  # pyright: ignore
     torch.accelerator.current_stream = lambda *_: device.current()  # pyright: ignore
     torch.accelerator.is_available = lambda: False  # or Dynamo would look into its streams
     generator = torch.Generator
 
     class Generator:
-        """One of the host: numbers are not drawn."""
+        """A generator of the host. No numbers are drawn from it."""
 
         def __new__(cls, device: Any = "cpu") -> Any:
             return generator("cpu")
 
     torch.Generator = Generator  # pyright: ignore
-    # Unless told otherwise, of CUDA's generators: so do pipelines of torch 2.12.
+    # Its default is CUDA's generators, and pipelines of torch 2.12 leave it at that.
     torch.random.fork_rng = partial(torch.random.fork_rng, device_type=device.NAME)
     Tensor.pin_memory = lambda tensor, *_, **__: tensor  # pyright: ignore
-    # Only titan.parallel.offload calls it (FSDP2 waits for events instead). Not modelled: that what was copied to the host is given back when
-    # the copy is through, a block later than here.
+    # Only titan.parallel.offload calls it (FSDP2 waits for events instead). Not modelled: memory that is copied to the
+    # host is freed when the copy ends, a block later than here.
     Tensor.record_stream = lambda *_: None  # pyright: ignore
     # It copies plain tensors only, which here are fake ones.
     offload.Tensor = torch_compat.FakeTensor  # pyright: ignore

@@ -1,8 +1,8 @@
-"""Where in the program the host is: phase, module, pipeline action; for forward passes, their recomputation, and backward.
+"""Track where in the program the host is: phase, module, and pipeline action.
 
-Calls of modules are enclosed from outside, by the attribute where torch looks for a compiled call: hooks would be compiled
-along. A module's backward pass is recognised by numbers: autograd numbers its nodes as a forward pass makes them, so
-that a node belongs to the module that was running when its number was given.
+Calls of modules are wrapped from outside, at the attribute where torch looks for a compiled call. Hooks would be compiled
+along with the module. A module's backward pass is recognised by numbers: autograd numbers its nodes as a forward pass makes
+them, so a node belongs to the module that was running when it got its number.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from titan.parallel.init_weights import canonical_name
 from . import torch_compat
 from .trace import Phase, Scope
 
-_NO_NUMBER = 2**63  # of nodes that accumulate gradients: they are numbered last
+_NO_NUMBER = 2**63  # nodes that accumulate gradients are numbered from here on
 
 
 class ScopeTracker:
-    """on_backward: called when a backward pass begins, after a forward pass."""
+    """The current scope. on_backward: called when a backward pass begins."""
 
     def __init__(self) -> None:
         self.phase: Phase = "setup"
         self.action = ""
-        # Id of an error, which must not keep its frames alive, and the innermost module.
+        # The id of an error (the error itself would keep its frames alive), and the innermost module.
         self._failure = (0, "")
         self.on_backward: Callable[[], None] = lambda: None
         self._path: list[str] = [""]
@@ -42,16 +42,18 @@ class ScopeTracker:
         self._scopes: dict[tuple[Phase, str, str], Scope] = {}
 
     def begin(self) -> None:
-        """Of another program."""
+        """Start over for another program."""
         self.phase, self.action, self._in_backward = "setup", "", False
 
     def current(self) -> Scope:
+        """Return the scope of what runs now."""
         phase, module = self.phase, self._path[-1]
         in_backward = torch_compat.in_backward()
         if in_backward is not self._in_backward:
             self._in_backward = in_backward
             if in_backward:
                 self.on_backward()
+        # The optimizer may run within the backward pass (early_step_in_backward).
         if in_backward and phase != "optimizer":
             phase = "recompute" if self._recomputing else "backward"
             if not self._recomputing:
@@ -81,8 +83,7 @@ class ScopeTracker:
         return self._backward_module
 
     def enter_compiled(self, inner: str, recomputes: bool) -> None:
-        """Compiled code comes to an operation of a module within the one that is running; in a backward pass, whether it does
-        a part of the forward pass again."""
+        """Note the module, within the running one, that compiled code has reached, and whether it recomputes there."""
         self._compiled = (inner, recomputes)
 
     def begin_step(self) -> None:
@@ -99,7 +100,7 @@ class ScopeTracker:
             self.phase = before
 
     def watch_fsdp(self) -> None:
-        """Know whose parameters FSDP gathers, and whose gradients it reduces, where no module runs: between a pipeline's actions."""
+        """Know for which module FSDP communicates when no module runs: between a pipeline's actions."""
 
         def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
             def communicate(group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -118,7 +119,7 @@ class ScopeTracker:
             torch_compat.replace(module, f"FSDPParamGroup.{name}", wrap)
 
     def module_that_raised(self, error: BaseException | None) -> str:
-        """The innermost, of an error or what it was raised from."""
+        """Return the innermost module of an error, or of an error that caused it."""
         failure, name = self._failure
         while error is not None:
             if id(error) == failure:
@@ -129,7 +130,7 @@ class ScopeTracker:
     # ---- modules -------------------------------------------------------------------------------
 
     def watch(self, model: nn.Module) -> None:
-        """Know when the model's modules run; within compiled ones nothing is known."""
+        """Wrap the model's modules. What runs within a compiled one is not seen here."""
         compiled: list[str] = []
         for name, module in model.named_modules():
             if any(name.startswith(f"{outer}.") for outer in compiled):

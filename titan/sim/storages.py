@@ -1,8 +1,8 @@
-"""Device memory: every storage from its allocation to its end, and what it was for.
+"""Follow device memory: every storage from its allocation to its end, and its category.
 
-A storage ends when its last tensor does, which a weak reference notices; FSDP gives memory back and takes it anew within one
-storage, by resizing it. What memory was for shows later than when it is made, so that an Allocate event is given its
-category when that is known, at the latest when the step ends:
+A storage ends with its last tensor, which a weak reference notices. FSDP frees and takes memory within one storage, by
+resizing it. The category of memory is known later than its allocation, so an Allocate event gets its category when it is
+known, at the latest when the step ends:
 
     parameters    was there when the program was built
     activations   was made in a forward pass and there when a backward pass began
@@ -37,7 +37,7 @@ class _Storage:
 
 
 class Storages:
-    """record: takes an event. place: where the program is. stream: that is current."""
+    """All storages of a program. record: takes an event. scope, stream: return the current ones."""
 
     def __init__(
         self,
@@ -52,13 +52,13 @@ class Storages:
         self._made: dict[int, Allocate] = {}  # since the pass began, by block
 
     def add(self, tensor: Tensor) -> None:
-        """A tensor that an operation returned: its storage may be new."""
+        """Note a tensor that an operation returned. Its storage may be new."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._live:
             self._take(self._watch(storage), storage.nbytes())
 
     def adopt(self, tensor: Tensor, event: Allocate) -> None:
-        """The tensor's storage is what the event, recorded before, allocated."""
+        """Note that a tensor's storage is what an event that was recorded before has allocated."""
         entry = self._watch(tensor.untyped_storage())
         entry.event = event
         self._made[event.block] = event
@@ -74,7 +74,7 @@ class Storages:
         return entry
 
     def stand_in(self, memory: Tensor, done: Callable[[int], None]) -> int:
-        """Memory that counts as none; `done` is told its address when it ends, which is returned."""
+        """Watch memory that does not count. Return its address, with which `done` is called when it ends."""
         storage = memory.untyped_storage()
         address = storage._cdata
 
@@ -86,12 +86,12 @@ class Storages:
         return address
 
     def block_of(self, tensor: Tensor) -> int:
-        """-1: it has no memory here."""
+        """Return the block of a tensor's memory, or -1 if it has none here."""
         entry = self._live.get(tensor.untyped_storage()._cdata)
         return entry.event.block if entry and entry.event else -1
 
     def resize(self, storage: Any, size: int) -> None:
-        """Before `storage` is resized: FSDP frees and takes memory so."""
+        """Note that `storage` is about to be resized, which is how FSDP frees and takes memory."""
         entry = self._live.get(storage._cdata)
         if entry is None or (entry.event.size_bytes if entry.event else 0) == size:
             return
@@ -100,7 +100,7 @@ class Storages:
         self._take(entry, size)
 
     def take(self, size: int) -> int:
-        """Memory that is no tensor's, within compiled code; returns the block."""
+        """Allocate memory that belongs to no tensor, within compiled code. Return its block."""
         return self.allocate(size, self.stream(), "temporary", self.scope()).block
 
     def allocate(self, size: int, stream: int, category: Category, scope: Scope) -> Allocate:
@@ -130,7 +130,7 @@ class Storages:
     # ---- what it was for -----------------------------------------------------------------------
 
     def mark(self, tensors: Iterable[Tensor], category: Category) -> None:
-        """These tensors' memory is of a category, from its beginning."""
+        """Set the category of these tensors' memory, also for its past."""
         for tensor in tensors:
             entry = self._live.get(tensor.untyped_storage()._cdata)
             if entry is not None and (entry.category is None or category == "gradients"):
@@ -139,14 +139,14 @@ class Storages:
                     entry.event.category = category
 
     def attribute(self, tensors: Iterable[Tensor], module: str) -> None:
-        """These tensors' memory is there for a module."""
+        """Charge these tensors' memory to a module."""
         for tensor in tensors:
             entry = self._live.get(tensor.untyped_storage()._cdata)
             if entry is not None and entry.event is not None:
                 entry.event.scope = replace(entry.event.scope, module=module)
 
     def mark_made(self, category: Category) -> None:
-        """All that was made since the last call of `begin`, is there and has no category."""
+        """Set the category of what was made since the last `begin`, still exists and has none."""
         for entry in self._live.values():
             if entry.event is not None and entry.event.block in self._made and not entry.category:
                 made_in = entry.event.scope.phase
@@ -159,7 +159,7 @@ class Storages:
         return bool(self._live)
 
     def forget(self) -> None:
-        """What is there is another program's."""
+        """Forget all storages: they belong to another program."""
         self._live.clear()
         self._made.clear()
 

@@ -1,4 +1,4 @@
-"""Where a rank's step went: what ran when, and what its compute stream waited for whenever it was idle. Imports no torch."""
+"""Sum up a rank's step: what ran when, and what its compute stream waited for whenever it was idle. Imports no torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Lane:
 
     @property
     def num_steps(self) -> int:
-        """Steps that are over."""
+        """Return how many steps have ended."""
         return len(self.cuts) - 1
 
 
@@ -78,7 +78,7 @@ class RankTimeline:
 
     @property
     def bubble_s(self) -> float:
-        """Idle for the pipeline's sake: waiting for other stages, or for what they send."""
+        """Return the time spent waiting for other stages, or for what they send."""
         exposed = (s for axis, s in self.exposed_s.items() if "pp" in axis.split("+"))
         return self.peers_s + sum(exposed)
 
@@ -109,14 +109,14 @@ class Timeline:
 
 
 def axis_of(group: Group) -> str:
-    """A group's axes as one word, such as "dp_shard+cp"."""
+    """Return a group's axes as one word, such as "dp_shard+cp"."""
     return "+".join(group.axes) or ("one rank" if len(group.ranks) == 1 else group.name)
 
 
 def summarise(
     rank: int, lanes: Sequence[Lane], transfers: Sequence[Ran], *, step_s: float, origin: float
 ) -> RankTimeline:
-    """The last step of a rank. step_s: of all ranks together; origin: what intervals count from."""
+    """Sum up the last step of a rank. step_s: of all ranks together. origin: the time from which intervals count."""
     result = RankTimeline(rank)
     axes = {id(ran.transfer): ran.axis for ran in transfers}
     (begin, first), (end, last) = lanes[0].cuts[-2:]
@@ -127,11 +127,12 @@ def summarise(
             result.by_kind_s[what.kernel.kind] += stop - start
         else:
             _attribute(result, what, start, stop, axes)
-    if lanes[0].num_steps == 1:  # in consecutive steps, what runs on goes beside the next one
+    # With one step, it ends with the last stream. In consecutive steps, the rest runs beside the next one.
+    if lanes[0].num_steps == 1:
         slowest = max(lanes, key=lambda lane: lane.cuts[-1][0])
         _attribute(result, slowest, end, slowest.cuts[-1][0], axes)
         end = slowest.cuts[-1][0]
-    result.peers_s += step_s - (end - begin)  # the slowest rank is still at it
+    result.peers_s += step_s - (end - begin)  # the slowest rank is still busy
     for lane in lanes:
         for start, stop, what in lane.segments[lane.cuts[-2][1] : lane.cuts[-1][1]]:
             if isinstance(what, Launch):

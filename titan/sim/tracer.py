@@ -1,7 +1,8 @@
-"""Records what a rank does: every operation that torch dispatches, on fake tensors, as an event of titan.sim.trace.
+"""Record what a rank does: every operation that torch dispatches, on fake tensors, as an event of titan.sim.trace.
 
-Lies between autograd and the fake tensors. Tensor subclasses (DTensor, torchao's) come apart first, so that what is seen are
-the plain operations that a device runs; what torch computes for itself (output shapes for DTensor, compilation) is not seen.
+The tracer sits between autograd and the fake tensors. Tensor subclasses (DTensor, torchao's) come apart before it, so it
+sees the plain operations that a device runs. It does not see what torch computes for itself: output shapes for DTensor,
+compilation.
 """
 
 from __future__ import annotations
@@ -45,8 +46,10 @@ _UNSHARDED = {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "fsdp::ch
 
 
 class Tracer(TorchDispatchMode):
-    """Inside of a FakeTensorMode. `events` holds what was recorded; replace it to begin anew. remembers: what a compiled program
-    did, instead of running it each time."""
+    """Use it inside a FakeTensorMode. `events` holds what was recorded; assign a new list to start over.
+
+    remembers: replay what a compiled program did instead of running it each time.
+    """
 
     supports_higher_order_operators = True
 
@@ -78,10 +81,10 @@ class Tracer(TorchDispatchMode):
         return True
 
     def begin(self) -> None:
-        """Recording another program: nothing is left of the one before."""
+        """Begin another program, with nothing left of the one before."""
         if self.storages.any:
             gc.collect()
-        gc.freeze()  # what was imported and compiled is not to be looked through again
+        gc.freeze()  # spare the collector what was imported and compiled
         self.events = []
         self.scopes.begin()
         self.storages.forget()
@@ -91,7 +94,7 @@ class Tracer(TorchDispatchMode):
         self.events.append(event)
 
     def paused(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, without a record of what it dispatches."""
+        """Wrap a function so that what it dispatches is not recorded."""
 
         @functools.wraps(function)
         def quiet(*args: Any, **kwargs: Any) -> Any:
@@ -102,7 +105,7 @@ class Tracer(TorchDispatchMode):
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """What is dispatched inside is not recorded."""
+        """Record nothing inside."""
         self._paused += 1
         try:
             yield
@@ -129,8 +132,9 @@ class Tracer(TorchDispatchMode):
             raise
 
     def _note_error(self, error: Exception) -> None:
-        """Autograd's thread may lose an error. For a device in Python it may even abort the process: restoring the device's stream, it
-        calls Python, where it must not fail and does with an error on its way."""
+        """Keep an error that autograd's thread may lose."""
+        # For a device in Python, torch may even abort: on the way out it restores the device's stream, which calls
+        # Python, and that call fails while an error is set.
         self.error = error
         if torch_compat.in_backward():
             self.on_backward_error(error)
@@ -193,7 +197,7 @@ class Tracer(TorchDispatchMode):
             self.record(Synchronize(device.current_stream(), f"{op.name} between device and host"))
 
     def launch_on_host(self, kernel: Kernel) -> None:
-        """Of parameters that are offloaded, the norm of gradients and the optimizer's update."""
+        """Record what the host computes itself: the norm and the update of offloaded parameters."""
         if kernel.read_bytes + kernel.write_bytes >= _LEAST_HOST_BYTES:
             kernel = self._kernels.setdefault(kernel, kernel)
             self.record(Launch(kernel, HOST, self.scopes.current()))
@@ -215,7 +219,7 @@ class Tracer(TorchDispatchMode):
 
     @contextmanager
     def compiled(self) -> Iterator[None]:
-        """What is launched inside is launched by compiled code."""
+        """Count what is launched inside as launched by compiled code."""
         before = (self._compiled, self._host)
         self._compiled, self._host = True, "compiled"
         try:
@@ -229,7 +233,7 @@ class Tracer(TorchDispatchMode):
             return op.func(*args, **kwargs)
 
     def _read(self, tensor: Tensor) -> int | float | bool:
-        """A fake tensor has no value. Numbers are one, which may be divided by; loops that ask whether any is left end."""
+        """Return a value, which fake tensors lack: 1 for numbers, safe to divide by; False for booleans, so loops over data end."""
         if tensor.fake_device.type == device.NAME:  # pyright: ignore
             self.record(Synchronize(device.current_stream(), "a value is read"))
         if tensor.dtype == torch.bool:
@@ -258,7 +262,7 @@ class Tracer(TorchDispatchMode):
 
 
 def _may_run_on(op: Operator, args: Any, kwargs: Any) -> bool:
-    """Whether the host does not wait for a copy."""
+    """Return whether the host goes on during a copy."""
     for i, argument in enumerate(op.func._schema.arguments):
         if argument.name == "non_blocking":
             return bool(args[i] if i < len(args) else kwargs.get("non_blocking", False))

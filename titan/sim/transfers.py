@@ -1,8 +1,8 @@
-"""Collectives, sends and receives as torch issues them: which operator sends what, to whom, and what waits for it.
+"""Record collectives, sends and receives as torch issues them: what each sends, to whom, and what waits for it.
 
-torch.distributed's own calls (c10d) run on the current stream unless they are asynchronous; functional ones (_c10d_functional,
-which DTensor uses) always run on their group's stream and are waited for by `wait_tensor`. A send or receive that is not
-issued together with others goes through a communicator of its two ranks, as NCCL makes one for each pair.
+torch.distributed's own calls (c10d) run on the current stream unless they are asynchronous. Functional ones
+(_c10d_functional, which DTensor uses) always run on their group's stream, and `wait_tensor` waits for them. A send or
+receive that is issued alone goes through a communicator of its two ranks, because NCCL makes one for each pair.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class UnknownCollective(RuntimeError):
 
 @dataclass
 class Collective:
-    """How to read a call. Each is an index of the operator's arguments; -1: it has none."""
+    """How to read a call: the indices of the operator's arguments, -1 for one that it lacks."""
 
     kind: CollectiveKind | None  # None: wait_tensor
     data: int
@@ -71,7 +71,7 @@ class Collective:
 
 
 def collective_of(func: Any) -> Collective | None:
-    """None: not a collective. Raises UnknownCollective."""
+    """Return how to read an operator's calls, or None if it is no collective. Raises UnknownCollective."""
     if func.namespace not in _NAMESPACES:
         return None
     name, names = func._schema.name, [a.name for a in func._schema.arguments]
@@ -95,7 +95,7 @@ def collective_of(func: Any) -> Collective | None:
 
 
 class Transfers:
-    """Turns calls into events, and gives works their numbers."""
+    """Turn calls into events, and number their works."""
 
     def __init__(
         self, mesh: DeviceMesh, record: Callable[[Event], None], *, stream: Callable[[], int]
@@ -111,13 +111,13 @@ class Transfers:
         self._patch_works()
 
     def begin(self, shift: int) -> None:
-        """Recording another rank, so many further on."""
+        """Begin another rank, at this distance from the process's own."""
         self.groups, self.shift = {}, shift
 
     def issue(
         self, collective: Collective, func: Any, args: Any, kwargs: Any, result: Any, scope: Scope
     ) -> int:
-        """Returns the work's number; 0: nothing was sent."""
+        """Record a call. Return the number of its work, or 0 if nothing was sent."""
         if collective.kind is None:
             work = self._waited.pop(args[0].untyped_storage()._cdata, 0)
             if work:
@@ -165,21 +165,21 @@ class Transfers:
         return work
 
     def is_awaited(self, tensor: Tensor) -> bool:
-        """Whether it is a functional collective's result that is under way."""
+        """Return whether a tensor is the result of a functional collective that still runs."""
         return bool(self._waited) and tensor.untyped_storage()._cdata in self._waited
 
     def number_of_work(self) -> int:
         return next(self._works)
 
     def again(self, transfer: Transfer, *, work: int, scope: Scope, shift: int) -> None:
-        """Issue what was issued before, acting as a rank so many after this one. None is to another stage."""
+        """Issue an earlier transfer again. shift: distance of the rank that issued it. No transfer goes to another stage."""
         moved = self.shift - shift
         peer = transfer.peer + moved if transfer.peer >= 0 else -1
         self._group(transfer.group)
         self.record(replace(transfer, work=work, scope=scope, peer=peer))
 
     def read(self, data: Tensor, group_name: str, peer: int, *, scope: Scope) -> None:
-        """Read as much as `data` from the memory of a rank of a group."""
+        """Record a read of as much as `data` from the memory of a rank of a group."""
         group = self._group(group_name)
         size, dtype = data.numel() * data.dtype.itemsize, str(data.dtype)[6:]
         source = group.ranks[peer]
@@ -224,7 +224,7 @@ class Transfers:
         return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
 
     def _axes_of(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
-        """Those along which the ranks differ. Ranks lie in the mesh row by row."""
+        """Return the axes along which ranks differ. The mesh holds ranks row by row."""
         varying, size = [], 1
         for axis, degree in reversed(list(zip(self.axes, self.mesh_shape, strict=True))):
             if len({rank // size % degree for rank in ranks}) > 1:
