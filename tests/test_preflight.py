@@ -47,12 +47,12 @@ def facts(rank: int, slow: dict[str, float] | None = None, **changed: Any) -> Ra
     return RankFacts(rates=rates | (slow or {}), **(values | changed))
 
 
-def found(ranks: list[RankFacts], *, checkpoint_gib: float = 1.0) -> list[str]:
+def problems_of(ranks: list[RankFacts], *, checkpoint_gib: float = 1.0) -> list[str]:
     return problems(ranks, load_profile("h100-sxm"), checkpoint_gib=checkpoint_gib, num_kept=2)
 
 
 def test_equal_ranks_have_no_problems() -> None:
-    assert found([facts(rank) for rank in range(4)]) == []
+    assert problems_of([facts(rank) for rank in range(4)]) == []
 
 
 def test_each_outlier_is_named_with_rank_host_and_figure() -> None:
@@ -63,7 +63,7 @@ def test_each_outlier_is_named_with_rank_host_and_figure() -> None:
     ranks[5] = facts(5, {LINK: 150.0, "memory, copy": 2700.0})  # the copy is within 10 %
     ranks[6] = facts(6, disk=DiskFacts(folder="/out", free_gib=1.5))
     ranks[7] = facts(7, disk=DiskFacts(folder="/out", free_gib=9.0, error="Read-only file system"))
-    assert found(ranks) == [
+    assert problems_of(ranks) == [
         "rank 4 on node2: nccl is 2.27, on most ranks 2.28",
         "rank 4 on node2: its clock is -2.5 s off rank 0's; run locks and logs need clocks that agree (NTP)",
         "rank 3 on node1: matrix product, bfloat16 560 TFLOP/s, 20% below the median 700 (at 1200 of 1980 MHz, 88 C)",
@@ -74,7 +74,7 @@ def test_each_outlier_is_named_with_rank_host_and_figure() -> None:
 
 
 def test_all_ranks_below_the_profile_are_a_problem_too() -> None:
-    [problem] = found([facts(rank, {MATMUL: 350.0}) for rank in range(4)])
+    [problem] = problems_of([facts(rank, {MATMUL: 350.0}) for rank in range(4)])
     assert problem.startswith(
         "all ranks: matrix product, bfloat16 350 TFLOP/s, where the hardware profile expects"
     )
@@ -209,7 +209,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         assert not list(tmp_path.iterdir())
     finally:
         subprocess.run(["umount", tmp_path], check=True)
-    [cannot, too_little] = found([facts(0, {"dp_shard all-reduce": 480.0}, disk=full)])
+    [cannot, too_little] = problems_of([facts(0, {"dp_shard all-reduce": 480.0}, disk=full)])
     assert cannot == f"rank 0 on node0: {tmp_path} cannot be written: No space left on device"
     assert "2 checkpoints of 1 GiB need 2" in too_little
 

@@ -29,18 +29,18 @@ def test_figures_come_back(share: float, fp8: float, tmp_path: Path) -> None:
     figures = fit(base, Cost(machine).kernel_s, sizes=LARGE, dtypes=("bfloat16", "float8"))
     file = tmp_path / "mine.toml"
     file.write_text(to_toml("mine", base.name, figures, note="a test"))
-    found = load_profile(file)
-    assert found.matmul_share["bfloat16"] == pytest.approx(share, rel=0.01)
-    assert found.matmul_share["float8"] == pytest.approx(fp8, rel=0.01)
-    assert found.matmul_share["float32"] == base.matmul_share["float32"]  # was not measured
-    assert found.kernel_min_us == pytest.approx(4.0)
-    assert found.attention_causal_share == pytest.approx(0.8, rel=0.01)
+    calibrated = load_profile(file)
+    assert calibrated.matmul_share["bfloat16"] == pytest.approx(share, rel=0.01)
+    assert calibrated.matmul_share["float8"] == pytest.approx(fp8, rel=0.01)
+    assert calibrated.matmul_share["float32"] == base.matmul_share["float32"]  # was not measured
+    assert calibrated.kernel_min_us == pytest.approx(4.0)
+    assert calibrated.attention_causal_share == pytest.approx(0.8, rel=0.01)
     for size in (10**5, 10**6, 10**7, 10**8, 10**9):
-        assert on_curve(found.memory_share, size) == pytest.approx(on_curve(machine.memory_share, size), rel=0.01)  # fmt: skip
+        assert on_curve(calibrated.memory_share, size) == pytest.approx(on_curve(machine.memory_share, size), rel=0.01)  # fmt: skip
     for length in (512, 4096, 16384):
         for curve in ("attention_forward_tflops", "attention_backward_tflops"):
-            assert on_curve(getattr(found, curve), length) == pytest.approx(on_curve(getattr(machine, curve), length), rel=0.01)  # fmt: skip
-    assert found.sources["matmul_share"] == "a test" and found.num_sms == base.num_sms
+            assert on_curve(getattr(calibrated, curve), length) == pytest.approx(on_curve(getattr(machine, curve), length), rel=0.01)  # fmt: skip
+    assert calibrated.sources["matmul_share"] == "a test" and calibrated.num_sms == base.num_sms
 
 
 def test_a_folder_that_is_not_there_is_told_before_anything_is_measured(

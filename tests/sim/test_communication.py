@@ -79,7 +79,7 @@ def test_schedules_run_to_their_end(schedule: str) -> None:
     config = job(batch=4, layers=8, parallelism={PP: 2, SCHEDULE: schedule})
     traces = trace_ranks(config, world_size=4, processes=2)
     transfers = [events_of(trace.step, Transfer) for trace in traces.values()]
-    sent, received = ([t for t in of if t.peer >= 0] for of in transfers)
+    sent, received = ([t for t in side if t.peer >= 0] for side in transfers)
     assert [t.size_bytes for t in sent if t.kind == "send"] == [t.size_bytes for t in received if t.kind == "recv"]  # fmt: skip
     timeline = replay(traces, Cost(load_profile("h100-sxm")))
     assert 0 < timeline.bubble_fraction < 1

@@ -52,8 +52,8 @@ def real_saved(config: JobConfig) -> int:
     outputs: set[int] = set()
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        given = [t for arg in args for t in (arg if isinstance(arg, tuple) else (arg,))]
-        inputs.update(t.untyped_storage().data_ptr() for t in given if isinstance(t, Tensor))
+        arguments = [t for arg in args for t in (arg if isinstance(arg, tuple) else (arg,))]
+        inputs.update(t.untyped_storage().data_ptr() for t in arguments if isinstance(t, Tensor))
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
             output = call(*args, **kwargs)
         inputs.update(p.untyped_storage().data_ptr() for p in block.parameters())
@@ -67,8 +67,8 @@ def real_saved(config: JobConfig) -> int:
 
 def traced_saved(trace: Trace) -> int:
     """The same of a trace, with the block's output."""
-    made = [e for e in events_of(trace.step, Allocate) if e.category == "activations"]
-    return sum(e.size_bytes for e in made if f"{e.scope.module}.".startswith("layers.1."))
+    allocations = [e for e in events_of(trace.step, Allocate) if e.category == "activations"]
+    return sum(e.size_bytes for e in allocations if f"{e.scope.module}.".startswith("layers.1."))
 
 
 @pytest.mark.parametrize("kind", in_turn(RECOMPUTE, slow=["keep all", "full", "budget"]))
@@ -101,10 +101,10 @@ def test_every_later_step_is_the_same() -> None:
 
 
 def flops(trace: Trace) -> Counter[str]:
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for launch in events_of(trace.step, Launch):
-        found[launch.scope.phase] += launch.kernel.flops
-    return +found
+        counts[launch.scope.phase] += launch.kernel.flops
+    return +counts
 
 
 def moved(trace: Trace) -> int:
@@ -180,10 +180,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def sent(trace: Trace) -> Counter[Any]:
-    found: Counter[Any] = Counter()
+    counts: Counter[Any] = Counter()
     for e in events_of(trace.step, Transfer):
-        found[e.kind, trace.groups[e.group].axes, e.dtype] += e.size_bytes
-    return found
+        counts[e.kind, trace.groups[e.group].axes, e.dtype] += e.size_bytes
+    return counts
 
 
 @pytest.mark.parametrize("layout", in_turn(LAYOUTS, slow=["TP", "CP all-gather", "CP Ulysses"]))

@@ -102,10 +102,10 @@ def recordings(request: TraceRequest, stages: list[Depth]) -> dict[int, tuple[Tr
     together = _Plan(request, stages, None, lambda *_: None).jobs(1)
     alone = [Job((request.config,), world, (rank,), request.device_kind) for rank in ranks]
     extended, whole = {}, {}
-    for jobs, found, remembers in ((together, extended, True), (alone, whole, False)):
+    for jobs, actual, remembers in ((together, extended, True), (alone, whole, False)):
         for number, traces in trace_jobs(jobs, 2, remembers=remembers):
             assert isinstance(traces, list), traces
-            found |= zip(jobs[number].ranks, traces, strict=True)
+            actual |= zip(jobs[number].ranks, traces, strict=True)
     return {rank: (extended[rank], whole[rank]) for rank in ranks}
 
 
@@ -132,13 +132,13 @@ def test_extended_is_whole(name: str) -> None:
     stages = shallow(request)
     assert stages is not None
     whole, extended = {}, {}
-    for rank, (found, full) in recordings(request, stages).items():
-        whole[rank], extended[rank] = full, found
+    for rank, (actual, full) in recordings(request, stages).items():
+        whole[rank], extended[rank] = full, actual
         numbers = defaultdict[str, dict[int, int]](dict), defaultdict[str, dict[int, int]](dict)
         for section in ("setup", "first_step", "step"):
-            assert len(getattr(found, section)) == len(getattr(full, section)) > 0
+            assert len(getattr(actual, section)) == len(getattr(full, section)) > 0
             expected = canonical(full, section, numbers[0])
-            for a, b in zip(expected, canonical(found, section, numbers[1]), strict=True):
+            for a, b in zip(expected, canonical(actual, section, numbers[1]), strict=True):
                 assert a == b
     profile = load_profile("h100-sxm")
     assert replay(extended, Cost(profile)).step_s == replay(whole, Cost(profile)).step_s
@@ -156,5 +156,5 @@ def test_blocks_that_are_not_alike_are_refused() -> None:
     config = job({"activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"}})
     request = TraceRequest(config, resolve_layout(config, 2))
     [together] = _Plan(request, [Depth(0, 15)], None, lambda *_: None).jobs(1)
-    [(_, told)] = trace_jobs([together], 1)
-    assert isinstance(told, CannotExtrapolate)
+    [(_, result)] = trace_jobs([together], 1)
+    assert isinstance(result, CannotExtrapolate)

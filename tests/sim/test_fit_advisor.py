@@ -41,10 +41,10 @@ def test_it_fits(
     facts = json.loads(check(capsys, "--hardware", "h100-sxm", "--json"))
     assert facts["fits"] and facts["memory_method"] == "simulation" and facts["fixes"] == []
     assert facts["simulation"]["memory"]["peak_reserved_gib"] > 0
-    said = check(capsys, "--hardware", "h100-sxm")
-    assert "simulated on h100-sxm" in said and "\nfits: " in said
-    said = check(capsys, "--hardware", "l4")  # of which there is no profile
-    assert "not simulated: the simulator has no profile of l4" in said and "\nfits: " in said
+    printed = check(capsys, "--hardware", "h100-sxm")
+    assert "simulated on h100-sxm" in printed and "\nfits: " in printed
+    printed = check(capsys, "--hardware", "l4")  # of which there is no profile
+    assert "not simulated: the simulator has no profile of l4" in printed and "\nfits: " in printed
 
 
 def test_it_does_not_fit_and_what_would(
@@ -65,8 +65,8 @@ def test_it_does_not_fit_and_what_would(
     speeds = [fix["tokens_per_s_per_gpu"] for fix in fixes]
     assert speeds == sorted(speeds, reverse=True)
     assert all(fix["peak_reserved_gib"] <= needed for fix in fixes)
-    said = check(capsys, "--hardware", "h100-sxm")
-    assert "DOES NOT FIT" in said and "changes that make it fit, the fastest first:" in said
+    printed = check(capsys, "--hardware", "h100-sxm")
+    assert "DOES NOT FIT" in printed and "changes that make it fit, the fastest first:" in printed
 
 
 def test_changes_keep_the_global_batch() -> None:

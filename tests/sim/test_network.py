@@ -12,7 +12,7 @@ H200, H100 = load_profile("h200-sxm"), load_profile("h100-sxm")
 MIB = 2**20
 
 
-def made(kind: CollectiveKind, size: int, *, peer: int = -1) -> Transfer:
+def transfer_of(kind: CollectiveKind, size: int, *, peer: int = -1) -> Transfer:
     return Transfer(kind, "g", size, "bfloat16", 0, True, 0, Scope("forward"), peer)
 
 
@@ -26,18 +26,18 @@ def group(ranks: range) -> Group:
 )  # fmt: skip
 def test_published_all_reduce(mib: int, bus_gb_per_s: float) -> None:
     """8 H200, NCCL 2.27 (ml-engineering): the algorithm and the protocol change twice on the way."""
-    seconds = transfer_s(made("all_reduce", mib * MIB), group(range(8)), H200)
+    seconds = transfer_s(transfer_of("all_reduce", mib * MIB), group(range(8)), H200)
     assert 1.75 * mib * MIB / seconds / 1e9 == pytest.approx(bus_gb_per_s, rel=0.13)
 
 
 def test_gathering_is_a_ring() -> None:
-    seconds = transfer_s(made("all_gather", 1 << 30), group(range(8)), H100)
+    seconds = transfer_s(transfer_of("all_gather", 1 << 30), group(range(8)), H100)
     assert seconds == pytest.approx(7 / 8 * 2**30 / 368e9, rel=0.03)
-    assert seconds == transfer_s(made("reduce_scatter", 1 << 30), group(range(8)), H100)
+    assert seconds == transfer_s(transfer_of("reduce_scatter", 1 << 30), group(range(8)), H100)
 
 
 def test_placement_decides_which_links() -> None:
-    gather = made("all_gather", 1 << 30)
+    gather = transfer_of("all_gather", 1 << 30)
     within = price_transfer(gather, group(range(8, 16)), H100, rank=8)
     strided = price_transfer(gather, group(range(0, 64, 8)), H100, rank=0)
     filling = price_transfer(gather, group(range(64)), H100, rank=0)
@@ -55,7 +55,7 @@ def test_placement_decides_which_links() -> None:
 
 
 def test_small_messages_cost_latency_that_grows_with_the_ring() -> None:
-    tiny = made("all_gather", 1024)
+    tiny = transfer_of("all_gather", 1024)
     seconds = [transfer_s(tiny, group(range(n)), H100) for n in (2, 8, 64, 512)]
     assert seconds == sorted(seconds)
     assert seconds[0] == pytest.approx(7.2e-6, rel=0.01)  # LL: 6.6 us and a hop of 0.6
@@ -63,15 +63,15 @@ def test_small_messages_cost_latency_that_grows_with_the_ring() -> None:
 
 
 def test_trees_reduce_small_messages_across_nodes() -> None:
-    seconds = transfer_s(made("all_reduce", 8), group(range(512)), H100)
+    seconds = transfer_s(transfer_of("all_reduce", 8), group(range(512)), H100)
     ring_s = (6.6 + 2 * (448 * 0.6 + 63 * 2.7)) * 1e-6
     assert seconds < ring_s / 5
     assert seconds == pytest.approx((6.8 + 2 * (7 * 0.6 + 6 * 5.0)) * 1e-6, rel=0.01)
 
 
 def test_send_and_receive_use_one_direction() -> None:
-    near = price_transfer(made("send", 1 << 30, peer=3), group(range(8)), H100, rank=0)
-    far = price_transfer(made("recv", 1 << 30, peer=0), group(range(16)), H100, rank=8)
+    near = price_transfer(transfer_of("send", 1 << 30, peer=3), group(range(8)), H100, rank=0)
+    far = price_transfer(transfer_of("recv", 1 << 30, peer=0), group(range(16)), H100, rank=8)
     assert near.links == (NVLINK_OUT,)
     assert near.volume_s == pytest.approx(2**30 / 380e9)
     assert far.links == (NIC_IN,)
@@ -79,13 +79,13 @@ def test_send_and_receive_use_one_direction() -> None:
 
 
 def test_all_to_all_leaves_the_node_through_ones_own_card() -> None:
-    inside = price_transfer(made("all_to_all", 1 << 30), group(range(8)), H100, rank=0)
-    across = price_transfer(made("all_to_all", 1 << 30), group(range(16)), H100, rank=0)
+    inside = price_transfer(transfer_of("all_to_all", 1 << 30), group(range(8)), H100, rank=0)
+    across = price_transfer(transfer_of("all_to_all", 1 << 30), group(range(16)), H100, rank=0)
     assert inside.volume_s == pytest.approx(7 / 8 * 2**30 / 340e9)
     assert across.volume_s == pytest.approx(1 / 2 * 2**30 / 45e9)
 
 
 def test_a_group_of_one_copies_within_the_device() -> None:
-    price = price_transfer(made("all_gather", 1 << 30), group(range(1)), H100, rank=0)
+    price = price_transfer(transfer_of("all_gather", 1 << 30), group(range(1)), H100, rank=0)
     assert price.links == ()
     assert price.seconds < 1e-3

@@ -24,8 +24,8 @@ def search(*overrides: str, job: Path = FILE, world_size: int = 64) -> Search:
 
 
 def test_every_point_uses_all_ranks_and_keeps_the_global_batch() -> None:
-    of = search("--training.global_batch_size=256")
-    points = of.points
+    finder = search("--training.global_batch_size=256")
+    points = finder.points
     assert len(points) > 100
     for p in points:
         assert p.replicate * p.shard * p.tp * p.cp * p.pp == 64
@@ -40,26 +40,27 @@ def test_every_point_uses_all_ranks_and_keeps_the_global_batch() -> None:
 
 def test_the_formula_by_hand() -> None:
     """One rank computes, TP adds its gathers, a pipeline its bubble, recomputation a third."""
-    of = search("--training.global_batch_size=256")
+    finder = search("--training.global_batch_size=256")
     plain = Point(replicate=1, shard=64, tp=1, cp=1, pp=1, batch=4, recompute="none")
-    model, length = of.model, 8192
+    model, length = finder.model, 8192
     flops = 4 * length * model.flops_per_token(length, causal=True)
     compute = flops / (0.67 * 989e12)
     volume = model.num_params * 63 / 64 * 8 + model.num_params / 64 * 8 * 0
-    assert of.seconds(plain) == pytest.approx(compute + max(0, volume / 45e9 - 0.7 * compute))
-    assert of.seconds(replace(plain, recompute="full")) > of.seconds(plain)
+    assert finder.seconds(plain) == pytest.approx(compute + max(0, volume / 45e9 - 0.7 * compute))
+    assert finder.seconds(replace(plain, recompute="full")) > finder.seconds(plain)
     few = replace(plain, shard=16, pp=4, batch=16, microbatch=4)
     many = replace(few, microbatch=1)
-    assert of.seconds(few) > of.seconds(many)  # 4 microbatches in 4 stages wait more than 16
+    # In 4 stages, 4 microbatches wait more than 16.
+    assert finder.seconds(few) > finder.seconds(many)
 
 
 def test_the_first_are_of_every_kind_and_neighbours_differ_in_one_setting() -> None:
-    of = search("--training.global_batch_size=256")
-    first = of.first(12)
+    finder = search("--training.global_batch_size=256")
+    first = finder.first(12)
     assert len(first) == len(set(first)) == 12
     assert len({point.kind for point in first}) >= 8
     centre = first[0]
-    for near in of.neighbours([centre], 6):
+    for near in finder.neighbours([centre], 6):
         assert near not in first
         changed = {k for k in ("replicate", "tp", "cp", "pp", "recompute") if getattr(near, k) != getattr(centre, k)}  # fmt: skip
         assert len(changed) <= 1
@@ -76,11 +77,11 @@ def test_overlays_make_the_ranked_jobs(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     command = ["plan", *JOB, "--world-size", "4", "--hardware", "h100-sxm", "--simulate", "3"]
-    output, told = tmp_path / "plans", tmp_path / "plan.json"
-    assert main([*command, "--most", "2", "--output", str(output), "--json", str(told)]) == 0
-    said = capsys.readouterr().out
-    assert "3 candidates simulated" in said and "global batch 16 sequences" in said
-    variants = json.loads(told.read_text())
+    output, result = tmp_path / "plans", tmp_path / "plan.json"
+    assert main([*command, "--most", "2", "--output", str(output), "--json", str(result)]) == 0
+    printed = capsys.readouterr().out
+    assert "3 candidates simulated" in printed and "global batch 16 sequences" in printed
+    variants = json.loads(result.read_text())
     speeds = [variant["facts"]["tokens_per_s_per_gpu"] for variant in variants]
     assert speeds == sorted(speeds, reverse=True) and len(speeds) == 3
     files = sorted(output.iterdir())

@@ -245,8 +245,8 @@ def test_compute_slows_down_beside_a_transfer() -> None:
     profile = load_profile("h100-sxm").model_copy(
         update={"compute_share_beside_transfer": 0.5, "speed_deviation": 0.0}
     )
-    made = trace([transfer(40, group="dp", work=1), launch(100), AwaitWork(0, 1)], DP)
-    timeline = replay({0: made}, FixedCost(profile), steps=1)
+    recorded = trace([transfer(40, group="dp", work=1), launch(100), AwaitWork(0, 1)], DP)
+    timeline = replay({0: recorded}, FixedCost(profile), steps=1)
     assert us(timeline.step_s) == 120  # 40 at half the rate, 80 at the full one
 
 
@@ -292,8 +292,8 @@ def test_reading_a_value_stops_the_host() -> None:
     assert us(timeline.step_s) == 5 + 100 + 5 + 10
     assert us(timeline.ranks[0].host_s) == 10
     for wait in (AwaitWork(0, 1, host=True), AwaitEvent(-1, 3), Synchronize(-1)):
-        made: list[Event] = [transfer(100, group="dp", work=1), AwaitStream(1, 0), AwaitWork(1, 1), RecordEvent(1, 3)]  # fmt: skip
-        assert us(play([*made, wait, launch(10)], host_us=5).step_s) == 5 + 100 + 5 + 10
+        recorded: list[Event] = [transfer(100, group="dp", work=1), AwaitStream(1, 0), AwaitWork(1, 1), RecordEvent(1, 3)]  # fmt: skip
+        assert us(play([*recorded, wait, launch(10)], host_us=5).step_s) == 5 + 100 + 5 + 10
 
 
 # ------------------------------------------------------------------------------------------------------------ bounds
@@ -343,8 +343,8 @@ def test_bounds(seed: int) -> None:
         size = event.kernel.read_bytes if isinstance(event, Launch) else event.size_bytes
         assert interval.end - interval.start >= size * 1e-6 - 1e-9
     total = sum(i.end - i.start for i in rank.intervals if isinstance(i.event, Transfer))
-    told = sum(rank.exposed_s.values()) + sum(rank.overlapped_s.values())
-    assert told == pytest.approx(total)
+    result = sum(rank.exposed_s.values()) + sum(rank.overlapped_s.values())
+    assert result == pytest.approx(total)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -38,9 +38,9 @@ def test_page_json_trace_and_html(tmp_path: Path, capsys: pytest.CaptureFixture[
         *("--world-size", "4", *ON, "--parallelism.pipeline_parallel_degree=2"),
         *(text for name, path in files.items() for text in (f"--{name}", str(path))),
     )
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert code == 0
-    assert said.startswith("llama3 tiny on 4 x h100-sxm: pp 2 x dp_shard 2\n")
+    assert printed.startswith("llama3 tiny on 4 x h100-sxm: pp 2 x dp_shard 2\n")
     for line in (
         "tokens/s/GPU",
         "where the time goes",
@@ -48,7 +48,7 @@ def test_page_json_trace_and_html(tmp_path: Path, capsys: pytest.CaptureFixture[
         "fits, ",
         "pipeline rank",
     ):
-        assert line in said
+        assert line in printed
 
     facts = json.loads(files["json"].read_text())
     memory = facts["memory"]
@@ -96,8 +96,8 @@ def test_memory_is_that_of_the_allocator_the_job_has(
     for expandable in (True, False):
         setting = f"--training.expandable_segments={str(expandable).lower()}"
         assert sim("--world-size", "2", *ON, setting, "--json", "-") == 0
-        told = json.loads(capsys.readouterr().out)["memory"]
-        reserved[expandable] = told["peak_reserved_gib"]
+        result = json.loads(capsys.readouterr().out)["memory"]
+        reserved[expandable] = result["peak_reserved_gib"]
     [path] = tmp_path.rglob("*.pickle")  # one trace serves both
     [trace] = _read(path) or []
     for expandable, gib in reserved.items():
@@ -119,8 +119,8 @@ def test_hardware_without_float8_is_refused(capsys: pytest.CaptureFixture[str]) 
         assert why in capsys.readouterr().err
     several = ("--hardware", "a100-80g,h100-sxm", "--sweep", "training.local_batch_size=2")
     assert sim(*converted, *several) == 0
-    said = capsys.readouterr().out
-    assert "2 variants: 1 fit" in said and "1 cannot run: a100-80g does not multiply" in said
+    printed = capsys.readouterr().out
+    assert "2 variants: 1 fit" in printed and "1 cannot run: a100-80g does not multiply" in printed
 
 
 def _refuse_to_record(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def test_the_trace_is_kept_for_other_hardware_and_replicas(
     slower = json.loads(capsys.readouterr().out)
     # The step itself waits for the host.
     assert slower["time"]["compute_s"] > first["time"]["compute_s"]
-    categories = [told["memory"]["by_category_gib"] for told in (first, slower)]
+    categories = [result["memory"]["by_category_gib"] for result in (first, slower)]
     assert categories[0]["activations"] == categories[1]["activations"] > 0
     assert sim("--world-size", "64", *ON, f"{hsdp}=32", "--json", "-") == 0
     wider = json.loads(capsys.readouterr().out)
@@ -165,9 +165,12 @@ def test_the_trace_is_kept_for_other_hardware_and_replicas(
         wider["comm"]["by_axis"]["dp_replicate"]["bytes"]
         == first["comm"]["by_axis"]["dp_replicate"]["bytes"]
     )
-    of = [told["comm"]["by_axis"]["dp_replicate"] for told in (first, wider)]
+    replicas = [result["comm"]["by_axis"]["dp_replicate"] for result in (first, wider)]
     # The second goes across nodes.
-    assert of[1]["exposed_s"] + of[1]["overlapped_s"] > of[0]["exposed_s"] + of[0]["overlapped_s"]
+    assert (
+        replicas[1]["exposed_s"] + replicas[1]["overlapped_s"]
+        > replicas[0]["exposed_s"] + replicas[0]["overlapped_s"]
+    )
     with pytest.raises(AssertionError, match="traced again"):
         sim("--world-size", "8", *ON, f"{hsdp}=2")  # other shards
 
@@ -193,8 +196,8 @@ def test_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(refused) == 6 and all(
         v["settings"]["parallelism.tensor_parallel_degree"] == "4" for v in refused
     )
-    said = capsys.readouterr().out
-    assert said.splitlines()[0].split() == [
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[0].split() == [
         "hardware",
         "local_batch_size",
         "tensor_parallel_degree",
@@ -205,9 +208,9 @@ def test_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "GiB",
         "front",
     ]
-    speeds = [float(line.split()[3].replace(",", "")) for line in said.splitlines()[1:13]]
+    speeds = [float(line.split()[3].replace(",", "")) for line in printed.splitlines()[1:13]]
     assert speeds == sorted(speeds, reverse=True)
-    assert "18 variants: 12 fit" in said and re.search(r"6 cannot run: .*2", said)
+    assert "18 variants: 12 fit" in printed and re.search(r"6 cannot run: .*2", printed)
     repeated = ("--world-size", "2", "--hardware", "h100-sxm,H100-SXM", "--json", "-")
     assert sim(*repeated, "--sweep", "training.local_batch_size=2,2") == 0
     assert len(json.loads(capsys.readouterr().out)) == 1
@@ -228,7 +231,7 @@ def test_the_front_holds_what_nothing_beats() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "printed"),
     [
         (
             ["--world-size", "2", "--hardware", "h1000"],
@@ -249,6 +252,6 @@ def test_the_front_holds_what_nothing_beats() -> None:
         (["--world-size", "2", *ON, "--json", "none/a.json"], "--json: there is no folder none"),
     ],
 )
-def test_mistakes(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes(arguments: list[str], printed: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert sim(*arguments) == 2
-    assert said in capsys.readouterr().err
+    assert printed in capsys.readouterr().err

@@ -237,8 +237,8 @@ def test_categories() -> None:
         e.size_bytes for e in events_of(trace.step, Allocate) if e.category == "gradients"
     )
     assert gradients == shard
-    made: Counter[str] = Counter(e.category for e in events_of(trace.step, Allocate))
-    assert made["activations"] and made["unsharded"] and made["temporary"]
+    count: Counter[str] = Counter(e.category for e in events_of(trace.step, Allocate))
+    assert count["activations"] and count["unsharded"] and count["temporary"]
 
 
 def test_gradients_that_microbatches_add_up_are_no_activations() -> None:
@@ -246,12 +246,12 @@ def test_gradients_that_microbatches_add_up_are_no_activations() -> None:
     pipeline = {"pipeline_parallel_degree": 2}
     config = job(batch=4, training=BF16, parallelism=pipeline)
     trace = trace_ranks(config, world_size=4, ranks=[2])[2]
-    made = events_of(trace.step, Allocate)
-    assert not any(e.category == "activations" and e.scope.phase == "backward" for e in made)
+    allocations = events_of(trace.step, Allocate)
+    assert not any(e.category == "activations" and e.scope.phase == "backward" for e in allocations)
     parameters = sum(
         e.size_bytes for e in events_of(trace.setup, Allocate) if e.category == "parameters"
     )
-    whole = [e for e in made if e.category == "gradients" and e.scope.phase == "backward"]
+    whole = [e for e in allocations if e.category == "gradients" and e.scope.phase == "backward"]
     assert sum(e.size_bytes for e in whole) >= 2 * parameters  # sharded over two ranks
 
 

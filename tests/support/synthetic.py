@@ -84,10 +84,10 @@ def pipeline(
     traces = {}
     owners = {s: rank for rank in range(schedule.num_ranks) for s in schedule.stages_of(rank)}
     for rank, actions in enumerate(schedule.order):
-        made = _Maker(rank * 8, {stage: owner * 8 for stage, owner in owners.items()}, send_us)
+        maker = _Maker(rank * 8, {stage: owner * 8 for stage, owner in owners.items()}, send_us)
         for action in actions:
-            made.add(action, units[action.kind] * UNIT_US, last=schedule.num_stages - 1)
-        traces[rank * 8] = Trace(rank * 8, 8 * len(schedule.order), made.groups, step=made.events)
+            maker.add(action, units[action.kind] * UNIT_US, last=schedule.num_stages - 1)
+        traces[rank * 8] = Trace(rank * 8, 8 * len(schedule.order), maker.groups, step=maker.events)
     return traces
 
 
@@ -116,7 +116,7 @@ class _Maker:
         self.groups[name] = Group(name, ("pp", name), (sender, receiver))
         work = len(self.events)
         peer = receiver if kind == "send" else sender
-        made = transfer(self.send_us, group=name, work=work, kind=kind, peer=peer, scope=scope)
-        self.events.append(made)
+        sent = transfer(self.send_us, group=name, work=work, kind=kind, peer=peer, scope=scope)
+        self.events.append(sent)
         if kind == "recv":
             self.events.append(AwaitWork(0, work))
