@@ -30,20 +30,20 @@ LAYOUTS = [
     Layout("FSDP2, ZeRO-3", fsdp(2)),
     Layout("FSDP2, ZeRO-3", fsdp(4)),
     Layout("FSDP2, ZeRO-3", fsdp(8)),
-    Layout("FSDP2, ZeRO-2", fsdp(2), settings=NEVER),
-    Layout("FSDP2, ZeRO-3", fsdp(2), accumulation=2),
+    Layout("FSDP2, ZeRO-2", fsdp(2), settings=NEVER, repeats=True),
+    Layout("FSDP2, ZeRO-3", fsdp(2), accumulation=2, repeats=True),
     Layout("DDP", REPLICAS),
     Layout("HSDP", (*REPLICAS, *fsdp(2))),
     Layout("TP+SP", tp(2)),
-    Layout("TP+SP", tp(2), accumulation=2),
+    Layout("TP+SP", tp(2), accumulation=2, repeats=True),
     Layout("TP+SP, more ranks than key/value heads", tp(4)),
     Layout("FSDP2 x TP+SP", (*fsdp(2), *tp(2))),
     Layout("FSDP2 x TP+SP", (*fsdp(4), *tp(2))),
     Layout("DDP x TP+SP", (*REPLICAS, *tp(2))),
     Layout("HSDP x TP+SP", (*REPLICAS, *fsdp(2), *tp(2))),
     Layout("CP all-gather", cp(2)),
-    Layout("CP ring", cp(2), settings=RING, documents=False),
-    Layout("CP Ulysses", cp(2), settings=ULYSSES),
+    Layout("CP ring", cp(2), settings=RING, documents=False, repeats=True),
+    Layout("CP Ulysses", cp(2), settings=ULYSSES, repeats=True),
     Layout("FSDP2 x CP", (*fsdp(2), *cp(2))),
     Layout("FSDP2 x CP ring", (*fsdp(2), *cp(2)), settings=RING, documents=False),
     Layout("DDP x CP", (*REPLICAS, *cp(2))),
@@ -51,7 +51,7 @@ LAYOUTS = [
     Layout("FSDP2 x CP x TP+SP", (*fsdp(2), *cp(2), *tp(2))),
     Layout("PP 1F1B", pp(2)),
     Layout("PP interleaved 1F1B", pp(2), settings=schedule("Interleaved1F1B")),
-    Layout("PP looped BFS", pp(2), settings=schedule("LoopedBFS")),
+    Layout("PP looped BFS", pp(2), settings=schedule("LoopedBFS"), repeats=True),
     Layout("PP x FSDP2", (*pp(2), *fsdp(2))),
     Layout("PP x DDP", (*pp(2), *REPLICAS)),
     Layout("PP x CP", (*pp(2), *cp(2))),
@@ -61,14 +61,16 @@ LAYOUTS = [
 
 
 def layouts(*besides: str) -> list[Any]:
-    """Return all of them. Slow: those that repeat another with accumulation, and more than two ranks, except `besides` on four."""
+    """Return all of them. Slow are those that repeat others and more than two ranks, except `besides` on four."""
+
+    def slow(layout: Layout) -> bool:
+        return layout.repeats or layout.ranks > (4 if layout.name in besides else 2)
+
     return [
         pytest.param(
             layout,
             id=f"{layout.name}-{layout.ranks}x{layout.accumulation}",
-            marks=[]
-            if layout.ranks <= (4 if layout.name in besides else 2) and layout.accumulation == 1
-            else [pytest.mark.slow],
+            marks=[pytest.mark.slow] if slow(layout) else [],
         )
         for layout in LAYOUTS
     ]

@@ -36,7 +36,8 @@ class Layout:
     offload: bool = False
     repeat_kv: bool = False
     blocks: int = BLOCKS
-    repeats: bool = False  # another row has the technique, or each pair of them: for `-m slow`
+    # Other rows have the technique, or each pair of the techniques: this one runs with `-m slow`.
+    repeats: bool = False
     documents: bool = True  # two documents in each sequence, and no attention between them
 
     @property
@@ -120,7 +121,7 @@ LAYOUTS = [
     Layout("CP x TP+SP", (*cp(2), *tp(2))),
     Layout("CP x TP+SP, keys and values repeated", (*cp(2), *tp(2)), repeat_kv=True),
     Layout("CP ring x TP+SP", (*cp(2), *tp(2)), settings=RING, documents=False),
-    Layout("FSDP2 x CP x TP+SP", (*fsdp(2), *cp(2), *tp(2))),
+    Layout("FSDP2 x CP x TP+SP", (*fsdp(2), *cp(2), *tp(2)), repeats=True),
     # Pipeline parallelism
     Layout("PP 1F1B", pp(2)),
     Layout("PP 1F1B", pp(2), accumulation=2),
@@ -144,7 +145,7 @@ LAYOUTS = [
     Layout("PP x TP+SP", (*pp(2), *tp(2))),
     Layout("PP x DDP x TP+SP", (*pp(2), *REPLICAS, *tp(2)), repeats=True),
     Layout("PP x FSDP2 x TP+SP", (*pp(2), *fsdp(2), *tp(2))),
-    Layout("PP x CP x TP+SP, FSDP2 over CP", (*pp(2), *cp(2), *tp(2))),
+    Layout("PP x CP x TP+SP, FSDP2 over CP", (*pp(2), *cp(2), *tp(2)), repeats=True),
     # Activation checkpointing
     Layout("one process, full AC", recompute="full"),
     Layout("one process, selective AC", recompute="selective"),
@@ -161,6 +162,7 @@ LAYOUTS = [
         pp(2),
         settings=schedule("ZBVZeroBubble"),
         recompute="2",
+        repeats=True,
         blocks=8,
     ),
     Layout(
@@ -168,6 +170,7 @@ LAYOUTS = [
         (*pp(2), *fsdp(2)),
         settings=schedule("DualPipeV"),
         recompute="2",
+        repeats=True,
         blocks=8,
     ),
     Layout("one process, activations on the host", keep_in="host"),
@@ -180,7 +183,9 @@ LAYOUTS = [
     Layout("FSDP2, compiled", fsdp(2), compiled=TRACED),
     Layout("FSDP2 x TP+SP, compiled", (*fsdp(2), *tp(2)), compiled=TRACED),
     Layout("TP+SP, compiled, full AC", tp(2), compiled=TRACED, recompute="full"),
-    Layout("TP+SP, compiled, selective AC", tp(2), compiled=TRACED, recompute="selective"),
+    Layout(
+        "TP+SP, compiled, selective AC", tp(2), compiled=TRACED, recompute="selective", repeats=True
+    ),
     Layout("TP+SP, compiled, memory budget", tp(2), compiled=CUT, recompute="memory_budget"),
     Layout("CP ring, compiled", cp(2), settings=RING, documents=False, compiled=TRACED),
     Layout("PP x FSDP2, compiled", (*pp(2), *fsdp(2)), compiled=TRACED),
