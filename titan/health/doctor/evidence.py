@@ -73,7 +73,7 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Group:
+class GroupRecord:
     """A process group. begun: how many collectives, by backend."""
 
     axis: str
@@ -92,7 +92,7 @@ class Dump:
     main_thread: Activity
     world_size: Rank
     oom_kills: Count
-    groups: dict[str, Group] = field(repr=False)
+    groups: dict[str, GroupRecord] = field(repr=False)
     entries: list[Call] = field(repr=False)
     p2p: list[Message] = field(repr=False)
 
@@ -118,7 +118,7 @@ class Exit:
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchRecord:
     """logs/launch-*.json: how ranks ended, as the launcher saw it."""
 
     ranks: dict[str, Exit]
@@ -126,7 +126,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Row:
+class LossRow:
     """A row of metrics.jsonl."""
 
     step: Count
@@ -226,8 +226,8 @@ class Evidence:
         return max([*counts, *(dump.oom_kills for dump in self.dumps.values())], default=0)
 
     @cached_property
-    def metrics(self) -> list[Row]:
-        return self._rows(self.run_dir / "metrics.jsonl", Row, 100)
+    def metrics(self) -> list[LossRow]:
+        return self._rows(self.run_dir / "metrics.jsonl", LossRow, 100)
 
     @cached_property
     def times(self) -> dict[int, list[Times]]:
@@ -304,9 +304,9 @@ class Evidence:
         return [row for row in rows if row is not None]
 
     @cached_property
-    def _launches(self) -> list[Launch]:
+    def _launches(self) -> list[LaunchRecord]:
         paths = sorted(self.run_dir.glob("logs/launch-*.json"))
-        return [launch for path in paths if (launch := self._json(path, Launch))]
+        return [launch for path in paths if (launch := self._json(path, LaunchRecord))]
 
     def _of_ranks(self, ending: str) -> list[tuple[int, Path]]:
         """Return the ranks' files of a kind in logs/, by rank."""
