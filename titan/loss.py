@@ -139,6 +139,7 @@ def _one_chunk(
     is_valid_C = labels_C != IGNORED
     column_C, is_mine_C = labels_C.clamp(min=0), is_valid_C
     if shard is not None:
+        # A label outside this rank's rows contributes nothing here; another rank has its logit.
         column_C = column_C - shard.start
         is_mine_C = is_valid_C & (column_C >= 0) & (column_C < logits_CV.shape[1])
         column_C = column_C.clamp(0, logits_CV.shape[1] - 1)
@@ -159,6 +160,7 @@ def _across_ranks(
     Two all-reduces of one and two numbers a row: the largest log-sum-exp; then the sums of the ranks'
     exponentials and of the target's logit, which one rank has.
     """
+    # Subtract the largest before taking exponentials, as in any log-sum-exp.
     largest_C = lse_C.clone()
     dist.all_reduce(largest_C, op=dist.ReduceOp.MAX, group=group)
     sums_2C = torch.stack([(lse_C - largest_C).exp(), torch.where(is_mine_C, target_logit_C, 0.0)])

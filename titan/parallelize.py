@@ -150,6 +150,7 @@ def _apply_data_parallel(
         "reduce_dtype": torch_dtype(training.mixed_precision_reduce),
         "cast_forward_inputs": False,
     }
+    # DDP keeps whole parameters, so it can neither shard nor offload them.
     if shard is None and replicas is not None and not offload:
         apply_ddp(model, mesh=replicas, **options)
     elif shard is not None or casts or offload:

@@ -146,12 +146,14 @@ class TrainStep:
         self._compute_scales()
         local = [self.to_local(batch) for batch in batches]
         num_valid = _sum(_count_valid(local), self.groups.tokens)
+        # The rate is a function of the step alone, so a resumed run needs no scheduler state.
         self.set_learning_rate(step)
         if self.compile_log is not None:
             torch.compiler.cudagraph_mark_step_begin()  # outputs of the last step may be overwritten
         losses = []
         for number, batch in enumerate(local):
             is_last = number == len(local) - 1
+            # Only the last micro-batch completes a gradient, so only then may a parameter be updated.
             if self.early_step is not None:
                 self.early_step.active = is_last
             losses.append(self._forward_backward(batch, num_valid, sync=is_last))
@@ -240,6 +242,7 @@ class TrainStep:
         (model,) = self.model_parts
         set_gradient_sync(model, self.sync_every_microbatch or sync)
         loss_sum = self.loss_sum(model(batch.tokens_BS, **_inputs(batch)), batch.labels_BS)
+        # Divide before backward: gradients then add up over micro-batches and ranks to those of the global mean.
         (loss_sum / num_valid).backward()
         return loss_sum.detach()
 
@@ -272,6 +275,7 @@ def build_train_step(config: JobConfig, *, device: torch.device, mesh: DeviceMes
     """
     training = config.training
     family, sizes = import_family(config.model.name), model_config(config.model)
+    # On meta a model of any size costs nothing; memory is allocated after it is sharded.
     with torch.device("meta"), _default_dtype(torch_dtype(training.dtype)):
         model = family.build_model(sizes)
     output_in_loss = has_output_in_loss(config)

@@ -84,6 +84,7 @@ class Trainer:
         self.device = self._init_distributed()
         connected()
         _seed(config)
+        # The order is the user's: cheap checks first, then what reads files, then the model.
         self._build_mesh()
         self._build_data()  # before the model, since it fails more often, and sooner
         self.train_step = build_train_step(config, device=self.device, mesh=self.mesh)
@@ -134,12 +135,14 @@ class Trainer:
         self.tokens_seen += self.tokens_per_step
         for hook in self.hooks:
             hook.updated(report)
+            # Recovery may have loaded an earlier step; the numbers of this one are void.
             if self.step != step:
                 return  # back to a checkpoint
         flags = {hook: hook.flags() for hook in self.hooks}
         scalars = AsyncScalars([report.loss, report.grad_norm, self._max_over_ranks(flags)])
         self.pending.append(StepResult(step, first_sample, report, scalars=scalars, flags=flags))
         self.read_results(keep=self.max_pending)
+        # Reading waits for the device, so only the steps that log, validate or save do it.
         if any(hook.needs_results() for hook in self.hooks):
             self.read_results()
         for hook in self.hooks:
@@ -151,6 +154,7 @@ class Trainer:
             self.result = result = self.pending.popleft()
             assert result.scalars is not None, "set by train_one_step"
             result.loss, result.grad_norm, stop, *flags = result.scalars.values()
+            # The maxima come back in the order in which the flags were sent.
             for hook, own in result.flags.items():
                 result.flags[hook], flags = flags[: len(own)], flags[len(own) :]
             for hook in self.hooks:

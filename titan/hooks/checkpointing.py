@@ -73,6 +73,7 @@ class Checkpointing(Hook):
 
     def needs_results(self) -> bool:
         trainer = self.trainer
+        # All ranks read the same maxima, so all decide the same in the same step.
         is_due = self.is_due_by_time or trainer.is_stopping
         by_step = self.manager.should_save(trainer.step, last_step=trainer.last_step)
         return by_step or (is_due and self.manager.can_save)

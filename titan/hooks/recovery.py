@@ -83,6 +83,7 @@ class StepRecovery(Hook):
             raise NonFiniteError(
                 f"step {failed_at}: {reason}, and there is no checkpoint to rewind to"
             )
+        # Skip the samples of the steps that led here, at most those since the checkpoint.
         end = first_sample + trainer.sequences_per_step
         most = trainer.config.fault_tolerance.rewind_steps * trainer.sequences_per_step
         # Not before the position of the checkpoint: those samples are trained on already.

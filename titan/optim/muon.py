@@ -83,12 +83,14 @@ class Muon(torch.optim.Optimizer):
         cuts = cuts_of(batch[0])
         x = torch.stack([self._momentum(p).to(self.ns_dtype) for p in batch])
         counts = []
+        # One exchange per mesh axis that splits the matrices; then each rank has whole ones.
         for cut in cuts:
             counts.append(_share_out(len(x), cut.group.size()))
             x = collect(x, cut, counts=counts[-1])
         x = newton_schulz(x, steps=self.ns_steps)
         for cut in reversed(cuts):
             x = give_back(x, cut, counts=counts.pop())
+        # Makes the root mean square of an update like Adam's, 0.2, for any shape (arXiv:2502.16982).
         scale = 0.2 * math.sqrt(max(batch[0].shape))
         for parameter, update in zip(batch, x, strict=True):
             noise, step = self.noise.get(parameter), self.state[parameter]["step"]
@@ -116,8 +118,10 @@ def newton_schulz(x_NRC: Tensor, *, steps: int) -> Tensor:
     if x_NRC.shape[-2] > x_NRC.shape[-1]:  # the products of the short side are smaller
         return newton_schulz(x_NRC.mT, steps=steps).mT
     a, b, c = COEFFICIENTS
+    # The Frobenius norm bounds the largest singular value, so the iteration starts at 1 or below.
     x = x_NRC / x_NRC.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(steps):
+        # x <- a x + (b G + c G^2) x with G = x x^T
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x
@@ -161,6 +165,7 @@ def collect(x_NrC: Tensor, cut: Cut, *, counts: list[int]) -> Tensor:
     sent = _pad(x_NrC, dim=cut.dim, size=cut.part)
     received = sent.new_empty(ranks * n, *sent.shape[1:])
     _all_to_all(received, sent, [n] * ranks, counts, cut.group)
+    # (ranks x n, ...) -> (n, ..., ranks x part, ...): the parts side by side; the padding of the last ones goes.
     whole = received.unflatten(0, (ranks, n)).movedim(0, 1 + cut.dim)
     return whole.flatten(1 + cut.dim, 2 + cut.dim).narrow(1 + cut.dim, 0, cut.size)
 

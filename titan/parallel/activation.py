@@ -146,9 +146,11 @@ class _Selection:
             expensive = name in GROUPS["matmul"] or name in GROUPS["attention"]
             if expensive and self._in_kept_module():
                 return CheckpointPolicy.MUST_SAVE
+            # PREFER, not MUST: a compiler may still keep a result that is cheaper to keep.
             if name not in self.rules:
                 return CheckpointPolicy.PREFER_RECOMPUTE
             group, every = self.rules[name]
+            # The forward pass and the recomputation count separately, so that both keep the same calls.
             counts[group, ctx.is_recompute] += 1
             keep = (counts[group, ctx.is_recompute] - 1) % every == 0
             return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

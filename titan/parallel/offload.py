@@ -50,6 +50,7 @@ class Offloader:
 
     def run(self, block: nn.Module) -> _Run:
         """Replace the saved tensors of one forward pass of `block`, and link it to the pass before."""
+        # The link to the block before lets the backward pass restore one block ahead.
         run = _Run(self, block, before=self.latest)
         self.latest = weakref.ref(run)
         return run
@@ -76,6 +77,7 @@ class _Run:
         self.resident = {p.untyped_storage()._cdata for p in parameters}
 
     def pack(self, tensor: Tensor) -> Any:
+        # A DTensor is stored as its local part and what is needed to put it together again.
         if isinstance(tensor, DTensor):
             spec = (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
             return self.pack(waited(tensor.to_local())), spec
@@ -83,6 +85,7 @@ class _Run:
         if type(tensor) not in (Tensor, nn.Parameter):
             return tensor
         storage = tensor.untyped_storage()
+        # Small tensors are not worth a copy; parameters stay on the device anyway.
         if storage.nbytes() < self.offloader.smallest_bytes or storage._cdata in self.resident:
             return tensor
         key = (storage._cdata, tensor._version)  # what was written to since is another copy
@@ -105,6 +108,7 @@ class _Run:
             return DTensor.from_local(
                 self.unpack(what), mesh, placements, run_check=False, shape=shape, stride=stride
             )
+        # Backward asks for the last saved tensor first: bring all of this block back, and start on the one before.
         self.begin_restoring()
         if (before := self.before and self.before()) is not None:
             before.begin_restoring()
@@ -138,6 +142,7 @@ class _Copy:
             self.host = flat.clone()
             return
         self.host = torch.empty_like(flat, device="cpu", pin_memory=True)
+        # The copy may begin once the kernels that wrote the storage are done.
         stream.wait_stream(torch.accelerator.current_stream(self.device))
         with stream:
             self.host.copy_(flat, non_blocking=True)
@@ -156,6 +161,7 @@ class _Copy:
         assert self.on_device is not None
         if self.ready is not None:
             current = torch.accelerator.current_stream(self.device)
+            # The device waits for the copy; the host does not.
             current.wait_event(self.ready)
             self.on_device.record_stream(current)
         return self.on_device.untyped_storage()
@@ -167,6 +173,7 @@ class _Offloaded(ActivationWrapper):
         self._offloader = offloader
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # Evaluation saves nothing for backward.
         if not torch.is_grad_enabled():
             return self._checkpoint_wrapped_module(*args, **kwargs)
         run = self._offloader.run(self._checkpoint_wrapped_module)

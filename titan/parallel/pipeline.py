@@ -74,6 +74,7 @@ def extract_stage(model: nn.Module, names: Sequence[str]) -> nn.Module:
             match = get_close_matches(name, units, n=1)
             hint = f"; did you mean '{match[0]}'?" if match else f"; it has {', '.join(units)}"
             raise ValueError(f"the model has no module '{name}'{hint}")
+    # A parameter in two stages would be two parameters after the copy, and drift apart.
     kept = {id(p) for name in names for p in units[name].parameters()}
     for name, unit in units.items():
         shared = [f"{name}.{n}" for n, p in unit.named_parameters() if id(p) in kept]
@@ -217,6 +218,7 @@ class Pipeline:
             raise ValueError(
                 f"a batch of {len(tokens)} sequences does not divide into {num_microbatches} microbatches"
             )
+        # torch's stages allocate receive buffers for the shapes of their first call.
         key = (kind, num_microbatches, tokens.shape)
         if key not in self._runners:
             if kind == "forward":  # generation calls it with ever longer sequences

@@ -197,6 +197,7 @@ def apply_tp(
         raise ValueError(
             f"{num_kv_heads} key/value heads do not divide by {size} ranks, nor they by the heads"
         )
+    # With more ranks than key/value heads, ranks share a head: it cannot be split further.
     kv_split = num_kv_heads % size == 0
     styles: dict[str, Callable[[], ParallelStyle]] = {
         "vocab_embedding": lambda: RowwiseParallel(
@@ -223,6 +224,7 @@ def apply_tp(
         for name, _ in model.named_modules()
     }
     _require_fit(model, style_of, size=size, num_kv_heads=num_kv_heads)
+    # torch's styles replace parameters: remember which were shared or frozen, and restore that afterwards.
     shared = _shared_parameters(model)
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     for name, module in list(model.named_modules()):
