@@ -87,14 +87,14 @@ def _first_failure(folder: str) -> tuple[int, str]:
     rank = dist.get_rank()
     monitor = Monitor(Path(folder), rank=rank, world_size=3, heartbeat_s=60)
     store = dist.TCPStore("127.0.0.1", int(Path(folder, "port").read_text()), is_master=False)
-    monitor._store = dist.PrefixStore("titan/0", store)
+    monitor.peers.store = dist.PrefixStore("titan/0", store)
     if rank == 1:
         monitor.report_failure(Failure("rank 1 is broken", step=4, rank=1, silent=(2,)))
     dist.barrier()
     if rank != 1:
         monitor.report_failure(Failure(f"rank {rank} has lost its connection", step=5, rank=rank))
     run = monitor.report_failure(Failure("too late"))
-    monitor.wait_for_peers()
+    monitor.peers.wait()
     return run.rank, f"{run.reason} in step {run.step}, silent {run.silent}"
 
 
@@ -110,7 +110,7 @@ def test_a_rank_alone_agrees_with_itself(tmp_path: Path) -> None:
     monitor.connect()
     mine = Failure("my own")
     assert monitor.report_failure(mine) is mine
-    monitor.wait_for_peers()
+    monitor.peers.wait()
     monitor.close()
 
 
@@ -123,11 +123,11 @@ def test_a_store_is_lost_only_if_it_was_there(
     monkeypatch.setattr(monitor, "_exit_on", lambda failure, alone: ends.append(failure))
     monitor.start()
     time.sleep(3.5)
-    monitor._store = FolderStore(tmp_path / "store")
+    monitor.peers.store = FolderStore(tmp_path / "store")
     time.sleep(0.5)  # the first beat
-    while monitor._rounds < 10:
+    while monitor.peers.rounds < 10:
         time.sleep(0.05)
-        monitor._rounds += 1
+        monitor.peers.rounds += 1
     assert not ends
     while not ends:  # nobody counts any more
         time.sleep(0.05)

@@ -13,7 +13,7 @@
              its torchrun, which would wait for TCP to give up for a quarter of an hour
 
 One thread, "monitor", decides all this and touches the run lock. It never waits for the store: a request to a store
-whose host is lost does not return (docs/torch.md). A second thread, "beats", carries the messages.
+whose host is lost does not return (docs/torch.md). A second thread, "beats", carries the messages (peers.py).
 
 Each rank measures time by its own beats, so a rank that was itself paused does not report its peers as silent.
 A silent rank on a machine where others live is sent SIGABRT: faulthandler, which needs no interpreter, writes its stack.
@@ -24,7 +24,6 @@ ended by a timer of faulthandler, LOCKED_S after the limit of its step.
 from __future__ import annotations
 
 import faulthandler
-import json
 import logging
 import os
 import signal
@@ -33,21 +32,14 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO
 
 from titan.health import flight_recorder
-from titan.health.beats import (
-    Beat,
-    connect,
-    describe_hang,
-    describe_silence,
-    store_host,
-    why_silent,
-)
+from titan.health.beats import describe_hang, describe_silence, store_host, why_silent
 from titan.health.errors import COMMUNICATION, Failure, main_thread, stacks_file, where_failed
-from titan.health.run_lock import BEAT_S, ProcessId, RunLock, RunLocked
+from titan.health.peers import LINGER_S, Peers, call_with_timeout
+from titan.health.run_lock import BEAT_S, RunLock, RunLocked
 from titan.health.signals import (
     EXIT_FAILED,
     StopRequest,
@@ -57,14 +49,8 @@ from titan.health.signals import (
 )
 from titan.run_folder import write_status
 
-BEATS_PER_TIMEOUT, LONGEST_BEAT_S = 20, 1.5
-LINGER_S = (
-    3.0  # that a failed rank stays, so that others read why before its agent or store is gone
-)
 LOCKED_S = 10.0  # after a step's limit, until a rank whose interpreter is locked is ended
 _STUCK_S = 20.0  # for a main thread that ends by itself, and for a disk that may hang
-_FAILURE, _SIGNED_OFF, _GONE = "failure", "signed_off", "gone"  # keys, and the last beat
-T = TypeVar("T")
 
 
 class Monitor:
@@ -89,16 +75,16 @@ class Monitor:
         self.run_dir, self.rank, self.world_size = run_dir, rank, world_size
         self.heartbeat_s, self.step_limit_s, self.lock = heartbeat_s, step_limit_s, lock
         self.step = 0
-        self.beat_s = min(heartbeat_s / BEATS_PER_TIMEOUT or LONGEST_BEAT_S, LONGEST_BEAT_S)
+        self.peers = Peers(
+            rank,
+            world_size,
+            heartbeat_s=heartbeat_s,
+            get_step=lambda: self.step,
+            on_failure=self._exit_on,
+        )
         self._deadline = float("inf")  # of the step
         self._stacks: IO[str] | None = None
-        # The first is rank 0, which may hold the store.
-        self._me = self._first = ProcessId.this()
-        self._store: Any = None
-        self._rounds = 0  # of messages that the store has taken
-        self._peer_is_silent = False
         self._leaving = threading.Event()  # the main thread has failed, and ends by itself
-        self._finished = threading.Event()
         self._closed = threading.Event()
 
     # ---- what the main thread calls ----------------------------------------------------------------
@@ -115,14 +101,7 @@ class Monitor:
         flight_recorder.begin()
         if self.world_size == 1 or not (self.heartbeat_s or self.step_limit_s):
             return
-        store = connect(self.heartbeat_s)
-        if store is None:
-            logging.getLogger("titan").warning("no heartbeat: the ranks' store cannot be shared")
-            return
-        store.set(_beat_key(self.rank), self._beat())
-        self._first = Beat.parse(store.get(_beat_key(0)).decode()).process
-        self._store = store
-        threading.Thread(target=self._exchange, name="beats", daemon=True).start()
+        self.peers.connect()
 
     def begin(self, step: int, *, extra_s: float = 0) -> None:
         """Begin a step. extra_s: time that it has beyond the limit."""
@@ -158,7 +137,7 @@ class Monitor:
         self._print(mine.reason)
         if self.rank == 0 and agreed.reason != mine.reason:
             self._print(agreed.reason)
-        self.wait_for_peers()
+        self.peers.wait()
         return exit_code
 
     def report_failure(self, mine: Failure) -> Failure:
@@ -166,33 +145,14 @@ class Monitor:
         # First of all: a failure of others that comes in now must not end this process before its own report.
         self._leaving.set()
         self.end()
-        return self._agree(mine) or mine
-
-    def wait_for_peers(self) -> None:
-        """Sign off. Rank 0, whose process or agent holds the store, waits until all have, or had the time to."""
-        if self._store is None:
-            return
-        within_s = min(LINGER_S, 3 * self.beat_s)
-        deadline = time.monotonic() + within_s
-
-        def wait() -> None:
-            self._store.add(_SIGNED_OFF, 1)
-            # The other ranks need nobody: they may end at once.
-            while (
-                self.rank == 0
-                and self._store.add(_SIGNED_OFF, 0) < self.world_size
-                and time.monotonic() < deadline
-            ):
-                time.sleep(0.05)
-
-        call_with_timeout(within_s, wait)
+        return self.peers.agree(mine) or mine
 
     def finish(self) -> None:
         """Stop watching: the rank has ended, and its silence means nothing from now on."""
         self.end()
-        self._finished.set()
-        if self._store is not None and not self._leaving.is_set():
-            call_with_timeout(LINGER_S, lambda: self._store.set(_beat_key(self.rank), _GONE))
+        self.peers.finished.set()
+        if not self._leaving.is_set():
+            self.peers.leave()
 
     def close(self) -> None:
         self.finish()
@@ -238,22 +198,22 @@ class Monitor:
     # ---- the monitor's thread ----------------------------------------------------------------------
 
     def _watch(self) -> None:
-        tick_s = min(BEAT_S, self.beat_s, self.step_limit_s / 4 or BEAT_S)
+        tick_s = min(BEAT_S, self.peers.beat_s, self.step_limit_s / 4 or BEAT_S)
         rounds, silent_s = -1, 0.0
         # Counted in ticks and not by a clock, which goes on while this process is stopped.
         while not self._closed.wait(tick_s):
             self._touch_lock()
-            if self._finished.is_set() or self._leaving.is_set():
+            if self.peers.finished.is_set() or self._leaving.is_set():
                 continue
             # Before `connect` there is nothing to hear: torch is imported, which may take long.
-            is_quiet = self._store is not None and self._rounds == rounds
+            is_quiet = self.peers.store is not None and self.peers.rounds == rounds
             silent_s = silent_s + tick_s if is_quiet else 0
-            rounds = self._rounds
-            if 0 < self.heartbeat_s < silent_s - 2 * self.beat_s:
+            rounds = self.peers.rounds
+            if 0 < self.heartbeat_s < silent_s - 2 * self.peers.beat_s:
                 self._exit_on(self._lost_store(), alone=True)
             # Publish what the beats show; this takes some beats, and must not keep others from beating.
-            if self._peer_is_silent:
-                self._peer_is_silent = False
+            if self.peers.one_is_silent:
+                self.peers.one_is_silent = False
                 self._report(self._find_silent_ranks)
             if time.monotonic() > self._deadline:
                 self._deadline = float("inf")  # once is enough
@@ -271,13 +231,13 @@ class Monitor:
     def _report(self, find: Callable[[], Failure | None]) -> None:
         """Publish a failure. This rank then reads it with its next beat, like all others."""
         # Two readings of all beats, some beats apart; the store may be gone, too.
-        failure = call_with_timeout(2 * LINGER_S + 3 * self.beat_s, find)
-        if failure is not None and self._agree(failure) is None:
+        failure = call_with_timeout(2 * LINGER_S + 3 * self.peers.beat_s, find)
+        if failure is not None and self.peers.agree(failure) is None:
             self._exit_on(failure, alone=True)
 
     def _find_silent_ranks(self) -> Failure | None:
         """Return which ranks are silent; None if all have come back."""
-        beats, silent = self._compare_beats()
+        beats, silent = self.peers.compare_beats()
         if not silent:
             return None
         reason, host_is_lost = describe_silence(beats, silent, limit_s=self.heartbeat_s)
@@ -286,76 +246,26 @@ class Monitor:
 
     def _find_hanging_ranks(self) -> Failure:
         """Return which ranks keep the others waiting in this step."""
-        beats, silent = self._compare_beats()
+        beats, silent = self.peers.compare_beats()
         title = f"step {self.step} hangs: it has taken longer than {self.step_limit_s:g} s"
         reason = f"{title}; {describe_hang(beats, silent)}. Stacks: {self.run_dir}/logs/rank-*.stacks.txt"
         return self._failure(reason, "rank_silent" if silent else "hang", silent=tuple(silent))
 
     def _lost_store(self) -> Failure:
         if (
-            self._first.is_here()
+            self.peers.first.is_here()
         ):  # the store is rank 0's, or torchrun's; a lost process takes it along
-            reason = f"rank 0 on {self._me.host} has not been heard of for {self.heartbeat_s:g} s: "
-            reason += why_silent(self._first)
+            reason = (
+                f"rank 0 on {self.peers.me.host} has not been heard of for {self.heartbeat_s:g} s: "
+            )
+            reason += why_silent(self.peers.first)
             return self._failure(reason, "rank_silent", silent=(0,))
-        host, here = store_host(), self._me.host
+        host, here = store_host(), self.peers.me.host
         reason = (
             f"the ranks' store on {host} has not answered rank {self.rank} on {here} for {self.heartbeat_s:g} s: "
             f"{host} is lost, or {here} is cut off from it"
         )
         return self._failure(reason, "host_lost")
-
-    # ---- the thread that carries messages ----------------------------------------------------------
-
-    def _exchange(self) -> None:
-        """Beat, read the failure, and look at the next rank."""
-        neighbour, last, unchanged = (self.rank + 1) % self.world_size, b"", 0
-        while not self._finished.wait(self.beat_s):
-            try:
-                self._store.set(_beat_key(self.rank), self._beat())
-                if self._store.check([_FAILURE]):
-                    self._exit_on(_parse_failure(self._store.get(_FAILURE)))
-                beat = b""
-                if self._store.check([_beat_key(neighbour)]):
-                    beat = self._store.get(_beat_key(neighbour))
-                self._rounds += 1
-            except Exception:  # the connection is lost; the monitor counts
-                continue
-            # A rank that has signed off is not silent.
-            unchanged = unchanged + 1 if beat == last and beat != _GONE.encode() else 0
-            last = beat
-            if self.heartbeat_s and unchanged * self.beat_s >= self.heartbeat_s:
-                self._peer_is_silent, unchanged = True, 0
-
-    def _beat(self) -> str:
-        activity = main_thread()
-        beat = Beat(self._rounds, self.step, activity.text, activity.waits, self._me)
-        return json.dumps(asdict(beat))
-
-    def _read_beats(self) -> dict[int, str]:
-        keys = {rank: _beat_key(rank) for rank in range(self.world_size)}
-        there = [rank for rank, key in keys.items() if self._store.check([key])]
-        texts = self._store.multi_get([keys[rank] for rank in there])
-        return {rank: text.decode() for rank, text in zip(there, texts, strict=True)}
-
-    def _compare_beats(self) -> tuple[dict[int, Beat], list[int]]:
-        """Return the beats of all ranks that have not ended, and the ranks that are silent."""
-        if self._store is None:
-            return {self.rank: Beat.parse(self._beat())}, []
-        before = self._read_beats()
-        time.sleep(3 * self.beat_s)  # a busy machine may delay one or two
-        after = self._read_beats()
-        beats = {rank: Beat.parse(text) for rank, text in after.items() if text != _GONE}
-        return beats, [rank for rank in beats if after[rank] == before.get(rank)]
-
-    def _agree(self, mine: Failure) -> Failure | None:
-        """Return the first failure that any rank has published; None if the store cannot be asked."""
-        if self._store is None:
-            return None
-        text = json.dumps(asdict(mine))
-        # compare_set sets a key that is not there yet, and returns what it holds afterwards.
-        first = call_with_timeout(LINGER_S, lambda: self._store.compare_set(_FAILURE, "", text))
-        return _parse_failure(first) if first else None
 
     # ---- the end -----------------------------------------------------------------------------------
 
@@ -378,7 +288,7 @@ class Monitor:
             if self.rank == 0 or alone or failure.rank == self.rank:
                 self._print(failure.reason)
             if not alone:
-                self.wait_for_peers()
+                self.peers.wait()
             elif failure.kind == "host_lost":  # no other rank can end the agent any more
                 _end_agent()
 
@@ -390,9 +300,9 @@ class Monitor:
             return
         # Have silent ranks on this machine write their stacks and end, stopped or not. torchrun would give them
         # 30 seconds first.
-        processes = {0: self._first}
+        processes = {0: self.peers.first}
         if set(failure.silent) != {0}:  # the store may be gone with rank 0
-            processes |= {rank: Beat.parse(t).process for rank, t in self._read_beats().items()}
+            processes |= self.peers.processes()
         for rank in failure.silent:
             with suppress(LookupError, OSError):
                 process = processes[rank]
@@ -414,29 +324,6 @@ class Monitor:
     def _print(self, text: str) -> None:
         name = "" if self.rank == 0 else f"[rank {self.rank}] "
         print(f"{name}{text}", file=sys.stderr, flush=True)
-
-
-def call_with_timeout(seconds: float, call: Callable[[], T]) -> T | None:
-    """Return what a call returns; None if it fails, or does not return in time."""
-    results: list[T] = []
-
-    def run() -> None:
-        with suppress(Exception):
-            results.append(call())
-
-    thread = threading.Thread(target=run, name="call", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return results[0] if results else None
-
-
-def _parse_failure(text: bytes) -> Failure:
-    content = json.loads(text)
-    return Failure(**(content | {"silent": tuple(content["silent"])}))
-
-
-def _beat_key(rank: int) -> str:
-    return f"beat/{rank}"
 
 
 def _end_agent() -> None:

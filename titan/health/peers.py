@@ -1,0 +1,169 @@
+"""Exchange beats, and the run's failure, with the other ranks through the store that they met in.
+
+A thread, "beats", carries the messages: a request to a store whose host is lost does not return (docs/torch.md), so
+nothing else may wait for one. All other requests go through `call_with_timeout`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+from titan.health.beats import Beat, connect
+from titan.health.errors import Failure, main_thread
+from titan.health.run_lock import ProcessId
+
+LINGER_S = (
+    3.0  # a failed rank stays so long, so that others read why before its agent or store is gone
+)
+BEATS_PER_TIMEOUT, LONGEST_BEAT_S = 20, 1.5
+_FAILURE, _SIGNED_OFF, _GONE = "failure", "signed_off", "gone"  # keys, and the last beat
+T = TypeVar("T")
+
+
+class Peers:
+    """The other ranks of the run, as their beats show them.
+
+    Args:
+        heartbeat_s: the silence after which a rank counts as lost; 0: silence is no failure.
+        get_step: returns this rank's step.
+        on_failure: called in the thread of messages with the failure that a rank has published.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        *,
+        heartbeat_s: float,
+        get_step: Callable[[], int],
+        on_failure: Callable[[Failure], None],
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.heartbeat_s, self.get_step, self.on_failure = heartbeat_s, get_step, on_failure
+        self.beat_s = min(heartbeat_s / BEATS_PER_TIMEOUT or LONGEST_BEAT_S, LONGEST_BEAT_S)
+        # `first` is rank 0, which may hold the store.
+        self.me = self.first = ProcessId.this()
+        self.store: Any = None
+        self.rounds = 0  # of messages that the store has taken
+        self.one_is_silent = False
+        self.finished = threading.Event()
+
+    def connect(self) -> None:
+        """Exchange beats from now on: the process group exists."""
+        store = connect(self.heartbeat_s)
+        if store is None:
+            logging.getLogger("titan").warning("no heartbeat: the ranks' store cannot be shared")
+            return
+        store.set(_beat_key(self.rank), self._beat())
+        self.first = Beat.parse(store.get(_beat_key(0)).decode()).process
+        self.store = store
+        threading.Thread(target=self._exchange, name="beats", daemon=True).start()
+
+    def compare_beats(self) -> tuple[dict[int, Beat], list[int]]:
+        """Return the beats of all ranks that have not ended, and the ranks that are silent."""
+        if self.store is None:
+            return {self.rank: Beat.parse(self._beat())}, []
+        before = self._read_beats()
+        time.sleep(3 * self.beat_s)  # a busy machine may delay one or two
+        after = self._read_beats()
+        beats = {rank: Beat.parse(text) for rank, text in after.items() if text != _GONE}
+        return beats, [rank for rank in beats if after[rank] == before.get(rank)]
+
+    def processes(self) -> dict[int, ProcessId]:
+        """Return the processes of the ranks that have not ended."""
+        texts = self._read_beats()
+        return {rank: Beat.parse(text).process for rank, text in texts.items() if text != _GONE}
+
+    def agree(self, mine: Failure) -> Failure | None:
+        """Return the first failure that any rank has published; None if the store cannot be asked."""
+        if self.store is None:
+            return None
+        text = json.dumps(asdict(mine))
+        # compare_set sets a key that is not there yet, and returns what it holds afterwards.
+        first = call_with_timeout(LINGER_S, lambda: self.store.compare_set(_FAILURE, "", text))
+        return _parse_failure(first) if first else None
+
+    def wait(self) -> None:
+        """Sign off. Rank 0, whose process or agent holds the store, waits until all have, or had the time to."""
+        if self.store is None:
+            return
+        within_s = min(LINGER_S, 3 * self.beat_s)
+        deadline = time.monotonic() + within_s
+
+        def wait() -> None:
+            self.store.add(_SIGNED_OFF, 1)
+            # The other ranks need nobody: they may end at once.
+            while (
+                self.rank == 0
+                and self.store.add(_SIGNED_OFF, 0) < self.world_size
+                and time.monotonic() < deadline
+            ):
+                time.sleep(0.05)
+
+        call_with_timeout(within_s, wait)
+
+    def leave(self) -> None:
+        """Let the other ranks know that this one has ended well: its silence means nothing from now on."""
+        if self.store is not None:
+            call_with_timeout(LINGER_S, lambda: self.store.set(_beat_key(self.rank), _GONE))
+
+    def _exchange(self) -> None:
+        """Beat, read the failure, and look at the next rank."""
+        neighbour, last, unchanged = (self.rank + 1) % self.world_size, b"", 0
+        while not self.finished.wait(self.beat_s):
+            try:
+                self.store.set(_beat_key(self.rank), self._beat())
+                if self.store.check([_FAILURE]):
+                    self.on_failure(_parse_failure(self.store.get(_FAILURE)))
+                beat = b""
+                if self.store.check([_beat_key(neighbour)]):
+                    beat = self.store.get(_beat_key(neighbour))
+                self.rounds += 1
+            except Exception:  # the connection is lost; the monitor counts
+                continue
+            # A rank that has signed off is not silent.
+            unchanged = unchanged + 1 if beat == last and beat != _GONE.encode() else 0
+            last = beat
+            if self.heartbeat_s and unchanged * self.beat_s >= self.heartbeat_s:
+                self.one_is_silent, unchanged = True, 0
+
+    def _beat(self) -> str:
+        activity = main_thread()
+        beat = Beat(self.rounds, self.get_step(), activity.text, activity.waits, self.me)
+        return json.dumps(asdict(beat))
+
+    def _read_beats(self) -> dict[int, str]:
+        keys = {rank: _beat_key(rank) for rank in range(self.world_size)}
+        there = [rank for rank, key in keys.items() if self.store.check([key])]
+        texts = self.store.multi_get([keys[rank] for rank in there])
+        return {rank: text.decode() for rank, text in zip(there, texts, strict=True)}
+
+
+def call_with_timeout(seconds: float, call: Callable[[], T]) -> T | None:
+    """Return what a call returns; None if it fails, or does not return in time."""
+    results: list[T] = []
+
+    def run() -> None:
+        with suppress(Exception):
+            results.append(call())
+
+    thread = threading.Thread(target=run, name="call", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else None
+
+
+def _parse_failure(text: bytes) -> Failure:
+    content = json.loads(text)
+    return Failure(**(content | {"silent": tuple(content["silent"])}))
+
+
+def _beat_key(rank: int) -> str:
+    return f"beat/{rank}"
