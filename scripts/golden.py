@@ -174,11 +174,11 @@ def _collectives(events: list[dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 def errors() -> Iterator[tuple[str, Any]]:
-    """Yield the config errors of the tests' mistakes."""
+    """Yield the config errors of the tests' mistakes, which tests/config/errors.json keeps, too."""
     sys.path.insert(0, str(ROOT))
     from tests.support.golden_errors import errors as cases
 
-    yield from cases()
+    yield from cases().items()
 
 
 PARTS: dict[str, Callable[[], Iterator[tuple[str, Any]]]] = {
