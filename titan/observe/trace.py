@@ -42,7 +42,7 @@ class TooLarge(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Event:
+class TraceEvent:
     """An event of a host thread, and its place. phase: of PHASES, or "" outside forward and backward."""
 
     name: str
@@ -50,19 +50,19 @@ class Event:
     thread: Any
     begin: int
     end: int
-    parent: Event | None = None
+    parent: TraceEvent | None = None
     module: str = ""
     phase: str = ""
     within: frozenset[str] = frozenset()
 
 
-class Interval(NamedTuple):
+class TimeRange(NamedTuple):
     """Something was at work for one of PARTS, at the place of `event`."""
 
     begin: int
     end: int
     part: str
-    event: Event
+    event: TraceEvent
 
 
 @dataclass
@@ -87,9 +87,9 @@ def analyse(raw: Iterable[dict[str, Any]]) -> Report:
     events, by_correlation, kernels, flows = _sorted_out(raw)
     self_times = _nest(events)
     _find_places(events, links=_links(flows, events))
-    nowhere = Event("", False, None, 0, 0)
+    nowhere = TraceEvent("", False, None, 0, 0)
     intervals = [
-        Interval(*_span(kernel), kind_of_kernel(kernel["name"], launch.within), launch)
+        TimeRange(*_span(kernel), kind_of_kernel(kernel["name"], launch.within), launch)
         for kernel in kernels
         for launch in [by_correlation.get(kernel.get("args", {}).get("correlation"), nowhere)]
     ]
@@ -99,7 +99,7 @@ def analyse(raw: Iterable[dict[str, Any]]) -> Report:
         parts = {e: kind_of_operator(e.name, e.within, is_operator=e.is_operator) for e in events}
         outer = [e for e in events if e.parent is None or COMMUNICATION not in e.parent.within]
         calls = Counter(parts[e] for e in outer)  # a step of a collective is no call of its own
-        intervals = [Interval(start, stop, parts[e], e) for e, start, stop in self_times]
+        intervals = [TimeRange(start, stop, parts[e], e) for e, start, stop in self_times]
     steps = [event for event in events if event.name.startswith("ProfilerStep#")]
     begin, end = min(e.begin for e in steps or events), max(e.end for e in steps or events)
     if is_gpu:  # the device finishes after the host
@@ -136,7 +136,7 @@ _Records = list[dict[str, Any]]
 
 def _sorted_out(
     raw: Iterable[dict[str, Any]],
-) -> tuple[list[Event], dict[int, Event], _Records, _Records]:
+) -> tuple[list[TraceEvent], dict[int, TraceEvent], _Records, _Records]:
     """Return events of the host's threads by beginning, outer ones first; launches by correlation id; kernels; flows."""
     events, by_correlation, kernels, flows = [], {}, [], []
     for record in raw:
@@ -148,7 +148,7 @@ def _sorted_out(
         elif category in _ON_HOST and record["ph"] == "X":
             thread = (record["pid"], record["tid"])
             name = sys.intern(record["name"])
-            event = Event(name, category == "cpu_op", thread, *_span(record))
+            event = TraceEvent(name, category == "cpu_op", thread, *_span(record))
             events.append(event)
             if "correlation" in record.get("args", {}):
                 by_correlation[record["args"]["correlation"]] = event
@@ -164,10 +164,10 @@ def _kernel(record: dict[str, Any]) -> dict[str, Any]:
     return kept | {"name": sys.intern(record["name"]), "args": {"correlation": correlation}}
 
 
-def _nest(events: list[Event]) -> list[tuple[Event, int, int]]:
+def _nest(events: list[TraceEvent]) -> list[tuple[TraceEvent, int, int]]:
     """Set each event's parent; returns the stretches in which an event was the innermost of its thread."""
     stretches = []
-    stacks: defaultdict[Any, list[Event]] = defaultdict(list)
+    stacks: defaultdict[Any, list[TraceEvent]] = defaultdict(list)
     since: dict[Any, int] = {}  # up to where a thread's time is given away
 
     def advance(thread: Any, to: int) -> None:
@@ -192,7 +192,7 @@ def _nest(events: list[Event]) -> list[tuple[Event, int, int]]:
     return stretches
 
 
-def _links(flows: _Records, events: list[Event]) -> dict[Event, Event]:
+def _links(flows: _Records, events: list[TraceEvent]) -> dict[TraceEvent, TraceEvent]:
     """Backward node to the forward operator that made it, by the profiler's flow events."""
     # Of several that begin together the innermost, which comes last.
     at = {(event.thread, event.begin): event for event in events if event.is_operator}
@@ -207,7 +207,7 @@ def _links(flows: _Records, events: list[Event]) -> dict[Event, Event]:
     return links
 
 
-def _find_places(events: list[Event], *, links: dict[Event, Event]) -> None:
+def _find_places(events: list[TraceEvent], *, links: dict[TraceEvent, TraceEvent]) -> None:
     """Set module, phase and surroundings of each event. Parents come before children, forward before backward."""
     newest: dict[Any, str] = {}  # module of each thread's last backward node
     for event in events:
@@ -231,7 +231,7 @@ def _find_places(events: list[Event], *, links: dict[Event, Event]) -> None:
 
 
 def _sweep(
-    intervals: list[Interval], begin: int, end: int
+    intervals: list[TimeRange], begin: int, end: int
 ) -> tuple[dict[tuple[str, str, str], float], int]:
     """Time of (part, module, phase), which adds up to end - begin; and that of hidden communication."""
     edges = []
@@ -240,9 +240,9 @@ def _sweep(
         if start < stop:
             edges += [(start, number), (stop, number)]
     times: defaultdict[tuple[str, str, str], float] = defaultdict(float)
-    work: dict[int, Interval] = {}
-    communication: dict[int, Interval] = {}
-    host: dict[int, Interval] = {}
+    work: dict[int, TimeRange] = {}
+    communication: dict[int, TimeRange] = {}
+    host: dict[int, TimeRange] = {}
     now, hidden = begin, 0
     for at, number in [*sorted(edges), (end, -1)]:
         elapsed, now = at - now, at

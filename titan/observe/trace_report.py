@@ -30,7 +30,7 @@ _ODD = (AttributeError, RecursionError, IndexError, OverflowError, ZeroDivisionE
 _FILE = re.compile(r"step-(\d+)/rank-(\d+)\.json\.gz$")
 
 
-class TraceError(Exception):
+class TraceFileError(Exception):
     """The user's mistake, in a line."""
 
 
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         paths = find_traces(arguments.run, step=arguments.step, rank=arguments.rank)
         reports = [read_report(path) for path in paths[:_MAX_RANKS]]
-    except (TraceError, OSError) as error:
+    except (TraceFileError, OSError) as error:
         print(f"titan profile: {error}", file=sys.stderr)
         return 2
     ranks = {
@@ -74,7 +74,7 @@ def find_traces(run: Path, *, step: int | None, rank: int | None) -> list[Path]:
         return [run]
     if not run.exists():
         near = sorted(str(path.parent) for path in run.parent.glob("*/config.toml"))[:5]
-        raise TraceError(
+        raise TraceFileError(
             f"{run}: no such run" + (f"; runs near it: {', '.join(near)}" if near else "")
         )
     by_step: defaultdict[int, dict[int, Path]] = defaultdict(dict)
@@ -83,16 +83,18 @@ def find_traces(run: Path, *, step: int | None, rank: int | None) -> list[Path]:
             if match := _FILE.search(path.as_posix()):
                 by_step[int(match[1])][int(match[2])] = path
     if not by_step:
-        raise TraceError(
+        raise TraceFileError(
             f"{run}: no traces; train with profiling.enable_profiling = true, for profiling.profile_freq steps at least"
         )
     step = max(by_step) if step is None else step
     if step not in by_step:
-        raise TraceError(f"{run}: no trace of step {step}; there are {_some(by_step)}")
+        raise TraceFileError(f"{run}: no trace of step {step}; there are {_some(by_step)}")
     ranks = by_step[step]
     rank = min(ranks) if rank is None else rank
     if rank not in ranks:
-        raise TraceError(f"{run}: no trace of rank {rank} at step {step}; there are {_some(ranks)}")
+        raise TraceFileError(
+            f"{run}: no trace of rank {rank} at step {step}; there are {_some(ranks)}"
+        )
     return [ranks.pop(rank), *(ranks[other] for other in sorted(ranks))]
 
 
@@ -102,17 +104,17 @@ def _some(numbers: Iterable[int]) -> str:
 
 
 def read_report(path: Path) -> Report:
-    """Return the report of a trace file, which is read event by event. Raises TraceError where it is not a whole trace."""
+    """Return the report of a trace file, which is read event by event. Raises TraceFileError where it is not a whole trace."""
     advice = "a run that is killed leaves such: take another --step or --rank"
     try:
         with Unpacked(path) as file:
             return analyse(_events(file))
     except TooLarge:
         advice = "record fewer steps: profiling.profiler_active"
-        raise TraceError(f"{path}: more than {MAX_EVENTS:,} events; {advice}") from None
+        raise TraceFileError(f"{path}: more than {MAX_EVENTS:,} events; {advice}") from None
     except (EOFError, OSError, zlib.error, ValueError, KeyError, TypeError, *_ODD) as error:
         reason = "".join(c if c.isprintable() else "?" for c in str(error)[:200])
-        raise TraceError(f"{path}: not a whole trace ({reason}); {advice}") from None
+        raise TraceFileError(f"{path}: not a whole trace ({reason}); {advice}") from None
 
 
 def _events(file: Unpacked) -> Iterator[dict[str, Any]]:
