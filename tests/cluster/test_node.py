@@ -4,69 +4,56 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from tests.support.runs import Run
 from titan.cluster import node
 
-ROOT = Path(__file__).parents[2]
-TRAIN = ["train_configs/debug_model.toml", "--training.dataset=synthetic", "--training.seq_len=32"]
-
-
-def start(folder: Path, *settings: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "titan.cluster.node", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "titan.train", *TRAIN, f"--job.dump_folder={folder}", *settings]
-    return subprocess.Popen(
-        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+PROGRAM = ["-m", "titan.cluster.node", "--standalone", "--nproc-per-node=2", "-m", "titan.train"]
 
 
 @pytest.mark.parametrize(
     "whom", ["only torchrun", pytest.param("all processes", marks=pytest.mark.slow)]
 )
 def test_a_signal_is_left_to_the_ranks(tmp_path: Path, whom: str) -> None:
-    """Kubernetes signals the first process only, Slurm all of them, several times; either way the ranks save, and it ends with 75."""
+    """Kubernetes signals only the first process, and Slurm all of them, several times. The ranks save, and the exit code is 75."""
     number = signal.SIGUSR1 if whom == "all processes" else signal.SIGTERM
-    agent = start(tmp_path / "run", "--model.overrides.n_layers=2", "--metrics.log_freq=1")
+    run = Run(tmp_path / "run", program=PROGRAM)
     try:
-        deadline, metrics = time.monotonic() + 120, tmp_path / "run" / "metrics.jsonl"
-        while not (metrics.exists() and metrics.read_text().count("\n") > 1):
-            assert agent.poll() is None and time.monotonic() < deadline
-            time.sleep(0.02)
-        told = node.ranks_of(agent.pid) if whom == "all processes" else []
-        assert len(told) in (0, 2)
-        for pid in [agent.pid, *told] * 2:
+        run.wait_until_training()
+        ranks = node.ranks_of(run.process.pid) if whom == "all processes" else []
+        assert len(ranks) in (0, 2)
+        for pid in [run.process.pid, *ranks] * 2:
             os.kill(pid, number)
-        said = agent.communicate(timeout=60)[0]
+        assert run.end() == 75, run.said()
     finally:
-        agent.kill()
-    assert (agent.returncode, f"stopped by {number.name} after step" in said) == (75, True), said
+        run.process.kill()
+    assert f"stopped by {number.name} after step" in run.said()
 
 
-def test_a_signal_before_there_are_ranks(tmp_path: Path) -> None:
-    for number, code in ((signal.SIGUSR1, 75), (signal.SIGTERM, 143)):
-        agent = start(tmp_path / "run")
-        try:
-            caught = 0
-            while not caught & (1 << (number - 1)):  # its handler is there, torch is not
-                assert agent.poll() is None
-                status = Path(f"/proc/{agent.pid}/status").read_text()
-                caught = int(status.partition("SigCgt:")[2].split()[0], 16)
-            agent.send_signal(number)
-            assert agent.wait(timeout=30) == code
-        finally:
-            agent.kill()
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 75), (signal.SIGTERM, 143)])
+def test_a_signal_before_there_are_ranks(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    run = Run(tmp_path / "run", program=PROGRAM)
+
+    def has_handler() -> bool:  # while torch is not imported yet
+        status = Path(f"/proc/{run.process.pid}/status").read_text()
+        return bool(int(status.partition("SigCgt:")[2].split()[0], 16) & (1 << (number - 1)))
+
+    try:
+        run.wait_until(has_handler)
+        run.process.send_signal(number)
+        assert run.end() == code
+    finally:
+        run.process.kill()
     assert not (tmp_path / "run").exists()
 
 
 def test_a_mistake(tmp_path: Path) -> None:
-    agent = start(tmp_path / "run", "--training.step=3")
-    said = agent.communicate(timeout=60)[0]
-    assert (agent.returncode, said.count("did you mean 'steps'?")) == (2, 1), said
+    run = Run(tmp_path / "run", "--training.step=3", program=PROGRAM)
+    assert run.end() == 2
+    assert run.said().count("did you mean 'steps'?") == 1, run.said()
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.cluster.test_manifests import hostile_texts
+from tests.support.runs import logged_rows, logged_steps, same_tensors, saved_tensors
 from tests.support.slurm import KILL_WAIT_S, Slurm, why_no_slurm
-from titan.checkpoint.manager import load, stored_shapes
 from titan.cli import main
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -58,7 +57,7 @@ class Job:
         )
 
     def steps(self) -> list[int]:
-        return [int(row["step"]) for row in rows(self.folder)]
+        return logged_steps(self.folder)
 
     def wait_until_training(self, step: int) -> None:
         self.slurm.wait_for(lambda: max(self.steps(), default=0) >= step, within_s=120)
@@ -72,18 +71,8 @@ def environment(**variables: str) -> dict[str, str]:
     return {"PYTHON": sys.executable, "GLOO_SOCKET_IFNAME": "eth0", **variables}
 
 
-def rows(folder: Path) -> list[dict[str, float]]:
-    path = folder / "metrics.jsonl"
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [json.loads(line) for line in lines]
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    path = folder / "checkpoint" / f"step-{STEPS}"
-    shapes = {k: v for k, v in stored_shapes(path).items() if not k.startswith("rng.")}
-    state = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
-    load(path, state)
-    return state
+def last_step(folder: Path) -> Path:
+    return folder / "checkpoint" / f"step-{STEPS}"
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +81,10 @@ def straight(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Path:
     job = Job(slurm, tmp_path_factory.mktemp("straight") / "run")
     assert slurm.wait_ended(job.id) == "COMPLETED", job.said()
     assert job.steps() == list(range(1, STEPS + 1))
-    assert (slurm.field(job.id, "Restarts"), len(weights(job.folder)) > 30) == ("0", True)
+    assert (slurm.field(job.id, "Restarts"), len(saved_tensors(last_step(job.folder))) > 30) == (
+        "0",
+        True,
+    )
     return job.folder
 
 
@@ -100,10 +92,8 @@ def check_equal(job: Job, straight: Path, *, restarts: int) -> None:
     """It has completed after that many restarts, and neither weights, optimizer states nor any step's loss tell of them."""
     assert job.slurm.wait_ended(job.id) == "COMPLETED", job.said()
     assert int(job.slurm.field(job.id, "Restarts")) == restarts, job.said()
-    expected, found = weights(straight), weights(job.folder)
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
-    for calm, struck in zip(rows(straight), rows(job.folder), strict=True):
+    assert same_tensors(last_step(straight), last_step(job.folder))
+    for calm, struck in zip(logged_rows(straight), logged_rows(job.folder), strict=True):
         for key in ("step", "loss", "grad_norm", "tokens"):
             assert calm[key] == struck[key]
 
@@ -227,7 +217,7 @@ def test_the_readme(slurm: Slurm, tmp_path: Path) -> None:
     for job, folder in zip(jobs, ("on_slurm", "checked"), strict=True):
         log = Path(slurm.field(job, "StdOut"))
         assert slurm.wait_ended(job, within_s=300) == "COMPLETED", log.read_text()
-        assert [row["step"] for row in rows(tmp_path / "outputs" / folder)] == list(range(1, 21))
+        assert logged_steps(tmp_path / "outputs" / folder) == list(range(1, 21))
         assert "2 nodes x 2 ranks" in log.read_text()
 
 

@@ -12,11 +12,40 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.support.jobs import ROOT
+from titan.checkpoint.manager import load, stored_shapes
 
 CLI = ["-m", "titan.cli", "train"]
 # How long a test waits for an event before it calls the run stuck: never a measure of speed.
 STUCK_S = 600
+
+
+def logged_rows(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of a run's metrics.jsonl, without one that is being written."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def logged_steps(folder: Path) -> list[int]:
+    return [int(row["step"]) for row in logged_rows(folder)]
+
+
+def saved_tensors(step_folder: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of a checkpoint except generators' states, which are bytes of a rank."""
+    shapes = {k: v for k, v in stored_shapes(step_folder).items() if not k.startswith("rng.")}
+    state = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+    load(step_folder, state)
+    return state
+
+
+def same_tensors(a: Path, b: Path) -> bool:
+    """Return whether two checkpoints hold the same bits."""
+    expected, saved = saved_tensors(a), saved_tensors(b)
+    assert expected.keys() == saved.keys()
+    return all(torch.equal(expected[name], saved[name]) for name in expected)
 
 
 class Run:
@@ -49,9 +78,7 @@ class Run:
         return self.process.wait(timeout=within_s)
 
     def steps(self) -> list[int]:
-        path = self.folder / "metrics.jsonl"
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        return [json.loads(line)["step"] for line in lines]
+        return logged_steps(self.folder)
 
     def status(self) -> dict[str, Any]:
         return json.loads((self.folder / "status.json").read_text())
