@@ -79,9 +79,9 @@ def test_a_run_folder_on_a_full_disk_is_a_mistake(
     argv = ["train", DEBUG, f"--job.dump_folder={tmp_path}/run"]
     run = [sys.executable, "-c", limit + PROBE, *argv]
     result = subprocess.run(run, capture_output=True, text=True, cwd=ROOT, timeout=60)
-    told, _, imported = result.stderr.splitlines()
+    first, _, imported = result.stderr.splitlines()
     assert (result.returncode, imported) == (2, "False")
-    assert told.startswith("command line: job.dump_folder: cannot be written: [Errno 27]")
+    assert first.startswith("command line: job.dump_folder: cannot be written: [Errno 27]")
     assert list((tmp_path / "run").iterdir()) == []
     full = SimpleNamespace(f_bavail=0, f_blocks=1000)
     monkeypatch.setattr(os, "statvfs", lambda path: full)
@@ -112,12 +112,12 @@ def test_check_knows_the_profiles_of_the_simulator(tmp_path: Path) -> None:
     mine.write_text(
         'name = "mine"\nbase = "h100-sxm"\nmemory_gib = 4.0\n[sources]\nmemory_gib = "a test"\n'
     )
-    for hardware, told in (
+    for hardware, answer in (
         (str(mine), "of 4.0 GiB on mine"),
         ("H100-96G-500W", "of 95.0 GiB on h100-96g-500w"),
     ):
         code, out, _ = titan("check", DEBUG, f"--hardware={hardware}", "--formula")
-        assert code == 0 and told in out
+        assert code == 0 and answer in out
     assert "unknown hardware" in titan("check", DEBUG, "--hardware=h999")[2][0]
 
 

@@ -25,11 +25,11 @@ def test_environment_has_what_matters_and_no_secrets(
     monkeypatch.setenv("HF_TOKEN", "hunter2")
     write_environment(tmp_path, device_names=["CPU"], world_size=2)
     text = (tmp_path / "environment.json").read_text()
-    found = json.loads(text)
-    assert found["titan"] == titan.__version__
-    assert (found["world_size"], found["device_names"]) == (2, ["CPU"])
-    assert found["variables"]["NCCL_DEBUG"] == "WARN"
-    assert found["variables"]["OMP_NUM_THREADS"] == "3"
+    content = json.loads(text)
+    assert content["titan"] == titan.__version__
+    assert (content["world_size"], content["device_names"]) == (2, ["CPU"])
+    assert content["variables"]["NCCL_DEBUG"] == "WARN"
+    assert content["variables"]["OMP_NUM_THREADS"] == "3"
     assert "hunter2" not in text
 
 
@@ -46,9 +46,9 @@ def test_status_is_replaced_whole(tmp_path: Path) -> None:
     write_status(tmp_path, state="running")
     assert json.loads((tmp_path / "status.json").read_text())["exit_code"] is None
     write_status(tmp_path, state="stopped", exit_code=75, step=40, reason="SIGTERM")
-    found = json.loads((tmp_path / "status.json").read_text())
-    assert found.pop("unix_s") > 1e9
-    assert found == {"state": "stopped", "exit_code": 75, "step": 40, "reason": "SIGTERM"}
+    content = json.loads((tmp_path / "status.json").read_text())
+    assert content.pop("unix_s") > 1e9
+    assert content == {"state": "stopped", "exit_code": 75, "step": 40, "reason": "SIGTERM"}
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
 
 

@@ -47,7 +47,7 @@ def hostile_texts(count: int, *, seed: int = 0) -> list[str]:
 
 
 def arguments_in(script: str, folder: Path) -> list[str]:
-    """The words that a script would hand to titan.train, told by bash itself, with stand-ins for Slurm's commands."""
+    """The words that a script would hand to titan.train, as bash itself splits them, with stand-ins for Slurm's commands."""
     stand_ins = folder / "bin"
     stand_ins.mkdir(exist_ok=True)
     for name, text in {
@@ -83,10 +83,10 @@ def test_slurm(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     ]
     folder = tmp_path / "run"
     assert main(["slurm", JOB, *options, "--training.steps=3", f"--job.dump_folder={folder}"]) == 0
-    said = capfd.readouterr()
+    shown = capfd.readouterr()
     script = (folder / "job.sbatch").read_text()
-    assert said.out == script
-    assert f"sbatch {folder}/job.sbatch" in said.err
+    assert shown.out == script
+    assert f"sbatch {folder}/job.sbatch" in shown.err
     directives = [
         line.removeprefix("#SBATCH --") for line in script.splitlines() if "#SBATCH" in line
     ]

@@ -48,8 +48,8 @@ def test_resume_cuts_later_rows_and_a_torn_line(tmp_path: Path) -> None:
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 8, "lo')
     log_steps(tmp_path, range(6, 9), resume_step=5)
-    found = rows(tmp_path)
-    assert [row["step"] for row in found] == [1, 2, 3, 4, 5, 6, 7, 8]
+    steps = [row["step"] for row in rows(tmp_path)]
+    assert steps == [1, 2, 3, 4, 5, 6, 7, 8]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl"]
 
 

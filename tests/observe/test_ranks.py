@@ -76,11 +76,19 @@ def test_a_slow_rank_is_named_and_those_that_wait_are_not(
 def test_stragglers_are_told_once_and_recover() -> None:
     stragglers = Stragglers(log_freq=4)
     fair, slow = [0.1, 0.1, 0.11, 0.1], [0.1, 0.1, 0.11, 0.2]
-    told = [stragglers.add(times, step_s=0.5) for times in [fair] * 3 + [slow] * 8 + [fair] * 5]
-    assert (told[0].slowest_rank, told[0].slowest_s, told[0].median_s) == (2, 0.11, 0.1)
-    assert [n for n, standing in enumerate(told) if standing.new] == [5]  # 3 of 5 rows are slow
-    assert told[5].new == (3,)
-    assert [n for n, standing in enumerate(told) if standing.gone] == [13]
+    standings = [
+        stragglers.add(times, step_s=0.5) for times in [fair] * 3 + [slow] * 8 + [fair] * 5
+    ]
+    assert (standings[0].slowest_rank, standings[0].slowest_s, standings[0].median_s) == (
+        2,
+        0.11,
+        0.1,
+    )
+    assert [n for n, standing in enumerate(standings) if standing.new] == [
+        5
+    ]  # 3 of 5 rows are slow
+    assert standings[5].new == (3,)
+    assert [n for n, standing in enumerate(standings) if standing.gone] == [13]
 
 
 def test_one_slow_step_and_small_differences_make_no_straggler() -> None:
