@@ -34,7 +34,6 @@ class Layout:
     float8: str = ""  # recipe
     exact: tuple[str, ...] = ("output",)  # parts of names of layers that float8 leaves alone
     offload: bool = False
-    repeat_kv: bool = False
     blocks: int = BLOCKS
     # Other rows have the technique, or each pair of the techniques: this one runs with `-m slow`.
     repeats: bool = False
@@ -119,7 +118,6 @@ LAYOUTS = [
     Layout("DDP x CP", (*REPLICAS, *cp(2))),
     Layout("HSDP x CP", (*REPLICAS, *fsdp(2), *cp(2)), repeats=True),
     Layout("CP x TP+SP", (*cp(2), *tp(2))),
-    Layout("CP x TP+SP, keys and values repeated", (*cp(2), *tp(2)), repeat_kv=True),
     Layout("CP ring x TP+SP", (*cp(2), *tp(2)), settings=RING, documents=False),
     Layout("FSDP2 x CP x TP+SP", (*fsdp(2), *cp(2), *tp(2)), repeats=True),
     # Pipeline parallelism
@@ -239,7 +237,7 @@ def train(layout: Layout, precision: str = "float32") -> dict[str, Any]:
             "model": {
                 "flavor": "tiny",
                 "converters": ["quantize.linear.float8"] if layout.float8 else [],
-                "overrides": {"repeat_kv": layout.repeat_kv, "n_layers": layout.blocks},
+                "overrides": {"n_layers": layout.blocks},
             },
             "quantize": {"linear": {"float8": float8_settings(layout)}},
             "compile": {"enable": bool(layout.compiled), "backend": layout.compiled or "inductor"},
