@@ -27,7 +27,7 @@ OPTIONS = ("--nproc", "--json", "--no-dry-run")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command, as launcher or as a rank."""
+    """Run the command, as the launcher or as a rank."""
     parser = command_parser(
         "preflight",
         f"{JOB} [--nproc N] [--json FILE] [--no-dry-run]",
@@ -63,7 +63,7 @@ def _launch(argv: Sequence[str], num_processes: int) -> int:
 
 
 def run_rank(config: JobConfig, layout: Layout, *, json_file: Path | None, dry: bool) -> int:
-    """All ranks together; the exit code is the same on all, unless the dry run fails on some."""
+    """Check on all ranks together. The exit code is the same on all, unless the dry run fails on some."""
     from titan.train import _set_compile_cache
 
     _set_compile_cache(config.compile.cache_folder)
@@ -89,7 +89,7 @@ def run_rank(config: JobConfig, layout: Layout, *, json_file: Path | None, dry: 
 def check_all(
     config: JobConfig, layout: Layout, *, device: Any, mesh: Any, json_file: Path | None, dry: bool
 ) -> int:
-    """Measure, judge, print; then the dry run. All ranks together, in a process group."""
+    """Measure, find problems and print; then run the steps. All ranks call this together, in a process group."""
     import torch.distributed as dist
 
     from titan.observe.estimate import estimate_memory
@@ -110,7 +110,7 @@ def check_all(
     memory_gib = estimate_memory(config, model_config(config.model), whole)
     section = config.checkpoint
     checkpoint_gib = memory_gib["parameters"] + memory_gib["optimizer"] if section.enable else 0.0
-    # The last one stays until the next is whole.
+    # The last checkpoint stays until the next one is complete, so one more than are kept must fit.
     problems = judge.problems(
         facts, profile, checkpoint_gib=checkpoint_gib, num_kept=max(section.keep_latest_k, 1) + 1
     )
@@ -151,7 +151,7 @@ def check_all(
 
 
 def _profile(config: JobConfig, device: str) -> Any:
-    """Of the job's hardware, or the one that is there; None where it has none."""
+    """Return the profile of the job's hardware, or of the device that is there. None if there is no such profile."""
     from titan.hardware import recognise
     from titan.sim.profiles import load_profile, profile_names
 

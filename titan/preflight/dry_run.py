@@ -1,4 +1,4 @@
-"""Two steps of the real job on throw-away weights: what will not fit, not compile or not read ends here, and not in hour one.
+"""Run two steps of the real job on throw-away weights, so that what fails does so now and not an hour into the run.
 
 The train_step is the trainer's own (titan/train_step.py) and so is the data; nothing is logged or saved. The second step shows time and memory without
 compilation and with the optimizer's state. What was compiled lies in the compile cache, where the real run finds it.
@@ -31,7 +31,7 @@ _CPU_OUT_OF_MEMORY = "can't allocate memory"
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
-    """steps_s: the first with its compilations; peak_gib: of the fullest rank."""
+    """What the steps took. steps_s: the first one includes compilation. peak_gib: of the fullest rank."""
 
     steps_s: list[float]
     losses: list[float]
@@ -53,8 +53,8 @@ class DryRun:
 
 
 def dry_run(config: JobConfig, layout: Layout, *, device: torch.device, mesh: DeviceMesh) -> DryRun:
-    """All ranks together. Raises whatever the job would raise; `explain` says it in a line."""
-    if device.type != "cpu":  # what measuring took is not the job's
+    """Run the steps on all ranks together. Raises whatever the job would raise; `explain` turns that into a line."""
+    if device.type != "cpu":  # memory that the measurements took is not the job's
         torch.get_device_module(device).empty_cache()
         peak_memory(reset=True)
     tokenizer = build_tokenizer(config.tokenizer, hf_assets_path=config.model.hf_assets_path)
@@ -89,7 +89,7 @@ def dry_run(config: JobConfig, layout: Layout, *, device: torch.device, mesh: De
 
 
 def explain(error: Exception, *, rank: int, host: str) -> str:
-    """One line on why the dry run failed, and what to do where that is known."""
+    """Return a line on why the dry run failed, and what to do if that is known."""
     text = str(error).strip().partition("\n")[0] or type(error).__name__
     text = re.sub(r"^\[enforce fail at [^]]*\] (err == 0\. )?", "", text)
     if isinstance(error, torch.OutOfMemoryError) or _CPU_OUT_OF_MEMORY in text:

@@ -1,7 +1,8 @@
-"""From all ranks' facts to problems, in words, and to the table that is printed.
+"""Find problems in the facts of all ranks, and print them as a table.
 
-A rank is an outlier if it is more than 10 % below the median of all (a third of it, on a CPU, whose cores ranks share). The median itself is held
-against the hardware profile on an accelerator, where it must reach 80 %; a CPU's profile is an order of magnitude, and only shown.
+A rank is an outlier if it is more than 10 % below the median of all ranks. On a CPU, whose cores ranks share, the limit is a
+third of the median. On an accelerator, the median itself must reach 80 % of the hardware profile. A CPU's profile is only an
+order of magnitude, and is shown without a check.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ _COPY_BYTES = 2**31
 
 
 def figure(value: float) -> str:
-    """Three digits, without an exponent where it is large."""
+    """Format a number with three digits, and without an exponent if it is large."""
     return f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
 
 
 def expectation(what: str, facts: Sequence[RankFacts], profile: Profile | None) -> float | None:
-    """What the profile lets one expect of a rate; None where it says nothing."""
+    """Return the rate that the profile predicts, or None if it says nothing about it."""
     if profile is None:
         return None
     if what.startswith(MATMUL):
@@ -45,7 +46,7 @@ def expectation(what: str, facts: Sequence[RankFacts], profile: Profile | None) 
 def problems(
     facts: Sequence[RankFacts], profile: Profile | None, *, checkpoint_gib: float, num_kept: int
 ) -> list[str]:
-    """Each a line that names rank and host. num_kept: checkpoints that lie on the disk at once."""
+    """Return problems, each as a line that names rank and host. num_kept: checkpoints on the disk at once."""
     at = {f.rank: f"rank {f.rank} on {f.host}" for f in facts}
     is_cpu = facts[0].device == "CPU"
     lines = list(_unequal(facts, at))
@@ -111,7 +112,7 @@ def _disk(
 
 
 def render(facts: Sequence[RankFacts], profile: Profile | None, *, checkpoint_gib: float) -> str:
-    """The table, for a terminal."""
+    """Return the table for a terminal."""
     hosts = list(dict.fromkeys(f.host for f in facts))
     where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
     known = facts[0].versions | facts[0].gpu

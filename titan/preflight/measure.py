@@ -58,7 +58,7 @@ class DiskFacts:
 def measure(
     *, device: torch.device, mesh: DeviceMesh, dtype: torch.dtype, folder: Path
 ) -> RankFacts:
-    """All of it. dtype: of the job's matrix products; folder: the run's."""
+    """Measure everything. dtype: of the job's matrix products. folder: the run's."""
     is_cpu = device.type == "cpu"
     first_here = int(os.environ.get("LOCAL_RANK", 0)) == 0
     of_host: dict[str, Any] = {
@@ -94,7 +94,7 @@ def measure(
 
 
 def versions() -> dict[str, str]:
-    """What must be the same on all ranks."""
+    """Return the versions that must be the same on all ranks."""
     versions_here = {
         "titan": titan.__version__,
         "python": platform.python_version(),
@@ -110,7 +110,7 @@ def versions() -> dict[str, str]:
 
 
 def clock_offset(device: torch.device) -> float:
-    """Seconds that this host's clock is ahead of rank 0's, to about a barrier's length."""
+    """Return the seconds that this host's clock is ahead of rank 0's, to about a barrier's length."""
     offsets = []
     for _ in range(_REPEAT):
         dist.barrier()
@@ -122,7 +122,7 @@ def clock_offset(device: torch.device) -> float:
 
 
 def disk(folder: Path) -> DiskFacts:
-    """Free space, and the speed of one file that is written and made durable."""
+    """Return free space, and the speed of writing one file and making it durable."""
     probe = folder / f".preflight-{socket.gethostname()}-{os.getpid()}"
     free_gib = 0.0
     try:
@@ -147,7 +147,7 @@ def _size(sizes: dict[str, int], device: torch.device) -> int:
 
 
 def _gpu_state(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
-    """What nvidia-smi says of this device while it multiplies; nothing where there is no such tool."""
+    """Return what nvidia-smi says of this device while it multiplies, or nothing without that tool."""
     properties = torch.get_device_module(device).get_device_properties(device)
     uuid = str(getattr(properties, "uuid", "")).removeprefix("GPU-")
     if not uuid or not shutil.which("nvidia-smi"):

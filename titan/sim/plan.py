@@ -1,12 +1,12 @@
-"""`titan plan JOB.toml --world-size N --hardware H`: which layouts of a job are fast and fit, each as a TOML overlay.
+"""`titan plan JOB.toml --world-size N --hardware H`: find fast layouts of a job that fit, each as a TOML overlay.
 
-The search varies the degrees of the axes, batch, schedule and recomputation; model, data and global batch stay the job's.
+The search varies the degrees of the axes, batch, schedule and recomputation. Model, data and global batch stay the job's.
 
     all       every legal combination is scored by a formula (below), thousands in a second
     first     the best of each kind are simulated
     then      neighbours of the fastest that fit (one setting changed), until `budget` candidates are simulated
 
-The formula only decides what is simulated, and in which order; the ranking is the simulator's. It is
+The formula only decides what is simulated, and in which order. The ranking is the simulator's. It is
 
     seconds = (FLOPs, with recomputation / achievable rate + TP's gathers and scatters) / (1 - bubble)
               + what FSDP moves, beyond the part of the computation that hides it
@@ -50,7 +50,7 @@ from .simulate import Facts
 from .variants import Variant, simulate_variants
 
 EQUAL = 0.03
-"""Speeds this close are told as equal: the simulator cannot tell them apart (docs/simulator_accuracy.md)."""
+"""Speeds this close are shown as equal: the simulator cannot distinguish them (docs/simulator_accuracy.md)."""
 _RECOMPUTE = {"none": 1.0, "selective": 1.1, "full": 4 / 3}
 _HIDDEN = 0.7  # of the computation, that FSDP's transfers hide behind
 _MARGIN = 1.1  # of the memory, that a candidate may seem to need: the estimate is one
@@ -61,7 +61,7 @@ _SCHEDULES = {"1F1B": 1, "Interleaved1F1B": 2}  # stages on each rank
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """What the search varies. batch: sequences of a forward pass on a rank; microbatch: of one in a pipeline."""
+    """What the search varies. batch: sequences of a forward pass on a rank. microbatch: of one in a pipeline."""
 
     replicate: int
     shard: int
@@ -78,7 +78,7 @@ class Point:
         return self.tp, self.cp, self.pp, int(self.replicate > 1)
 
     def settings(self, global_batch: int) -> dict[str, str]:
-        """As overrides of a job."""
+        """Return the point as overrides of a job."""
         degrees = {
             "data_parallel_replicate_degree": self.replicate,
             "data_parallel_shard_degree": self.shard,
@@ -113,7 +113,7 @@ class Search:
 
     @cached_property
     def points(self) -> list[Point]:
-        """All that divide evenly and may fit, the most promising first."""
+        """All points that divide evenly and may fit, the most promising first."""
         return sorted(filter(self._may_fit, self._combinations()), key=self.seconds)
 
     def _combinations(self) -> Iterator[Point]:
@@ -174,7 +174,7 @@ class Search:
         )
 
     def seconds(self, point: Point) -> float:
-        """The formula above."""
+        """Return the seconds of a step by the formula above."""
         model, profile, training = self.model, self.profile, self.config.training
         layout = self._layout(point)
         tokens = self.global_batch * training.seq_len
@@ -249,7 +249,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _distance(one: Point, other: Point) -> int:
-    """Settings that differ; what follows from another (the shards from the axes) does not count."""
+    """Count the settings that differ. One that follows from another (the shards from the axes) does not count."""
     a, b = asdict(one), asdict(other)
     different = {key for key in a if a[key] != b[key]}
     if different & {"tp", "cp", "pp", "replicate"}:
@@ -296,7 +296,7 @@ def plan(
 
 
 def overlay(variant: Variant, *, number: int, command: str) -> str:
-    """TOML that makes the job this candidate."""
+    """Return the TOML overlay that turns the job into this candidate."""
     facts, sections = variant.facts, {}
     for key, value in variant.settings.items():
         section, _, name = key.rpartition(".")
@@ -337,7 +337,7 @@ def table(variants: Sequence[Variant]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; 1 where nothing fits, 2 for the user's mistakes."""
+    """Run the command. Return 1 if nothing fits."""
     parser = argparse.ArgumentParser(
         prog="titan plan",
         usage="titan plan JOB.toml [OVERLAY.toml ...] [--section.key=value ...] --world-size N --hardware H "
@@ -402,7 +402,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _global_batch(config: JobConfig, world_size: int) -> int:
-    """Sequences of a step: as the job says; else as many as its own layout would take, or plain data parallelism."""
+    """Return the sequences of a step: those of the job, else of its own layout, else of plain data parallelism."""
     training = config.training
     if training.global_batch_size > 0:
         return training.global_batch_size
