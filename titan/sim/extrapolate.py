@@ -18,12 +18,20 @@ tests/sim/test_extrapolate.py compares it with whole traces. Imports no torch.
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
-from itertools import groupby
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
+from .segments import (
+    LAYER,
+    SECTIONS,
+    EventId,
+    ParsedTrace,
+    Segment,
+    any_layer,
+    block_of,
+    parse_trace,
+)
 from .trace import (
     Allocate,
     AwaitEvent,
@@ -39,10 +47,6 @@ from .trace import (
     list_launches,
 )
 
-_LAYER = re.compile(r"(?<![^.])layers\.(\d+)(?![^.])")
-_SECTIONS = ("setup", "first_step", "step")
-_FORWARD, _BACKWARD = "forward", ("backward", "recompute")
-
 
 class CannotExtrapolate(Exception):
     """The traces do not repeat as they must. The message says where."""
@@ -56,30 +60,6 @@ class Depth:
     count: int
 
 
-@dataclass(slots=True)
-class _Segment:
-    """A layer pass, a series or a single event.
-
-    parts: the events of each block, in the order in which they come. Outside layer passes, one event each.
-    stage, direction: of a layer pass, its pipeline stage, and 1 upwards or -1 downwards. Else -1 and 0.
-    """
-
-    parts: list[list[Event]]
-    stage: int = -1
-    direction: int = 0
-    series: bool = False
-    template: int = 0  # of a layer pass: the part that is repeated
-
-
-@dataclass(frozen=True)
-class _EventId:
-    """Name an event by its segment, its part, and its number within the part."""
-
-    segment: int
-    part: int
-    number: int
-
-
 Reference: TypeAlias = tuple[str, int, int, int]
 """What an event refers to: how its part is found, its segment, a distance, and its number within the part. How:
 
@@ -88,21 +68,6 @@ Reference: TypeAlias = tuple[str, int, int, int]
     "end"      that block, counted from the last
     "mirror"   in a series that frees another one in reverse: the distance from the mirrored part
 """
-
-
-@dataclass
-class _Parsed:
-    """A trace in segments. targets: for each event that refers to another one, which."""
-
-    depth: int
-    segments: list[_Segment] = field(default_factory=list)
-    sections: list[int] = field(default_factory=list)  # segments before each section
-    targets: dict[_EventId, _EventId] = field(default_factory=dict)
-
-    def block(self, event_id: _EventId) -> int:
-        """Return the number of an event's block within its stage, or of an event within its series."""
-        segment = self.segments[event_id.segment]
-        return event_id.part if segment.direction >= 0 else len(segment.parts) - 1 - event_id.part
 
 
 def extrapolate(small: Trace, big: Trace, *, depth: int, stages: Sequence[Depth]) -> Trace:
@@ -114,201 +79,12 @@ def extrapolate(small: Trace, big: Trace, *, depth: int, stages: Sequence[Depth]
         depth: blocks of the smaller model's stages.
         stages: all stages of the whole model, each with at least `depth` + 1 blocks.
     """
-    few, more = _parse(small, depth), _parse(big, depth + 1)
+    few, more = parse_trace(small, depth), parse_trace(big, depth + 1)
     if len(few.segments) != len(more.segments) or few.sections != more.sections:
         raise CannotExtrapolate(
             f"{len(few.segments)} parts with {depth} blocks, {len(more.segments)} with one more"
         )
     return _Extrapolation(few, more, stages).trace(big)
-
-
-# ---- cutting a trace into segments ------------------------------------------------------------------
-
-
-def _parse(trace: Trace, depth: int) -> _Parsed:
-    parsed = _Parsed(depth)
-    allocations: dict[int, Allocate] = {}
-    for section in _SECTIONS:
-        events: list[Event] = getattr(trace, section)
-        for event in events:
-            if isinstance(event, Allocate):
-                allocations[event.block] = event
-        parsed.sections.append(len(parsed.segments))
-        labels = _labels(events, allocations, depth)
-        labelled = zip(events, labels, strict=True)
-        # Events of one group have phase, pipeline action and stage in common.
-        for group, run in groupby(labelled, key=lambda pair: pair[1] and pair[1][0]):
-            if group is None:
-                parsed.segments += (_Segment([[event]]) for event, _ in run)
-            else:
-                parsed.segments += _segments(run, depth)
-    _find_targets(parsed)
-    return parsed
-
-
-def _labels(events: Sequence[Event], allocations: dict[int, Allocate], depth: int) -> list[Any]:
-    """Return ((phase, action, stage), block) of each event that belongs to a block, else None."""
-    labels: list[Any] = []
-    here: Any = None
-    phase: Any = ("",)
-    for event in events:
-        # An event without a scope is where the one before it is.
-        scope = getattr(event, "scope", None)
-        if scope is not None:
-            phase = (_FORWARD if scope.phase not in _BACKWARD else "backward", scope.action)
-            layer = _layer(scope)
-            here = None if layer is None else ((*phase, layer // depth), layer)
-        # What frees memory outside all blocks belongs to the block that took it: gradients and
-        # optimizer states are given back in the order of their blocks.
-        elif isinstance(event, Free) and here is None:
-            layer = _layer(allocations[event.block].scope)
-            labels.append(None if layer is None else ((*phase, "free", layer // depth), layer))
-            continue
-        labels.append(here)
-    _label_waits(events, labels, depth)
-    return labels
-
-
-def _label_waits(events: Sequence[Event], labels: list[Any], depth: int) -> None:
-    """Give each wait to its block where one stream awaits events of all blocks. FSDP does so after a backward pass."""
-    recorded = {
-        event.event: label[1]
-        for event, label in zip(events, labels, strict=True)
-        if isinstance(event, RecordEvent) and label is not None
-    }
-    for waits, run in groupby(range(len(events)), lambda n: isinstance(events[n], AwaitEvent)):
-        if not waits:
-            continue
-        awaited = {n: recorded.get(getattr(events[n], "event", -1)) for n in run}
-        if len({*awaited.values()} - {None}) >= depth:
-            for n, layer in awaited.items():
-                labels[n] = None if layer is None else (("wait", layer // depth), layer)
-
-
-def _layer(scope: Scope) -> int | None:
-    return _layer_of(scope.module)
-
-
-@functools.cache
-def _layer_of(module: str) -> int | None:
-    match = _LAYER.search(module)
-    return int(match[1]) if match else None
-
-
-@functools.cache
-def _any_layer(module: str) -> str:
-    return _LAYER.sub("layers.*", module)
-
-
-def _segments(labelled: Iterable[tuple[Event, tuple[Any, int]]], depth: int) -> Iterator[_Segment]:
-    """Cut neighbouring events of one group into layer passes, and into single events where they are none."""
-    runs: list[tuple[int, list[Event]]] = []
-    for event, (_, layer) in labelled:
-        direction = 0 if len(runs) < 2 else runs[-1][0] - runs[-2][0]
-        # A complete pass, and the next one begins at the same end.
-        if len(runs) == depth and layer == runs[0][0]:
-            yield from _layer_pass(runs, depth)
-            runs = [(layer, [event])]
-        # An event of an earlier block (its prefetch, its end) belongs to the block at hand.
-        elif runs and (
-            layer == runs[-1][0] or (direction and (layer - runs[-1][0]) * direction < 0)
-        ):
-            runs[-1][1].append(event)
-        else:
-            runs.append((layer, [event]))
-    yield from _layer_pass(runs, depth)
-
-
-def _layer_pass(runs: Sequence[tuple[int, list[Event]]], depth: int) -> Iterator[_Segment]:
-    """Yield one segment if this is a layer pass, else one for each event."""
-    stage = runs[0][0] // depth
-    layers = [layer - stage * depth for layer, _ in runs]
-    if layers in ([*range(depth)], [*reversed(range(depth))]):
-        yield _Segment([run for _, run in runs], stage=stage, direction=1 if layers[0] == 0 else -1)
-        return
-    for _, run in runs:
-        for event in run:
-            yield _Segment([[event]])
-
-
-def _alike(event: Allocate | RecordEvent) -> Any:
-    """Return a key that is equal for events that may form a series."""
-    if isinstance(event, RecordEvent):
-        return event.stream
-    return (event.size_bytes, event.stream, event.category, event.scope)
-
-
-def _join_series(parsed: _Parsed) -> None:
-    """Join equal single events that follow each other: allocations, records of events, and what frees such a series."""
-    # Of a block that a single event allocated: the event's segment, and its index among the parts.
-    home: dict[int, tuple[_Segment, int]] = {}
-    joined: list[_Segment] = []
-    starts: list[int] = []
-    last: Any = None
-    for number, segment in enumerate(parsed.segments):
-        if number in parsed.sections:
-            starts += [len(joined)] * parsed.sections.count(number)
-            last = None
-        event, key = segment.parts[0][0], None
-        if not segment.direction and isinstance(event, Allocate | RecordEvent):
-            key = _alike(event)
-            if key != last:
-                joined.append(segment)
-            else:
-                joined[-1].parts.append(segment.parts[0])
-                joined[-1].series = True
-            if isinstance(event, Allocate):
-                home[event.block] = (joined[-1], len(joined[-1].parts) - 1)
-        elif not segment.direction and isinstance(event, Free) and event.block in home:
-            taken, index = home[event.block]
-            key = (id(taken), index)
-            # A list frees its tensors from the end, a loop from the beginning. The third item of
-            # `last` is the direction, known from the second event on.
-            if taken.series and last in [
-                (id(taken), index - 1, 1),
-                (id(taken), index + 1, -1),
-                (id(taken), index - 1),
-                (id(taken), index + 1),
-            ]:
-                joined[-1].parts.append(segment.parts[0])
-                joined[-1].series = True
-                key = (id(taken), index, index - last[1])
-            else:
-                joined.append(segment)
-        else:
-            joined.append(segment)
-        last = key
-    starts += [len(joined)] * (len(parsed.sections) - len(starts))
-    parsed.segments, parsed.sections = joined, starts
-
-
-def _find_targets(parsed: _Parsed) -> None:
-    _join_series(parsed)
-    known: dict[tuple[str, int], _EventId] = {}
-    for event_id, event in _all(parsed.segments):
-        match event:
-            case Allocate():
-                known["block", event.block] = event_id
-            case RecordEvent():
-                known["event", event.event] = event_id
-            case Transfer():
-                # Transfers of one work refer to the first of them.
-                first = known.setdefault(("work", event.work), event_id)
-                if first is not event_id:
-                    parsed.targets[event_id] = first
-            case Free():
-                parsed.targets[event_id] = known["block", event.block]
-            case AwaitEvent() if ("event", event.event) in known:
-                parsed.targets[event_id] = known["event", event.event]
-            case AwaitWork() if ("work", event.work) in known:
-                parsed.targets[event_id] = known["work", event.work]
-
-
-def _all(segments: Sequence[_Segment]) -> Iterator[tuple[_EventId, Event]]:
-    for u, segment in enumerate(segments):
-        for p, part in enumerate(segment.parts):
-            for n, event in enumerate(part):
-                yield _EventId(u, p, n), event
 
 
 # ---- putting together a deeper one -----------------------------------------------------------------
@@ -317,7 +93,7 @@ def _all(segments: Sequence[_Segment]) -> Iterator[tuple[_EventId, Event]]:
 class _Extrapolation:
     """Match the segments of two depths, and make the trace that follows from them. few, more: the depths."""
 
-    def __init__(self, few: _Parsed, more: _Parsed, stages: Sequence[Depth]) -> None:
+    def __init__(self, few: ParsedTrace, more: ParsedTrace, stages: Sequence[Depth]) -> None:
         self.few, self.more, self.stages = few, more, stages
         # A rank passes through the stages that it holds. Numbers grow with all their blocks together.
         self.used = sorted({segment.stage for segment in more.segments if segment.direction})
@@ -333,7 +109,7 @@ class _Extrapolation:
             if segment.direction:
                 segment.template = self._find_template(number, segment)
 
-    def _fail(self, number: int, why: str, event_id: _EventId | None = None) -> CannotExtrapolate:
+    def _fail(self, number: int, why: str, event_id: EventId | None = None) -> CannotExtrapolate:
         parts = self.more.segments[number].parts
         return CannotExtrapolate(
             f"{why}: {parts[event_id.part][event_id.number] if event_id else parts[0][0]}"
@@ -355,7 +131,7 @@ class _Extrapolation:
             return self.stages[more.stage].count
         return self._grown(len(few.parts), len(more.parts))
 
-    def _source(self, segment: _Segment, part: int, length: int) -> int:
+    def _source(self, segment: Segment, part: int, length: int) -> int:
         """Return the part of the deeper trace from which a part of the whole model's is made."""
         depth = len(segment.parts)
         if part <= segment.template:
@@ -365,13 +141,13 @@ class _Extrapolation:
 
     # ---- references
 
-    def _references(self, number: int, segment: _Segment) -> list[list[Reference | None]]:
+    def _references(self, number: int, segment: Segment) -> list[list[Reference | None]]:
         return [
-            [self._reference(_EventId(number, p, n)) for n in range(len(part))]
+            [self._reference(EventId(number, p, n)) for n in range(len(part))]
             for p, part in enumerate(segment.parts)
         ]
 
-    def _reference(self, event_id: _EventId) -> Reference | None:
+    def _reference(self, event_id: EventId) -> Reference | None:
         """Return what an event refers to, in a form that holds at both depths. None: nothing."""
         target = self.more.targets.get(event_id)
         if target is None:
@@ -389,7 +165,7 @@ class _Extrapolation:
         # The same event in the shallower trace: parts near the end keep their distance from the end.
         few = self.few.segments[event_id.segment]
         removed = len(own.parts) - len(few.parts)
-        same = _EventId(
+        same = EventId(
             event_id.segment,
             event_id.part if event_id.part < len(own.parts) / 2 else event_id.part - removed,
             event_id.number,
@@ -411,16 +187,16 @@ class _Extrapolation:
             event_id.segment, "refers to different blocks at different depths", event_id
         )
 
-    def _is_even(self, number: int, relation: Callable[[_EventId, _EventId], int]) -> bool:
+    def _is_even(self, number: int, relation: Callable[[EventId, EventId], int]) -> bool:
         """Return whether all parts of a series refer to the same segment, in the same relation."""
         relations = set()
         for p in range(len(self.more.segments[number].parts)):
-            event_id = _EventId(number, p, 0)
+            event_id = EventId(number, p, 0)
             target = self.more.targets.get(event_id)
             relations.add(None if target is None else (target.segment, relation(event_id, target)))
         return len(relations) == 1
 
-    def _find_template(self, number: int, segment: _Segment) -> int:
+    def _find_template(self, number: int, segment: Segment) -> int:
         """Return a part in the middle that equals the next one."""
         # The ends must not depend on the depth, or they would not hold at the whole model's.
         few, references = self.few.segments[number], self.references[number]
@@ -436,12 +212,12 @@ class _Extrapolation:
     # ---- the trace
 
     def trace(self, big: Trace) -> Trace:
-        self.numbers: dict[_EventId, int] = {}
+        self.numbers: dict[EventId, int] = {}
         self.scopes: dict[tuple[Scope, int], Scope] = {}
         self.kernels: dict[Kernel, Kernel] = {}
         result = Trace(big.rank, big.world_size, groups=big.groups)
         bounds = [*self.more.sections, len(self.more.segments)]
-        for section, first, end in zip(_SECTIONS, bounds, bounds[1:], strict=False):
+        for section, first, end in zip(SECTIONS, bounds, bounds[1:], strict=False):
             events: list[Event] = []
             for number in range(first, end):
                 self._emit(number, events)
@@ -457,14 +233,14 @@ class _Extrapolation:
                 else min(part, len(segment.parts) - 1)
             )
             for n, event in enumerate(segment.parts[source]):
-                event_id = _EventId(number, part, n)
+                event_id = EventId(number, part, n)
                 # An event of a series beyond those traced refers as the last one of them does.
                 reference = self.references[number][source][n]
                 target = None if reference is None else self._resolve(reference, event_id)
                 grown = event if segment.direction else self._grow(number, source, n, event)
                 events.append(self._copy(grown, event_id, target, self._layer(segment, part)))
 
-    def _resolve(self, reference: Reference, event_id: _EventId) -> _EventId:
+    def _resolve(self, reference: Reference, event_id: EventId) -> EventId:
         kind, number, distance, n = reference
         segment, length = self.more.segments[number], self.lengths[number]
         if kind == "start":
@@ -480,9 +256,9 @@ class _Extrapolation:
                 if own.direction >= 0
                 else self.lengths[event_id.segment] - 1 - event_id.part
             )
-        return _EventId(number, block if segment.direction >= 0 else length - 1 - block, n)
+        return EventId(number, block if segment.direction >= 0 else length - 1 - block, n)
 
-    def _layer(self, segment: _Segment, part: int) -> Callable[[int], int]:
+    def _layer(self, segment: Segment, part: int) -> Callable[[int], int]:
         """Return the map from a block's number in the deeper trace to that in the whole model."""
         depth = self.more.depth
 
@@ -536,7 +312,7 @@ class _Extrapolation:
         return self.kernels.setdefault(kernel, kernel)
 
     def _copy(
-        self, event: Event, event_id: _EventId, target: _EventId | None, layer: Callable[[int], int]
+        self, event: Event, event_id: EventId, target: EventId | None, layer: Callable[[int], int]
     ) -> Event:
         """Return the event with the numbers and scopes of the whole model."""
         numbers = self.numbers
@@ -568,13 +344,13 @@ class _Extrapolation:
                 return event
 
     def _renumbered(self, scope: Scope, layer: Callable[[int], int]) -> Scope:
-        traced = _layer(scope)
+        traced = block_of(scope)
         if traced is None:
             return scope
         number = layer(traced)
         key = (scope, number)
         if key not in self.scopes:
-            module = _LAYER.sub(f"layers.{number}", scope.module, count=1)
+            module = LAYER.sub(f"layers.{number}", scope.module, count=1)
             self.scopes[key] = replace(scope, module=module)
         return self.scopes[key]
 
@@ -586,7 +362,7 @@ def _shape(event: Event) -> Any:
     for name in _compared(kind):
         value = getattr(event, name)
         if name == "scope":
-            value = (value.phase, _any_layer(value.module), value.action)
+            value = (value.phase, any_layer(value.module), value.action)
         values.append(value)
     return values
 

@@ -1,0 +1,254 @@
+"""Cut a trace into segments that repeat with the blocks of a model, and find what refers to what. For extrapolate.py.
+
+Segments are layer passes, series and single events; extrapolate.py defines them. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from .trace import (
+    Allocate,
+    AwaitEvent,
+    AwaitWork,
+    Event,
+    Free,
+    RecordEvent,
+    Scope,
+    Trace,
+    Transfer,
+)
+
+LAYER = re.compile(r"(?<![^.])layers\.(\d+)(?![^.])")
+SECTIONS = ("setup", "first_step", "step")
+_FORWARD, _BACKWARD = "forward", ("backward", "recompute")
+
+
+@dataclass(slots=True)
+class Segment:
+    """A layer pass, a series or a single event.
+
+    parts: the events of each block, in the order in which they come. Outside layer passes, one event each.
+    stage, direction: of a layer pass, its pipeline stage, and 1 upwards or -1 downwards. Else -1 and 0.
+    """
+
+    parts: list[list[Event]]
+    stage: int = -1
+    direction: int = 0
+    series: bool = False
+    template: int = 0  # of a layer pass: the part that is repeated
+
+
+@dataclass(frozen=True)
+class EventId:
+    """Name an event by its segment, its part, and its number within the part."""
+
+    segment: int
+    part: int
+    number: int
+
+
+@dataclass
+class ParsedTrace:
+    """A trace in segments. targets: for each event that refers to another one, which."""
+
+    depth: int
+    segments: list[Segment] = field(default_factory=list)
+    sections: list[int] = field(default_factory=list)  # segments before each section
+    targets: dict[EventId, EventId] = field(default_factory=dict)
+
+    def block(self, event_id: EventId) -> int:
+        """Return the number of an event's block within its stage, or of an event within its series."""
+        segment = self.segments[event_id.segment]
+        return event_id.part if segment.direction >= 0 else len(segment.parts) - 1 - event_id.part
+
+
+def parse_trace(trace: Trace, depth: int) -> ParsedTrace:
+    parsed = ParsedTrace(depth)
+    allocations: dict[int, Allocate] = {}
+    for section in SECTIONS:
+        events: list[Event] = getattr(trace, section)
+        for event in events:
+            if isinstance(event, Allocate):
+                allocations[event.block] = event
+        parsed.sections.append(len(parsed.segments))
+        labels = _labels(events, allocations, depth)
+        labelled = zip(events, labels, strict=True)
+        # Events of one group have phase, pipeline action and stage in common.
+        for group, run in groupby(labelled, key=lambda pair: pair[1] and pair[1][0]):
+            if group is None:
+                parsed.segments += (Segment([[event]]) for event, _ in run)
+            else:
+                parsed.segments += _segments(run, depth)
+    _find_targets(parsed)
+    return parsed
+
+
+def _labels(events: Sequence[Event], allocations: dict[int, Allocate], depth: int) -> list[Any]:
+    """Return ((phase, action, stage), block) of each event that belongs to a block, else None."""
+    labels: list[Any] = []
+    here: Any = None
+    phase: Any = ("",)
+    for event in events:
+        # An event without a scope is where the one before it is.
+        scope = getattr(event, "scope", None)
+        if scope is not None:
+            phase = (_FORWARD if scope.phase not in _BACKWARD else "backward", scope.action)
+            layer = block_of(scope)
+            here = None if layer is None else ((*phase, layer // depth), layer)
+        # What frees memory outside all blocks belongs to the block that took it: gradients and
+        # optimizer states are given back in the order of their blocks.
+        elif isinstance(event, Free) and here is None:
+            layer = block_of(allocations[event.block].scope)
+            labels.append(None if layer is None else ((*phase, "free", layer // depth), layer))
+            continue
+        labels.append(here)
+    _label_waits(events, labels, depth)
+    return labels
+
+
+def _label_waits(events: Sequence[Event], labels: list[Any], depth: int) -> None:
+    """Give each wait to its block where one stream awaits events of all blocks. FSDP does so after a backward pass."""
+    recorded = {
+        event.event: label[1]
+        for event, label in zip(events, labels, strict=True)
+        if isinstance(event, RecordEvent) and label is not None
+    }
+    for waits, run in groupby(range(len(events)), lambda n: isinstance(events[n], AwaitEvent)):
+        if not waits:
+            continue
+        awaited = {n: recorded.get(getattr(events[n], "event", -1)) for n in run}
+        if len({*awaited.values()} - {None}) >= depth:
+            for n, layer in awaited.items():
+                labels[n] = None if layer is None else (("wait", layer // depth), layer)
+
+
+def block_of(scope: Scope) -> int | None:
+    return _layer_of(scope.module)
+
+
+@functools.cache
+def _layer_of(module: str) -> int | None:
+    match = LAYER.search(module)
+    return int(match[1]) if match else None
+
+
+@functools.cache
+def any_layer(module: str) -> str:
+    return LAYER.sub("layers.*", module)
+
+
+def _segments(labelled: Iterable[tuple[Event, tuple[Any, int]]], depth: int) -> Iterator[Segment]:
+    """Cut neighbouring events of one group into layer passes, and into single events where they are none."""
+    runs: list[tuple[int, list[Event]]] = []
+    for event, (_, layer) in labelled:
+        direction = 0 if len(runs) < 2 else runs[-1][0] - runs[-2][0]
+        # A complete pass, and the next one begins at the same end.
+        if len(runs) == depth and layer == runs[0][0]:
+            yield from _layer_pass(runs, depth)
+            runs = [(layer, [event])]
+        # An event of an earlier block (its prefetch, its end) belongs to the block at hand.
+        elif runs and (
+            layer == runs[-1][0] or (direction and (layer - runs[-1][0]) * direction < 0)
+        ):
+            runs[-1][1].append(event)
+        else:
+            runs.append((layer, [event]))
+    yield from _layer_pass(runs, depth)
+
+
+def _layer_pass(runs: Sequence[tuple[int, list[Event]]], depth: int) -> Iterator[Segment]:
+    """Yield one segment if this is a layer pass, else one for each event."""
+    stage = runs[0][0] // depth
+    layers = [layer - stage * depth for layer, _ in runs]
+    if layers in ([*range(depth)], [*reversed(range(depth))]):
+        yield Segment([run for _, run in runs], stage=stage, direction=1 if layers[0] == 0 else -1)
+        return
+    for _, run in runs:
+        for event in run:
+            yield Segment([[event]])
+
+
+def _alike(event: Allocate | RecordEvent) -> Any:
+    """Return a key that is equal for events that may form a series."""
+    if isinstance(event, RecordEvent):
+        return event.stream
+    return (event.size_bytes, event.stream, event.category, event.scope)
+
+
+def _join_series(parsed: ParsedTrace) -> None:
+    """Join equal single events that follow each other: allocations, records of events, and what frees such a series."""
+    # Of a block that a single event allocated: the event's segment, and its index among the parts.
+    home: dict[int, tuple[Segment, int]] = {}
+    joined: list[Segment] = []
+    starts: list[int] = []
+    last: Any = None
+    for number, segment in enumerate(parsed.segments):
+        if number in parsed.sections:
+            starts += [len(joined)] * parsed.sections.count(number)
+            last = None
+        event, key = segment.parts[0][0], None
+        if not segment.direction and isinstance(event, Allocate | RecordEvent):
+            key = _alike(event)
+            if key != last:
+                joined.append(segment)
+            else:
+                joined[-1].parts.append(segment.parts[0])
+                joined[-1].series = True
+            if isinstance(event, Allocate):
+                home[event.block] = (joined[-1], len(joined[-1].parts) - 1)
+        elif not segment.direction and isinstance(event, Free) and event.block in home:
+            taken, index = home[event.block]
+            key = (id(taken), index)
+            # A list frees its tensors from the end, a loop from the beginning. The third item of
+            # `last` is the direction, known from the second event on.
+            if taken.series and last in [
+                (id(taken), index - 1, 1),
+                (id(taken), index + 1, -1),
+                (id(taken), index - 1),
+                (id(taken), index + 1),
+            ]:
+                joined[-1].parts.append(segment.parts[0])
+                joined[-1].series = True
+                key = (id(taken), index, index - last[1])
+            else:
+                joined.append(segment)
+        else:
+            joined.append(segment)
+        last = key
+    starts += [len(joined)] * (len(parsed.sections) - len(starts))
+    parsed.segments, parsed.sections = joined, starts
+
+
+def _find_targets(parsed: ParsedTrace) -> None:
+    _join_series(parsed)
+    known: dict[tuple[str, int], EventId] = {}
+    for event_id, event in _all(parsed.segments):
+        match event:
+            case Allocate():
+                known["block", event.block] = event_id
+            case RecordEvent():
+                known["event", event.event] = event_id
+            case Transfer():
+                # Transfers of one work refer to the first of them.
+                first = known.setdefault(("work", event.work), event_id)
+                if first is not event_id:
+                    parsed.targets[event_id] = first
+            case Free():
+                parsed.targets[event_id] = known["block", event.block]
+            case AwaitEvent() if ("event", event.event) in known:
+                parsed.targets[event_id] = known["event", event.event]
+            case AwaitWork() if ("work", event.work) in known:
+                parsed.targets[event_id] = known["work", event.work]
+
+
+def _all(segments: Sequence[Segment]) -> Iterator[tuple[EventId, Event]]:
+    for u, segment in enumerate(segments):
+        for p, part in enumerate(segment.parts):
+            for n, event in enumerate(part):
+                yield EventId(u, p, n), event
