@@ -92,11 +92,12 @@ def test_data_and_tokenizer_are_opened_before_the_model(
 
     monkeypatch.setattr("titan.trainer.build_train_step", build)
     path = str(tmp_path / "none")
-    for changes in (
+    mistakes: list[dict[str, Any]] = [
         {"tokenizer": {"path": path}},
         {"training": {"dataset": "text", "dataset_path": path}},
         {"validation": {"enable": True, "dataset": "text", "dataset_path": path}},
-    ):
+    ]
+    for changes in mistakes:
         with pytest.raises(DataError):
             Trainer(job(tmp_path / "run", **changes))
         dist.destroy_process_group()

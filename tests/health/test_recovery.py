@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.health.test_chaos import weights
 from tests.support.jobs import job
 from tests.support.ranks import Pool
+from tests.support.runs import same_tensors
 from tests.support.trainers import PoolTrainer
 from titan.config.schema import FaultToleranceSection
 from titan.health.recovery import (
@@ -87,6 +87,10 @@ def run(pool: Pool, world: int, folder: Path, settings: dict[str, Any], **option
     return texts[0]
 
 
+def step_folder(run: Path, step: int) -> Path:
+    return run / "checkpoint" / f"step-{step}"
+
+
 @pytest.mark.parametrize(
     ("layout", "fault", "settings"),
     [
@@ -104,9 +108,7 @@ def test_a_skipped_step_never_was(
     assert run(pool, world, struck, settings, steps=14, fault=fault, **options) == ""
     never = ((at - 1) * BATCH, at * BATCH)
     assert run(pool, world, clean, {}, steps=13, never=never, **options) == ""
-    expected, found = weights(clean, 13), weights(struck, 14)
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert same_tensors(step_folder(clean, 13), step_folder(struck, 14))
     skipped = [row["num_skipped"] for row in rows(struck)]
     assert skipped == [0] * (at - 1) + [1] * (15 - at)
     assert (rows(struck)[at - 1]["loss"] is None) == fault.startswith("nan")
@@ -136,9 +138,7 @@ def test_a_rewound_run_never_saw_the_samples(
     options = {"parallelism": parallelism, "steps": 14, "interval": 4}
     assert run(pool, world, struck, settings, fault=fault, **options) == ""
     assert run(pool, world, clean, {}, never=(first, 11 * BATCH), **options) == ""
-    expected, found = weights(clean, 14), weights(struck, 14)
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert same_tensors(step_folder(clean, 14), step_folder(struck, 14))
     assert [row["step"] for row in rows(struck)] == list(range(1, 15))
     assert [row["loss"] for row in rows(struck)] == [row["loss"] for row in rows(clean)]
     assert rows(struck)[-1]["num_rewinds"] == 1
