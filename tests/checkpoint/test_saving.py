@@ -18,7 +18,6 @@ import torch
 from tests.support.jobs import SMALL, with_changes
 from tests.support.jobs import job as any_job
 from tests.support.trainers import Trainer
-from titan import generate
 from titan.checkpoint import verify
 from titan.checkpoint.commit import remove_step
 from titan.checkpoint.manager import (
@@ -34,6 +33,7 @@ from titan.checkpoint.manager import (
 )
 from titan.checkpoint.staging import Staging
 from titan.checkpoint.storage import storage_of
+from titan.cli import main as titan
 from titan.config.load import load_config
 from titan.config.rules import check
 from titan.config.schema import CheckpointSection, JobConfig
@@ -399,7 +399,7 @@ def test_a_run_with_a_remote_folder_resumes(url: str, mode: str, tmp_path: Path)
 
 def test_generate_refuses_what_no_model_can_do(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--temperature", "nan", "--top-k", "-3", "--max-new-tokens", "-2"]
-    assert generate.main(["--checkpoint", "none", *options, "--device", "meta"]) == 2
+    assert titan(["generate", "--checkpoint", "none", *options, "--device", "meta"]) == 2
     *told, device, count = capsys.readouterr().err.splitlines()
     assert told == [
         "command line: --max-new-tokens: expected a number of at least 0, got -2",
@@ -407,7 +407,7 @@ def test_generate_refuses_what_no_model_can_do(capsys: pytest.CaptureFixture[str
         "command line: --top-k: expected a number of at least 0, got -3",
     ]
     assert device.startswith("command line: --device: cannot use meta: ") and count == "4 problems"
-    assert generate.main(["--checkpoint", "none", "--device", "cuda:99"]) == 2
+    assert titan(["generate", "--checkpoint", "none", "--device", "cuda:99"]) == 2
     assert "--device: cannot use cuda:99: " in capsys.readouterr().err
 
 
@@ -419,8 +419,8 @@ def test_generate_finds_the_checkpoints_of_a_run(
     step = tmp_path / "elsewhere" / "step-6"
     for where in (tmp_path, step.parent, step, f"file://{step}"):
         argv = ["--checkpoint", str(where), "--prompt", "a", "--max-new-tokens", "2"]
-        assert generate.main(argv) == 0
+        assert titan(["generate", *argv]) == 0
         assert f"{step}, temperature" in capsys.readouterr().err
     for where in (tmp_path / "logs", tmp_path / "elsewhere" / "step-7", tmp_path / "no"):
-        assert generate.main(["--checkpoint", str(where)]) == 2
+        assert titan(["generate", "--checkpoint", str(where)]) == 2
         assert capsys.readouterr().err.startswith(f"{where} holds no checkpoint; name a run")

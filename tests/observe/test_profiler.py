@@ -25,7 +25,7 @@ from titan.observe.profiler import Profiler, name_modules
 from titan.observe.trace import Report
 from titan.observe.trace_report import main, read_report
 
-LAYERS = 8
+LAYERS = SMALL["model"]["overrides"]["n_layers"]
 # Matrix products of the forward pass: q, k, v, o and three of the feed-forward in each block, and the output layer.
 PRODUCTS = 7 * LAYERS + 1
 TRACED: dict[str, Any] = {"enable_profiling": True, "profile_freq": 2, "profiler_warmup": 1}
