@@ -130,7 +130,7 @@ def sample(
     Args:
         temperature: 0 takes the likeliest token.
         top_k: sample among the k likeliest tokens; 0: among all.
-        stop: token that ends the text, besides max_new_tokens.
+        stop: token that ends the text, in addition to max_new_tokens.
     """
     device = next(model.parameters()).device
     # The same seed gives the same text on a device, whatever ran before.

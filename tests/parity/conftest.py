@@ -24,7 +24,7 @@ Each row trains four blocks of the tiny model (eight where stages or the choice 
 on the same global batches, some of whose tokens are masked so that ranks hold different numbers of valid ones, and is compared with one process without accumulation. Differences are relative, the largest over all steps
 (loss, gradient norm) or all parameters (||a - b|| / ||b||), rounded up to one digit. The tests fail above the bound.
 Axes of the mesh are pipeline (pp), replicas (dp_replicate), FSDP shards (dp_shard), context (cp), tensor (tp); sequences hold two
-documents with no attention between them, but for the ring, which has no document mask. Differences are those of fp32 sums taken in
+documents with no attention between them, except in the ring, which has no document mask. Differences are those of fp32 sums taken in
 another order; AdamW's eps is 1e-6, since with less it takes the rounding error of a gradient next to zero for a full step.
 
 """

@@ -228,7 +228,7 @@ def _last_begun() -> str | None:
 
 
 def count_oom_kills() -> int:
-    """Return how many processes of this cgroup (v2 or v1) the kernel has killed for want of memory; 0 if unknown."""
+    """Return how many processes of this cgroup (v2 or v1) the kernel has killed because memory ran out; 0 if unknown."""
     files = []
     try:
         for line in Path("/proc/self/cgroup").read_text().splitlines():

@@ -98,7 +98,7 @@ def analyse(raw: Iterable[dict[str, Any]]) -> Report:
     if not is_gpu:
         parts = {e: kind_of_operator(e.name, e.within, is_operator=e.is_operator) for e in events}
         outer = [e for e in events if e.parent is None or COMMUNICATION not in e.parent.within]
-        calls = Counter(parts[e] for e in outer)  # a step of a collective is no call of its own
+        calls = Counter(parts[e] for e in outer)  # a step of a collective is not a separate call
         intervals = [TimeRange(start, stop, parts[e], e) for e, start, stop in self_times]
     steps = [event for event in events if event.name.startswith("ProfilerStep#")]
     begin, end = min(e.begin for e in steps or events), max(e.end for e in steps or events)

@@ -59,7 +59,7 @@ def apply_ac(
     """Wrap every `every`-th block in `model.<container>` (a ModuleDict or ModuleList), in place.
 
     keep: operations whose results are kept, as above; none: full. keep_modules: patterns of module names within a block
-    ("feed_forward.w*") whose matrix products and attention are kept besides, and not counted. Blocks count by their place in
+    ("feed_forward.w*") whose matrix products and attention are kept too, and not counted. Blocks count by their place in
     the container, also on a pipeline stage. preserve_rng_state: recompute with the random numbers of the forward pass, without
     which the gradients of blocks that draw some (dropout) are wrong; others save a little with False.
     Raises KeepError for an operation that torch does not have and for a pattern that no module of a block matches.

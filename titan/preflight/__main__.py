@@ -13,7 +13,7 @@ if __name__ == "__main__":
     try:
         code = main()
     except ConfigError as error:
-        # Every rank reads the same file, but has an environment of its own.
+        # Every rank reads the same file, but has its own environment.
         if os.environ.get("RANK", "0") == "0" or check_environment(os.environ):
             print(error, file=sys.stderr)
         code = 2

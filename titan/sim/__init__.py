@@ -1,1 +1,1 @@
-"""TorchSim: what a run costs in time and memory, told without a GPU. docs/simulator.md says how."""
+"""TorchSim: predict what a run costs in time and memory, without a GPU. docs/simulator.md says how."""

@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--whole", action="store_true", help="trace every block, even if all are alike"
     )
-    parser.add_argument("--no-cache", action="store_true", help="trace anew")
+    parser.add_argument("--no-cache", action="store_true", help="trace again")
     parser.add_argument(
         "--calibrate",
         type=Path,

@@ -1,4 +1,4 @@
-"""The accelerator that is not there: device type "sim", on which torch believes to run, and which says what it was told.
+"""The accelerator that is not there: device type "sim", on which torch believes to run, and which records what it was asked to do.
 
 It is torch's PrivateUse1 backend in Python, so that any build of torch will do. Tensors on it are fake (no memory, no values); its
 streams and events only report what the host asks of them. Which operators it has a kernel of decides into what torch
@@ -31,7 +31,7 @@ SECOND_STREAM = COMPUTE_STREAM + 1
 
 
 def begin() -> None:
-    """Another program numbers its streams anew."""
+    """Another program starts its own numbering of streams."""
     global _stream_numbers
     _stream_numbers = count(SECOND_STREAM + 1)
 
@@ -82,7 +82,7 @@ class Stream:
 
 
 class Event:
-    """Each recording has a number of its own, so that waiting means the last one."""
+    """Each recording has a separate number, so that waiting means the last one."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.number = -1

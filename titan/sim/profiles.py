@@ -1,6 +1,6 @@
 """What a machine can do: the figures that kernels and transfers are priced with, each with its source.
 
-A profile is a TOML file, by name in titan/sim/hardware/ or a path of one's own (`titan sim --calibrate` writes such a file). `base`
+A profile is a TOML file, by name in titan/sim/hardware/ or by its path (`titan sim --calibrate` writes such a file). `base`
 names another profile whose figures it takes over; whatever it states itself needs a line in [sources]. Peak rates and memory
 come from titan/hardware.py, by `device`, unless the file states them.
 
