@@ -98,7 +98,7 @@ def link_gb_per_s(device: torch.device, num_bytes: int) -> float | None:
     """Return the better of this rank's links to the ranks before and after it. A single rank has none.
 
     Each link is measured with no other traffic of its two ends. The better one counts, because a slow rank spoils one
-    link of each neighbour, but both of its own.
+    link of each neighbour, but both links of the slow rank.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     if world == 1:

@@ -85,14 +85,14 @@ def test_nothing_is_lost(tmp_path: Path, mode: str, kills: int) -> None:
         committed = now
     said = run.said()
     assert len(re.findall("starting from", said)) >= 1, said
-    told = f"seed {seed}: {struck}"
+    moments = f"seed {seed}: {struck}"
     for step in list_steps(folder / "checkpoint"):
-        assert find_damage(folder / "checkpoint" / f"step-{step}") == [], told
-    assert run.steps() == list(range(1, steps + 1)), told  # each step, and so each token, once
+        assert find_damage(folder / "checkpoint" / f"step-{step}") == [], moments
+    assert run.steps() == list(range(1, steps + 1)), moments  # each step, and so each token, once
     positions = [
         json.loads((path / "checkpoint" / f"step-{steps}" / "titan.json").read_text())["data"]
         for path in (calm.folder, folder)
     ]
-    assert positions[0] == positions[1], told
+    assert positions[0] == positions[1], moments
     last = f"checkpoint/step-{steps}"
-    assert same_tensors(calm.folder / last, folder / last), told
+    assert same_tensors(calm.folder / last, folder / last), moments

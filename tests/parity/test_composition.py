@@ -60,11 +60,11 @@ LAYOUTS = [
 ]
 
 
-def layouts(*besides: str) -> list[Any]:
-    """Return all of them. Slow are those that repeat others and more than two ranks, except `besides` on four."""
+def layouts(*also_default: str) -> list[Any]:
+    """Return all of them. Slow are those that repeat others and more than two ranks, except `also_default` on four."""
 
     def slow(layout: Layout) -> bool:
-        return layout.repeats or layout.ranks > (4 if layout.name in besides else 2)
+        return layout.repeats or layout.ranks > (4 if layout.name in also_default else 2)
 
     return [
         pytest.param(

@@ -1,4 +1,4 @@
-"""Jobs drawn at random: layouts that mostly fit, but for one or two settings. Imports no torch."""
+"""Jobs drawn at random: layouts that mostly fit, with one or two wrong settings. Imports no torch."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def _ended(run: Evidence) -> list[Finding]:
         # torchrun's own SIGTERM goes to the ranks that are left; _crashed names faults.
         if code < 0 and not timed_out and -code != signal.SIGTERM and rank not in run.fatal:
             by_signal.setdefault(-code, []).append(rank)
-    # The kernel kills for want of memory with SIGKILL, too; its counter tells the two apart.
+    # If memory runs out the kernel kills with SIGKILL, too; its counter tells the two apart.
     killed = by_signal.get(signal.SIGKILL, [])
     if run.num_oom_kills and (killed or not run.exits):
         cause = (
