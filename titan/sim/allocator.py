@@ -1,4 +1,4 @@
-"""A model of CUDA's caching allocator: what a sequence of allocations reserves, and whether it fits.
+"""Model CUDA's caching allocator: what a sequence of allocations reserves, and whether it fits.
 
 As in PyTorch's c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h (2.13):
 
@@ -18,6 +18,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import defaultdict
 
+# kMinBlockSize, kSmallSize, kSmallBuffer, kLargeBuffer, kMinLargeAlloc and kRoundLarge of
+# c10/core/AllocatorConfig.h.
 MIN_BLOCK = 512
 SMALL_SIZE = 1 << 20
 SMALL_SEGMENT = 2 << 20
@@ -43,13 +45,15 @@ class OutOfMemory(Exception):
 
 
 class _Block:
-    """A part of a segment. mapped: backed by memory; only expandable segments have parts that are not."""
+    """A part of a segment. `mapped` says whether memory backs it. Only expandable segments have
+    parts without."""
 
     __slots__ = ("address", "free", "mapped", "next", "pool", "previous", "size")
 
     def __init__(self, address: int, size: int, pool: _Pool, *, mapped: bool = True) -> None:
         self.address, self.size, self.pool = address, size, pool
         self.free, self.mapped = True, mapped
+        # Neighbours by address within the segment: freed blocks merge with them.
         self.previous: _Block | None = None
         self.next: _Block | None = None
 
@@ -66,15 +70,21 @@ class Allocator:
         self.active_bytes = self.peak_active_bytes = 0
         self.reserved_bytes = self.peak_reserved_bytes = 0
         self.num_retries = 0
+        # Free and backed blocks by (size, address), sorted for best fit.
         self._free: dict[_Pool, list[tuple[int, int, _Block]]] = defaultdict(list)
+        # Free parts of expandable segments without memory, sorted by address.
         self._unmapped: dict[_Pool, list[tuple[int, _Block]]] = defaultdict(list)
         self._live: dict[int, _Block] = {}
+        # Addresses only order blocks and align pages. They never overlap between segments.
         self._next_address = 0
 
     def allocate(self, key: int, size_bytes: int, *, stream: int = 0) -> int:
-        """Begin to use a block under a number of the caller's; returns its size. Raises `OutOfMemory`."""
+        """Begin to use a block under the caller's number for it. Return its size. Raises
+        `OutOfMemory`."""
         size = max(MIN_BLOCK, -(-size_bytes // MIN_BLOCK) * MIN_BLOCK)
         pool = (stream, size <= SMALL_SIZE)
+        # As torch's malloc: the cache first, then the device, then once more after the cache was
+        # given back.
         block = self._best_fit(pool, size) or self._grow(pool, size)
         if block is None and self._cached():
             self.num_retries += 1
@@ -82,6 +92,7 @@ class Allocator:
             block = self._grow(pool, size)
         if block is None:
             raise OutOfMemory(size, self.reserved_bytes, self.limit_bytes or 0)
+        # What exceeds the request goes back to the pool before the block counts as in use.
         self._split(block, size)
         block.free = False
         assert key not in self._live, f"block {key} is in use"
@@ -91,7 +102,7 @@ class Allocator:
         return block.size
 
     def free(self, key: int) -> int:
-        """The block is not used any more; returns its size."""
+        """End the use of a block. Return its size."""
         block = self._live.pop(key)
         size = block.size
         self.active_bytes -= size
@@ -116,11 +127,14 @@ class Allocator:
             unmapped.pop(bisect_left(unmapped, (block.address,)))
 
     def _best_fit(self, pool: _Pool, size: int) -> _Block | None:
-        """The smallest free block that is large enough; one that can grow counts with what it can grow to."""
+        """Take out the smallest free block that is large enough. One that can grow counts with what
+        it can grow to."""
         blocks = self._free[pool]
         place = bisect_left(blocks, (size,))
         if place == len(blocks):
             return None
+        # The block at the end of an expandable segment would otherwise win with its present size,
+        # and later large requests would find no room to grow.
         if self.expandable:
             while place + 1 < len(blocks) and _grows_to(blocks[place + 1][2]) < _grows_to(
                 blocks[place][2]
@@ -131,13 +145,15 @@ class Allocator:
     def _split(self, block: _Block, size: int) -> None:
         """Put what is left of a block beyond `size` back, unless it is not worth it."""
         rest = block.size - size
+        # Blocks of the small pool and of expandable segments are split down to 512 B. A large
+        # segment keeps rests up to 1 MiB in the block, to limit fragments.
         anything = block.pool[1] or self.expandable
         if rest < MIN_BLOCK if anything else rest <= SMALL_SIZE:
             return
         self._insert(self._cut(block, size))
 
     def _cut(self, block: _Block, size: int) -> _Block:
-        """Shorten a block to `size`; returns the rest, its new neighbour."""
+        """Shorten a block to `size`. Return the rest, its new neighbour."""
         rest = _Block(block.address + size, block.size - size, block.pool, mapped=block.mapped)
         rest.previous, rest.next = block, block.next
         if block.next is not None:
@@ -146,7 +162,8 @@ class Allocator:
         return rest
 
     def _merged(self, block: _Block) -> _Block:
-        """A block that is in no list, joined with neighbours that are free and backed (or not) as it is."""
+        """Join a block that is in no list with neighbours that are free and backed (or not) as it
+        is."""
         before = block.previous
         if before is not None and before.free and before.mapped == block.mapped:
             self._remove(before)
@@ -167,7 +184,8 @@ class Allocator:
     # -- memory of the device
 
     def _reserve(self, change: int) -> bool:
-        """Take memory from the device (or give it back); False: there is none left."""
+        """Take memory from the device, or give it back if `change` is negative. Return False if
+        there is none left."""
         if self.limit_bytes is not None and self.reserved_bytes + change > self.limit_bytes:
             return False
         self.reserved_bytes += change
@@ -175,7 +193,7 @@ class Allocator:
         return True
 
     def _grow(self, pool: _Pool, size: int) -> _Block | None:
-        """A block of at least `size` in memory new to the pool; in no list."""
+        """Return a block of at least `size` in memory new to the pool. It is in no list."""
         if self.expandable:
             return self._grow_segment(pool, size)
         if pool[1]:
@@ -191,20 +209,26 @@ class Allocator:
         return block
 
     def _grow_segment(self, pool: _Pool, size: int) -> _Block | None:
-        """Map pages at the lowest address where free and unmapped parts side by side make up `size`."""
+        """Map pages at the lowest address where free and unmapped parts side by side make up
+        `size`. Return the block."""
         page = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT
+        # The first hole that suffices together with the free block before it. The tail of the range
+        # always does, so a second range is made only for the pool's first request.
         start = next((b for _, b in self._unmapped[pool] if _room(_first_free(b)) >= size), None)
         if start is None:
             start = _Block(self._next_address, _ADDRESSES, pool, mapped=False)
             self._next_address += start.size
             self._insert(start)
         block = _first_free(start)
+        # Map the hole page by page, and merge after each step, until one block is large enough.
         while not block.mapped or block.size < size:
             part = block if not block.mapped else block.next
             assert part is not None and not part.mapped
+            # A free block before the hole contributes its own bytes. Only the rest must be mapped.
             request = size if part is block else size - block.size
             taken = min(part.size, -(-min(request, part.size) // page) * page)
             if not self._reserve(taken):
+                # What was mapped so far stays in the pool, as cached memory.
                 return None
             self._remove(part)
             if taken < part.size:
@@ -212,6 +236,7 @@ class Allocator:
             part.mapped = True
             block = self._merged(part)
             self._insert(block)
+        # The caller gets the block in no list, as from `_best_fit`.
         self._remove(block)
         return block
 
@@ -224,6 +249,8 @@ class Allocator:
             page = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT
             for *_, block in list(blocks):
                 if not self.expandable:
+                    # torch returns a segment of fixed size only when all of it is free: one block
+                    # without neighbours.
                     if block.previous is None and block.next is None:
                         self._remove(block)
                         self._reserve(-block.size)
@@ -231,10 +258,13 @@ class Allocator:
                 self._unmap(block, page)
 
     def _unmap(self, block: _Block, page: int) -> None:
+        # Only whole pages inside the free block can be unmapped: round its begin up and its end
+        # down.
         begin = -(-block.address // page) * page
         end = (block.address + block.size) // page * page
         if begin >= end:
             return
+        # Cut off the parts of pages at both ends, which stay free and backed.
         self._remove(block)
         if begin > block.address:
             rest = self._cut(block, begin - block.address)
@@ -253,13 +283,13 @@ def _grows_to(block: _Block) -> int:
 
 
 def _first_free(block: _Block) -> _Block:
-    """The free block before an unmapped one, if there is one, else itself."""
+    """Return the free block before an unmapped one, if there is one, else the block itself."""
     before = block.previous
     return before if before is not None and before.free else block
 
 
 def _room(block: _Block | None) -> int:
-    """Bytes of free and unmapped parts from here on."""
+    """Count the bytes of free and unmapped parts from here on."""
     room = 0
     while block is not None and block.free:
         room += block.size

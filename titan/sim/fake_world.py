@@ -1,6 +1,6 @@
-"""Set up what the program believes to run in: a device, a process group of the whole world, fake tensors.
+"""Set up the world that the program believes to run in: a device, a process group of all ranks, fake tensors.
 
-All of it lasts for the life of the process, which records and ends.
+Everything set up here lasts for the life of the process, which records and ends.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ def fake_world(
     layout: Layout, *, rank: int, device_kind: device.DeviceKind
 ) -> Iterator[tuple[torch.device, DeviceMesh]]:
     """Become a rank of a fake world. Tensors made inside are fake. Yields the device and the mesh."""
+    # The device first: the process group names it as its backend, and the mesh asks both.
     fake_device = device.register(device_kind)
     torch_compat.init_fake_process_group(device.NAME, rank=rank, world_size=layout.world_size)
     _replace_generic_names()
     mesh = build_mesh(device.NAME, **{axis: getattr(layout, axis) for axis in _AXES})
+    # From here on, tensors have shapes and no memory. The mesh above holds real tensors of ranks.
     with torch_compat.fake_tensors():
         yield fake_device, mesh
 
@@ -45,10 +47,14 @@ def impersonate_rank(rank: int, mesh: DeviceMesh) -> int:
     """
     own = dist.get_rank()
     shift = rank - own
+    # A shift of 0 needs no exchange: this rank is in the stage that is wanted.
     if shift:
         pipeline = mesh.get_group("pp")
+        # In the whole world's group torch takes the rank from elsewhere, so a change here would do
+        # nothing.
         assert dist.get_world_size(pipeline) < dist.get_world_size()
         numbers = torch_compat.group_ranks(pipeline)
+        # Start from the true order: an earlier call may have exchanged two other ranks.
         numbers.update({global_rank: number for number, global_rank in enumerate(sorted(numbers))})
         numbers[own], numbers[rank] = numbers[rank], numbers[own]
     return shift
@@ -64,6 +70,7 @@ def _replace_generic_names() -> None:
     class Generator:
         """A generator of the host. No numbers are drawn from it."""
 
+        # __new__ returns torch's object: callers only pass it on.
         def __new__(cls, device: Any = "cpu") -> Any:
             return generator("cpu")
 

@@ -1,7 +1,7 @@
-"""Memory of one rank: its trace's allocations through the allocator's model, and what is alive at the peak.
+"""Report the memory of one rank: its trace's allocations through the allocator's model, and what is alive at the peak.
 
 The model is built, a step makes the optimizer's state, and two more run: the peak is that of the whole, as
-torch.cuda.max_memory_reserved() tells it. What lies outside the allocator (driver context, NCCL's buffers) is a constant of the
+torch.cuda.max_memory_reserved() reports it. What the allocator does not see (driver context, NCCL's buffers) is a constant of the
 profile and counts towards "does it fit". Blocks that outlive the step they are made in are matched with those that the step
 frees of the one before. Imports no torch.
 """
@@ -17,6 +17,7 @@ from .allocator import Allocator, OutOfMemory
 from .profiles import Profile
 from .trace import CATEGORIES, Allocate, Category, Event, Free, Scope, Trace, Transfer
 
+# Parts into which the timeline divides a step, enough for a chart.
 _NUM_POINTS = 400
 _NOWHERE = Scope("setup")
 _WORKSPACE = -1
@@ -43,11 +44,11 @@ class MemoryPoint:
 
 @dataclass
 class MemoryReport:
-    """What one rank needs.
+    """Says what one rank needs.
 
-    Sizes as the allocator rounds them. at: what was going on at the peak of active memory; by_category, by_module and
-    largest tell what was in use then and add up to it. outside_bytes: beside the allocator. capacity_bytes: of the device.
-    fits: whether the run goes through; with num_retries above 0 it does only because the allocator gives back its cache
+    Sizes as the allocator rounds them. at: what was going on at the peak of active memory. by_category, by_module and
+    largest describe what was in use then and add up to it. outside_bytes: beside the allocator. capacity_bytes: of the device.
+    fits: whether the run goes through. With num_retries above 0 it does only because the allocator gives back its cache
     again and again, which is slow. failure: where it runs out of memory, if it does.
     """
 
@@ -69,15 +70,20 @@ class MemoryReport:
 def memory_report(
     trace: Trace, profile: Profile, *, expandable: bool = True, num_largest: int = 20
 ) -> MemoryReport:
-    """Replay a rank's memory on a device; expandable: segments, as `training.expandable_segments`."""
+    """Replay a rank's memory on a device. `expandable` stands for
+    `training.expandable_segments`."""
     workspace = int(profile.workspace_mib * 2**20)
     capacity = int(profile.memory_gib * 2**30)
+    # NCCL holds buffers for each communicator that is used, and a group of one rank needs none.
     used = {event.group for event in trace.step if isinstance(event, Transfer)}
     communicators = sum(len(trace.groups[name].ranks) > 1 for name in used)
     outside = int((profile.context_gib + communicators * profile.communicator_gib) * 2**30)
+    # First without a limit: that answer depends on the trace alone, and most jobs fit.
     report = _unlimited(trace, workspace, expandable, num_largest)
     fits = report.peak_reserved_bytes + outside <= capacity
     report = replace(report, outside_bytes=outside, capacity_bytes=capacity, fits=fits)
+    # The peak may hold cached blocks that the allocator would give back, so only a second run with
+    # the limit decides.
     if not report.fits:
         events = list(_events(trace, workspace))
         _try_within(report, events, limit_bytes=capacity - outside, expandable=expandable)
@@ -88,8 +94,9 @@ def memory_report(
 def _unlimited(
     trace: Trace, workspace_bytes: int, expandable: bool, num_largest: int
 ) -> MemoryReport:
-    """On a device that has any amount of memory."""
+    """Report on a device that has any amount of memory."""
     events = list(_events(trace, workspace_bytes))
+    # The last of the steps is the timeline's: as many events at the end of the list.
     of_step = sum(isinstance(event, (Allocate, Free)) for event in trace.step)
     run = _Run(Allocator(expandable=expandable))
     run.all(events)
@@ -113,11 +120,13 @@ def _unlimited(
 def _try_within(
     report: MemoryReport, events: list[Allocate | Free], *, limit_bytes: int, expandable: bool
 ) -> None:
-    """Whether giving back cached memory helps."""
+    """Find out whether the run fits once cached memory is given back, and set the report's
+    fields."""
     run = _Run(Allocator(expandable=expandable, limit_bytes=max(0, limit_bytes)))
     try:
         run.all(events)
     except OutOfMemory as error:
+        # The run stopped at the allocation that failed, whose scope is the last one noted.
         scope = run.scope
         where = " of ".join(filter(None, (scope.action or scope.phase, scope.module)))
         gib = 2**30
@@ -132,7 +141,8 @@ def _try_within(
 
 @dataclass
 class _Run:
-    """A pass of events through an allocator. sizes: rounded, by block; peak_at: event of the highest active memory."""
+    """Passes events through an allocator. sizes: rounded, by block. peak_at: number of the event of
+    the highest active memory."""
 
     allocator: Allocator
     sizes: dict[int, int] = field(default_factory=dict)
@@ -153,20 +163,30 @@ class _Run:
 
 
 def _events(trace: Trace, workspace_bytes: int) -> Iterator[Allocate | Free]:
-    """All allocations of building, the first step and later ones; every block has a number of its own."""
+    """Yield all allocations of building, of the first step and of later ones. Every block has a
+    separate number."""
     allocations: dict[int, Allocate] = {}
+    # Building the model.
     for event in trace.setup:
         yield from _noted(event, allocations)
+    # cuBLAS keeps one workspace for each handle and stream from its first product to the end of the
+    # process.
     if workspace_bytes:
         scope = Scope("forward", "cuBLAS workspace")
         yield Allocate(_WORKSPACE, workspace_bytes, 0, "temporary", scope)
+    # What the first step leaves behind is all that counts of it. The steps below repeat the
+    # recorded one.
     freed = {e.block for e in (*trace.first_step, *trace.step) if isinstance(e, Free)}
     lasting = [e for e in trace.first_step if isinstance(e, Allocate) and e.block not in freed]
+    # The optimizer's state is made while gradients and other temporary memory of the update exist,
+    # which may be the peak. So it waits for the optimizer's phase of the first step.
     yield from (e for e in lasting if e.category != "optimizer")
     states = [e for e in lasting if e.category == "optimizer"]
     for event in trace.first_step:
         if isinstance(event, Allocate):
             allocations[event.block] = event
+    # Three steps: the first makes the states, and each later one frees what the one before has
+    # left.
     steps = _Steps(trace, allocations)
     yield from steps.once(states)
     yield from steps.once()
@@ -174,23 +194,28 @@ def _events(trace: Trace, workspace_bytes: int) -> Iterator[Allocate | Free]:
 
 
 class _Steps:
-    """The step, again and again, with new numbers for its blocks. made: all blocks that were there before, by number.
+    """Repeats the step, with new numbers for its blocks each time.
 
     What it freed of the time before it was recorded is what the step before left over: a block as large and of the same module.
     """
 
     def __init__(self, trace: Trace, allocations: dict[int, Allocate]) -> None:
+        # Blocks that existed before the step, the step's own blocks, and those of its own that it
+        # leaves.
         self.events = trace.step
         self.before = dict(allocations)
         self.own = {e.block: e for e in trace.step if isinstance(e, Allocate)}
         freed = {e.block for e in trace.step if isinstance(e, Free)}
         self.kept = [e for block, e in self.own.items() if block not in freed]
+        # Numbers of the n-th repetition are shifted by n strides, so they never collide.
         self.stride = max([*allocations, *self.own], default=0) + 1
         self.offset = 0
+        # Blocks that the previous repetition left, by size and module, oldest first.
         self.left: dict[tuple[int, str], deque[int]] = defaultdict(deque)
 
     def once(self, states: Sequence[Allocate] = ()) -> Iterator[Allocate | Free]:
-        """states: that this step makes, as soon as the optimizer is at work."""
+        """Yield one repetition. states: what this step allocates as soon as the optimizer is at
+        work."""
         self.offset += self.stride
         for event in self.events:
             if states and getattr(event, "scope", _NOWHERE).phase == "optimizer":
@@ -207,10 +232,14 @@ class _Steps:
             elif isinstance(event, Free) and event.block in self.own:
                 yield Free(event.block + self.offset)
             elif isinstance(event, Free) and event.block in self.before:
+                # Memory of the time before: the repetition before left a block like it. In the
+                # first one there is none, and nothing is freed.
                 was = self.before[event.block]
                 if like := self.left[was.size_bytes, was.scope.module]:
                     yield Free(like.popleft())
+        # A step without an optimizer phase still has to make its states.
         yield from states
+        # Only now may the next repetition free what this one leaves.
         for event in self.kept:
             self.left[event.size_bytes, event.scope.module].append(event.block + self.offset)
 
@@ -226,13 +255,15 @@ def _noted(event: Event, allocations: dict[int, Allocate]) -> Iterator[Allocate 
 def _tell_peak(
     report: MemoryReport, events: list[Allocate | Free], sizes: dict[int, int], num_largest: int
 ) -> None:
-    """What is in use after these events, of which the last makes the peak."""
+    """Describe in the report what is in use after these events, of which the last makes the
+    peak."""
     alive: dict[int, Allocate] = {}
     for event in events:
         if isinstance(event, Allocate):
             alive[event.block] = event
         else:
             del alive[event.block]
+    # Every category appears, also with 0 bytes, so that tables keep their rows.
     by_category: Counter[Category] = Counter(dict.fromkeys(CATEGORIES, 0))
     by_module: Counter[str] = Counter()
     for block, event in alive.items():
@@ -248,7 +279,8 @@ def _tell_peak(
 def _timeline(
     events: list[Allocate | Free], sizes: dict[int, int], *, first: int
 ) -> list[MemoryPoint]:
-    """Memory of the last step, which begins at event `first`: its highest moment in each of a few hundred equal parts."""
+    """Return the memory of the last step, which begins at event `first`: its highest moment in each
+    of several hundred equal parts."""
     in_use: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
     alive: dict[int, Category] = {}
     points: list[MemoryPoint] = []
@@ -263,9 +295,12 @@ def _timeline(
             size = -size
         in_use[alive[event.block]] += size
         total += size
+        # Steps before the last count for what is in use, and make no points.
         if number < first:
             continue
         now = (number - first) * _NUM_POINTS // length
+        # Of each part only the highest moment is kept, so that a short peak cannot fall between
+        # points.
         if now == part and total <= highest:
             continue
         point = MemoryPoint((number - first) / length, phase, dict(in_use))

@@ -1,4 +1,4 @@
-"""Seconds that collectives take: NCCL's choice of algorithm and protocol, simplified.
+"""Compute the seconds that collectives take, by a simplified form of NCCL's choice of algorithm and protocol.
 
 A collective costs latency, which grows with the steps of its ring or tree, and volume over its bus bandwidth. As
 NCCL does, the cheapest of the algorithms (ring, tree, in-switch) and protocols (LL, LL128, Simple) is taken. NCCL's own latency
@@ -6,7 +6,7 @@ constants (src/graph/tuning.cc, as in torch._inductor.comm_analysis) give the pu
 10%. Ranks are placed on nodes in order. A group with m ranks on a node uses m network cards: of the other
 ranks' groups, which run the same collective at the same time, each has its own.
 
-Transfers that run at the same time share links; that is replay.py's, which is told which links. Imports no torch.
+This file prices a transfer alone. replay.py lets transfers that run at the same time share the links named here. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from typing import NamedTuple
 from .profiles import Profile
 from .trace import Group, Transfer
 
+# Each direction of a link is a separate resource: links are full duplex.
 LINKS = ("nvlink out", "nvlink in", "nic out", "nic in")
 NVLINK_OUT, NVLINK_IN, NIC_OUT, NIC_IN = range(4)
 
 
 class TransferPrice(NamedTuple):
-    """latency_s: before and between the volume, shared with nobody. volume_s: if no other transfer is on its links."""
+    """Holds the price of a transfer. latency_s: before and between the volume, shared with nobody. volume_s: if no
+    other transfer is on its links."""
 
     latency_s: float
     volume_s: float
@@ -44,8 +46,11 @@ class _Protocol(NamedTuple):
 
 # Latencies: baseLat and hwLat. Shares: LL carries 4 bytes of data in 8 and waits for flags; LL128 carries 120 in 128.
 _PROTOCOLS = (
+    # LL: for small messages; a flag beside every 4 bytes.
     _Protocol(ring=(6.6, 0.6, 2.7), tree=(6.8, 0.6, 5.0), share_intra=0.25, share_inter=0.25),
+    # LL128: a flag in every 128 bytes.
     _Protocol(ring=(14.0, 1.9, 4.0), tree=(14.0, 1.25, 8.5), share_intra=0.92, share_inter=0.92),
+    # Simple: for large messages; ranks synchronise once for each chunk.
     _Protocol(ring=(8.4, 3.4, 14.0), tree=(8.4, 4.0, 14.0), share_intra=1.0, share_inter=1.0),
 )
 _SWITCH_US = 90.0
@@ -56,43 +61,52 @@ _TREE_SHARE = 0.85
 
 
 def transfer_s(transfer: Transfer, group: Group, profile: Profile, *, rank: int = 0) -> float:
-    """How long a transfer takes with no other on its links."""
+    """Return the seconds that a transfer takes with no other on its links."""
     return price_transfer(transfer, group, profile, rank=rank).seconds
 
 
 def price_transfer(
     transfer: Transfer, group: Group, profile: Profile, *, rank: int
 ) -> TransferPrice:
-    """Latency, volume and links of a transfer that `rank` takes part in."""
+    """Return latency, volume and links of a transfer that `rank` takes part in."""
     if transfer.kind in ("send", "recv", "read"):
         return _price_p2p(transfer, rank, profile)
     size, ranks = transfer.size_bytes, len(group.ranks)
     if ranks == 1:
         # NCCL copies within the device, if it does anything at all.
+        # Read once and write once.
         return TransferPrice(profile.kernel_min_us * 1e-6, 2 * size / _memory(profile), ())
     nodes = len({rank // profile.gpus_per_node for rank in group.ranks})
+    # Ranks of the group on the fullest node.
     members = ceil(ranks / nodes)
     links = _links(nodes, members)
+    # The share of the tensor that a rank does not hold.
     others = (ranks - 1) / ranks
     if transfer.kind == "all_to_all":
         return _price_all_to_all(size, ranks, nodes, profile)
     if transfer.kind == "broadcast":
+        # Every byte passes every rank once, so the volume is the whole tensor.
         ways = _rings(ranks, nodes, ranks - 1, size, profile)
     elif transfer.kind == "all_reduce":
+        # A reduce-scatter and an all-gather in one: twice the steps and twice the volume.
         ways = [
             *_rings(ranks, nodes, 2 * (ranks - 1), 2 * others * size, profile),
             *_trees(ranks, nodes, 2 * others * size, profile),
         ]
+        # NVLink SHARP adds in the switch. Between nodes titan models no such switch.
         if profile.has_nvls and nodes == 1:
             volume = 2 * others * size / (profile.all_reduce_gb_per_s * 1e9)
             ways.append((_SWITCH_US * 1e-6, volume))
     else:
+        # all_gather and reduce_scatter: a ring passes each of the other ranks' parts along once.
         ways = _rings(ranks, nodes, ranks - 1, others * size, profile)
+    # NCCL compares the total times of all pairs of algorithm and protocol in the same way.
     latency, volume = min(ways, key=sum)
     return TransferPrice(latency, volume, links)
 
 
 def _links(nodes: int, members: int) -> tuple[int, ...]:
+    # One node has only NVLink. A group of one rank a node has only its network card.
     if nodes == 1:
         return (NVLINK_OUT, NVLINK_IN)
     across = (NIC_OUT, NIC_IN)
@@ -100,6 +114,7 @@ def _links(nodes: int, members: int) -> tuple[int, ...]:
 
 
 def _memory(profile: Profile) -> float:
+    # The bandwidth that the largest kernels reach.
     return profile.memory_share[-1][1] * profile.memory_tb_per_s * 1e12
 
 
@@ -109,6 +124,7 @@ def _bus(ranks: int, nodes: int, profile: Profile) -> float:
     if nodes == 1:
         return within
     cards = ceil(ranks / nodes) * profile.nic_gb_per_s * profile.nic_share * 1e9
+    # A ring that enters and leaves a node over the cards still passes NVLink between its members.
     return cards if ranks == nodes else min(within, cards)
 
 
@@ -116,6 +132,7 @@ def _rings(
     ranks: int, nodes: int, steps: int, volume: float, profile: Profile
 ) -> list[tuple[float, float]]:
     """Latency and volume of a ring in each protocol."""
+    # Of the `ranks` hops of one turn around the ring, `nodes` cross to the next node.
     between = 0 if nodes == 1 else nodes * steps // ranks
     ways = []
     for protocol in _PROTOCOLS:
@@ -131,6 +148,7 @@ def _trees(ranks: int, nodes: int, volume: float, profile: Profile) -> list[tupl
     if nodes == 1:
         return []
     ways = []
+    # Up the tree and down again. NCCL charges the chain within a node for each of its hops.
     for protocol in _PROTOCOLS:
         start, hop, far_hop = protocol.tree
         latency = start + 2 * ((ranks / nodes - 1) * hop + log2(nodes) * far_hop)
@@ -141,8 +159,10 @@ def _trees(ranks: int, nodes: int, volume: float, profile: Profile) -> list[tupl
 
 def _price_all_to_all(size: int, ranks: int, nodes: int, profile: Profile) -> TransferPrice:
     """Every rank sends 1/ranks to every rank: what leaves the node passes the rank's own card."""
+    # NCCL builds all-to-all from sends and receives, which use the Simple protocol only.
     start, hop, far_hop = _PROTOCOLS[-1].ring
     members = ceil(ranks / nodes)
+    # Bytes to members of the same node go over NVLink, all others over the card, at the same time.
     within = size * (members - 1) / ranks / (profile.all_to_all_gb_per_s * 1e9)
     card = profile.nic_gb_per_s * profile.nic_share * 1e9
     across = size * (ranks - members) / ranks / card
@@ -152,6 +172,7 @@ def _price_all_to_all(size: int, ranks: int, nodes: int, profile: Profile) -> Tr
 
 def _price_p2p(transfer: Transfer, rank: int, profile: Profile) -> TransferPrice:
     """One side of a send and receive, or a read."""
+    # Sends and receives use the Simple protocol.
     start, hop, far_hop = _PROTOCOLS[-1].ring
     near = rank // profile.gpus_per_node == transfer.peer // profile.gpus_per_node
     sends = transfer.kind == "send"
