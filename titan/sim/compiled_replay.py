@@ -56,6 +56,7 @@ class _Shape:
 
     @property
     def whole(self) -> bool:
+        # The last element's place: compare it with the end of the memory.
         last = sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
         return not self.offset and (last + 1) * self.dtype.itemsize == self.num_bytes
 
@@ -70,6 +71,8 @@ class _Shape:
     def within(self, memory: Tensor) -> Tensor:
         """Return a tensor of this shape in another one's memory. Autograd must not take it for a view, on which FSDP's hooks fail."""
         with no_memory_of_calls(memory):
+            # set_ gives a tensor another one's memory and leaves no view relation, which as_strided
+            # would.
             empty = torch.empty(0, dtype=self.dtype, device=device.NAME)
             return empty.set_(memory.untyped_storage(), self.offset, self.shape, self.stride)  # pyright: ignore
 
@@ -101,11 +104,18 @@ class RecordedProgram:
         tracer = self.tracer
         self._marks.clear()
         with tracer.compiled():
+            # A result that is still under way ties the run to the collective outside, so it cannot
+            # be repeated.
             if not tracer.remembers or any(map(tracer.transfers.is_awaited, _tensors(args))):
                 return [_plain(output) for output in self.call(args)]
             inputs, addresses = list(args), [_address(a) for a in args]
+            # The caller's list must not keep the inputs alive: they end where the program is done
+            # with them.
             args.clear()
+            # Aliasing is a part of the kind: a program frees shared memory after the last input
+            # that has it.
             first = {address: addresses.index(address) for address in addresses if address}
+            # The current stream is one too, since events name streams by number.
             kind = (device.current_stream(), *(_kind(a, first) for a in inputs))
             if kind in self._runs:
                 return self._replay(self._runs[kind], inputs)
@@ -128,6 +138,7 @@ class RecordedProgram:
         tracer, storages = self.tracer, self.tracer.storages
         stand_ins, input_of = list(inputs), dict[int, int]()  # by address of the stand-in
 
+        # Called when a stand-in ends, so at the last use of the inputs that it stands for.
         def done_with(address: int, stand_in: int) -> None:
             del input_of[stand_in]
             same = [i for i, a in enumerate(addresses) if a == address]
@@ -135,6 +146,8 @@ class RecordedProgram:
             for i in same:
                 inputs[i] = None
 
+        # The stand-ins have the sizes of the inputs' memory, and inputs that share memory share
+        # one.
         with tracer.pause():
             for address, i in first.items():
                 size = inputs[i].untyped_storage().nbytes()
@@ -146,12 +159,14 @@ class RecordedProgram:
                 del memory
         start = len(tracer.events)
         outputs, described = [], []
+        # From here on, only the program holds the stand-ins.
         for output in self.call(stand_ins):
             if not isinstance(output, Tensor):
                 described.append(output)
                 outputs.append(output)
                 continue
             shape, source = _Shape.of(output), input_of.get(_address(output), -1)
+            # New memory. Its block tells the later runs which allocation it is.
             if source < 0:
                 described.append((("made", storages.block_of(output)), shape))
                 outputs.append(_plain(output))
@@ -164,6 +179,8 @@ class RecordedProgram:
         run = _Run(
             tracer.transfers.shift, _in_order(tracer.events[start:], self._marks, start), described
         )
+        # -1: memory that this run did not allocate. Such an output, a result under way or a wait
+        # for something from before could not be repeated.
         blocks = [memory[1] for memory, _ in filter(_is_tensor, described)]
         awaited = any(map(tracer.transfers.is_awaited, _tensors(outputs)))
         return None if -1 in blocks or awaited or _refers_outside(run) else run, outputs
@@ -174,9 +191,11 @@ class RecordedProgram:
         """Emit the events of an earlier run with new numbers, for other inputs of the same kind."""
         tracer = self.tracer
         storages, scopes = tracer.storages, tracer.scopes
+        # Inputs that come back as outputs must survive the releases in the log.
         kept = {
             o[0][1]: inputs[o[0][1]] for o in run.outputs if _is_tensor(o) and o[0][0] != "made"
         }
+        # From the numbers of the recorded run to those of this one.
         allocated_here: dict[int, Allocate] = {}
         numbers: dict[tuple[str, int], int] = {}
         here = scopes.current()
@@ -185,10 +204,13 @@ class RecordedProgram:
             match entry:
                 case tuple():
                     if entry not in known:
+                        # A Scope is looked up once for each module, and shared by its events.
                         scopes.enter_compiled(*entry)
                         known[entry] = scopes.current()
                     here = known[entry]
                 case list():
+                    # The inputs' memory ends here if nobody else holds it, and storages.py records
+                    # that.
                     for i in entry:
                         inputs[i] = None
                 case Launch():
@@ -211,6 +233,8 @@ class RecordedProgram:
                     tracer.record(replace(entry, event=numbers[key]))
                 case _:
                     tracer.record(replace(entry))
+        # Outputs: of each new memory one tensor without a record, adopted as the block allocated
+        # above. Others in it become parts.
         outputs: list[Any] = []
         memories: dict[_Memory, Tensor] = {}
         for output in run.outputs:
@@ -271,6 +295,8 @@ def _in_order(
     allocated_here = {event.block for event in events if isinstance(event, Allocate)}
     order: list[Any] = []
     position = 0
+    # Events and marks, merged by number. Events are copied, since their categories are still set
+    # later on.
     for number, mark in [*marks, (start + len(events), None)]:
         for event in events[position : number - start]:
             if not isinstance(event, Free) or event.block in allocated_here:

@@ -1,4 +1,4 @@
-"""The accelerator that is not there: device type "sim", on which torch believes to run, and which records what it was asked to do.
+"""Provide the accelerator that is not there: device type "sim", which torch believes to run on and which records its work.
 
 It is torch's PrivateUse1 backend in Python, so that any build of torch will do. Tensors on it are fake (no memory, no values); its
 streams and events only report what the host asks of them. Which operators it has a kernel of decides into what torch
@@ -31,6 +31,7 @@ SECOND_STREAM = COMPUTE_STREAM + 1
 
 
 def begin() -> None:
+    # Streams that the program makes are numbered in order, so equal programs get equal traces.
     """Another program starts its own numbering of streams."""
     global _stream_numbers
     _stream_numbers = count(SECOND_STREAM + 1)
@@ -47,19 +48,21 @@ def number_of_event() -> int:
 
 
 class Stream:
-    """torch.cuda.Stream's methods, as far as torch and titan call them."""
+    """Offers torch.cuda.Stream's methods, as far as torch and titan call them."""
 
     def __init__(
         self, device: Any = None, priority: int = 0, *, number: int | None = None, **_: Any
     ) -> None:
         self.number = next(_stream_numbers) if number is None else number
         self.stream_id, self.device_index, self.device_type = self.number, 0, _TYPE
+        # A stack, since one stream may be entered within itself.
         self._before: list[Stream] = []
 
     def wait_stream(self, other: Stream) -> None:
         _report(AwaitStream(self.number, other.number))
 
     def wait_event(self, event: Event) -> None:
+        # An event that was never recorded is done, as in CUDA.
         if event.number >= 0:
             _report(AwaitEvent(self.number, event.number))
 
@@ -70,6 +73,8 @@ class Stream:
         _report(Synchronize(self.number, "stream synchronised"))
 
     def query(self) -> bool:
+        # There is no progress to ask about during a recording. "Done" is the answer that makes no
+        # caller poll.
         return True
 
     def __enter__(self) -> Stream:
@@ -82,9 +87,11 @@ class Stream:
 
 
 class Event:
-    """Each recording has a separate number, so that waiting means the last one."""
+    """An event of which each recording has a separate number, so that waiting means the last
+    recording."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
+        # Not recorded yet.
         self.number = -1
 
     def record(self, stream: Stream | None = None) -> Event:
@@ -96,6 +103,7 @@ class Event:
         (stream or _module.current).wait_event(self)
 
     def synchronize(self) -> None:
+        # Stream -1: the host waits.
         if self.number >= 0:
             _report(AwaitEvent(-1, self.number))
 
@@ -110,7 +118,7 @@ class _NoStream:
 
 
 class Module:
-    """What torch.cuda is to CUDA: torch.sim."""
+    """Is to this device what torch.cuda is to CUDA: torch.sim."""
 
     Stream, Event = Stream, Event
 
@@ -139,6 +147,7 @@ class Module:
         return True
 
     def _is_in_bad_fork(self) -> bool:
+        # torch asks this before it seeds a device's generators.
         return False
 
     def current_device(self) -> int:
@@ -154,11 +163,13 @@ class Module:
     def manual_seed_all(self, seed: int) -> None: ...
 
     def get_rng_state(self, device: Any = None) -> Tensor:
+        # The size does not matter: activation checkpointing saves and restores it unread.
         return torch.zeros(16, dtype=torch.uint8)
 
     def set_rng_state(self, state: Tensor, device: Any = None) -> None: ...
 
     def get_device_capability(self, device: Any = None) -> tuple[int, int]:
+        # An H100. Libraries choose kernels by it: float8 needs 8.9, FlashAttention 8.0.
         return (9, 0)
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
@@ -170,12 +181,12 @@ _library: list[Any] = []  # registrations live as long as it does
 
 
 def current() -> Stream:
-    """The stream that the host issues to."""
+    """Return the stream that the host issues to."""
     return _module.current
 
 
 def current_stream() -> int:
-    """Its number."""
+    """Return the number of the stream that the host issues to."""
     return _module.current.number
 
 
@@ -184,7 +195,7 @@ DeviceKind = Literal["cuda", "cpu"]
 
 
 def register(device_kind: DeviceKind = "cuda") -> torch.device:
-    """Make torch know the device; the first call counts."""
+    """Make torch know the device. Only the first call in a process counts."""
     if not _library:
         torch_compat.register_backend(NAME, _module)
         _library.append(torch.library.Library("aten", "IMPL"))
@@ -209,12 +220,14 @@ _DECLARED = (
 )
 
 
+# Fake tensors stop a call before it reaches the backend, so a declared kernel is looked up and
+# never run.
 def _never(*_: Any, **__: Any) -> Any:
     raise AssertionError("a kernel of the fake device ran: its tensors must be fake")
 
 
 def _declare_cpu(library: Any) -> None:
-    """A CPU has one fused attention, and takes RMSNorm apart."""
+    """Declare a CPU's kernels: it has one fused attention, and takes RMSNorm apart."""
     name = "_scaled_dot_product_flash_attention_for_cpu"
     for declared in ("silu_backward", name, f"{name}_backward"):
         library.impl(declared, _never, "PrivateUse1")
@@ -232,9 +245,11 @@ def _declare_cpu(library: Any) -> None:
     ) -> Tensor:
         mask = attn_mask
         if mask is not None and mask.dtype == torch.bool:
+            # The fused kernel adds its mask to the scores.
             minus_infinity = torch.full((), -torch.inf, dtype=q.dtype, device=q.device)
             mask = torch.where(mask, 0.0, minus_infinity)
         settings: dict[str, Any] = {"attn_mask": mask, "scale": scale}
+        # The second result is the logsumexp, which only backward uses.
         return getattr(_aten, name)(q, k, v, dropout_p, is_causal, **settings)[0]
 
     library.impl("scaled_dot_product_attention", attention, "AutogradPrivateUse1")
@@ -243,6 +258,8 @@ def _declare_cpu(library: Any) -> None:
 def _declare_cuda(library: Any) -> None:
     for name in _DECLARED:
         library.impl(name, _never, "PrivateUse1")
+    # Autograd would see the composite operation otherwise, and take it apart before the kernels
+    # above are asked.
     library.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
     library.impl("rms_norm", _rms_norm, "AutogradPrivateUse1")
 
@@ -262,8 +279,11 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The choice of sdp_utils.cpp on compute capability 9.0: flash; cuDNN with a mask; in 32 bits the memory-efficient kernel,
-    which takes neither grouped heads; for those torch multiplies by hand."""
+    """Choose as sdp_utils.cpp does on compute capability 9.0.
+
+    In 16 bits flash, or cuDNN where there is a mask. In 32 bits the memory-efficient kernel, except for grouped heads,
+    which torch multiplies by hand.
+    """
     q, k, v = q_BHSK, k_BGTK, v_BGTK
     is_short = q.dtype in (torch.bfloat16, torch.float16)
     if is_short and attn_mask is None:
@@ -273,6 +293,7 @@ def _attention(
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         minus_infinity = torch.full((), -torch.inf, dtype=q.dtype, device=q.device)
         attn_mask = torch.where(attn_mask, 0.0, minus_infinity)
+    # The kernel saves logsumexp for backward only where a gradient will be asked for.
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     settings = (attn_mask, needs_grad, dropout_p, is_causal)
     if is_short:

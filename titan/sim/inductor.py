@@ -1,4 +1,6 @@
-"""torch's private names that compilation on the fake device depends on; apart from torch_compat.py because importing Inductor takes seconds.
+"""Find torch's private names that compilation on the fake device depends on.
+
+They are apart from torch_compat.py because importing Inductor takes seconds.
 
 Tried on torch 2.11 to 2.15. A name that is missing fails here, with the torch that lacks it.
 """
@@ -28,7 +30,7 @@ TritonKernel: Any = find(_triton, "TritonKernel")
 
 
 class SilentKernel(TritonKernel):
-    """A kernel whose arguments are known, without its source."""
+    """A kernel whose arguments are known, and whose source is not written."""
 
     inductor_meta = None
 
@@ -37,7 +39,8 @@ class SilentKernel(TritonKernel):
 
 
 class _Device(find("torch._dynamo.device_interface", "DeviceInterface")):
-    """Of an H100, as far as Inductor asks: it decides how reductions are split."""
+    """Answers as an H100 would, as far as Inductor asks: its answers decide how reductions are
+    split."""
 
     Event, Stream = torch.Event, torch.Stream
 
@@ -47,6 +50,7 @@ class _Device(find("torch._dynamo.device_interface", "DeviceInterface")):
 
         @staticmethod
         def get_device_properties(device: Any = None) -> Any:
+            # The figures of an H100 SXM.
             return SimpleNamespace(
                 type="cuda",
                 index=0,
@@ -75,12 +79,14 @@ class _Device(find("torch._dynamo.device_interface", "DeviceInterface")):
 
 
 def register_device(name: str, scheduling: type, wrapper: type) -> None:
-    """Tell Dynamo and Inductor of a GPU."""
+    """Register the device with Dynamo and Inductor as a GPU."""
     find("torch._dynamo.device_interface", "register_interface_for_device")(name, _Device)
     find(_common, "init_backend_registration")()
     find(_common, "register_backend_for_device")(name, scheduling, wrapper)
 
     class Overrides(find(_common, "DeviceOpOverrides")):
+        # The generated program enters these lines around its kernels. Here there is no device to
+        # select.
         def device_guard(self, device_idx: int) -> str:
             return "torch.no_grad()"
 
@@ -88,7 +94,9 @@ def register_device(name: str, scheduling: type, wrapper: type) -> None:
             return "pass"
 
     find(_common, "register_device_op_overrides")(name, Overrides())
+    # Inductor looks for the machine's GPU among these types, and the fake one is all there is.
     find("torch._inductor.utils", "GPU_TYPES")[:] = [name]
+    # The scheduler refuses a GPU without Triton, which this machine need not have.
     replace("torch._inductor.scheduler", "has_triton", lambda _: lambda: True)
     folder = "UniformValueConstantFolder._deduce_value"
     replace("torch._inductor.fx_passes.joint_graph", folder, _deduce_on_host)
@@ -112,6 +120,7 @@ def replace_compiler(inner: Callable[..., Any], settings: dict[str, Any]) -> Non
         return compile
 
     replace(_compile_fx, "compile_fx", wrap)
+    # Its cache of compiled graphs would hand out programs that our compiler has not made.
     find("torch._functorch", "config").enable_autograd_cache = False
 
 
@@ -123,8 +132,10 @@ def write_program(
     is_inference: bool,
     graph_id: int | None,
 ) -> tuple[str, dict[str, Any]]:
-    """What Inductor's `codegen_and_compile` does, without compiling: the source, and what it refers to by name: what
-    the wrapper collected as `kernels`, and constant tensors."""
+    """Do what Inductor's `codegen_and_compile` does, without compiling.
+
+    Returns the source, and what it refers to by name: what the wrapper collected as `kernels`, and constant tensors.
+    """
     mode = find("torch._guards", "detect_fake_mode")(inputs)
     with ExitStack() as stack:
         # Its pass for asynchronous tensor parallelism looks for NCCL.
@@ -132,10 +143,14 @@ def write_program(
         log = find("torch._inductor.debug", "DebugContext")()
         for context in (unset_fake_temporarily(), torch.no_grad(), V.set_fake_mode(mode), log):
             stack.enter_context(context)
+        # As in compile_fx: views become reshapes, shapes are propagated, output strides are noted,
+        # then the passes after autograd run.
         find(_compile_fx, "view_to_reshape")(graph)
         find(_compile_fx, "fake_tensor_prop")(graph, inputs)
         find(_compile_fx, "_recursive_record_original_output_strides")(graph)
         find(_compile_fx, "_recursive_post_grad_passes")(graph, is_inference=is_inference)
+        # Lowering turns the graph into loops and calls, which `codegen` schedules, fuses and
+        # writes.
         lowering = find("torch._inductor.graph", "GraphLowering")(
             graph,
             example_inputs=inputs,
@@ -163,7 +178,7 @@ class _OnHost(TorchDispatchMode):
 
 
 def _deduce_on_host(deduce: Callable[..., Any]) -> Callable[..., Any]:
-    """Inductor computes constants of a graph as tensors of one element, for real."""
+    """Let Inductor compute constants of a graph, tensors of one element, for real."""
 
     def deduced(*args: Any) -> Any:
         with _OnHost():
@@ -173,11 +188,11 @@ def _deduce_on_host(deduce: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def fused_name(schedule: Any) -> str:
-    """Of a kernel, by the operations that were fused."""
+    """Return a kernel's name, from the operations that were fused in it."""
     name = find("torch._inductor.utils", "get_fused_kernel_name")(schedule, "original_aten")
     return name.removeprefix("fused_")
 
 
 def pointers(kernel: Any) -> tuple[str, ...]:
-    """Names of a kernel's arguments, in order: in_ptr0, out_ptr0, in_out_ptr0, ..."""
+    """Return the names of a kernel's arguments, in order: in_ptr0, out_ptr0, in_out_ptr0, ..."""
     return tuple(str(argument.name) for argument in kernel.args.python_argdefs()[0])

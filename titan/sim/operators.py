@@ -1,4 +1,4 @@
-"""What an operator that torch dispatches is: a kernel of which kind, a view, nothing at all; and what a call of it moves.
+"""Classify the operators that torch dispatches (a kernel of which kind, a view, nothing) and count what a call moves.
 
 Bytes are those of tensors as they lie in memory: what is expanded counts once, what is overwritten is not read.
 """
@@ -18,13 +18,17 @@ from .trace import Host, Kernel, KernelKind, list_launches
 
 _aten = torch.ops.aten
 
+# Names are those of the packet, without namespace and overload, as `func._opname` gives them.
 _MATMULS = {"mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "_int_mm"}
 _WITH_ADDEND = {"addmm", "baddbmm"}
+# Read the rows that an index chooses.
 _GATHERS = {"embedding", "embedding_dense_backward", "gather", "scatter", "scatter_", "scatter_add",
             "scatter_add_", "index", "index_select", "index_put", "index_put_", "_index_put_impl_"}  # fmt: skip
 _COPIES = {"copy_", "clone", "_to_copy", "cat", "stack", "split_with_sizes_copy", "chunk_cat",
            "all_gather_copy_in", "_foreach_copy_", "_chunk_cat", "chunk_cat_mixed_dtype", "repeat"}  # fmt: skip
+# What they write they do not read first, so it counts once.
 _OVERWRITE = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "uniform_", "normal_", "all_gather_copy_in"}  # fmt: skip
+# Change metadata or take memory, and run no kernel.
 _FREE = {"detach", "detach_", "alias", "lift_fresh", "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided",
          "_unsafe_view", "_reshape_alias", "as_strided", "set_", "resize_", "record_stream", "record_grad_output_stream", "is_pinned", "_pin_memory",
          "result_type", "is_same_size", "_has_compatible_shallow_copy_type", "_version", "lift"}  # fmt: skip
@@ -48,6 +52,7 @@ class Operator:
 
 
 def classify(func: Any) -> Operator:
+    """Return what an operator is. The tracer keeps the answer, since reading a schema is slow."""
     schema = func._schema
     name = func._opname
     arguments = schema.arguments
@@ -76,6 +81,7 @@ def _kind(name: str) -> KernelKind:
         return "copy"
     if name.startswith(("_foreach_", "_fused_adam")):
         return "optimizer"
+    # All else: a thread for each element, or a reduction, priced by bytes.
     return "pointwise"
 
 
@@ -99,13 +105,16 @@ def kernel_of(
     assert kind is not None
     written = _written(op, args, kwargs)
     ids = {id(t) for t in written}
+    # An in-place operation returns the tensor that it wrote, which must not count twice.
     write_bytes = sum(map(size_bytes, written))
     write_bytes += sum(size_bytes(t) for t in outputs if id(t) not in ids)
     overwritten = ids if name in _OVERWRITE or "out" in kwargs else ()
     read_bytes = sum(size_bytes(t) for t in (*inputs, *named) if id(t) not in overwritten)
     if kind == "copy":
+        # Both cross the host's bus if the two sides differ.
         devices = {t.fake_device.type for t in (*inputs, *outputs)}  # pyright: ignore
         kind = "host_copy" if len(devices) > 1 else "copy"
+    # A factory such as `full` has no inputs: its result tells the dtype.
     first = inputs[0] if inputs else outputs[0]
     shapes = _lists(name, args) if kind == "optimizer" else _shapes(name, kind, inputs, outputs)
     return Kernel(
@@ -125,9 +134,10 @@ def kernel_of(
 
 
 def size_bytes(tensor: Tensor) -> int:
-    """Bytes of memory that a tensor covers."""
+    """Count the bytes of memory that a tensor covers."""
     size = tensor.dtype.itemsize
     for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        # A stride of 0 is an expanded dimension, whose elements are one in memory.
         if stride:
             size *= length
         elif length == 0:
@@ -157,9 +167,11 @@ def _shapes(
     name: str, kind: KernelKind, inputs: list[Tensor], outputs: list[Tensor]
 ) -> tuple[tuple[int, ...], ...]:
     if kind == "matmul":
+        # The addend comes before the two factors.
         start = 1 if name in _WITH_ADDEND else 0
         operands = inputs[start : start + 2]
     elif kind in ("attention", "attention_backward"):
+        # Backward takes the incoming gradient first, then q, k, v.
         operands = inputs[1:4] if kind == "attention_backward" else inputs[:3]
     else:
         operands = inputs[:2] or outputs[:1]
@@ -177,11 +189,13 @@ def _flops(op: Operator, args: Any, kwargs: Any, outputs: list[Tensor]) -> int:
     formula: Callable[..., int] | None = flop_registry.get(op.func._overloadpacket)
     if formula is None:
         return 0
+    # FLOP formulas take the call's arguments, and know no `out`.
     known = {k: v for k, v in kwargs.items() if k != "out"}
     return int(formula(*args, **known, out_val=outputs[0] if len(outputs) == 1 else outputs))
 
 
 def _launches(name: str, args: Any) -> int:
+    # A foreach operation packs tensors into launches; all others launch a fixed number of kernels.
     over_lists = name.startswith(("_foreach_", "_fused_adam"))
     return list_launches(_lists(name, args)) if over_lists else _LAUNCHES.get(name, 1)
 
@@ -192,20 +206,25 @@ _CHUNK = 65_536
 
 
 def _lists(name: str, args: Any) -> tuple[tuple[int, int], tuple[int, int]]:
-    """What `titan.sim.trace.list_launches` asks of an operation over lists of tensors."""
+    """Return what `titan.sim.trace.list_launches` asks about an operation over lists of tensors."""
     lists = [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
     first = lists[0] if lists else []
+    # Each tensor is cut separately, so many small tensors make as many chunks.
     chunks = sum(math.ceil(t.numel() / _CHUNK) for t in first)
     at_once = _TENSORS_AT_ONCE[min(max(len(lists), 1), len(_TENSORS_AT_ONCE)) - 1]
     return (_LAUNCHES.get(name, 1), at_once), (len(first), chunks)
 
 
 def workspace_bytes(op: Operator, args: Any) -> list[int]:
-    """Memory that a kernel takes for itself while it runs: FlashAttention's backward pass (flash_api.cpp) adds up the gradient
-    of queries in fp32, and makes one of keys and values for each query head."""
+    """Return the memory that a kernel takes for itself while it runs.
+
+    FlashAttention's backward pass (flash_api.cpp) adds up the gradient of queries in fp32, and makes one of keys and
+    values for each query head.
+    """
     if op.name != "aten::_scaled_dot_product_flash_attention_backward":
         return []
     (batch, heads, length, size), (_, groups, keys, _) = args[1].shape, args[2].shape
+    # Sequences are padded to 128 rows and heads to 32 channels: softmax_d and dq_accum, in fp32.
     rows = batch * heads * (length + -length % 128)
     sizes = [4 * rows, 4 * rows * (size + -size % 32)]
     if groups != heads:
@@ -214,9 +233,11 @@ def workspace_bytes(op: Operator, args: Any) -> list[int]:
 
 
 def _logsumexp(x: Tensor, dims: list[int], keepdim: bool = False) -> Tensor:
-    """As in ATen's ReduceOps.cpp."""
+    """Compute logsumexp by the operations of ATen's ReduceOps.cpp, so that their memory is
+    recorded."""
     largest = _aten.amax.default(x, dims, True)
     flat = largest if keepdim else _aten.squeeze.dims(largest, dims)
+    # A row of -inf must give -inf, and not the nan of -inf - -inf.
     _aten.masked_fill_.Scalar(flat, _aten.eq.Scalar(_aten.abs.default(flat), math.inf), 0)
     total = _aten.sum.dim_IntList(_aten.exp_.default(_aten.sub.Tensor(x, largest)), dims, keepdim)
     return _aten.add_.Tensor(_aten.log_.default(total), flat)

@@ -61,8 +61,11 @@ def replay(traces: Mapping[int, Trace], cost: Cost, *, steps: int = 2) -> Timeli
 
 
 def _timeline(ranks: list[_Rank], steps: int) -> Timeline:
+    # The step lasts from the end of the one before to its own end, on the slowest rank each. Ranks
+    # need not begin together.
     begin = max(rank.end_of(steps - 2) for rank in ranks) if steps > 1 else 0.0
     step_s = max(rank.end_of(steps - 1) for rank in ranks) - begin
+    # Charts count from the earliest beginning of a compute stream.
     origin = min(rank.streams[COMPUTE_STREAM].cuts[-2][0] for rank in ranks)
     by_rank = {}
     for rank in ranks:
@@ -88,6 +91,8 @@ class _Point:
 
     def count_down(self, simulation: _Simulation) -> None:
         self.pending -= 1
+        # Nothing fires here and now: the streams and hosts go on in the main loop, which keeps the
+        # stack flat.
         if not self.pending:
             simulation.ready.extend(self.waiters)
             self.waiters.clear()
@@ -143,18 +148,23 @@ class _Stream(Lane):
 
     def advance(self, now: float) -> None:
         """Work off the queue, until something runs or must be waited for."""
+        # Entered from the clock, from a point, from a host: a stream that runs something is woken
+        # when that ends.
         if self.busy:
             return
         if self.cause is not None:
+            # A wait of no length leaves no segment.
             if now > self.blocked_since:
                 self.segments.append((self.blocked_since, now, self.cause))
             self.cause = None
+        # Entries of the clock for the old state are void from here on.
         self.version += 1
         queue, simulation = self.queue, self.rank.simulation
         while queue:
             item = queue[0]
             kind = item[0]
             if kind is _RUN:
+                # In order of the trace, this is the kernel's turn, but its time may not have come.
                 if item[1] > now:  # the host issues it later
                     simulation.push(item[1], self)
                     return self._block(now, "host")
@@ -164,6 +174,8 @@ class _Stream(Lane):
             if kind is _AWAIT:
                 point = item[1]
                 if point.pending:
+                    # Stay in front of the queue: the point wakes the stream, which then looks
+                    # again.
                     point.waiters.append(self)
                     return self._block(now, point.stream)
                 queue.popleft()
@@ -179,8 +191,10 @@ class _Stream(Lane):
                 self.busy, self.running = True, batch
                 return simulation.arrive(batch, now)
             else:
+                # _STEP: all that was queued before it has run, so the step ends for this stream.
                 queue.popleft()
                 self.cuts.append((now, len(self.segments)))
+        # The queue is empty: the host has not issued more yet.
         self._block(now, "host")
 
     def _block(self, now: float, cause: Cause) -> None:
@@ -200,6 +214,7 @@ class _Task:
 
     def fire(self, now: float) -> None:
         stream = self.stream
+        # First leave the pool, so that those who stay share the device among fewer.
         self.pool.remove(self)
         if self.pool:
             stream.rank.retime(self.pool, now)
@@ -220,6 +235,7 @@ class _Flow:
         self, sides: list[tuple[_Batch, Transfer, Group, TransferPrice]], now: float
     ) -> None:
         self.sides = sides
+        # Both sides price the transfer from their own place; the slower of them holds up both.
         self.left = max(price.latency_s for *_, price in sides)
         self.volume_s = max(price.volume_s for *_, price in sides)
         self.begin = self.since = now
@@ -227,10 +243,12 @@ class _Flow:
 
     def fire(self, now: float) -> None:
         """End the latency and begin the volume, or end the transfer."""
+        # Latency is over, or the volume was: a flow fires once for each phase.
         if self.with_volume or not self.volume_s:
             self._finish(now)
             return
         self.with_volume, self.left, self.since = True, self.volume_s, now
+        # Links are occupied by the volume only, so a small message slows no neighbour.
         for batch, _, _, price in self.sides:
             batch.stream.rank.claim(self, price.links)
         self._retime_neighbours(now)
@@ -259,6 +277,7 @@ class _Flow:
                 stream.rank.simulation.ready.append(stream)
             batch.work.count_down(batch.stream.rank.simulation)
 
+    # Every flow that begins or ends changes the number of sharers for all others on its ranks.
     def _retime_neighbours(self, now: float) -> None:
         """Set the rates of all flows that share a rank with this one, itself included if it still runs."""
         flows = {id(f): f for batch, *_ in self.sides for f in batch.stream.rank.flows}
@@ -276,7 +295,9 @@ class _Rank:
     def __init__(self, simulation: _Simulation, trace: Trace, steps: int) -> None:
         self.simulation, self.trace, self.number = simulation, trace, trace.rank
         self.step, self.steps = 0, steps
+        # The trace as calls with prices: looked up once, and run through for each step.
         self.program = list(_program(trace, simulation.cost))
+        # The host's place in the program, and its own clock, which runs ahead of the device's.
         self.position, self.clock = 0, 0.0
         self.waits_for: _Point | None = None
         self.streams: dict[int | str, _Stream] = {}
@@ -284,6 +305,8 @@ class _Rank:
         self.events: dict[int, _Point] = {}
         self.works: dict[int, _Point] = {}
         self.kernels: list[_Task] = []
+        # Host copies run on copy engines: they share the bus with each other, and take nothing from
+        # kernels.
         self.copies: list[_Task] = []
         self.num_flows = 0
         self.flows: list[_Flow] = []
@@ -294,6 +317,8 @@ class _Rank:
         """Return the stream with a number, or that of a group by the group's name; make it when it is first used."""
         stream = self.streams.get(key)
         if stream is None:
+            # Detached transfers run on a stream for their group, as NCCL has one for each
+            # communicator.
             if isinstance(key, str):
                 name = f"group {axis_of(self.trace.groups[key])}"
             else:
@@ -303,6 +328,7 @@ class _Rank:
 
     def end_of(self, step: int) -> float:
         """Return the time when all streams had finished a step, counted from 0."""
+        # cuts[0] is the beginning, so step n ends at n + 1.
         return max(stream.cuts[step + 1][0] for stream in self.streams.values())
 
     # -- the host
@@ -310,6 +336,7 @@ class _Rank:
     def advance(self, now: float) -> None:
         """Issue work until the trace stops the host, or ends."""
         self.waits_for = None
+        # A host that waited goes on when the device says. One that did not is ahead of it already.
         self.clock = max(self.clock, now)
         while self.step < self.steps:
             while self.position < len(self.program):
@@ -321,9 +348,11 @@ class _Rank:
                     point.waiters.append(self)
                     return self._wake_idle()
             self.step, self.position = self.step + 1, 0
+            # Every stream gets the mark, also one that was idle: `end_of` takes the slowest.
             for stream in self.streams.values():
                 stream.queue.append((_STEP,))
                 stream.last = None
+            # The trace is replayed with the same numbers of works in each step.
             self.works = {}
         self._wake_idle()
 
@@ -335,6 +364,7 @@ class _Rank:
             if s.queue and not s.busy and not isinstance(s.cause, _Stream)
         )
 
+    # The host computes: the device does not notice, unless it runs out of work.
     def compute(self, seconds: float) -> None:
         self.clock += seconds
 
@@ -358,6 +388,8 @@ class _Rank:
         if batch is None or batch.work_id != event.work or event.work < 0:
             if event.detached:
                 self.await_stream(key, event.stream)
+            # The group's stream must not begin before what was issued on the current one, as NCCL's
+            # internal event ensures.
             work = self.works.get(event.work)
             if work is None:
                 work = self.works[event.work] = _Point(stream, pending=0)
@@ -365,13 +397,16 @@ class _Rank:
             stream.queue.append((_BATCH, batch))
         batch.sides.append((event, group))
         batch.left += 1
+        # A batch begins when its last transfer is issued: ncclGroupEnd launches all of them.
         batch.issued = self.clock
         batch.work.pending += 1
 
     def await_work(self, stream: int, work: int, host: bool) -> _Point | None:
         point = self.works.get(work)
         if point is None:
+            # A work from before the trace is done.
             return None
+        # The stream waits in its queue's order. The host goes on, unless it waits too.
         self.stream(stream).queue.append((_AWAIT, point))
         return point if host else None
 
@@ -398,6 +433,7 @@ class _Rank:
             self.stream(stream).queue.append((_AWAIT, point))
 
     def synchronize(self, stream: int) -> _Point:
+        # A point for all streams: it is done when each of them has come to it.
         streams = list(self.streams.values()) if stream < 0 else [self.stream(stream)]
         point = _Point(streams[0], pending=len(streams))
         for each in streams:
@@ -413,6 +449,7 @@ class _Rank:
     def start(self, task: _Task, *, copies: bool, now: float) -> None:
         pool = task.pool = self.copies if copies else self.kernels
         pool.append(task)
+        # Alone on the device: no neighbour needs a new rate.
         if len(pool) > 1:
             self.retime(pool, now)
         else:
@@ -425,6 +462,8 @@ class _Rank:
             self.simulation.settle(task, now, rate)
 
     def count_flows(self, change: int, now: float) -> None:
+        # Only the first and the last transfer change the speed: several of them hold as many SMs as
+        # one.
         before, self.num_flows = self.num_flows, self.num_flows + change
         if self.kernels and not (before and self.num_flows):
             self.retime(self.kernels, now)
@@ -454,6 +493,7 @@ def _program(trace: Trace, cost: Cost) -> Iterator[tuple[Any, ...]]:
             if event.stream == HOST:
                 yield _Rank.compute, cost.host_s(kernel)
                 continue
+            # By identity: equal kernels are one object within a trace (trace.Kernel).
             price = prices.get(id(kernel))
             if price is None:
                 copies = kernel.kind == "host_copy"
@@ -484,19 +524,23 @@ class _Simulation:
         self.heap: list[tuple[float, int, int, _Task | _Flow | _Stream]] = []
         self.ready: deque[_Stream | _Rank] = deque()
         self.numbers = count()
+        # Sides of a transfer that wait for the others, by the key under which they meet.
         self.meetings: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
+        # How many transfers of a kind each rank has begun in a group.
         self.calls: dict[tuple[Any, ...], int] = defaultdict(int)
         self.prices: dict[tuple[Any, ...], TransferPrice] = {}
         self.ranks = {number: _Rank(self, trace, steps) for number, trace in traces.items()}
         assert all(rank.number == number for number, rank in self.ranks.items())
 
     def push(self, time: float, what: _Task | _Flow | _Stream) -> None:
+        # The number breaks ties in the order of arrival, and keeps heapq from comparing objects.
         heappush(self.heap, (time, next(self.numbers), what.version, what))
 
     def settle(self, what: _Task | _Flow, now: float, rate: float) -> None:
         """Subtract what was done at the old rate, and go on at the new one."""
         what.left -= (now - what.since) * what.rate
         what.since, what.rate = now, rate
+        # The clock holds an older entry for it, whose version no longer matches.
         what.version += 1
         self.push(now + max(0.0, what.left) / rate, what)
 
@@ -504,6 +548,7 @@ class _Simulation:
         heap, ready, now = self.heap, self.ready, 0.0
         ready.extend(self.ranks.values())
         while True:
+            # First let all go on that can at this time, then move the clock.
             while ready:
                 ready.popleft().advance(now)
             if not heap:
@@ -511,6 +556,8 @@ class _Simulation:
             now, _, version, what = heappop(heap)
             if what.version == version:  # else it was retimed or woken since
                 what.fire(now)
+        # The clock is empty, so nothing can happen any more. Whoever is not done waits for
+        # something that never comes.
         stuck = [rank for rank in self.ranks.values() if rank.waits_for or _unfinished(rank)]
         if stuck:
             waits = "; ".join(f"rank {rank.number} waits for {_awaited(rank)}" for rank in stuck)
@@ -523,6 +570,7 @@ class _Simulation:
         for transfer, group in batch.sides:
             side = (batch, transfer, group, self._price(transfer, group, rank))
             key, expected = self._meeting(transfer, group, rank)
+            # No other side is traced: the untraced peers arrive at the same time.
             if expected == 1:
                 self._begin([side], now)
                 continue
@@ -540,6 +588,7 @@ class _Simulation:
 
     def _meeting(self, transfer: Transfer, group: Group, rank: int) -> tuple[tuple[Any, ...], int]:
         """Return the key under which the traced sides of a transfer meet, and how many sides there are."""
+        # Both sides of a send and receive come here: they need one key, whichever comes first.
         # Names of groups differ between ranks, axes and ranks do not. The n-th calls of all sides meet.
         same = (group.axes, group.ranks)
         if transfer.kind in ("send", "recv"):
@@ -554,6 +603,7 @@ class _Simulation:
             expected = sum(peer in self.ranks for peer in group.ranks)
             if expected == 1:
                 return (), 1
+        # Each rank counts its own calls, so the n-th of one meets the n-th of the others.
         turn = self.calls[(rank, transfer.kind, *same)]
         self.calls[(rank, transfer.kind, *same)] += 1
         return (*same, "p2p" if len(same) == 4 else transfer.kind, turn), expected

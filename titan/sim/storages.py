@@ -53,6 +53,8 @@ class Storages:
 
     def add(self, tensor: Tensor) -> None:
         """Note a tensor that an operation returned. Its storage may be new."""
+        # _cdata is the C++ object's address. Python makes a new wrapper for it each time one is
+        # asked for.
         storage = tensor.untyped_storage()
         if storage._cdata not in self._live:
             self._take(self._watch(storage), storage.nbytes())
@@ -66,6 +68,8 @@ class Storages:
     def _watch(self, storage: Any) -> _Storage:
         address = storage._cdata
 
+        # The address may already belong to a newer storage, whose predecessor's reference ends
+        # late.
         def end(_: Any) -> None:
             if self._live.get(address) is entry:
                 self._release(self._live.pop(address))
@@ -93,6 +97,7 @@ class Storages:
     def resize(self, storage: Any, size: int) -> None:
         """Note that `storage` is about to be resized, which is how FSDP frees and takes memory."""
         entry = self._live.get(storage._cdata)
+        # A storage that is not on the device, or that has this size already, does not change.
         if entry is None or (entry.event.size_bytes if entry.event else 0) == size:
             return
         entry.category = "unsharded"
@@ -119,6 +124,7 @@ class Storages:
         self._made[event.block] = event
 
     def _release(self, entry: _Storage) -> None:
+        # Memory ends here: its category is final, and whoever holds the event sees it.
         if entry.event is None:
             return
         self._made.pop(entry.event.block, None)
@@ -133,6 +139,8 @@ class Storages:
         """Set the category of these tensors' memory, also for its past."""
         for tensor in tensors:
             entry = self._live.get(tensor.untyped_storage()._cdata)
+            # The first mark holds, except that gradients win: their memory may have served another
+            # use before.
             if entry is not None and (entry.category is None or category == "gradients"):
                 entry.category = category
                 if entry.event is not None:
@@ -160,6 +168,7 @@ class Storages:
 
     def forget(self) -> None:
         """Forget all storages: they belong to another program."""
+        # What ends later must not be recorded into the new program: `end` above finds nothing.
         self._live.clear()
         self._made.clear()
 

@@ -1,4 +1,4 @@
-"""What one rank does in a training step, as data: the simulator records it, prices it and replays it.
+"""Define what one rank does in a training step as data: the simulator records it, prices it and replays it.
 
     record    runs the program on fake tensors and writes a Trace        tracer.py
     price     seconds of a Kernel or a Collective on some hardware       cost.py, network.py
@@ -42,6 +42,7 @@ Host = Literal[
     "compiled",
 ]
 Phase = Literal["setup", "forward", "backward", "recompute", "clip", "optimizer"]
+# Whose memory it is; storages.py says when which category holds.
 Category = Literal["parameters", "gradients", "optimizer", "activations", "unsharded", "temporary"]
 CATEGORIES: tuple[Category, ...] = (
     "parameters",
@@ -86,16 +87,22 @@ _CHUNKS_AT_ONCE = 320  # MultiTensorApply.cuh
 
 
 def list_launches(shapes: tuple[tuple[int, ...], ...]) -> int:
-    """Launches of an operation over lists of tensors, from its `shapes`: ((launches of one pass, tensors that a launch takes), (tensors,
-    chunks of 65,536 elements in them))."""
+    """Count the launches of an operation over lists of tensors, from its `shapes`.
+
+    These are ((launches of one pass, tensors that a launch takes), (tensors, chunks of 65,536 elements in them)).
+    """
     (passes, at_once), (tensors, chunks) = shapes
+    # A launch is full when it has its most tensors or its most chunks, whichever comes first.
     return passes * max(1, -(-tensors // at_once), -(-chunks // _CHUNKS_AT_ONCE))
 
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Where in the program: phase, module path ("layers.3.attention.wq"; empty outside of the model), and under
-    pipeline parallelism the action, such as "2F0": forward of stage 2, microbatch 0."""
+    """Says where in the program something happens.
+
+    phase: of the step. module: path of a module ("layers.3.attention.wq"), empty outside of the model. action: under
+    pipeline parallelism, such as "2F0": forward of stage 2, microbatch 0.
+    """
 
     phase: Phase
     module: str = ""
@@ -113,7 +120,8 @@ class Group:
 
 @dataclass(slots=True)
 class Launch:
-    """The host launches a kernel on a stream; on HOST, it computes itself, with what is in its own memory."""
+    """The host launches a kernel on a stream. On HOST, it computes by itself, with what is in its
+    own memory."""
 
     kernel: Kernel
     stream: int
@@ -143,7 +151,7 @@ class Transfer:
 
 @dataclass(slots=True)
 class AwaitWork:
-    """A stream waits for transfers; if `host`, the host does, too."""
+    """A stream waits for transfers. If `host` is set, so does the host."""
 
     stream: int
     work: int
@@ -158,7 +166,7 @@ class RecordEvent:
 
 @dataclass(slots=True)
 class AwaitEvent:
-    """A stream waits for an event; stream -1: the host does."""
+    """A stream waits for an event. With stream -1, the host does."""
 
     stream: int
     event: int
@@ -174,7 +182,8 @@ class AwaitStream:
 
 @dataclass(slots=True)
 class Synchronize:
-    """The host waits for a stream, or with -1 for all: a value is read, or the device synchronised."""
+    """The host waits for a stream, or with -1 for all of them: a value is read, or the device
+    synchronised."""
 
     stream: int
     reason: str = ""
@@ -182,7 +191,8 @@ class Synchronize:
 
 @dataclass(slots=True)
 class Allocate:
-    """Device memory begins to be used. block: a number never used twice; size_bytes: as asked for, not rounded."""
+    """Device memory begins to be used. block: a number never used twice. size_bytes: as asked for,
+    not rounded."""
 
     block: int
     size_bytes: int
@@ -211,10 +221,10 @@ Event: TypeAlias = (
 
 @dataclass(eq=False)
 class Trace:
-    """One rank's program. Equal to itself only, so that what was found out about it can be remembered.
+    """One rank's program. It equals only itself, so that what was found out about it can be cached by identity.
 
     setup: what is allocated when the model is built. first_step: what the first step allocates and leaves, the optimizer's state above
-    all. step: every step but for that.
+    all. step: every step apart from that.
     """
 
     rank: int
@@ -227,7 +237,8 @@ class Trace:
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Traces and their replay are millions of small objects, none of them in cycles: looking for cycles takes half of the time."""
+    """Turn off Python's collector of cycles. Traces and their replay are millions of small objects, none of them in
+    cycles, and looking for cycles takes half of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

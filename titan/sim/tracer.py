@@ -83,6 +83,7 @@ class Tracer(TorchDispatchMode):
     def begin(self) -> None:
         """Begin another program, with nothing left of the one before."""
         if self.storages.any:
+            # Cycles of the old program would otherwise end as events of the new one.
             gc.collect()
         gc.freeze()  # spare the collector what was imported and compiled
         self.events = []
@@ -115,8 +116,11 @@ class Tracer(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        # Where a tensor is: a question, and no operation to record.
         if func is _device_of:
             return args[0].fake_device
+        # A subclass gets its own __torch_dispatch__ first, and its plain parts come here
+        # afterwards.
         for kind in types:
             if kind not in _PLAIN:
                 if kind is DTensor:
@@ -139,9 +143,12 @@ class Tracer(TorchDispatchMode):
         if torch_compat.in_backward():
             self.on_backward_error(error)
 
+    # How an operator is handled, in order: a mark of autograd, a read of a value, one that runs
+    # others inside, or itself.
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is _under_way:
             return AsyncCollectiveTensor(args[0])
+        # For messages: the operation that fails is often this one.
         self.running = func
         op = self._operators.get(func)
         if op is None:
@@ -149,6 +156,8 @@ class Tracer(TorchDispatchMode):
             self._collectives[func] = collective_of(func)
         if func is _read:
             return self._read(args[0])
+        # torch turns a mode off inside its own dispatch. On again, it records what the expansion
+        # runs.
         if func in EXPANDED and args[0].fake_device.type == device.NAME:
             with self:
                 return EXPANDED[func](*args, **kwargs)
@@ -158,6 +167,7 @@ class Tracer(TorchDispatchMode):
             result = kwargs["out"]
         else:
             result = func(*args, **kwargs)
+        # A view or the like: no kernel ran, and no memory was taken.
         if op.kind is None and not op.makes:
             return result
         self._record_call(op, args, kwargs, result)
@@ -169,8 +179,10 @@ class Tracer(TorchDispatchMode):
         for tensor in outputs:
             if tensor.fake_device.type == device.NAME:  # pyright: ignore
                 on_device = True
+                # A view's storage is known already.
                 if op.makes:
                     self.storages.add(tensor)
+        # FSDP's buffers: the gathered parameter, and the whole gradient that waits to be reduced.
         if op.name in _UNSHARDED:
             whole = args[1:2] if op.name == "c10d::_reduce_scatter_base_" else (*args, result)
             self.storages.mark(tensors_in((*whole, *kwargs.values())), "unsharded")
@@ -180,30 +192,38 @@ class Tracer(TorchDispatchMode):
             return
         if op.kind is None:
             return
+        # No result on the device: the host computed, or it read from the device.
         if not on_device:
             inputs = list(tensors_in((*args, *kwargs.values())))
             if not inputs and not outputs:
                 return
+            # A read from the device is a copy, which goes on below.
             if not any(t.fake_device.type == device.NAME for t in inputs):  # pyright: ignore
                 self.launch_on_host(kernel_of(op, args, kwargs, outputs))
                 return
         kernel = kernel_of(op, args, kwargs, outputs, host=self._host)
+        # Only the first kernel of an operation on DTensors pays for DTensor's dispatch.
         self._host = "compiled" if self._compiled else "eager"
+        # FlashAttention's scratch memory ends with the kernel.
         workspace = [self.storages.take(size) for size in workspace_bytes(op, args)]
         self.launch(kernel)
         for block in workspace:
             self.storages.give_back(block)
+        # A copy that blocks makes the host wait until the device has done all that came before.
         if kernel.kind == "host_copy" and not _may_run_on(op, args, kwargs):
             self.record(Synchronize(device.current_stream(), f"{op.name} between device and host"))
 
     def launch_on_host(self, kernel: Kernel) -> None:
         """Record what the host computes itself: the norm and the update of offloaded parameters."""
         if kernel.read_bytes + kernel.write_bytes >= _LEAST_HOST_BYTES:
+            # One object for equal kernels, so that pricing can go by identity.
             kernel = self._kernels.setdefault(kernel, kernel)
             self.record(Launch(kernel, HOST, self.scopes.current()))
 
     def _compilation_begins(self) -> None:
         self._paused += 1
+        # The compiler's backend is replaced when the first compilation begins. Before that,
+        # importing Inductor would cost seconds for nothing.
         if not self._installed:
             self._installed = True
             from . import compiled  # which imports inductor
@@ -241,6 +261,7 @@ class Tracer(TorchDispatchMode):
         return 1.0 if tensor.is_floating_point() else 1
 
     def _backward_begins(self) -> None:
+        # What still lives now was kept for the backward pass.
         self.storages.mark_made("activations")
 
     def _patch(self) -> None:
@@ -251,6 +272,7 @@ class Tracer(TorchDispatchMode):
         torch_compat.read_meshes_for_real(self.paused)
         torch_compat.keep_slices_of_meshes()
         torch_compat.make_shards_when_asked()
+        # Not an operator, so it is not dispatched: FSDP frees and takes memory by it.
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: Any, size: int) -> Any:
