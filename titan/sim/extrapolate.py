@@ -84,6 +84,7 @@ def extrapolate(small: Trace, big: Trace, *, depth: int, stages: Sequence[Depth]
         raise CannotExtrapolate(
             f"{len(few.segments)} parts with {depth} blocks, {len(more.segments)} with one more"
         )
+    # With equal numbers of segments, the n-th of one depth is the n-th of the other.
     return _Extrapolation(few, more, stages).trace(big)
 
 
@@ -99,12 +100,14 @@ class _Extrapolation:
         self.used = sorted({segment.stage for segment in more.segments if segment.direction})
         if not self.used:
             raise CannotExtrapolate("no pass through the blocks was found")
+        # Blocks of this rank that the deeper trace lacks, over all its stages.
         self.num_added = sum(stages[stage].count - more.depth for stage in self.used)
         self.lengths = [self._length(number) for number in range(len(more.segments))]
         self.references = {
             number: self._references(number, segment)
             for number, segment in enumerate(more.segments)
         }
+        # Only layer passes have a template. A series repeats its last event.
         for number, segment in enumerate(more.segments):
             if segment.direction:
                 segment.template = self._find_template(number, segment)
@@ -117,6 +120,8 @@ class _Extrapolation:
 
     def _grown(self, few: int, more: int) -> int:
         """Extrapolate a number that grows with the blocks to the whole model's depth."""
+        # One more block in every stage made the difference, so each added block makes its share of
+        # it.
         added = (more - few) * self.num_added
         if added % len(self.used):
             raise CannotExtrapolate(f"{few} and {more} do not grow evenly with the blocks")
@@ -134,6 +139,8 @@ class _Extrapolation:
     def _source(self, segment: Segment, part: int, length: int) -> int:
         """Return the part of the deeper trace from which a part of the whole model's is made."""
         depth = len(segment.parts)
+        # Up to the template as traced, near the end as far from the end as traced, and the template
+        # in between.
         if part <= segment.template:
             return part
         to_end = length - part
@@ -154,12 +161,15 @@ class _Extrapolation:
             return None
         own, other = self.more.segments[event_id.segment], self.more.segments[target.segment]
         block, last = self.more.block(target), len(other.parts) - 1
+        # Both are series: gradients that are freed as a list, in the order of their allocation or
+        # against it.
         if own.series and other.series:
             if self._is_even(event_id.segment, lambda s, t: t.part - s.part):
                 return ("block", target.segment, block - event_id.part, target.number)
             if self._is_even(event_id.segment, lambda s, t: t.part + s.part):
                 return ("mirror", target.segment, last - block - event_id.part, target.number)
             raise self._fail(event_id.segment, "frees blocks in no regular order")
+        # A single event has no distance to keep.
         if last == 0:
             return ("start", target.segment, 0, target.number)
         # The same event in the shallower trace: parts near the end keep their distance from the end.
@@ -170,6 +180,7 @@ class _Extrapolation:
             event_id.part if event_id.part < len(own.parts) / 2 else event_id.part - removed,
             event_id.number,
         )
+        # What the same event refers to in the shallower trace decides how the distance is stored.
         twin = self.few.targets.get(same)
         if twin is None or twin.segment != target.segment:
             raise self._fail(
@@ -189,6 +200,7 @@ class _Extrapolation:
 
     def _is_even(self, number: int, relation: Callable[[EventId, EventId], int]) -> bool:
         """Return whether all parts of a series refer to the same segment, in the same relation."""
+        # One event in each part, so its number is 0.
         relations = set()
         for p in range(len(self.more.segments[number].parts)):
             event_id = EventId(number, p, 0)
@@ -203,6 +215,7 @@ class _Extrapolation:
         for one, other in ((few.parts[0], segment.parts[0]), (few.parts[-1], segment.parts[-1])):
             if [*map(_shape, one)] != [*map(_shape, other)]:
                 raise self._fail(number, "the first or the last block differs with the depth")
+        # From the second block to the one before the last, as `t + 1` must be in the middle too.
         for t in range(1, len(segment.parts) - 2):
             alike = [*map(_shape, segment.parts[t])] == [*map(_shape, segment.parts[t + 1])]
             if alike and references[t] == references[t + 1]:
@@ -212,10 +225,13 @@ class _Extrapolation:
     # ---- the trace
 
     def trace(self, big: Trace) -> Trace:
+        # By event of the new trace: its new number, for those that refer to it.
         self.numbers: dict[EventId, int] = {}
+        # Scopes and kernels are shared between events, as in a recorded trace.
         self.scopes: dict[tuple[Scope, int], Scope] = {}
         self.kernels: dict[Kernel, Kernel] = {}
         result = Trace(big.rank, big.world_size, groups=big.groups)
+        # Where each section's segments begin, and where the last one ends.
         bounds = [*self.more.sections, len(self.more.segments)]
         for section, first, end in zip(SECTIONS, bounds, bounds[1:], strict=False):
             events: list[Event] = []
@@ -238,9 +254,11 @@ class _Extrapolation:
                 reference = self.references[number][source][n]
                 target = None if reference is None else self._resolve(reference, event_id)
                 grown = event if segment.direction else self._grow(number, source, n, event)
+                # Only what belongs to no layer pass grows: within a pass, sizes belong to a block.
                 events.append(self._copy(grown, event_id, target, self._layer(segment, part)))
 
     def _resolve(self, reference: Reference, event_id: EventId) -> EventId:
+        # The inverse of `_reference`, with the lengths of the whole model.
         kind, number, distance, n = reference
         segment, length = self.more.segments[number], self.lengths[number]
         if kind == "start":
@@ -256,6 +274,7 @@ class _Extrapolation:
                 if own.direction >= 0
                 else self.lengths[event_id.segment] - 1 - event_id.part
             )
+        # In a downward pass the first part is the last block.
         return EventId(number, block if segment.direction >= 0 else length - 1 - block, n)
 
     def _layer(self, segment: Segment, part: int) -> Callable[[int], int]:
@@ -264,6 +283,8 @@ class _Extrapolation:
 
         def of_single_event(layer: int) -> int:
             number, block = divmod(layer, depth)
+            # A single event names a block by its number in the deeper model, where every stage has
+            # `depth` of them.
             stage = self.stages[number]
             # Blocks near the end of a stage keep their distance from the end.
             return stage.first + (block if block < depth / 2 else stage.count - (depth - block))
@@ -278,6 +299,8 @@ class _Extrapolation:
         return lambda layer: stage.first + is_at + (layer - was_at)
 
     def _grow(self, number: int, part: int, n: int, event: Event) -> Event:
+        # An event outside the passes may handle all blocks at once, such as one update of every
+        # parameter.
         few = self.few.segments[number].parts
         # The shallower trace may have a shorter series, whose last event stands for the rest.
         twin = few[min(part, len(few) - 1)][n]
@@ -315,6 +338,8 @@ class _Extrapolation:
         self, event: Event, event_id: EventId, target: EventId | None, layer: Callable[[int], int]
     ) -> Event:
         """Return the event with the numbers and scopes of the whole model."""
+        # Numbers of blocks, events and works come from one counter: the new trace needs them only
+        # to be distinct.
         numbers = self.numbers
         # -1: it refers to something from before the trace began.
         refers = -1 if target is None else numbers[target]
@@ -345,6 +370,7 @@ class _Extrapolation:
 
     def _renumbered(self, scope: Scope, layer: Callable[[int], int]) -> Scope:
         traced = block_of(scope)
+        # An event outside all blocks keeps its scope.
         if traced is None:
             return scope
         number = layer(traced)

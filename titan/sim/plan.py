@@ -51,6 +51,8 @@ from .variants import Variant, simulate_variants
 
 EQUAL = 0.03
 """Speeds this close are shown as equal: the simulator cannot distinguish them (docs/simulator_accuracy.md)."""
+# FLOPs against no recomputation. A full one adds the forward pass, a third of all. Selective
+# recomputes part of it.
 _RECOMPUTE = {"none": 1.0, "selective": 1.1, "full": 4 / 3}
 _HIDDEN = 0.7  # of the computation, that FSDP's transfers hide behind
 _MARGIN = 1.1  # of the memory, that a candidate may seem to need: the estimate is one
@@ -75,6 +77,7 @@ class Point:
 
     @property
     def kind(self) -> tuple[int, ...]:
+        # Candidates of one kind compete with each other first.
         return self.tp, self.cp, self.pp, int(self.replicate > 1)
 
     def settings(self, global_batch: int) -> dict[str, str]:
@@ -118,11 +121,15 @@ class Search:
 
     def _combinations(self) -> Iterator[Point]:
         model, length = self.model, self.config.training.seq_len
+        # A rank's heads are whole, and TP stays within a node.
         tps = [n for n in _powers(self.profile.gpus_per_node) if model.n_kv_heads % n == 0]
+        # Short sequences gain nothing from being split, except where the job itself does.
         cps = [n for n in _powers(self.world_size) if n == 1 or length // n >= _LONG // 2]
         cps = [*{*cps, self.config.parallelism.context_parallel_degree}]
         for tp in tps:
             for cp in cps:
+                # Powers of two cover the sensible degrees, and keep the number of points in the
+                # thousands.
                 for pp in _powers(min(_MOST_STAGES, model.n_layers)):
                     dp, rest = divmod(self.world_size, tp * cp * pp)
                     if rest or not dp or self.global_batch % dp:
@@ -136,6 +143,7 @@ class Search:
         for recompute in _RECOMPUTE:
             plain = replace(layout, recompute=recompute)
             if pp == 1:
+                # Without a pipeline, accumulation makes up for a smaller batch.
                 yield from (replace(plain, batch=batch) for batch in _divisors(per_rank))
                 continue
             # A pipeline needs a microbatch for each rank, and layers for each stage.
@@ -181,18 +189,25 @@ class Search:
         dtype = training.mixed_precision_param
         peak = profile.peak_tflops.get(dtype, profile.peak_tflops["bfloat16"]) * 1e12
         share = profile.matmul_share.get(dtype, profile.matmul_share["bfloat16"])
+        # FLOPs count a causal mask's half of attention, as kernels compute it.
         flops = tokens / self.world_size * model.flops_per_token(training.seq_len, causal=True)
         compute = flops * _RECOMPUTE[point.recompute] / (peak * share)
 
+        # TP moves activations (2 bytes) into and out of attention and of the feed-forward layer, in
+        # the forward pass, the backward pass, and where the forward pass is repeated.
         local_tokens = tokens / (layout.dp * point.cp)
         passes = 3 if point.recompute == "full" else 2
         moved = local_tokens * model.dim * 2 * (1 - 1 / point.tp) * 4 * passes
         within = model.n_layers / point.pp * moved / (profile.ring_gb_per_s * 1e9)
 
+        # Bubble of 1F1B: pp - 1 of the slots idle. Interleaving divides the bubble by the stages on
+        # a rank.
         microbatches = point.batch // point.microbatch if point.pp > 1 else 1
         loops = _SCHEDULES[point.schedule] if point.pp > 1 else 1
         bubble = (point.pp - 1) / (microbatches * loops + point.pp - 1)
 
+        # For each pass FSDP gathers weights twice (2 bytes) and reduces gradients once (4 bytes).
+        # With replicas, an all-reduce adds up the shards of gradients.
         shards = point.shard * point.cp
         held = model.num_params / (point.tp * point.pp)
         inside = shards * point.tp <= profile.gpus_per_node
@@ -200,6 +215,8 @@ class Search:
         volume = held * (1 - 1 / shards) * (2 + 2 + 4) * layout.accumulation
         volume += held / shards * 2 * 4 * (1 - 1 / point.replicate)
         data_parallel = volume / (speed * 1e9)
+        # The bubble stretches what runs within a stage. FSDP's transfers hide behind the
+        # computation in part.
         step = (compute + within) / (1 - bubble)
         return step + max(0.0, data_parallel - _HIDDEN * compute)
 
@@ -252,8 +269,10 @@ def _distance(one: Point, other: Point) -> int:
     """Count the settings that differ. One that follows from another (the shards from the axes) does not count."""
     a, b = asdict(one), asdict(other)
     different = {key for key in a if a[key] != b[key]}
+    # Degrees multiply to the world size, so changing one changes the shards.
     if different & {"tp", "cp", "pp", "replicate"}:
         different -= {"shard"}
+    # With other degrees, batch and schedule often have to change along.
     if "pp" in different or "tp" in different:
         different -= {"batch", "microbatch", "schedule"}
     return len(different)
@@ -269,6 +288,7 @@ def plan(
     """Simulate `budget` candidates; return those that fit, the fastest first."""
     results: dict[Point, Variant] = {}
     ranked: list[Point] = []
+    # Two thirds of the budget explore, the rest improves what was found.
     points = search.first(max(1, budget * 2 // 3))
     while points:
         before = len(results)
@@ -282,6 +302,7 @@ def plan(
         )
         results |= zip(points, variants, strict=True)
         ranked = sorted((p for p in results if results[p].fits), key=lambda p: -results[p].speed)
+        # A sixth of the budget in each round, so that later rounds start from better centres.
         count = min(budget - len(results), max(2, budget // 6))
         if count <= 0:
             break
@@ -298,6 +319,7 @@ def plan(
 def overlay(variant: Variant, *, number: int, command: str) -> str:
     """Return the TOML overlay that turns the job into this candidate."""
     facts, sections = variant.facts, {}
+    # Dotted keys back to TOML's sections.
     for key, value in variant.settings.items():
         section, _, name = key.rpartition(".")
         sections.setdefault(section, []).append(f"{name} = {_toml(value)}")

@@ -1,4 +1,4 @@
-"""Cut a trace into segments that repeat with the blocks of a model, and find what refers to what. For extrapolate.py.
+"""Cut a trace into segments that repeat with the blocks of a model, and find what refers to what. extrapolate.py uses them.
 
 Segments are layer passes, series and single events; extrapolate.py defines them. Imports no torch.
 """
@@ -24,8 +24,10 @@ from .trace import (
     Transfer,
 )
 
+# "layers.3" as a whole component of a module path.
 LAYER = re.compile(r"(?<![^.])layers\.(\d+)(?![^.])")
 SECTIONS = ("setup", "first_step", "step")
+# A recomputation runs in the middle of a backward pass, in the same direction.
 _FORWARD, _BACKWARD = "forward", ("backward", "recompute")
 
 
@@ -69,13 +71,16 @@ class ParsedTrace:
 
 
 def parse_trace(trace: Trace, depth: int) -> ParsedTrace:
+    """Return a trace in segments. It was recorded with `depth` blocks in each stage."""
     parsed = ParsedTrace(depth)
+    # From all sections so far: the step frees what the first step allocated.
     allocations: dict[int, Allocate] = {}
     for section in SECTIONS:
         events: list[Event] = getattr(trace, section)
         for event in events:
             if isinstance(event, Allocate):
                 allocations[event.block] = event
+        # Sections are cut separately, so no segment crosses from one into the next.
         parsed.sections.append(len(parsed.segments))
         labels = _labels(events, allocations, depth)
         labelled = zip(events, labels, strict=True)
@@ -85,6 +90,7 @@ def parse_trace(trace: Trace, depth: int) -> ParsedTrace:
                 parsed.segments += (Segment([[event]]) for event, _ in run)
             else:
                 parsed.segments += _segments(run, depth)
+    # References need the final segments, so they are found after series were joined.
     _find_targets(parsed)
     return parsed
 
@@ -92,6 +98,7 @@ def parse_trace(trace: Trace, depth: int) -> ParsedTrace:
 def _labels(events: Sequence[Event], allocations: dict[int, Allocate], depth: int) -> list[Any]:
     """Return ((phase, action, stage), block) of each event that belongs to a block, else None."""
     labels: list[Any] = []
+    # Where the last event with a scope was.
     here: Any = None
     phase: Any = ("",)
     for event in events:
@@ -100,6 +107,7 @@ def _labels(events: Sequence[Event], allocations: dict[int, Allocate], depth: in
         if scope is not None:
             phase = (_FORWARD if scope.phase not in _BACKWARD else "backward", scope.action)
             layer = block_of(scope)
+            # The stage is a part of the label: blocks are numbered through all stages.
             here = None if layer is None else ((*phase, layer // depth), layer)
         # What frees memory outside all blocks belongs to the block that took it: gradients and
         # optimizer states are given back in the order of their blocks.
@@ -114,6 +122,7 @@ def _labels(events: Sequence[Event], allocations: dict[int, Allocate], depth: in
 
 def _label_waits(events: Sequence[Event], labels: list[Any], depth: int) -> None:
     """Give each wait to its block where one stream awaits events of all blocks. FSDP does so after a backward pass."""
+    # By number of an event: the block that recorded it.
     recorded = {
         event.event: label[1]
         for event, label in zip(events, labels, strict=True)
@@ -123,6 +132,7 @@ def _label_waits(events: Sequence[Event], labels: list[Any], depth: int) -> None
         if not waits:
             continue
         awaited = {n: recorded.get(getattr(events[n], "event", -1)) for n in run}
+        # Where fewer blocks are awaited, the waits stay where they are.
         if len({*awaited.values()} - {None}) >= depth:
             for n, layer in awaited.items():
                 labels[n] = None if layer is None else (("wait", layer // depth), layer)
@@ -145,6 +155,7 @@ def any_layer(module: str) -> str:
 
 def _segments(labelled: Iterable[tuple[Event, tuple[Any, int]]], depth: int) -> Iterator[Segment]:
     """Cut neighbouring events of one group into layer passes, and into single events where they are none."""
+    # Neighbouring events of one block make a run; a complete pass is one run for each block.
     runs: list[tuple[int, list[Event]]] = []
     for event, (_, layer) in labelled:
         direction = 0 if len(runs) < 2 else runs[-1][0] - runs[-2][0]
@@ -159,6 +170,7 @@ def _segments(labelled: Iterable[tuple[Event, tuple[Any, int]]], depth: int) -> 
             runs[-1][1].append(event)
         else:
             runs.append((layer, [event]))
+    # The last pass has no successor that would end it.
     yield from _layer_pass(runs, depth)
 
 
@@ -166,6 +178,7 @@ def _layer_pass(runs: Sequence[tuple[int, list[Event]]], depth: int) -> Iterator
     """Yield one segment if this is a layer pass, else one for each event."""
     stage = runs[0][0] // depth
     layers = [layer - stage * depth for layer, _ in runs]
+    # All blocks of the stage, in order. Anything else (a part of a pass) is not repeated.
     if layers in ([*range(depth)], [*reversed(range(depth))]):
         yield Segment([run for _, run in runs], stage=stage, direction=1 if layers[0] == 0 else -1)
         return
@@ -189,10 +202,12 @@ def _join_series(parsed: ParsedTrace) -> None:
     starts: list[int] = []
     last: Any = None
     for number, segment in enumerate(parsed.segments):
+        # A series does not continue in the next section.
         if number in parsed.sections:
             starts += [len(joined)] * parsed.sections.count(number)
             last = None
         event, key = segment.parts[0][0], None
+        # Outside layer passes: an allocation joins the series of equal ones before it.
         if not segment.direction and isinstance(event, Allocate | RecordEvent):
             key = _alike(event)
             if key != last:
@@ -202,6 +217,8 @@ def _join_series(parsed: ParsedTrace) -> None:
                 joined[-1].series = True
             if isinstance(event, Allocate):
                 home[event.block] = (joined[-1], len(joined[-1].parts) - 1)
+        # A free joins where it continues the order, upwards or downwards, in which its series was
+        # allocated.
         elif not segment.direction and isinstance(event, Free) and event.block in home:
             taken, index = home[event.block]
             key = (id(taken), index)
@@ -221,11 +238,14 @@ def _join_series(parsed: ParsedTrace) -> None:
         else:
             joined.append(segment)
         last = key
+    # Sections at the end may be empty.
     starts += [len(joined)] * (len(parsed.sections) - len(starts))
     parsed.segments, parsed.sections = joined, starts
 
 
 def _find_targets(parsed: ParsedTrace) -> None:
+    """Store for each event that refers to another one which it is. Join series before, since they
+    change the segments."""
     _join_series(parsed)
     known: dict[tuple[str, int], EventId] = {}
     for event_id, event in _all(parsed.segments):
@@ -236,11 +256,13 @@ def _find_targets(parsed: ParsedTrace) -> None:
                 known["event", event.event] = event_id
             case Transfer():
                 # Transfers of one work refer to the first of them.
+                # An event's number is unique within its kind only.
                 first = known.setdefault(("work", event.work), event_id)
                 if first is not event_id:
                     parsed.targets[event_id] = first
             case Free():
                 parsed.targets[event_id] = known["block", event.block]
+            # What was recorded before the trace is done, and needs no reference.
             case AwaitEvent() if ("event", event.event) in known:
                 parsed.targets[event_id] = known["event", event.event]
             case AwaitWork() if ("work", event.work) in known:

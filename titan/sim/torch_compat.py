@@ -1,6 +1,6 @@
-"""torch's private names that the simulator depends on, in this one place; tried on torch 2.11 to 2.15.
+"""Keep torch's private names that the simulator depends on in this one place. Tried on torch 2.11 to 2.15.
 
-A name that is missing is told by `find` when the recorder starts: what is missing, and in which torch. Things that are
+`find` reports a name that is missing when the recording starts: which one, and in which torch. Things that are
 replaced are replaced for the life of the process, which only makes recordings.
 """
 
@@ -23,11 +23,11 @@ __all__ = ["FakeTensor", "FakeTensorMode", "MissingName", "unset_fake_temporaril
 
 
 class MissingName(RuntimeError):
-    """This torch lacks something that the simulator needs; the message names both."""
+    """Says that this torch lacks something that the simulator needs. The message names both."""
 
 
 def find(module: str, name: str) -> Any:
-    """`name` (dotted) of a module of torch; raises MissingName."""
+    """Return `name` (dotted) of a module of torch. Raises MissingName."""
     try:
         value: Any = import_module(module)
         for part in name.split("."):
@@ -40,17 +40,19 @@ def find(module: str, name: str) -> Any:
 
 
 def replace(module: str, name: str, wrap: Callable[[Any], Any]) -> None:
-    """Put wrap(old) in the place of `name` (dotted) of a module; raises MissingName."""
+    """Put wrap(old) in the place of `name` (dotted) of a module. Raises MissingName."""
     path, _, last = name.rpartition(".")
     owner = find(module, path) if path else import_module(module)
+    # From __dict__, since getattr would unwrap a static or class method.
     old = owner.__dict__.get(last) or find(module, name)
     function = old.__func__ if isinstance(old, staticmethod | classmethod) else old
+    # Wrapped again as what it was.
     new = wrap(function)
     setattr(owner, last, type(old)(new) if isinstance(old, staticmethod | classmethod) else new)
 
 
 def register_backend(name: str, module: Any) -> None:
-    """A device in Python, under the name; `module` becomes torch.<name>."""
+    """Register a device in Python under a name. `module` becomes torch.<name>."""
     find("torch.utils.backend_registration", "_setup_privateuseone_for_python_backend")(
         name, backend_module=module
     )
@@ -72,10 +74,13 @@ def init_fake_process_group(device_type: str, *, rank: int, world_size: int) -> 
 
 @contextmanager
 def fake_tensors() -> Iterator[FakeTensorMode]:
-    """Every tensor made inside is fake. torch.tensor(..., device=...) makes its data on the host first, as it always does."""
+    """Make every tensor inside a fake one. torch.tensor(..., device=...) makes its data on the host
+    first, as always."""
     # A model that is copied (a pipeline stage) stays in the same world of fake tensors.
     FakeTensorMode.__deepcopy__ = lambda mode, _: mode  # pyright: ignore
     with FakeTensorMode() as mode:
+        # torch.tensor(data, device=...) must make its copy on the host fake before it moves it, or
+        # the move would need memory on the device.
         lift = find("torch._C", "_set_only_lift_cpu_tensors")
         lift(True)
         try:
@@ -86,7 +91,8 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
 
 @contextmanager
 def no_memory_of_calls(tensor: Any) -> Iterator[None]:
-    """Fake tensors remember calls by their arguments, and would keep a storage alive that was one of them."""
+    """Turn off the cache of calls on a tensor's fake mode, which would keep storages alive that
+    were arguments."""
     mode = tensor.fake_mode
     before, mode.cache_enabled = mode.cache_enabled, False
     try:
@@ -96,7 +102,8 @@ def no_memory_of_calls(tensor: Any) -> Iterator[None]:
 
 
 def read_meshes_for_real(paused: Callable[..., Any]) -> None:
-    """DeviceMesh computes with small tensors of ranks, and wants their values: not fake ones. `paused` is a decorator."""
+    """Let DeviceMesh compute with real tensors, since it wants their values. `paused` is a
+    decorator."""
 
     def for_real(function: Callable[..., Any]) -> Callable[..., Any]:
         @paused
@@ -110,8 +117,10 @@ def read_meshes_for_real(paused: Callable[..., Any]) -> None:
     module = "torch.distributed.device_mesh"
     for name in ("__init__", "_flatten", "_unflatten", "_concatenate"):
         mesh = find(module, "DeviceMesh")
+        # Which of these exist depends on the version.
         if name in mesh.__dict__:
             replace(module, f"DeviceMesh.{name}", for_real)
+    # In newer versions a mesh computes its tensor of ranks when asked.
     rank_map = find(module, "DeviceMesh.mesh")
     if isinstance(rank_map, property):
         assert rank_map.fget is not None
@@ -119,7 +128,8 @@ def read_meshes_for_real(paused: Callable[..., Any]) -> None:
 
 
 def keep_slices_of_meshes() -> None:
-    """A mesh's slices are made once: compiled code asks whether they are the very same objects, and would be compiled again."""
+    """Make a mesh's slices once. Compiled code asks whether they are the very same objects, and
+    would be compiled again."""
 
     def wrap(take: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         slices: dict[tuple[int, Any], Any] = {}
@@ -136,10 +146,13 @@ def keep_slices_of_meshes() -> None:
 
 
 def make_shards_when_asked() -> None:
-    """FSDP cuts each parameter into as many shards as there are ranks, and looks at the first and its own: only these are made."""
+    """Cut only the shards that FSDP looks at, the first and its own, where it would cut as many as
+    there are ranks."""
 
     def wrap(old: Callable[..., Any]) -> Callable[..., Any]:
         def chunk(tensor: Tensor, num_chunks: int, dim: int) -> Any:
+            # An uneven split has shards of different sizes, for which torch's own function is
+            # right.
             if tensor.size(dim) % num_chunks or not tensor.size(dim):
                 return old(tensor, num_chunks, dim)
             return _Shards(tensor, tensor.size(dim) // num_chunks, dim)
@@ -158,15 +171,18 @@ class _Shards:
 
 
 def pause_in_sharding_propagation(paused: Callable[..., Any]) -> None:
-    """DTensor learns an operation's output shape by running it on fake tensors of the global shape: nothing of this happens on
-    the device. `paused` is a decorator."""
+    """Record nothing while DTensor learns an operation's output shape, which it does by running it on fake tensors of the
+    global shape. `paused` is a decorator."""
     propagator = "ShardingPropagator._propagate_tensor_meta_non_cached"
     replace("torch.distributed.tensor._sharding_prop", propagator, paused)
 
 
 def wait_late() -> None:
-    """DTensor leaves collectives under way until someone needs their result, but where it is traced by a compiler, which it
-    takes fake tensors for: tell it that they are none."""
+    """Make DTensor wait for a collective only when its result is needed.
+
+    It does so on real tensors. On fake ones it believes that a compiler traces it, and waits at once.
+    The replaced check says that it does not.
+    """
 
     def wrap(old: Callable[[], bool]) -> Callable[[], bool]:
         proxy_mode = find("torch.fx.experimental.proxy_tensor", "get_proxy_mode")
@@ -184,8 +200,10 @@ def wait_late() -> None:
 
 
 def answer_pipeline_metadata(answer: Callable[[], Tensor]) -> None:
-    """Stages of a pipeline tell each other the shapes they send, in the first step; no other stage is here to tell. All send
-    the same: what `answer` gives, with or without a gradient."""
+    """Answer what stages of a pipeline ask each other in the first step: the shapes they send. No other stage is here.
+
+    All send the same: what `answer` gives, with or without a gradient.
+    """
     stage = "torch.distributed.pipelining.stage"
     dist.send_object_list = lambda *_, **__: None  # pyright: ignore[reportAttributeAccessIssue]
     if not hasattr(find(stage, "PipelineStage"), "_recv_meta"):  # 2.11: a tuple of tensors on meta
@@ -201,6 +219,7 @@ def answer_pipeline_metadata(answer: Callable[[], Tensor]) -> None:
 
     def receive_meta(self: Any, source: int) -> Any:
         tensor = answer()
+        # From the stage before comes an activation, from the one after a gradient.
         if source < self.stage_index:
             return forward(forward_metas=(meta_of(tensor.requires_grad_()),))
         return backward(backward_metas=(meta_of(tensor),))
@@ -224,7 +243,8 @@ _A_TENSOR = torch.empty(0)
 
 
 def release_sent_outputs() -> None:
-    """Since 2.15 a pipeline's stage lets go of what it has sent, if that is a plain tensor; a fake one is as good."""
+    """Let a pipeline's stage release what it has sent. torch does so since 2.15 for plain tensors,
+    and fake ones are as good."""
     module, stage, method = "torch.distributed.pipelining.stage", "_PipelineStageBase", "_output_slot_is_releasable"  # fmt: skip
     if not hasattr(find(module, stage), method):
         return
@@ -261,12 +281,12 @@ def pause_in_compilation(begin: Callable[[], None], end: Callable[[], None]) -> 
 
 
 def sequence_number() -> int:
-    """That of the next autograd node of this thread."""
+    """Return the number of the next autograd node of this thread."""
     return torch._C._autograd._get_sequence_nr()  # pyright: ignore
 
 
 def running_node() -> Any:
-    """The autograd node whose backward runs, or None."""
+    """Return the autograd node whose backward runs, or None."""
     return torch._C._current_autograd_node()  # pyright: ignore
 
 
@@ -275,13 +295,13 @@ def in_backward() -> bool:
 
 
 def work_classes() -> tuple[Any, Any, Any]:
-    """Classes of a collective's handle, of the fake group's handle, and of a group."""
+    """Return the classes of a collective's handle, of the fake group's handle, and of a group."""
     module = "torch._C._distributed_c10d"
     return find(module, "Work"), find(module, "FakeWork"), find(module, "ProcessGroup")
 
 
 def group_ranks(group: dist.ProcessGroup) -> dict[int, int]:
-    """torch's own table of a group, from global rank to the rank within."""
+    """Return torch's own table of a group, from global rank to the rank within it."""
     return find("torch.distributed.distributed_c10d", "_world").pg_group_ranks[group]
 
 

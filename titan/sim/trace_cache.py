@@ -64,8 +64,11 @@ class TraceRequest:
         shape: dict[str, Any] = {
             name: getattr(config, name).model_dump(mode="json") for name in _PROGRAM
         }
+        # Two replicas stand for any number: `remap_ranks` moves a trace to another number of them.
         shape["layout"] = str(replace(layout, dp_replicate=min(layout.dp_replicate, 2)))
         shape["accumulation"] = layout.accumulation
+        # Left out: settings that do not change what a rank does in a step. The global batch is in
+        # the hash as accumulation.
         shape["training"] = training.model_dump(
             mode="json",
             exclude={
@@ -78,8 +81,10 @@ class TraceRequest:
             },
         )
         shape["data"] = [config.data.reset_positions, config.data.document_mask]
+        # Part of the layout above, where a degree of -1 is resolved.
         for name in ("data_parallel_replicate_degree", "data_parallel_shard_degree"):
             shape["parallelism"].pop(name)
+        # The source too: any change of titan's code may change what a rank does.
         text = json.dumps([shape, self.device_kind, version("torch"), _source()], sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -106,16 +111,20 @@ def get_traces(
         cached = use_cache and not whole and request.prepare is None
         path = _folder() / f"{request.key}.pickle" if cached else None
         if path and (traces := _read(path)) is not None:
+            # The cache may hold the trace of a world with more or fewer replicas.
             done(request, {t.rank: t for t in (remap_ranks(t, request.layout) for t in traces)})
         else:
             plans.append(_Plan(request, None if whole else shallow(request), path, done))
     processes = processes or os.cpu_count() or 1
+    # First the shallow models. Where their blocks are not alike, the whole model follows, with all
+    # processes free again.
     refused = _record(plans, processes)
     _record([_Plan(plan.request, None, plan.path, done) for plan in refused], processes)
 
 
 def _record(plans: Sequence[_Plan], processes: int) -> list[_Plan]:
     """Trace, and report what is ready. Return the plans whose blocks are not all alike."""
+    # Few plans leave processes idle: then the ranks of a plan are dealt out to several.
     parts = -(-processes // max(1, len(plans)))  # of each plan: a process of its own for each
     waiting = [(plan, job) for plan in plans for job in plan.jobs(parts)]
     refused = []
@@ -161,6 +170,7 @@ class _Plan:
 
     def finish(self, job: Job, result: list[Trace] | Exception) -> bool:
         """Take some ranks' traces. Return True if the job has to be traced whole instead."""
+        # Another part of the job has failed already, and reported it.
         if self.ended:
             return False
         if isinstance(result, Exception):
@@ -172,8 +182,10 @@ class _Plan:
                 return True
             self.done(self.request, result)
             return False
+        # Parts end in any order. The last one completes the job.
         self.traces |= zip(job.ranks, result, strict=True)
         if len(self.traces) == len(self.ranks):
+            # In the order of stages, whatever order the processes ended in.
             traces = {rank: self.traces[rank] for rank in self.ranks}
             if self.path:
                 _write(self.path, list(traces.values()))
@@ -213,6 +225,8 @@ def at_depth(request: TraceRequest, depth: int) -> JobConfig:
     config, num_stages = request.config, 1
     parallelism = config.parallelism
     if request.layout.pp > 1:
+        # The stage split of the shallow model must have as many stages as the deep one, with equal
+        # blocks in each.
         stages = shallow(request)
         assert stages is not None
         num_stages = len(stages)
@@ -224,6 +238,7 @@ def at_depth(request: TraceRequest, depth: int) -> JobConfig:
         parallelism = parallelism.model_copy(
             update={"module_fqns_per_model_part": names, "pipeline_parallel_layers_per_stage": None}
         )
+    # The depth is a setting of the model like any other: nothing else of the job changes.
     overrides = config.model.overrides | {"n_layers": depth * num_stages}
     model = config.model.model_copy(update={"overrides": overrides})
     return config.model_copy(update={"model": model, "parallelism": parallelism})
@@ -236,6 +251,7 @@ def remap_ranks(trace: Trace, layout: Layout) -> Trace:
     """Return a trace as it would be under a layout with another number of replicas."""
     if trace.world_size == layout.world_size:
         return trace
+    # The same layout with the trace's number of replicas.
     was = replace(layout, dp_replicate=layout.dp_replicate * trace.world_size // layout.world_size)
 
     def moved(rank: int) -> int:
@@ -244,12 +260,15 @@ def remap_ranks(trace: Trace, layout: Layout) -> Trace:
     own = _place(trace.rank, was)
 
     def members(group: Group) -> tuple[int, ...]:
+        # A group along axes has members that follow from the rank's position. Pairs of a send and a
+        # receive lie along an axis and have two of its ranks.
         along_axes = group.axes and len(group.ranks) == len(_members(own, group.axes, was))
         return _members(own, group.axes, layout) if along_axes else tuple(map(moved, group.ranks))
 
     groups = {name: replace(group, ranks=members(group)) for name, group in trace.groups.items()}
 
     def with_peers(of_trace: Iterable[events.Event]) -> list[events.Event]:
+        # Transfers without a peer, and all other events, are shared with the cached trace.
         return [
             replace(e, peer=moved(e.peer)) if isinstance(e, Transfer) and e.peer >= 0 else e
             for e in of_trace
@@ -267,6 +286,7 @@ def remap_ranks(trace: Trace, layout: Layout) -> Trace:
 
 def _place(rank: int, layout: Layout) -> dict[str, int]:
     place = {}
+    # Ranks count row by row, with the last axis of AXES the fastest.
     for axis in reversed(AXES):
         rank, place[axis] = divmod(rank, getattr(layout, axis))
     return place
@@ -311,6 +331,7 @@ def _source() -> str:
 class _Reader(pickle.Unpickler):
     """Unpickle objects of titan.sim.trace, and nothing else."""
 
+    # pickle calls this for every class, so a file cannot reach any other.
     def find_class(self, module: str, name: str) -> Any:
         if module == events.__name__ and name in vars(events) and "." not in name:
             return getattr(events, name)
@@ -330,6 +351,8 @@ def _read(path: Path) -> list[Trace] | None:
 def _write(path: Path, traces: Sequence[Trace]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Renamed when complete, so that a process that reads at the same time finds all of it or
+        # nothing.
         temporary = path.with_name(f"{path.name}.{os.getpid()}")
         temporary.write_bytes(pickle.dumps(list(traces), protocol=pickle.HIGHEST_PROTOCOL))
         temporary.replace(path)

@@ -147,6 +147,7 @@ def trace_job(
                 raise TraceError(_describe(error, tracer, rank)) from error
 
         for rank in job.ranks:
+            # Pipeline stages differ, and every rank is moved to another stage in the same process.
             tracer.transfers.begin(impersonate_rank(rank, mesh))
             yield rank, job.join([recorded(program) for program in job.programs])
 
@@ -167,6 +168,7 @@ def _record(
     tracer.begin()
     with tracer:
         train_step = module.build_train_step(config, device=device, mesh=mesh)
+        # Weights are the only memory so far, so all that was made is a parameter or a buffer.
         tracer.storages.mark_made("parameters")
         for parameter, owner in _owners(train_step).items():
             tracer.storages.attribute([local(parameter)], owner)

@@ -21,6 +21,7 @@ from .operators import tensors_in
 from .trace import AwaitWork, CollectiveKind, Event, Group, Scope, Transfer
 
 # Operator: kind, and the argument (None: the result) whose bytes count.
+# Of an all-gather the whole output counts, of a reduce-scatter the whole input.
 _KINDS: dict[str, tuple[CollectiveKind, str | None]] = {
     "c10d::allreduce_": ("all_reduce", "tensors"),
     "c10d::allreduce_coalesced_": ("all_reduce", "tensors"),
@@ -77,6 +78,7 @@ def collective_of(func: Any) -> Collective | None:
     name, names = func._schema.name, [a.name for a in func._schema.arguments]
 
     def index(*candidates: str) -> int:
+        # c10d's operators and the functional ones name their arguments differently.
         return next((i for i, n in enumerate(names) if n in candidates), -1)
 
     if name == _WAIT:
@@ -105,6 +107,7 @@ class Transfers:
         self.shift = 0  # from this process's rank to the one that it acts as
         self.axes = tuple(mesh.mesh_dim_names or ())
         self.mesh_shape = tuple(mesh.shape)
+        # 0 stands for no work.
         self._works = count(1)
         self._waited: dict[int, int] = {}  # by address of a functional result's storage
         self._batch = 0  # the work of the transfers that are being issued together
@@ -118,6 +121,7 @@ class Transfers:
         self, collective: Collective, func: Any, args: Any, kwargs: Any, result: Any, scope: Scope
     ) -> int:
         """Record a call. Return the number of its work, or 0 if nothing was sent."""
+        # wait_tensor: the work it waits for, if the tensor is the result of one.
         if collective.kind is None:
             work = self._waited.pop(args[0].untyped_storage()._cdata, 0)
             if work:
@@ -131,13 +135,17 @@ class Transfers:
             )
 
         data = list(tensors_in([result] if collective.data < 0 else [argument(collective.data)]))
+        # Tensors of the host only: nothing goes over the accelerator's network.
         if not any(t.fake_device.type != "cpu" for t in data):  # pyright: ignore
             return 0
         group = self._group(argument(collective.group))
         peer = group.ranks[argument(collective.peer)] if collective.peer >= 0 else -1
+        # Sends and receives within a batch stay in the group's communicator.
         if peer >= 0 and not self._batch:
             group = self._pair(group, peer)
         work = self._batch or next(self._works)
+        # What runs beside the current stream: functional collectives, batches, point-to-point, and
+        # what is asked to.
         detached = collective.functional or bool(self._batch)
         if collective.peer >= 0:
             detached = True
@@ -156,11 +164,13 @@ class Transfers:
                 peer,
             )
         )
+        # Who waits for it: a functional result by its storage, all others by their handle.
         if collective.functional:
             for tensor in tensors_in([result]):
                 self._waited[tensor.untyped_storage()._cdata] = work
         else:
             handle = result[-1] if isinstance(result, tuple | list) else result
+            # The handle has a field for a sequence number, which `wait` below reads.
             self._fake_work.unbox(handle).seq_id = work
         return work
 
@@ -173,8 +183,10 @@ class Transfers:
 
     def again(self, transfer: Transfer, *, work: int, scope: Scope, shift: int) -> None:
         """Issue an earlier transfer again. shift: distance of the rank that issued it. No transfer goes to another stage."""
+        # Stages are the slowest axis, so ranks of another stage are at a fixed distance.
         moved = self.shift - shift
         peer = transfer.peer + moved if transfer.peer >= 0 else -1
+        # The group must be known in this rank's trace too.
         self._group(transfer.group)
         self.record(replace(transfer, work=work, scope=scope, peer=peer))
 
@@ -182,6 +194,7 @@ class Transfers:
         """Record a read of as much as `data` from the memory of a rank of a group."""
         group = self._group(group_name)
         size, dtype = data.numel() * data.dtype.itemsize, str(data.dtype)[6:]
+        # `peer` counts within the group.
         source = group.ranks[peer]
         self.record(
             Transfer(
@@ -210,6 +223,8 @@ class Transfers:
         if name not in self.groups:
             ranks = tuple(dist.get_process_group_ranks(group))
             axes = self._axes_of(ranks)
+            # This process stands for the rank of another stage, whose groups are its own, moved. A
+            # pipeline's group holds both already.
             if "pp" not in axes:
                 ranks = tuple(rank + self.shift for rank in ranks)
             self.groups[name] = Group(name, axes, ranks)
@@ -227,6 +242,8 @@ class Transfers:
         """Return the axes along which ranks differ. The mesh holds ranks row by row."""
         varying, size = [], 1
         for axis, degree in reversed(list(zip(self.axes, self.mesh_shape, strict=True))):
+            # A rank's coordinate along the axis, which is the same for all ranks if the group does
+            # not extend along it.
             if len({rank // size % degree for rank in ranks}) > 1:
                 varying.append(axis)
             size *= degree
@@ -237,14 +254,17 @@ class Transfers:
         work_class, self._fake_work, group_class = torch_compat.work_classes()
 
         def wait(work: Any, *_: Any) -> bool:
+            # 0: the work of a transfer that was not recorded.
             if work.seq_id > 0:
                 self.record(AwaitWork(self.stream(), work.seq_id))
             return True
 
+        # Both classes define the method.
         work_class.wait = self._fake_work.wait = wait
         start, end = group_class._start_coalescing, group_class._end_coalescing
 
         def begin(group: Any, device: Any) -> Any:
+            # Between start and end, all sends and receives get this work.
             self._batch = next(self._works)
             return start(group, device)
 

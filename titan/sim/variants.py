@@ -78,12 +78,14 @@ def simulate_variants(
     requests: dict[str, TraceRequest] = {}
     by_key: defaultdict[str, list[tuple[Variant, TraceRequest, Profile]]] = defaultdict(list)
     for chosen in settings:
+        # One Variant for each profile: the settings are checked and traced once for all of them.
         of_settings = [Variant(chosen, profile.name) for profile in profiles]
         variants += of_settings
         try:
             config = load_from_argv([*job, *(f"--{key}={value}" for key, value in chosen.items())])
             layout = check_to_run(config, world_size=world_size)
         except ConfigError as error:
+            # One reason is enough for a table that counts them.
             for variant in of_settings:
                 variant.problem = error.problems[0].message
             continue
@@ -94,11 +96,13 @@ def simulate_variants(
                 # Variants that differ in hardware or replicas alone share a key, and so a trace.
                 requests.setdefault(request.key, request)
                 by_key[request.key].append((variant, request, profile))
+    # Refused variants are done already.
     settled = sum(bool(variant.problem) for variant in variants)
     progress(settled, len(variants))
 
     def done(traced: TraceRequest, traces: dict[int, Trace] | Exception) -> None:
         nonlocal settled
+        # One trace serves all variants of the key, each with its own replicas and hardware.
         for variant, request, profile in by_key[traced.key]:
             _price(variant, request, traces, profile)
             settled += 1
@@ -128,6 +132,8 @@ def front(variants: Sequence[Variant]) -> list[Variant]:
     for variant in sorted(
         (v for v in variants if v.fits), key=lambda v: (-v.speed, v.reserved_gib)
     ):
+        # From the fastest down, a variant is on the front if it needs less memory than all before
+        # it. The margin of one byte keeps out equals.
         if not best or variant.reserved_gib < best[-1].reserved_gib - 1 / GIB:
             best.append(variant)
     return best
@@ -137,6 +143,7 @@ def table(variants: Sequence[Variant], *, most: int = 40) -> str:
     """Return a table of the fastest variants that fit and of the front, and counts of the others."""
     on_front = {id(variant) for variant in front(variants)}
     fitting = sorted((v for v in variants if v.fits), key=lambda v: -v.speed)
+    # The front is complete, also beyond the fastest rows.
     shown = fitting[:most] + [v for v in fitting[most:] if id(v) in on_front]
     keys = list(variants[0].settings) if variants else []
     several = len({variant.hardware for variant in variants}) > 1
@@ -159,5 +166,6 @@ def _others(variants: Sequence[Variant], *, num_fitting: int, num_shown: int) ->
     if too_big:
         yield f"{too_big} need more memory than there is"
     reasons = Counter(variant.problem for variant in variants if variant.problem)
+    # Only the most frequent reasons: a sweep may have thousands.
     for reason, number in reasons.most_common(5):
         yield f"{number} cannot run: {reason}"
