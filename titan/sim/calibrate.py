@@ -41,7 +41,7 @@ SecondsOf = Callable[[Kernel], float]
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the kernels are: a CPU would take minutes for a GPU's."""
+    """Says how large the kernels are. A CPU would take minutes for a GPU's."""
 
     tokens: int
     widths: tuple[tuple[int, int], ...]  # K, N of matrix products
@@ -51,6 +51,7 @@ class Sizes:
     message: int  # bytes
 
 
+# Widths of Llama 3's layers: 8B, and 70B with its feed-forward layer split over 8 ranks.
 LARGE = Sizes(
     16384,
     ((4096, 4096), (4096, 14336), (14336, 4096), (8192, 3584), (8192, 8192)),
@@ -68,7 +69,10 @@ SMALL = Sizes(
 
 
 def fit(base: Profile, seconds_of: SecondsOf, *, sizes: Sizes, dtypes: tuple[str, ...]) -> Figures:
-    """Figures of a profile whose kernels take `seconds_of` them; the rest is `base`'s."""
+    """Return the figures of a profile whose kernels take `seconds_of` them. The rest is
+    `base`'s."""
+    # In this order: a kernel's fixed time is deducted from the memory's measurements, and both from
+    # the products'.
     figures: Figures = {"kernel_min_us": 1e6 * seconds_of(_pointwise(0))}
     figures["memory_share"] = _memory_shares(base, seconds_of, sizes, figures["kernel_min_us"])
     known = base.model_copy(
@@ -85,6 +89,7 @@ def _pointwise(moved: int) -> Kernel:
         "aten::add",
         "pointwise",
         dtype="float32",
+        # Half read, half written, as the function that `make_work` returns does.
         read_bytes=moved // 2,
         write_bytes=moved - moved // 2,
     )
@@ -95,16 +100,19 @@ def _memory_shares(
 ) -> list[list[float]]:
     shares = []
     for moved in sizes.moved:
+        # Never 0, or a kernel that is too short to measure would divide by it.
         busy = max(1e-9, seconds_of(_pointwise(moved)) - least_us * 1e-6)
         shares.append([float(moved), _share(moved / busy / (base.memory_tb_per_s * 1e12))])
     return shares
 
 
 def _matmul_share(known: Profile, seconds_of: SecondsOf, sizes: Sizes, dtype: str) -> float:
-    """By bisection: the formula's time falls as the share grows, but not in proportion (the floor is memory's)."""
+    """Find the share by bisection. The formula's time falls as it grows, but not in proportion (the
+    floor is memory's)."""
 
     def share_of(kernel: Kernel) -> float:
         measured, low, high = seconds_of(kernel), 0.001, 1.0
+        # 40 halvings: far below the noise of a measurement.
         for _ in range(40):
             middle = (low + high) / 2
             profile = known.model_copy(update={"matmul_share": known.matmul_share | {dtype: middle}})  # fmt: skip
@@ -113,10 +121,12 @@ def _matmul_share(known: Profile, seconds_of: SecondsOf, sizes: Sizes, dtype: st
             )
         return high
 
+    # The median, since single shapes meet a tile that fits them unusually well or badly.
     return _share(statistics.median(map(share_of, _products(sizes, dtype))))
 
 
 def _products(sizes: Sizes, dtype: str) -> Iterator[Kernel]:
+    # Bytes of an operand's element; float8's result is bf16.
     width = {"float8": 1, "float32": 4}.get(dtype, 2)
     for k, n in sizes.widths:
         m = sizes.tokens
@@ -139,6 +149,8 @@ def _attention(known: Profile, seconds_of: SecondsOf, sizes: Sizes, dtype: str) 
         # The shapes are those of q, k, v.
         kernel = Kernel(f"aten::{name}", name, (shape,) * 3, dtype, causal=causal)
         flat = dict.fromkeys(("attention_forward_tflops", "attention_backward_tflops"), ((1, 1.0),))  # fmt: skip
+        # With a rate of 1 TFLOP/s the formula's seconds are the TFLOPs, so a division by the
+        # measured seconds gives the rate.
         one = known.model_copy(update={**flat, "attention_causal_share": 1.0, "kernel_min_us": 0.0})
         return Cost(one).kernel_s(kernel) / max(
             1e-9, seconds_of(kernel) - known.kernel_min_us * 1e-6
@@ -148,6 +160,7 @@ def _attention(known: Profile, seconds_of: SecondsOf, sizes: Sizes, dtype: str) 
     for key, backward in (("attention_forward_tflops", False), ("attention_backward_tflops", True)):
         figures[key] = [[float(n), rate(n, backward=backward, causal=False)] for n in sizes.lengths]
     length = sizes.lengths[-1]
+    # One length suffices to set the causal share.
     causal = rate(length, backward=False, causal=True)
     figures["attention_causal_share"] = causal / figures["attention_forward_tflops"][-1][1]
     return figures
@@ -165,6 +178,7 @@ def make_work(kernel: Kernel, device: torch.device) -> Callable[[], Any]:
 
     def tensor(*shape: int) -> torch.Tensor:
         dtype = getattr(torch, kernel.dtype)
+        # Random data: products of zeros draw less power, and so run at higher clocks.
         return torch.randn(shape, device=device, dtype=torch.float32).to(dtype)
 
     if kernel.kind == "pointwise":
@@ -173,6 +187,7 @@ def make_work(kernel: Kernel, device: torch.device) -> Callable[[], Any]:
         return lambda: torch.add(x, 1.0, out=y)
     if kernel.kind == "matmul":
         (m, k), (_, n) = kernel.shapes
+        # Column-major, as a linear layer's transposed weight is, and as _scaled_mm demands.
         a, b = tensor(m, k), tensor(n, k).t()
         if kernel.name != "aten::_scaled_mm":
             return lambda: torch.mm(a, b)
@@ -185,6 +200,7 @@ def make_work(kernel: Kernel, device: torch.device) -> Callable[[], Any]:
     )
     if kernel.kind == "attention":
         return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=kernel.causal)
+    # The forward pass runs once. Its graph is kept for every repetition of the backward pass.
     out = F.scaled_dot_product_attention(q, k, v, is_causal=kernel.causal)
     grad = torch.ones_like(out)
     return lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
@@ -205,7 +221,8 @@ def measure_links(device: torch.device, size_bytes: int) -> Figures:
 
 
 def calibrate(path: Path, *, base_name: str | None, say: Callable[[str], None]) -> int:
-    """Measure, write `path`, and tell; under torchrun rank 0 writes. Raises ConfigError for a profile that does not exist."""
+    """Measure, write `path`, and print a table. Under torchrun rank 0 writes. Raises ConfigError for a profile that does
+    not exist."""
     if not path.parent.is_dir():  # before a minute of measuring
         raise mistake("--calibrate", f"there is no folder {path.parent}")
     ranks = int(os.environ.get("WORLD_SIZE", 1))
@@ -216,9 +233,11 @@ def calibrate(path: Path, *, base_name: str | None, say: Callable[[str], None]) 
     name = torch.cuda.get_device_name(device) if on_gpu else "CPU"
     base = load_profile(base_name or _base_of(name, on_gpu))
     sizes = LARGE if on_gpu else SMALL
+    # The first dtype is the one that attention is measured in.
     dtypes = ("bfloat16", "float32") if on_gpu else ("float32", "bfloat16")
     if on_gpu:
         torch.cuda.set_device(device)
+        # Ada and Hopper are the first with units for float8.
         if torch.cuda.get_device_capability(device) >= (8, 9):
             dtypes = (*dtypes, "float8")
     counted = 0
@@ -229,12 +248,14 @@ def calibrate(path: Path, *, base_name: str | None, say: Callable[[str], None]) 
         say(f"kernel {counted}: {kernel.name} {kernel.shapes or kernel.read_bytes}")
         return bench.seconds(make_work(kernel, device), device)
 
+    # What the device states about itself comes first: the fits below are shares of it.
     figures = _of_device(device) if on_gpu else _of_host(seconds_of)
     figures |= fit(base.model_copy(update=figures), seconds_of, sizes=sizes, dtypes=dtypes)
     copied = 2**28 if on_gpu else 2**24
     from_host = bench.copy(device, copied, source=torch.device("cpu"))
     figures["launch_us"] = bench.launch_s(device) * 1e6
     figures["host_gb_per_s"] = copied / bench.seconds(from_host, device) / 1e9
+    # After the kernels: ranks measure alone, and nothing else runs beside them then.
     if ranks > 1:
         dist.init_process_group()
         say("collectives")
@@ -280,6 +301,7 @@ def _of_host(seconds_of: SecondsOf) -> Figures:
     moved = SMALL.moved[-1]
     bandwidth = moved / seconds_of(_pointwise(moved)) / 1e12
     return {
+        # 5 % above the best measurement, so that shares stay below 1.
         "peak_tflops": dict.fromkeys(("float32", "bfloat16", "float16"), best * 1.05)
         | {"float64": best / 2},
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 2),
@@ -288,7 +310,7 @@ def _of_host(seconds_of: SecondsOf) -> Figures:
 
 
 def to_toml(name: str, base: str, figures: Figures, *, note: str) -> str:
-    """A profile file."""
+    """Return the text of a profile file."""
     lines = [f"name = {json.dumps(name)}", f"base = {json.dumps(base)}", ""]
     lines += [f"{key} = {_value(value)}" for key, value in figures.items()]
     lines += ["", "[sources]", *(f"{key} = {json.dumps(note)}" for key in figures)]
@@ -304,7 +326,7 @@ def _value(value: Any) -> str:
 
 
 def table(base: Profile, measured: Profile, figures: Figures) -> str:
-    """What was measured beside what the base profile says."""
+    """Return a table of what was measured beside what the base profile says."""
     rows = [("figure", "measured", base.name)]
     for key in figures:
         one, other = getattr(measured, key), getattr(base, key)

@@ -23,11 +23,14 @@ OPTIONS = (
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code. titan.cli reports a `ConfigError`."""
     parser = _parser()
+    # What argparse does not know is the job: its files and overrides, which the config's loader
+    # checks.
     options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     if options.calibrate:
         from .calibrate import calibrate
 
         return calibrate(options.calibrate, base_name=options.hardware, say=say)
+    # Not `required` in argparse, since --calibrate needs neither.
     if options.world_size is None or options.hardware is None:
         parser.error("--world-size and --hardware are needed")
     require_positive(options, "world_size", "processes")
@@ -74,10 +77,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _simulate(options: argparse.Namespace, job: list[str]) -> int:
-    """One job: its page, and what was asked for in files."""
+    """Simulate one job: print its page, and write the files that were asked for."""
     profile = load_profile(options.hardware)
     config, _ = load_to_run(job, world_size=options.world_size, options=list(OPTIONS))
 
+    # torch comes with these imports, so the config's mistakes are reported before.
     from .replay import ReplayError
     from .simulate import HardwareError, facts, simulate
     from .trace_jobs import TraceError
@@ -94,6 +98,7 @@ def _simulate(options: argparse.Namespace, job: list[str]) -> int:
         )
         say("")
         figures = facts(simulation)
+        # --json - leaves standard output to the data.
         if not put_json(figures, options.json):
             print(page(figures))
         if options.trace:
@@ -104,17 +109,20 @@ def _simulate(options: argparse.Namespace, job: list[str]) -> int:
             from .html import write_page
 
             write_page(simulation, figures, options.html)
+    # titan.cli handles it: the reader has gone, which is no error.
     except BrokenPipeError:  # of `titan sim ... | head`
         raise
     except (HardwareError, TraceError, ReplayError, OSError) as error:
         say("")
         print(f"titan sim: {error}", file=sys.stderr)
+        # A replay that cannot end is a fault of ours; all others follow from the job or the
+        # hardware.
         return 1 if isinstance(error, ReplayError) else 2
     return 0
 
 
 def _sweep(options: argparse.Namespace, job: list[str]) -> int:
-    """All variants: a table, and with --json everything."""
+    """Simulate all variants: print a table, or with --json everything."""
     from .variants import combinations, simulate_variants, table
 
     for name in ("trace", "html", "whole", "no_cache"):
@@ -126,11 +134,13 @@ def _sweep(options: argparse.Namespace, job: list[str]) -> int:
         if not values:
             message = f"'{text}': expected KEY=A,B,..., such as training.local_batch_size=1,2,4"
             raise mistake("--sweep", message)
+        # Each value once, in the order given.
         axes[key] = list(dict.fromkeys(values.split(",")))
         # A wrong key or value is a mistake of the user, not a variant that cannot run.
         for value in axes[key]:
             load_from_argv([*job, f"--{key}={value}"], options=list(OPTIONS))
     named = (load_profile(name) for name in options.hardware.split(","))
+    # The same for profiles, by their names.
     profiles = [*{profile.name: profile for profile in named}.values()]
     # Report mistakes of the job itself before thousands of variants.
     load_from_argv(job, options=list(OPTIONS))

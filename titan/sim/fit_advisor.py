@@ -28,6 +28,7 @@ def candidates(
     config: JobConfig, layout: Layout, profile: Profile
 ) -> tuple[list[Settings], list[Settings]]:
     """Return changes that save memory and keep the global batch: single ones, and pairs of different kinds."""
+    # Modes that save more than the one at hand.
     stronger = {"full": (), "none": ("selective", "full")}
     modes = stronger.get(config.activation_checkpoint.mode, ("full",))
     kinds = [
@@ -44,6 +45,7 @@ def candidates(
 
 
 def _smaller_batch(config: JobConfig, layout: Layout) -> Iterator[Settings]:
+    # A pipeline needs whole microbatches.
     size, least = (
         config.training.local_batch_size,
         config.parallelism.pipeline_parallel_microbatch_size,
@@ -56,13 +58,16 @@ def _smaller_batch(config: JobConfig, layout: Layout) -> Iterator[Settings]:
 
 
 def _same_global_batch(config: JobConfig, layout: Layout) -> Settings:
+    # Made explicit, since the default follows the layout that is about to change.
     whole = config.training.local_batch_size * layout.dp * layout.accumulation
     return {"training.global_batch_size": str(whole)}
 
 
 def _spread(config: JobConfig, layout: Layout, profile: Profile) -> Iterator[Settings]:
+    # Replicas hold whole copies. Sharding over them as well adds communication and no computation.
     if layout.dp_replicate > 1:
         yield {_REPLICATE: "1", _SHARD: "-1"}
+    # TP stays within a node, and takes its ranks from FSDP.
     for factor in (2, 4, 8):
         if layout.tp * factor <= profile.gpus_per_node and layout.dp_shard % factor == 0:
             yield {
@@ -73,6 +78,7 @@ def _spread(config: JobConfig, layout: Layout, profile: Profile) -> Iterator[Set
 
 
 def _offload(config: JobConfig) -> Iterator[Settings]:
+    # Offloaded activations are those that checkpointing saves, so that mode must be on.
     if not config.activation_checkpoint.cpu_offload and config.activation_checkpoint.mode != "none":
         yield {"activation_checkpoint.cpu_offload": "true"}
     if not config.training.enable_cpu_offload:
@@ -84,6 +90,7 @@ def find_changes(
 ) -> list[Variant]:
     """Return the fastest variants that fit. job: files and overrides that `config` was loaded from."""
     fitting: list[Variant] = []
+    # First single changes, then pairs.
     for changes in candidates(config, layout, profile):
         variants = simulate_variants(
             job,
@@ -105,6 +112,7 @@ def suggest(
 
     Returns {"simulation": facts, "fixes": the changes with which it fits}, or {"not_simulated": why}.
     """
+    # titan check knows more devices than the simulator has profiles of.
     if not hardware.endswith(".toml") and hardware.lower() not in profile_names():
         return {"not_simulated": f"the simulator has no profile of {hardware}"}
     profile = load_profile(hardware)

@@ -1,4 +1,4 @@
-"""A simulation as one page that needs nothing else: where the time goes, the timeline of every rank, memory over the step.
+"""Write a simulation as one page that needs nothing else: where the time goes, the timeline of every rank, memory over the step.
 
 Figures are drawn by page.html's script from the data put into it. Intervals too short to be seen are joined with their neighbours of the
 same colour, so that a page stays a few megabytes at any size of job.
@@ -21,7 +21,7 @@ _PIXELS = 6000  # an interval shorter than a part of the step in so many is join
 
 
 def write_page(simulation: Simulation, facts: Facts, path: Path) -> None:
-    """Raises OSError."""
+    """Write the page. Raises OSError."""
     data = {
         "title": f"{facts['model']} on {facts['world_size']} x {facts['hardware']}",
         "summary": page(facts),
@@ -39,6 +39,7 @@ def _rank(simulation: Simulation, rank: int) -> dict[str, Any]:
     lanes: dict[str, list[Interval]] = {}
     for interval in timeline.intervals:
         lanes.setdefault(interval.lane, []).append(interval)
+    # Seconds for which one pixel stands.
     least = simulation.timeline.step_s / _PIXELS
     return {
         "rank": rank,
@@ -52,11 +53,12 @@ def _rank(simulation: Simulation, rank: int) -> dict[str, Any]:
 
 
 def _joined(lane: Sequence[Interval], least: float) -> list[list[Any]]:
-    """[start, end, class, text] of what can be seen; milliseconds."""
+    """Return [start, end, class, text] of what can be seen. Times are milliseconds."""
     bars: list[list[Any]] = []
     for interval in sorted(lane, key=lambda i: i.start):
         event = interval.event
         kind = event.scope.phase if isinstance(event, Launch) else "transfer"
+        # Joined only with a bar of the same colour that it touches, as far as the eye can tell.
         short = interval.end - interval.start < least
         if (
             short

@@ -33,6 +33,7 @@ class ScopeTracker:
         self.on_backward: Callable[[], None] = lambda: None
         self._path: list[str] = [""]
         self._recomputing = 0
+        # Parallel lists, in ascending order of the numbers: where a module begins to make nodes.
         self._numbers: list[int] = []  # of autograd nodes, and
         self._modules: list[str] = []  # the module that makes those from there on
         self._in_backward = False
@@ -58,15 +59,19 @@ class ScopeTracker:
             phase = "recompute" if self._recomputing else "backward"
             if not self._recomputing:
                 module = self._module_of_backward()
+        # FSDP works for a module that does not run itself: prefetches, and what a pipeline leaves
+        # between actions.
         if self._fsdp is not None and not (in_backward or module):
             module, reduces = self._fsdp
             if reduces and phase == "forward":  # a pipeline leaves it for the end
                 phase = "backward"
+        # Compiled code reports its inner modules by itself (`enter_compiled`).
         inner, recomputes = self._compiled
         if inner:
             module = f"{module}.{inner}"
         if recomputes and phase == "backward":
             phase = "recompute"
+        # Equal scopes are one object.
         key = (phase, module, self.action)
         scope = self._scopes.get(key)
         if scope is None:
@@ -77,9 +82,12 @@ class ScopeTracker:
         node = torch_compat.running_node()
         if node is not None:
             number = node._sequence_nr()
+            # A node's number says when the forward pass made it; the last module that had begun by
+            # then made it.
             if number < _NO_NUMBER:
                 index = bisect_right(self._numbers, number) - 1
                 self._backward_module = self._modules[index] if index >= 0 else ""
+        # Nodes that accumulate gradients count as the module of the node before them.
         return self._backward_module
 
     def enter_compiled(self, inner: str, recomputes: bool) -> None:
@@ -87,6 +95,7 @@ class ScopeTracker:
         self._compiled = (inner, recomputes)
 
     def begin_step(self) -> None:
+        # Numbers of the step before would be mistaken for this one's.
         self.phase = "forward"
         self._numbers.clear()
         self._modules.clear()
@@ -133,6 +142,7 @@ class ScopeTracker:
         """Wrap the model's modules. What runs within a compiled one is not seen here."""
         compiled: list[str] = []
         for name, module in model.named_modules():
+            # A compiled module runs its children inside, where no call of theirs is seen.
             if any(name.startswith(f"{outer}.") for outer in compiled):
                 continue
             if module._compiled_call_impl is not None:
@@ -148,17 +158,21 @@ class ScopeTracker:
             try:
                 return call(*args, **kwargs)
             except Exception as error:
+                # The error passes through all enclosing modules. The first to see it is the
+                # innermost.
                 if self._failure[0] != id(error):
                     self._failure = (id(error), name)
                 raise
             finally:
                 self._leave(recomputing)
 
+        # nn.Module calls this attribute in place of its own _call_impl if it is set.
         module.__dict__["_compiled_call_impl"] = enclosed
 
     def _enter(self, name: str, recomputing: bool) -> None:
         self._path.append(name)
         self._recomputing += recomputing
+        # Nodes that a recomputation makes are not looked up: it runs under its own phase.
         if not recomputing:
             self._note()
 

@@ -1,4 +1,4 @@
-"""A simulated step as a trace for https://ui.perfetto.dev or chrome://tracing: a process for each rank, a lane for each stream.
+"""Write a simulated step as a trace for https://ui.perfetto.dev or chrome://tracing: a process for each rank, a lane for each stream.
 
 The format is that of the Trace Event document (Google, 2016), which torch.profiler writes too.
 """
@@ -15,7 +15,7 @@ from .trace import Launch
 
 
 def write_trace(simulation: Simulation, path: Path) -> None:
-    """One step of all traced ranks. Raises OSError."""
+    """Write one step of all traced ranks. Raises OSError."""
     events: list[dict[str, Any]] = []
     for rank, timeline in simulation.timeline.ranks.items():
         events.append(_name("process_name", rank, 0, f"rank {rank}"))
@@ -32,6 +32,7 @@ def write_trace(simulation: Simulation, path: Path) -> None:
 
 
 def _name(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    # "M": metadata, which gives a process or a thread its name.
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
 
 
@@ -49,6 +50,7 @@ def _event(interval: Interval, pid: int, tid: int) -> dict[str, Any]:
         }
     else:
         details |= {"group": event.group, "bytes": event.size_bytes}
+    # "X": a complete event, with begin and duration in microseconds.
     return {
         "ph": "X",
         "pid": pid,

@@ -1,4 +1,4 @@
-"""What a machine can do: the figures that kernels and transfers are priced with, each with its source.
+"""Read what a machine can do: the figures that kernels and transfers are priced with, each with its source.
 
 A profile is a TOML file, by name in titan/sim/hardware/ or by its path (`titan sim --calibrate` writes such a file). `base`
 names another profile whose figures it takes over; whatever it states itself needs a line in [sources]. Peak rates and memory
@@ -31,7 +31,8 @@ Curve = tuple[tuple[float, float], ...]
 
 
 class Tile(NamedTuple):
-    """Part of the output that one SM computes in a matrix product, and its rate against that of the best tile."""
+    """A part of the output that one SM computes in a matrix product. rate: against that of the best
+    tile."""
 
     rows: int
     columns: int
@@ -110,6 +111,7 @@ class Profile(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Profile:
+        # A figure without a source could be a guess, and predictions would rest on it.
         for figure in type(self).model_fields.keys() - _NOT_FIGURES:
             if not self.sources.get(figure):
                 raise ValueError(f"[sources] does not say where '{figure}' comes from")
@@ -121,7 +123,7 @@ class Profile(BaseModel):
         return self
 
     def straggler(self, world_size: int) -> float:
-        """How much longer computation takes on the slowest of `world_size` devices than on the slowest of one node.
+        """Return how much longer computation takes on the slowest of `world_size` devices than on the slowest of one node.
 
         Achievable shares are measured on whole nodes, so one node is the measure.
         """
@@ -134,12 +136,15 @@ def _values(curve: Curve) -> list[float]:
 
 
 def _slowest_of(count: int) -> float:
-    """Expected largest of `count` draws from a normal distribution, in standard deviations (Blom 1958)."""
+    """Return the expected largest of `count` draws from a normal distribution, in standard
+    deviations (Blom 1958)."""
+    # Blom's approximation: the quantile at (n - 3/8) / (n + 1/4).
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
 
 
 def on_curve(curve: Curve, size: float) -> float:
-    """Value at `size`, between points by the logarithm of the size, constant beyond the ends."""
+    """Return the value at `size`: between points by the logarithm of the size, and constant beyond
+    the ends."""
     place = bisect_left(curve, (size,))
     if place == 0 or place == len(curve):
         return curve[min(place, len(curve) - 1)][1]
@@ -148,18 +153,19 @@ def on_curve(curve: Curve, size: float) -> float:
 
 
 def profile_names() -> list[str]:
-    """The named profiles."""
+    """Return the names of the profiles that titan has."""
     return sorted(file.stem for file in _FOLDER.glob("*.toml"))
 
 
 def load_profile(name_or_path: str | Path) -> Profile:
-    """A named profile, or one in a file; raises `ConfigError`."""
+    """Return a profile by its name, or from a file. Raises `ConfigError`."""
     file = _find(name_or_path, asked_in="hardware")
     values, lines = _merged(file)
     try:
         return Profile(**values)
     except ValidationError as error:
         problems = [
+            # Lines of the file at hand: a figure taken over from a base has none here.
             Problem(str(file), lines.get(e["loc"], 0), key_text(e["loc"]), _plain(e))
             for e in error.errors()
         ]
@@ -167,7 +173,7 @@ def load_profile(name_or_path: str | Path) -> Profile:
 
 
 def _plain(error: ErrorDetails) -> str:
-    """pydantic's words, in ours where a mistake is likely."""
+    """Put pydantic's words into ours where a mistake is likely."""
     if error["type"] == "extra_forbidden":
         return f"unknown figure{did_you_mean(str(error['loc'][0]), Profile.model_fields)}"
     if error["type"] == "missing":
@@ -186,12 +192,14 @@ def _find(name_or_path: str | Path, *, asked_in: str) -> Path:
 
 
 def _merged(file: Path, *, below: Sequence[Path] = ()) -> tuple[dict[str, Any], dict[Any, int]]:
-    """Figures of a file on top of its base's and of its device's."""
+    """Return the figures of a file on top of its base's and of its device's, and the lines that
+    state them."""
     values, lines = read_toml(file)
     figures: dict[str, Any] = {}
     sources: dict[str, str] = {}
     if base := values.pop("base", None):
         beneath = _find(base, asked_in=f"{file}: base")
+        # A file that is its own base, by any number of steps.
         if beneath in below:
             raise ConfigError(
                 [Problem(str(file), lines.get(("base",), 0), "base", "leads back here")]
@@ -200,6 +208,7 @@ def _merged(file: Path, *, below: Sequence[Path] = ()) -> tuple[dict[str, Any], 
         sources = figures.pop("sources")
         figures.pop("note", None)
     stated = values.pop("sources", {})
+    # In ascending order of weight: the base, the device's datasheet, the file itself.
     figures |= _of_device(values["device"], sources) if "device" in values else {}
     unsourced = values.keys() - stated.keys() - _NOT_FIGURES
     if unsourced:
@@ -212,7 +221,7 @@ def _merged(file: Path, *, below: Sequence[Path] = ()) -> tuple[dict[str, Any], 
 
 
 def _of_device(device: str, sources: dict[str, str]) -> dict[str, Any]:
-    """Peaks and memory from the table of accelerators; their source goes into `sources`."""
+    """Return peaks and memory from the table of accelerators. Their source goes into `sources`."""
     row = by_name(device)
     figures = {
         "peak_tflops": {dtype: flops / 1e12 for dtype, flops in row.peak_flops.items()},

@@ -14,12 +14,14 @@ from titan.config.errors import ConfigError, Problem
 
 from .simulate import Facts
 
+# Characters of a bar that stands for the whole.
 _BAR = 28
 _SMALL = 0.005  # of the whole: not worth a line
 
 
 def say(text: str) -> None:
     """Show what is being done, on one line of a terminal that the next text replaces."""
+    # Carriage return and "erase to the end of the line": in a pipe or a log they would be noise.
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
@@ -95,6 +97,7 @@ def page(facts: Facts) -> str:
 
 def degrees(layout: str) -> str:
     """Return the axes of a layout that are longer than 1."""
+    # Layout prints "pp 1 x dp_shard 8 ...".
     parts = [part for part in layout.split(" x ") if not part.endswith(" 1")]
     return " x ".join(parts) or "one rank"
 
@@ -111,6 +114,7 @@ def _speed(facts: Facts) -> Iterator[str]:
 def _time(facts: Facts) -> Iterator[str]:
     """Yield where the step goes. The parts add up to it."""
     time, comm, total = facts["time"], facts["comm"], facts["step_time_s"]
+    # Rows in the order of the page. Those that are too small are left out by `_bars`.
     rows = {f"compute: {phase}": s for phase, s in time["by_phase_s"].items()}
     for axis, transfers in comm["by_axis"].items():
         rows[f"waiting for {axis.replace('+', ' x ')}"] = transfers["exposed_s"]
@@ -148,6 +152,7 @@ def _memory(memory: Facts, *, fits: bool) -> Iterator[str]:
 def _by_part(by_module: Mapping[str, float]) -> dict[str, float]:
     """Add up modules of one name in all blocks; the largest come first."""
     parts: defaultdict[str, float] = defaultdict(float)
+    # "layers.3.attention" and "layers.4.attention" are one row.
     for module, gib in by_module.items():
         parts[re.sub(r"\.\d+", ".*", module) or "(outside of modules)"] += gib
     return dict(sorted(parts.items(), key=lambda item: -item[1])[:8])

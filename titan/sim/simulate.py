@@ -30,7 +30,8 @@ Facts = dict[str, Any]
 
 @dataclass
 class Simulation:
-    """A simulated step. traces, timeline and memory are by global rank, one rank of each pipeline stage."""
+    """A simulated step. traces, timeline and memory are by global rank, with one rank of each
+    pipeline stage."""
 
     config: JobConfig
     layout: Layout
@@ -67,7 +68,7 @@ def not_simulated(config: JobConfig, profile: Profile) -> str:
 
 
 class HardwareError(ValueError):
-    """The hardware cannot run the job; the message is for the user."""
+    """Says that the hardware cannot run the job. The message is for the user."""
 
 
 def simulate(
@@ -103,6 +104,7 @@ def simulate(
     request = TraceRequest(config, resolve_layout(config, world_size), device_kind, prepare)
     say(f"tracing {request.layout.pp} of {world_size} ranks")
     results: list[dict[int, Trace] | Exception] = []
+    # Traces are lists of millions of objects, so collecting cycles stays off until they are priced.
     with no_garbage_collection():
         get_traces(
             [request],
@@ -111,6 +113,7 @@ def simulate(
             use_cache=use_cache,
             done=lambda _, result: results.append(result),
         )
+        # One request, so one answer.
         [traces] = results
         if isinstance(traces, Exception):
             raise traces
@@ -128,6 +131,8 @@ def price(
 ) -> Simulation:
     """Price and replay traces that exist already on some hardware."""
     started = time.monotonic() if started is None else started
+    # Time and memory are independent: the allocator is replayed in the order of the host, without a
+    # clock.
     timeline = replay(traces, Cost(profile))
     expandable = config.training.expandable_segments
     memory = {
@@ -143,7 +148,9 @@ def facts(simulation: Simulation) -> Facts:
     model = model_config(config.model)
     convention = config.metrics.mfu_convention
     flops_per_token = model.flops_per_token(config.training.seq_len, causal=convention == "causal")
+    # MFU counts the model's FLOPs, not those that run: recomputation lowers it.
     tflops = simulation.tokens_per_s_per_gpu * flops_per_token / 1e12
+    # A profile may lack a peak for the dtype. Then there is no MFU.
     peak = profile.peak_tflops.get(config.training.mixed_precision_param)
     return {
         "world_size": simulation.layout.world_size,
@@ -183,6 +190,7 @@ def _communication(simulation: Simulation) -> Facts:
         for event in trace.step:
             if isinstance(event, Transfer):
                 axis = axis_of(trace.groups[event.group])
+                # The mean over the traced ranks, one of each stage, as for all times on the page.
                 volume[axis] += event.size_bytes / len(simulation.traces)
                 count[axis] += 1 / len(simulation.traces)
     return {
@@ -222,6 +230,7 @@ def in_gib(sizes: Mapping[Any, int]) -> dict[Any, float]:
 
 def _rank(simulation: Simulation, rank: int) -> Facts:
     timeline, memory = simulation.timeline.ranks[rank], simulation.memory[rank]
+    # Ranks are numbered stage by stage.
     stage = rank // (simulation.layout.world_size // simulation.layout.pp)
     return {
         "rank": rank,

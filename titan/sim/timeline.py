@@ -15,7 +15,7 @@ Cause: TypeAlias = "Lane | Literal['host', 'peers']"
 
 
 class Lane:
-    """What a stream has done. The first one of a rank is its compute stream.
+    """Holds what a stream has done. The first one of a rank is its compute stream.
 
     segments: (start, end, Launch or Transfer that ran, or Cause of a wait), without overlap. cuts: time and
     number of segments at the beginning and at the end of each step.
@@ -26,6 +26,7 @@ class Lane:
     def __init__(self, name: str, *, steps_before: int) -> None:
         self.name = name
         self.segments: list[tuple[float, float, Any]] = []
+        # A stream that is made later has no part in the steps before.
         self.cuts: list[tuple[float, int]] = [(0.0, 0)] * (steps_before + 1)
 
     @property
@@ -35,7 +36,7 @@ class Lane:
 
 
 class Ran(NamedTuple):
-    """A transfer that ran. step: counted from 0; lane: its name."""
+    """A transfer that ran. step: counted from 0. lane: its name."""
 
     step: int
     lane: str
@@ -46,7 +47,8 @@ class Ran(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """Something that ran. lane: "compute", "stream 3", "group pp". Seconds from the beginning of the step."""
+    """Something that ran. lane: "compute", "stream 3", "group pp". Seconds count from the beginning
+    of the step."""
 
     lane: str
     start: float
@@ -56,7 +58,7 @@ class Interval(NamedTuple):
 
 @dataclass
 class RankTimeline:
-    """One rank's step; its parts add up to the step:
+    """One rank's step. Its parts add up to the step:
 
         compute_s + exposed_s + peers_s + copies_s + host_s
 
@@ -92,15 +94,15 @@ class Timeline:
 
     @property
     def bubble_fraction(self) -> float:
-        """Mean over ranks."""
+        """Return the mean of the ranks' bubbles as a share of the step."""
         return self.mean("bubble_s") / self.step_s if self.step_s else 0.0
 
     def mean(self, part: str) -> float:
-        """Mean over ranks of compute_s, peers_s, copies_s, host_s or bubble_s."""
+        """Return the mean over ranks of compute_s, peers_s, copies_s, host_s or bubble_s."""
         return sum(getattr(rank, part) for rank in self.ranks.values()) / len(self.ranks)
 
     def mean_by(self, part: str) -> dict[str, float]:
-        """Mean over ranks of exposed_s, overlapped_s, by_phase_s or by_kind_s."""
+        """Return the mean over ranks of exposed_s, overlapped_s, by_phase_s or by_kind_s."""
         total: dict[str, float] = defaultdict(float)
         for rank in self.ranks.values():
             for key, seconds in getattr(rank, part).items():
@@ -118,8 +120,10 @@ def summarise(
 ) -> RankTimeline:
     """Sum up the last step of a rank. step_s: of all ranks together. origin: the time from which intervals count."""
     result = RankTimeline(rank)
+    # A wait names the transfer, and the axis is known of those that ran.
     axes = {id(ran.transfer): ran.axis for ran in transfers}
     (begin, first), (end, last) = lanes[0].cuts[-2:]
+    # The compute stream decides where the time went: it ran a kernel, or it waited for something.
     for start, stop, what in lanes[0].segments[first:last]:
         if isinstance(what, Launch):
             result.compute_s += stop - start
@@ -133,6 +137,7 @@ def summarise(
         _attribute(result, slowest, end, slowest.cuts[-1][0], axes)
         end = slowest.cuts[-1][0]
     result.peers_s += step_s - (end - begin)  # the slowest rank is still busy
+    # For charts: everything that ran on any stream.
     for lane in lanes:
         for start, stop, what in lane.segments[lane.cuts[-2][1] : lane.cuts[-1][1]]:
             if isinstance(what, Launch):
@@ -142,6 +147,7 @@ def summarise(
             result.overlapped_s[ran.axis] += ran.end - ran.start
             interval = Interval(ran.lane, ran.start - origin, ran.end - origin, ran.transfer)
             result.intervals.append(interval)
+    # So far all time of transfers. Hidden is what did not hold up the compute stream.
     for axis, seconds in result.exposed_s.items():
         result.overlapped_s[axis] = max(0.0, result.overlapped_s[axis] - seconds)
     result.intervals.sort(key=lambda interval: interval.start)
@@ -163,6 +169,7 @@ def _attribute(
     elif what == "host":
         result.host_s += stop - start
     else:
+        # Walk along what the other stream did meanwhile, and charge each part to its own cause.
         at = start
         segments = what.segments
         index = max(0, bisect_right(segments, start, key=lambda segment: segment[0]) - 1)
@@ -173,4 +180,5 @@ def _attribute(
                 _attribute(result, inner, max(at, begin), min(end, stop), axes)
                 at = min(end, stop)
             index += 1
+        # The rest of the time the stream had ended all of its work.
         result.host_s += stop - at
