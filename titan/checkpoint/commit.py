@@ -62,6 +62,7 @@ class CheckpointGroup:
 
     def run_on_all(self, work: Callable[[], T]) -> list[T]:
         """Run `work` on every rank and return all results. Raises SaveFailed on all ranks if it fails on one."""
+        # The exception stays on its rank; its text and its kind go to all.
         failure, kind, result = "", "", None
         try:
             result = work()
@@ -69,6 +70,7 @@ class CheckpointGroup:
             failure = f"rank {self.rank}: {reason(error)}"
             kind = kind_of(error, default="save_failed")
         outcomes = self.gather((failure, kind, result))
+        # The lowest rank's failure stands for all of them.
         if failures := [outcome for outcome in outcomes if outcome[0]]:
             raise SaveFailed(failures[0][0], kind=failures[0][1])
         return [result for *_, result in outcomes]  # pyright: ignore[reportReturnType]
@@ -92,30 +94,36 @@ def write_step(
     target = join(folder, f".saving-{step}") if storage.has_rename else final
 
     def begin() -> None:
+        # Nobody else saves into this folder: the run lock has one holder.
         for name in storage.listdir(folder):
             if name.startswith((".saving-", ".removing-")):  # a crash left it
                 storage.remove(join(folder, name))
+        # A remote step of the same number must lose its manifest before its files change.
         if not storage.has_rename:
             remove_step(final)
         storage.make_folder(target)
 
     def commit(entries: dict[str, Any]) -> None:
+        # Written last: a folder without a manifest is no checkpoint.
         write_manifest(target, entries, step=step)
         if storage.has_rename:
             storage.fsync_folder(target)
             replaced = join(folder, f".removing-{step}")
+            # A crash between the two renames costs step N, and leaves no half of one.
             if storage.exists(final):  # the run went back to an earlier step and reached N again
                 storage.rename(final, replaced)
             storage.rename(target, final)
             if storage.exists(replaced):
                 storage.remove(replaced)
 
+    # Rank 0 begins, all ranks write, rank 0 commits. Each phase ends on all ranks or on none.
     try:
         group.run_on_main(begin)
         entries = _write_files(state, target, metadata, group)
         group.run_on_main(lambda: commit(entries))
     # RuntimeError is SaveFailed, and what gloo raises when another rank has died.
     except (RuntimeError, dcp.CheckpointException) as error:
+        # Other ranks have nothing to clean up: the folder is one.
         if group.rank == 0:
             with suppress(OSError):
                 storage.remove(target)
@@ -130,6 +138,7 @@ def _write_files(
     """Write every file except the manifest. Return the manifest's entries for the files of all ranks."""
     writer = CheckpointWriter(target, state)
     alone = group.size == 1
+    # DCP plans which rank writes what, and calls the writer's `finish` on rank 0.
     dcp.save(state, storage_writer=writer, process_group=group.process_group, no_dist=alone)
 
     def finish() -> dict[str, Any]:

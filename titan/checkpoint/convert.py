@@ -66,14 +66,17 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 def from_hf(source: Path, output: Path) -> list[str]:
     """Write a checkpoint of a Hugging Face folder's weights, and the config that it implies. Return messages."""
+    # Refuse before anything is read: the output must be new or empty.
     _check_new(output)
     name, sizes = read_sizes(opened := open_folder(source))
+    # Checked on the folder's own claims, before a model of those sizes is built.
     require_weights_for(sizes, opened)
     model = HFModel.of(name, sizes)
     folder = check_folder(source, model)
     assets = {file.name: read_asset(file) for file in tokenizer_files(str(source))}
     if assets:
         tokenizer_named(str(source))  # raises where it cannot be used
+    # The same writer as a run's, so step 0 is a checkpoint like any other.
     manager = checkpoints.CheckpointManager(CheckpointSection(), run_dir=output)
     metadata = {"format": 1, "step": 0, "tokens": 0, "data": {}, "model_only": True}
     with ExitStack() as stack:
@@ -125,6 +128,7 @@ def to_hf(
     export = Export.of(config, tokenizer=tokenizer, dtype=dtype, file_bytes=file_bytes)
     model = export.model
 
+    # One process holds every tensor, so there is nothing to gather.
     def fetch(names: Sequence[str], keep: bool) -> checkpoints.StateDict:
         state = {f"model.{n}": torch.empty(model.shapes[n], dtype=dtype) for n in names}
         checkpoints.load(step, state)
@@ -164,6 +168,7 @@ def upgrade(step: Location) -> list[str]:
     except Exception as error:  # a damaged pickle can raise anything
         raise CheckpointError(f"{join(step, METADATA)} is refused: {error}") from error
     storage.write(where, text)
+    # The new index must describe whole tensors, or the step stays as it was.
     try:
         tensor_index.read_index(step, file_sizes(step))
         if storage.exists(join(step, MANIFEST)):

@@ -89,6 +89,7 @@ class Export:
     def config(self) -> dict[str, Any]:
         """Return the contents of config.json."""
         config = self.model.hooks.hf_config(self.model.sizes)
+        # Positions up to the length it was trained on are valid, even beyond the family's default.
         return {
             **config,
             "max_position_embeddings": max(config["max_position_embeddings"], self.seq_len),
@@ -108,6 +109,7 @@ def tokenizer_files(where: str) -> list[Path]:
     path = Path(where).expanduser()
     folder = path if path.is_dir() else path.parent
     files = [folder / name for name in TOKENIZER_FILES if is_there(folder / name)]
+    # Without a vocabulary the other files make no tokenizer.
     return files if files and files[0].name in ("tokenizer.json", "tokenizer.model") else []
 
 
@@ -134,6 +136,7 @@ def export_state(folder: Path, state: StateDict, export: Export, *, group: Check
                 kept[name] = whole.cpu()
         return kept
 
+    # Which ranks have a part of which tensor: under a pipeline only those of its stage.
     held = group.gather([f"model.{name}" in state for name in export.model.names])
     ranks_of = {
         name: [rank for rank, of_rank in enumerate(held) if of_rank[number]]
@@ -157,6 +160,7 @@ def write_folder(
             the host.
         ranks_of: the ranks that have each of our tensors, or a part of it.
     """
+    # Beside the final folder, so that the rename stays on one file system.
     temporary = folder.with_name(f".saving-{folder.name}")
     files = plan_files(export, ranks_of)
     file_names = [f"model-{n + 1:05}-of-{len(files):05}.safetensors" for n in range(len(files))]
@@ -177,6 +181,7 @@ def write_folder(
     try:
         group.run_on_main(begin)
         writes: list[Future[None]] = []
+        # One writer: it overlaps with the gathering of the next file.
         with ThreadPoolExecutor(1) as background:
             for number, names in enumerate(files):
                 holders = ranks_of[names[0]]
@@ -190,6 +195,7 @@ def write_folder(
                     tensors = {export.model.names[name]: kept[name] for name in names}
                     path = temporary / file_names[number]
                     writes.append(background.submit(_write_file, path, tensors))
+        # A write's error surfaces here, on all ranks.
         group.run_on_all(lambda: [write.result() for write in writes])
         group.run_on_main(commit)
     except SaveFailed as error:
@@ -203,6 +209,7 @@ def plan_files(export: Export, ranks_of: dict[str, list[int]]) -> list[list[str]
     """Return our names, in the model's order, dealt into files: each of one set of ranks, and of at most `file_bytes`."""
     files: list[list[str]] = []
     size = 0
+    # A tensor larger than `file_bytes` gets a file to itself.
     for name in export.model.names:
         full = size + export.num_bytes(name) > export.file_bytes
         if not files or full or ranks_of[name] != ranks_of[files[-1][0]]:
@@ -216,6 +223,7 @@ def plan_files(export: Export, ranks_of: dict[str, list[int]]) -> list[list[str]
 def _write_file(file: Path, tensors: StateDict) -> None:
     from safetensors.torch import save_file
 
+    # transformers asks which framework has written a file.
     save_file({k: v.contiguous() for k, v in tensors.items()}, file, metadata={"format": "pt"})
     with file.open("rb") as stream:
         os.fsync(stream.fileno())

@@ -88,6 +88,7 @@ def open_folder(path: Path) -> HFFolder:
     if not (path / CONFIG).exists():
         raise CheckpointError(f"{path / CONFIG}: missing; it says which model a folder holds")
     config = read_json(path / CONFIG, dict[str, Any], limit=2**20, within=root_of(path))
+    # Several files with an index, or one file.
     if is_there(path / INDEX):
         files = read_json(path / INDEX, dict[str, Any], within=root_of(path)).get("weight_map")
         if not isinstance(files, dict) or not all(map(_is_weights_name, files.values())):
@@ -113,6 +114,7 @@ def read_sizes(folder: HFFolder) -> tuple[str, Any]:
     known = {h.ARCHITECTURE: (name, h) for name in families() if (h := _hooks(name))}
     by_type = {h.MODEL_TYPE: h.ARCHITECTURE for _, h in known.values()}
     config = folder.config
+    # config.json may name the type and not the architecture.
     listed = config.get("architectures") or [by_type.get(str(config.get("model_type")))]
     architecture = listed[0] if isinstance(listed, list) and len(listed) == 1 else listed
     if not isinstance(architecture, str) or architecture not in known:
@@ -155,6 +157,7 @@ def check_folder(path: Path, model: HFModel) -> HFFolder:
         keys = model_keys(name, sizes).items()
         fix = ", ".join(f"model.{key} = {format_value(value)}" for key, value in keys)
         raise CheckpointError(f"{path / CONFIG}: {what}; set {fix}")
+    # At most five: a folder of another model differs in every tensor.
     if problems := list(_problems(folder, model)):
         rest = f"\n{len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError("\n".join(problems[:5]) + rest)
@@ -168,6 +171,8 @@ def load(path: Path, state: StateDict, *, model: HFModel, group: CheckpointGroup
     """
     from safetensors import safe_open
 
+    # Only rank 0 reads the headers. Its finding, a folder or an error, goes to all ranks, so that
+    # they go on or fail together.
     folder: HFFolder | CheckpointError | None = None
     try:
         folder = check_folder(path, model) if group.rank == 0 else None
@@ -189,6 +194,7 @@ def load(path: Path, state: StateDict, *, model: HFModel, group: CheckpointGroup
                 for ours in names
                 if not _fill(state[f"model.{ours}"], slices[ours])
             ]
+    # No rank raises alone: the others would wait for it in the next collective.
     if problems := [problem for of_rank in group.gather(bad) for problem in of_rank]:
         raise CheckpointError(problems[0])
 
@@ -211,12 +217,14 @@ def root_of(folder: Path) -> Path:
 def model_keys(name: str, sizes: Any) -> dict[str, Any]:
     """Return the keys of [model] that mean these sizes: the nearest flavor, and the rest as overrides."""
     flavors = family(name).FLAVORS
+    # The flavor with the fewest differences makes the shortest config.
     flavor = min(flavors, key=lambda key: len(_differences(sizes, flavors[key])))
     overrides = _differences(sizes, flavors[flavor])
     # Where head_dim is dim / n_heads, it is derived from the overrides of these.
     if overrides and sizes.head_dim * sizes.n_heads != sizes.dim:
         overrides["head_dim"] = sizes.head_dim
     keys = {"name": name, "flavor": flavor} | ({"overrides": overrides} if overrides else {})
+    # What is written into a config must load as the same sizes.
     assert not _differences(sizes, model_config(ModelSection.model_validate(keys)))
     return keys
 
@@ -233,6 +241,7 @@ def _fill(tensor: Tensor, stored: Any) -> bool:
         where = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
         tensor = tensor.to_local()
     part = stored[where]
+    # The copy casts to the parameter's precision, and moves to its device.
     tensor.copy_(part)
     return bool(part.isfinite().all())
 
@@ -248,6 +257,7 @@ def _problems(folder: HFFolder, model: HFModel) -> Iterator[str]:
     for name in folder.files.keys() - wanted.keys() - tied:
         if not name.endswith(_DERIVED):
             yield f"{folder.files[name]}: tensor {printable(name, 100)} is not one of {model.hooks.ARCHITECTURE}"
+    # One file at a time, with all that the index says is in it.
     for file in sorted(set(folder.files.values())):
         headers = _headers(file)
         for name in (n for n in wanted if folder.files.get(n) == file):

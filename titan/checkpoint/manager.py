@@ -88,6 +88,7 @@ class CheckpointManager:
     def should_save(self, step: int, *, last_step: int) -> bool:
         """Return whether a checkpoint is due after this step, by its number."""
         first = step == 1 and self.section.enable_first_step_checkpoint
+        # Step 1 shows early whether saving works at all.
         return self.can_save and (first or step == last_step or step % self.section.interval == 0)
 
     def is_due_by_time(self) -> bool:
@@ -116,6 +117,7 @@ class CheckpointManager:
             wait: save in the foreground, whatever `async_mode` is.
         """
         start = time.monotonic()
+        # One save at a time: the next one waits for the one before.
         if self.background is not None:
             if not self.poll(wait=True) and self.section.on_failure == "stop":
                 text = f"step {self.background_step} could not be saved"
@@ -124,6 +126,7 @@ class CheckpointManager:
             if waited_s > 1:
                 text = f"step {step} had to wait {waited_s:.1f} s for the save before it"
                 self.messages.append(text)
+        # From the beginning of a save, so that a long one does not shift the schedule.
         self.saved_at = time.monotonic()
         if model_only:
             dtype = getattr(torch, self.section.export_dtype)
@@ -133,6 +136,7 @@ class CheckpointManager:
             self.messages.append(self._write(step, state, metadata))
         else:
             self._save_in_background(step, state, metadata)
+            # How long the training loop stood still: the copy, or its beginning.
             self.blocked_s = time.monotonic() - start
         return join(self.folder, f"step-{step}")
 
@@ -144,6 +148,8 @@ class CheckpointManager:
         def work() -> None:
             copies: StateDict = {}
             try:
+                # All ranks first have their copy, so that a rank that ran out of memory fails the
+                # save for all.
                 group.run_on_all(lambda: copies.update(finish()))
                 done.set_result(self._write(step, copies, metadata))
             except BaseException as error:
@@ -157,6 +163,7 @@ class CheckpointManager:
         """Look at the save in the background. Return False if this rank finds here that it has failed."""
         if self.background is None or not (wait or self.background.done()):
             return True
+        # Cleared before the result is read, which may raise.
         done, self.background = self.background, None
         try:
             text = done.result(timeout=timeout_s)
@@ -192,12 +199,14 @@ class CheckpointManager:
             state, folder=self.folder, step=step, metadata=metadata, group=self.group
         )
         text = f"saved {path} in {time.monotonic() - start:.2f} s"
+        # Only rank 0 deletes, after its commit.
         if self.group.rank == 0:
             self._remove_old()
         return text
 
     def _remove_old(self) -> None:
         keep, every = self.section.keep_latest_k, self.section.keep_every_n_steps
+        # Oldest first, without the newest `keep`. Zero keeps all.
         for step in self.steps()[:-keep] if keep else []:
             if every and step % every == 0:
                 continue
@@ -239,11 +248,13 @@ class CheckpointManager:
 
     def _newest_whole(self, steps: list[int], *, read_only: bool = False) -> Location | None:
         damaged: dict[int, list[Damage]] = {}
+        # From the newest backwards, until one is whole.
         for step in reversed(steps):
             path = join(self.folder, f"step-{step}")
             if damages := self._find_damage(path):
                 damaged[step] = damages
                 continue
+            # Damaged newer steps are set aside once there is an older one to use.
             for bad, damages in damaged.items():
                 self._announce(
                     f"CHECKPOINT STEP {bad} IS DAMAGED AND NOT USED: {describe(damages)}. "
@@ -252,6 +263,7 @@ class CheckpointManager:
                 if not read_only:
                     self._set_aside(bad)
             return path
+        # Never begin from scratch by accident where there were checkpoints.
         if damaged:
             newest = max(damaged)
             raise CheckpointError(
@@ -265,6 +277,7 @@ class CheckpointManager:
         """Return the same damages on all ranks. Each rank looks at its share of the blocks."""
         if self.section.verify == "off":
             return []
+        # The union of all ranks' findings, so that they decide alike.
         mine = find_damage(path, part=self.group.rank, parts=self.group.size)
         return [damage for of_rank in self.group.gather(mine) for damage in of_rank]
 
@@ -274,6 +287,7 @@ class CheckpointManager:
 
         def rename() -> None:
             old, new = path, join(self.folder, f"damaged-{step}")
+            # On an object store a rename copies, so only the small manifest gets another name.
             if not storage.has_rename:
                 old, new = join(path, MANIFEST), join(path, f"damaged-{MANIFEST}")
             if storage.exists(new):

@@ -125,6 +125,8 @@ def read_manifest(folder: Location) -> Manifest:
     with storage.open(where, "rb") as stream:
         text = read_stream(stream, storage.size(where), name=where)
     manifest = parse_json(text, Manifest, name=where, values=_MAX_VALUES)
+    # Names without a path, as many blocks as the size means, and exactly the bytes that `render`
+    # writes.
     fits = all(
         is_plain_name(name) and len(entry.blocks) == ceil(entry.bytes / BLOCK_BYTES)
         for name, entry in manifest.files.items()
@@ -166,12 +168,14 @@ def find_damage(folder: Location, *, part: int = 0, parts: int = 1) -> list[Dama
     if name.startswith("step-") and name != f"step-{manifest.step}":
         return [Damage(NAME, f"belongs to step {manifest.step}")]
     damages, number = [], 0
+    # Blocks are numbered through all files, and dealt out by number.
     for file, entry in sorted(manifest.files.items()):
         num_blocks = max(len(entry.blocks), 1)  # somebody has to look at the size of an empty file
         mine = [i for i in range(num_blocks) if (number + i) % parts == part]
         number += num_blocks
         if mine:
             damages += _check_file(join(folder, file), entry, mine)
+    # One look at the index is enough: it is a single small file.
     if part == 0 and tensor_index.NAME not in {damage.file for damage in damages}:
         try:
             tensor_index.read_index(folder, manifest.sizes)
@@ -185,6 +189,7 @@ def _check_file(location: Location, entry: FileEntry, blocks: list[int]) -> Iter
     file, storage = name_of(location), storage_of(location)
     try:
         if (size := storage.size(location)) != entry.bytes:
+            # No block of a file of another size can be compared.
             reason = f"has {size:,} bytes, not the {entry.bytes:,} that were saved"
             yield Damage(file, reason)
             return

@@ -34,15 +34,18 @@ class Staging:
     def begin(self, state: StateDict) -> Callable[[], StateDict]:
         """Copy `state`, or begin to. Return a function that the writer's thread calls for the finished copy."""
         self.waited_s = 0.0
+        # Under the second mode, buffers of the save before are used again.
         copies = {name: self._buffer(name, value) for name, value in state.items()}
         if not self._overlap:
             _copy(state, copies)
             return lambda: copies
+        # Kept for the next save, because pinning memory is slow.
         self._buffers = copies
         devices = {value.device for value in state.values()} - {torch.device("cpu")}
         if devices:
             return self._on_stream(state, copies, devices.pop())
         copied = threading.Event()
+        # `before_update` calls this on the training thread.
         self._pending = copied.wait
 
         def finish() -> StateDict:
@@ -70,6 +73,7 @@ class Staging:
         with module.stream(stream):
             _copy(state, copies)
         copied = stream.record_event()
+        # The device waits, and the host goes on.
         self._pending = lambda: module.current_stream(device).wait_event(copied)
 
         def finish() -> StateDict:

@@ -65,6 +65,7 @@ class LocalStorage:
 
     def open(self, location: Location, mode: str) -> IO[bytes]:
         path = Path(location)
+        # Reading refuses links and devices (titan/untrusted.py). What is written is ours.
         return open_regular(path, within=path.parent) if mode == "rb" else path.open(mode)
 
     def exists(self, location: Location) -> bool:
@@ -126,6 +127,7 @@ class RemoteStorage(LocalStorage):
 
     def open(self, location: Location, mode: str) -> IO[bytes]:
         if mode == "rb":
+            # What a store lists may also be a folder, or a link.
             info = self.system.info(str(location))
             if info["type"] != "file" or info.get("islink"):
                 raise OSError(errno.EINVAL, "it is not a regular file")

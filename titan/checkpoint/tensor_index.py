@@ -83,6 +83,7 @@ def read_index(folder: Location, sizes: Mapping[str, int]) -> TensorIndex:
         ) from error
     except InputError as error:
         raise CheckpointError(error) from error
+    # Everything that a reader relies on is checked here, before a byte of a tensor is read.
     for name, tensor in index.tensors.items():
         if problem := _problem(tensor, sizes):
             raise CheckpointError(f'{where}: "{printable(name, 200)}" {problem}')
@@ -96,6 +97,7 @@ def _problem(tensor: StoredTensor, sizes: Mapping[str, int]) -> str:
         return f"has an unknown dtype, {printable(tensor.dtype, 40)}"
     if not is_covered(tensor):
         return "is not covered once by its chunks"
+    # Bits to bytes. bool, without digits, takes one.
     item_bytes = max(int(dtype[1] or 8) // 8, 1)
     for chunk in tensor.chunks:
         if not is_plain_name(chunk.file):
@@ -119,6 +121,7 @@ def is_covered(tensor: StoredTensor) -> bool:
     chunks: list[Any] = [(c.offsets, c.sizes) for c in tensor.chunks]
     if any(len(part) != len(size) for chunk in chunks for part in chunk):
         return False
+    # A tensor without elements needs no chunks.
     if not prod(size):
         return True
     # Axes along which no chunk is cut need no corners.
@@ -126,6 +129,7 @@ def is_covered(tensor: StoredTensor) -> bool:
     if not cut:
         return len(chunks) == 1
     corners: Counter[tuple[int, ...]] = Counter()
+    # All chunks with weight 1 and the whole tensor with -1: a tiling leaves nothing.
     for weight, boxes in ((1, chunks), (-1, [((0,) * len(size), size)])):
         for offsets, sizes in boxes:
             for ends in product((0, 1), repeat=len(cut)):

@@ -91,6 +91,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
         if all(value.device.type == "cpu" for value in state.values()):
             # DCP copies ahead on the device's default stream, which is training's, and would wait for it.
             self.per_thread_copy_ahead = 0
+        # DCP calls the file system under the first name, ours under the second.
         self.fs = self.folder = _Folder(location)
         self.path = str(location)
 
@@ -136,6 +137,7 @@ class CheckpointReader(dcp.FileSystemReader):
         self.metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        # The index was read as JSON and checked. DCP itself would unpickle .metadata.
         return self.metadata
 
     def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
@@ -144,6 +146,7 @@ class CheckpointReader(dcp.FileSystemReader):
         Its archive must not be compressed, because a small one could then become a tensor of any size.
         """
         part = super()._slice_file(file, sinfo)
+        # A zip's list of entries is at its end: read that much, and not the tensor.
         part.seek(max(sinfo.length - _DIRECTORY_BYTES, 0))
         try:
             with zipfile.ZipFile(io.BytesIO(part.read(_DIRECTORY_BYTES))) as archive:
@@ -194,6 +197,7 @@ def load(location: Location, state: StateDict) -> None:
     """
     metadata = read_metadata(location)
     stored = _shapes(metadata)
+    # Differences are found before DCP reads, whose own message would be a traceback of all ranks.
     if missing := [name for name in state if name not in stored]:
         raise CheckpointError(
             f"{location} lacks {_some(missing)}: saved from another model or optimizer?",
@@ -211,6 +215,7 @@ def load(location: Location, state: StateDict) -> None:
         )
     reader = CheckpointReader(location, metadata)
     try:
+        # DCP reads only the slices that this rank's placements need.
         dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
     except dcp.CheckpointException as error:  # a BaseException
         raise CheckpointError(f"{location} cannot be read: {reason(error)}") from error

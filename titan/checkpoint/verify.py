@@ -42,9 +42,11 @@ def _require_step(folder: Location) -> None:
     names = storage_of(folder).listdir(folder)
     if not names:
         raise CheckpointError(f"{folder}: there is no such folder, or nothing in it")
+    # A manifest, or DCP's index, makes a folder worth verifying.
     if {NAME, METADATA} & {*names}:
         return
     parents = [folder, *(join(folder, name) for name in names)]
+    # In the folder itself, or one below: a run's folder holds a folder of checkpoints.
     steps = [(step, join(p, f"step-{step}")) for p in parents for step in list_steps(p)]
     if steps or not name_of(folder).startswith("step-"):
         hint = f"; did you mean {max(steps)[1]}?" if steps else ""

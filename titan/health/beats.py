@@ -46,6 +46,7 @@ def connect(timeout_s: float) -> Any:
     if not isinstance(store, dist.TCPStore):
         return None
     timeout = timedelta(seconds=max(timeout_s, 5))
+    # Requests over one connection wait for each other, so beats go over another one.
     connection = dist.TCPStore(store.host, store.port, is_master=False, timeout=timeout)
     # torchrun may keep its store over a restart, with the failure of the attempt before.
     return dist.PrefixStore(f"titan/{attempt}", connection)
@@ -85,6 +86,7 @@ class FolderStore:
 
     def get(self, key: str) -> bytes:
         deadline = time.monotonic() + _FIRST_VALUE_S
+        # Files announce nothing, so this polls.
         while not self.check([key]) and time.monotonic() < deadline:
             time.sleep(0.01)
         return self._path(key).read_bytes()
@@ -99,6 +101,7 @@ class FolderStore:
         """Set a key that nobody has set. Returns what it holds then."""
         assert not expected, "only the first value is decided here"
         mine = self.folder / f".{key}.{os.getpid()}-{threading.get_ident()}"
+        # Written under a name that no other process uses, and then linked.
         mine.write_text(text, encoding="utf-8")
         with suppress(FileExistsError):
             os.link(mine, self._path(key))  # atomic, and fails if the name exists

@@ -89,8 +89,12 @@ class Failure:
         kind = kind_of(error, default="user_error" if exit_code == EXIT_USER_ERROR else "error")
         operation, line = locate(frames_of(error.__traceback__))
         if kind in COMMUNICATION:
+            # torch's Python frames name the operation only where they call it; a wait for its
+            # result does not.
             if operation in ("", _UNNAMED):
                 operation = _last_begun() or _UNNAMED
+            # Without the position in C++ that it begins with, and without torch's guess at the
+            # cause.
             text = re.sub(r"^\[[^]]*\] ", "", str(error)).split(" This is typically")[0].rstrip(".")
             reason = (
                 f"rank {rank} failed in step {step} in {operation}{line}: {text}. Another rank has "
@@ -106,6 +110,7 @@ class Failure:
 
 def kind_of(error: BaseException, *, default: str = "error") -> str:
     """Return the kind of failure that an error stands for, by its type, its number, or what caused it."""
+    # An error's own kind and number come first, over all of its causes: words are the last resort.
     chain = [*_chain(error)]
     for cause in chain:
         if isinstance(kind := getattr(cause, "kind", None), str):
@@ -144,11 +149,14 @@ def where_failed(error: Exception) -> Activity:
 
 def main_thread() -> Activity:
     """Return what the main thread does now."""
+    # Frames are those of the main thread, since this is called from others.
     stack = frames_of(sys._current_frames()[threading.main_thread().ident or 0])
     operation, line = locate(stack)
     if operation == _UNNAMED:
         operation = _last_begun() or _UNNAMED
     if "titan/async_scalars.py" in line:
+        # Reading a scalar back is where the host waits for the device, whatever the device waits
+        # for.
         operation = "the wait for the device"
     return Activity(f"{operation or stack[-1][2]}{line}", waits=bool(operation))
 
@@ -184,6 +192,8 @@ def locate(frames: Iterable[Frame]) -> tuple[str, str]:
     # Not an import: torch may be in the middle of its own.
     dist = sys.modules.get("torch.distributed", object())
     operation = line = ""
+    # From the outermost frame inwards: the last line of ours, and the operation that torch is in
+    # below it.
     for file, number, name in frames:
         if ours := _within_titan(file):
             operation = ""  # unless torch's frames below this one say which

@@ -46,6 +46,7 @@ from titan.health.errors import (
 )
 from titan.run_folder import write_text_atomically
 
+# Of the dump's format. `titan doctor` reads it.
 VERSION = 2
 NEWEST = 2000  # entries of a dump: a step has tens to thousands, and what counts is at the end
 
@@ -79,6 +80,7 @@ def install(recorder: FlightRecorder) -> None:
     """Record from now on. Call it before torch is imported, which reads the variables. What a user has set stays."""
     global _recorder
     _recorder = recorder
+    # A dump left by an earlier run would be taken for this one's.
     recorder.path.unlink(missing_ok=True)  # of an earlier run
     if recorder.rank == 0:
         for path in recorder.run_dir.glob("logs/launch-*.json"):
@@ -133,6 +135,7 @@ def dump(failure: Failure, *, stacks: bool = True, at: Activity | None = None) -
         return
     _writing.acquire(timeout=5)  # another thread may hang at a disk that is full or gone
     with suppress(Exception):
+        # Stacks first: they need nothing of torch.
         if stacks:
             dump_stacks(stacks_file(_recorder.run_dir, _recorder.rank), failure.reason)
     with suppress(Exception):
@@ -150,6 +153,7 @@ def catch_terminate(report: Callable[[str], None]) -> None:
     It needs libstdc++. Without it the rank ends without a report.
     """
     try:
+        # The mangled name of std::set_terminate(void (*)()).
         set_handler = ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE
     except (OSError, AttributeError):
         return
@@ -173,6 +177,7 @@ def _contents(recorder: FlightRecorder, failure: Failure, at: Activity) -> dict[
     groups = _groups(recorder.axes)
     entries = recorded_collectives(stacks=True)
     for entry in entries:
+        # By group and backend, the number of the newest collective that this rank has begun.
         begun = groups.setdefault(entry["process_group"][0], {"axis": "", "ranks": []})
         begun = begun.setdefault("begun", {})
         backend = _backend(entry)
@@ -248,6 +253,7 @@ def _record_p2p(recorder: FlightRecorder) -> None:
     def note(group: dist.ProcessGroup, tensors: Any, peer: int, *, sends: bool) -> None:
         key = (dist.get_process_group_ranks(group)[peer], sends)
         recorder.p2p_counts[key] = seq = recorder.p2p_counts.get(key, 0) + 1
+        # The frame of whoever called send or recv: above `note` and `method`.
         _, line = locate(frames_of(sys._getframe(2)))
         recorder.p2p.append(
             {

@@ -31,6 +31,7 @@ from titan.health.signals import (
 )
 from titan.run_folder import read_status, write_status, write_text_atomically
 
+# Faults in native code, which Python cannot report.
 FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, ASKING)
 
@@ -40,6 +41,7 @@ def launch(
 ) -> int:
     """Run `titan.train` in `num_processes` processes, again up to `max_restarts` times; returns the run's exit code."""
     run_dir = Path(dump_folder)
+    # status.json of an earlier run may still be there.
     before = _version(run_dir)
     command = [sys.executable, "-m", "titan.health.launch", "--standalone"]
     command += [f"--nproc-per-node={num_processes}", f"--max-restarts={max_restarts}"]
@@ -51,6 +53,7 @@ def launch(
     try:
         code = agent.wait()
     finally:
+        # The caller's handlers: `titan train` may be called from a program.
         for number, handler in handlers.items():
             signal.signal(number, handler)
     if code < 0 and -code != signal.SIGTERM:  # SIGTERM is ours, to one that is still starting
@@ -61,6 +64,7 @@ def launch(
         if read_status(run_dir).get("state") == "running":
             kind = "launcher_killed"
             write_status(run_dir, state="failed", exit_code=EXIT_FAILED, reason=reason, kind=kind)
+    # For a run without a report: 0, or 1 for everything else.
     unknown = min(abs(code), 1)
     if _version(run_dir) == before:  # an older run's status says nothing of this one
         return unknown
@@ -98,6 +102,7 @@ def torchrun(argv: Sequence[str]) -> int:
             with suppress(Exception):  # this only explains a failure
                 _write_failures(argv, error.failures, num_oom_kills=num_oom_kills)
         # SIGTERM is torchrun's own, to the ranks that are left.
+        # All ranks that failed must agree on 2 or 75.
         codes = {failure.exitcode for failure in error.failures.values()} - {-signal.SIGTERM}
         return codes.pop() if codes in ({EXIT_USER_ERROR}, {EXIT_STOPPED}) else EXIT_FAILED
     return 0
@@ -121,6 +126,7 @@ def _write_failures(
     from titan.config.load import load_from_argv
 
     # The job's arguments follow torchrun's.
+    # Everything before the job's file is torchrun's.
     first = next(n for n, argument in enumerate(argv) if argument.endswith(".toml"))
     run_dir = Path(load_from_argv(argv[first:]).job.dump_folder)
     ranks = {
@@ -147,7 +153,7 @@ def _write_failures(
 
 
 def environment(num_processes: int) -> dict[str, str]:
-    """Return the environment that torchrun needs; what the user has set stays.
+    """Return the environment that torchrun needs. What the user has set stays.
 
     The processes share the cores: torchrun would give each one thread, and warn. And each attempt has its own store:
     in the one that torchrun keeps over restarts, a fast rank finds the address of a dead one (6 of 10 restarts, torch
@@ -155,6 +161,7 @@ def environment(num_processes: int) -> dict[str, str]:
     """
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    # At least one, also with more processes than cores.
     threads = str(max(1, cores // num_processes))
     ours = {"OMP_NUM_THREADS": threads, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     return ours | dict(os.environ)
@@ -164,6 +171,7 @@ def _forwarder(agent: subprocess.Popen[Any]) -> Any:
     received: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
+        # SIGUSR2 asks for stacks and does not count as a request to stop.
         if number != ASKING:
             received.append(number)
         ranks = ranks_of(agent.pid)

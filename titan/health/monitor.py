@@ -90,6 +90,7 @@ class Monitor:
     # ---- what the main thread calls ----------------------------------------------------------------
 
     def start(self) -> None:
+        # Only a step limit needs the file now. Other failures open it when they write.
         if self.step_limit_s:
             path = stacks_file(self.run_dir, self.rank)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -109,6 +110,8 @@ class Monitor:
         if self._stacks is not None:
             limit_s = self.step_limit_s + extra_s
             self._deadline = time.monotonic() + limit_s
+            # Armed again for each step. The timer is C code, so it ends even a rank whose
+            # interpreter is locked.
             faulthandler.dump_traceback_later(limit_s + LOCKED_S, exit=True, file=self._stacks)
 
     def end(self) -> None:
@@ -132,11 +135,15 @@ class Monitor:
             flight_recorder.dump(mine, at=where_failed(error), stacks=not expected)
         # All ranks write the same, so that it does not matter who comes last.
         with suppress(OSError):  # the disk may be what failed
+            # The run's failure as the ranks agreed on it, which may be another one than this
+            # rank's.
             self._write_status(agreed)
         logging.getLogger("titan").error(mine.reason, extra={"last_words": True})
         self._print(mine.reason)
         if self.rank == 0 and agreed.reason != mine.reason:
             self._print(agreed.reason)
+        # Others must be able to read the failure before the process or agent that holds the store
+        # is gone.
         self.peers.wait()
         return exit_code
 
@@ -151,6 +158,7 @@ class Monitor:
         """Stop watching: the rank has ended, and its silence means nothing from now on."""
         self.end()
         self.peers.finished.set()
+        # A rank that failed does not sign off like one that ended well.
         if not self._leaving.is_set():
             self.peers.leave()
 
@@ -160,6 +168,7 @@ class Monitor:
         if self._stacks is not None:
             self._stacks.close()
             self._stacks = None
+            # A file that stayed empty would only raise questions.
             with suppress(FileNotFoundError):
                 if not (path := stacks_file(self.run_dir, self.rank)).stat().st_size:
                     path.unlink()
@@ -198,6 +207,7 @@ class Monitor:
     # ---- the monitor's thread ----------------------------------------------------------------------
 
     def _watch(self) -> None:
+        # At least four looks before a step's limit, and one for each beat.
         tick_s = min(BEAT_S, self.peers.beat_s, self.step_limit_s / 4 or BEAT_S)
         rounds, silent_s = -1, 0.0
         # Counted in ticks and not by a clock, which goes on while this process is stopped.
@@ -209,6 +219,7 @@ class Monitor:
             is_quiet = self.peers.store is not None and self.peers.rounds == rounds
             silent_s = silent_s + tick_s if is_quiet else 0
             rounds = self.peers.rounds
+            # Two beats' tolerance, since rounds are counted by another thread.
             if 0 < self.heartbeat_s < silent_s - 2 * self.peers.beat_s:
                 self._exit_on(self._lost_store(), alone=True)
             # Publish what the beats show; this takes some beats, and must not keep others from beating.
@@ -226,12 +237,14 @@ class Monitor:
         except RunLocked as error:
             if not self._closed.is_set():
                 print(f"{error}: process {os.getpid()} ends", file=sys.stderr, flush=True)
+                # Another run owns the folder now: end without writing into it.
                 os._exit(EXIT_FAILED)
 
     def _report(self, find: Callable[[], Failure | None]) -> None:
         """Publish a failure. This rank then reads it with its next beat, like all others."""
         # Two readings of all beats, some beats apart; the store may be gone, too.
         failure = call_with_timeout(2 * LINGER_S + 3 * self.peers.beat_s, find)
+        # The store did not take it, so nobody else hears of it.
         if failure is not None and self.peers.agree(failure) is None:
             self._exit_on(failure, alone=True)
 
@@ -276,8 +289,10 @@ class Monitor:
             alone: the other ranks do not hear of it from here.
         """
         faulthandler.cancel_dump_traceback_later()  # the interpreter is not locked
+        # A failed main thread has written its dumps already.
         if not self._leaving.is_set():
             call_with_timeout(_STUCK_S, lambda: self._write_dumps(failure))
+        # Give the main thread a second to fail by itself: its message names the line that failed.
         if not alone and self._leaving.wait(1):
             time.sleep(_STUCK_S)  # the process has ended by then, as a rule
             os._exit(failure.exit_code)
@@ -308,6 +323,7 @@ class Monitor:
                 process = processes[rank]
                 if process.is_here() and process.is_running():
                     signal_main_thread(process.pid, signal.SIGABRT)
+                    # A stopped process takes the signal only when it continues.
                     os.kill(process.pid, signal.SIGCONT)
 
     def _write_status(self, failure: Failure) -> None:
@@ -332,6 +348,7 @@ def _end_agent() -> None:
     with suppress(OSError):
         command = Path(f"/proc/{parent}/cmdline").read_bytes()
         known = (b"torchrun", b"torch.distributed.run", b"titan.health.launch")
+        # Only a parent that is torchrun: an interactive shell must survive.
         if has_agent() and any(name in command for name in known):
             time.sleep(LINGER_S)
             os.kill(parent, signal.SIGKILL)

@@ -22,6 +22,8 @@ from titan.health.run_lock import ProcessId
 LINGER_S = (
     3.0  # a failed rank stays so long, so that others read why before its agent or store is gone
 )
+# Beats that fit into the silence after which a rank is lost, and the longest time between two
+# beats, in seconds.
 BEATS_PER_TIMEOUT, LONGEST_BEAT_S = 20, 1.5
 _FAILURE, _SIGNED_OFF, _GONE = "failure", "signed_off", "gone"  # keys, and the last beat
 T = TypeVar("T")
@@ -61,6 +63,7 @@ class Peers:
         if store is None:
             logging.getLogger("titan").warning("no heartbeat: the ranks' store cannot be shared")
             return
+        # Before the thread starts: peers read this rank's beat as soon as it is connected.
         store.set(_beat_key(self.rank), self._beat())
         self.first = Beat.parse(store.get(_beat_key(0)).decode()).process
         self.store = store
@@ -74,6 +77,7 @@ class Peers:
         time.sleep(3 * self.beat_s)  # a busy machine may delay one or two
         after = self._read_beats()
         beats = {rank: Beat.parse(text) for rank, text in after.items() if text != _GONE}
+        # Silent: the same beat in both readings. Ranks that have signed off are left out.
         return beats, [rank for rank in beats if after[rank] == before.get(rank)]
 
     def processes(self) -> dict[int, ProcessId]:
@@ -88,6 +92,7 @@ class Peers:
         text = json.dumps(asdict(mine))
         # compare_set sets a key that is not there yet, and returns what it holds afterwards.
         first = call_with_timeout(LINGER_S, lambda: self.store.compare_set(_FAILURE, "", text))
+        # Nothing came back in time: the store does not answer.
         return _parse_failure(first) if first else None
 
     def wait(self) -> None:
@@ -116,6 +121,8 @@ class Peers:
 
     def _exchange(self) -> None:
         """Beat, read the failure, and look at the next rank."""
+        # Each rank watches one other: the ring notices any silence at a constant cost for each
+        # rank.
         neighbour, last, unchanged = (self.rank + 1) % self.world_size, b"", 0
         while not self.finished.wait(self.beat_s):
             try:
@@ -132,6 +139,8 @@ class Peers:
             unchanged = unchanged + 1 if beat == last and beat != _GONE.encode() else 0
             last = beat
             if self.heartbeat_s and unchanged * self.beat_s >= self.heartbeat_s:
+                # The monitor's thread takes it from here, since reading all beats takes several of
+                # them.
                 self.one_is_silent, unchanged = True, 0
 
     def _beat(self) -> str:
@@ -142,6 +151,7 @@ class Peers:
     def _read_beats(self) -> dict[int, str]:
         keys = {rank: _beat_key(rank) for rank in range(self.world_size)}
         there = [rank for rank, key in keys.items() if self.store.check([key])]
+        # Only keys that exist: multi_get would wait for the others.
         texts = self.store.multi_get([keys[rank] for rank in there])
         return {rank: text.decode() for rank, text in zip(there, texts, strict=True)}
 
@@ -154,6 +164,7 @@ def call_with_timeout(seconds: float, call: Callable[[], T]) -> T | None:
         with suppress(Exception):
             results.append(call())
 
+    # A daemon, since a call that never returns must not keep the process alive.
     thread = threading.Thread(target=run, name="call", daemon=True)
     thread.start()
     thread.join(seconds)

@@ -28,6 +28,7 @@ from torch import Tensor
 from titan.async_scalars import AsyncScalars
 from titan.config.schema import FaultToleranceSection
 
+# 1 / 0.6745, the third quartile of the standard normal distribution.
 _MAD_TO_SIGMA = 1.4826
 # Of the median: if the loss hardly moves, not every wiggle is a spike.
 _LEAST_SIGMA = 0.01
@@ -60,6 +61,8 @@ class SpikeError(RuntimeError):
 
 @dataclass(frozen=True)
 class StepDecision:
+    """Says what to do with a step, and why."""
+
     action: StepAction = StepAction.TRAIN
     reason: str = ""
 
@@ -85,10 +88,12 @@ class Recovery:
             loss, grad_norm: scalars on the device. All ranks call this together.
         """
         self.decision = self._judge(*AsyncScalars([loss, grad_norm]).values())
+        # The most severe action of all ranks, as their order in StepAction says.
         agreed = torch.tensor(float(self.decision.action), device=self.device)
         if dist.get_world_size() > 1:
             dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
         [action] = AsyncScalars([agreed]).values()
+        # This rank's own loss gave no reason.
         if action != self.decision.action:
             self.decision = StepDecision(StepAction(int(action)), "another rank decided so")
         self._count()
@@ -113,6 +118,7 @@ class Recovery:
             return StepDecision(
                 _ACTIONS[section.on_nonfinite], f"loss {loss}, gradient norm {grad_norm}"
             )
+        # Too few losses say nothing about what is normal.
         score = spike_score(loss, self.losses) if len(self.losses) >= section.spike_min_steps else 0
         if section.on_spike == "off" or score <= section.spike_threshold:
             self.losses.append(loss)
@@ -138,6 +144,7 @@ class Recovery:
                 reason = f"{decision.reason}, after fault_tolerance.max_skips = {section.max_skips} skipped in a row"
                 self.decision = StepDecision(StepAction.STOP, reason)
             return
+        # A step that is trained on, or a rewind, ends a row of skips.
         self.skipped_in_a_row = 0
         if decision.action == StepAction.REWIND:
             self.num_rewinds += 1
@@ -152,4 +159,5 @@ def spike_score(loss: float, before: deque[float]) -> float:
     """Return the robust z-score of a loss among those before it; below zero if it is below their median."""
     middle = median(before)
     sigma = _MAD_TO_SIGMA * median(abs(x - middle) for x in before)
+    # Never 0, so that equal losses before give no division by zero.
     return (loss - middle) / max(sigma, _LEAST_SIGMA * abs(middle), 1e-12)

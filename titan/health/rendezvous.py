@@ -44,12 +44,14 @@ class _Rendezvous(RendezvousHandler):
         self.num_nodes = parameters.max_nodes
         self.rank = int(parameters.config.get("rank", 0))
         self.store: Store | None = None  # kept alive, for the ranks use it
+        # Counts restarts: next_rendezvous begins the first one as 0.
         self.attempt = -1
         if self.num_nodes == 1:
             os.environ[STORE_FOLDER] = tempfile.mkdtemp(prefix="titan-")  # the ranks inherit it
             # Nobody listens there. The port distinguishes this attempt from others (titan/health/run_lock.py).
             self.host, self.port = "127.0.0.1", 1024 + secrets.randbelow(2**15)
         else:
+            # A launcher that started this one may have set it.
             os.environ.pop(STORE_FOLDER, None)
             self.host, self.port = parse_rendezvous_endpoint(parameters.endpoint, -1)
             if self.port <= 0 or not 0 <= self.rank < self.num_nodes:
@@ -71,6 +73,7 @@ class _Rendezvous(RendezvousHandler):
         port = self.port + self.attempt
         self.store = HashStore() if self.num_nodes == 1 else self._open_tcp_store(port)
         info = RendezvousStoreInfo(self.host, port)
+        # Keys of two runs at the same address differ by the run's id.
         store = PrefixStore(self.parameters.run_id, self.store)
         return RendezvousInfo(store, self.rank, self.num_nodes, info)
 
@@ -114,7 +117,7 @@ def register() -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on the address of `host` alone.
+    """Return a socket that listens only on the address of `host`.
 
     A host that calls itself 127.0.1.1, as Debian's /etc/hosts does, must still be reached by others:
     then the socket listens on all interfaces.

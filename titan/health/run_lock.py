@@ -27,6 +27,8 @@ from pathlib import Path
 from titan.run_folder import write_text_atomically
 
 LOCK_FILE = "lock.json"
+# Seconds: between two beats; without one until a holder elsewhere counts as dead; to watch a holder
+# of the same job; for the other of two runs that take over at once.
 BEAT_S, DEAD_AFTER_S, WATCH_S, SETTLE_S = 1.0, 60.0, 10.0, 0.2
 # What all ranks of an attempt share, and no other attempt has.
 _ATTEMPT = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
@@ -53,6 +55,7 @@ class ProcessId:
         names = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
         job = next((os.environ[name] for name in names if os.environ.get(name)), "")
         try:
+            # /proc holds both on Linux. Elsewhere the host's name and the process id must do.
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
             machine = f"{boot} {Path('/proc/self/ns/pid').readlink()}"
         except OSError:
@@ -68,6 +71,7 @@ class ProcessId:
 
     def is_here(self) -> bool:
         """Return whether the process id means something to this process. Virtual hosts may share a kernel."""
+        # Containers share the kernel's boot id, so the pid namespace and the host's name count too.
         me = ProcessId.this()
         return self.machine != "" and (self.machine, self.host) == (me.machine, me.host)
 
@@ -104,6 +108,7 @@ class RunLock:
     def acquire(self) -> None:
         """Acquire the lock, taking over one left by a dead run. Raises RunLocked if its holder is alive."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        # Again from the top if another run makes the file between the check and here.
         while True:
             self.require_free()
             if self.path.exists():  # its holder has died
@@ -114,6 +119,7 @@ class RunLock:
             with suppress(FileExistsError), self.path.open("x") as file:
                 file.write(self._text())
                 break
+        # Of two runs that took over at once, the one that wrote first leaves here.
         self._require_mine()
         self.is_held = True
 
@@ -137,15 +143,19 @@ class RunLock:
                 self.path.unlink(missing_ok=True)
 
     def _require_mine(self) -> None:
+        # No file at all is no reason to end: an operator may have removed it.
         holder = self._read()
         if holder is not None and not holder.is_same(self.me):
             raise RunLocked(f"{self.path.parent}: {holder} has taken over this run")
 
     def _is_of_this_run(self, holder: ProcessId) -> bool:
         """Return whether the holder is rank 0 of the run that this process is another rank of."""
+        # Rank 0 holds the lock, so it is never a peer of the holder.
         return os.environ.get("RANK", "0") != "0" and holder.attempt == self.me.attempt
 
     def _is_alive(self, holder: ProcessId) -> bool:
+        # From the surest sign to the weakest: the process itself, a beat that changes, the age of
+        # the last beat.
         if holder.machine and holder.machine == self.me.machine:
             return holder.is_running()
         if not holder.machine and holder.host == self.me.host:  # no /proc
@@ -153,6 +163,7 @@ class RunLock:
         if holder.job and holder.job == self.me.job:  # a job has one run at a time, as a rule
             deadline = time.monotonic() + WATCH_S
             while time.monotonic() < deadline:
+                # Twice in each beat, so that no beat is missed.
                 time.sleep(BEAT_S / 2)
                 now = self._read()
                 if now is not None and now != holder:
@@ -162,6 +173,7 @@ class RunLock:
 
     def _age_s(self) -> float:
         """Return the seconds since the last beat, by the clock that stamps files."""
+        # A file made now gets its time from the server's clock, which stamped the lock, too.
         probe = self.path.with_name(f".{LOCK_FILE}.{self.me.host}.{self.me.pid}")
         try:
             probe.touch()
@@ -184,6 +196,7 @@ class RunLock:
     def _text(self) -> str:
         """Return the file's content, of the same length at every beat, since each is written over the last one."""
         text = json.dumps(asdict(self.me), indent=1)
+        # 20 digits hold any count of beats.
         return text + " " * (20 - len(str(self.me.beat))) + "\n"
 
 

@@ -37,10 +37,12 @@ class StopRequest:
         self.exit_code: int | None = None  # set when the run has ended well, and only has to leave
         self._grace_s = 0.0
         self._report: Callable[[], None] = lambda: None
-        self.on_ask: Callable[[], None] = lambda: None  # called in a thread of its own
+        self.on_ask: Callable[[], None] = lambda: None  # called in a separate thread
         self._armed, self._disarmed = threading.Event(), threading.Event()
 
     def install(self) -> StopRequest:
+        # Python's C handler writes the number of each signal into the pipe, whatever the main
+        # thread does.
         reader, writer = os.pipe()
         os.set_blocking(writer, False)  # as set_wakeup_fd demands
         for number in STOPPING:
@@ -69,6 +71,7 @@ class StopRequest:
         self._disarmed.set()
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
+        # A person who presses Ctrl-C again does not want to wait for a save.
         if number == signal.SIGINT and self.requested:  # a second Ctrl-C
             raise KeyboardInterrupt
         self.signal_name = signal.Signals(number).name
@@ -77,11 +80,13 @@ class StopRequest:
         while (number := os.read(reader, 1)[0]) not in STOPPING:
             if number == ASKING:
                 threading.Thread(target=self.on_ask, name="asked", daemon=True).start()
+        # The grace time begins with the signal, not with the call of `allow`.
         deadline = time.monotonic()
         self.seen = signal.Signals(number).name
         # Before `allow` nobody knows the grace time: it is in the config.
         self._armed.wait()
         deadline += self._grace_s
+        # Disarmed: the run saved in time and leaves by itself.
         if not self._disarmed.wait(max(0, deadline - time.monotonic())):
             code = EXIT_FAILED if self.exit_code is None else self.exit_code
             leave(for_agent(code), self._report)

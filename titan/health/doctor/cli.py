@@ -34,6 +34,7 @@ def main(argv: list[str]) -> int:
             what = "holds no run (no status.json)"
         print(f"{options.run}: {what}; give the job.dump_folder of a run", file=sys.stderr)
         return 2
+    # Reading and judging write nothing, so this may run beside a live run.
     diagnosis = diagnose(Evidence(options.run))
     if options.json:
         findings = [asdict(finding) | {"advice": finding.advice} for finding in diagnosis.findings]

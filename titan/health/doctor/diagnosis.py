@@ -23,6 +23,7 @@ from titan.health.errors import TIMED_OUT
 
 SLOW = 1.5  # times the median of the other ranks: a straggler
 STALE_S = 60.0  # without a step: a run that lives, but may hang
+# Less than this is free: the disk counts as full.
 FULL_BYTES = 2**20
 _MAX_DAMAGED = 20  # files to name
 
@@ -80,7 +81,8 @@ _ADVICE = {
 
 @dataclass(frozen=True)
 class Finding:
-    """kind: for programs; cause: a sentence; evidence: where it was read."""
+    """A fault that was found. kind: for programs. cause: a sentence. evidence: where it was
+    read."""
 
     kind: str
     cause: str
@@ -93,7 +95,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """state: done, stopped, running, or failed; findings: the most likely cause first, nothing if all is well."""
+    """The answer. state: done, stopped, running or failed. findings: the most likely cause first,
+    none if all is well."""
 
     state: str
     summary: str
@@ -101,6 +104,8 @@ class Diagnosis:
 
 
 def diagnose(run: Evidence) -> Diagnosis:
+    """Return what happened to a run. Damaged files are reported last: they may be why something
+    else is missing."""
     diagnosis = _diagnose(run)
     if run.damaged:
         cause = "files of the run folder cannot be used: damaged, or written by something else"
@@ -111,6 +116,7 @@ def diagnose(run: Evidence) -> Diagnosis:
 
 def _diagnose(run: Evidence) -> Diagnosis:
     status = run.status
+    # The newest row of metrics: the status of a run that was killed may have an older step.
     step = run.metrics[-1].step if run.metrics else status.step
     if status.state == "done":
         return Diagnosis("done", f"finished: all {step:,} steps are done", _slow(run))
@@ -120,8 +126,10 @@ def _diagnose(run: Evidence) -> Diagnosis:
     alive = status.state == "running" and run.holder is not None
     if alive and not _is_stale(run):
         return Diagnosis("running", f"running: step {step:,}, on {run.holder}", _slow(run))
+    # In the order of how much a rule knows. The first finding is shown as the most likely.
     rules = (_crashed, _reported, _ended, _mismatch, _hang, _silent, _disk, _slow)
     findings = [finding for rule in rules for finding in rule(run)]
+    # No rule knows: say at least what the run's state means.
     if not findings:
         kind, cause = "unknown", status.reason or "the run folder does not say why"
         if alive:
@@ -160,6 +168,7 @@ def _reported(run: Evidence) -> list[Finding]:
     reports = [("status.json", run.status)] + [
         (f"flight_recorder/rank-{rank}.json", dump.failure) for rank, dump in run.dumps.items()
     ]
+    # The first report that explains itself ends the search.
     for file, report in reports:
         if meaning := _MEANING.get(report.kind):
             who = "" if report.kind in _SHARED else f" (rank {report.rank})"
@@ -182,6 +191,7 @@ def _ended(run: Evidence) -> list[Finding]:
             by_signal.setdefault(-code, []).append(rank)
     # If memory runs out the kernel kills with SIGKILL, too; its counter tells the two apart.
     killed = by_signal.get(signal.SIGKILL, [])
+    # With or without exit codes: under Slurm or plain torchrun nobody recorded them.
     if run.num_oom_kills and (killed or not run.exits):
         cause = (
             f"{list_ranks(killed) if killed else 'a process'} {_was(killed)} killed by the kernel: the memory of the "
@@ -189,6 +199,7 @@ def _ended(run: Evidence) -> list[Finding]:
         )
         evidence = [f"cgroup: oom_kill rose by {run.num_oom_kills}", *_exits(run, killed)]
         return [Finding("out_of_host_memory", cause, evidence)]
+    # The first that is found counts: the others may have ended because of it.
     for number, ranks in by_signal.items():
         known = number in {*signal.Signals}
         name = signal.Signals(number).name if known else f"signal {number}"
@@ -231,6 +242,7 @@ def _hang(run: Evidence) -> list[Finding]:
     waits = waiting.find_waits(run.dumps)
     if not waits or run.status.kind in _SILENCE:
         return []
+    # From who waits for whom to the rank at which all the chains end.
     at = waiting.root(waits, run.dumps)
     if at is None:  # each waits for another one
         parts = [
@@ -241,6 +253,7 @@ def _hang(run: Evidence) -> list[Finding]:
         return [Finding("deadlock", cause, _dumps(run, [w.rank for w in waits[:2]]))]
     dump, stack = run.dumps[at.rank], run.stack(at.rank)
     doing = dump.main_thread.text
+    # Long ago means that the rank hangs, and did not just arrive late.
     idle = f" for {dump.idle_s:.0f} s" if dump.idle_s and dump.idle_s >= 1 else ""
     others = [
         rank
@@ -279,6 +292,8 @@ def _disk(run: Evidence) -> list[Finding]:
 
 def _slow(run: Evidence) -> list[Finding]:
     """Find ranks whose own time per step is far above the others'."""
+    # A rank's own time leaves out its waits for others, so a straggler stands out even though all
+    # steps take equally long.
     own: dict[int, float] = {}
     for rank, rows in run.times.items():
         values = [row.step_s if row.own_s is None else row.own_s for row in rows if row.step > 1]

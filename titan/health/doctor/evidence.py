@@ -171,12 +171,14 @@ class Evidence:
             for path in sorted(self.run_dir.glob("*/*.json"))
             if re.search(r"\d\.json$", path.name) and not path.name.startswith("launch-")
         ]
+        # Few dumps keep all of their entries, thousands of them the newest 20 each.
         dumps, keep = [], max(_MAX_ENTRIES // max(len(paths), 1), 20)
         for path in paths:
             if dump := self._json(path, Dump, limit=_DUMP_BYTES):
                 # Memory: 4,096 dumps of 2,000 entries would take gigabytes.
                 del dump.entries[:-keep], dump.p2p[:-keep]
                 dumps.append(dump)
+        # Dumps of ranks that the newest run does not have are left over from a larger one.
         newest = max(dumps, key=lambda dump: dump.unix_s, default=None)
         return {d.rank: d for d in dumps if newest is not None and d.rank < newest.world_size}
 
@@ -190,6 +192,7 @@ class Evidence:
     def exits(self) -> dict[int, int]:
         """Return exit codes of ranks, as the launcher saw them; below 0: the signal."""
         return {
+            # Keys are untrusted text: the pattern below keeps int() from surprises.
             int(rank): failure.exit_code
             for launch in self._launches
             for rank, failure in launch.ranks.items()
@@ -208,6 +211,7 @@ class Evidence:
                 if path.stat().st_mtime < self.environment.written_unix_s:
                     continue
             # The last thing that such a process writes; stacks with a title were written by one that lived.
+            # From the end, so that the newest stack decides.
             for line in reversed(self._lines(path)):
                 if _TITLE.match(line):
                     break

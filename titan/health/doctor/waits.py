@@ -64,6 +64,7 @@ def find_mismatch(dumps: dict[int, Dump]) -> Mismatch | None:
     calls: dict[tuple[str, str, int], dict[int, Call]] = defaultdict(dict)
     for rank, dump in dumps.items():
         for entry in dump.entries:
+            # Sends and receives are compared by pair, below.
             if not entry.p2p_seq:
                 calls[entry.group, entry.backend, entry.seq][rank] = entry
     mismatches = []
@@ -73,6 +74,7 @@ def find_mismatch(dumps: dict[int, Dump]) -> Mismatch | None:
             if len({_signature(entry, differs) for entry in by_rank.values()}) > 1:
                 first = min(entry.enqueued_unix_s or 0 for entry in by_rank.values())
                 mismatches.append((first, group, seq, differs, by_rank))
+                # One difference for each number is enough.
                 break
     if not mismatches:
         return None
@@ -90,6 +92,7 @@ def find_mismatch(dumps: dict[int, Dump]) -> Mismatch | None:
 
 
 def describe(entry: Call) -> str:
+    # At most two operands: lists of many tensors would fill the page.
     """Return `all_gather of 4 x 16 float`."""
     sizes = " and ".join(" x ".join(map(str, size)) for size in entry.input_sizes[:2])
     dtype = entry.input_dtypes[0].lower() if entry.input_dtypes else ""
@@ -111,6 +114,7 @@ def _waits_in_groups(dumps: dict[int, Dump]) -> list[Wait]:
     begun: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
     for rank, dump in dumps.items():
         for name, group in dump.groups.items():
+            # Also 0, for a rank that has begun nothing in the group.
             for backend in ("gloo", "nccl"):
                 begun[name, backend][rank] = group.begun.get(backend, 0)
     waits = []
@@ -140,6 +144,7 @@ def _waits_in_groups(dumps: dict[int, Dump]) -> list[Wait]:
 def _waits_of_pairs(dumps: dict[int, Dump]) -> list[Wait]:
     last: dict[tuple[int, int, bool], Message] = {}  # by rank, peer, and whether it sends
     for rank, dump in dumps.items():
+        # The newest message of each direction: its number counts all before it.
         for row in dump.p2p:
             last[rank, row.peer, row.sends] = row
     waits = []
@@ -147,6 +152,7 @@ def _waits_of_pairs(dumps: dict[int, Dump]) -> list[Wait]:
         # The other end of the pair, in the same direction.
         other = last.get((peer, rank, not sends))
         seq = other.seq if other else 0
+        # Without a dump of the peer nothing can be compared.
         if peer not in dumps or seq >= row.seq:
             continue
         verb = f"its {'receive from' if sends else 'send to'} rank {rank}"
