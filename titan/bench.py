@@ -43,8 +43,10 @@ def rounds_s(work: Work, device: torch.device, *, calls: int = 1, rounds: int = 
 def seconds(work: Work, device: torch.device, *, rounds: int = 7) -> float:
     """Return the seconds of one call among many: the median of rounds of a twentieth of a second."""
     # Enough calls that the clock and the wait at the end of a round do not count.
+    # One call alone shows how many fill a round.
     [once_s] = rounds_s(work, device, rounds=1)
     calls = max(1, min(2000, int(0.05 / max(1e-7, once_s))))
+    # Many short calls: measure the device and not the host.
     if device.type != "cpu" and calls > 50 and (graph := _capture(work, calls)):
         return median(rounds_s(graph, device, rounds=rounds)) / calls
     return median(rounds_s(work, device, calls=calls, rounds=rounds))
@@ -107,13 +109,16 @@ def link_gb_per_s(device: torch.device, num_bytes: int) -> float | None:
     rates = []
     # First the pairs (0, 1), (2, 3), ..., then (1, 2), (3, 4), ...
     for phase in (0, 1):
+        # All begin a phase together, so that no other pair's traffic is still on the links.
         dist.barrier()
         is_first = rank % 2 == phase
         peer = rank + 1 if is_first else rank - 1
+        # An even number closes the ring with the link between the last and the first.
         if world % 2 == 0:
             peer %= world
         if 0 <= peer < world:
             swap = partial(_there_and_back, block, peer, is_first)
+            # The fastest round: links are shared, and only a slow round has a reason.
             rates.append(2 * num_bytes / min(rounds_s(swap, device)) / 1e9)
     return max(rates)
 
@@ -138,6 +143,7 @@ def collectives_gb_per_s(
         group: the ranks. All by default. All groups of a mesh axis measure at once, as they communicate in training.
     """
     n = dist.get_world_size(group)
+    # A multiple of the ranks, in fp32.
     whole = torch.zeros(num_bytes // 4 // n * n, device=device)
     part, other = whole[: len(whole) // n].clone(), torch.empty_like(whole)
     sent = whole.numel() * 4 * (n - 1) / n

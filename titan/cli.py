@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"titan {__version__}")
         return 0
+    # Commands of older versions say where their work is done now.
     if name in REMOVED:
         print(f"command line: {name}: {REMOVED[name]}", file=sys.stderr)
         return 2
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     command = COMMANDS[name][1]
     try:
+        # A string is a module whose `main` is imported only now.
         return import_module(command).main(rest) if isinstance(command, str) else command(rest)
     except SystemExit as request:  # by argparse, after --help or a wrong option
         return request.code if isinstance(request.code, int) else 1

@@ -51,6 +51,7 @@ def _gradient(
     logits_CV: Tensor, lse_C: Tensor, column_C: Tensor, is_valid_C: Tensor, is_mine_C: Tensor
 ) -> Tensor:
     """Return the gradient of the summed loss in the logits, in their dtype: softmax, less one where the target is; no row that is not valid."""
+    # Compare instead of scatter, so that a compiler fuses it with the exponential.
     p_CV = (logits_CV - lse_C[:, None]).exp_().mul_(is_valid_C[:, None])  # in fp32, as lse is
     columns_V = torch.arange(logits_CV.shape[1], device=logits_CV.device)
     is_target_CV = (columns_V == column_C[:, None]) & is_mine_C[:, None]
@@ -91,6 +92,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         d_weight_VD = None
         if weight_VD is not None and ctx.needs_input_grad[1]:  # a sum over chunks: in fp32
             d_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
+        # The last chunk may be shorter. Chunks are views, so results are written where they belong.
         inputs = input_ND.chunk(settings.num_chunks)
         d_inputs = inputs if d_input_ND is None else d_input_ND.chunk(settings.num_chunks)
         for input_CD, d_input_CD, labels_C in zip(
@@ -104,8 +106,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if d_logits_CV is None:
                 continue
             if weight_VD is None:
+                # The logits' gradient is the result: the caller's own backward pass goes on from
+                # it.
                 d_input_CD.copy_(d_logits_CV)
                 continue
+            # Into the view: no second buffer of this size.
             torch.mm(d_logits_CV, weight_VD, out=d_input_CD)
             if d_weight_VD is not None:
                 d_weight_VD += d_logits_CV.T @ input_CD
@@ -142,10 +147,12 @@ def _one_chunk(
         # A label outside this rank's rows contributes nothing here; another rank has its logit.
         column_C = column_C - shard.start
         is_mine_C = is_valid_C & (column_C >= 0) & (column_C < logits_CV.shape[1])
+        # Any valid column will do for labels of other ranks: the mask leaves them out.
         column_C = column_C.clamp(0, logits_CV.shape[1] - 1)
     lse_C, target_logit_C = kernels.statistics(logits_CV, column_C)
     if shard is not None:
         lse_C, target_logit_C = _across_ranks(lse_C, target_logit_C, is_mine_C, shard.group)
+    # Masked by filling, since a product would keep the nan of an ignored row.
     loss = (lse_C - target_logit_C).masked_fill(~is_valid_C, 0.0).sum()
     if not differentiate:
         return loss, None
@@ -187,6 +194,7 @@ def cross_entropy_sum(
     vocabulary, IGNORED where not trained on; others are not looked for, and the loss means nothing where there are some.
     Differentiable once in input and weight. Raises ValueError for labels of another shape and for a weight that is not gathered.
     """
+    # Shapes are checked here: a broadcast would give a wrong loss without an error.
     if labels.shape != input.shape[:-1]:
         raise ValueError(
             f"labels are {tuple(labels.shape)} and the input is {tuple(input.shape)}: one label for each position"
@@ -194,6 +202,7 @@ def cross_entropy_sum(
     if isinstance(weight, DTensor):
         weight = _local_rows(weight, shard)
     input_ND, labels_N = input.reshape(-1, input.shape[-1]), labels.reshape(-1)
+    # Two cases that torch does as a whole. Otherwise everything goes through chunks, perhaps one.
     if not chunk_tokens and shard is None and weight is None:
         return F.cross_entropy(input_ND.float(), labels_N, ignore_index=IGNORED, reduction="sum")
     if not chunk_tokens and shard is not None and shard.mesh is not None and weight is None:

@@ -72,6 +72,7 @@ def is_finished(config: JobConfig) -> bool:
     run_dir, section = Path(config.job.dump_folder), config.checkpoint
     status = read_status(run_dir)
     step = status.get("step")
+    # More steps may be wanted than the finished run had.
     if status.get("state") != "done" or not isinstance(step, int) or step < config.training.steps:
         return False
     last = run_dir / section.folder / f"step-{step}"
@@ -93,12 +94,14 @@ def _train(argv: Sequence[str], stop: StopRequest) -> int:
         config, _ = load_to_run(argv, world_size=None, here=True)
     except ConfigError as error:
         return _refuse(error)
+    # Refused before torch is imported, which takes seconds.
     if (code := before_start(config)) is not None:
         return code
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     folder, grace_s = Path(config.job.dump_folder), config.fault_tolerance.grace_seconds
     lock = RunLock(folder)
     try:
+        # Only rank 0 holds the lock. Other ranks were let in by `before_start`.
         if rank == 0:
             lock.acquire()
         # torch reads variables that it sets when it is imported.
@@ -129,6 +132,7 @@ def _run(config: JobConfig, stop: StopRequest, monitor: Monitor) -> int:
         allowed = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
         print(f"started again by torchrun, {restarts} of {allowed} times", file=sys.stderr)
     _set_compile_cache(config.compile.cache_folder)
+    # Imported here, after everything that needs no torch.
     from titan.checkpoint import SaveFailed
     from titan.health.recovery import NonFiniteError, SpikeError
     from titan.hooks import standard_hooks
@@ -143,8 +147,10 @@ def _run(config: JobConfig, stop: StopRequest, monitor: Monitor) -> int:
         hooks = partial(standard_hooks, monitor=monitor)
         trainer = Trainer(config, hooks=hooks, stop=stop, connected=monitor.connect)
         return trainer.run()
+    # The user's mistakes: their messages are written for people.
     except (InputError, Float8Error, KeepError) as error:
         return monitor.fail(error, EXIT_USER_ERROR)
+    # Failures of a run that explain themselves: no traceback.
     except (NonFiniteError, SpikeError, SaveFailed, ReplicaError) as error:
         return monitor.fail(error, EXIT_FAILED)
     except Exception as error:
@@ -153,6 +159,7 @@ def _run(config: JobConfig, stop: StopRequest, monitor: Monitor) -> int:
         traceback.print_exc()
         return monitor.fail(error, EXIT_FAILED, expected=False)
     finally:
+        # In this order: first the peers stop expecting beats, then hooks end their threads.
         monitor.finish()
         if trainer:
             trainer.close()

@@ -95,6 +95,7 @@ class Trainer:
         self.decision = ""  # the last about a step that was not taken
         # Says on every rank alike whether to update; the host then waits for each step.
         self.accept: Callable[[Tensor, Tensor], bool] | None = None
+        # Steps whose numbers are still on the device, oldest first.
         self.pending: deque[StepResult] = deque()
         self.max_pending = 0 if self.device.type == "cpu" else 1
         self.is_started = False
@@ -128,10 +129,12 @@ class Trainer:
             gc.collect(1)
         with self.timer.data_wait():
             batches = self.loader.next_step()
+        # The loader's position is already that after this step.
         first_sample = self.loader.state_dict()["position"] - self.sequences_per_step
         for hook in self.hooks:
             hook.before_forward(batches)
         report = self.train_step.train(batches, step=step, accept=self.accept)
+        # Also for a step that is judged bad: its samples are used up.
         self.tokens_seen += self.tokens_per_step
         for hook in self.hooks:
             hook.updated(report)
@@ -164,6 +167,7 @@ class Trainer:
     def _max_over_ranks(self, flags: dict[Hook, Sequence[float]]) -> Tensor:
         """Return the maximum over ranks of "stop", then of all flags."""
         numbers = [self.stop.requested, *(flag for of_hook in flags.values() for flag in of_hook)]
+        # One all-reduce for all hooks, whatever their number.
         agreed = torch.tensor(numbers, dtype=torch.float32, device=self.device)
         if self.world_size > 1:
             dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
@@ -199,6 +203,7 @@ class Trainer:
         for hook in self.hooks:
             hook.rewound()
         self.events.rewind(failed_at, to=self.step, spent=self.timer.total_s)
+        # A new timer, since its step counts and averages were those of the failed attempt.
         self.timer = StepTimer(total_steps=self.last_step, step=self.step)
 
     # ---- set-up --------------------------------------------------------------------------------
@@ -211,6 +216,7 @@ class Trainer:
 
     def _build_mesh(self) -> None:
         quantize = quantize_section(self.config)
+        # FP8 units are asked for before a model is built.
         if quantize and not quantize.emulate:
             require_hardware(quantize.recipe_name or "tensorwise", self.device)
         self.layout = resolve_layout(self.config, self.world_size)
@@ -226,6 +232,7 @@ class Trainer:
             training.local_batch_size * self.layout.dp * self.layout.accumulation
         )
         self.tokens_per_step = self.sequences_per_step * training.seq_len
+        # Ranks that differ only in tp, cp or pp get the same samples.
         share = {"tokenizer": self.tokenizer, "rank": self.dp_rank, "world": self.layout.dp}
         self.loader = build_loader(
             training,
@@ -243,6 +250,7 @@ class Trainer:
     def start(self) -> None:
         """Resume, open the console and the records of the run, and print what is about to run. `run` calls it."""
         self.is_started = True
+        # Before the console opens: the page at the top says where the run resumes.
         for hook in self.hooks:
             hook.resume()
         config = self.config

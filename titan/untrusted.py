@@ -42,6 +42,7 @@ class InputError(ValueError):
 
 def printable(text: str, limit: int = 0) -> str:
     """Return text for one line of a terminal: control characters are spelled out, as `\\u001b`."""
+    # Cut before escaping: what is shown may be longer, and what is scanned is bounded.
     if limit and len(text) > limit:
         text = f"{text[: limit - 4]} ..."
     return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
@@ -53,6 +54,7 @@ def is_plain_name(name: object) -> bool:
         isinstance(name, str)
         and name not in ("", ".", "..")
         and not {"/", "\\"} & {*name}
+        # No longer than a file system takes, and nothing to escape.
         and printable(name, 255) == name
     )
 
@@ -64,6 +66,7 @@ def open_regular(path: Path, *, within: Path | None = None) -> IO[bytes]:
         within: the folder that a link must not lead out of. None follows every link.
     """
     try:
+        # Resolved both: the folder itself may be reached through a link.
         if within is not None and not path.resolve().is_relative_to(within.resolve()):
             raise OSError(errno.ELOOP, "it is a link that leads out of its folder")
         # O_NONBLOCK: opening a FIFO would otherwise wait for a writer.
@@ -103,6 +106,7 @@ class Unpacked(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         count = self._content.readinto(buffer)
         self._num_bytes += count
+        # Small files may shrink by any factor, since they cannot fill anything.
         if self._num_bytes > max(self.RATIO_FROM_BYTES, self.MAX_RATIO * self.position):
             raise InputError(
                 f"{self._path}: its first {self.position:,} bytes unpack to {self._num_bytes:,}, which no text does; "
@@ -160,6 +164,7 @@ def parse_json(text: str | bytes, kind: type[T], *, name: object, values: int = 
     """Return the `kind` that a JSON text describes. values: how many it may hold at most."""
     # Counted before parsing: "[]" takes two bytes here and 56 in memory.
     marks = (b",", b"[", b"{") if isinstance(text, bytes) else (",", "[", "{")
+    # Commas, brackets and braces bound the number of values from above.
     if sum(text.count(mark) for mark in marks) > values:  # pyright: ignore[reportArgumentType]
         raise InputError(f"{name}: holds more than {values:,} values")
     try:
@@ -178,6 +183,7 @@ def tail_lines(path: Path, *, limit: int = TAIL_BYTES, within: Path | None = Non
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
     lines = text.split("\n")
+    # The first line of a tail is cut off, unless it is all there is.
     return [line[:MAX_TEXT] for line in lines[bool(start) :] or lines]
 
 

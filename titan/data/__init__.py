@@ -23,6 +23,7 @@ from types import ModuleType
 
 from titan.untrusted import InputError, printable
 
+# Characters of a message. A stranger's file may put any text into one.
 _MAX_CHARS = 2000
 
 

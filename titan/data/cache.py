@@ -59,9 +59,11 @@ def cached_shards(documents: Documents, *, spec: TokenizationSpec, cache_folder:
     """Return the folder with the documents' tokens. Writes it first if it is missing."""
     root = Path(cache_folder).expanduser() if cache_folder else default_cache_folder()
     folder = root / "tokens" / spec.key(documents, shard_tokens=_SHARD_TOKENS)
+    # Complete entries are found without a lock.
     if not (folder / INDEX).is_file():
         is_large = (documents.num_bytes or 0) > _ALONE_BYTES
         title = f"tokenising {documents.name} into the cache, once"
+        # Under the lock, write_shards looks again: another process may have finished meanwhile.
         with exclusive(folder), display(documents, title=title) as report:
             write_shards(
                 documents,
@@ -92,6 +94,7 @@ def display(documents: Documents, *, title: str) -> Iterator[Callable[[Progress]
         task = bar.add_task(title, total=documents.num_bytes)
         begin = printed = time.monotonic()
 
+        # A closure, since the writer reports and only this function has the bar.
         def report(progress: Progress) -> None:
             nonlocal printed
             now = time.monotonic()

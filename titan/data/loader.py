@@ -57,6 +57,7 @@ class Loader:
         dataloader: s.DataloaderSection,
         accumulation: int = 1,
     ) -> None:
+        # Both options read document boundaries from the tokens themselves.
         wants_boundaries = data.reset_positions or data.document_mask
         if wants_boundaries and not samples.special_tokens.marks_boundaries:
             raise DataError(
@@ -70,6 +71,7 @@ class Loader:
         # Without byte lengths, `num_bytes` is 0 and bits a byte are left out.
         lengths = tokenizer.byte_lengths if tokenizer.keeps_bytes else 0 * tokenizer.byte_lengths
         self._byte_lengths = torch.from_numpy(lengths)
+        # Replaced as a whole with each step, so that a saved state never changes afterwards.
         self._state: dict[str, Any] = {"position": 0}
         self._steps: Iterator[_Step] | None = None
         self._validation: list[Batch] = []
@@ -95,6 +97,7 @@ class Loader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the steps of `state`, on any number of ranks."""
+        # What the thread has read ahead belongs to the old position.
         self.close()
         self._state = state
 
@@ -114,6 +117,7 @@ class Loader:
         num_samples = self.samples.num_samples
         is_stream = num_samples is None
         if num_samples is not None:
+            # A last, incomplete stride still counts: labels past the end are ignored.
             all_steps = -(-num_samples // self.share.stride)
             steps = all_steps if steps == -1 else min(steps, all_steps)
         elif steps == -1:
@@ -122,6 +126,7 @@ class Loader:
             )
         if is_stream and len(self._validation) == steps:
             return iter(self._validation)
+        # Permutations start at epoch 0, so the same samples come each time.
         self.samples.seek(0)
         batches = (
             self._make_batch(step * self.share.stride, end=num_samples) for step in range(steps)
@@ -135,6 +140,7 @@ class Loader:
 
         Return 0 for a tokenizer that drops bytes of the text, for which bits a byte would be wrong.
         """
+        # IGNORED is the only negative label.
         labels = batch.labels_BS[batch.labels_BS >= 0]
         return int(self._byte_lengths[labels].sum())
 
@@ -165,6 +171,7 @@ class Loader:
 
     def _make_batch(self, begin: int, *, end: int | None = None) -> Batch:
         """Return the rank's share of the stride of samples from `begin` on. Ignore labels of samples from `end` on."""
+        # Rows of one rank are consecutive, those of all ranks make the stride.
         first = begin + self.share.rank * self.share.batch
         batch = pack(
             self.samples.get(np.arange(first, first + self.share.batch)),
@@ -193,6 +200,7 @@ class _Prefetcher(Iterator[_Step]):
         # A full queue makes the thread wait: it reads at most `depth` steps ahead.
         self._queue: queue.Queue[_Step | BaseException] = queue.Queue(maxsize=depth)
         self._closed = threading.Event()
+        # The training thread's device, which a new thread does not inherit.
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._thread = threading.Thread(
             target=self._run, args=(steps,), name="titan-prefetch", daemon=True
@@ -214,6 +222,7 @@ class _Prefetcher(Iterator[_Step]):
                 self._put(error)  # repeatedly: a reader that asks again must not hang
 
     def _put(self, item: _Step | BaseException) -> None:
+        # In short waits, so that `close` ends a thread whose queue is full.
         while not self._closed.is_set():
             with suppress(queue.Full):
                 self._queue.put(item, timeout=0.1)

@@ -19,6 +19,7 @@ import numpy as np
 
 # 4 give a pseudorandom permutation from pseudorandom rounds (Luby and Rackoff); 2 to spare.
 _ROUNDS = 6
+# Samples over which a blend's shares are exact: a share has a precision of a tenth of a percent.
 _BLOCK = 1024
 
 
@@ -31,6 +32,7 @@ def derive_key(*parts: int | str) -> int:
 def permute(indices: np.ndarray, *, length: int, key: int) -> np.ndarray:
     """Return where the permutation of [0, length) that `key` names sends each index, int64 to int64."""
     assert ((indices >= 0) & (indices < length)).all(), f"indices outside [0, {length})"
+    # The smallest square that holds every index.
     side = isqrt(length - 1) + 1
     round_keys = [derive_key(key, "round", number) for number in range(_ROUNDS)]
     result = _feistel(indices.astype(np.uint64), side=side, round_keys=round_keys)
@@ -62,6 +64,7 @@ class Blend:
         assert 0 < len(weights) <= _BLOCK
         share = np.asarray(weights) / sum(weights) * _BLOCK
         self.counts = np.ones(len(weights), dtype=np.int64)
+        # The counts add up to the block exactly.
         for _ in range(_BLOCK - len(weights)):
             self.counts[np.argmax(share - self.counts)] += 1  # to the source that lacks most
         self._key = key
@@ -71,6 +74,7 @@ class Blend:
         """Return for each sample of a block its source, and how many of that source precede it in the block."""
         key = derive_key(self._key, "blend", block)
         slots = permute(np.arange(_BLOCK), length=_BLOCK, key=key)
+        # `slots` is the block's permutation, and the sources own consecutive ranges of slots.
         source = np.searchsorted(np.cumsum(self.counts), slots, side="right")
         preceding = np.empty(_BLOCK, dtype=np.int64)
         for number, count in enumerate(self.counts):
@@ -82,6 +86,7 @@ class Blend:
         block, place = divmod(index, _BLOCK)
         source, preceding = self._block(block)
         chosen = int(source[place])
+        # Whole blocks before this one, then this block's own samples.
         return chosen, block * int(self.counts[chosen]) + int(preceding[place])
 
     def consumed(self, position: int) -> list[int]:

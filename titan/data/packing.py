@@ -60,15 +60,18 @@ def pack(
     """
     labels_BS = rows_BT[:, 1:].copy()
     starts_BT = special_tokens.starts(rows_BT)
+    # The last token of a row is a label only.
     starts_BS = starts_BT[:, :-1].copy()
     starts_BS[:, 0] = False  # the first token of a sequence always begins document 0
     positions_BS = document_ids_BS = None
     if reset_positions:
         place_S = np.arange(starts_BS.shape[1])
+        # Place of the newest document start at or before each token.
         start_BS = np.maximum.accumulate(np.where(starts_BS, place_S, 0), axis=1)
         positions_BS = torch.from_numpy(place_S - start_BS)
     if document_mask:
         document_ids_BS = torch.from_numpy(np.cumsum(starts_BS, axis=1))
+        # The last token of a document must not predict the first one of the next.
         labels_BS[starts_BT[:, 1:]] = IGNORED
     return Batch(
         tokens_BS=torch.from_numpy(rows_BT[:, :-1].copy()),

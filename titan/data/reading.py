@@ -25,9 +25,14 @@ from typing import Any, BinaryIO
 from titan.data import DataError, require
 from titan.untrusted import Unpacked
 
+# Characters of a piece: small enough to hand to a worker, large enough that few tokens are near a
+# cut.
 PIECE_CHARS = 2**17
 _WINDOW = 2**14  # characters at the end of a piece in which to look for a good place to cut
+# Before a space that follows a word, or after the end of a line.
 _CUT = re.compile(r"(?<=\S)(?= \S)|(?<=\S\n)(?=\S)")
+# Bytes read at once; the longest line of JSON Lines; from which length on a line is checked for
+# structure, and how much of that it may have; bytes of Parquet rows at once.
 _BLOCK_BYTES = 2**18
 _MAX_LINE_BYTES = 2**26
 _LARGE_LINE_BYTES, _MAX_STRUCTURE_BYTES = 2**20, 2**20
@@ -56,6 +61,7 @@ def pieces(blocks: Iterable[str]) -> Iterator[str]:
         begin = 0
         while len(rest) - begin > PIECE_CHARS:
             end = begin + PIECE_CHARS
+            # Candidates near the end only, so that pieces are nearly full.
             for cut in _CUT.finditer(rest, end - _WINDOW, end + 1):
                 end = cut.end()  # in the end, the last place in the window
             yield rest[begin:end]
@@ -92,11 +98,13 @@ def read_files(
     meter.before = meter.here = 0
     for file in files:
         try:
+            # None and "" are no documents.
             for document in read(file, meter, **options):
                 if document:
                     yield document
         except _UNREADABLE as error:
             raise _unreadable(str(file), error) from error
+        # The whole file counts now, whatever a reader's buffer has seen of it.
         meter.before, meter.here = meter.before + file.stat().st_size, 0
 
 
@@ -140,6 +148,9 @@ def read_text(file: Path, meter: Meter) -> Iterator[Document]:
 def _decoded(file: Path, meter: Meter) -> Iterator[str]:
     """Yield the text of a UTF-8 file in blocks, with a line feed at the end of every line."""
     decoder = codecs.getincrementaldecoder("utf-8")()
+    # "\r
+    # " and "\r" become "
+    # ", also where a block ends between the two.
     newlines = io.IncrementalNewlineDecoder(None, translate=True)
     offset, line, block = 0, 1, b" "
     with _open(file, meter) as content:
@@ -150,6 +161,7 @@ def _decoded(file: Path, meter: Meter) -> Iterator[str]:
                 block = content.read(_BLOCK_BYTES)
                 text = decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
+                # Counted in bytes of the file, since line endings are translated later.
                 line += (pending + block)[: error.start].count(b"\n")
                 where = offset - len(pending) + error.start
                 raise DataError(
@@ -254,6 +266,7 @@ def read_parquet(file: Path, meter: Meter, key: str) -> Iterator[str]:
 
 def _rows_at_a_time(group: Any) -> int:
     """Return how many rows to read at once so that they take a few megabytes."""
+    # Uncompressed bytes for each row, on average.
     each = max(group.total_byte_size // max(group.num_rows, 1), 1)
     return max(1, min(1024, _BATCH_BYTES // each))
 

@@ -35,6 +35,8 @@ class ShardSamples(Samples):
     def __init__(self, shards: TokenShards, *, seq_len: int, key: int | None) -> None:
         """Read shards in the order that `key` names for each epoch. None reads them as they are stored."""
         self.special_tokens = shards.special_tokens
+        # One token more than the inputs, for the last label. What is left at the end makes no
+        # sample.
         self.num_samples = self._length = (shards.num_tokens - 1) // seq_len
         self._shards, self._seq_len, self._key = shards, seq_len, key
 
@@ -47,6 +49,8 @@ class ShardSamples(Samples):
                 key = derive_key(self._key, "epoch", int(epoch))
                 places[now] = permute(places[now], length=self._length, key=key)
         read, size = self._shards.read, self._seq_len
+        # Consecutive samples overlap in one token: the last label of one is the first input of the
+        # next.
         return np.stack([read(int(place) * size, count=size + 1) for place in places])
 
 
@@ -62,6 +66,7 @@ class SyntheticSamples(Samples):
         return np.stack([self._row(int(index)) for index in indices])
 
     def _row(self, index: int) -> np.ndarray:
+        # A generator by number, so that any rank makes any sample without those before it.
         generator = np.random.Generator(np.random.Philox(key=derive_key(self._key, index)))
         return generator.integers(self._vocab_size, size=self._seq_len + 1)
 
@@ -85,6 +90,7 @@ class BlendSamples(Samples):
         marks = (bookmark or {}).get("parts", [])
         if len(marks) != len(self._parts):
             marks = [None] * len(self._parts)
+        # How far each source was read at this position of the blend.
         numbers = self._blend.consumed(position)
         for part, number, mark in zip(self._parts, numbers, marks, strict=True):
             part.seek(number, bookmark=mark)
@@ -95,6 +101,7 @@ class BlendSamples(Samples):
 
     def get(self, indices: np.ndarray) -> np.ndarray:
         sources, places = np.array([self._blend.locate(int(index)) for index in indices]).T
+        # Each source is asked once for all of its rows.
         rows: dict[int, np.ndarray] = {}
         for number, part in enumerate(self._parts):
             if len(here := np.flatnonzero(sources == number)):
@@ -126,6 +133,7 @@ class SampleOptions:
 
 def build_samples(sources: Sequence[s.Section], *, options: SampleOptions) -> Samples:
     """Return the samples of one source, or the blend of several by their weights. Raises DataError."""
+    # Numbered, so that two sources of equal text get different orders.
     parts = [_open_source(source, number, options) for number, source in enumerate(sources)]
     if len(parts) == 1:
         return parts[0]
@@ -137,6 +145,7 @@ def build_samples(sources: Sequence[s.Section], *, options: SampleOptions) -> Sa
 
 def _open_source(section: s.Section, number: int, options: SampleOptions) -> Samples:
     tokenizer, seq_len, data = options.tokenizer, options.seq_len, options.data
+    # Decides the order of this source: another seed, split or place in the list gives another one.
     key = derive_key(options.seed, options.split, number)
     if isinstance(section, s.SyntheticSource):
         return SyntheticSamples(vocab_size=tokenizer.vocab_size, seq_len=seq_len, key=key)

@@ -122,6 +122,7 @@ class TokenShards:
         known = (self.index.vocab_size - 1, self.index.bos_id or 0, self.index.eos_id or 0)
         self._num_ids = max(known) + 1
         self._maps = [self._map(shard) for shard in self.index.splits[split] if shard.tokens]
+        # Where each file ends in the row of all files.
         self._ends = np.cumsum([len(tokens) for tokens in self._maps], dtype=np.int64)
         self.num_tokens = self.index.total(split)
 
@@ -129,6 +130,7 @@ class TokenShards:
         file, dtype = self.folder / shard.file, token_dtype(self.index.vocab_size)
         expected = shard.tokens * dtype.itemsize
         size = file.stat().st_size if file.is_file() else 0
+        # A file that was cut short, or left by another format, shows in its size.
         if size != expected:
             raise DataError(
                 f"{file} has {size} bytes, {INDEX} says {expected}; delete the folder and prepare again"
@@ -138,12 +140,14 @@ class TokenShards:
     def read(self, start: int, *, count: int) -> np.ndarray:
         """Return `count` tokens from `start` on as int64, from as many files as they are in."""
         assert start >= 0 and start + count <= self.num_tokens, "read past the last token"
+        # The file that holds the first token, and how far into it that is.
         number = int(np.searchsorted(self._ends, start, side="right"))
         begin = start - (int(self._ends[number - 1]) if number else 0)
         parts, missing = [], count
         while missing:
             parts.append(self._maps[number][begin : begin + missing])
             missing -= len(parts[-1])
+            # Whatever is still missing begins at the start of the next file.
             number, begin = number + 1, 0
         tokens = np.concatenate(parts, dtype=np.int64)
         # Such an id would index past the embedding: on a GPU, an assertion without a word of the cause.

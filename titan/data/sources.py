@@ -115,6 +115,7 @@ def open_documents(section: s.Section) -> Documents:
         )
     # Shards and synthetic ids are made into samples, not read as text (samples.py).
     kind = getattr(section, "type", type(section).__name__)
+    # A third party's section need not have a type.
     raise DataError(f"source '{kind}' holds no text to read")
 
 
@@ -157,6 +158,7 @@ class TextStream:
         self.fingerprint = None if section.streaming else dataset._fingerprint
         """Names the content of a downloaded dataset."""
         self.num_bytes = None if section.streaming else _size(dataset, section.text_key)
+        # Characters read, for the progress bar. They stand for bytes.
         self.position = 0
         self._dataset = dataset if section.streaming else dataset.to_iterable_dataset()
         self._beginning = self._dataset.state_dict()
@@ -241,6 +243,7 @@ def source_of_path(path: str, *, text_key: str) -> s.Section:
     if path == "stdlib":
         return s.StdlibSource()
     files = find_files(path, patterns=["*.jsonl*", "*.json*", "*.parquet", "*.txt*", "*.md"])
+    # The ending with .gz counts as one.
     endings = Counter(re.findall(r"(?:\.[^.]+(?:\.gz)?)?$", file.name)[0] for file in files)
     kinds = {_KINDS.get(ending.removesuffix(".gz"), s.TextSource) for ending in endings}
     if len(kinds) > 1:

@@ -31,10 +31,12 @@ def byte_counts(loader: Loader, *, max_tokens: int) -> np.ndarray:
     """Return how often each byte occurs in the first `max_tokens` of an epoch, float64[256]."""
     token_counts = np.zeros(loader.tokenizer.vocab_size, dtype=np.int64)
     for number in range(loader.samples.num_samples or 0):
+        # Labels, since a model predicts those.
         labels = loader.samples.get(np.array([number]))[0, 1:]
         token_counts += np.bincount(labels, minlength=len(token_counts))
         if token_counts.sum() >= max_tokens:
             break
+    # From counts of tokens to counts of the bytes that they stand for.
     counts = np.zeros(256, dtype=np.float64)
     for token in np.flatnonzero(token_counts):
         spelling = np.frombuffer(loader.tokenizer.token_bytes(int(token)), dtype=np.uint8)

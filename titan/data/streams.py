@@ -94,6 +94,7 @@ class StreamSamples(Samples):
 
     def bookmark(self) -> dict[str, Any]:
         """Return where the next sample begins, and the newest place from which it can be reached. JSON-able."""
+        # The oldest document with unused tokens, or the next one if all are used up.
         document = self._documents[0][0] if self._documents else self._next_document
         while len(self._marks) > 1 and self._marks[1].document <= document:
             self._marks.popleft()
@@ -133,6 +134,7 @@ class StreamSamples(Samples):
 
     def _encoded(self, numbered: Iterator[tuple[int, str]]) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the documents' numbers and framed ids, some of them tokenised at once."""
+        # Documents at once: enough for every thread, few enough to stay near the reader's place.
         while chunk := list(islice(numbered, _DOCUMENTS_AT_ONCE)):
             numbers, texts = zip(*chunk, strict=True)
             yield from zip(numbers, self._pool.map(self._encode, texts), strict=True)

@@ -42,6 +42,7 @@ _LONG_RUN = re.compile(r"\S{512,}|\s{512,}")
 
 # Contains what some tokenizers drop or change: runs of spaces, lines, capitals, accents, rare characters.
 _SAMPLE = "The cat,  2 cats;\n\tif x == 1:\n    naïve ﬁne Straße 日本語 \U0001f600 don't. "
+# The largest id that a file may name.
 _MAX_ID = 2**24
 
 
@@ -72,6 +73,7 @@ class Tokenizer(ABC):
     def keeps_bytes(self) -> bool:
         """Return whether the tokens of a text have as many bytes as the text, not counting a space put in front."""
         num_bytes = sum(len(self.token_bytes(token)) for token in self.encode(_SAMPLE))
+        # Tokenizers with a leading space add one byte.
         return num_bytes - len(_SAMPLE.encode()) in (0, 1)
 
     @cached_property
@@ -96,11 +98,13 @@ class TiktokenTokenizer(Tokenizer):
         )
 
     def encode(self, text: str) -> list[int]:
+        # The pattern's engine is safe on any text up to this length.
         if len(text) <= _MAX_RUN:
             return self._encoding.encode_ordinary(text)
         return [i for piece in _pieces(text) for i in self._encoding.encode_ordinary(piece)]
 
     def token_bytes(self, token: int) -> bytes:
+        # Special tokens follow the last rank.
         if token >= self.vocab_size - len(self.special_ids):
             return b""
         return self._encoding.decode_single_token_bytes(token)
@@ -128,6 +132,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self._names = {token: name for name, token in vocab.items()}
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = {t.content: number for number, t in sorted(added.items()) if t.special}
+        # Some models name special tokens only beside the tokenizer.
         for token, number in _named_beside(path.parent):
             if token not in vocab and number not in self._names:
                 vocab[token], self._names[number] = number, token
@@ -143,6 +148,7 @@ class HuggingFaceTokenizer(Tokenizer):
             )
         self.bos_id = _find_special(path.parent, "bos", vocab)
         self.eos_id = _find_special(path.parent, "eos", vocab)
+        # The begin and end ids may lie beyond the vocabulary.
         self.vocab_size = max(*vocab.values(), self.bos_id or 0, self.eos_id or 0) + 1
         self.fingerprint = _fingerprint(self.kind, content, self.bos_id, self.eos_id)
         self._path = path
@@ -168,6 +174,7 @@ class HuggingFaceTokenizer(Tokenizer):
             return bytes(_BYTE_OF_CHAR[char] for char in name)
         if re.fullmatch(r"<0x[0-9A-F]{2}>", name):  # SentencePiece's byte fallback
             return bytes([int(name[3:5], 16)])
+        # SentencePiece spells a space as U+2581.
         return name.replace("▁", " ").encode()
 
 
@@ -195,6 +202,7 @@ def tiktoken_tokenizer(path: Path) -> Tokenizer:
         raise DataError(
             f"tokenizer {path}: its {len(ranks)} ranks are not the numbers from 0 without gaps"
         )
+    # The names and the order of Llama 3's release.
     reserved = [f"<|reserved_special_token_{n}|>" for n in range(_LLAMA3_NUM_SPECIALS - 5)]
     header = ["<|start_header_id|>", "<|end_header_id|>"]
     specials = [BOS, EOS, *reserved[:4], *header, reserved[4], "<|eot_id|>", *reserved[5:]]
@@ -243,6 +251,7 @@ def tokenizer_named(value: str) -> Tokenizer:
 
 
 def _find_file(folder: Path, kind: str) -> Path:
+    # The library's format first, since it names the special tokens, too.
     names = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
     is_json = {"huggingface": (True,), "tiktoken": (False,), "auto": (True, False)}[kind]
     wanted = [name for name in names if name.endswith(".json") in is_json]
@@ -257,6 +266,7 @@ def _pieces(text: str) -> Iterator[str]:
     for start in range(0, len(text), _MAX_CHARS):
         part = text[start : start + _MAX_CHARS]
         begin = 0
+        # Long runs of one kind are cut by length, as in Llama 3's tokenizer.py.
         for run in _LONG_RUN.finditer(part):
             for cut in range(run.start() + _MAX_RUN, run.end(), _MAX_RUN):
                 yield part[begin:cut]
@@ -303,6 +313,7 @@ def _find_special(folder: Path, which: str, vocab: dict[str, int]) -> int | None
 
 def _byte_level_alphabet() -> dict[str, int]:
     """Return GPT-2's spelling of bytes: printable ones stand for themselves, the others for characters from 256 on."""
+    # The printable characters of Latin-1, as GPT-2's encoder.py lists them.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     spelling = {chr(byte): byte for byte in printable}

@@ -52,6 +52,7 @@ def train(documents: Documents, *, vocab_size: int, output: Path) -> int:
     tokenizers = require("tokenizers", purpose="training a tokenizer")
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
+    # Cut as Llama 3 cuts, then spell bytes as characters, then merge.
     tokenizer = tokenizers.Tokenizer(models.BPE())
     cut = pre_tokenizers.Split(tokenizers.Regex(LLAMA3_PATTERN), behavior="isolated")
     spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -60,6 +61,7 @@ def train(documents: Documents, *, vocab_size: int, output: Path) -> int:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[BOS, EOS],
+        # All 256 bytes have a token, so that no text is unknown.
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty(),
     )

@@ -70,6 +70,7 @@ class TokenizationSpec:
         return SPLITS[in_validation(document, fraction=self.validation_fraction)]
 
     def key(self, documents: Documents, *, shard_tokens: int) -> str:
+        # Everything that the bytes of the result depend on.
         parts = [
             FORMAT,
             documents.identity,
@@ -121,6 +122,7 @@ class _SplitWriter:
     def add(self, piece: _Piece, encoded: _Encoded) -> bool:
         """Append a piece. Return whether the open shard had no room for it and was closed."""
         tokens = encoded.tokens
+        # A piece longer than a shard gets one to itself.
         full = self._file is not None and self._shard.tokens + len(tokens) > self._limit
         if full:
             self.close(piece.place)
@@ -162,6 +164,7 @@ def write_shards(
         workers: processes that tokenise. With 1, this process tokenises, with threads.
         report: is called with the progress after each chunk.
     """
+    # Refuses a folder of other text or options.
     index = _open_index(folder, key=spec.key(documents, shard_tokens=shard_tokens), spec=spec)
     if (folder / INDEX).is_file():
         return index
@@ -169,6 +172,7 @@ def write_shards(
     # The caller holds the lock, so nobody is writing these.
     for left_over in folder.glob("*.tmp"):
         left_over.unlink()
+    # Each split goes on where its last closed shard ended.
     done = {
         split: (shards[-1].documents_read, shards[-1].pieces_read) if shards else (0, 0)
         for split, shards in index.splits.items()
@@ -179,6 +183,7 @@ def write_shards(
     }
     progress = Progress()
     chunks = _chunks(documents, spec, done, progress)
+    # Results come in the order of the documents, whichever worker was first.
     for chunk, encoded in _encode_all(chunks, spec, workers=workers):
         for piece, one in zip(chunk, encoded, strict=True):
             if writers[piece.split].add(piece, one):
@@ -254,6 +259,7 @@ def _encode(chunk: list[_Piece], spec: TokenizationSpec) -> list[_Encoded]:
     for piece in chunk:
         ids = spec.tokenizer.encode(piece.text)
         framed = spec.special_tokens.wrap(ids, first=piece.index == 0, last=piece.last)
+        # Bytes of text, so that a shard's compression can be stated.
         encoded.append(_Encoded(np.array(framed, dtype), len(piece.text.encode())))
     return encoded
 
@@ -262,6 +268,8 @@ def _encode_all(
     chunks: Iterator[list[_Piece]], spec: TokenizationSpec, *, workers: int
 ) -> Iterator[tuple[list[_Piece], list[_Encoded]]]:
     """Yield the chunks in order with their tokens. At most 3 chunks a worker or thread are under way."""
+    # With workers, one thread for each; without, tokenizers release the interpreter's lock, so
+    # threads help.
     num_tasks = min(8, os.cpu_count() or 1) if workers == 1 else workers
     idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
     encode = partial(_encode, spec=spec)
@@ -276,6 +284,7 @@ def _encode_all(
     try:
         for chunk in chunks:
             pending.append((chunk, pool.submit(encode, chunk)))
+            # The oldest first: a bounded queue that keeps the order.
             if len(pending) >= 3 * num_tasks:
                 oldest, future = pending.popleft()
                 yield oldest, future.result()

@@ -45,6 +45,8 @@ def standard_hooks(trainer: Trainer, *, monitor: Monitor | None = None) -> list[
         LayerNormsLog(trainer),
         Metrics(trainer),  # last, so that its row has the columns of all others
     ]
+    # By name, since every rank must call hooks in the same order. Before Metrics, so that their
+    # columns reach its row.
     for entry in sorted(entry_points(group="titan.hooks"), key=lambda entry: entry.name):
         hooks.insert(-1, entry.load()(trainer))
     return hooks

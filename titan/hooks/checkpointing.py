@@ -33,6 +33,7 @@ class Checkpointing(Hook):
         self.resumed_from: Location | None = None
         self.changes: list[str] = []  # settings that differ from those of the checkpoint
         self.is_due_by_time = False
+        # The copy overlaps the next step until its update.
         if self.section.async_mode == "async_with_pinned_mem":
             trainer.train_step.optimizer.register_step_pre_hook(self._before_update)
 
@@ -59,6 +60,7 @@ class Checkpointing(Hook):
     def flags(self) -> Sequence[float]:
         """Return whether a save is due by this rank's clock, and whether one in the background failed."""
         # Clocks and disks differ between ranks. The maximum over ranks is the same on all of them.
+        # Looked at in every step, so a failure is known on all ranks in the same one.
         save_failed = not self.manager.poll()
         self._print_messages()
         return self.manager.is_due_by_time(), save_failed
@@ -80,6 +82,7 @@ class Checkpointing(Hook):
 
     def step_end(self) -> None:
         if self.needs_results():
+            # Cleared before the save: the clock restarts with it.
             self.is_due_by_time = False
             trainer = self.trainer
             self._save(final=trainer.step == trainer.last_step or trainer.is_stopping)
@@ -168,6 +171,7 @@ class Checkpointing(Hook):
 
     def resume(self) -> None:
         """Load the newest checkpoint of the run folder, or else the one that the job starts from."""
+        # In order: this run's own checkpoints, a Hugging Face folder, a checkpoint of another run.
         section = self.section
         path, model_only = self.manager.step_to_resume(), False
         if path is None and section.enable and section.initial_load_in_hf:
@@ -188,6 +192,7 @@ class Checkpointing(Hook):
 
     def load_newest(self) -> Location | None:
         """Load the newest checkpoint; return its location, or None if there is none."""
+        # A save in progress may become the newest.
         self.manager.poll(wait=True)
         path = self.manager.newest()
         if path is not None:
@@ -199,6 +204,7 @@ class Checkpointing(Hook):
     ) -> None:
         trainer, exclude = self.trainer, exclude or set()
         parts, optimizer = trainer.train_step.model_parts, trainer.train_step.optimizer
+        # Weights come first: a job may want them alone.
         checkpoints.load(path, checkpoints.model_state(parts))
         if model_only:
             return
@@ -235,6 +241,7 @@ class Checkpointing(Hook):
             trainer.config,
             sequences=(metadata.get("sequences_per_step"), trainer.sequences_per_step),
         )
+        # Hooks that did not exist when the step was saved get an empty state.
         for hook in trainer.hooks:
             if hook.state_key:
                 hook.load_state_dict(metadata.get(hook.state_key, {}))

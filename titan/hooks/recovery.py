@@ -59,6 +59,7 @@ class StepRecovery(Hook):
 
     def result(self, result: StepResult) -> None:
         """Raise NonFiniteError for a bad step, on all ranks in the same step."""
+        # A skipped step may have any loss.
         if result.step in self.skipped:  # it did not change the weights
             self.skipped.remove(result.step)
         else:
@@ -101,6 +102,7 @@ class StepRecovery(Hook):
         """Raise NonFiniteError unless loss and norm are finite. Every rank reads the same ones, so all raise together."""
         if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
             return
+        # The loss is a sum over ranks, so every rank is here and may communicate.
         trainer = self.trainer
         bad = [not math.isfinite(x) for x in AsyncScalars([result.report.local_losses]).values()]
         by_rank: list[Any] = [None] * trainer.world_size

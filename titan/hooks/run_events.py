@@ -64,6 +64,7 @@ class Spikes:
                 value
             ):  # would make every later score useless; recovery.py handles it
                 continue
+            # Scored before it is added: a value must not be its own yardstick.
             if len(before) >= self._min_steps:
                 scores[k] = z = spike_score(value, before)
                 highest = self._highest[k]

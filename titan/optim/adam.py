@@ -50,6 +50,7 @@ class CompactAdam(torch.optim.Optimizer):
         noise: Mapping[Tensor, RoundingNoise] | None = None,
         compiled: bool = False,
     ) -> None:
+        # Weight decay is each group's own (optimizers.py).
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.levels: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self.state_dtype, self.decoupled, self.noise = state_dtype, decoupled, noise or {}
@@ -68,8 +69,10 @@ class CompactAdam(torch.optim.Optimizer):
         load_as_saved(self, state_dict)
 
     def init_state(self, parameter: Tensor) -> None:
-        """Zeros, laid out like the parameter; plain tensors, so that a checkpoint needs to know nothing of them."""
+        """Fill the state with zeros, laid out like the parameter. They are plain tensors, so
+        checkpoints need no special case."""
         state, parameter = self.state[parameter], plain(parameter)
+        # On the host: it is read in every step.
         state["step"] = torch.tensor(0.0)
         for name in MOMENTS:
             block = block_size(parameter.shape) if self.state_dtype == torch.uint8 else 0
@@ -87,6 +90,7 @@ class CompactAdam(torch.optim.Optimizer):
         state["step"] += 1
         step, (beta1, beta2) = state["step"].item(), group["betas"]  # a host tensor: nothing waits
         decay = group["weight_decay"]
+        # Both bias corrections are folded into numbers, so that the kernel has fewer operations.
         numbers = {
             "lr": group["lr"] / (1 - beta1**step),
             "correction": (1 - beta2**step) ** 0.5,
@@ -135,6 +139,7 @@ def _compute(
         grad = grad + numbers["decay"] * x
     targets = (grad, grad.square())
     moments = []
+    # Both moments move towards their target by 1 - beta.
     for i, name in enumerate(MOMENTS):
         before = _read(state, name, maps[i] if maps else None)
         after = before + numbers[name] * (targets[i] - before)
@@ -168,6 +173,7 @@ def load_as_saved(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     for i, parameter in zip(saved, parameters, strict=True):
         for name, value in state_dict["state"].get(i, {}).items():
+            # "step" stays on the host.
             if name != "step":
                 optimizer.state[parameter][name] = value.to(parameter.device)
 
@@ -188,6 +194,7 @@ def _zeros_of_blocks(parameter: Tensor, block: int) -> Tensor:
     zeros = torch.zeros(*mine.shape[:-1], mine.shape[-1] // block, device=mine.device)
     if not isinstance(parameter, DTensor):
         return zeros
+    # Strides of the whole: from_local would guess them from this rank's shard.
     strides = torch.empty(shape, device="meta").stride()
     placed = DTensor.from_local(
         zeros,

@@ -37,14 +37,18 @@ def clip_gradients(
             grad, groups = local_gradient(parameter)
             locals_by_axes[groups].append(grad)
     squares = {k: local_sum_of_squares(v) for k, v in locals_by_axes.items()}
+    # A stage without trained parameters takes part in the all-reduce below with a 0.
     if stages is not None and not squares:
         squares[()] = torch.zeros((), device=parameters[0].device)
     square = reduce_squares(squares)
+    # Stages hold different parameters, so their squares add up.
     if stages is not None:
         dist.all_reduce(square, group=stages)
     norm = square.sqrt()
     if not max_norm:
         return norm
+    # 1e-6 as in torch: a norm of 0 divides by something. A clamp in place of an `if` keeps the
+    # decision on the device.
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for grads in locals_by_axes.values():
         torch._foreach_mul_(grads, scale)
@@ -80,6 +84,8 @@ def local_gradient(parameter: Tensor) -> tuple[Tensor, tuple[dist.ProcessGroup, 
         grad = grad.redistribute(placements=parameter.placements)
         parameter.grad = grad
     mesh = grad.device_mesh
+    # One group for each axis that cuts the gradient. The sum over all of them is the sum over its
+    # shards.
     groups = tuple(
         mesh.get_group(axis)
         for axis, place in enumerate(grad.placements)

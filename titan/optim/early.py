@@ -36,8 +36,10 @@ class EarlyStep:
     def _update(self, group: dict[str, Any], parameter: Tensor) -> None:
         if not self.active:
             return
+        # Noted before the gradient is freed below.
         grad, groups = local_gradient(parameter)
         self._squares[groups].append(local_sum_of_squares([grad]))
+        # The optimizer sees one group of one parameter for a moment.
         all_groups = self.optimizer.param_groups
         self.optimizer.param_groups = [{**group, "params": [parameter]}]
         try:
@@ -48,6 +50,7 @@ class EarlyStep:
 
     def finish(self) -> Tensor:
         """Return the global gradient norm of the step that ended, as `clip_gradients` gives it."""
+        # Squares of parameters with one layout are reduced over the same groups, together.
         squares = {groups: torch.stack(parts).sum() for groups, parts in self._squares.items()}
         self._squares.clear()
         return reduce_squares(squares).sqrt()

@@ -24,6 +24,7 @@ def block_size(shape: Sequence[int]) -> int:
     """Return the elements in a block of a tensor of this (global) shape; 0 if 8 bits save nothing: vectors, odd rows."""
     if len(shape) < 2 or shape[-1] % PARTS:
         return 0
+    # A power of two, at most 256, that divides an eighth of a row.
     block = math.gcd(LARGEST_BLOCK, shape[-1] // PARTS)
     return block if block >= SMALLEST_BLOCK else 0
 
@@ -35,6 +36,7 @@ def levels(device: torch.device) -> tuple[Tensor, Tensor]:
 
 def _levels(signed: bool) -> Tensor:
     values = [0.0, 1.0]
+    # Seven decades below 1, each evenly spaced: its levels are the middles between its edges.
     for decade in range(7):
         count = 2**decade if signed else 2 ** (decade + 1)
         edges = torch.linspace(0.1, 1, count + 1, dtype=torch.float64)
@@ -46,7 +48,9 @@ def _levels(signed: bool) -> Tensor:
 def quantize(x: Tensor, num_blocks: int, levels: Tensor) -> tuple[Tensor, Tensor]:
     """Return codes (shape of x, uint8) and scales (..., num_blocks) of an fp32 tensor."""
     blocks = x.unflatten(-1, (num_blocks, -1))
+    # Blocks of zeros would divide by 0.
     scale = blocks.abs().amax(-1).clamp(min=1e-12)
+    # The nearest level: bucketize finds between which middles a value is.
     middles = (levels[1:] + levels[:-1]) / 2
     codes = torch.bucketize(blocks / scale[..., None], middles, right=True, out_int32=True)
     return codes.to(torch.uint8).flatten(-2), scale

@@ -60,13 +60,13 @@ class Muon(torch.optim.Optimizer):
         self.momentum, self.nesterov = momentum, nesterov
         self.ns_steps, self.ns_dtype, self.noise = ns_steps, ns_dtype, noise or {}
         self.others = others
-        # The same dictionaries: a learning rate is set once.
+        # The groups are shared with `others`, so a learning rate is set once.
         self.param_groups += others.param_groups
         others.state = self.state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         load_as_saved(self, state_dict)
-        # torch has made new dictionaries.
+        # torch has made new groups and a new state, so share these.
         self.others.param_groups, self.others.state = self.param_groups[1:], self.state
 
     @torch.no_grad()
@@ -81,6 +81,7 @@ class Muon(torch.optim.Optimizer):
     def _update(self, batch: list[Tensor], *, lr: float, weight_decay: float) -> None:
         """Update matrices of one shape and layout."""
         cuts = cuts_of(batch[0])
+        # All matrices of the batch at once: they have one shape and layout.
         x = torch.stack([self._momentum(p).to(self.ns_dtype) for p in batch])
         counts = []
         # One exchange per mesh axis that splits the matrices; then each rank has whole ones.
@@ -99,7 +100,7 @@ class Muon(torch.optim.Optimizer):
             store(mine, new, None if noise is None else noise.at_step(int(step)))
 
     def init_state(self, matrix: Tensor) -> None:
-        """Zeros, laid out like the matrix."""
+        """Fill the state with zeros, laid out like the matrix."""
         self.state[matrix]["step"] = torch.tensor(0.0)  # on the host
         self.state[matrix]["momentum"] = torch.zeros_like(plain(matrix))
 
@@ -109,6 +110,7 @@ class Muon(torch.optim.Optimizer):
         if not state:
             self.init_state(parameter)
         state["step"] += 1
+        # In place: the kept moment. What is returned is a new tensor with `nesterov`.
         average = local(state["momentum"]).lerp_(grad, 1 - self.momentum)
         return grad.lerp(average, self.momentum) if self.nesterov else average
 
@@ -148,6 +150,7 @@ def cuts_of(parameter: Tensor) -> list[Cut]:
     """Return the last cut first, which is the order in which they are joined."""
     if not isinstance(parameter, DTensor):
         return []
+    # Axes that replicate do not cut.
     axes = [i for i, place in enumerate(parameter.placements) if not isinstance(place, Replicate)]
     # FSDP cuts what tensor parallelism has cut; DTensor calls that strided where it is the same dimension.
     axes.sort(key=lambda i: hasattr(parameter.placements[i], "split_factor"))
@@ -160,8 +163,10 @@ def cuts_of(parameter: Tensor) -> list[Cut]:
 
 
 def collect(x_NrC: Tensor, cut: Cut, *, counts: list[int]) -> Tensor:
-    """Shards of N matrices to this rank's n whole ones; rank k gets counts[k]. (Or r columns.)"""
+    """Exchange shards of N matrices for this rank's n whole ones. Rank k gets counts[k]. (Or
+    columns instead of rows.)"""
     ranks, n = cut.group.size(), counts[cut.group.rank()]
+    # Equal parts, since the exchange sends blocks of one size.
     sent = _pad(x_NrC, dim=cut.dim, size=cut.part)
     received = sent.new_empty(ranks * n, *sent.shape[1:])
     _all_to_all(received, sent, [n] * ranks, counts, cut.group)
@@ -171,7 +176,7 @@ def collect(x_NrC: Tensor, cut: Cut, *, counts: list[int]) -> Tensor:
 
 
 def give_back(x_nRC: Tensor, cut: Cut, *, counts: list[int]) -> Tensor:
-    """Return this rank's n whole matrices to its shards of all N."""
+    """Exchange this rank's n whole matrices for its shards of all N."""
     ranks, n = cut.group.size(), counts[cut.group.rank()]
     whole = _pad(x_nRC, dim=cut.dim, size=cut.part * ranks)
     parts = whole.unflatten(1 + cut.dim, (ranks, cut.part)).movedim(1 + cut.dim, 0)
@@ -195,6 +200,7 @@ def _pad(x_NRC: Tensor, *, dim: int, size: int) -> Tensor:
 
 
 def _share_out(num: int, ranks: int) -> list[int]:
+    # The first ranks take one more where the matrices do not divide.
     return [num // ranks + (rank < num % ranks) for rank in range(ranks)]
 
 
@@ -202,6 +208,7 @@ def _batches(matrices: list[Any]) -> Iterator[list[Any]]:
     """Yield matrices of one shape and layout, as many at a time as ranks cut them: each has one to orthogonalize."""
     alike = defaultdict(list)
     for matrix in matrices:
+        # Matrices of one batch are stacked, and cut along the same axes.
         alike[matrix.shape, getattr(matrix, "placements", ())].append(matrix)
     for same in alike.values():
         size = math.prod(cut.group.size() for cut in cuts_of(same[0]))

@@ -61,6 +61,7 @@ def build_optimizer(
     else:
         assert isinstance(section, AdamOptions)
         optimizer = _adam(section, named, lr=section.lr, seed=seed)
+    # torch's schedulers keep the peak under this name.
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
     return optimizer
@@ -72,6 +73,7 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> bool:
         for matrix in optimizer.param_groups[0]["params"]:
             optimizer.init_state(matrix)
         return allocate_state(optimizer.others)
+    # amsgrad keeps a third moment, which is not made here.
     is_torchs = isinstance(optimizer, torch.optim.Adam) and not optimizer.defaults["amsgrad"]
     if not (is_torchs or isinstance(optimizer, CompactAdam)):
         return False
@@ -103,6 +105,7 @@ def _adam(
     decoupled = not isinstance(section, AdamSection)
     weight_dtypes = {p.dtype for p in named.values()}
     state_dtype = _state_dtype(section)
+    # torch's kernels keep moments in the weights' precision, and round to nearest.
     if not section.stochastic_rounding and (state_dtype is None or weight_dtypes == {state_dtype}):
         return (torch.optim.AdamW if decoupled else torch.optim.Adam)(
             groups,

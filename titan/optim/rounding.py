@@ -36,6 +36,7 @@ class StepNoise:
     def sixteen_bits(self, like: Tensor) -> Tensor:
         """Return uniform integers in 0 .. 65535, int32, in the shape of this rank's shard."""
         place = self.offset  # a host scalar, which kernels take as an argument: nothing waits
+        # The element's place in the whole parameter, from its index in this shard.
         for dim, (size, stride) in enumerate(zip(like.shape, self.strides, strict=True)):
             along = torch.arange(size, device=like.device) * stride
             place = along.view(-1, *[1] * (like.ndim - dim - 1)) + place
@@ -47,6 +48,7 @@ class RoundingNoise:
 
     def __init__(self, parameter: Tensor, *, seed: int, name: str) -> None:
         digest = hashlib.blake2b(f"rounding/{seed}/{name}".encode(), digest_size=4).digest()
+        # A key from the parameter's name, so that equal shapes get different noise.
         self.seed = int.from_bytes(digest, "little")
         strides, begin = parameter.stride(), [0] * parameter.ndim
         if isinstance(parameter, DTensor):
@@ -67,6 +69,7 @@ def store(target: Tensor, value: Tensor, noise: StepNoise | None = None) -> None
         assert target.dtype == torch.bfloat16, "rules.py"
         # Of fp32's 32 bits bf16 keeps the upper 16: adding noise to the lower ones carries with the right odds.
         bits = value.view(torch.int32) + noise.sixteen_bits(value)
+        # -65536 clears the lower 16 bits. Infinities and nan must not carry into other values.
         value = torch.where(value.isfinite(), (bits & -65536).view(torch.float32), value)
     target.copy_(value)
 

@@ -27,6 +27,7 @@ def learning_rate_factor(step: int, *, section: LRSchedulerSection, total_steps:
     warmup_steps, decay_steps = phases(section, total_steps=total_steps)
     if step <= warmup_steps:
         return step / warmup_steps
+    # Step 1 of the decay is still at the peak.
     decayed = step - 1 - (total - decay_steps)
     if decayed <= 0 or not decay_steps:
         return 1.0
