@@ -21,7 +21,8 @@ from collections.abc import Mapping
 from functools import partial
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan.config.quantize import quantize_section
@@ -33,11 +34,14 @@ from titan.config.schema import (
     TrainingSection,
 )
 from titan.models.attention import InnerAttention
+from titan.models.moe import MoE
 from titan.parallel.activation import apply_ac
 from titan.parallel.compile import apply_compile
 from titan.parallel.context import Method, apply_cp
+from titan.parallel.expert import apply_ep, keep_routes
 from titan.parallel.float8 import Conversion, Float8Error, apply_float8
 from titan.parallel.fsdp import apply_ddp, apply_fsdp
+from titan.parallel.init_weights import canonical_name
 from titan.parallel.mesh import axis_size, submesh
 from titan.parallel.offload import apply_offload
 from titan.parallel.schedules import splits_backward
@@ -60,6 +64,7 @@ def parallelize(
     mesh: DeviceMesh,
     tensor_plan: Mapping[str, str],
     num_kv_heads: int,
+    sparse_mesh: DeviceMesh | None = None,
 ) -> None:
     """Apply all techniques to a model, or to one pipeline stage of it, in place.
 
@@ -67,6 +72,7 @@ def parallelize(
         model: its blocks are the children of its `layers`.
         mesh: built by `titan.parallel.build_mesh`.
         tensor_plan: the model family's TENSOR_PLAN.
+        sparse_mesh: the experts', built by `build_sparse_mesh`; None: they are laid out like everything else.
     """
     parallel = config.parallelism
     if (tp := submesh(mesh, "tp")) is not None:
@@ -88,10 +94,33 @@ def parallelize(
             method=_CONTEXT_METHODS[parallel.context_parallel_rotate_method],
             balanced=parallel.splits_from_both_ends,
         )
+    if sparse_mesh is not None and (ep := submesh(sparse_mesh, "ep")) is not None:
+        apply_ep(model, mesh=ep)
+    sequence = submesh(mesh, "cp", "tp", flatten=True)
+    for moe in moes_of(model).values() if sequence is not None else ():
+        moe.sum_over_sequence = partial(_sum_over, sequence.get_group())
     _recompute_and_compile(model, config)
     if config.activation_checkpoint.cpu_offload:
         apply_offload(model)
-    _apply_data_parallel(model, training=config.training, parallel=parallel, mesh=mesh)
+    own_mesh: dict[nn.Module, DeviceMesh] = {}
+    if sparse_mesh is not None:
+        names = tuple(n for n in ("dp_replicate", "efsdp") if n in sparse_mesh.mesh_dim_names or ())
+        own_mesh = {moe.experts: sparse_mesh[names] for moe in moes_of(model).values()}
+    _apply_data_parallel(
+        model, training=config.training, parallel=parallel, mesh=mesh, own_mesh=own_mesh
+    )
+
+
+def moes_of(model: nn.Module) -> dict[str, MoE]:
+    """Return the model's mixtures of experts, by name."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+    return {canonical_name(name): moe for name, moe in found.items()}
+
+
+def _sum_over(group: dist.ProcessGroup, value: Tensor) -> Tensor:
+    value = value.clone()
+    dist.all_reduce(value, group=group)
+    return value
 
 
 def _recompute_and_compile(model: nn.Module, config: JobConfig) -> None:
@@ -99,6 +128,8 @@ def _recompute_and_compile(model: nn.Module, config: JobConfig) -> None:
     every = _recompute_every(section)
     by_op = section.mode == "selective" and section.selective_ac_option == "op"
     keep = tuple(section.op_keep) if by_op else ()
+    if keep and moes_of(model):
+        keep = (*keep, "aten.topk")  # routes: a recomputation must send tokens where they were sent
     keep_modules = tuple(section.op_keep_modules) if by_op else ()
     recompute = partial(
         apply_ac,
@@ -107,6 +138,7 @@ def _recompute_and_compile(model: nn.Module, config: JobConfig) -> None:
         keep=keep,
         keep_modules=keep_modules,
         preserve_rng_state=section.preserve_rng_state,
+        contexts=keep_routes,
     )
     compiled = compile_section.enable and "model" in compile_section.components
     from_outside = compiled and section.preserve_rng_state and not (keep or keep_modules)
@@ -133,7 +165,12 @@ def _recompute_every(section: ActivationCheckpointSection) -> int:
 
 
 def _apply_data_parallel(
-    model: nn.Module, *, training: TrainingSection, parallel: ParallelismSection, mesh: DeviceMesh
+    model: nn.Module,
+    *,
+    training: TrainingSection,
+    parallel: ParallelismSection,
+    mesh: DeviceMesh,
+    own_mesh: Mapping[nn.Module, DeviceMesh],
 ) -> None:
     """Apply FSDP over dp_shard x cp, replicated over dp_replicate (HSDP), or DDP if nothing is sharded.
 
@@ -151,9 +188,9 @@ def _apply_data_parallel(
         "cast_forward_inputs": False,
     }
     # DDP keeps whole parameters, so it can neither shard nor offload them.
-    if shard is None and replicas is not None and not offload:
+    if shard is None and replicas is not None and not offload and not own_mesh:
         apply_ddp(model, mesh=replicas, **options)
-    elif shard is not None or casts or offload:
+    elif shard is not None or casts or offload or own_mesh:
         fsdp_mesh = shard or mesh["dp_shard"]
         if replicas is not None:
             names = fsdp_mesh.mesh_dim_names
@@ -169,6 +206,7 @@ def _apply_data_parallel(
             reshard_after_forward=reshard,
             cpu_offload=offload,
             prefetch=parallel.fsdp_prefetch,
+            own_mesh=own_mesh,
             **options,
         )
 

@@ -34,6 +34,7 @@ from titan.config.model import model_config
 from titan.config.schema import CompileSection, JobConfig
 from titan.data.packing import Batch
 from titan.loss import IGNORED, Kernels, LossSum, VocabularyShard, leave_output_to_loss
+from titan.optim.balance import Balance
 from titan.optim.clipping import clip_gradients
 from titan.optim.early import EarlyStep
 from titan.optim.optimizers import build_optimizer
@@ -43,12 +44,13 @@ from titan.parallel.async_tp import Rewrites, enable_async_tp
 from titan.parallel.compile import CompileLog
 from titan.parallel.float8 import Conversion, precompute_scales
 from titan.parallel.fsdp import set_gradient_sync
-from titan.parallel.mesh import axis_size, submesh
+from titan.parallel.mesh import axis_size, build_sparse_mesh, submesh
 from titan.parallel.pipeline import Pipeline, extract_stages
 from titan.parallelize import (
     convert_to_float8,
     gathers_float8,
     has_output_in_loss,
+    moes_of,
     parallelize,
     torch_dtype,
 )
@@ -116,6 +118,7 @@ class TrainStep:
     async_tp: Rewrites | None
     compile_log: CompileLog | None
     float8: list[Conversion]
+    balance: Balance
     on_gradients: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
@@ -123,6 +126,7 @@ class TrainStep:
         # the whole ones are there anyway.
         self.sync_every_microbatch = axis_size(self.mesh, "dp_shard", "cp") > 1
         self.context = submesh(self.mesh, "cp")
+        self.num_replicas = axis_size(self.mesh, "dp_replicate", "dp_shard")  # of the data
         float8 = self.config.quantize.linear.float8
         # Under TP always: FSDP alone would take the maximum of a rank's part, and the numbers would depend on the layout.
         self.precompute_scales = gathers_float8(self.config, self.mesh) and (
@@ -146,6 +150,9 @@ class TrainStep:
         self._compute_scales()
         local = [self.to_local(batch) for batch in batches]
         num_valid = _sum(_count_valid(local), self.groups.tokens)
+        num_sequences = sum(len(batch.tokens_BS) for batch in batches) * self.num_replicas
+        length = batches[0].tokens_BS.shape[1]
+        self.balance.begin(num_sequences=num_sequences, num_tokens=num_sequences * length)
         # The rate is a function of the step alone, so a resumed run needs no scheduler state.
         self.set_learning_rate(step)
         if self.compile_log is not None:
@@ -162,10 +169,13 @@ class TrainStep:
         loss = _sum(local_losses.sum(), self.groups.loss) / num_valid
         # Of offloaded parameters, the norm is on the host.
         grad_norm = grad_norm.to(self.device, non_blocking=True)
+        accepted = True
         if self.early_step is None:
-            if accept is None or accept(loss, grad_norm):
+            accepted = accept is None or accept(loss, grad_norm)
+            if accepted:
                 self.optimizer.step()
             self.optimizer.zero_grad()
+        self.balance.finish(accepted=accepted)
         return StepReport(loss, grad_norm, num_valid, local_losses)
 
     @torch.no_grad()
@@ -288,6 +298,10 @@ def build_train_step(config: JobConfig, *, device: torch.device, mesh: DeviceMes
         "num_kv_heads": sizes.n_kv_heads,
     }
     float8 = convert_to_float8(model, **layout)
+    # Experts are laid out like everything else unless ranks share them, or tensor parallelism would leave them whole.
+    ep = config.parallelism.expert_parallel_degree
+    if getattr(sizes, "num_experts", 0) and (ep > 1 or axis_size(mesh, "tp") > 1):
+        layout["sparse_mesh"] = build_sparse_mesh(mesh, ep=ep)
     async_tp = None
     tp = submesh(mesh, "tp")
     if tp is not None and config.parallelism.enable_async_tensor_parallel:
@@ -338,7 +352,14 @@ def build_train_step(config: JobConfig, *, device: torch.device, mesh: DeviceMes
         async_tp=async_tp,
         compile_log=_compile_log(config.compile, num_blocks),
         float8=float8,
+        balance=_balance(model_parts, mesh),
     )
+
+
+def _balance(model_parts: Sequence[nn.Module], mesh: DeviceMesh) -> Balance:
+    moes = {name: moe for part in model_parts for name, moe in moes_of(part).items()}
+    tokens = submesh(mesh, "dp_replicate", "dp_shard", "cp", "tp", flatten=True) if moes else None
+    return Balance(moes, group=None if tokens is None else tokens.get_group())
 
 
 def _compile_log(section: CompileSection, num_blocks: int) -> CompileLog | None:

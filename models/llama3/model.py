@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import InnerAttention
+from ..moe import MoE
+from ..moe_config import MoEConfig
 from .config import LlamaConfig, RopeScaling
 
 
@@ -76,42 +78,55 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU (arXiv:2002.05202)."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, dim: int, ffn_dim: int) -> None:
         super().__init__()
-        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
-        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
-        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w1 = nn.Linear(dim, ffn_dim, bias=False)
+        self.w2 = nn.Linear(ffn_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, ffn_dim, bias=False)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x_BSD)) * self.w3(x_BSD))
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each normalised before and added to the residual stream."""
+    """Attention and feed-forward, or experts, each normalised before and added to the residual stream."""
 
-    def __init__(self, config: LlamaConfig, *, attention: type[Attention] = Attention) -> None:
+    def __init__(
+        self, config: LlamaConfig, layer: int, *, attention: type[nn.Module] = Attention
+    ) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = attention(config)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.feed_forward = FeedForward(config)
+        self.moe = build_moe(config, layer)
+        if self.moe is None:
+            self.feed_forward = FeedForward(config.dim, config.ffn_dim)
 
     def forward(
         self, x_BSD: Tensor, cos_sin: tuple[Tensor, Tensor], document_ids_BS: Tensor | None
     ) -> Tensor:
         h_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), cos_sin, document_ids_BS)
-        return h_BSD + self.feed_forward(self.ffn_norm(h_BSD))
+        feed_forward = self.feed_forward if self.moe is None else self.moe
+        return h_BSD + feed_forward(self.ffn_norm(h_BSD))
+
+
+def build_moe(config: LlamaConfig, layer: int) -> MoE | None:
+    """Return the experts of a block; None: it has a feed-forward layer."""
+    if not isinstance(config, MoEConfig) or not config.is_moe_layer(layer):
+        return None
+    width = config.num_shared_experts * config.expert_dim
+    return MoE(config, shared_experts=FeedForward(config.dim, width) if width else None)
 
 
 class Llama(nn.Module):
     """Token ids to logits."""
 
-    def __init__(self, config: LlamaConfig, *, attention: type[Attention] = Attention) -> None:
+    def __init__(self, config: LlamaConfig, *, attention: type[nn.Module] = Attention) -> None:
         super().__init__()
         self.config = config
         self.tok_embeddings: nn.Module | None = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict(
-            {str(i): Block(config, attention=attention) for i in range(config.n_layers)}
+            {str(i): Block(config, i, attention=attention) for i in range(config.n_layers)}
         )
         self.norm: nn.Module | None = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output: nn.Module | None = nn.Linear(config.dim, config.vocab_size, bias=False)
@@ -170,7 +185,7 @@ class Llama(nn.Module):
             return config.dim**-0.5
         if name.startswith("tok_embeddings."):
             return 1.0
-        if name.endswith((".wo.weight", ".w2.weight")):
+        if name.endswith((".wo.weight", ".w2.weight", ".experts.w2")):
             layer = int(name.split(".")[1])
             return config.init_std / math.sqrt(2 * (layer + 1))
         return config.init_std

@@ -16,3 +16,14 @@ TENSOR_PLAN: dict[str, str] = {
     "norm": "sequence",
     "output": "vocab_output",
 }
+
+# Of blocks with experts, for the families that have them. Experts are split by expert parallelism and by FSDP.
+MOE_PLAN: dict[str, str] = {
+    "layers.*.moe": "tokens",
+    "layers.*.moe.router.gate": "token_weights",
+    "layers.*.moe.experts": "experts",
+    "layers.*.moe.shared_experts": "gather_input",
+    "layers.*.moe.shared_experts.w1": "colwise",
+    "layers.*.moe.shared_experts.w3": "colwise",
+    "layers.*.moe.shared_experts.w2": "rowwise",
+}

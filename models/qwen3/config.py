@@ -1,15 +1,15 @@
-"""Sizes of the dense Qwen3 models (arXiv:2505.09388, table 1, and the models' config.json). Imports no torch."""
+"""Sizes of the Qwen3 models, dense and with experts (arXiv:2505.09388, table 1, and the models' config.json). Imports no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..llama3.config import LlamaConfig
+from ..moe_config import MoEConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3Config(LlamaConfig):
-    """As LlamaConfig, with queries and keys normalised in each head; head_dim is not dim / n_heads."""
+class Qwen3Config(MoEConfig):
+    """As MoEConfig, with queries and keys normalised in each head; head_dim is not dim / n_heads."""
 
     vocab_size: int = 151936
     head_dim: int = 128
@@ -41,6 +41,31 @@ def _qwen3(
     )
 
 
+def _experts(
+    dim: int,
+    n_layers: int,
+    n_heads: int,
+    n_kv_heads: int,
+    num_experts: int,
+    top_k: int,
+    expert_dim: int,
+    **rest: object,
+) -> Qwen3Config:
+    return Qwen3Config(
+        dim=dim,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        ffn_dim=3 * dim,  # of no block
+        num_experts=num_experts,
+        top_k=top_k,
+        expert_dim=expert_dim,
+        normalize_weights=True,
+        global_balance_coeff=1e-3,
+        **rest,  # pyright: ignore
+    )
+
+
 FLAVORS: dict[str, Qwen3Config] = {
     # titan's own, as Llama's of that name
     "tiny": Qwen3Config(
@@ -61,4 +86,10 @@ FLAVORS: dict[str, Qwen3Config] = {
     "8B": _qwen3(4096, 36, 32, 12288),
     "14B": _qwen3(5120, 40, 40, 17408),
     "32B": _qwen3(5120, 64, 64, 25600),
+    # With experts. titan's own, then TorchTitan v0.2.2's, then those of the paper
+    "tiny_moe": _experts(64, 4, 4, 2, 8, 2, 64, head_dim=32, vocab_size=2048),
+    "demo_moe": _experts(192, 4, 6, 2, 8, 2, 256, head_dim=32, vocab_size=264, rope_theta=10_000.0),
+    "debugmodel_moe": _experts(256, 8, 16, 8, 64, 8, 768, vocab_size=2048),
+    "30B-A3B": _experts(2048, 48, 32, 4, 128, 8, 768),
+    "235B-A22B": _experts(4096, 94, 64, 4, 128, 8, 1536),
 }

@@ -1,9 +1,11 @@
 """What of Qwen3 may be split how: as Llama, and the norms within heads."""
 
+from ..llama3.plan import MOE_PLAN
 from ..llama3.plan import TENSOR_PLAN as LLAMA_PLAN
 
 TENSOR_PLAN: dict[str, str] = {
     **LLAMA_PLAN,
+    **MOE_PLAN,
     "layers.*.attention.q_norm": "head_norm",
     "layers.*.attention.k_norm": "head_norm",
 }

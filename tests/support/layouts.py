@@ -37,6 +37,8 @@ class Layout:
     blocks: int = BLOCKS
     # Other rows have the technique, or each pair of the techniques: this one runs with `-m slow`.
     repeats: bool = False
+    model: tuple[str, str] = ("llama3", "tiny")
+    overrides: tuple[tuple[str, Any], ...] = ()
     documents: bool = True  # two documents in each sequence, and no attention between them
 
     @property
@@ -235,9 +237,10 @@ def train(layout: Layout, precision: str = "float32") -> dict[str, Any]:
                 "cpu_offload": layout.keep_in == "host",
             },
             "model": {
-                "flavor": "tiny",
+                "name": layout.model[0],
+                "flavor": layout.model[1],
                 "converters": ["quantize.linear.float8"] if layout.float8 else [],
-                "overrides": {"n_layers": layout.blocks},
+                "overrides": {"n_layers": layout.blocks, **dict(layout.overrides)},
             },
             "quantize": {"linear": {"float8": float8_settings(layout)}},
             "compile": {"enable": bool(layout.compiled), "backend": layout.compiled or "inductor"},
@@ -261,7 +264,7 @@ def train(layout: Layout, precision: str = "float32") -> dict[str, Any]:
     train_step.optimizer.register_step_pre_hook(keep_gradients)
     world = axis_size(mesh, "dp_replicate", "dp_shard")
     rank = axis_rank(mesh, "dp_replicate", "dp_shard")
-    losses, norms = [], []
+    losses, norms, loads = [], [], []
     for step in range(1, STEPS + 1):
         parts = [t.chunk(world * layout.accumulation) for t in global_batch(step)]
         mine = range(rank, world * layout.accumulation, world)
@@ -276,8 +279,15 @@ def train(layout: Layout, precision: str = "float32") -> dict[str, Any]:
         report = train_step.train(batches, step=step)
         losses.append(report.loss.item())
         norms.append(report.grad_norm.item())
+        if train_step.balance.loads is not None:
+            names = train_step.balance.moes
+            loads.append(dict(zip(names, train_step.balance.loads.tolist(), strict=True)))
+    biases = {name: moe.bias.tolist() for name, moe in train_step.balance.moes.items()}
     weights = {n: _whole(p).clone() for n, p in parameters.items()}
-    return {"losses": losses, "norms": norms, "gradients": gradients, "weights": weights}
+    return {
+        **{"losses": losses, "norms": norms, "gradients": gradients, "weights": weights},
+        **{"loads": loads, "biases": biases},
+    }
 
 
 def _whole(tensor: Tensor | None) -> Tensor:

@@ -97,7 +97,7 @@ def check_layout(config: JobConfig, *, world_size: int) -> list[Problem]:
 
     # If the degrees themselves are wrong, what follows from them is no help.
     violations = check(_check_world) or check(_check_batch, _check_sequence, _check_stages)
-    violations += check(_check_matrices, _check_graphs)
+    violations += check(_check_matrices, _check_experts, _check_graphs)
     return [config.source_map.problem(key, message) for key, message in violations]
 
 
@@ -191,6 +191,27 @@ def _uneven(model: Any, tp: int) -> Iterator[str]:
     share = -(-vocabulary // tp)
     if vocabulary and (tp - 1) * share >= vocabulary:
         yield f"{tp} ranks cannot share a vocabulary of {vocabulary}: the last would have no row"
+
+
+def _check_experts(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:
+    """Check that expert-parallel ranks can share the experts, and that other axes lend so many ranks."""
+    parallel, ep = config.parallelism, config.parallelism.expert_parallel_degree
+    experts, key = getattr(model, "num_experts", 0), "parallelism.expert_parallel_degree"
+    if ep == 1 or model is None:
+        return
+    if not experts:
+        flavor = f'"{config.model.name}" {config.model.flavor}'
+        yield key, f"the model {flavor} has no experts to split; use 1, or a model that has"
+        return
+    if experts % ep:
+        fix = either(neighbours(ep, divisors(experts)))
+        yield key, f"{ep} does not divide the model's {experts} experts; use {fix}"
+    shard = _shard_degree(config, world_size)
+    lent = shard * parallel.context_parallel_degree * parallel.tensor_parallel_degree
+    if shard > 0 and lent % ep:
+        axes = f"dp_shard {shard} x cp {parallel.context_parallel_degree} x tp {parallel.tensor_parallel_degree}"
+        fix = either(neighbours(ep, divisors(lent)))
+        yield key, f"{ep} does not divide {axes} = {lent}; use {fix}"
 
 
 def _check_graphs(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:

@@ -14,10 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import reduce
-from typing import Any
 
-from titan import __version__
 from titan.optim.schedule import phases
 
 from .environment import check_environment
@@ -26,14 +23,6 @@ from .layout import Layout, check_layout, resolve_layout
 from .load import load_from_argv, print_warnings
 from .schema import JobConfig
 from .section_rules import RULES
-
-# What this version cannot run yet: key, and the only value that runs. Whoever builds the feature deletes its row. `titan config`
-# still resolves such a job.
-UNSUPPORTED: tuple[tuple[str, Any], ...] = (
-    ("parallelism.expert_parallel_degree", 1),
-    ("parallelism.expert_tensor_parallel_degree", 1),
-)
-
 
 # ---- entry points ------------------------------------------------------------------------------
 
@@ -106,11 +95,6 @@ def check(config: JobConfig) -> list[Problem]:
 def check_supported(config: JobConfig) -> list[Problem]:
     """Return a problem for each setting that needs a feature which is not built yet."""
     problems = []
-    for key, works in UNSUPPORTED:
-        value = reduce(lambda part, name: getattr(part, name, works), key.split("."), config)
-        if value != works:
-            message = f"{value} is not built yet in titan {__version__[:3]}; use {works}"
-            problems.append(config.source_map.problem(key, message))
     return problems
 
 

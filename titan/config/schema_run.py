@@ -123,9 +123,11 @@ class ParallelismSection(Section):
     """How context-parallel ranks get each other's keys and values: "allgather" all at once, "ring"
     (TorchTitan: "alltoall") from rank to rank, "ulysses" by trading sequence for heads."""
     expert_parallel_degree: Positive = 1
-    """Ranks that split the experts. Only 1 runs in this version."""
+    """Ranks that split the experts of a mixture of experts, taken from the data, context and tensor
+    parallel ones: it must divide dp_shard x cp x tp. docs/moe.md says how to choose it."""
     expert_tensor_parallel_degree: Positive = 1
-    """Ranks that split the matrices of an expert. Only 1 runs in this version."""
+    """Ranks that split the matrices of an expert. Only 1: FSDP shards experts over tensor-parallel
+    ranks too, with the same numbers."""
 
     @property
     def splits_from_both_ends(self) -> bool:

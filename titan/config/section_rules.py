@@ -193,6 +193,15 @@ def _tensor(config: JobConfig) -> Iterator[RuleViolation]:
             yield key, "needs tensor_parallel_degree = 2 or more; set that, or use false"
 
 
+def _experts(config: JobConfig) -> Iterator[RuleViolation]:
+    if (degree := config.parallelism.expert_tensor_parallel_degree) != 1:
+        yield (
+            "expert_tensor_parallel_degree",
+            f"{degree} would split the matrices of each expert; use 1: the numbers are the same, and FSDP shards "
+            "experts over tensor-parallel ranks, too",
+        )
+
+
 def _modules(config: JobConfig) -> Iterator[RuleViolation]:
     """Check that the stages which a job lists hold each module once."""
     parallel, model = config.parallelism, resolve_model(config.model)[0]
@@ -358,6 +367,7 @@ RULES: tuple[tuple[str, Callable[[JobConfig], Iterator[RuleViolation]]], ...] = 
     ("parallelism", _schedule),
     ("parallelism", _tensor),
     ("parallelism", _context),
+    ("parallelism", _experts),
     ("parallelism", _modules),
     ("activation_checkpoint", _recomputation),
     ("compile", _compile),

@@ -10,10 +10,11 @@ if TYPE_CHECKING:
     from .activation import apply_ac
     from .compile import apply_compile
     from .context import apply_cp, shard_sequence, unshard_sequence
+    from .expert import apply_ep
     from .float8 import apply_float8, precompute_scales
     from .fsdp import apply_ddp, apply_fsdp, set_gradient_sync
     from .init_weights import initialize, materialize
-    from .mesh import axis_rank, axis_size, build_mesh, submesh
+    from .mesh import axis_rank, axis_size, build_mesh, build_sparse_mesh, submesh
     from .offload import apply_offload
     from .pipeline import Pipeline, extract_stages
     from .replicas import require_equal_replicas
@@ -24,9 +25,10 @@ _MODULES = {
     "activation": ("apply_ac",),
     "compile": ("apply_compile",),
     "context": ("apply_cp", "shard_sequence", "unshard_sequence"),
+    "expert": ("apply_ep",),
     "float8": ("apply_float8", "precompute_scales"),
     "fsdp": ("apply_ddp", "apply_fsdp", "set_gradient_sync"),
-    "mesh": ("axis_rank", "axis_size", "build_mesh", "submesh"),
+    "mesh": ("axis_rank", "axis_size", "build_mesh", "build_sparse_mesh", "submesh"),
     "offload": ("apply_offload",),
     "pipeline": ("Pipeline", "extract_stages"),
     "stage_split": ("split_stages",),
@@ -42,6 +44,7 @@ __all__ = [
     "apply_compile",
     "apply_cp",
     "apply_ddp",
+    "apply_ep",
     "apply_float8",
     "apply_fsdp",
     "apply_offload",
@@ -49,6 +52,7 @@ __all__ = [
     "axis_rank",
     "axis_size",
     "build_mesh",
+    "build_sparse_mesh",
     "extract_stages",
     "initialize",
     "materialize",

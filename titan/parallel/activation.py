@@ -15,19 +15,19 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy
 
-from .torch_compat import checkpoint_wrapper, traced_module_path
+from .torch_compat import checkpoint_wrapper, selective_checkpoint_contexts, traced_module_path
 
 GROUPS: dict[str, tuple[str, ...]] = {
-    "matmul": ("aten.mm", "aten.addmm", "aten.bmm", "aten._scaled_mm"),
+    "matmul": ("aten.mm", "aten.addmm", "aten.bmm", "aten._scaled_mm", "aten._grouped_mm"),
     "attention": (
         "aten._scaled_dot_product_flash_attention",
         "aten._scaled_dot_product_flash_attention_for_cpu",
@@ -55,12 +55,14 @@ def apply_ac(
     keep: Sequence[str] = (),
     keep_modules: Sequence[str] = (),
     preserve_rng_state: bool = True,
+    contexts: Callable[[nn.Module], Callable[[], Any] | None] = lambda block: None,
 ) -> None:
     """Wrap every `every`-th block in `model.<container>` (a ModuleDict or ModuleList), in place.
 
     keep: operations whose results are kept, as above; none: full. keep_modules: patterns of module names within a block
     ("feed_forward.w*") whose matrix products and attention are kept too, and not counted. Blocks count by their place in
-    the container, also on a pipeline stage. preserve_rng_state: recompute with the random numbers of the forward pass, without
+    the container, also on a pipeline stage. contexts: gives, for a block, a function that makes the context of its forward pass and
+    that of the recomputation, or None; for blocks that are recomputed in full. preserve_rng_state: recompute with the random numbers of the forward pass, without
     which the gradients of blocks that draw some (dropout) are wrong; others save a little with False.
     Raises KeepError for an operation that torch does not have and for a pattern that no module of a block matches.
     """
@@ -75,6 +77,8 @@ def apply_ac(
     for place, (name, block) in enumerate(list(blocks.named_children()), 1):
         if place % every == 0:
             settings: dict[str, Any] = {}
+            if not (keep or keep_modules) and (context_of_block := contexts(block)) is not None:
+                settings = {"context_fn": context_of_block}
             if keep or keep_modules:
                 selection.watch(block)
                 # With modules to watch a recomputation runs to its end, so that it leaves what it has entered.
@@ -158,5 +162,11 @@ class _Selection:
         return policy
 
 
+def keeps_some(block: nn.Module) -> bool:
+    """Return whether a block was wrapped to keep some results and recompute others."""
+    context_fn = getattr(getattr(block, "checkpoint_fn", None), "keywords", {}).get("context_fn")
+    return isinstance(context_fn, partial) and context_fn.func is _contexts
+
+
 def _contexts(selection: _Selection) -> Any:
-    return create_selective_checkpoint_contexts(selection.policy())
+    return selective_checkpoint_contexts(selection.policy())

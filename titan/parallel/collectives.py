@@ -41,6 +41,11 @@ def all_to_all(x: Tensor, *, group: str) -> Tensor:
     return _AllToAll.apply(x, group)
 
 
+def all_to_all_rows(x: Tensor, *, group: str, to: list[int], from_: list[int]) -> Tensor:
+    """Send and receive any numbers of rows, as `start_all_to_all` does. Differentiable."""
+    return _AllToAllRows.apply(x, group, to, from_)
+
+
 def all_gather(x: Tensor, *, group: str, size: int) -> Tensor:
     """Return every rank's x, (C, ...) of (...). Differentiable: gradients are summed over ranks, in fp32 at least."""
     return _AllGather.apply(x, group, size)
@@ -56,6 +61,18 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return all_to_all(grads[0], group=ctx.group), None
+
+
+class _AllToAllRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str, to: list[int], from_: list[int]) -> Tensor:
+        ctx.args = group, to, from_
+        return wait(start_all_to_all(x, group=group, to=to, from_=from_))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        group, to, from_ = ctx.args
+        return all_to_all_rows(grads[0], group=group, to=from_, from_=to), None, None, None
 
 
 class _AllGather(torch.autograd.Function):

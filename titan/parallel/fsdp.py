@@ -13,7 +13,8 @@ as ranks hold different numbers of valid tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,8 +26,9 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor, Shard
 
-from .torch_compat import replicate
+from .torch_compat import outside_selection, replicate
 
 
 def apply_fsdp(
@@ -40,6 +42,7 @@ def apply_fsdp(
     cpu_offload: bool = False,
     cast_forward_inputs: bool = True,
     prefetch: int = 0,
+    own_mesh: Mapping[nn.Module, DeviceMesh] | None = None,
 ) -> None:
     """Shard `model` in place over `mesh`: one axis (FSDP) or two (replicate, shard: HSDP).
 
@@ -49,7 +52,8 @@ def apply_fsdp(
     None: as they are. reduce_dtype is always set: torch's own default changed in 2.15. cast_forward_inputs:
     cast floating-point inputs of each unit to param_dtype; a model that passes fp32 tables to its blocks
     wants False. prefetch: blocks gathered ahead, in the forward and in the backward pass; 0: as FSDP does by itself,
-    the next one when the host gets there.
+    the next one when the host gets there. own_mesh: modules within blocks that are units by themselves, over another mesh: experts,
+    whose stacked parameters are cut between experts, or within each where ranks outnumber them.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=cast_forward_inputs
@@ -58,23 +62,44 @@ def apply_fsdp(
         CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
     )
     units = list(blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks)
+    options: Any = {"mp_policy": precision, "offload_policy": offload}
     for unit in units:
-        fully_shard(
-            unit,
-            mesh=mesh,
-            mp_policy=precision,
-            offload_policy=offload,
-            reshard_after_forward=reshard_after_forward and unit is not units[-1],
-        )
-    fully_shard(
-        model, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False
-    )
+        # Not after the last one's forward pass, whose backward pass comes next.
+        reshard = reshard_after_forward and unit is not units[-1]
+        for inner, inner_mesh in (own_mesh or {}).items():
+            if inner in {*unit.modules()}:
+                dim = _shard_dimension(inner, inner_mesh)
+                fully_shard(
+                    inner,
+                    mesh=inner_mesh,
+                    reshard_after_forward=reshard,
+                    shard_placement_fn=lambda _, dim=dim: Shard(dim),
+                    **options,
+                )
+                _run_hooks_outside_selection(inner)
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, **options)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, **options)
     sum_gradients(model)
     for place, unit in enumerate(units if prefetch else ()):
         assert isinstance(unit, FSDPModule)
         unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + prefetch])  # pyright: ignore
         behind = units[max(0, place - prefetch) : place]
         unit.set_modules_to_backward_prefetch(behind[::-1])  # pyright: ignore
+
+
+def _run_hooks_outside_selection(unit: nn.Module) -> None:
+    """Keep a unit's hooks apart from the selective checkpoint that may be around it."""
+    for hooks in (unit._forward_pre_hooks, unit._forward_hooks):
+        for key, hook in hooks.items():
+            if getattr(hook, "__module__", "").startswith("torch.distributed.fsdp"):
+                hooks[key] = outside_selection(hook)
+
+
+def _shard_dimension(experts: nn.Module, mesh: DeviceMesh) -> int:
+    """Return 0 if each rank of the mesh's last axis can have whole experts, else 1: a part of each of its own."""
+    parameter = next(experts.parameters())
+    own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return 0 if mesh.size(mesh.ndim - 1) <= len(own) else 1
 
 
 def apply_ddp(

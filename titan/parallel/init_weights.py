@@ -2,7 +2,7 @@
 the same numbers from the same seed, without communication and without a seed checkpoint.
 
 Each parameter has its own generator, seeded with the run's seed and the parameter's name. Every rank draws
-the full tensor and keeps its shard. (DTensor's own generator is no help: on a CPU it gives every shard the
+the full tensor and keeps its shard; of parameters stacked by expert it draws its own experts. (DTensor's own generator is no help: on a CPU it gives every shard the
 same numbers, and elsewhere they depend on the degrees; see the notes on torch in docs/architecture.md.) The numbers
 do depend on the device type, whose generators differ.
 """
@@ -10,12 +10,16 @@ do depend on the device type, whose generators differ.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from operator import add
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from .torch_compat import compute_local_shape_and_global_offset
 
 # Names that wrappers put into a parameter's name.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -120,10 +124,27 @@ def initialize(model: nn.Module, *, seed: int, std_of: Callable[[str], float | N
         if not std:
             parameter.fill_(1.0 if std is None else 0.0)
             continue
-        generator = torch.Generator(device=parameter.device).manual_seed(_seed_of(seed, name))
-        full = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
-        nn.init.trunc_normal_(full, std=std, a=-3 * std, b=3 * std, generator=generator)
-        _keep_shard(parameter, full)
+        draw = partial(_draw, std=std, device=parameter.device)
+        if parameter.ndim < 3:
+            _keep_shard(parameter, draw(parameter.shape, seed=_seed_of(seed, name)))
+            continue
+        # Stacked by expert: this rank's experts one by one, each from its own seed.
+        own, (first, *offsets) = parameter, [0] * parameter.ndim
+        if isinstance(parameter, DTensor):
+            own = parameter.to_local()
+            first, *offsets = compute_local_shape_and_global_offset(
+                parameter.shape, parameter.device_mesh, parameter.placements
+            )[1]
+        for number, matrix in enumerate(own, first):
+            whole = draw(parameter.shape[1:], seed=_seed_of(seed, f"{name}.{number}"))
+            part = tuple(map(slice, offsets, map(add, offsets, matrix.shape)))
+            matrix.copy_(whole[part])
+
+
+def _draw(shape: Sequence[int], *, std: float, device: torch.device, seed: int) -> Tensor:
+    generator = torch.Generator(device=device).manual_seed(seed)
+    full = torch.empty(tuple(shape), dtype=torch.float32, device=device)
+    return nn.init.trunc_normal_(full, std=std, a=-3 * std, b=3 * std, generator=generator)
 
 
 def _keep_shard(parameter: Tensor, full: Tensor) -> None:

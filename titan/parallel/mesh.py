@@ -9,6 +9,15 @@
 Ranks are numbered with tp fastest, so that tensor-parallel ranks are neighbours on a node. Axes of size one are
 left out of the mesh (a group of one rank is pure cost), except dp_shard, on which FSDP does its casting even alone;
 `submesh` knows which are there.
+
+Experts have a second mesh over the same ranks. Ranks that hold different tokens, and tensor parallel ones do between
+the matrices, all lend themselves to it:
+
+    dense    pp x dp_replicate x dp_shard x cp x tp
+    sparse   pp x dp_replicate x efsdp x ep            efsdp = dp_shard cp tp / ep
+
+    efsdp    shards of the experts that an ep rank holds (FSDP)
+    ep       experts; the fastest axis, so that rows travel within a node first
 """
 
 from __future__ import annotations
@@ -37,6 +46,20 @@ def build_mesh(
     present = {axis: n for axis, n in degrees.items() if n > 1 or axis == "dp_shard"}
     return init_device_mesh(
         device_type, tuple(present.values()), mesh_dim_names=tuple(present.keys())
+    )
+
+
+def build_sparse_mesh(mesh: DeviceMesh, *, ep: int) -> DeviceMesh:
+    """Build the experts' mesh over the ranks of `mesh`. Raises ValueError if `ep` does not divide dp_shard x cp x tp."""
+    lent = axis_size(mesh, "dp_shard", "cp", "tp")
+    if lent % ep:
+        raise ValueError(f"expert parallel degree {ep} does not divide dp_shard x cp x tp = {lent}")
+    degrees = {axis: axis_size(mesh, axis) for axis in ("pp", "dp_replicate")}
+    present = {axis: n for axis, n in degrees.items() if n > 1} | {"efsdp": lent // ep}
+    if ep > 1:
+        present["ep"] = ep
+    return init_device_mesh(
+        mesh.device_type, tuple(present.values()), mesh_dim_names=tuple(present.keys())
     )
 
 

@@ -30,6 +30,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
+from .activation import keeps_some
 from .schedules import Action, Schedule
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
@@ -269,7 +270,11 @@ class Pipeline:
 
 
 class _Stage(PipelineStage):
-    """torch's stage, with two faults worked around (docs/torch.md)."""
+    """torch's stage, with three faults worked around (docs/torch.md)."""
+
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__(module, *args, **kwargs)
+        self._buffers_before = [(buffer, buffer.clone()) for buffer in module.buffers()]
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Leave out messages to itself, which the turn of a V makes on torch 2.11 and which gloo cannot send."""
@@ -277,7 +282,7 @@ class _Stage(PipelineStage):
 
     def _post_metadata_inference_cleanup(self) -> None:
         """Keep gradients: learning the shapes of a new batch (2.13 on) throws FSDP's gradients away, also those of an earlier
-        batch of the same optimizer step."""
+        batch of the same optimizer step. Buffers that its passes have changed get their values back."""
         for module in self.submod.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # gathered parameters have no gradients, their shards do
@@ -285,6 +290,8 @@ class _Stage(PipelineStage):
         super()._post_metadata_inference_cleanup()
         for parameter, gradient in gradients:
             parameter.grad = gradient
+        for buffer, value in self._buffers_before:
+            buffer.copy_(value)
 
 
 def _prepare_to_split_backward(stage: nn.Module) -> None:
@@ -294,7 +301,7 @@ def _prepare_to_split_backward(stage: nn.Module) -> None:
                 f"module '{name}' is compiled: torch.compile cannot split its backward pass into inputs and weights, "
                 "as this schedule does; use 1F1B or Interleaved1F1B, or do not compile"
             )
-        if "context_fn" in getattr(getattr(module, "checkpoint_fn", None), "keywords", ()):
+        if keeps_some(module):
             raise ValueError(
                 f"module '{name}' keeps some operations and recomputes others, which cannot be cut as this schedule cuts "
                 "backward passes; use 1F1B or Interleaved1F1B, or apply_ac without keep and keep_modules"

@@ -12,6 +12,9 @@ model names a style for each module; nothing in the model changes. With S the se
     kv_colwise       columns /tp   as `colwise`; whole where ranks outnumber key/value heads, and each rank keeps
                                    the one head that its query heads read
     rowwise          rows /tp      (B, S, F/tp) -> (B, S/tp, D), reduce-scatter
+    tokens           none          (B, S/tp, D) -> same, as a plain tensor: experts, to whom each rank's tokens are tokens
+    token_weights    whole         as `sequence`, and gives a plain tensor: a router's matrix
+    experts          -             left alone: `apply_ep` and FSDP split them
     head_norm        whole         (B, S, H/tp, K) -> same: norms within each rank's heads
     vocab_output     columns V/tp  (B, S/tp, D) -> (B, S, V/tp) for the vocabulary-parallel loss, or (B, S, V);
                                    -> (B, S, D) where the loss applies the weight
@@ -20,7 +23,7 @@ model names a style for each module; nothing in the model changes. With S the se
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from inspect import signature
@@ -39,6 +42,7 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
+    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -204,6 +208,12 @@ def apply_tp(
             input_layouts=Replicate(), output_layouts=Shard(SEQUENCE_DIM)
         ),
         "sequence": SequenceParallel,
+        "tokens": lambda: PrepareModuleInput(
+            input_layouts=(Shard(SEQUENCE_DIM),),
+            desired_input_layouts=(Shard(SEQUENCE_DIM),),
+            use_local_output=True,
+        ),
+        "token_weights": lambda: SequenceParallel(use_local_output=True),
         "head_norm": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
         "colwise": ColwiseParallel,
         "kv_colwise": ColwiseParallel if kv_split else lambda: ReplicatedHeads(num_kv_heads),
@@ -215,7 +225,9 @@ def apply_tp(
             output_layouts=Shard(-1) if loss_parallel else Replicate(),
         ),
     }
-    if unknown := sorted(s for s in {*plan.values()} - {*styles} if s.split(":")[0] != GATHER):
+    if unknown := sorted(
+        s for s in {*plan.values()} - {*styles, "experts"} if s.split(":")[0] != GATHER
+    ):
         raise KeyError(
             f"unknown style {', '.join(unknown)}; there are {', '.join((*styles, GATHER))}"
         )
@@ -231,7 +243,7 @@ def apply_tp(
         style, _, argument = style_of[name].partition(":")
         if style == GATHER:
             parallelize_module(module, mesh, GatherSequence(name, argument))
-        elif style:
+        elif style and style != "experts":
             _take_by_position(module)
             if style == "vocab_embedding":
                 module.register_forward_pre_hook(partial(_require_whole_parts, size=size))
@@ -244,15 +256,16 @@ def apply_tp(
             module.register_parameter(name, first._parameters[first_name])
     for name in frozen:  # torch's styles replace parameters
         model.get_parameter(name).requires_grad_(False)
-    _require_all_split(model)
+    _require_all_split(model, but=[name for name, style in style_of.items() if style == "experts"])
 
 
-def _require_all_split(model: nn.Module) -> None:
-    """Raise ValueError if the plan has left out a parameter that is trained."""
+def _require_all_split(model: nn.Module, *, but: Sequence[str]) -> None:
+    """Raise ValueError if the plan has left out a parameter that is trained, outside of the modules `but`."""
     if left := [
         name
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and not isinstance(parameter, DTensor)
+        if not name.startswith(tuple(f"{module}." for module in but))
     ]:
         more = f" and {len(left) - 5} more" if len(left) > 5 else ""
         raise ValueError(

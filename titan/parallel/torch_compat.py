@@ -7,10 +7,12 @@ with the name in the message, and not in the middle of a run.
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 # Where a shard is in the whole tensor; DCP's own planner asks it too.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 __all__ = [
     "ActivationWrapper",
@@ -52,8 +55,10 @@ __all__ = [
     "keep_random_state_in_graphs",
     "limit_gloo",
     "micro_pipeline_module",
+    "outside_selection",
     "record_memory_history",
     "replicate",
+    "selective_checkpoint_contexts",
     "set_allocator",
     "set_memory_budget",
     "set_timeout",
@@ -90,6 +95,51 @@ def traced_module_path() -> list[str]:
     stack = fx_traceback.current_meta.get("nn_module_stack") or {}
     paths = [path for path, _ in stack.values()]
     return [path.removeprefix(f"{paths[0]}.") for path in paths[1:]]
+
+
+class _Outside(threading.local):
+    """Whether what runs now in this thread is no part of the checkpointed block around it."""
+
+    depth = 0
+
+
+_outside = _Outside()
+
+
+def outside_selection(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function so that a selective checkpoint around it neither keeps nor counts its operations.
+
+    FSDP's hooks within a checkpointed block need it: in the recomputation they gather what they found gathered in the
+    forward pass, or the reverse, and from 2.12 on torch refuses a recomputation with other operations.
+    """
+
+    @wraps(function)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        _outside.depth += 1
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _outside.depth -= 1
+
+    return outside
+
+
+def selective_checkpoint_contexts(policy: Callable[..., Any]) -> Any:
+    """Return torch's contexts of a selective checkpoint, which pass over functions wrapped by `outside_selection`."""
+    contexts = create_selective_checkpoint_contexts(policy)
+    for context in contexts:
+        context.__class__ = _passes_over(type(context))
+    return contexts
+
+
+@cache
+def _passes_over(mode: type) -> type:
+    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _outside.depth:
+            return func(*args, **(kwargs or {}))
+        return mode.__torch_dispatch__(self, func, types, args, kwargs)
+
+    return type(mode.__name__, (mode,), {"__torch_dispatch__": dispatch})
 
 
 def keep_random_state_in_graphs(keep: bool) -> None:

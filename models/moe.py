@@ -1,0 +1,295 @@
+"""A mixture of experts in the place of a feed-forward layer: a router sends each token to a few of many experts.
+
+Routing works on single tokens, so the module takes whatever part of the batch a rank holds: nobody but the exchange
+needs to know who holds which token. The file knows nothing of parallelism. titan/parallel/expert.py gives each rank some of
+the experts, and replaces `MoE.exchange`, which brings rows to their experts and back.
+
+What balances the experts' loads enters the backward pass at one function (`_RouterTerms`), divided by counts of the
+global batch that the trainer sets. So it is the same in every layout, and the loss does not know of it.
+
+B batch, S sequence, T = B S tokens, D model, E experts, e experts of this rank, K experts of a token, F width of an expert;
+N = T K rows to be sent, R rows that arrived
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from .moe_config import MoEConfig
+
+
+def host_counts(counts: Tensor) -> list[int]:
+    """Return integers of the device on the host, which waits for them. The simulator replaces it by an assumption."""
+    return counts.tolist()
+
+
+class RouteSource(Protocol):
+    """Supplies routes in the place of the router's choice, and sees those that are taken."""
+
+    def get(self, moe: MoE, tokens: Tensor) -> Tensor | None:
+        """Return the experts of these tokens (B, S, D) as ids (T, K), or None: the router chooses."""
+        ...
+
+    def put(self, moe: MoE, ids_TK: Tensor) -> None: ...
+
+
+class Gate(nn.Module):
+    """The router's matrix. It computes in fp32 at least: rounding decides where a token goes."""
+
+    def __init__(self, dim: int, num_experts: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts, dim))
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        dtype = torch.promote_types(x_BSD.dtype, torch.float32)
+        return F.linear(x_BSD.to(dtype), self.weight.to(dtype))
+
+
+class Router(nn.Module):
+    """Scores of all experts for each token, and the best few."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.gate = Gate(config.dim, config.num_experts)
+
+    def forward(
+        self, x_BSD: Tensor, bias_E: Tensor, ids_TK: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return ids (T, K) int64, weights (T, K), normalised scores (T, E) and the logits' logsumexp (T,), all in fp32.
+
+        Args:
+            bias_E: added to the scores for the choice alone, and not to the weights.
+            ids_TK: routes to take; None: the best.
+        """
+        config = self.config
+        logits_TE = self.gate(x_BSD).flatten(0, 1)
+        if config.score == "softmax":
+            scores_TE = probs_TE = logits_TE.softmax(-1)
+        else:
+            scores_TE = logits_TE.sigmoid()
+            probs_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
+        if ids_TK is None:
+            ids_TK = self._choose(scores_TE.detach() + bias_E)
+        weights_TK = scores_TE.gather(1, ids_TK)
+        if config.normalize_weights:
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+        return ids_TK, weights_TK * config.route_scale, probs_TE, logits_TE.logsumexp(-1)
+
+    def _choose(self, scores_TE: Tensor) -> Tensor:
+        config = self.config
+        if config.num_groups:
+            groups_TGe = scores_TE.unflatten(1, (config.num_groups, -1))
+            best_TG = groups_TGe.topk(config.group_top_k, dim=-1).values.sum(-1)
+            kept_TG = best_TG.topk(config.top_groups, dim=-1).indices
+            left_out_TG = torch.ones_like(best_TG, dtype=torch.bool).scatter(1, kept_TG, False)
+            scores_TE = groups_TGe.masked_fill(left_out_TG[..., None], -torch.inf).flatten(1)
+        return scores_TE.topk(config.top_k, dim=-1).indices
+
+
+class Experts(nn.Module):
+    """SwiGLU of each expert on its rows; weights are stacked. chunk_rows: see `forward`; 0: all rows at once."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        shape = (config.num_experts, config.expert_dim, config.dim)
+        self.w1 = nn.Parameter(torch.empty(shape))
+        self.w2 = nn.Parameter(torch.empty(shape).mT.contiguous())
+        self.w3 = nn.Parameter(torch.empty(shape))
+        self.chunk_rows = 0
+        self.products: Callable[..., Tensor] = expert_products
+
+    def forward(self, rows_RD: Tensor, counts_e: Tensor) -> Tensor:
+        """Return the experts' output, (R, D), for rows sorted by expert; counts_e (int64) says how many rows each has.
+
+        With `chunk_rows` = n, n rows pass at a time, and each chunk is computed again in the backward pass: what is kept does
+        not grow with the number of rows that happen to arrive. Outputs and gradients of rows are the same bits.
+        """
+        weights = (self.w1, self.w2, self.w3)
+        size = self.chunk_rows
+        if not 0 < size < len(rows_RD):
+            return self.products(rows_RD, counts_e, *weights)
+        ends_e, chunks = counts_e.cumsum(0), []
+        for start in range(0, len(rows_RD), size):
+            # An expert's rows that fall into this chunk.
+            counts = F.pad(ends_e.clamp(start, start + size), (1, 0), value=start).diff()
+            rows = rows_RD[start : start + size]
+            chunks.append(checkpoint(self.products, rows, counts, *weights, use_reentrant=False))
+        return torch.cat(chunks)
+
+
+def expert_products(
+    rows_RD: Tensor, counts_e: Tensor, w1_eFD: Tensor, w2_eDF: Tensor, w3_eFD: Tensor
+) -> Tensor:
+    """Return silu(x w1) (x w3) w2 with each row's own expert; grouped products in bf16, else a loop: the same bits."""
+    if rows_RD.dtype == torch.bfloat16 and len(rows_RD):
+        ends_e = counts_e.cumsum(0, dtype=torch.int32)
+        hidden_RF = F.silu(grouped_mm(rows_RD, w1_eFD.mT, ends_e))
+        hidden_RF = hidden_RF * grouped_mm(rows_RD, w3_eFD.mT, ends_e)
+        return grouped_mm(hidden_RF, w2_eDF.mT, ends_e)
+    # An expert without rows takes part, so that its gradient is zeros and not None. unbind, since a gradient of w[i]
+    # would be as large as w.
+    sizes = host_counts(counts_e) if len(rows_RD) else [0] * len(counts_e)
+    weights = zip(w1_eFD.unbind(), w2_eDF.unbind(), w3_eFD.unbind(), strict=True)
+    return torch.cat(
+        [
+            F.linear(F.silu(F.linear(rows, w1)) * F.linear(rows, w3), w2)
+            for rows, (w1, w2, w3) in zip(rows_RD.split(sizes), weights, strict=True)
+        ]
+    )
+
+
+def grouped_mm(rows_RI: Tensor, weights_eIO: Tensor, ends_e: Tensor) -> Tensor:
+    """Return each row times its group's matrix, (R, O); ends_e (int32): where each group of rows ends."""
+    return torch._grouped_mm(rows_RI, weights_eIO, offs=ends_e)  # public only from torch 2.12 on
+
+
+def run_experts(rows_ND: Tensor, counts_E: Tensor, experts: Callable[..., Tensor]) -> Tensor:
+    """Run rows sorted by expert through them: the exchange of a rank that has all experts."""
+    return experts(rows_ND, counts_E)
+
+
+class MoE(nn.Module):
+    """Router, experts, and shared experts that all tokens go to.
+
+    bias (E,) fp32: added to the scores when experts are chosen. loads (E,) int64: tokens that each expert got in backward
+    passes since it was last set to zero. last_loads: those of the last step, of all ranks.
+    """
+
+    bias: Tensor
+    loads: Tensor
+    last_loads: Tensor
+
+    def __init__(self, config: MoEConfig, *, shared_experts: nn.Module | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.router = Router(config)
+        self.experts = Experts(config)
+        self.shared_experts = shared_experts
+        E = config.num_experts
+        self.register_buffer("bias", torch.empty(E, dtype=torch.float32))
+        self.register_buffer("loads", torch.empty(E, dtype=torch.int64), persistent=False)
+        is_state = config.global_balance_coeff > 0
+        self.register_buffer("last_loads", torch.empty(E, dtype=torch.int64), persistent=is_state)
+        self.exchange: Callable[[Tensor, Tensor, nn.Module], Tensor] = run_experts
+        self.route_sources: list[RouteSource] = []
+        # Of the global batch, set before each step.
+        self.num_sequences, self.num_tokens = 1, 1
+        # Adds up (B, E) over the ranks that share the sequences of a batch.
+        self.sum_over_sequence: Callable[[Tensor], Tensor] | None = None
+
+    def reset_buffers(self) -> None:
+        for buffer in (self.bias, self.loads, self.last_loads):
+            buffer.zero_()
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """Return the weighted sum of the output of each token's experts, and that of the shared ones; as x."""
+        x_TD = x_BSD.flatten(0, 1)
+        given = (source.get(self, x_BSD) for source in self.route_sources)
+        routes = next((ids for ids in given if ids is not None), None)
+        ids_TK, weights_TK, probs_TE, lse_T = self.router(x_BSD, self.bias, routes)
+        for source in self.route_sources:
+            source.put(self, ids_TK)
+        weights_TK = _RouterTerms.apply(weights_TK, probs_TE, lse_T, ids_TK, self, len(x_BSD))
+        # Rows in the order of their experts, and for each row of (T, K) its place among them.
+        order_N = ids_TK.flatten().argsort(stable=True)
+        place_N = torch.empty_like(order_N)
+        place_N[order_N] = torch.arange(len(order_N), device=order_N.device)
+        counts_E = count(ids_TK.view(1, -1), self.config.num_experts)[0]
+        rows_ND = _Spread.apply(x_TD, order_N, place_N, ids_TK.shape[1])
+        rows_ND = self.exchange(rows_ND, counts_E, self.experts)
+        # Added up in the order of K: on a GPU, adding into tokens would have no fixed order.
+        rows_TKD = permute(rows_ND, place_N, order_N).view(*ids_TK.shape, -1)
+        y_TD = (rows_TKD.to(weights_TK.dtype) * weights_TK[..., None]).sum(1)
+        y_BSD = y_TD.to(x_BSD.dtype).view(x_BSD.shape)
+        return y_BSD if self.shared_experts is None else y_BSD + self.shared_experts(x_BSD)
+
+    def term_gradients(
+        self, ids_TK: Tensor, lse_T: Tensor, batch: int
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Count loads, and return the gradients of all balance terms to the normalised scores and to the logsumexp."""
+        config, E, K = self.config, self.config.num_experts, ids_TK.shape[1]
+        counts_BE = count(ids_TK.view(batch, -1), E)
+        self.loads += counts_BE.sum(0)
+        grad_TE: Tensor | None = None
+        if config.sequence_balance_coeff:
+            # coeff / sequences x sum over b, i of f_bi P_bi, with f = E / (K S) counts and P the mean over S tokens
+            length = len(ids_TK) // batch
+            if self.sum_over_sequence is not None:
+                counts_BE = self.sum_over_sequence(counts_BE)
+                length = int(self.num_tokens // self.num_sequences)
+            scale = config.sequence_balance_coeff / self.num_sequences * E / (K * length * length)
+            grad_BE = counts_BE.to(lse_T.dtype) * scale
+            grad_TE = grad_BE.repeat_interleave(len(ids_TK) // batch, 0)
+        if config.global_balance_coeff:
+            # The counts of this step are known when it is over: those of the last one take their place.
+            total = self.last_loads.sum().clamp(min=1)
+            grad_E = config.global_balance_coeff * E / self.num_tokens * self.last_loads / total
+            grad_E = grad_E.to(lse_T.dtype)
+            grad_TE = grad_E.expand(len(ids_TK), E) if grad_TE is None else grad_TE + grad_E
+        if not config.router_z_loss_coeff:
+            return grad_TE, None
+        return grad_TE, 2 * config.router_z_loss_coeff / self.num_tokens * lse_T
+
+
+def count(ids_BN: Tensor, num_experts: int) -> Tensor:
+    """Return how often each id occurs in each row, (B, E) int64; without waiting for the device, unlike bincount."""
+    counts_BE = ids_BN.new_zeros(len(ids_BN), num_experts)
+    return counts_BE.scatter_add_(1, ids_BN, torch.ones_like(ids_BN))
+
+
+class _RouterTerms(torch.autograd.Function):
+    """The identity on the weights. Its backward pass counts the experts' loads and adds the balance terms' gradients.
+
+    Counting there counts each micro-batch once: a forward pass may be computed twice (recomputation), or be an evaluation.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weights_TK: Tensor, *rest: Any) -> Tensor:
+        _, lse_T, ids_TK, ctx.moe, ctx.batch = rest
+        ctx.save_for_backward(ids_TK, lse_T)
+        return weights_TK.view_as(weights_TK)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return (*grads, *ctx.moe.term_gradients(*ctx.saved_tensors, ctx.batch), None, None, None)
+
+
+class _Spread(torch.autograd.Function):
+    """A row for each token and expert, in the given order. Gradients of a token's rows are added in the order of K."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, order_N: Tensor, place_N: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(place_N)
+        ctx.k = k
+        return x_TD[order_N // k]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (place_N,) = ctx.saved_tensors
+        rows_TKD = grads[0][place_N].unflatten(0, (-1, ctx.k))
+        wide = torch.promote_types(rows_TKD.dtype, torch.float32)
+        return rows_TKD.sum(1, dtype=wide).to(rows_TKD.dtype), None, None, None
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_ND: Tensor, order_N: Tensor, place_N: Tensor) -> Tensor:
+        ctx.save_for_backward(order_N, place_N)
+        return rows_ND[order_N]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        order_N, place_N = ctx.saved_tensors
+        return permute(grads[0], place_N, order_N), None, None
+
+
+def permute(rows_ND: Tensor, order_N: Tensor, place_N: Tensor) -> Tensor:
+    """Return the rows in an order; place_N is its inverse. The gradient is a look-up too, not a sum into places."""
+    return _Permute.apply(rows_ND, order_N, place_N)

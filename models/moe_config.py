@@ -1,0 +1,96 @@
+"""Sizes of a mixture of experts, as fields that families add to Llama's. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .llama3.config import LlamaConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig(LlamaConfig):
+    """Llama's sizes, and those of the experts that take the feed-forward layer's place; num_experts 0: dense.
+
+    num_experts, top_k: experts, and how many of them a token goes to; expert_dim: width of each;
+    num_shared_experts: experts that all tokens go to, one SwiGLU of so many widths; n_dense_layers: first
+    blocks that keep their feed-forward layer.
+
+    score: "softmax" or "sigmoid" of the router's logits; normalize_weights: divide a token's weights by their
+    sum; route_scale: then multiply them. num_groups, top_groups: experts are in groups, and a token goes to the
+    best few of these only (0: no groups); group_top_k: a group is as good as the sum of its best so many.
+
+    load_balance_coeff: step of the routing bias (arXiv:2408.15664). The others weigh terms of the loss:
+    sequence_balance_coeff (DeepSeek-V3, arXiv:2412.19437, eq. 17), global_balance_coeff (arXiv:2501.11873) and
+    router_z_loss_coeff (ST-MoE, arXiv:2202.08906). 0: off.
+    """
+
+    num_experts: int = 0
+    top_k: int = 0
+    expert_dim: int = 0
+    num_shared_experts: int = 0
+    n_dense_layers: int = 0
+    score: str = "softmax"
+    normalize_weights: bool = False
+    route_scale: float = 1.0
+    num_groups: int = 0
+    top_groups: int = 0
+    group_top_k: int = 2
+    load_balance_coeff: float = 0.0
+    sequence_balance_coeff: float = 0.0
+    global_balance_coeff: float = 0.0
+    router_z_loss_coeff: float = 0.0
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Return whether a block has experts."""
+        return self.num_experts > 0 and layer >= self.n_dense_layers
+
+    @property
+    def num_attention_params(self) -> int:
+        """Return the parameters of a block's attention that take part in matrix products."""
+        return 2 * self.dim * (self.n_heads + self.n_kv_heads) * self.head_dim
+
+    @property
+    def num_expert_params(self) -> int:
+        """Return the parameters of one expert."""
+        return 3 * self.dim * self.expert_dim
+
+    def block_params(self, layer: int, *, active: bool = False) -> int:
+        """Return the parameters of a block; active: only those that a token meets."""
+        common = self.num_attention_params + self.num_block_norm_params
+        if not self.is_moe_layer(layer):
+            return common + 3 * self.dim * self.ffn_dim
+        experts = self.num_shared_experts + (self.top_k if active else self.num_experts)
+        return common + self.dim * self.num_experts + experts * self.num_expert_params
+
+    @property
+    def num_block_params(self) -> int:
+        """Return the parameters of the last block, the largest."""
+        return self.block_params(self.n_layers - 1)
+
+    @property
+    def num_params(self) -> int:
+        return self._count(active=False)
+
+    @property
+    def num_active_params(self) -> int:
+        """Return the parameters that a token meets: of the experts, those it goes to. Both embeddings count."""
+        return self._count(active=True)
+
+    def _count(self, *, active: bool) -> int:
+        embeddings = self.num_embedding_params * (1 if self.tied_embeddings else 2)
+        blocks = sum(self.block_params(layer, active=active) for layer in range(self.n_layers))
+        return embeddings + blocks + self.dim
+
+    def flops_per_token(self, seq_len: int, *, causal: bool = False) -> int:
+        """Return the operations of forward and backward for one token, as LlamaConfig's, of the active parameters."""
+        blocks = (
+            self.block_params(layer, active=True) - self.num_block_norm_params
+            for layer in range(self.n_layers)
+        )
+        matmul_params = sum(blocks) + self.num_embedding_params
+        attention = self.attention_flops_per_token(seq_len)
+        return 6 * matmul_params + (attention // 2 if causal else attention)
+
+    def attention_flops_per_token(self, seq_len: int) -> int:
+        """Return those of attention itself, with a whole S x S matrix."""
+        return 12 * self.n_layers * self.n_heads * self.head_dim * seq_len

@@ -1,0 +1,56 @@
+"""Balance of the experts' loads, once a step: sum them over ranks, move the routing bias, keep them for the next step.
+
+Loads are integers, so their sum, and with it the bias, is the same bits in every layout as long as routes are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan.models.moe import MoE
+
+
+class Balance:
+    """The MoE modules of this rank, by name.
+
+    group: ranks that hold different tokens of a step. loads: of the step that ended last, over all ranks, (layers, E) int64.
+    """
+
+    def __init__(self, moes: Mapping[str, MoE], *, group: dist.ProcessGroup | None) -> None:
+        self.moes, self.group = dict(moes), group
+        self.loads: Tensor | None = None
+
+    def begin(self, *, num_sequences: int, num_tokens: int) -> None:
+        """Set what the balance terms of a step are divided by: the size of the global batch."""
+        for moe in self.moes.values():
+            moe.num_sequences, moe.num_tokens = num_sequences, num_tokens
+
+    @torch.no_grad()
+    def finish(self, *, accepted: bool) -> None:
+        """End a step: move the biases, unless its update was refused."""
+        if not self.moes:
+            return
+        loads = torch.stack([moe.loads for moe in self.moes.values()])
+        if self.group is not None:
+            dist.all_reduce(loads, group=self.group)
+        self.loads = loads
+        for moe, loads_E in zip(self.moes.values(), loads, strict=True):
+            moe.loads.zero_()
+            if accepted:
+                moe.last_loads.copy_(loads_E)
+                move_bias(moe.bias, loads_E, step=moe.config.load_balance_coeff)
+
+
+def move_bias(bias_E: Tensor, loads_E: Tensor, *, step: float) -> None:
+    """Raise the bias of experts with less than the mean load by `step` and lower that of others (arXiv:2408.15664).
+
+    The mean of the moves is taken off: only differences between biases choose an expert.
+    """
+    if step:
+        # In integers: a load equals the mean or it does not.
+        moves_E = step * (loads_E.sum() - loads_E * len(loads_E)).sign().float()
+        bias_E += moves_E - moves_E.mean()

@@ -1,0 +1,159 @@
+"""Expert parallelism: each rank of the ep axis holds some of the experts, and rows travel to them and back.
+
+`apply_ep` cuts the stacked parameters of each MoE's experts over the axis, as DTensors, and gives it an `Exchange`. What
+it needs of a module is little: `experts`, whose parameters are stacked by expert and whose forward takes rows
+sorted by expert and a count for each, and `exchange`, which the module calls with rows, counts and experts.
+
+Nothing is dropped and nothing padded: ranks send as many rows as they have, and learn by a first small all-to-all how
+many will come. Reading those counts is the one time in a layer that the host waits for the device.
+
+Which tokens a rank holds makes no difference, so the axis may be laid over any ranks with different tokens: data
+parallel, context parallel, and tensor parallel ones too, whose tokens are parts of the sequence (titan.parallel.mesh).
+
+C ranks, E experts, e = E / C of this rank, N rows to send, R rows that arrive, D model
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from titan.models.moe import MoE, host_counts, permute
+
+from .collectives import all_to_all_rows, start_all_to_all, wait
+
+
+def apply_ep(model: nn.Module, *, mesh: DeviceMesh, moe_type: type[nn.Module] = MoE) -> None:
+    """Spread the experts of each `moe_type` in `model` over the one axis of `mesh`, in place.
+
+    Raises ValueError for a number of experts that the ranks do not divide.
+    """
+    for name, module in model.named_modules():
+        if not isinstance(module, moe_type):
+            continue
+        experts: nn.Module = module.get_submodule("experts")
+        for key, parameter in list(experts.named_parameters(recurse=False)):
+            if len(parameter) % mesh.size():
+                raise ValueError(
+                    f"the {len(parameter)} experts of {name} do not divide by {mesh.size()} ranks"
+                )
+            part = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
+            split = nn.Parameter(part, requires_grad=parameter.requires_grad)
+            experts.register_parameter(key, split)
+        _give_local_parameters(experts)
+        setattr(module, "exchange", Exchange(mesh))  # noqa: B010
+
+
+class Exchange:
+    """Brings rows to the ranks that hold their experts, and the results back."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.group, self.size = mesh.get_group().group_name, mesh.size()
+
+    def __call__(self, rows_ND: Tensor, counts_E: Tensor, experts: Callable[..., Tensor]) -> Tensor:
+        """Return what the experts make of the rows, in the same order, (N, D).
+
+        Args:
+            rows_ND: sorted by expert; counts_E (int64) says how many each expert gets.
+        """
+        counts_Ce, to, from_ = _recall(self) or self._exchange_counts(counts_E)
+        _remember(self, (counts_Ce, to, from_))
+        rows_RD = all_to_all_rows(rows_ND, group=self.group, to=to, from_=from_)
+        # They come sorted by sender and then by expert; the experts want them by expert.
+        experts_C = torch.arange(counts_Ce.shape[1], device=rows_ND.device).repeat(self.size)
+        owners_R = experts_C.repeat_interleave(counts_Ce.flatten(), output_size=sum(from_))
+        order_R = owners_R.argsort(stable=True)
+        place_R = torch.empty_like(order_R)
+        place_R[order_R] = torch.arange(len(order_R), device=order_R.device)
+        rows_RD = experts(permute(rows_RD, order_R, place_R), counts_Ce.sum(0))
+        rows_RD = permute(rows_RD, place_R, order_R)
+        return all_to_all_rows(rows_RD, group=self.group, to=from_, from_=to)
+
+    def _exchange_counts(self, counts_E: Tensor) -> tuple[Tensor, list[int], list[int]]:
+        """Return the rows that come from each rank for each expert (C, e), and on the host those that go to and come from each."""
+        ones = [1] * self.size
+        sent_Ce = counts_E.view(self.size, -1)
+        counts_Ce = wait(start_all_to_all(sent_Ce, group=self.group, to=ones, from_=ones))
+        both = host_counts(torch.cat([sent_Ce.sum(1), counts_Ce.sum(1)]))
+        return counts_Ce, both[: self.size], both[self.size :]
+
+
+def _give_local_parameters(module: nn.Module) -> None:
+    """Let forward see this rank's part of each parameter as a plain tensor; after FSDP has gathered it, if it does."""
+
+    def unwrap(module: nn.Module, *_: Any) -> None:
+        split = dict(module._parameters)
+        module.__dict__["_split_parameters"] = split
+        for name, parameter in split.items():
+            if isinstance(parameter, DTensor):
+                module._parameters[name] = parameter.to_local()  # pyright: ignore
+
+    def restore(module: nn.Module, *_: Any) -> None:
+        module._parameters.update(module.__dict__.pop("_split_parameters"))
+
+    module.register_forward_pre_hook(unwrap)
+    module.register_forward_hook(restore, always_call=True)
+
+
+# ---- recomputation -----------------------------------------------------------------------------
+
+
+class _Record(threading.local):
+    """The record of the checkpointed block that runs in this thread, and whether it is a recomputation."""
+
+    routes: dict[Any, Any] | None = None
+    is_recomputation = False
+
+
+_current = _Record()
+
+
+class KeptRoutes:
+    """Lets a recomputation send each token where the forward pass sent it, without choosing or counting again."""
+
+    def get(self, moe: MoE, tokens: Tensor) -> Tensor | None:
+        return _recall(moe)
+
+    def put(self, moe: MoE, ids_TK: Tensor) -> None:
+        _remember(moe, ids_TK)
+
+
+def keep_routes(
+    block: nn.Module,
+) -> Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]] | None:
+    """Return what makes the contexts of a checkpointed block's forward pass and of its recomputation; None: it has no experts."""
+    moes = [module for module in block.modules() if isinstance(module, MoE)]
+    for moe in moes:
+        moe.route_sources.insert(0, KeptRoutes())
+    return _contexts if moes else None
+
+
+def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    routes: dict[Any, Any] = {}
+    return _recording(routes, False), _recording(routes, True)
+
+
+@contextmanager
+def _recording(routes: dict[Any, Any], is_recomputation: bool) -> Iterator[None]:
+    before = _current.routes, _current.is_recomputation
+    _current.routes, _current.is_recomputation = routes, is_recomputation
+    try:
+        yield
+    finally:
+        _current.routes, _current.is_recomputation = before
+
+
+def _recall(key: Any) -> Any:
+    return (_current.routes or {}).get(key) if _current.is_recomputation else None
+
+
+def _remember(key: Any, value: Any) -> None:
+    if _current.routes is not None and not _current.is_recomputation:
+        _current.routes[key] = value
