@@ -15,11 +15,11 @@ ALLOWED = {
     "hardware": "",
     "async_scalars": "",
     "run_folder": "titan untrusted",
-    "parallel": "untrusted",
-    "models": "parallel",  # types of plans
+    "models": "",
+    "parallel": "models untrusted",  # models/moe.py
     "loss": "parallel",
     "config": "titan hardware untrusted parallel",
-    "optim": "config parallel",
+    "optim": "config models parallel",
     "data": "config loss untrusted",
     "checkpoint": "config data health optim parallel untrusted",
     "health": "async_scalars config parallel run_folder untrusted",

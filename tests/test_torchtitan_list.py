@@ -119,7 +119,10 @@ SAVE, STEPS, COMPILE = "--checkpoint.enable", "--training.steps", "--compile.ena
 AC, OPTION = "--activation_checkpoint.mode", "--activation_checkpoint.selective_ac_option"
 FLOAT8, LOADER = "--quantize.linear.float8", "--training.dataloader"
 NO_FLEX = "model.flavor"  # FlexAttention and its document mask come from the flavor there; data.document_mask here
-NO_MOE = "parallelism.expert_parallel_degree"  # until there are mixtures of experts
+NO_ETP = (
+    "parallelism.expert_tensor_parallel_degree"  # FSDP shards experts over tensor-parallel ranks
+)
+NO_FAMILY = "model.name"
 THREE_D = f"{PP} 2 {SHARD} 2 {TP} 2"
 OFFLOADED = "--training.enable_cpu_offload --optimizer.early_step_in_backward"
 DEEPSEEK = f"--model.name deepseek_v3 {PP} 2 {SCHEDULE}"
@@ -258,49 +261,49 @@ ENTRIES = [
     entry(
         "deepseek_v3_fsdp+ep+compile",
         f"--model.name deepseek_v3 {SHARD} 4 {EP} 2 {COMPILE}",
-        refused=NO_MOE,
+        refused=NO_FAMILY,
     ),
     entry(
         "pp_dualpipev",
         f"--model.name deepseek_v3 {PP} 2 {EP} 2 {SCHEDULE} DualPipeV {AC} 'none'",
-        refused=NO_MOE,
+        refused=NO_FAMILY,
     ),
     entry(
         "deepseek_v3_pp+fsdp+tp+ep",
         f"{DEEPSEEK} Interleaved1F1B {SHARD} 2 {TP} 2 {EP} 4 {ETP} 1",
         ranks=8,
-        refused=NO_MOE,
+        refused=NO_FAMILY,
     ),
     entry(
         "deepseek_v3_pp+fsdp+tp+ep+etp",
         f"{DEEPSEEK} Interleaved1F1B {SHARD} 2 {TP} 2 {EP} 2 {ETP} 2",
         ranks=8,
-        refused=NO_MOE,
+        refused=NO_FAMILY,
     ),
     entry(
         "deepseek_v3_flex+pp+fsdp+ep+sacop",
         f"--model.name deepseek_v3 --model.flavor debugmodel_flex_attn {SHARD} 4 {PP} 2 {SCHEDULE} Interleaved1F1B "
         f"{EP} 4 {AC} 'selective' {OPTION} 'op'",
         ranks=8,
-        refused=NO_MOE,
+        refused=NO_FAMILY,
     ),
     entry("qwen3_fsdp+tp", f"--model.name qwen3 {SHARD} 2 {TP} 2"),
     entry(
         "qwen3_fsdp+tp+ep+etp",
         f"--model.name qwen3 --model.flavor debugmodel_moe {SHARD} 2 {TP} 2 {EP} 2 {ETP} 2",
-        refused=NO_MOE,
+        refused=NO_ETP,
     ),
     entry(
         "llama4_pp+fsdp+tp+ep+compile",
         f"--model.name llama4 {PP} 2 {SCHEDULE} Interleaved1F1B {SHARD} 2 {TP} 2 {EP} 4 {ETP} 1 {COMPILE}",
         ranks=8,
-        refused=NO_MOE,
+        refused=NO_FAMILY,
     ),
     entry(
         "gpt_oss_fsdp+tp+ep+compile",
         f"--model.name gpt_oss {SHARD} 4 {TP} 2 {EP} 4 {ETP} 1 {COMPILE}",
         ranks=8,
-        refused=NO_MOE,
+        refused=NO_FAMILY,
     ),
 ]
 RUN = [entry for entry in ENTRIES if not entry.refused]

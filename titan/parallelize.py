@@ -96,15 +96,16 @@ def parallelize(
         )
     if sparse_mesh is not None and (ep := submesh(sparse_mesh, "ep")) is not None:
         apply_ep(model, mesh=ep)
-    sequence = submesh(mesh, "cp", "tp", flatten=True)
-    for moe in moes_of(model).values() if sequence is not None else ():
-        moe.sum_over_sequence = partial(_sum_over, sequence.get_group())
+    if (sequence := submesh(mesh, "cp", "tp", flatten=True)) is not None:
+        for moe in moes_of(model).values():
+            moe.sum_over_sequence = partial(_sum_over, sequence.get_group())
     _recompute_and_compile(model, config)
     if config.activation_checkpoint.cpu_offload:
         apply_offload(model)
     own_mesh: dict[nn.Module, DeviceMesh] = {}
     if sparse_mesh is not None:
-        names = tuple(n for n in ("dp_replicate", "efsdp") if n in sparse_mesh.mesh_dim_names or ())
+        axes = sparse_mesh.mesh_dim_names or ()
+        names = tuple(axis for axis in ("dp_replicate", "efsdp") if axis in axes)
         own_mesh = {moe.experts: sparse_mesh[names] for moe in moes_of(model).values()}
     _apply_data_parallel(
         model, training=config.training, parallel=parallel, mesh=mesh, own_mesh=own_mesh

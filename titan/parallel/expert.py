@@ -129,7 +129,7 @@ def keep_routes(
     block: nn.Module,
 ) -> Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]] | None:
     """Return what makes the contexts of a checkpointed block's forward pass and of its recomputation; None: it has no experts."""
-    moes = [module for module in block.modules() if isinstance(module, MoE)]
+    moes: list[Any] = [module for module in block.modules() if isinstance(module, MoE)]
     for moe in moes:
         moe.route_sources.insert(0, KeptRoutes())
     return _contexts if moes else None

@@ -201,30 +201,7 @@ def apply_tp(
         raise ValueError(
             f"{num_kv_heads} key/value heads do not divide by {size} ranks, nor they by the heads"
         )
-    # With more ranks than key/value heads, ranks share a head: it cannot be split further.
-    kv_split = num_kv_heads % size == 0
-    styles: dict[str, Callable[[], ParallelStyle]] = {
-        "vocab_embedding": lambda: RowwiseParallel(
-            input_layouts=Replicate(), output_layouts=Shard(SEQUENCE_DIM)
-        ),
-        "sequence": SequenceParallel,
-        "tokens": lambda: PrepareModuleInput(
-            input_layouts=(Shard(SEQUENCE_DIM),),
-            desired_input_layouts=(Shard(SEQUENCE_DIM),),
-            use_local_output=True,
-        ),
-        "token_weights": lambda: SequenceParallel(use_local_output=True),
-        "head_norm": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
-        "colwise": ColwiseParallel,
-        "kv_colwise": ColwiseParallel if kv_split else lambda: ReplicatedHeads(num_kv_heads),
-        "rowwise": lambda: RowwiseParallel(output_layouts=Shard(SEQUENCE_DIM)),
-        "vocab_output": GatherForLoss
-        if output_in_loss
-        else lambda: ColwiseParallel(
-            input_layouts=Shard(SEQUENCE_DIM),
-            output_layouts=Shard(-1) if loss_parallel else Replicate(),
-        ),
-    }
+    styles = _styles(size, num_kv_heads, loss_parallel=loss_parallel, output_in_loss=output_in_loss)
     if unknown := sorted(
         s for s in {*plan.values()} - {*styles, "experts"} if s.split(":")[0] != GATHER
     ):
@@ -257,6 +234,36 @@ def apply_tp(
     for name in frozen:  # torch's styles replace parameters
         model.get_parameter(name).requires_grad_(False)
     _require_all_split(model, but=[name for name, style in style_of.items() if style == "experts"])
+
+
+def _styles(
+    size: int, num_kv_heads: int, *, loss_parallel: bool, output_in_loss: bool
+) -> dict[str, Callable[[], ParallelStyle]]:
+    """Return what makes each style of the table above, for `size` ranks."""
+    # With more ranks than key/value heads, ranks share a head: it cannot be split further.
+    kv_split = num_kv_heads % size == 0
+    return {
+        "vocab_embedding": lambda: RowwiseParallel(
+            input_layouts=Replicate(), output_layouts=Shard(SEQUENCE_DIM)
+        ),
+        "sequence": SequenceParallel,
+        "tokens": lambda: PrepareModuleInput(
+            input_layouts=(Shard(SEQUENCE_DIM),),
+            desired_input_layouts=(Shard(SEQUENCE_DIM),),
+            use_local_output=True,
+        ),
+        "token_weights": lambda: SequenceParallel(use_local_output=True),
+        "head_norm": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
+        "colwise": ColwiseParallel,
+        "kv_colwise": ColwiseParallel if kv_split else lambda: ReplicatedHeads(num_kv_heads),
+        "rowwise": lambda: RowwiseParallel(output_layouts=Shard(SEQUENCE_DIM)),
+        "vocab_output": GatherForLoss
+        if output_in_loss
+        else lambda: ColwiseParallel(
+            input_layouts=Shard(SEQUENCE_DIM),
+            output_layouts=Shard(-1) if loss_parallel else Replicate(),
+        ),
+    }
 
 
 def _require_all_split(model: nn.Module, *, but: Sequence[str]) -> None:
