@@ -47,6 +47,7 @@ def find_checkpoint(where: Location) -> tuple[JobConfig, Location]:
     """
     config, folder = None, where
     # The run folder is the folder itself, or above checkpoint/step-N. A URL has none.
+    # The config beside the checkpoint is that of the run that wrote it.
     for run in (where, *where.absolute().parents[:2]) if isinstance(where, Path) else ():
         if (run / "config.toml").is_file():
             config = load_config(run / "config.toml")
@@ -73,6 +74,7 @@ def _config_within(step: Location) -> JobConfig:
     text = read_metadata(step).get("config")
     if text is None:
         raise CheckpointError(f"{step}: holds no config, and there is no config.toml above it")
+    # load_config reads files, and names them in its errors.
     with NamedTemporaryFile(suffix=".toml") as file:
         file.write(text.encode())
         file.flush()

@@ -318,11 +318,13 @@ class Trainer:
                 text += "; run the same command to continue"
             self.console.message(text)
         self.events.end(state, step=self.step, spent=self.timer.total_s, exit_code=code)
+        # Nothing was saved since this start, so its steps count as lost.
         if is_lost:
             self.events.discard(self.step, kept=self.first_step - 1)
         if self.rank == 0:
             self.console.message(self.events.summary())
             write_status(self.run_dir, state=state, exit_code=code, step=self.step, reason=reason)
+        # The grace time may still end the process, and should then leave with this code.
         self.stop.exit_code = code
         return code
 
@@ -344,6 +346,7 @@ class Trainer:
         self.loader.close()
         _LOG.removeHandler(self.rank_log)
         self.rank_log.close()
+        # Last: closing hooks may still communicate.
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -354,5 +357,6 @@ def _seed(config: JobConfig) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     if config.debug.deterministic:
+        # cuBLAS is deterministic only with a workspace of fixed size.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

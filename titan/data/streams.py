@@ -111,12 +111,14 @@ class StreamSamples(Samples):
         return self._take()
 
     def _take(self) -> np.ndarray:
+        # One token beyond the sample, the last label, must be there too.
         """Return the next seq_len + 1 tokens. The last of them is the first of the next sample."""
         while self._num_tokens - self._offset <= self._seq_len:
             number, ids = next(self._source)
             self._next_document = number + 1
             self._documents.append((number, ids))
             self._num_tokens += len(ids)
+        # From the current offset in the first document on, through as many as it takes.
         parts, missing, begin = [], self._seq_len + 1, self._offset
         for _, ids in self._documents:
             parts.append(ids[begin : begin + missing])
@@ -126,6 +128,8 @@ class StreamSamples(Samples):
                 break
         self._sample += 1
         self._offset += self._seq_len
+        # Drop documents whose tokens are used up. The last token stays: the next sample begins with
+        # it.
         while self._offset >= len(self._documents[0][1]):
             length = len(self._documents.popleft()[1])
             self._offset -= length

@@ -63,6 +63,7 @@ class Metrics(Hook):
     def _row(self) -> tuple[StepRow, dict[str, Any]]:
         """Return the row of this step, and the columns that only hooks from outside know."""
         trainer, result = self.trainer, self.trainer.result
+        # The window covers all steps since the last row.
         num_steps = trainer.step - self.since_step
         self.since_step = trainer.step
         window = trainer.timer.window(step=trainer.step, tokens=num_steps * trainer.tokens_per_step)
@@ -71,6 +72,7 @@ class Metrics(Hook):
             flops_per_token=self.flops_per_token,
             num_ranks=trainer.world_size,
         )
+        # Reset, so that each row has the peak of its own steps.
         memory = peak_memory(reset=True)
         dtype = trainer.config.training.mixed_precision_param
         peak_flops = trainer.hardware.peak_flops.get(dtype) if trainer.hardware else None

@@ -40,6 +40,7 @@ class Profiling(Hook):
     rewound = step_end  # the step ended early
 
     def failed(self, error: Exception) -> None:
+        # Before `close`, while the allocator's history is there.
         if self.profiler is not None and isinstance(error, torch.OutOfMemoryError):
             self.profiler.out_of_memory()
 

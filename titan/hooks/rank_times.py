@@ -50,6 +50,7 @@ class RankTimes(Hook):
             return ()
         num_steps = trainer.step - self.since_step
         self.since_step = trainer.step
+        # Data waited for is the rank's own time, too.
         data_wait_s = trainer.timer.data_wait_s / max(num_steps, 1)
         self.own_s = self.clock.take(num_steps) + data_wait_s
         # The maximum over ranks fills every slot, since all but one rank send 0 there.

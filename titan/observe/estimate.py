@@ -1,4 +1,4 @@
-"""Memory per rank by formula, before anything is built. Imports no torch; used by `titan check` and the start-up page.
+"""Estimate memory per rank by formula, before anything is built. Imports no torch. `titan check` and the start-up page use it.
 
 The activation count is that of Korthikanti et al., "Reducing Activation Recomputation" (arXiv:2205.05198), section 4,
 redone for a Llama block: RMSNorm instead of LayerNorm, no dropout, SwiGLU, grouped keys and values, and an attention
@@ -10,9 +10,9 @@ kernel that keeps no S x S matrix. What each block keeps for its backward pass, 
     q, k, v as attention sees them, its output   2 H K + 2 G K / tp
     w1 x, w3 x, silu(w1 x), their product        4 F           / tp
 
-docs/memory.md holds it against what an allocator counts. The rank described is the fullest: the first pipeline stage, whose schedule keeps up to `pp` microbatches alive. It is a
-formula, not a measurement: no allocator fragmentation, no CUDA context (1 to 2 GiB), no communication buffers, no
-document mask, and the categories are added up as if all were at their largest at once.
+docs/memory.md compares it with what an allocator counts. The rank described is the fullest: the first pipeline stage, whose
+schedule keeps up to `pp` microbatches alive. It is a formula, not a measurement: no allocator fragmentation, no CUDA context
+(1 to 2 GiB), no communication buffers, no document mask, and the categories are added up as if all were at their largest at once.
 """
 
 from __future__ import annotations
@@ -34,16 +34,20 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 def estimate_memory(
     config: JobConfig, model_config: ModelSizes, layout: Layout
 ) -> dict[str, float]:
-    """GiB on the fullest rank: parameters, gradients, optimizer, activations, logits, unsharded, and their total."""
+    """Return GiB on the fullest rank: parameters, gradients, optimizer, activations, logits,
+    unsharded, and their total."""
+    # The first stage has the embedding and its share of the blocks.
     layers = ceil(model_config.n_layers / layout.pp)
     params = model_config.num_params
     if layout.pp > 1:
         params = layers * model_config.num_block_params + model_config.num_embedding_params
     shards = layout.tp * layout.dp_shard * layout.cp
     params_bytes = params / shards * _BYTES[config.training.dtype]
+    # Muon keeps less of matrices in blocks than its second optimizer of all else.
     in_blocks = layers * model_config.num_block_params
     moments_bytes = in_blocks * _moment_bytes(config, in_blocks=True)
     moments_bytes += (params - in_blocks) * _moment_bytes(config, in_blocks=False)
+    # An early step frees each gradient at once, so only one FSDP unit's exist.
     at_once = 1.0
     if getattr(config.optimizer, "early_step_in_backward", False) and layout.accumulation == 1:
         at_once = max(model_config.num_block_params, params - in_blocks) / params  # one FSDP unit's
@@ -64,10 +68,13 @@ def estimate_memory(
 
 
 def _moment_bytes(config: JobConfig, *, in_blocks: bool) -> float:
-    """What the optimizer keeps of a parameter. Norms are taken for matrices: they are few."""
+    """Return the bytes that the optimizer keeps of a parameter. Norms count as matrices: they are
+    few."""
     optimizer, dtype = config.optimizer, config.training.dtype
     if optimizer.name == "AdamW8bit":
+        # Two moments in 8 bits, and an fp32 scale for each block of at most 256 elements.
         return 2 * (1 + _BYTES["float32"] / 256)  # a scale for each block
+    # Momentum alone.
     if optimizer.name == "Muon" and in_blocks:
         return _BYTES[dtype]
     return 2 * _BYTES[getattr(optimizer, "state_dtype", None) or dtype]
@@ -76,8 +83,10 @@ def _moment_bytes(config: JobConfig, *, in_blocks: bool) -> float:
 def activation_elements(
     config: JobConfig, model: ModelSizes, layout: Layout, *, layers: int
 ) -> tuple[float, float]:
-    """Per token: what is kept for the microbatches in flight, and what one layer brings back while recomputed."""
+    """Return, per token, what is kept for the microbatches in flight, and what one layer brings
+    back while recomputed."""
     heads, kv_heads = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
+    # The table at the top of the file: what tp splits, and what it does not.
     split = 2 * model.dim + 2 * heads + 2 * kv_heads + 4 * model.ffn_dim
     whole = split / layout.tp + 2 * model.dim
     section = config.activation_checkpoint
@@ -91,7 +100,8 @@ def activation_elements(
 def _kept_by_layer(
     section: ActivationCheckpointSection, model: ModelSizes, *, tp: int, whole: float
 ) -> float:
-    """Elements per token that each layer keeps, on average."""
+    """Return the elements per token that each layer keeps, on average."""
+    # Recomputation starts from it, so every mode keeps it.
     block_input = model.dim / tp
     if section.mode == "none":
         return whole
@@ -99,12 +109,14 @@ def _kept_by_layer(
         return block_input + section.memory_budget * (whole - block_input)
     if section.mode == "selective" and section.selective_ac_option == "op":
         return block_input + _kept_by_op(section.op_keep, model) / tp
+    # One layer in `every` is recomputed, the others keep everything.
     every = int(section.selective_ac_option) if section.mode == "selective" else 1
     return (block_input + (every - 1) * whole) / every
 
 
 def _kept_by_op(op_keep: list[str], model: ModelSizes) -> float:
-    """Results of attention and of matrix products that the list keeps; other operations are not counted."""
+    """Count the results of attention and of matrix products that the list keeps. Other operations
+    are not counted."""
     heads, kv_heads = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
     dim, ffn = model.dim, model.ffn_dim
     # As they run: q, k, v, o, w1, w3, w2.
@@ -118,22 +130,25 @@ def _kept_by_op(op_keep: list[str], model: ModelSizes) -> float:
 
 
 def _in_flight(config: JobConfig, layout: Layout) -> float:
-    """Share of the local batch whose activations the first stage holds at once."""
+    """Return the share of the local batch whose activations the first stage holds at once."""
     size = config.parallelism.pipeline_parallel_microbatch_size
     num_microbatches = ceil(config.training.local_batch_size / size)
+    # GPipe runs all forward passes first. Without a pipeline there is one.
     if layout.pp == 1 or config.parallelism.pipeline_parallel_schedule == "GPipe":
         return 1.0
+    # 1F1B and its relatives: one microbatch for each rank.
     return min(layout.pp, num_microbatches) / num_microbatches
 
 
 def _logits_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, tokens: float) -> float:
-    """Logits and their gradient, and one chunk in float32; none on the first of several stages.
+    """Return the bytes of logits and their gradient, and one chunk in float32. The first of several stages has none.
 
     In the compute precision: of a chunk, with the gradients of the output layer's input and, in float32, of its
     weight; or of all tokens, where the output layer is not computed in chunks.
     """
     if layout.pp > 1:
         return 0.0
+    # 0 tokens a chunk means all at once.
     chunk = min(config.loss.chunk_tokens or tokens, tokens)
     is_whole = config.parallelism.disable_loss_parallel
     columns = model.vocab_size / (1 if is_whole else layout.tp)
@@ -151,7 +166,7 @@ def _logits_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, token
 
 
 def _unsharded_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, layers: int) -> float:
-    """What exists outside the shards as the backward pass begins, with FSDP2 units of one block and a root.
+    """Return the bytes that exist outside the shards as the backward pass begins, with FSDP2 units of one block and a root.
 
     Gathered (or cast) parameters: the root's, and with ZeRO-3 those of the block at work and of the next,
     with ZeRO-2 and DDP those of all blocks. Gradients not yet reduced: of one block and of the output layer;
@@ -163,9 +178,11 @@ def _unsharded_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, la
     is_cast = training.mixed_precision_param != training.dtype
     is_sharded = layout.dp_shard * layout.cp > 1
     is_replicated = not is_sharded and layout.dp_replicate > 1
+    # Nothing is gathered, cast or reduced in buckets.
     if not (is_sharded or is_cast or is_replicated):
         return 0.0
     blocks = layers if is_replicated or keeps_gathered(config, layout) else min(2, layers)
+    # What is in no block: embedding, last norm, output layer.
     root = model.num_params - model.n_layers * model.num_block_params
     root = root if layout.pp == 1 else model.num_embedding_params
     gathered = param_bytes * (root + blocks * model.num_block_params)
@@ -179,6 +196,6 @@ def _unsharded_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, la
 
 
 def keeps_gathered(config: JobConfig, layout: Layout) -> bool:
-    """Whether FSDP keeps gathered parameters for the backward pass (ZeRO-2)."""
+    """Return whether FSDP keeps gathered parameters for the backward pass (ZeRO-2)."""
     policy = config.parallelism.fsdp_reshard_after_forward
     return policy == "never" or (policy == "default" and layout.pp > 1)

@@ -1,4 +1,4 @@
-"""Reading a trace of torch's profiler: what a step's time went to, by kind of work and by module.
+"""Read a trace of torch's profiler, and say what a step's time went to, by kind of work and by module.
 
     intervals   what the hardware did from when to when: kernels of a GPU's streams; on a CPU each operator's self time,
                 which is the time it was the innermost event of its thread
@@ -7,7 +7,7 @@
     sweep       at each instant the step's time goes to the work under way, in even shares; to communication only where
                 there is no work (exposed); to the host where there is neither. So the parts add up to the step
 
-Knows no torch, so that it answers at once. Integers are nanoseconds.
+It imports no torch, so that it answers at once. Integers are nanoseconds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ON_HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
 
 
 class TooLarge(Exception):
-    """A trace has more than MAX_EVENTS events."""
+    """Says that a trace has more than MAX_EVENTS events."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,16 +83,19 @@ class Report:
 
 
 def analyse(raw: Iterable[dict[str, Any]]) -> Report:
-    """Return the report of a trace's events, as chrome's format has them, which are read once and not kept."""
+    """Return the report of a trace's events, in the form that chrome's format has. They are read
+    once and not kept."""
     events, by_correlation, kernels, flows = _sorted_out(raw)
     self_times = _nest(events)
     _find_places(events, links=_links(flows, events))
+    # For kernels whose launch was not recorded.
     nowhere = TraceEvent("", False, None, 0, 0)
     intervals = [
         TimeRange(*_span(kernel), kind_of_kernel(kernel["name"], launch.within), launch)
         for kernel in kernels
         for launch in [by_correlation.get(kernel.get("args", {}).get("correlation"), nowhere)]
     ]
+    # A trace of a CPU has no kernels: there the operators' own times are the work.
     is_gpu = bool(intervals)
     calls = Counter(interval.part for interval in intervals)
     if not is_gpu:
@@ -100,12 +103,14 @@ def analyse(raw: Iterable[dict[str, Any]]) -> Report:
         outer = [e for e in events if e.parent is None or COMMUNICATION not in e.parent.within]
         calls = Counter(parts[e] for e in outer)  # a step of a collective is not a separate call
         intervals = [TimeRange(start, stop, parts[e], e) for e, start, stop in self_times]
+    # The profiler marks each step. A trace without marks is taken as one step.
     steps = [event for event in events if event.name.startswith("ProfilerStep#")]
     begin, end = min(e.begin for e in steps or events), max(e.end for e in steps or events)
     if is_gpu:  # the device finishes after the host
         end = max(end, *(interval.end for interval in intervals))
     times, hidden = _sweep(intervals, begin, end)
     num_steps = len(steps) or 1
+    # From nanoseconds of all steps to seconds of one.
     scale = 1e-9 / num_steps
     report = Report(
         device="gpu" if is_gpu else "cpu",
@@ -114,6 +119,7 @@ def analyse(raw: Iterable[dict[str, Any]]) -> Report:
         parts_s=dict.fromkeys(PARTS, 0.0),
         communication_hidden_s=hidden * scale,
         calls={part: calls[part] / num_steps for part in PARTS if part != HOST},
+        # Modules in the order in which they first ran.
         modules_s={
             name: dict.fromkeys([*PHASES, "total"], 0.0)
             for name in dict.fromkeys([*(e.module for e in events if e.module), ELSEWHERE])
@@ -127,6 +133,7 @@ def analyse(raw: Iterable[dict[str, Any]]) -> Report:
 
 
 def _span(record: dict[str, Any]) -> tuple[int, int]:
+    # Traces count in microseconds, with fractions.
     begin = round(record["ts"] * 1000)
     return begin, begin + round(record.get("dur", 0) * 1000)
 
@@ -137,7 +144,8 @@ _Records = list[dict[str, Any]]
 def _sorted_out(
     raw: Iterable[dict[str, Any]],
 ) -> tuple[list[TraceEvent], dict[int, TraceEvent], _Records, _Records]:
-    """Return events of the host's threads by beginning, outer ones first; launches by correlation id; kernels; flows."""
+    """Return the host's events by their beginning, outer ones first, then launches by correlation
+    id, kernels and flows."""
     events, by_correlation, kernels, flows = [], {}, [], []
     for record in raw:
         category = record.get("cat")
@@ -146,14 +154,17 @@ def _sorted_out(
         elif category == "fwdbwd":
             flows.append({key: record[key] for key in ("ph", "id", "pid", "tid", "ts")})
         elif category in _ON_HOST and record["ph"] == "X":
+            # Beginning and end of an event on a thread never cross, so nesting follows from times.
             thread = (record["pid"], record["tid"])
             name = sys.intern(record["name"])
             event = TraceEvent(name, category == "cpu_op", thread, *_span(record))
             events.append(event)
             if "correlation" in record.get("args", {}):
                 by_correlation[record["args"]["correlation"]] = event
+        # Checked while reading, before memory runs out.
         if len(events) + len(kernels) + len(flows) > MAX_EVENTS:
             raise TooLarge
+    # An outer event begins no later and ends no earlier than those within it.
     events.sort(key=lambda event: (event.begin, -event.end))
     return events, by_correlation, kernels, flows
 
@@ -165,13 +176,16 @@ def _kernel(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _nest(events: list[TraceEvent]) -> list[tuple[TraceEvent, int, int]]:
-    """Set each event's parent; returns the stretches in which an event was the innermost of its thread."""
+    """Set each event's parent. Return the stretches in which an event was the innermost of its
+    thread."""
     stretches = []
     stacks: defaultdict[Any, list[TraceEvent]] = defaultdict(list)
     since: dict[Any, int] = {}  # up to where a thread's time is given away
 
     def advance(thread: Any, to: int) -> None:
         stack = stacks[thread]
+        # Give the time up to `to` to the events on the stack, innermost first, and drop those that
+        # have ended.
         while stack and since[thread] < to:
             event = stack[-1]
             until = min(event.end, to)
@@ -193,7 +207,8 @@ def _nest(events: list[TraceEvent]) -> list[tuple[TraceEvent, int, int]]:
 
 
 def _links(flows: _Records, events: list[TraceEvent]) -> dict[TraceEvent, TraceEvent]:
-    """Backward node to the forward operator that made it, by the profiler's flow events."""
+    """Map each backward node to the forward operator that made it, by the profiler's flow
+    events."""
     # Of several that begin together the innermost, which comes last.
     at = {(event.thread, event.begin): event for event in events if event.is_operator}
     forward, links = {}, {}
@@ -202,6 +217,8 @@ def _links(flows: _Records, events: list[TraceEvent]) -> dict[TraceEvent, TraceE
         if record["ph"] == "s":
             forward[record["id"]] = event
         elif event is not None and (source := forward.get(record["id"])) is not None:
+            # The link belongs to the autograd node, which may enclose the operator that the flow
+            # points at.
             is_inner = event.parent is not None and event.parent.name.startswith(_NODE)
             links[event.parent if is_inner else event] = source
     return links
@@ -212,6 +229,7 @@ def _find_places(events: list[TraceEvent], *, links: dict[TraceEvent, TraceEvent
     newest: dict[Any, str] = {}  # module of each thread's last backward node
     for event in events:
         if event.parent is not None:
+            # What encloses an event decides, unless the event itself says more.
             event.module, event.phase = event.parent.module, event.parent.phase
             event.within = event.parent.within
         if kind := surroundings(event.name, is_operator=event.is_operator):
@@ -220,6 +238,7 @@ def _find_places(events: list[TraceEvent], *, links: dict[TraceEvent, TraceEvent
             event.module = event.name.removeprefix(MODULE)
             # A module that runs within the backward pass is recomputed (activation checkpointing).
             event.phase = "recompute" if event.phase in ("backward", "recompute") else "forward"
+        # torch names the range of an optimizer's step.
         elif event.name.startswith("Optimizer."):
             event.module, event.phase = "optimizer", ""
         elif event in links or event.name.startswith(_NODE):
@@ -233,17 +252,21 @@ def _find_places(events: list[TraceEvent], *, links: dict[TraceEvent, TraceEvent
 def _sweep(
     intervals: list[TimeRange], begin: int, end: int
 ) -> tuple[dict[tuple[str, str, str], float], int]:
-    """Time of (part, module, phase), which adds up to end - begin; and that of hidden communication."""
+    """Return the time of each (part, module, phase), which adds up to end - begin, and that of
+    hidden communication."""
     edges = []
     for number, interval in enumerate(intervals):
+        # Cut off what lies outside the step.
         start, stop = max(interval.begin, begin), min(interval.end, end)
         if start < stop:
             edges += [(start, number), (stop, number)]
+    # Between two edges the set of what runs does not change, so each stretch is dealt out at once.
     times: defaultdict[tuple[str, str, str], float] = defaultdict(float)
     work: dict[int, TimeRange] = {}
     communication: dict[int, TimeRange] = {}
     host: dict[int, TimeRange] = {}
     now, hidden = begin, 0
+    # A last edge at the end, for the stretch after the last interval.
     for at, number in [*sorted(edges), (end, -1)]:
         elapsed, now = at - now, at
         if elapsed and work:

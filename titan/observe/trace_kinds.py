@@ -1,7 +1,7 @@
-"""What a kernel or an operator in a trace is: matrix product, attention, elementwise, copy, optimizer, communication, host.
+"""Classify kernels and operators of a trace: matrix product, attention, elementwise, copy, optimizer, communication, host.
 
-Told by names, since a trace has nothing else: torch's operators, and the kernels of cuBLAS, CUTLASS, cuDNN, FlashAttention,
-Triton and NCCL. What no rule knows is elementwise, the kind with the most names.
+Names decide, since a trace has nothing else: those of torch's operators, and of the kernels of cuBLAS, CUTLASS, cuDNN,
+FlashAttention, Triton and NCCL. What no rule knows is elementwise, the kind with the most names.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ PARTS = {
     HOST: "host, idle",
 }
 
+# Of kernels and of operators. The order of the questions below matters: a fused name may match
+# several.
 _ATTENTION = re.compile(r"attention|scaled_?dot_?product|sdpa|fmha|flash", re.I)
 _COMMUNICATION = re.compile(r"nccl|^gloo:|c10d|symm_mem|multimem|(one|two)_shot", re.I)
 _GENERATED = re.compile(r"triton_(poi|red|per)_")  # inductor names loops after what it fused
@@ -27,6 +29,7 @@ _GEMM = re.compile(r"gemm|gemv|nvjet|matmul|cutlass|xmma|splitk|_mm_|_mm\b|trito
 _COPY = re.compile(r"mem(cpy|set)|copy|catarray|chunk_cat|fillfunctor|fill_kernel", re.I)
 _CAST = re.compile(r"float\d+\w*_copy_kernel")  # a change of dtype is a copy too, to torch
 
+# Of aten's operators, as whole names.
 _PRODUCT = re.compile(r"\w*mm(_\w+)?|mv|addmv|dot|\w*linear_(pointwise|unary|binary)|mkldnn_linear")
 _COPIES = re.compile(r"\w*copy_?(in|out)?_?|clone|(chunk_)?cat|stack|(fill|zero)_|repeat")
 # Views, allocation, and operators made of others: their own time is the host's bookkeeping.
@@ -38,7 +41,8 @@ _BOOKKEEPING = re.compile(
 
 
 def surroundings(name: str, *, is_operator: bool) -> str:
-    """What an event makes of everything within it: "optimizer", "attention", "cast", COMMUNICATION; "": nothing."""
+    """Return what an event makes of everything within it: "optimizer", "attention", "cast",
+    COMMUNICATION, or "" for nothing."""
     if _COMMUNICATION.search(name):
         return COMMUNICATION
     if name.startswith("Optimizer."):
@@ -49,9 +53,10 @@ def surroundings(name: str, *, is_operator: bool) -> str:
 
 
 def kind_of_kernel(name: str, within: Set[str]) -> str:
-    """A key of PARTS. within: the surroundings of its launch."""
+    """Return a key of PARTS for a kernel. within: the surroundings of its launch."""
     if _COMMUNICATION.search(name):
         return COMMUNICATION
+    # Before its name: an optimizer's kernels are elementwise and copies like any others.
     if "optimizer" in within:
         return "optimizer"
     if _GENERATED.match(name):
@@ -65,10 +70,12 @@ def kind_of_kernel(name: str, within: Set[str]) -> str:
 
 
 def kind_of_operator(name: str, within: Set[str], *, is_operator: bool) -> str:
-    """A key of PARTS, for its self time. within: its surroundings, its own included."""
+    """Return a key of PARTS for an operator's self time. within: its surroundings, its own
+    included."""
     if COMMUNICATION in within:
         return COMMUNICATION
     namespace, _, operator = name.rpartition("::")
+    # autograd's nodes and plain ranges only call others.
     computes = is_operator and namespace and "autograd" not in namespace
     # The own time of inductor's graphs is that of its loops.
     if not (computes or "CompiledFxGraph" in name) or _BOOKKEEPING.fullmatch(operator):

@@ -1,6 +1,6 @@
-"""`titan profile RUN [--step N] [--rank R] [--json]`: where a training step's time went, as two tables.
+"""`titan profile RUN [--step N] [--rank R] [--json]`: show where a training step's time went, as two tables.
 
-Finds the trace that profiler.py wrote, has trace.py read it, and prints. Of a step's other ranks it says only how far apart
+It finds the trace that profiler.py wrote, has trace.py read it, and prints. Of a step's other ranks it says only how far apart
 they are.
 """
 
@@ -23,19 +23,21 @@ from titan.observe.trace_kinds import COMMUNICATION, HOST, PARTS
 from titan.untrusted import Unpacked
 
 _MAX_RANKS = 8  # that are read: a large trace takes seconds
+# Bytes read at once; characters of one event, beyond which a file is no trace.
 _BLOCK_BYTES, _MAX_EVENT_CHARS = 2**20, 2**22
 _BEGIN = re.compile(r'"traceEvents"\s*:\s*\[')
 _NEXT = re.compile(r"[\s,]*([^\s,])")
+# What json and the arithmetic raise for values that a profiler does not write.
 _ODD = (AttributeError, RecursionError, IndexError, OverflowError, ZeroDivisionError)
 _FILE = re.compile(r"step-(\d+)/rank-(\d+)\.json\.gz$")
 
 
 class TraceFileError(Exception):
-    """The user's mistake, in a line."""
+    """Says what the user did wrong, in a line."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; 2 for the user's mistakes."""
+    """Run the command and return its exit code, 2 for the user's mistakes."""
     parser = argparse.ArgumentParser(
         prog="titan profile", description="Where a step's time went, from a trace of a run."
     )
@@ -69,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def find_traces(run: Path, *, step: int | None, rank: int | None) -> list[Path]:
-    """The trace asked for, then those of the same step's other ranks."""
+    """Return the trace that was asked for, then those of the same step's other ranks."""
     if run.is_file():
         return [run]
     if not run.exists():
@@ -95,6 +97,7 @@ def find_traces(run: Path, *, step: int | None, rank: int | None) -> list[Path]:
         raise TraceFileError(
             f"{run}: no trace of rank {rank} at step {step}; there are {_some(ranks)}"
         )
+    # The one asked for comes first: its tables are printed.
     return [ranks.pop(rank), *(ranks[other] for other in sorted(ranks))]
 
 
@@ -123,9 +126,11 @@ def _events(file: Unpacked) -> Iterator[dict[str, Any]]:
     text, at, is_within = "", 0, False
     incremental = codecs.getincrementaldecoder("utf-8")("replace")
     while block := file.read(_BLOCK_BYTES):
+        # What the last block left over begins this one.
         text, at = text[at:] + incremental.decode(block), 0
         if not is_within:
             begin = _BEGIN.search(text)
+            # Keep enough of the end for a key that the blocks' border cuts in two.
             if begin is None:
                 at = max(len(text) - 64, 0)
                 continue
@@ -161,7 +166,8 @@ def _parts(report: Report) -> list[str]:
 
 
 def _modules(report: Report) -> list[str]:
-    """Blocks added up: layers.0.attention and layers.1.attention are "layers.*.attention (2)"."""
+    """Return the table of modules. Blocks are added up: layers.0.attention and layers.1.attention
+    are "layers.*.attention (2)"."""
     groups: defaultdict[str, list[dict[str, float]]] = defaultdict(list)
     for name, row in report.modules_s.items():
         groups[re.sub(r"\.\d+", ".*", name)].append(row)
@@ -176,12 +182,14 @@ def _modules(report: Report) -> list[str]:
 
 
 def _spread(ranks: dict[str, dict[str, float]], num_ranks: int) -> list[str]:
-    """Least and most over the ranks, in ms, and the one for which the others are likely to wait."""
+    """Return least and most over the ranks, in ms, and the rank for which the others are likely to
+    wait."""
 
     def span(key: str) -> str:
         values_ms = [row[key] * 1e3 for row in ranks.values()]
         return "-".join(f"{x:,.{2 if x < 100 else 0}f}" for x in (min(values_ms), max(values_ms)))
 
+    # Whoever waits least for others, or for its host, is the one that others wait for.
     least = min(ranks, key=lambda rank: ranks[rank]["exposed_s"] + ranks[rank]["idle_s"])
     spans = f"step {span('step_s')}, exposed {span('exposed_s')}, idle {span('idle_s')}"
     return ["", f"{len(ranks)} of {num_ranks:,} ranks, ms: {spans}; waits least: {least}"]

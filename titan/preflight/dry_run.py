@@ -1,7 +1,7 @@
 """Run two steps of the real job on throw-away weights, so that what fails does so now and not an hour into the run.
 
-The train_step is the trainer's own (titan/train_step.py) and so is the data; nothing is logged or saved. The second step shows time and memory without
-compilation and with the optimizer's state. What was compiled lies in the compile cache, where the real run finds it.
+The step is the trainer's (titan/train_step.py), and so is the data. Nothing is logged or saved. The second step shows time and
+memory without compilation and with the optimizer's state. What was compiled stays in the compile cache, where the real run finds it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _CPU_OUT_OF_MEMORY = "can't allocate memory"
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
-    """What the steps took. steps_s: the first one includes compilation. peak_gib: of the fullest rank."""
+    """Says what the steps took. steps_s: the first one includes compilation. peak_gib: of the
+    fullest rank."""
 
     steps_s: list[float]
     losses: list[float]
@@ -73,10 +74,12 @@ def dry_run(config: JobConfig, layout: Layout, *, device: torch.device, mesh: De
         for step in range(1, NUM_STEPS + 1):
             start_s = time.perf_counter()
             report = train_step.train(loader.next_step(), step=step)
+            # Reading the loss waits for the device, so the time below is the step's.
             losses += AsyncScalars([report.loss]).values()
             seconds.append(time.perf_counter() - start_s)
     finally:
         loader.close()
+    # All ranks know the fullest one, whichever prints.
     peaks = [0.0] * dist.get_world_size()
     dist.all_gather_object(peaks, peak_memory().reserved_gib)
     return DryRun(
@@ -91,6 +94,7 @@ def dry_run(config: JobConfig, layout: Layout, *, device: torch.device, mesh: De
 def explain(error: Exception, *, rank: int, host: str) -> str:
     """Return a line on why the dry run failed, and what to do if that is known."""
     text = str(error).strip().partition("\n")[0] or type(error).__name__
+    # torch's allocator for CPUs puts its own check in front.
     text = re.sub(r"^\[enforce fail at [^]]*\] (err == 0\. )?", "", text)
     if isinstance(error, torch.OutOfMemoryError) or _CPU_OUT_OF_MEMORY in text:
         return (

@@ -16,8 +16,11 @@ from titan.sim.profiles import Profile, on_curve
 from .measure import COPY, LINK, MATMUL, RankFacts
 
 OUTLIER = {"CPU": 1 / 3, "other": 0.9}
+# Kernels that reach less than this share of the profile's figure point at a fault, not at noise.
 _OF_PROFILE = 0.8
+# Clocks of one network agree far better than this.
 _CLOCK_S = 1.0
+# Bytes that measure.py's copy moves on an accelerator: 1 GiB, read and written.
 _COPY_BYTES = 2**31
 
 
@@ -38,6 +41,7 @@ def expectation(what: str, facts: Sequence[RankFacts], profile: Profile | None) 
         return profile.peak_tflops[dtype] * share
     if what == COPY:
         return profile.memory_tb_per_s * 1e3 * on_curve(profile.memory_share, _COPY_BYTES)
+    # The profile's figures of collectives hold within a node.
     if what == LINK or len({f.host for f in facts}) > 1:
         return None
     return profile.all_reduce_gb_per_s if what.endswith("all-reduce") else profile.ring_gb_per_s
@@ -49,6 +53,7 @@ def problems(
     """Return problems, each as a line that names rank and host. num_kept: checkpoints on the disk at once."""
     at = {f.rank: f"rank {f.rank} on {f.host}" for f in facts}
     is_cpu = facts[0].device == "CPU"
+    # In the order of the report: what differs, clocks, rates, disks.
     lines = list(_unequal(facts, at))
     lines += [
         f"{at[f.rank]}: its clock is {f.clock_s:+.1f} s off rank 0's; run locks and logs need clocks that agree (NTP)"
@@ -63,6 +68,7 @@ def problems(
             for f in facts
             if f.rates[what] < OUTLIER["CPU" if is_cpu else "other"] * middle
         ]
+        # All ranks alike may still be slow: a power limit, or links that fell back.
         expected = expectation(what, facts, profile)
         if not is_cpu and expected and middle < _OF_PROFILE * expected:
             lines.append(
@@ -82,6 +88,7 @@ def _unequal(facts: Sequence[RankFacts], at: dict[int, str]) -> Iterable[str]:
             described[f.rank]["driver"] = f.gpu["driver_version"]
     for what in sorted({key for versions in described.values() for key in versions}):
         by_rank = {rank: versions.get(what, "none") for rank, versions in described.items()}
+        # The most frequent version is taken for the right one.
         usual, _ = Counter(by_rank.values()).most_common(1)[0]
         for rank, value in by_rank.items():
             if value != usual:
@@ -116,6 +123,7 @@ def render(facts: Sequence[RankFacts], profile: Profile | None, *, checkpoint_gi
     hosts = list(dict.fromkeys(f.host for f in facts))
     where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
     known = facts[0].versions | facts[0].gpu
+    # Names with a dot are sensors, such as clocks.sm.
     versions = ", ".join(f"{name} {version}" for name, version in known.items() if "." not in name)
     rows = [
         f"{len(facts)} rank{'s'[: len(facts) > 1]} on {where}, {facts[0].device}; {versions}",

@@ -22,6 +22,7 @@ import titan
 from titan import bench
 
 MATMUL, COPY, LINK = "matrix product, ", "memory, copy", "link to a neighbour"
+# An odd number, of which the median counts.
 _REPEAT = 5
 _DISK_BYTES = 2**25
 # On a CPU small: tests and laptops, whose cores all ranks share.
@@ -33,7 +34,8 @@ _SMI = ("driver_version", "clocks.sm", "clocks.max.sm", "temperature.gpu")
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
-    """One rank's. rates: TFLOP/s of "matrix product, float32", GB/s (decimal) of all else; clock_s: its wall clock less rank 0's."""
+    """Holds one rank's facts. rates: TFLOP/s of "matrix product, float32", GB/s (decimal) of all else. clock_s: its wall
+    clock less rank 0's."""
 
     rank: int
     host: str
@@ -60,6 +62,7 @@ def measure(
 ) -> RankFacts:
     """Measure everything. dtype: of the job's matrix products. folder: the run's."""
     is_cpu = device.type == "cpu"
+    # One rank of each host looks at what its ranks share.
     first_here = int(os.environ.get("LOCAL_RANK", 0)) == 0
     of_host: dict[str, Any] = {
         "clock_s": clock_offset(device),
@@ -102,6 +105,7 @@ def versions() -> dict[str, str]:
     }
     if torch.cuda.is_available():
         versions_here |= {"cuda": str(torch.version.cuda or torch.version.hip)}
+        # Not all builds of torch have NCCL.
         with suppress(ImportError, RuntimeError, AttributeError):
             from torch.cuda import nccl
 
@@ -113,6 +117,7 @@ def clock_offset(device: torch.device) -> float:
     """Return the seconds that this host's clock is ahead of rank 0's, to about a barrier's length."""
     offsets = []
     for _ in range(_REPEAT):
+        # After a barrier ranks go on at nearly the same time.
         dist.barrier()
         mine = torch.tensor([time.time()], dtype=torch.float64, device=device)
         first = mine.clone()
@@ -130,6 +135,7 @@ def disk(folder: Path) -> DiskFacts:
         free_gib = shutil.disk_usage(folder).free / 2**30
         start_s = time.perf_counter()
         with probe.open("wb") as file:
+            # Random bytes: some file systems compress, or do not store zeros.
             file.write(os.urandom(2**20) * (_DISK_BYTES // 2**20))
             file.flush()
             os.fsync(file.fileno())
@@ -156,6 +162,7 @@ def _gpu_state(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
     command.append("--format=csv,noheader,nounits")
     n = _size(_MATMUL, device)
     a = torch.randn(n, n, device=device).to(dtype)
+    # Clocks drop when a GPU idles, so they are read under load.
     for _ in range(1000):  # a second or two of work
         torch.mm(a, a)
     try:
