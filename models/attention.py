@@ -28,6 +28,7 @@ class InnerAttention(nn.Module):
         """
         mask_B1SS = None
         if document_ids_BS is not None:
+            # True where query and key are in one document, and the key is not after the query.
             same_BSS = document_ids_BS[:, :, None] == document_ids_BS[:, None, :]
             mask_B1SS = same_BSS.tril_()[:, None]
         return F.scaled_dot_product_attention(
@@ -57,6 +58,7 @@ class CachedAttention(nn.Module):
     ) -> Tensor:
         """Return the attention output, (B, H, S, K). Raises ValueError for several tokens after the first call."""
         if self.k_BGTK is None or self.v_BGTK is None:
+            # The prompt: nothing is cached yet, and the inner attention masks it.
             self.k_BGTK, self.v_BGTK = k_BGSK, v_BGSK
             return self.inner(q_BHSK, k_BGSK, v_BGSK, document_ids_BS)
         if q_BHSK.shape[2] != 1:

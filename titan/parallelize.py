@@ -142,6 +142,8 @@ def _recompute_and_compile(model: nn.Module, config: JobConfig) -> None:
         contexts=keep_routes,
     )
     compiled = compile_section.enable and "model" in compile_section.components
+    # Recomputation that must draw the same random numbers goes around the compiled blocks (see
+    # above).
     from_outside = compiled and section.preserve_rng_state and not (keep or keep_modules)
     if every and not from_outside:
         recompute()
@@ -178,6 +180,7 @@ def _apply_data_parallel(
     A single rank without mixed precision stays a plain module. With it, the model is wrapped even for one
     rank: FSDP does the casting, so one process and many compute in the same precision.
     """
+    # FSDP shards over context parallelism too: its ranks hold the same weights.
     shard = submesh(mesh, "dp_shard", "cp", flatten=True)
     replicas = submesh(mesh, "dp_replicate")
     offload = training.enable_cpu_offload
@@ -194,6 +197,7 @@ def _apply_data_parallel(
     elif shard is not None or casts or offload or own_mesh:
         fsdp_mesh = shard or mesh["dp_shard"]
         if replicas is not None:
+            # The sharding axis may be a joined one, named after its parts.
             names = fsdp_mesh.mesh_dim_names
             assert names is not None
             fsdp_mesh = mesh["dp_replicate", names[-1]]

@@ -164,6 +164,7 @@ class TrainStep:
             if self.early_step is not None:
                 self.early_step.active = is_last
             losses.append(self._forward_backward(batch, num_valid, sync=is_last))
+        # From here on gradients are complete: reduced over ranks, and summed over micro-batches.
         grad_norm = self._clip()
         local_losses = torch.stack(losses)
         loss = _sum(local_losses.sum(), self.groups.loss) / num_valid
@@ -182,6 +183,7 @@ class TrainStep:
     def evaluate(self, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:
         """Return the summed loss in nats and the number of valid tokens over all ranks' batches, as device scalars."""
         self._compute_scales()
+        # Dropout and the like are off while evaluating.
         for part in self.model_parts:
             part.eval()
         loss = torch.zeros((), device=self.device)
@@ -249,6 +251,7 @@ class TrainStep:
                 batch.tokens_BS, batch.labels_BS, divide_by=num_valid, **_inputs(batch)
             )
             return self._total(losses)
+        # Sharded gradients are reduced each time, whole ones after the last micro-batch.
         (model,) = self.model_parts
         set_gradient_sync(model, self.sync_every_microbatch or sync)
         loss_sum = self.loss_sum(model(batch.tokens_BS, **_inputs(batch)), batch.labels_BS)
@@ -260,6 +263,7 @@ class TrainStep:
         """Return the loss of a micro-batch, summed over this rank's tokens."""
         if self.pipeline is not None:
             size = self.config.parallelism.pipeline_parallel_microbatch_size
+            # A batch that does not divide is one microbatch, so that validation may have any size.
             whole, rest = divmod(len(batch.tokens_BS), size)
             losses = self.pipeline.eval(
                 batch.tokens_BS,
@@ -297,6 +301,7 @@ def build_train_step(config: JobConfig, *, device: torch.device, mesh: DeviceMes
         "tensor_plan": family.TENSOR_PLAN,
         "num_kv_heads": sizes.n_kv_heads,
     }
+    # Before the split: which layers are converted is decided for the whole model.
     float8 = convert_to_float8(model, **layout)
     # Experts are laid out like everything else unless ranks share them, or tensor parallelism would leave them whole.
     ep = config.parallelism.expert_parallel_degree
@@ -314,6 +319,7 @@ def build_train_step(config: JobConfig, *, device: torch.device, mesh: DeviceMes
         schedule = split.schedule
         numbers = schedule.stages_of(pp.get_local_rank())
         stages = extract_stages(model, split.modules, numbers=numbers)
+    # Layout first, then memory for this rank's shards alone, then weights.
     for stage in stages.values():
         parallelize(stage, **layout)
         # Offloaded parameters live on the host.
@@ -331,6 +337,7 @@ def build_train_step(config: JobConfig, *, device: torch.device, mesh: DeviceMes
     pipeline = None
     if pp is not None and schedule is not None:
         pipeline = Pipeline(stages, schedule=schedule, mesh=pp, device=device, loss_fn=loss_sum)
+    # Last, since the techniques above replace parameters.
     model_parts = list(stages.values())
     num_blocks = sum(len(part.get_submodule("layers")) for part in model_parts)  # pyright: ignore
     optimizer = build_optimizer(

@@ -41,6 +41,7 @@ class LlamaConfig:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
+        # Frozen dataclasses set fields in __post_init__ through object.
         if not self.head_dim:
             object.__setattr__(self, "head_dim", self.dim // self.n_heads)
 
@@ -54,6 +55,7 @@ class LlamaConfig:
 
     @property
     def num_block_params(self) -> int:
+        # wq, wo, then wk and wv, then the three matrices of the SwiGLU.
         q_and_o = 2 * self.dim * self.n_heads * self.head_dim
         k_and_v = 2 * self.dim * self.n_kv_heads * self.head_dim
         return q_and_o + k_and_v + 3 * self.dim * self.ffn_dim + self.num_block_norm_params
@@ -65,6 +67,7 @@ class LlamaConfig:
     @property
     def num_params(self) -> int:
         embeddings = self.num_embedding_params * (1 if self.tied_embeddings else 2)
+        # The last norm counts once.
         return embeddings + self.n_layers * self.num_block_params + self.dim
 
     def flops_per_token(self, seq_len: int, *, causal: bool = False) -> int:
@@ -74,6 +77,8 @@ class LlamaConfig:
         not) plus 12 x layers x heads x head_dim x seq_len for attention (PaLM, arXiv:2204.02311, appendix B);
         `causal` counts half of the attention, the part that a causal mask leaves.
         """
+        # Norms are no matrix products, and an embedding is looked up. The output layer multiplies,
+        # also if it is tied.
         matmul_params = (
             self.n_layers * (self.num_block_params - self.num_block_norm_params)
             + self.num_embedding_params

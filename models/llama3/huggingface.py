@@ -100,6 +100,7 @@ def read_sizes(
     for key, only in _ONLY.items():
         if hf.get(key, only) != only:
             raise ValueError(f"{key} is {hf[key]!r}; titan's model has {only!r} and nothing else")
+    # transformers 5 and 4.
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise ValueError("rope_scaling is not a table")
@@ -115,6 +116,7 @@ def read_sizes(
         value = default if value is None else value  # "head_dim": null
         if value is ...:
             raise ValueError(f"{theirs} is missing")
+        # Types of the fields, from an instance: annotations are text here.
         wanted = type(getattr(_EXAMPLE, ours))
         if type(value) is not wanted and not (wanted is float and type(value) is int):
             raise ValueError(f"{theirs} is {value!r}, which is not a valid {wanted.__name__}")
@@ -144,6 +146,7 @@ def _rope_factor(rope: dict[str, Any]) -> float:
         )
     except (KeyError, TypeError, ValueError):
         scaling = None
+    # Only the factor may differ from Llama 3.1's scaling.
     if kind != "llama3" or scaling is None or scaling != RopeScaling(factor=scaling.factor):
         raise ValueError(
             f"rope_scaling is {rope}; titan's model has Llama 3.1's and no other: {RopeScaling(factor=8.0)}, "

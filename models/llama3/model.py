@@ -35,6 +35,7 @@ def rope_frequencies(
     if scaling is None:
         return frequencies
     turns = scaling.original_context * frequencies / (2 * math.pi)  # within the original context
+    # 1 for short wavelengths, 0 for long ones, and between them in proportion.
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     keep = keep.clamp(0, 1)
     return keep * frequencies + (1 - keep) * frequencies / scaling.factor
@@ -130,6 +131,7 @@ class Llama(nn.Module):
         )
         self.norm: nn.Module | None = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output: nn.Module | None = nn.Linear(config.dim, config.vocab_size, bias=False)
+        # One parameter, under both names.
         if config.tied_embeddings:
             self.output.weight = self.tok_embeddings.weight
 
@@ -167,6 +169,7 @@ class Llama(nn.Module):
         )
         angles = positions[..., None].float() * frequencies
         if positions.ndim == 2:
+            # A dimension for the heads, over which angles are the same.
             angles = angles[:, None]
         return angles.cos(), angles.sin()
 

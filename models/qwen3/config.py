@@ -18,6 +18,7 @@ class Qwen3Config(MoEConfig):
 
     @property
     def num_block_norm_params(self) -> int:
+        # Two norms over channels, two over the channels of a head.
         return 2 * self.dim + 2 * self.head_dim
 
 

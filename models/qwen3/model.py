@@ -1,4 +1,4 @@
-"""What Qwen3 does otherwise than Llama: each head's queries and keys are normalised before the rotation.
+"""Define where Qwen3 differs from Llama: each head's queries and keys are normalised before the rotation.
 
 B batch, S sequence, D model, H query heads, G key/value heads, K head dim
 """

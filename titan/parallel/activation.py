@@ -94,6 +94,7 @@ def _rule(entry: str) -> tuple[tuple[str, ...], int]:
         raise KeepError(
             f"'{entry}': after the slash comes a number such as 2, to keep every second one"
         )
+    # A group stands for several operations, which are counted together.
     operations = GROUPS.get(name, (name,))
     if name not in GROUPS:
         namespace, _, operation = name.partition(".")
@@ -116,6 +117,7 @@ class _Selection:
     def watch(self, block: nn.Module) -> None:
         """Record when those modules of a block run whose results are kept."""
         for pattern in self.keep_modules:
+            # Names within a block, as `named_modules` of the block gives them.
             names = [name for name, _ in block.named_modules() if name]
             matching = [name for name in names if fnmatchcase(name, pattern)]
             if not matching:
@@ -146,6 +148,7 @@ class _Selection:
         counts: Counter[tuple[tuple[str, ...], bool]] = Counter()
 
         def policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            # str(func) is "aten.mm.default": without the overload.
             name = str(func).rsplit(".", 1)[0]
             expensive = name in GROUPS["matmul"] or name in GROUPS["attention"]
             if expensive and self._in_kept_module():

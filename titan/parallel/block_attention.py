@@ -43,6 +43,7 @@ def attend(
             q_BHSK, k_BGTK, v_BGTK, None, True, 0.0, causal
         )
         return out_BHSK, lse.flatten(2)  # (B, H, S, 1)
+    # The kernels below take no grouped heads.
     k_BHTK, v_BHTK = _expand(k_BGTK, q_BHSK.shape[1]), _expand(v_BGTK, q_BHSK.shape[1])
     if kernel == "cpu":
         return _aten._scaled_dot_product_flash_attention_for_cpu(
@@ -51,6 +52,7 @@ def attend(
     out_BHSK, lse, *_ = _aten._scaled_dot_product_efficient_attention(
         q_BHSK, k_BHTK, v_BHTK, None, True, 0.0, causal
     )
+    # Cut off the padding of rows.
     return out_BHSK, lse[..., : q_BHSK.shape[2]]
 
 
@@ -93,6 +95,7 @@ def attend_backward(
             grad_BHSK, q_BHSK, k_BHTK, v_BHTK, None, out_BHSK, lse_padded, state, state, 0.0,
             [True, True, True, False], causal,
         )  # fmt: skip
+    # Copies of a key/value head add their gradients up.
     groups = k_BGTK.shape[1]
     return dq_BHSK, _sum_groups(dk_BHTK, groups), _sum_groups(dv_BHTK, groups)
 
@@ -103,6 +106,7 @@ def _choose_kernel(q_BHSK: Tensor) -> Literal["cpu", "flash", "cudnn", "efficien
         return "cpu"
     if q_BHSK.dtype not in (torch.bfloat16, torch.float16):
         return "efficient"
+    # cuDNN's limits: heads in multiples of 8 and up to 128, and more than one query.
     fits = q_BHSK.shape[3] % 8 == 0 and q_BHSK.shape[3] <= 128 and q_BHSK.shape[2] > 1
     # cuDNN's gradient differs from run to run.
     if fits and _cudnn_is_faster() and not torch.are_deterministic_algorithms_enabled():

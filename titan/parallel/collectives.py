@@ -23,6 +23,7 @@ wait = _c10d.wait_tensor
 
 def start_all_gather(x: Tensor, *, group: str, size: int) -> Tensor:
     """Start to concatenate every rank's x: (C * n, ...) of (n, ...)."""
+    # NCCL and gloo send memory as it lies, so a view must become contiguous first.
     return _c10d.all_gather_into_tensor(x.contiguous(), size, group)
 
 
@@ -55,11 +56,13 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
         ctx.group = group
+        # A row for each rank.
         ones = [1] * x.shape[0]
         return wait(start_all_to_all(x, group=group, to=ones, from_=ones))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        # The transpose of an all-to-all is an all-to-all.
         return all_to_all(grads[0], group=ctx.group), None
 
 
@@ -84,6 +87,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         dtype = grads[0].dtype
+        # A sum over many ranks in bf16 would lose bits that one process keeps.
         precise = grads[0].to(torch.promote_types(dtype, torch.float32))
         mine = wait(start_reduce_scatter(precise, group=ctx.group, size=ctx.size))
         return mine[0].to(dtype), None, None

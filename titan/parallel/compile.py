@@ -50,10 +50,12 @@ def apply_compile(
         settings["mode"] = mode
     set_memory_budget(memory_budget)
     blocks = model.get_submodule(container)
+    # The fault is at the border: where an output from outside goes into a compiled block.
     inside = set(blocks.modules())
     for module in model.modules():
         if module not in inside and _leaves_collective(module):
             detach_collective(module)
+    # Each call of a block looks up the program that the first block of its shape compiled.
     for block in blocks.children():
         block.compile(**settings)
 
@@ -63,6 +65,7 @@ class CompileLog:
 
     def __init__(self, what: str) -> None:
         self.what = what
+        # What was compiled before belongs to others.
         self._seen = {key for key, _ in compile_events()}
         self._said: set[str] = set()
         self.events: list[CompileEvent] = []
@@ -70,6 +73,7 @@ class CompileLog:
     def summary(self) -> str:
         """Return one line on all that was compiled so far."""
         self._update()
+        # Forward and backward pass of a program are two events.
         programs = [event for event in self.events if event.is_forward]
         cached = sum(event.from_cache for event in programs)
         line = (

@@ -51,6 +51,7 @@ def apply_cp(
     """
     if method not in get_args(Method):
         raise ValueError(f"context parallel method {method!r}: must be one of {get_args(Method)}")
+    # Functional collectives know a group by its name, which a compiler can put into a graph.
     part = SequencePart(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size(), balanced)
     attentions = [
         (parent, name, child, f"{prefix}.{name}".lstrip("."))
@@ -81,6 +82,7 @@ def shard_sequence(tensor: Tensor, *, dim: int, rank: int, size: int, balanced: 
     Raises ValueError where the length does not divide by `size`, or by 2 x size if balanced.
     """
     check_divides(tensor.shape[dim], size=size, balanced=balanced)
+    # Each rank holds as many chunks: two if balanced, else one.
     order = _chunks_held(size, balanced)
     held = order[rank * len(order) // size : (rank + 1) * len(order) // size]
     return _pick(tensor, dim, held, len(order))
@@ -89,6 +91,7 @@ def shard_sequence(tensor: Tensor, *, dim: int, rank: int, size: int, balanced: 
 def unshard_sequence(tensor: Tensor, *, dim: int, size: int, balanced: bool) -> Tensor:
     """Put all ranks' parts, concatenated along `dim` in order of rank, back into the order of the sequence."""
     order = _chunks_held(size, balanced)
+    # For each chunk of the sequence, where in the joined parts it is.
     return _pick(tensor, dim, [order.index(chunk) for chunk in range(len(order))], len(order))
 
 
@@ -152,12 +155,14 @@ class ContextParallelAttention(nn.Module):
         part, length = self.part, q_BHSK.shape[2]
         # (2, B, G, S, K) -> (C, 2, B, G, S, K)
         kv = all_gather(torch.stack([k_BGSK, v_BGSK]), group=part.group, size=part.size)
+        # Sources become part of the key dimension: (2, B, G, C x S, K), then keys and values apart.
         k_BGTK, v_BGTK = kv.permute(1, 2, 3, 0, 4, 5).flatten(3, 4).unbind(0)
         ids_BT = self._gather_ids(document_ids_BS)
         order = _chunks_held(part.size, part.balanced)
         positions_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
         positions_T = _pick(positions_T, 0, order, len(order))
         positions_S = positions_T[part.rank * length : (part.rank + 1) * length]
+        # A key must be in the query's document, and not after the query.
         mask_BST = document_ids_BS[:, :, None] == ids_BT[:, None, :]
         mask_BST &= positions_S[:, None] >= positions_T
         # One copy for each query head: with a mask, the kernels that save memory take no grouped heads.
@@ -189,6 +194,7 @@ class ContextParallelAttention(nn.Module):
             ids_BT = self._gather_ids(document_ids_BS)
             ids_BT = unshard_sequence(ids_BT, dim=1, size=size, balanced=balanced)
         out_BHTK = self.inner(*whole.split([x.shape[2] for x in per_rank], dim=1), ids_BT)
+        # Back to the order in which ranks hold chunks, before the exchange.
         order = _chunks_held(size, balanced)
         out_BHTK = _pick(out_BHTK, 2, order, len(order))
         # (C, B, H / C, S, K): parts of T before, C heads' shares after.

@@ -78,6 +78,7 @@ def apply_float8(
         raise Float8Error(f"recipe {recipe} cannot be gathered in float8, only tensorwise can")
     convert = _converter(recipe, emulate=emulate, fsdp_all_gather=fsdp_all_gather)
     multiple = 32 if _is_mx(recipe) else 16
+    # A weight that two modules share cannot be converted in one of them.
     places = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     output = _output_layer(model) if filter_fqns is None else ""
     filter_fqns = filter_fqns or ()
@@ -89,6 +90,7 @@ def apply_float8(
         style = next((s for p, s in (tensor_plan or {}).items() if fnmatchcase(name, p)), "")
         named = next((part for part in filter_fqns if part in name), None)
         rows, columns = _local_shape(layer, style=style, tp=tp)
+        # What the user asked for first, then what cannot be converted, then what does not pay.
         kept = ""
         if named is not None:
             kept = f'filter_fqns has "{named}"'
@@ -160,6 +162,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def table(report: Iterable[Conversion], *, recipe: str, emulated: bool, compiled: bool) -> str:
+    # Equal layers of all blocks are one line.
     """Describe which layers were converted, a line for each kind of layer: `layers.*.attention.wq`, how many, their shape, why not."""
     kinds = Counter(dataclasses.replace(c, name=re.sub(r"\.\d+\.", ".*.", c.name)) for c in report)
     done = sum(count for kind, count in kinds.items() if not kind.kept)
@@ -191,6 +194,7 @@ def cast_before_gather(module: nn.Module, mesh: DeviceMesh) -> Callable[[DTensor
     belong to tensorwise layers."""
     layers = [m for m in module.modules() if is_tensorwise(m)]
     matrices = {id(p) for p in module.parameters() if p.ndim > 1}
+    # Other matrices in the module need the input in high precision.
     if not layers or matrices != {id(m.weight) for m in layers}:
         return None
     from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
@@ -221,6 +225,7 @@ def _gather_bytes(mesh: DeviceMesh) -> None:
 
     def gather(op: Any, args: Any, kwargs: Any = None) -> Tensor:
         x = args[0]
+        # The same bits, as a type that gloo knows.
         bits = op(x._data.contiguous().view(torch.uint8), *args[1:], **(kwargs or {}))
         data = torch.ops._c10d_functional.wait_tensor(bits).view(x._data.dtype)
         return Float8TrainingTensor(

@@ -23,6 +23,7 @@ def start_process_group(*, init_timeout_s: float, expandable_segments: bool) -> 
 
     expandable_segments: of its caching allocator, unless the environment says something of it.
     """
+    # torch has two names for the variable, the older one with CUDA in it.
     if not ({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & {*os.environ}):
         set_allocator(f"expandable_segments:{expandable_segments}")
     accelerator = (
@@ -33,9 +34,12 @@ def start_process_group(*, init_timeout_s: float, expandable_segments: bool) -> 
         device = torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", 0)))
         torch.accelerator.set_device_index(device.index)
     world_size = int(os.environ.get("WORLD_SIZE", 1))
+    # Ranks of one machine need no other address. On several, the default device must reach the
+    # others.
     limit_gloo(loopback=world_size == int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(
+        # Tensors on the host (checkpoints, objects) go over gloo beside the accelerator's backend.
         backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}",
         timeout=timedelta(seconds=init_timeout_s),
         device_id=None if device.type == "cpu" else device,

@@ -89,6 +89,7 @@ def axis_rank(mesh: DeviceMesh, *axes: str) -> int:
     """Return this rank's number along the axes, the last one fastest."""
     names = mesh.mesh_dim_names or ()
     rank = 0
+    # The same order as in the mesh: an axis counts in units of all that follow it.
     for axis in axes:
         if axis in names:
             rank = rank * mesh[axis].size() + mesh.get_local_rank(axis)

@@ -73,6 +73,7 @@ class _Run:
         self.newest: weakref.WeakValueDictionary[tuple[int, int], _Copy] = (
             weakref.WeakValueDictionary()
         )
+        # A block's own parameters are on the device anyway, and FSDP frees them by itself.
         parameters = (p.to_local() if isinstance(p, DTensor) else p for p in block.parameters())
         self.resident = {p.untyped_storage()._cdata for p in parameters}
 
@@ -96,12 +97,14 @@ class _Run:
             self.newest[key] = copy
             self.copies.append(copy)
             self.offloader.num_bytes += storage.nbytes()
+        # How this view lies in the storage, to make it again on the way back.
         view = (tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
         return copy, view
 
     def unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
+        # What `pack` returned for a DTensor: its packed local part, and its layout.
         what, how = packed
         if not isinstance(what, _Copy):
             mesh, placements, shape, stride = how
@@ -137,6 +140,7 @@ class _Copy:
         self.original: Any = None  # a weak reference, and what happens at its end
         self.on_device: Tensor | None = None
         self.ready: torch.Event | None = None
+        # The whole storage as bytes, whichever views of it were saved.
         flat = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)  # pyright: ignore
         if stream is None:
             self.host = flat.clone()
@@ -149,6 +153,7 @@ class _Copy:
         flat.record_stream(stream)  # its memory is not given away before it is copied
 
     def begin_restoring(self) -> None:
+        # On a CPU the copy is made at once: there is no stream to hide it on.
         if self.on_device is None and self.stream is None:
             self.on_device = self.host.clone()
         elif self.on_device is None and self.stream is not None:

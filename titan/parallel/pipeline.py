@@ -45,6 +45,7 @@ def extract_stages(
     Raises ValueError unless every module is in one stage; one without parameters (rotation tables, dropout) may be in several,
     wherever forward is to call it.
     """
+    # Every parameter must be trained by exactly one stage.
     stages_of: dict[str, list[int]] = {}
     for stage, names in enumerate(modules):
         for name in names:
@@ -84,6 +85,7 @@ def extract_stage(model: nn.Module, names: Sequence[str]) -> nn.Module:
                 f"{shared[0]} is tied to a parameter of another pipeline stage, which would train a separate copy; "
                 "untie them (model.tied_embeddings = false), or keep both modules in one stage"
             )
+    # On meta a copy costs nothing, and stages of one rank must not share modules.
     stage = copy.deepcopy(model)
     for child, module in list(stage.named_children()):
         if isinstance(module, nn.ModuleDict):
@@ -158,6 +160,7 @@ class Pipeline:
         """
         count = self.schedule.num_microbatches
         runner = self._runner("train", tokens, count)
+        # Set for each step: torch passes the loss function an output and a target only.
         self._divisor = divide_by
         self._sums.clear()
         runner.step(
@@ -255,6 +258,7 @@ class Pipeline:
             for stages in map(self.schedule.stages_of, range(self.schedule.num_ranks))
         ]
         runtime = _PipelineScheduleRuntime(self._torch_stages(), num_microbatches, loss_fn=loss_fn)
+        # The runtime adds sends and receives to the order of computations.
         runtime._prepare_schedule_with_comms(_torch_actions(order))
         runtime.pipeline_order_with_comms = {
             rank: [action for action in actions if action.computation_type.name in _FORWARD]

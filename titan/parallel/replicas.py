@@ -30,6 +30,7 @@ def require_equal_replicas(parts: Iterable[nn.Module]) -> None:
     """Raises ReplicaError on all ranks if any replicas differ. All ranks call it; waits for the device."""
     differences = []
     for group, named in replicated(parts).items():
+        # One integer for each parameter, so a gather moves a few bytes.
         mine = torch.stack([torch.hash_tensor(local).view(torch.int64) for _, local in named])
         of_ranks = [torch.empty_like(mine) for _ in range(group.size())]
         dist.all_gather(of_ranks, mine, group=group)
@@ -37,6 +38,7 @@ def require_equal_replicas(parts: Iterable[nn.Module]) -> None:
         if any(row != hashes[0] for row in hashes):
             ranks = dist.get_process_group_ranks(group)
             differences.append(_describe(hashes, ranks, [name for name, _ in named]))
+    # Every rank raises, also one whose own replicas agree.
     of_all: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(of_all, differences)
     if texts := sorted({text for texts in of_all for text in texts}):
@@ -51,6 +53,7 @@ def replicated(parts: Iterable[nn.Module]) -> ReplicaGroups:
     groups: ReplicaGroups = defaultdict(list)
     for part in parts:
         for name, parameter in part.named_parameters():
+            # Only a DTensor says over which ranks it is replicated.
             if not isinstance(parameter, DTensor):
                 continue
             whole = plain(parameter)
@@ -66,6 +69,7 @@ def _describe(hashes: list[list[int]], ranks: list[int], names: list[str]) -> st
     differing: dict[str, list[int]] = {}
     tied = False
     for column, name in enumerate(names):
+        # The majority is taken for right. With a tie nobody can say who is.
         [(usual, count), *rest] = Counter(row[column] for row in hashes).most_common()
         if rest:
             tied |= rest[0][1] == count

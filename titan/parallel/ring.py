@@ -66,6 +66,8 @@ def visible(sources: range, *, part: SequencePart, length: int) -> VisibleBlock 
 
     length: number of local positions.
     """
+    # Slices of the local positions. With `balanced` the first half is the head, the second the
+    # tail.
     everything, half = slice(0, length), length // 2
     if part.rank in sources:
         return VisibleBlock(everything, everything, causal=True)
@@ -81,6 +83,7 @@ class _BlockwiseAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, part: SequencePart, gather: bool
     ) -> Tensor:
+        # Sums over blocks are kept in fp32 at least.
         total_BHSK = total_lse_BHS = None
         precise = torch.promote_types(q_BHSK.dtype, torch.float32)
         for sources, kv_N2BGSK in _arrivals(torch.stack([k_BGSK, v_BGSK]), part, gather):
@@ -113,6 +116,7 @@ class _BlockwiseAttention(torch.autograd.Function):
         q_BHSK, k_BGSK, v_BGSK, out_BHSK, lse_BHS = ctx.saved_tensors
         rows_of = (grads[0].contiguous(), q_BHSK, out_BHSK, lse_BHS)
         part, gather = ctx.part, ctx.gather
+        # dq stays here, and keys' gradients travel with their keys.
         dq_BHSK = torch.zeros_like(q_BHSK, dtype=lse_BHS.dtype)
         gathered: dict[int, Tensor] = {}  # by first source rank
         traveling = None
@@ -133,6 +137,7 @@ class _BlockwiseAttention(torch.autograd.Function):
             whole = torch.cat([gathered[start] for start in sorted(gathered)])
             traveling = start_reduce_scatter(whole, group=part.group, size=part.size)
         assert traveling is not None, "the own block is always visited"
+        # By either way, the sum over all ranks is now at the rank that owns the keys.
         dk_BGSK, dv_BGSK = wait(traveling)[0].to(k_BGSK.dtype).unbind(0)
         return dq_BHSK.to(q_BHSK.dtype), dk_BGSK, dv_BGSK, None, None
 
@@ -177,6 +182,7 @@ def _arrivals(kv_2BGSK: Tensor, part: SequencePart, gather: bool) -> Iterator[tu
         return
     held = own
     for step in range(size):
+        # The next transfer starts before this block is computed, so it hides behind it.
         coming = None if step == size - 1 else _pass_on(held, part)
         source = (rank - step) % size
         yield range(source, source + 1), held

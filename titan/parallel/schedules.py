@@ -90,6 +90,7 @@ class Schedule:
         """
         ends: dict[Action, int] = {}
         spans: list[list[Span]] = [[] for _ in self.order]
+        # Ranks advance in turn, each as far as its inputs are known, until a round changes nothing.
         progress = True
         while progress:
             progress = False
@@ -99,6 +100,7 @@ class Schedule:
                     ready = self._ready_at(action, ends)
                     if ready is None:
                         break
+                    # A rank does one thing at a time.
                     start = max(ready, done[-1].end if done else 0)
                     ends[action] = start + COSTS[action.kind]
                     done.append(Span(action, start, ends[action]))
@@ -129,9 +131,11 @@ class Schedule:
             return ends.get(Action(stage, "I", microbatch))
         if kind == "F":
             return 0 if stage == 0 else ends.get(Action(stage - 1, "F", microbatch))
+        # A backward pass needs its own forward pass, and the gradient of the stage after it.
         forward = ends.get(Action(stage, "F", microbatch))
         if stage == self.num_stages - 1 or forward is None:
             return forward
+        # That stage may compute a whole backward pass, or the part for its input.
         after = (ends.get(Action(stage + 1, kind, microbatch)) for kind in "BI")
         return next((end for end in after if end is not None), None)
 
@@ -236,6 +240,7 @@ def check_schedule(
             f"schedule {name} needs a microbatch for each of its {num_stages} stages, not "
             f"{num_microbatches}; use {num_stages} or more"
         )
+    # Search downwards and upwards for the nearest numbers that fit.
     if rules.rounds and not _fits_rounds(num_microbatches, num_ranks):
         near = [
             next(n for n in numbers if _fits_rounds(n, num_ranks))
@@ -287,6 +292,7 @@ def _one_forward_one_backward(stage: int, num_stages: int, num_microbatches: int
     """Build 1F1B without torch, whose list (not its execution) starts the last rank at microbatch 1."""
     forward = [Action(stage, "F", m) for m in range(num_microbatches)]
     backward = [Action(stage, "B", m) for m in range(num_microbatches)]
+    # Stages before the last run ahead by as many microbatches as stages follow.
     ahead = num_stages - 1 - stage
     steady = [action for pair in zip(forward[ahead:], backward, strict=False) for action in pair]
     return forward[:ahead] + steady + backward[num_microbatches - ahead :]
@@ -299,6 +305,7 @@ def _torch_order(
     from torch import nn
     from torch.distributed.pipelining.schedules import get_schedule_class
 
+    # The class asks its stages for a few numbers at construction, and runs nothing.
     stages: Any = [
         SimpleNamespace(
             stage_index=stage,

@@ -94,6 +94,7 @@ def traced_module_path() -> list[str]:
     now, outermost first; nothing outside of tracing."""
     stack = fx_traceback.current_meta.get("nn_module_stack") or {}
     paths = [path for path, _ in stack.values()]
+    # The first path is the compiled module's own.
     return [path.removeprefix(f"{paths[0]}.") for path in paths[1:]]
 
 
@@ -172,6 +173,7 @@ def set_memory_budget(share: float) -> None:
     from torch._functorch import config
 
     config.activation_memory_budget = share
+    # Not every torch has the setting.
     if hasattr(config, "unsafe_treat_script_objects_as_zero_size"):
         config.unsafe_treat_script_objects_as_zero_size = share < 1
 
@@ -194,6 +196,7 @@ def compile_events() -> list[tuple[Any, CompileEvent]]:
     from torch._dynamo import utils
 
     events = []
+    # Only the file's name: the folder says nothing to a reader.
     for m in utils.get_compilation_metrics():
         file = Path(m.co_filename or "").name
         where = f"{m.co_name} ({file}:{m.co_firstlineno})" if m.co_name else ""
@@ -293,6 +296,8 @@ def after_gathering(module: nn.Module, then: Callable[[], None]) -> None:
     torch 2.11 has one group of parameters in a module, 2.13 several.
     """
     state = getattr(module, "_get_fsdp_state", lambda: None)()
+    # Newer torch keeps a list; FSDP waits for its groups in order, so the last one is the end of
+    # gathering.
     groups = getattr(state, "_fsdp_param_groups", None) or [
         getattr(state, "_fsdp_param_group", None)
     ]
