@@ -1,4 +1,4 @@
-"""The one place where attention happens. Every model calls `InnerAttention` between its projections.
+"""Compute attention in this one place. Every model calls `InnerAttention` between its projections.
 
 Context parallelism, document masks and key/value caches act here and nowhere else: they replace or wrap this
 module from outside, and no model file changes.
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 
 class InnerAttention(nn.Module):
-    """Causal scaled-dot-product attention over grouped heads, optionally only within documents."""
+    """Compute causal scaled-dot-product attention over grouped heads, optionally only within
+    documents."""
 
     is_causal_softmax = True  # so that context parallelism may compute it block by block
 
@@ -42,7 +43,8 @@ class InnerAttention(nn.Module):
 
 
 class CachedAttention(nn.Module):
-    """Wraps an inner attention for generation: keeps the keys and values of the positions seen so far.
+    """Wrap an inner attention for generation: keep the keys and values of the positions seen so
+    far.
 
     The first call takes the whole prompt, each later call the one next token.
     """

@@ -87,6 +87,7 @@ def _parser(name: str, arguments: str = JOB) -> argparse.ArgumentParser:
 
 
 def train(argv: list[str]) -> int:
+    """Run `titan train`: this process alone, or as the launcher of several."""
     parser = _parser("train", f"{JOB} [--nproc N] [--max-restarts R]")
     parser.add_argument(
         "--nproc",
@@ -127,6 +128,7 @@ def train(argv: list[str]) -> int:
 
 
 def check(argv: list[str]) -> int:
+    """Run `titan check`."""
     parser = _parser("check", f"{JOB} [--world-size N] [--hardware H] [--formula] [--json]")
     parser.add_argument(
         "--world-size", type=positive, default=1, metavar="N", help="ranks in all; default: 1"
@@ -179,6 +181,7 @@ def check(argv: list[str]) -> int:
 
 
 def config(argv: list[str]) -> int:
+    """Run `titan config`."""
     parser = _parser("config", f"{JOB} [--comments]")
     parser.add_argument("--comments", action="store_true", help="with the meaning of every key")
     options, job = parser.parse_known_args(argv)
@@ -201,6 +204,7 @@ def config(argv: list[str]) -> int:
 
 
 def schema(argv: list[str]) -> int:
+    """Run `titan schema`."""
     _parser("schema", "").parse_args(argv)
     from titan.config.render import json_schema
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One kind of accelerator.
+    """Describe one kind of accelerator.
 
     Args:
         name: the value of `hardware.name` in a job file.

@@ -1,4 +1,4 @@
-"""The events of a run: what a hook may do, and when the loop of titan/trainer.py calls it.
+"""List the events of a run: what a hook may do, and when the loop of titan/trainer.py calls it.
 
     resume          load a state to continue from
     start           the run continues at trainer.step; console, timer and event log are open
@@ -33,7 +33,7 @@ from titan.train_step import StepReport
 
 @dataclass
 class StepResult:
-    """The numbers of one step.
+    """Hold the numbers of one step.
 
     Args:
         first_sample: global number of the step's first sample.
@@ -52,7 +52,8 @@ class StepResult:
 
 
 class Hook:
-    """One concern of a run. A subclass overrides the events that it needs; see the table above.
+    """Handle one concern of a run. A subclass overrides the events that it needs (see the table
+    above).
 
     state_key: if set, `state_dict` is saved under this name in each checkpoint's titan.json and given back on a resume.
     """

@@ -1,4 +1,5 @@
-"""Output layer and cross entropy in chunks: neither logits nor their gradient exist whole.
+"""Compute output layer and cross entropy in chunks, so that neither logits nor their gradient exist
+whole.
 
 Over N positions with vocabulary V, the plain loss in bf16 training holds N x V logits in bf16, again in fp32, and
 their log-probabilities in fp32: ten bytes a logit, 78 GiB for Llama 3's vocabulary and 65,536 tokens. Here C positions at a time go
@@ -34,7 +35,8 @@ IGNORED = -100  # torch's cross entropy leaves this label out
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """Logits split over the vocabulary (loss parallel), as DTensor cuts: this rank's begin at `start`; `group` holds all of them."""
+    """Describe logits split over the vocabulary (loss parallel) as DTensor cuts: this rank's begin
+    at `start`, and `group` holds all of them."""
 
     group: dist.ProcessGroup
     start: int
@@ -60,7 +62,7 @@ def _gradient(
 
 @dataclass(frozen=True)
 class Kernels:
-    """The two elementwise parts, which a compiler may fuse."""
+    """Hold the two elementwise parts, which a compiler may fuse."""
 
     statistics: Callable[..., tuple[Tensor, Tensor]] = _statistics
     gradient: Callable[..., Tensor] = _gradient
@@ -265,7 +267,7 @@ def _hand_on(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LossSum:
-    """A model's output and labels to the summed loss.
+    """Map a model's output and labels to the summed loss.
 
     chunk_tokens: positions at a time. shard: where logits are split over the vocabulary. output: the layer that
     was left to the loss; None: the model's output are logits.

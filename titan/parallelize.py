@@ -1,4 +1,5 @@
-"""The order in which techniques are applied to a model. This is the one place that states it, and it reads the job's sections.
+"""Apply the techniques to a model in their order. This is the one place that states it, and it
+reads the job's sections.
 
     float8 -> pipeline split -> TP/SP -> CP -> EP -> AC -> compile -> FSDP / HSDP / DDP
 

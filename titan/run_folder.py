@@ -122,7 +122,8 @@ def write_status(
 
 @dataclass(frozen=True)
 class Status:
-    """The content of status.json. The types are checked when it is read, since anyone may have written it."""
+    """Hold the content of status.json. The types are checked when it is read, since anyone may have
+    written it."""
 
     state: str = ""
     exit_code: int | None = None

@@ -1,4 +1,4 @@
-"""`torchrun -m titan.train JOB.toml [OVERLAY.toml ...] [--section.key=value ...]`: one rank of a run.
+"""Run one rank: `torchrun -m titan.train JOB.toml [OVERLAY.toml ...] [--section.key=value ...]`.
 
 The config is read and checked before torch is imported, so that a mistake in it is reported within a second. So is
 everything else that can be known by then: that the run is finished, or already going on in another process.

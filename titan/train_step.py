@@ -1,4 +1,5 @@
-"""The seam: one function builds everything a training step needs, from the config, a device type and a mesh.
+"""Build everything that a training step needs, in one function (the seam), from the config, a
+device type and a mesh.
 
 The trainer calls it with a real device and process group, the simulator with fake ones, the parity tests with a
 few gloo ranks. It is the same program each time, and that is why the simulator and the tests can be believed. So
@@ -58,7 +59,7 @@ from titan.parallelize import (
 
 @dataclass(frozen=True)
 class StepReport:
-    """The numbers of a step, as scalars on the device; reading one waits for it.
+    """Hold the numbers of a step, as scalars on the device. Reading one waits for it.
 
     loss: mean over the global batch's valid tokens, in nats. grad_norm: global, before clipping.
     num_valid: valid tokens of the global batch. local_losses: this rank's sums, one for each micro-batch; zeros
@@ -73,7 +74,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class StepGroups:
-    """Process groups that a step sums over; None for a group of one rank.
+    """Hold the process groups that a step sums over. None for a group of one rank.
 
     data: ranks with different samples. tokens: ranks with different tokens, which includes context parallelism.
     loss: the same, of all pipeline stages. stages: the pipeline.
@@ -100,7 +101,7 @@ class StepGroups:
 
 @dataclass
 class TrainStep:
-    """A model, laid out and with weights, and the steps that train and evaluate it.
+    """Hold a model, laid out and with weights, and the steps that train and evaluate it.
 
     model_parts: the whole model, or this rank's pipeline stages. float8: the layers that compute in 8 bits.
     async_tp, compile_log: what the compiler did. on_gradients: called with whole gradients, before they are clipped.
@@ -337,7 +338,6 @@ def build_train_step(config: JobConfig, *, device: torch.device, mesh: DeviceMes
     pipeline = None
     if pp is not None and schedule is not None:
         pipeline = Pipeline(stages, schedule=schedule, mesh=pp, device=device, loss_fn=loss_sum)
-    # Last, since the techniques above replace parameters.
     model_parts = list(stages.values())
     num_blocks = sum(len(part.get_submodule("layers")) for part in model_parts)  # pyright: ignore
     optimizer = build_optimizer(

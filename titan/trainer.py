@@ -1,4 +1,5 @@
-"""The trainer builds the parts of a run and owns the loop. Everything that happens beside training is a hook (titan/hook.py).
+"""Build the parts of a run, and own the loop. Everything that happens beside training is a hook
+(titan/hook.py).
 
     set-up   process group, mesh, data, program (model, parallelism, optimizer), hooks
     start    hooks resume from a checkpoint; console, clock and event log open; hooks start
@@ -55,7 +56,7 @@ _Hook = TypeVar("_Hook", bound=Hook)
 
 
 class Trainer:
-    """One rank of a training run."""
+    """Run one rank of a training run."""
 
     def __init__(
         self,

@@ -82,7 +82,7 @@ def open_regular(path: Path, *, within: Path | None = None) -> IO[bytes]:
 
 
 class Unpacked(io.RawIOBase):
-    """The bytes of a file, and of a .gz file the unpacked ones.
+    """Read the bytes of a file, and of a .gz file the unpacked ones.
 
     Raises InputError when a file unpacks to more than text does. Text and traces shrink 3 to 20 times, and deflate's limit
     is 1032. What lies between is made to fill a disk or a memory.
@@ -97,7 +97,7 @@ class Unpacked(io.RawIOBase):
 
     @property
     def position(self) -> int:
-        """How many bytes of the file itself have been read."""
+        """Return how many bytes of the file itself have been read."""
         return self._packed.tell()
 
     def readable(self) -> bool:

@@ -1,4 +1,5 @@
-"""Sizes of the Llama 3 family (arXiv:2407.21783 and the model cards of 3.1 and 3.2). Imports no torch.
+"""Define the sizes of the Llama 3 family (arXiv:2407.21783 and the model cards of 3.1 and 3.2).
+Imports no torch.
 
 Counts follow from the sizes alone, so that `titan check` can say them without building anything.
 """
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Frequency scaling that stretches Llama 3.1's context (see `rope_frequencies` in model.py)."""
+    """Describe the frequency scaling that stretches Llama 3.1's context (see `rope_frequencies` in
+    model.py)."""
 
     factor: float
     low_freq_factor: float = 1.0
@@ -20,7 +22,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """One size of the family.
+    """Describe one size of the family.
 
     dim: model width; n_layers: blocks; n_heads, n_kv_heads: query heads and shared key/value heads;
     ffn_dim: width of the SwiGLU; vocab_size: rows of the embedding; tied_embeddings: the output layer is
@@ -47,14 +49,17 @@ class LlamaConfig:
 
     @property
     def rope_scaling(self) -> RopeScaling | None:
+        """Return the scaling that `rope_factor` stands for, if it is not 0."""
         return RopeScaling(factor=self.rope_factor) if self.rope_factor else None
 
     @property
     def num_block_norm_params(self) -> int:
+        """Return the parameters of a block's norms."""
         return 2 * self.dim
 
     @property
     def num_block_params(self) -> int:
+        """Return the parameters of a block, norms included."""
         # wq, wo, then wk and wv, then the three matrices of the SwiGLU.
         q_and_o = 2 * self.dim * self.n_heads * self.head_dim
         k_and_v = 2 * self.dim * self.n_kv_heads * self.head_dim
@@ -62,10 +67,12 @@ class LlamaConfig:
 
     @property
     def num_embedding_params(self) -> int:
+        """Return the parameters of the embedding, which are also those of an output layer."""
         return self.vocab_size * self.dim
 
     @property
     def num_params(self) -> int:
+        """Return all parameters. Tied embeddings count once."""
         embeddings = self.num_embedding_params * (1 if self.tied_embeddings else 2)
         # The last norm counts once.
         return embeddings + self.n_layers * self.num_block_params + self.dim

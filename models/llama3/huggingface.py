@@ -1,4 +1,5 @@
-"""Llama as `transformers` writes it (LlamaForCausalLM): names of parameters, and config.json both ways. Imports no torch.
+"""Translate Llama to and from `transformers` (LlamaForCausalLM): names of parameters, and
+config.json. Imports no torch.
 
 Only names differ, tensors are the same: `rotate` in model.py pairs channel i with i + K/2, as transformers does.
 Meta's original files (consolidated.*.pth) pair neighbours, and would need their wq and wk permuted.

@@ -1,4 +1,5 @@
-"""Llama 3 as a plain nn.Module: grouped-query attention, rotary positions, RMSNorm, SwiGLU (arXiv:2407.21783).
+"""Define Llama 3 as a plain nn.Module: grouped-query attention, rotary positions, RMSNorm, SwiGLU
+(arXiv:2407.21783).
 
 The file knows nothing of parallelism: titan/parallel/ works on it from outside. Three things make that easy:
 blocks are in a ModuleDict under their global number, so a pipeline stage that holds some of them keeps their
@@ -49,7 +50,7 @@ def rotate(x_BHSK: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Projections and rotation around the inner attention."""
+    """Project and rotate around the inner attention."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -77,7 +78,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (arXiv:2002.05202)."""
+    """Compute SwiGLU (arXiv:2002.05202)."""
 
     def __init__(self, dim: int, ffn_dim: int) -> None:
         super().__init__()
@@ -120,7 +121,7 @@ def build_moe(config: LlamaConfig, layer: int) -> MoE | None:
 
 
 class Llama(nn.Module):
-    """Token ids to logits."""
+    """Turn token ids into logits."""
 
     def __init__(self, config: LlamaConfig, *, attention: type[nn.Module] = Attention) -> None:
         super().__init__()

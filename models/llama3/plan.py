@@ -1,4 +1,5 @@
-"""What of Llama may be split how, as data for titan.parallel.tensor (whose docstring explains the styles)."""
+"""Say what of Llama may be split how, as data for titan.parallel.tensor (whose docstring explains
+the styles)."""
 
 TENSOR_PLAN: dict[str, str] = {
     "tok_embeddings": "vocab_embedding",

@@ -12,7 +12,8 @@ from .config import Qwen3Config
 
 
 class Attention(LlamaAttention):
-    """Llama's attention with RMSNorm over each head's queries and keys (arXiv:2505.09388, section 2)."""
+    """Add RMSNorm over each head's queries and keys to Llama's attention (arXiv:2505.09388, section
+    2)."""
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__(config)

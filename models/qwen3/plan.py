@@ -1,4 +1,4 @@
-"""What of Qwen3 may be split how: as Llama, and the norms within heads."""
+"""Say what of Qwen3 may be split how: as Llama, and the norms within heads."""
 
 from ..llama3.plan import MOE_PLAN
 from ..llama3.plan import TENSOR_PLAN as LLAMA_PLAN

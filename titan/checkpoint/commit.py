@@ -40,7 +40,7 @@ TIMEOUT = timedelta(minutes=30)
 
 
 class CheckpointGroup:
-    """The ranks that save and load together, in a gloo group that training does not use.
+    """Let ranks save and load together, in a gloo group that training does not use.
 
     A save in the background calls collectives from another thread. Collectives of one group from two threads would
     be matched in any order. All ranks create this together.

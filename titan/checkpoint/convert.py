@@ -206,6 +206,7 @@ def _size(text: str) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the command's options."""
     parser = argparse.ArgumentParser(
         prog="titan convert", description="Convert Hugging Face folders to checkpoints and back."
     )

@@ -51,7 +51,7 @@ Fetch = Callable[[Sequence[str], bool], StateDict]
 
 @dataclass(frozen=True)
 class Export:
-    """What to write: a model, in which precision, in files of which size.
+    """Say what to write: a model, in which precision, in files of which size.
 
     bos_id, eos_id: the tokenizer's. seq_len: the model was trained on. assets: files to copy.
     """
@@ -99,6 +99,7 @@ class Export:
         }
 
     def num_bytes(self, name: str) -> int:
+        """Return the bytes that a tensor takes in a file, by our name of it."""
         return self.model.shapes[name].numel() * self.dtype.itemsize
 
 

@@ -45,7 +45,7 @@ _DERIVED = (
 
 @dataclass(frozen=True)
 class HFModel:
-    """One of our models, and the names that transformers gives its tensors.
+    """Describe one of our models, and the names that transformers gives its tensors.
 
     hooks: the family's huggingface.py. names: ours to theirs, in the model's order. shapes: by our names. A tied output
     layer is not among them.
@@ -74,7 +74,8 @@ class HFModel:
 
 @dataclass(frozen=True)
 class HFFolder:
-    """A folder that transformers could load: its config.json, and the file of each tensor."""
+    """Describe a folder that transformers could load: its config.json, and the file of each
+    tensor."""
 
     path: Path
     config: dict[str, Any]

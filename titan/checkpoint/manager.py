@@ -73,6 +73,7 @@ class CheckpointManager:
 
     @cached_property
     def group(self) -> CheckpointGroup:
+        """Return the ranks' group. It is made at the first use, which all ranks reach together."""
         return CheckpointGroup()
 
     # ---- when ----------------------------------------------------------------------------------
@@ -83,6 +84,7 @@ class CheckpointManager:
 
     @property
     def can_save(self) -> bool:
+        """Return whether the job saves at all."""
         return self.section.enable and not self.section.load_only
 
     def should_save(self, step: int, *, last_step: int) -> bool:

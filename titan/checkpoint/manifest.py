@@ -1,4 +1,5 @@
-"""manifest.json: size and hashes of every file of a checkpoint, and what is wrong with files that do not match.
+"""Write and check manifest.json: size and hashes of every file of a checkpoint, and what is wrong
+with files that do not match.
 
 A file is hashed in blocks of 16 MiB (xxh3, 128 bits) while it is written. So the hash is of the bytes that were meant, not
 of those that the disk returns. Blocks let ranks share the check, and let a report name the damaged bytes. The manifest
@@ -31,7 +32,7 @@ _MAX_VALUES = 1_000_000  # of a manifest: the blocks of 16 TB
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What a manifest says of a file: its size, and the hash of each block."""
+    """Hold what a manifest says of a file: its size, and the hash of each block."""
 
     bytes: Count
     blocks: list[str]
@@ -39,7 +40,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What manifest.json says. hash: of all other fields."""
+    """Hold what manifest.json says. hash: of all other fields."""
 
     step: Count
     files: dict[str, FileEntry]
@@ -54,7 +55,7 @@ class Manifest:
 
 @dataclass(frozen=True, order=True)
 class Damage:
-    """What is wrong with a file, or with its bytes from `first` up to `last`."""
+    """Say what is wrong with a file, or with its bytes from `first` up to `last`."""
 
     file: str
     reason: str

@@ -59,11 +59,12 @@ def storage_of(location: Location) -> LocalStorage:
 
 
 class LocalStorage:
-    """A local or shared file system."""
+    """Reach files of a local or shared file system."""
 
     has_rename = True
 
     def open(self, location: Location, mode: str) -> IO[bytes]:
+        """Open a file. Reading refuses what is no regular file (titan/untrusted.py)."""
         path = Path(location)
         # Reading refuses links and devices (titan/untrusted.py). What is written is ours.
         return open_regular(path, within=path.parent) if mode == "rb" else path.open(mode)
@@ -92,10 +93,12 @@ class LocalStorage:
         self.fsync_folder(Path(new).parent)
 
     def fsync(self, stream: IO[bytes]) -> None:
+        """Wait until a stream's bytes are on disk."""
         stream.flush()
         os.fsync(stream.fileno())
 
     def fsync_folder(self, folder: Location) -> None:
+        """Wait until the names in a folder are on disk."""
         # A new name is an entry of its folder, which has to reach the disk, too.
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -104,13 +107,14 @@ class LocalStorage:
             os.close(descriptor)
 
     def write(self, location: Location, data: bytes) -> None:
+        """Write a file, and wait until it is on disk."""
         with self.open(location, "wb") as stream:
             stream.write(data)
             self.fsync(stream)
 
 
 class RemoteStorage(LocalStorage):
-    """A file system of fsspec, chosen by the URL's scheme."""
+    """Reach files of a file system of fsspec, chosen by the URL's scheme."""
 
     has_rename = False
 

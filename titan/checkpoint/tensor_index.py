@@ -1,4 +1,5 @@
-"""tensors.json: which tensors a checkpoint holds, and in which bytes of which file each of their chunks is.
+"""Write and read tensors.json: which tensors a checkpoint holds, and in which bytes of which file
+each of their chunks is.
 
 DCP keeps the same in .metadata, which is a pickle, and unpickling a file can run anything that the file says. So titan
 writes the index as JSON too and reads only that. A reader checks that the index describes whole tensors: the chunks of
@@ -31,7 +32,8 @@ Size = Annotated[tuple[Count, ...], Field(max_length=8)]
 
 
 class Chunk(NamedTuple):
-    """A box of a tensor, and where its bytes are: `num_bytes` of `file` from byte `first` on."""
+    """Describe a box of a tensor, and where its bytes are: `num_bytes` of `file` from byte `first`
+    on."""
 
     offsets: Size
     sizes: Size
@@ -42,7 +44,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint. dtype: torch's name for it, such as "bfloat16"."""
+    """Describe a tensor of a checkpoint. dtype: torch's name for it, such as "bfloat16"."""
 
     dtype: str
     size: Size
@@ -51,7 +53,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class TensorIndex:
-    """What tensors.json says."""
+    """Hold what tensors.json says."""
 
     tensors: dict[str, StoredTensor]
     format: Literal[1] = 1

@@ -1,4 +1,5 @@
-"""`titan slurm JOB.toml --nodes N`: check a job, write train.sbatch for it with every choice filled in, and submit it on request.
+"""Run `titan slurm JOB.toml --nodes N`: check a job, write train.sbatch for it with every choice
+filled in, and submit it on request.
 
 The user's text may hold anything, even `$(...)` and line breaks, and must never become a command or an option. So words
 for the shell are quoted, and values of #SBATCH lines, which cannot be quoted, may have known characters only.

@@ -1,1 +1,2 @@
-"""Job files: typed sections, loading with file and line of every problem, cross-field rules. Imports no torch."""
+"""Load and check job files: typed sections, file and line of every problem, cross-field rules.
+Imports no torch."""

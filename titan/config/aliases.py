@@ -111,7 +111,7 @@ _CONVERTED: dict[str, Callable[[Any], Any]] = {
 
 @dataclass
 class ConfigLayer:
-    """What one file, or the command line, sets: its tables, and where each key was written."""
+    """Hold what one file, or the command line, sets: its tables, and where each key was written."""
 
     data: dict[str, Any]
     locations: dict[str, SourceLocation]

@@ -1,4 +1,4 @@
-"""The base class of sections, the types of their fields, and how plug-ins are loaded.
+"""Define the base class of sections and the types of their fields, and load plug-ins.
 
 A plug-in derives its sections from here. It cannot import titan.config.schema, which imports every plug-in, including the one
 that is being imported.

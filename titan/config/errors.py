@@ -1,4 +1,4 @@
-"""A user's mistakes: what is wrong, where it is, and how it is reported.
+"""Describe a user's mistakes: what is wrong, where it is, and how it is reported.
 
 A `Problem` is one line of a report, `file:line: key: message`. A `ConfigError` holds all problems of a job, so that they can
 be fixed together. A `SourceMap` remembers where each key was written, so that rules which look at values can point at a line.
@@ -25,7 +25,7 @@ RuleViolation = tuple[str, str]
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake. `line` is 0 if there is no line to point at."""
+    """Describe one mistake. `line` is 0 if there is no line to point at."""
 
     file: str
     line: int
@@ -61,12 +61,12 @@ class ConfigError(Exception):
 
 
 class UnknownValue(Exception):
-    """A rule reads a setting whose value is unknown, since it was written wrongly."""
+    """Report that a rule reads a setting whose value is unknown, since it was written wrongly."""
 
 
 @dataclass(frozen=True)
 class SourceLocation:
-    """Where a value was written, and under which key (the old one, if it has been renamed)."""
+    """Say where a value was written, and under which key (the old one, if it has been renamed)."""
 
     file: str
     line: int
@@ -81,7 +81,7 @@ class SourceLocation:
 
 @dataclass(eq=False)
 class SourceMap:
-    """Locations of a config's keys, and warnings about how they were written.
+    """Hold the locations of a config's keys, and warnings about how they were written.
 
     It is not part of the config's value, so any two are equal.
     """

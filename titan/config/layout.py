@@ -46,7 +46,7 @@ AXES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Degrees of the mesh axes, and forward passes per optimizer step."""
+    """Hold the degrees of the mesh axes, and the forward passes per optimizer step."""
 
     pp: int
     dp_replicate: int
@@ -62,6 +62,7 @@ class Layout:
 
     @property
     def world_size(self) -> int:
+        """Return the number of ranks."""
         return self.pp * self.dp * self.cp * self.tp
 
     def __str__(self) -> str:

@@ -42,7 +42,7 @@ USAGE = "JOB.toml [OVERLAY.toml ...] [--section.key=value ...]"
 
 @dataclass(frozen=True)
 class Arguments:
-    """The parts of a command line: files in order, and overrides as "section.key=value"."""
+    """Hold the parts of a command line: files in order, and overrides as "section.key=value"."""
 
     job: Path
     overlays: tuple[Path, ...]

@@ -1,4 +1,4 @@
-"""The rules that need only the config, one function for each section; see rules.py for how they are run."""
+"""Hold the rules that need only the config, one function for each section. rules.py runs them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ STATE_PARTS = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 
 
 def _text(part: Any, path: KeyPath = ()) -> Iterator[RuleViolation]:
-    """No file name may hold a null character, and no file can store half a surrogate pair."""
+    """Refuse null characters, which no file name may hold, and half surrogate pairs, which no file
+    can store."""
     if isinstance(part, Section):
         # Iterating a section skips forgotten values.
         part = {name: value for name, value in part if name in type(part).model_fields}

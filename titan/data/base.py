@@ -15,7 +15,8 @@ from titan.data.special_tokens import SpecialTokens
 
 @dataclass(frozen=True, kw_only=True)
 class RankShare:
-    """Which samples a data-parallel rank takes: its own batch of each `world` batches in a row."""
+    """Say which samples a data-parallel rank takes: its own batch of each `world` batches in a
+    row."""
 
     rank: int = 0
     world: int = 1
@@ -23,11 +24,12 @@ class RankShare:
 
     @property
     def stride(self) -> int:
+        """Return the samples of all ranks' batches together."""
         return self.world * self.batch
 
 
 class Samples(ABC):
-    """An endless sequence of numbered rows of tokens."""
+    """Give an endless sequence of numbered rows of tokens."""
 
     num_samples: int | None = None
     """Length of an epoch; None if it is unknown or endless."""

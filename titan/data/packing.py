@@ -18,7 +18,7 @@ from titan.loss import IGNORED
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One micro-batch of one rank. The tensors are int64[B, S]."""
+    """Hold one micro-batch of one rank. The tensors are int64[B, S]."""
 
     tokens_BS: Tensor
     labels_BS: Tensor

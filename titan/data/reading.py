@@ -45,7 +45,7 @@ _UNREADABLE = (OSError, EOFError, zlib.error, UnicodeError, SyntaxError)
 
 @dataclass(frozen=True)
 class LongText:
-    """A document that is read in pieces. Each call of `read` begins at its beginning."""
+    """Hold a document that is read in pieces. Each call of `read` begins at its beginning."""
 
     read: Callable[[], Iterator[str]]
 
@@ -78,7 +78,7 @@ def pieces_of(document: str | LongText) -> Iterator[str]:
 
 @dataclass
 class Meter:
-    """How far reading has come, in bytes of the files, for the progress bar."""
+    """Count how far reading has come, in bytes of the files, for the progress bar."""
 
     before: int = 0
     here: int = 0

@@ -30,7 +30,7 @@ from titan.data.writer import TokenizationSpec
 
 
 class ShardSamples(Samples):
-    """The samples of memory-mapped token shards."""
+    """Give the samples of memory-mapped token shards."""
 
     def __init__(self, shards: TokenShards, *, seq_len: int, key: int | None) -> None:
         """Read shards in the order that `key` names for each epoch. None reads them as they are stored."""
@@ -55,7 +55,7 @@ class ShardSamples(Samples):
 
 
 class SyntheticSamples(Samples):
-    """Uniformly random ids without documents. Each sample has its own generator."""
+    """Draw uniformly random ids without documents. Each sample has its own generator."""
 
     special_tokens = SpecialTokens(None, None)
 
@@ -72,7 +72,7 @@ class SyntheticSamples(Samples):
 
 
 class BlendSamples(Samples):
-    """Several sources in proportion to their weights."""
+    """Mix several sources in proportion to their weights."""
 
     def __init__(self, parts: Sequence[Samples], *, weights: list[float], key: int) -> None:
         self._parts = parts
@@ -111,7 +111,7 @@ class BlendSamples(Samples):
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOptions:
-    """The options that all sources of a job share."""
+    """Hold the options that all sources of a job share."""
 
     tokenizer: Tokenizer
     data: s.DataSection
@@ -121,6 +121,7 @@ class SampleOptions:
 
     @property
     def spec(self) -> TokenizationSpec:
+        """Return how the job's documents become tokens."""
         data = self.data
         return TokenizationSpec(
             tokenizer=self.tokenizer,

@@ -1,4 +1,5 @@
-"""Token shards: the format of finite text on disk, both in prepared folders and in the cache.
+"""Define token shards: the format of finite text on disk, both in prepared folders and in the
+cache.
 
 A folder holds index.json and flat files of little-endian uint16 (uint32 above 65,536 ids): train-00000.bin ... and, if
 documents were held out, validation-00000.bin ... Documents are stored one after another, framed by begin and end ids. A
@@ -34,7 +35,8 @@ _MAX_INDEX_BYTES, _MAX_INDEX_VALUES = 2**28, 10**7  # of a million shards
 
 
 class Shard(BaseModel):
-    """One file: its tokens, the documents that end in it, and the bytes of text that these were.
+    """Describe one file: its tokens, the documents that end in it, and the bytes of text that these
+    were.
 
     documents_read, pieces_read: where reading stood when the file was closed, in documents of the source (of all splits)
     and pieces (reading.py) of the next one.
@@ -49,7 +51,8 @@ class Shard(BaseModel):
 
 
 class Index(BaseModel):
-    """index.json. `key` names what the shards were made from, `bos_id` and `eos_id` what frames a document."""
+    """Hold index.json. `key` names what the shards were made from, `bos_id` and `eos_id` what
+    frames a document."""
 
     format: Literal["titan-shards-1"] = FORMAT
     key: str
@@ -73,6 +76,7 @@ class Index(BaseModel):
         return token_dtype(self.vocab_size).name
 
     def total(self, split: str, field: str = "tokens") -> int:
+        """Return the sum of a field over the shards of a split."""
         return sum(getattr(shard, field) for shard in self.splits[split])
 
 

@@ -46,7 +46,8 @@ _STDLIB_SKIPPED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Documents:
-    """Finite text. `read()` yields the documents from the first one, in the same order each time."""
+    """Offer finite text. `read()` yields the documents from the first one, in the same order each
+    time."""
 
     name: str
     identity: list[object]
@@ -148,7 +149,8 @@ def _stdlib_files() -> list[Path]:
 
 
 class TextStream:
-    """A Hugging Face dataset that is read row by row. `state()` and `read(state)` resume at a place in it."""
+    """Read a Hugging Face dataset row by row. `state()` and `read(state)` resume at a place in
+    it."""
 
     def __init__(self, section: s.HuggingFaceSource) -> None:
         configuration = f" ({section.name})" if section.name else ""

@@ -15,7 +15,7 @@ from titan.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """The ids that begin and end a document. None: nothing is written there."""
+    """Hold the ids that begin and end a document. None: nothing is written there."""
 
     bos_id: int | None
     eos_id: int | None
@@ -32,6 +32,7 @@ class SpecialTokens:
 
     @property
     def marks_boundaries(self) -> bool:
+        """Return whether the tokens show where documents begin."""
         return self.bos_id is not None or self.eos_id is not None
 
     def wrap(self, ids: list[int], *, first: bool = True, last: bool = True) -> list[int]:

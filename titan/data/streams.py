@@ -35,7 +35,8 @@ _THREADS, _DOCUMENTS_AT_ONCE = 4, 64
 
 
 class Mark(NamedTuple):
-    """A place to go on reading: before block `block` of `epoch`, after `document` documents."""
+    """Mark a place to go on reading: before block `block` of `epoch`, after `document`
+    documents."""
 
     document: int = 0
     epoch: int = 0
@@ -44,7 +45,7 @@ class Mark(NamedTuple):
 
 
 class StreamSamples(Samples):
-    """The samples of a stream. Ask for them in rising order."""
+    """Give the samples of a stream. Ask for them in rising order."""
 
     def __init__(
         self,

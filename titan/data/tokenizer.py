@@ -83,7 +83,8 @@ class Tokenizer(ABC):
 
 
 class TiktokenTokenizer(Tokenizer):
-    """Byte-level BPE by ranks, as a tiktoken.Encoding. The special tokens follow the last rank."""
+    """Apply byte-level BPE by ranks, as a tiktoken.Encoding. The special tokens follow the last
+    rank."""
 
     def __init__(
         self, ranks: dict[bytes, int], *, kind: str, pattern: str, specials: list[str], source: str
@@ -111,7 +112,7 @@ class TiktokenTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer.json, through the `tokenizers` library."""
+    """Apply a tokenizer.json, through the `tokenizers` library."""
 
     kind = "huggingface"
 

@@ -60,16 +60,19 @@ ReadPosition = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizationSpec:
-    """How documents become tokens: what a worker needs, and what the result depends on besides the text."""
+    """Say how documents become tokens: what a worker needs, and what the result depends on besides
+    the text."""
 
     tokenizer: Tokenizer
     special_tokens: SpecialTokens
     validation_fraction: float
 
     def split_of(self, document: Document) -> str:
+        """Return the split that a document belongs to."""
         return SPLITS[in_validation(document, fraction=self.validation_fraction)]
 
     def key(self, documents: Documents, *, shard_tokens: int) -> str:
+        """Return a hash of all that the shards depend on."""
         # Everything that the bytes of the result depend on.
         parts = [
             FORMAT,
@@ -83,7 +86,8 @@ class TokenizationSpec:
 
 @dataclass
 class Progress:
-    """What is done so far, for the display. num_bytes: of the files, as `Documents.position` counts them."""
+    """Hold what is done so far, for the display. num_bytes: of the files, as `Documents.position`
+    counts them."""
 
     documents: int = 0
     num_bytes: int = 0

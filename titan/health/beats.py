@@ -21,7 +21,7 @@ _FIRST_VALUE_S = 60.0  # ranks start together
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank says of itself."""
+    """Hold what a rank says of itself."""
 
     count: int
     step: int
@@ -31,6 +31,7 @@ class Beat:
 
     @staticmethod
     def parse(text: str) -> Beat:
+        """Return the beat of a text in the store."""
         content = json.loads(text)
         return Beat(**(content | {"process": ProcessId(**content["process"])}))
 
@@ -53,6 +54,7 @@ def connect(timeout_s: float) -> Any:
 
 
 def store_host() -> str:
+    """Return the host that holds the ranks' store, as far as is known."""
     return str(getattr(_default_store(), "host", os.environ.get("MASTER_ADDR", "?")))
 
 
@@ -69,7 +71,7 @@ def _default_store() -> Any:
 
 
 class FolderStore:
-    """The part of torch's store that the monitor needs, as files.
+    """Offer the part of torch's store that the monitor needs, as files.
 
     torch's FileStore appends each value to its file, which would grow with every beat (docs/torch.md).
     """
@@ -169,5 +171,6 @@ def why_silent(process: ProcessId) -> str:
 
 
 def list_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 3" or "ranks 1, 2, 3", with at most eight numbers."""
     names = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"

@@ -56,7 +56,7 @@ Frame = tuple[str, int, str]
 
 @dataclass(frozen=True)
 class Activity:
-    """What a main thread does: `text` names the operation and the line."""
+    """Say what a main thread does: `text` names the operation and the line."""
 
     text: str
     waits: bool  # for other ranks, or for the device
@@ -64,7 +64,8 @@ class Activity:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a run ends. The ranks agree on one (titan/health/monitor.py), and status.json has it.
+    """Say why a run ends. The ranks agree on one failure (titan/health/monitor.py), and status.json
+    has it.
 
     kind: a key of the doctor's table (titan/health/doctor/diagnosis.py); rank: which noticed it; silent: ranks that
     do not answer.
@@ -79,6 +80,7 @@ class Failure:
 
     @property
     def state(self) -> State:
+        """Return the state of the run that status.json names."""
         return "hung" if self.kind in ("hang", "rank_silent") else "failed"
 
     @staticmethod
@@ -162,6 +164,7 @@ def main_thread() -> Activity:
 
 
 def stacks_file(run_dir: Path, rank: int) -> Path:
+    """Return where a rank's stacks are written."""
     return run_dir / "logs" / f"rank-{rank}.stacks.txt"
 
 

@@ -53,7 +53,7 @@ NEWEST = 2000  # entries of a dump: a step has tens to thousands, and what count
 
 @dataclass
 class FlightRecorder:
-    """The recorder of one rank."""
+    """Record what one rank's communication looks like."""
 
     section: CommSection
     run_dir: Path
@@ -66,6 +66,7 @@ class FlightRecorder:
 
     @property
     def path(self) -> Path:
+        """Return where the dump is written."""
         name = f"{self.section.save_traces_file_prefix}{self.rank}.json"
         return self.run_dir / self.section.save_traces_folder / name
 

@@ -54,7 +54,7 @@ _STUCK_S = 20.0  # for a main thread that ends by itself, and for a disk that ma
 
 
 class Monitor:
-    """Watches one rank from `start` to `close`, and its peers from `connect` to `finish`.
+    """Watch one rank from `start` to `close`, and its peers from `connect` to `finish`.
 
     Args:
         heartbeat_s: the silence after which a rank counts as lost; 0: silence is no failure.
@@ -90,6 +90,7 @@ class Monitor:
     # ---- what the main thread calls ----------------------------------------------------------------
 
     def start(self) -> None:
+        """Begin to watch this rank."""
         # Only a step limit needs the file now. Other failures open it when they write.
         if self.step_limit_s:
             path = stacks_file(self.run_dir, self.rank)
@@ -163,6 +164,7 @@ class Monitor:
             self.peers.leave()
 
     def close(self) -> None:
+        """Stop the thread, and with it the beats of the run lock."""
         self.finish()
         self._closed.set()
         if self._stacks is not None:

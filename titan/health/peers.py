@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Peers:
-    """The other ranks of the run, as their beats show them.
+    """Know the other ranks of the run, as their beats show them.
 
     Args:
         heartbeat_s: the silence after which a rank counts as lost; 0: silence is no failure.

@@ -35,7 +35,7 @@ _LEAST_SIGMA = 0.01
 
 
 class StepAction(IntEnum):
-    """What to do with a step, in order of severity: the ranks take the most severe action."""
+    """Say what to do with a step, in order of severity. The ranks take the most severe action."""
 
     TRAIN = 0
     WARN = 1
@@ -48,27 +48,30 @@ _ACTIONS = {"off": StepAction.TRAIN} | {action.name.lower(): action for action i
 
 
 class NonFiniteError(RuntimeError):
-    """The loss or the gradient norm is not finite; the message names the step, the ranks and the samples."""
+    """Report a loss or a gradient norm that is not finite. The message names the step, the ranks
+    and the samples."""
 
     kind = "loss_not_finite"
 
 
 class SpikeError(RuntimeError):
-    """A loss is far off, or was so too often, and the policy is to stop; the message says how far."""
+    """Report a loss that is far off, where the policy is to stop, or too many of them. The message
+    says how far."""
 
     kind = "loss_not_finite"
 
 
 @dataclass(frozen=True)
 class StepDecision:
-    """Says what to do with a step, and why."""
+    """Say what to do with a step, and why."""
 
     action: StepAction = StepAction.TRAIN
     reason: str = ""
 
 
 class Recovery:
-    """Decides about the steps of one run. `judge` is called by the training step; `decision` is the last result."""
+    """Decide about the steps of one run. The training step calls `judge`. `decision` is the last
+    result."""
 
     def __init__(self, section: FaultToleranceSection, *, device: torch.device) -> None:
         self.section, self.device = section, device
@@ -108,6 +111,7 @@ class Recovery:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on as the run would that `state_dict` is of."""
         self.losses = deque(state.get("losses", []), maxlen=self.section.spike_window)
         self.num_skipped = state.get("num_skipped", 0)
         self.skipped_in_a_row = state.get("skipped_in_a_row", 0)

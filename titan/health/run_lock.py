@@ -35,12 +35,12 @@ _ATTEMPT = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "SLURM_R
 
 
 class RunLocked(RuntimeError):
-    """Another run is alive in this folder; the message is for the user."""
+    """Report that another run is alive in this folder. The message is for the user."""
 
 
 @dataclass(frozen=True)
 class ProcessId:
-    """A process that cannot be mistaken for another one, and the run it belongs to."""
+    """Name a process so that it cannot be mistaken for another one, and the run it belongs to."""
 
     host: str
     pid: int
@@ -52,6 +52,7 @@ class ProcessId:
 
     @staticmethod
     def this() -> ProcessId:
+        """Return this process."""
         names = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
         job = next((os.environ[name] for name in names if os.environ.get(name)), "")
         try:
@@ -80,6 +81,7 @@ class ProcessId:
         return start_time(str(self.pid)) == self.started != ""
 
     def is_same(self, other: ProcessId) -> bool:
+        """Return whether both are the same process, whatever their beats."""
         return replace(self, beat=0) == replace(other, beat=0)
 
     def __str__(self) -> str:
@@ -87,7 +89,7 @@ class ProcessId:
 
 
 class RunLock:
-    """The lock of a run folder, held by this process from `acquire` to `release`."""
+    """Hold the lock of a run folder for this process, from `acquire` to `release`."""
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / LOCK_FILE
@@ -136,6 +138,7 @@ class RunLock:
                 file.write(self._text())
 
     def release(self) -> None:
+        """Give the lock up, unless another run has taken it over."""
         if self.is_held:
             self.is_held = False
             holder = self._read()

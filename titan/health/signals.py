@@ -27,7 +27,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class StopRequest:
-    """Notes by which signal this process was asked to stop, and ends it when its time is over."""
+    """Note by which signal this process was asked to stop, and end it when its time is over."""
 
     def __init__(self) -> None:
         self.signal_name = ""
@@ -41,6 +41,7 @@ class StopRequest:
         self._armed, self._disarmed = threading.Event(), threading.Event()
 
     def install(self) -> StopRequest:
+        """Install the handlers, and start the thread that watches the time."""
         # Python's C handler writes the number of each signal into the pipe, whatever the main
         # thread does.
         reader, writer = os.pipe()
@@ -55,6 +56,7 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
+        """Return whether a signal has asked the main thread to stop."""
         return bool(self.signal_name)
 
     def allow(self, grace_s: float, *, report: Callable[[], None]) -> None:

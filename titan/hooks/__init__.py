@@ -1,4 +1,4 @@
-"""The standard hooks of a run, and those that other packages add.
+"""List the standard hooks of a run, and those that other packages add.
 
 An installed package adds a hook through the entry point group "titan.hooks":
 

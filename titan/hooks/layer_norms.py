@@ -10,7 +10,8 @@ from titan.trainer import Trainer
 
 
 class LayerNormsLog(Hook):
-    """Measure norms between the backward pass and clipping; write them when the step is over."""
+    """Measure norms between the backward pass and clipping, and write them when the step is
+    over."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer

@@ -19,7 +19,7 @@ _LOG = logging.getLogger("titan")
 
 
 class RankTimes(Hook):
-    """Share own times among ranks at logged steps; write rows to logs/rank-N.times.jsonl."""
+    """Share own times among ranks at logged steps, and write rows to logs/rank-N.times.jsonl."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer

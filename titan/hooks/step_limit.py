@@ -8,7 +8,7 @@ from titan.trainer import Trainer
 
 
 class StepLimit(Hook):
-    """Tell the monitor when a step begins and ends; validation and saving are not limited."""
+    """Let the monitor know when a step begins and ends. Validation and saving are not limited."""
 
     def __init__(self, trainer: Trainer, monitor: Monitor | None) -> None:
         self.trainer = trainer

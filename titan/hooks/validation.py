@@ -18,7 +18,8 @@ from titan.trainer import Trainer
 
 
 class Validation(Hook):
-    """Evaluate the model on the same samples each time; `row` is the result of this step, or None."""
+    """Evaluate the model on the same samples each time. `row` is the result of this step, or
+    None."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.section = trainer, trainer.config.validation

@@ -17,7 +17,7 @@ _NEWEST = 0.3  # weight of the newest window in the smoothed step time
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """The measurements of one window. tokens_per_s covers all ranks if `tokens` did."""
+    """Hold the measurements of one window. tokens_per_s covers all ranks if `tokens` did."""
 
     num_steps: int
     step_s: float

@@ -11,7 +11,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class PeakMemory:
-    """The peak since the last reset.
+    """Hold the peak since the last reset.
 
     With kind "device", the caching allocator took reserved_gib from the device, and this must fit; tensors used active_gib of
     it. With kind "rss", reserved_gib is the resident memory of the process since its start, which cannot be reset.

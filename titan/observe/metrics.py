@@ -28,7 +28,8 @@ _NORMS = "layer_norms.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class StepRow:
-    """One logged step. The fields have the names of metrics.jsonl, which docs/metrics.md defines."""
+    """Hold one logged step. The fields have the names of metrics.jsonl, which docs/metrics.md
+    defines."""
 
     step: int
     loss: float
@@ -58,7 +59,8 @@ class StepRow:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationRow:
-    """The result of a validation. It becomes part of its step's row, which is logged afterwards."""
+    """Hold the result of a validation. It becomes part of its step's row, which is logged
+    afterwards."""
 
     step: int
     validation_loss: float

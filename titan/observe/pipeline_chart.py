@@ -1,4 +1,5 @@
-"""`titan pipeline JOB.toml [--world-size N] [--microbatches M] [--csv FILE.csv]`: draw a job's pipeline schedule as text.
+"""Run `titan pipeline JOB.toml [--world-size N] [--microbatches M] [--csv FILE.csv]`: draw a job's
+pipeline schedule as text.
 
 Ranks go down, time goes to the right, in units of a forward pass of one microbatch through one stage. A whole backward
 pass takes two. Nothing is run or measured: the order is the one that training follows, and each action starts as soon as

@@ -115,7 +115,8 @@ class ForwardClock:
 
 @dataclass(frozen=True)
 class Standing:
-    """Own times of all ranks at a logged step, in seconds per step, and the stragglers that are new or have recovered."""
+    """Hold own times of all ranks at a logged step, in seconds per step, and the stragglers that
+    are new or have recovered."""
 
     slowest_rank: int
     slowest_s: float
@@ -128,7 +129,7 @@ class Stragglers:
     """Find ranks whose own time was above SLOW times the median rank's in most of the last rows, by enough to matter."""
 
     def __init__(self, *, log_freq: int) -> None:
-        """log_freq: steps from one row to the next."""
+        """Begin without stragglers. log_freq: steps from one row to the next."""
         self.num_rows = max(3, WINDOW_STEPS // log_freq)
         self._ratios: deque[Sequence[float]] = deque(maxlen=self.num_rows)
         self.current: set[int] = set()

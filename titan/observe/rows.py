@@ -75,7 +75,7 @@ class Tail:
     """
 
     def __init__(self, path: Path, *, last_bytes: int | None = None) -> None:
-        """last_bytes: the first reading starts that far before the end."""
+        """Begin at the start, or, with last_bytes, that far before the end."""
         self.path, self._last_bytes = path, last_bytes
         self.generation, self.num_long = 0, 0
         self._inode, self._offset, self._check, self._in_long = -1, 0, b"", False
@@ -249,7 +249,8 @@ class LineFile:
 
 
 class RowFile(LineFile):
-    """The rows of a metrics.jsonl that grows, thinned, and the newest ones in full."""
+    """Keep the rows of a metrics.jsonl that grows: all of them thinned, and the newest ones in
+    full."""
 
     def __init__(self, path: Path, *, limit: int = MAX_ROWS) -> None:
         self._limit = limit

@@ -15,7 +15,7 @@ from titan.untrusted import InputError
 
 
 class Sink(Protocol):
-    """Something that takes rows of metrics."""
+    """Take rows of metrics."""
 
     def write(self, row: Row) -> None: ...
     def close(self) -> None: ...

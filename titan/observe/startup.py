@@ -19,7 +19,7 @@ _MAX_WIDTH = 120  # of the page: longer lines are hard to read on a wide termina
 
 @dataclass(frozen=True, kw_only=True)
 class StartupPage:
-    """A heading, and labelled lines in order."""
+    """Hold a heading, and labelled lines in order."""
 
     title: str
     description: str

@@ -38,12 +38,13 @@ _ON_HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
 
 
 class TooLarge(Exception):
-    """Says that a trace has more than MAX_EVENTS events."""
+    """Report that a trace has more than MAX_EVENTS events."""
 
 
 @dataclass(slots=True, eq=False)
 class TraceEvent:
-    """An event of a host thread, and its place. phase: of PHASES, or "" outside forward and backward."""
+    """Describe an event of a host thread, and its place. phase: of PHASES, or "" outside forward
+    and backward."""
 
     name: str
     is_operator: bool
@@ -57,7 +58,7 @@ class TraceEvent:
 
 
 class TimeRange(NamedTuple):
-    """Something was at work for one of PARTS, at the place of `event`."""
+    """Say that something was at work for one of PARTS, at the place of `event`."""
 
     begin: int
     end: int
@@ -67,7 +68,8 @@ class TimeRange(NamedTuple):
 
 @dataclass
 class Report:
-    """Seconds of one step, the mean of num_steps. parts_s adds up to step_s, and so do the totals of modules_s.
+    """Hold the seconds of one step, the mean of num_steps. parts_s adds up to step_s, and so do the
+    totals of modules_s.
 
     communication_hidden_s: behind work, so in no part. calls: kernels or operators of a step. modules_s: by module in
     the order of the forward pass, then by PHASES and "total".

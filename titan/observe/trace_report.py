@@ -1,4 +1,5 @@
-"""`titan profile RUN [--step N] [--rank R] [--json]`: show where a training step's time went, as two tables.
+"""Run `titan profile RUN [--step N] [--rank R] [--json]`: show where a training step's time went,
+as two tables.
 
 It finds the trace that profiler.py wrote, has trace.py read it, and prints. Of a step's other ranks it says only how far apart
 they are.
@@ -33,7 +34,7 @@ _FILE = re.compile(r"step-(\d+)/rank-(\d+)\.json\.gz$")
 
 
 class TraceFileError(Exception):
-    """Says what the user did wrong, in a line."""
+    """Report what the user did wrong, in a line."""
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,1 +1,1 @@
-"""Optimizers, learning-rate schedules, gradient clipping."""
+"""Optimize: optimizers, learning-rate schedules, gradient clipping."""

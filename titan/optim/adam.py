@@ -1,4 +1,4 @@
-"""Adam and AdamW that keep less between steps: moments in bf16 or 8 bits, weights in bf16.
+"""Keep less between the steps of Adam and AdamW: moments in bf16 or 8 bits, weights in bf16.
 
 torch's fused kernel, the default, wants weights, gradients and moments in one precision. Here every update is
 computed in fp32, and what is kept is small:

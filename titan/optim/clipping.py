@@ -1,4 +1,4 @@
-"""Global gradient norm and clipping, for plain tensors and DTensors in any mix.
+"""Compute the global gradient norm and clip by it, for plain tensors and DTensors in any mix.
 
 A gradient's squared norm is the sum over its shards: each rank sums its own shards' squares, and one all-reduce
 for each set of mesh axes over which gradients are sharded adds them up. Replicated gradients count once.

@@ -1,4 +1,5 @@
-"""The optimizer's step in the backward pass: each parameter is updated, and its gradient freed, as soon as it is there.
+"""Step the optimizer in the backward pass: each parameter is updated, and its gradient freed, as
+soon as it is there.
 
 So the gradients of the whole model never exist at once (LOMO, arXiv:2306.09782): with FSDP those of one block do. What
 it costs: the global norm is known only when every update is made, so that nothing can be clipped by it.
@@ -21,9 +22,8 @@ from .clipping import local_gradient, local_sum_of_squares, reduce_squares
 
 
 class EarlyStep:
-    """Takes over an optimizer's steps. `active` is to be set before a backward pass: whether it completes the gradients
-    (the last micro-batch) or only adds to them.
-    """
+    """Take over an optimizer's steps. Set `active` before a backward pass: whether it completes the
+    gradients (the last micro-batch) or only adds to them."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer, self.active = optimizer, False

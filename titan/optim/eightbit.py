@@ -1,4 +1,4 @@
-"""Tensors in 8 bits: dynamic block-wise quantization (Dettmers et al., arXiv:2110.02861).
+"""Store tensors in 8 bits: dynamic block-wise quantization (Dettmers et al., arXiv:2110.02861).
 
 A row is cut into blocks; each is divided by its largest magnitude, and each element becomes the number (its code) of the
 nearest of 256 levels. The levels form a grid that is fine near zero, since moments span many decades: decade -6 .. 0

@@ -131,7 +131,8 @@ def newton_schulz(x_NRC: Tensor, *, steps: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Cut:
-    """How one mesh axis splits a matrix: along `dim`, `size` long before the cut, in parts of `part`, the last ones shorter."""
+    """Say how one mesh axis splits a matrix: along `dim`, `size` long before the cut, in parts of
+    `part`, the last ones shorter."""
 
     group: dist.ProcessGroup
     dim: int

@@ -1,4 +1,4 @@
-"""Stochastic rounding of fp32 to bf16: up or down with the odds that make it right on average.
+"""Round fp32 to bf16 stochastically: up or down with the odds that make it right on average.
 
 A bf16 weight has 8 significant bits, so that an update below a 256th of the weight is lost when rounded to the
 nearest, step after step. Rounded up with probability (distance from below) / (distance between neighbours), the
@@ -24,7 +24,8 @@ from titan.parallel.torch_compat import compute_local_shape_and_global_offset
 
 @dataclass(frozen=True)
 class StepNoise:
-    """One step's random numbers for a parameter. Scalars on the host, int64, so that compiled code is the same for all.
+    """Hold one step's random numbers for a parameter. They are scalars on the host, int64, so that
+    compiled code is the same for all.
 
     key: 32 random bits. offset: of this rank's first element in the whole parameter. strides: in the whole parameter.
     """
@@ -44,7 +45,7 @@ class StepNoise:
 
 
 class RoundingNoise:
-    """Draws the noise of one parameter, step by step."""
+    """Draw the noise of one parameter, step by step."""
 
     def __init__(self, parameter: Tensor, *, seed: int, name: str) -> None:
         digest = hashlib.blake2b(f"rounding/{seed}/{name}".encode(), digest_size=4).digest()
@@ -59,6 +60,7 @@ class RoundingNoise:
         self.strides = tuple(torch.tensor(stride) for stride in strides)
 
     def at_step(self, step: int) -> StepNoise:
+        """Return the noise of a step."""
         key = _hash32(self.seed ^ _hash32(step))
         return StepNoise(torch.tensor(key), self.offset, self.strides)
 

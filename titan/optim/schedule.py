@@ -1,4 +1,5 @@
-"""The learning-rate schedule, a pure function of the step: resuming needs the step and nothing else."""
+"""Compute the learning rate as a pure function of the step: resuming needs the step and nothing
+else."""
 
 from __future__ import annotations
 

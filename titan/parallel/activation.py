@@ -44,7 +44,8 @@ DEFAULT_KEEP = ("matmul/2", "attention", "network", "scales")
 
 
 class KeepError(ValueError):
-    """An operation or a module to be kept does not exist; the message is for the user."""
+    """Report that an operation or a module to be kept does not exist. The message is for the
+    user."""
 
 
 def apply_ac(
@@ -88,7 +89,8 @@ def apply_ac(
 
 
 def _rule(entry: str) -> tuple[tuple[str, ...], int]:
-    """ "matmul/2" -> the operations, 2."""
+    """Return the operations that an entry names, and of how many one is kept: "matmul/2" is every
+    second product."""
     name, slash, every = entry.partition("/")
     if slash and not (every.isdecimal() and int(every)):
         raise KeepError(

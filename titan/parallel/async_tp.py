@@ -20,7 +20,7 @@ from .torch_compat import enable_symmetric_memory, micro_pipeline_module
 
 @dataclass
 class Rewrites:
-    """What the pass found in the graphs compiled so far, and what it fused."""
+    """Count what the pass found in the graphs compiled so far, and what it fused."""
 
     num_graphs: int = 0
     all_gathers: int = 0

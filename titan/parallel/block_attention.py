@@ -1,4 +1,5 @@
-"""Attention over one block of keys that also returns its logsumexp, so that blocks can be merged; and its gradient.
+"""Attend to one block of keys and return the logsumexp too, so that blocks can be merged. Compute
+its gradient.
 
 torch's public scaled_dot_product_attention keeps the logsumexp to itself. The operators under it give it out and have
 the same schemas in torch 2.11 to 2.15; this file is the only one that calls them. On a CPU: the flash kernel for CPUs.

@@ -1,4 +1,4 @@
-"""Collectives that start now and are waited for later, and differentiable ones built on them.
+"""Start collectives now and wait for them later, and build differentiable ones on them.
 
 They are torch's functional collectives, taken at the operators: torch.compile and a simulator see both the start and
 the wait, nothing is a tensor subclass that waits at an unknown moment, and the operators are the same in torch 2.11 to

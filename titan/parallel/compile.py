@@ -61,7 +61,8 @@ def apply_compile(
 
 
 class CompileLog:
-    """Compilations of this process from now on. what: the compiled things, in words ("8 blocks and the loss")."""
+    """Record the compilations of this process from now on. what: the compiled things, in words ("8
+    blocks and the loss")."""
 
     def __init__(self, what: str) -> None:
         self.what = what

@@ -109,7 +109,8 @@ def check_divides(length: int, *, size: int, balanced: bool) -> None:
 
 
 class ContextParallelAttention(nn.Module):
-    """Attention over the whole sequence, from and to this rank's part of it; see the module's docstring."""
+    """Compute attention over the whole sequence, from and to this rank's part of it (see the
+    module's docstring)."""
 
     def __init__(
         self, inner: nn.Module, *, part: SequencePart, method: Method, name: str = "attention"

@@ -1,4 +1,5 @@
-"""Float8 and MXFP8: the matrix products of linear layers in 8 bits, by torchao; weights and optimizer stay as they are.
+"""Compute the matrix products of linear layers in 8 bits (float8, MXFP8), by torchao. Weights and
+optimizer stay as they are.
 
 A float8 layer (arXiv:2209.05433) casts its three products' operands as it multiplies them: x to x s with s = 448 / max |x|,
 and divides by the scales afterwards. What shares a scale is the recipe:
@@ -40,12 +41,13 @@ _SMALL = "auto_filter_small_kn"
 
 
 class Float8Error(ValueError):
-    """Float8 cannot be had here; the message is for the user."""
+    """Report that float8 cannot be had here. The message is for the user."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What became of a linear layer. shape: (out, in). kept: why it is in high precision; "": it is converted."""
+    """Say what became of a linear layer. shape: (out, in). kept: why it is in high precision, or ""
+    if it is converted."""
 
     name: str
     shape: tuple[int, int]

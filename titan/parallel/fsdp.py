@@ -1,4 +1,4 @@
-"""Data parallelism: FSDP2 (ZeRO-2 and ZeRO-3), HSDP and DDP, on any nn.Module.
+"""Apply data parallelism: FSDP2 (ZeRO-2 and ZeRO-3), HSDP and DDP, on any nn.Module.
 
 FSDP2 (torch.distributed.fsdp.fully_shard; ZeRO, arXiv:1910.02054; PyTorch FSDP, arXiv:2304.11277) shards
 parameters, gradients and optimizer state over a mesh axis and gathers one unit's parameters at a time. Each block

@@ -1,4 +1,4 @@
-"""The first thing a rank does: find its device and the other ranks."""
+"""Do the first thing that a rank does: find its device and the other ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The device mesh: its axes, outermost first, and the groups derived from them.
+"""Build the device mesh: its axes, outermost first, and the groups derived from them.
 
     pp            pipeline stages
     dp_replicate  replicas of the model (DDP, HSDP)

@@ -1,4 +1,4 @@
-"""Activations wait for the backward pass in host memory.
+"""Keep activations in host memory until the backward pass.
 
 What a block saves for its backward pass is copied to the host while later blocks compute, and back while the backward pass of the
 block after it runs. It pays where the copies are shorter than the computation they hide behind: long sequences, wide
@@ -40,7 +40,7 @@ def apply_offload(
 
 
 class Offloader:
-    """Shared by the blocks of a model. num_bytes: copied to the host so far."""
+    """Hold what the blocks of a model share. num_bytes: copied to the host so far."""
 
     def __init__(self, smallest_bytes: int) -> None:
         self.smallest_bytes = smallest_bytes

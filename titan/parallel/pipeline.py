@@ -1,4 +1,4 @@
-"""Pipeline parallelism: a model cut into stages, and the runner that sends microbatches through them.
+"""Cut a model into pipeline stages, and send microbatches through them.
 
     split_stages     which modules make up each stage, and which rank does what when (stage_split.py, schedules.py)
     extract_stages   copies of the model with everything foreign to a stage removed
@@ -108,7 +108,7 @@ def _units(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class Pipeline:
-    """The stages of this rank, and the steps that train and evaluate the whole pipeline.
+    """Hold the stages of this rank, and the steps that train and evaluate the whole pipeline.
 
     stages: module for each of `schedule.stages_of(rank)`, materialised and parallelised. mesh: the pp axis.
     loss_fn: (output of the last stage, targets) -> scalar sum. Where the schedule splits backward, FSDP keeps

@@ -20,14 +20,15 @@ ReplicaGroups = dict[dist.ProcessGroup, list[tuple[str, Tensor]]]
 
 
 class ReplicaError(RuntimeError):
-    """Replicas differ; the message names ranks and parameters."""
+    """Report that replicas differ. The message names ranks and parameters."""
 
     kind = "replicas_differ"  # of a failure
 
 
 @torch.no_grad()
 def require_equal_replicas(parts: Iterable[nn.Module]) -> None:
-    """Raises ReplicaError on all ranks if any replicas differ. All ranks call it; waits for the device."""
+    """Raise ReplicaError on all ranks if any replicas differ. All ranks call this, and it waits for
+    the device."""
     differences = []
     for group, named in replicated(parts).items():
         # One integer for each parameter, so a gather moves a few bytes.

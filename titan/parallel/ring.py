@@ -1,4 +1,5 @@
-"""Causal attention of local queries over keys and values on C ranks, exact, forward and backward.
+"""Compute causal attention of local queries over keys and values on C ranks, exact, forward and
+backward.
 
 Ring Attention (arXiv:2310.01889) sends keys and values around the ring, each transfer hidden behind the block
 computed meanwhile; in backward their gradients travel with them and arrive home complete. All-gather (Llama 3,
@@ -35,7 +36,8 @@ from .collectives import start_all_gather, start_all_to_all, start_reduce_scatte
 
 
 class SequencePart(NamedTuple):
-    """Which part of the sequence this rank holds: `rank` of `size`, head and tail if `balanced`.
+    """Say which part of the sequence this rank holds: `rank` of `size`, head and tail if
+    `balanced`.
 
     group: name of the process group of the ranks that hold the others.
     """
@@ -47,7 +49,7 @@ class SequencePart(NamedTuple):
 
 
 class VisibleBlock(NamedTuple):
-    """What some queries see of some source ranks: slices of their local positions."""
+    """Say what some queries see of some source ranks, as slices of their local positions."""
 
     queries: slice
     keys: slice

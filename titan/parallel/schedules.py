@@ -32,7 +32,7 @@ _CELL = re.compile(rf"{_ACTION}|\({_ACTION}(;{_ACTION})*\)OVERLAP_F_B")
 
 
 class Action(NamedTuple):
-    """One computation of a rank."""
+    """Name one computation of a rank."""
 
     stage: int
     kind: str
@@ -43,7 +43,7 @@ class Action(NamedTuple):
 
 
 class Span(NamedTuple):
-    """An action and when it runs, in units of a forward pass of one microbatch through one stage."""
+    """Say when an action runs, in units of a forward pass of one microbatch through one stage."""
 
     action: Action
     start: int
@@ -52,7 +52,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Order of actions of each rank."""
+    """Hold the order of actions of each rank."""
 
     name: str
     num_stages: int

@@ -1,4 +1,5 @@
-"""Which modules make up which pipeline stage. Imports no torch: the checks of a job file ask the same questions."""
+"""Decide which modules make up which pipeline stage. Imports no torch: the checks of a job file ask
+the same questions."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from .schedules import Schedule, build_schedule, check_schedule, read_schedule, 
 
 @dataclass(frozen=True, kw_only=True)
 class StageSplit:
-    """Names of each stage's modules, and the schedule that runs them; `custom` if it was read from a file."""
+    """Hold the names of each stage's modules, and the schedule that runs them. `custom` if it was
+    read from a file."""
 
     modules: list[list[str]]
     schedule_name: str
@@ -97,7 +99,7 @@ def split_stages(
 def split_modules(
     num_layers: int, *, num_stages: int, first_less: int = 1, last_less: int = 1
 ) -> list[list[str]]:
-    """Names of each stage's modules, named as in models/, as even as can be.
+    """Return the names of each stage's modules, named as in models/, as even as can be.
 
     The embedding counts as `first_less` layers, norm and output layer as `last_less`. What does not divide goes
     one by one to the middle stages, later ones first, since earlier ones hold more microbatches in flight; then to

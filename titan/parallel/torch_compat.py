@@ -1,4 +1,4 @@
-"""torch's private or moving names, in this one place; torch 2.11 to 2.15.
+"""Keep torch's private or moving names in this one place, for torch 2.11 to 2.15.
 
 Each name says what it is, and where torch is known to differ. A torch that lacks one fails here at import,
 with the name in the message, and not in the middle of a run.

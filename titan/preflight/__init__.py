@@ -1,1 +1,2 @@
-"""`titan preflight`: is everything there, equal and fast enough, and does a step of the job run? Before hour one rather than in it."""
+"""Check before a run (`titan preflight`) that everything is there, equal and fast enough, and that
+a step of the job runs."""

@@ -1,4 +1,4 @@
-"""One rank: `torchrun ... -m titan.preflight JOB.toml`."""
+"""Run one rank: `torchrun ... -m titan.preflight JOB.toml`."""
 
 from __future__ import annotations
 

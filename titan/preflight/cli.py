@@ -1,4 +1,5 @@
-"""`titan preflight JOB.toml [--nproc N] [--json FILE]`, or one rank of it: `torchrun ... -m titan.preflight JOB.toml`.
+"""Run `titan preflight JOB.toml [--nproc N] [--json FILE]`, or one rank of it: `torchrun ... -m
+titan.preflight JOB.toml`.
 
 Exit codes: 0 all is well, 1 a problem was found (each is a line), 2 the user's mistake.
 """

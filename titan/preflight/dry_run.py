@@ -31,7 +31,7 @@ _CPU_OUT_OF_MEMORY = "can't allocate memory"
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
-    """Says what the steps took. steps_s: the first one includes compilation. peak_gib: of the
+    """Say what the steps took. steps_s: the first one includes compilation. peak_gib: of the
     fullest rank."""
 
     steps_s: list[float]

@@ -34,8 +34,8 @@ _SMI = ("driver_version", "clocks.sm", "clocks.max.sm", "temperature.gpu")
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
-    """Holds one rank's facts. rates: TFLOP/s of "matrix product, float32", GB/s (decimal) of all else. clock_s: its wall
-    clock less rank 0's."""
+    """Hold one rank's facts. rates: TFLOP/s of "matrix product, float32", GB/s (decimal) of all
+    else. clock_s: its wall clock less rank 0's."""
 
     rank: int
     host: str
@@ -49,7 +49,7 @@ class RankFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class DiskFacts:
-    """error: why nothing can be written, else empty."""
+    """Describe a disk. error: why nothing can be written, else empty."""
 
     folder: str
     free_gib: float

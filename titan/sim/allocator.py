@@ -34,7 +34,7 @@ _Pool = tuple[int, bool]
 
 
 class OutOfMemory(Exception):
-    """An allocation does not fit even after the cache was given back."""
+    """Report that an allocation does not fit even after the cache was given back."""
 
     def __init__(self, size_bytes: int, reserved_bytes: int, limit_bytes: int) -> None:
         self.size_bytes, self.reserved_bytes = size_bytes, reserved_bytes
@@ -59,7 +59,7 @@ class _Block:
 
 
 class Allocator:
-    """The caching allocator of one device.
+    """Model the caching allocator of one device.
 
     limit_bytes: what may be reserved; None: any amount. active_bytes: of blocks in use; reserved_bytes: taken from the
     device; peaks of both. num_retries: how often the cache was given back.

@@ -1,4 +1,5 @@
-"""`titan sim --calibrate MY.toml`: measure the machine at hand, and write what it reaches as a hardware profile.
+"""Run `titan sim --calibrate MY.toml`: measure the machine at hand, and write what it reaches as a
+hardware profile.
 
 Kernels are described as the simulator knows them (titan.sim.trace.Kernel), run, timed, and compared with what the base profile says:
 
@@ -41,7 +42,7 @@ SecondsOf = Callable[[Kernel], float]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Says how large the kernels are. A CPU would take minutes for a GPU's."""
+    """Say how large the kernels are. A CPU would take minutes for a GPU's."""
 
     tokens: int
     widths: tuple[tuple[int, int], ...]  # K, N of matrix products

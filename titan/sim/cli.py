@@ -1,4 +1,5 @@
-"""`titan sim JOB.toml --world-size N --hardware H`: what a training step costs in time and memory, with no GPU."""
+"""Run `titan sim JOB.toml --world-size N --hardware H`: predict what a training step costs in time
+and memory, with no GPU."""
 
 from __future__ import annotations
 

@@ -92,7 +92,8 @@ class _Run:
 
 
 class RecordedProgram:
-    """A compiled program under a tracer. call: takes inputs in a list, which it empties, and calls `at`."""
+    """Run a compiled program under a tracer. call: takes inputs in a list, which it empties, and
+    calls `at`."""
 
     def __init__(self, tracer: Tracer, call: Callable[[list[Any]], Any]) -> None:
         self.tracer, self.call = tracer, call

@@ -23,7 +23,7 @@ _SPLITS = (1, 2, 4, 8)
 
 
 class Cost:
-    """Prices kernels and transfers on one profile. Each distinct kernel is priced once."""
+    """Price kernels and transfers on one profile. Each distinct kernel is priced once."""
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile

@@ -32,7 +32,7 @@ SECOND_STREAM = COMPUTE_STREAM + 1
 
 def begin() -> None:
     # Streams that the program makes are numbered in order, so equal programs get equal traces.
-    """Another program starts its own numbering of streams."""
+    """Start the numbering of streams again, for another program."""
     global _stream_numbers
     _stream_numbers = count(SECOND_STREAM + 1)
 
@@ -44,11 +44,12 @@ def report_to(function: Callable[[Any], None]) -> None:
 
 
 def number_of_event() -> int:
+    """Return a number that no event has yet."""
     return next(_event_numbers)
 
 
 class Stream:
-    """Offers torch.cuda.Stream's methods, as far as torch and titan call them."""
+    """Offer torch.cuda.Stream's methods, as far as torch and titan call them."""
 
     def __init__(
         self, device: Any = None, priority: int = 0, *, number: int | None = None, **_: Any
@@ -87,8 +88,8 @@ class Stream:
 
 
 class Event:
-    """An event of which each recording has a separate number, so that waiting means the last
-    recording."""
+    """Stand for an event. Each recording has a separate number, so that waiting means the last
+    one."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         # Not recorded yet.
@@ -118,7 +119,7 @@ class _NoStream:
 
 
 class Module:
-    """Is to this device what torch.cuda is to CUDA: torch.sim."""
+    """Be to this device what torch.cuda is to CUDA: torch.sim."""
 
     Stream, Event = Stream, Event
 

@@ -49,12 +49,13 @@ from .trace import (
 
 
 class CannotExtrapolate(Exception):
-    """The traces do not repeat as they must. The message says where."""
+    """Report that the traces do not repeat as they must. The message says where."""
 
 
 @dataclass(frozen=True)
 class Depth:
-    """The blocks of one pipeline stage in the whole model: how many, and the number of the first one."""
+    """Describe the blocks of one pipeline stage in the whole model: how many, and the number of the
+    first one."""
 
     first: int
     count: int

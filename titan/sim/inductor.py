@@ -30,7 +30,7 @@ TritonKernel: Any = find(_triton, "TritonKernel")
 
 
 class SilentKernel(TritonKernel):
-    """A kernel whose arguments are known, and whose source is not written."""
+    """Keep a kernel's arguments, and write no source."""
 
     inductor_meta = None
 

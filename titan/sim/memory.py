@@ -26,7 +26,7 @@ _WORKSPACE = -1
 
 @dataclass(frozen=True)
 class AliveBlock:
-    """A block in use at the peak."""
+    """Describe a block in use at the peak."""
 
     size_bytes: int
     category: str
@@ -35,7 +35,8 @@ class AliveBlock:
 
 @dataclass(frozen=True)
 class MemoryPoint:
-    """Memory in use at a moment of a step. position: 0 to 1, by the order in which the host allocates."""
+    """Hold the memory in use at a moment of a step. position: 0 to 1, by the order in which the
+    host allocates."""
 
     position: float
     phase: str
@@ -44,7 +45,7 @@ class MemoryPoint:
 
 @dataclass
 class MemoryReport:
-    """Says what one rank needs.
+    """Say what one rank needs.
 
     Sizes as the allocator rounds them. at: what was going on at the peak of active memory. by_category, by_module and
     largest describe what was in use then and add up to it. outside_bytes: beside the allocator. capacity_bytes: of the device.

@@ -23,7 +23,7 @@ _NO_NUMBER = 2**63  # nodes that accumulate gradients are numbered from here on
 
 
 class ScopeTracker:
-    """The current scope. on_backward: called when a backward pass begins."""
+    """Track the current scope. on_backward: called when a backward pass begins."""
 
     def __init__(self) -> None:
         self.phase: Phase = "setup"

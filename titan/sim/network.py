@@ -32,6 +32,7 @@ class TransferPrice(NamedTuple):
 
     @property
     def seconds(self) -> float:
+        """Return the time with no other transfer on the links."""
         return self.latency_s + self.volume_s
 
 
@@ -119,7 +120,8 @@ def _memory(profile: Profile) -> float:
 
 
 def _bus(ranks: int, nodes: int, profile: Profile) -> float:
-    """Bytes per second past each rank of a ring: cards in parallel, but not faster than within the node."""
+    """Return the bytes per second past each rank of a ring: cards in parallel, but not faster than
+    within the node."""
     within = profile.ring_gb_per_s * 1e9
     if nodes == 1:
         return within
@@ -131,7 +133,7 @@ def _bus(ranks: int, nodes: int, profile: Profile) -> float:
 def _rings(
     ranks: int, nodes: int, steps: int, volume: float, profile: Profile
 ) -> list[tuple[float, float]]:
-    """Latency and volume of a ring in each protocol."""
+    """Return latency and volume of a ring in each protocol."""
     # Of the `ranks` hops of one turn around the ring, `nodes` cross to the next node.
     between = 0 if nodes == 1 else nodes * steps // ranks
     ways = []
@@ -144,7 +146,8 @@ def _rings(
 
 
 def _trees(ranks: int, nodes: int, volume: float, profile: Profile) -> list[tuple[float, float]]:
-    """Latency and volume of a double binary tree over nodes, with chains in them; worth it between nodes only."""
+    """Return latency and volume of a double binary tree over nodes, with chains in them. Between
+    nodes only is it worth it."""
     if nodes == 1:
         return []
     ways = []
@@ -158,7 +161,8 @@ def _trees(ranks: int, nodes: int, volume: float, profile: Profile) -> list[tupl
 
 
 def _price_all_to_all(size: int, ranks: int, nodes: int, profile: Profile) -> TransferPrice:
-    """Every rank sends 1/ranks to every rank: what leaves the node passes the rank's own card."""
+    """Price an all-to-all: every rank sends 1/ranks to every rank, and what leaves the node passes
+    the rank's own card."""
     # NCCL builds all-to-all from sends and receives, which use the Simple protocol only.
     start, hop, far_hop = _PROTOCOLS[-1].ring
     members = ceil(ranks / nodes)
@@ -171,7 +175,7 @@ def _price_all_to_all(size: int, ranks: int, nodes: int, profile: Profile) -> Tr
 
 
 def _price_p2p(transfer: Transfer, rank: int, profile: Profile) -> TransferPrice:
-    """One side of a send and receive, or a read."""
+    """Price one side of a send and receive, or a read."""
     # Sends and receives use the Simple protocol.
     start, hop, far_hop = _PROTOCOLS[-1].ring
     near = rank // profile.gpus_per_node == transfer.peer // profile.gpus_per_node

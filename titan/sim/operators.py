@@ -40,8 +40,9 @@ _LAUNCHES = {"_scaled_dot_product_flash_attention_backward": 3, "embedding_dense
 
 @dataclass
 class Operator:
-    """kind: None where nothing runs. makes: whether what it returns may be new memory. written: names of the arguments that are
-    written to. causal_at: index of the argument that says whether attention is causal; -1: it has none."""
+    """Describe an operator. kind: None where nothing runs. makes: whether what it returns may be
+    new memory. written: names of the arguments that are written to. causal_at: index of the
+    argument that says whether attention is causal; -1: it has none."""
 
     func: Any
     name: str
@@ -86,7 +87,7 @@ def _kind(name: str) -> KernelKind:
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Tensors among the values and in lists of them."""
+    """Yield the tensors among the values and in lists of them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -97,7 +98,7 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 def kernel_of(
     op: Operator, args: Any, kwargs: Any, outputs: list[Tensor], *, host: Host = "eager"
 ) -> Kernel:
-    """The kernel that a call launched. outputs: the tensors that it returned."""
+    """Return the kernel that a call launched. outputs: the tensors that it returned."""
     inputs = list(tensors_in(args))
     named = list(tensors_in(kwargs.values())) if kwargs else []
     name = op.func._opname
@@ -179,7 +180,8 @@ def _shapes(
 
 
 def _attention_flops(kind: KernelKind, shapes: tuple[tuple[int, ...], ...]) -> int:
-    """Two matrix products forward, five backward, where the first is done again. (torch's formula knows no grouped heads in 2.11.)"""
+    """Count two matrix products forward, five backward, where the first is done again. (torch's
+    formula knows no grouped heads in 2.11.)"""
     (batch, heads, queries, size), (*_, keys, _) = shapes[:2]
     products = 2 if kind == "attention" else 5
     return products * 2 * batch * heads * queries * keys * size

@@ -1,4 +1,5 @@
-"""`titan plan JOB.toml --world-size N --hardware H`: find fast layouts of a job that fit, each as a TOML overlay.
+"""Run `titan plan JOB.toml --world-size N --hardware H`: find fast layouts of a job that fit, each
+as a TOML overlay.
 
 The search varies the degrees of the axes, batch, schedule and recomputation. Model, data and global batch stay the job's.
 
@@ -63,7 +64,8 @@ _SCHEDULES = {"1F1B": 1, "Interleaved1F1B": 2}  # stages on each rank
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """What the search varies. batch: sequences of a forward pass on a rank. microbatch: of one in a pipeline."""
+    """Hold what the search varies. batch: sequences of a forward pass on a rank. microbatch: of one
+    in a pipeline."""
 
     replicate: int
     shard: int
@@ -116,7 +118,7 @@ class Search:
 
     @cached_property
     def points(self) -> list[Point]:
-        """All points that divide evenly and may fit, the most promising first."""
+        """Return all points that divide evenly and may fit, the most promising first."""
         return sorted(filter(self._may_fit, self._combinations()), key=self.seconds)
 
     def _combinations(self) -> Iterator[Point]:

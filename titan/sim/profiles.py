@@ -31,8 +31,8 @@ Curve = tuple[tuple[float, float], ...]
 
 
 class Tile(NamedTuple):
-    """A part of the output that one SM computes in a matrix product. rate: against that of the best
-    tile."""
+    """Describe a part of the output that one SM computes in a matrix product. rate: against that of
+    the best tile."""
 
     rows: int
     columns: int
@@ -40,7 +40,8 @@ class Tile(NamedTuple):
 
 
 class Profile(BaseModel):
-    """Figures of one kind of machine. GB/s and TFLOP/s are decimal, bandwidths count one direction."""
+    """Hold the figures of one kind of machine. GB/s and TFLOP/s are decimal, bandwidths count one
+    direction."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

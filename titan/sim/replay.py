@@ -45,7 +45,8 @@ from .trace import (
 
 
 class ReplayError(Exception):
-    """The traces cannot run together: ranks wait for each other forever, or for a rank that has no trace."""
+    """Report traces that cannot run together: ranks wait for each other forever, or for a rank that
+    has no trace."""
 
 
 def replay(traces: Mapping[int, Trace], cost: Cost, *, steps: int = 2) -> Timeline:
@@ -564,7 +565,8 @@ class _Simulation:
             raise ReplayError(f"the step cannot end: {waits}")
 
     def arrive(self, batch: _Batch, now: float) -> None:
-        """A stream has reached its transfers. Begin those that all traced ranks have reached."""
+        """Note that a stream has reached its transfers. Begin those that all traced ranks have
+        reached."""
         batch.since = now
         rank = batch.stream.rank.number
         for transfer, group in batch.sides:

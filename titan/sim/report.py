@@ -186,6 +186,7 @@ def _tflops(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
+    """Return seconds as text, in milliseconds below one second."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
 
 

@@ -33,7 +33,7 @@ _FORWARD, _BACKWARD = "forward", ("backward", "recompute")
 
 @dataclass(slots=True)
 class Segment:
-    """A layer pass, a series or a single event.
+    """Hold a layer pass, a series or a single event.
 
     parts: the events of each block, in the order in which they come. Outside layer passes, one event each.
     stage, direction: of a layer pass, its pipeline stage, and 1 upwards or -1 downwards. Else -1 and 0.
@@ -57,7 +57,7 @@ class EventId:
 
 @dataclass
 class ParsedTrace:
-    """A trace in segments. targets: for each event that refers to another one, which."""
+    """Hold a trace in segments. targets: for each event that refers to another one, which."""
 
     depth: int
     segments: list[Segment] = field(default_factory=list)
@@ -139,6 +139,7 @@ def _label_waits(events: Sequence[Event], labels: list[Any], depth: int) -> None
 
 
 def block_of(scope: Scope) -> int | None:
+    """Return the number of the block that a scope is in, or None."""
     return _layer_of(scope.module)
 
 
@@ -150,6 +151,7 @@ def _layer_of(module: str) -> int | None:
 
 @functools.cache
 def any_layer(module: str) -> str:
+    """Return a module's path with "*" in place of its block's number."""
     return LAYER.sub("layers.*", module)
 
 

@@ -30,7 +30,7 @@ Facts = dict[str, Any]
 
 @dataclass
 class Simulation:
-    """A simulated step. traces, timeline and memory are by global rank, with one rank of each
+    """Hold a simulated step. traces, timeline and memory are by global rank, with one rank of each
     pipeline stage."""
 
     config: JobConfig
@@ -48,15 +48,18 @@ class Simulation:
 
     @property
     def fits(self) -> bool:
+        """Return whether every stage's rank fits."""
         return all(report.fits for report in self.memory.values())
 
     @property
     def tokens_per_step(self) -> int:
+        """Return the tokens of the global batch."""
         training, layout = self.config.training, self.layout
         return training.local_batch_size * training.seq_len * layout.dp * layout.accumulation
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
+        """Return the throughput of one device."""
         return self.tokens_per_step / self.timeline.step_s / self.layout.world_size
 
 
@@ -68,7 +71,7 @@ def not_simulated(config: JobConfig, profile: Profile) -> str:
 
 
 class HardwareError(ValueError):
-    """Says that the hardware cannot run the job. The message is for the user."""
+    """Report that the hardware cannot run the job. The message is for the user."""
 
 
 def simulate(
@@ -225,6 +228,7 @@ def _memory(report: MemoryReport) -> Facts:
 
 
 def in_gib(sizes: Mapping[Any, int]) -> dict[Any, float]:
+    """Return sizes in bytes as GiB."""
     return {name: size / GIB for name, size in sizes.items()}
 
 

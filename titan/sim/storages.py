@@ -37,7 +37,8 @@ class _Storage:
 
 
 class Storages:
-    """All storages of a program. record: takes an event. scope, stream: return the current ones."""
+    """Follow all storages of a program. record: takes an event. scope, stream: return the current
+    ones."""
 
     def __init__(
         self,
@@ -109,11 +110,13 @@ class Storages:
         return self.allocate(size, self.stream(), "temporary", self.scope()).block
 
     def allocate(self, size: int, stream: int, category: Category, scope: Scope) -> Allocate:
+        """Record an allocation under a new number, and return it."""
         event = Allocate(next(self._blocks), size, stream, category, scope)
         self.record(event)
         return event
 
     def give_back(self, block: int) -> None:
+        """Record the end of a block that `take` returned."""
         self.record(Free(block))
 
     def _take(self, entry: _Storage, size: int) -> None:
@@ -173,4 +176,5 @@ class Storages:
         self._made.clear()
 
     def begin(self) -> None:
+        """Begin a pass: what is made from here on is what `mark_made` marks."""
         self._made.clear()

@@ -15,7 +15,7 @@ Cause: TypeAlias = "Lane | Literal['host', 'peers']"
 
 
 class Lane:
-    """Holds what a stream has done. The first one of a rank is its compute stream.
+    """Hold what a stream has done. The first one of a rank is its compute stream.
 
     segments: (start, end, Launch or Transfer that ran, or Cause of a wait), without overlap. cuts: time and
     number of segments at the beginning and at the end of each step.
@@ -36,7 +36,7 @@ class Lane:
 
 
 class Ran(NamedTuple):
-    """A transfer that ran. step: counted from 0. lane: its name."""
+    """Describe a transfer that ran. step: counted from 0. lane: its name."""
 
     step: int
     lane: str
@@ -47,8 +47,8 @@ class Ran(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """Something that ran. lane: "compute", "stream 3", "group pp". Seconds count from the beginning
-    of the step."""
+    """Describe something that ran. lane: "compute", "stream 3", "group pp". Seconds count from the
+    beginning of the step."""
 
     lane: str
     start: float
@@ -58,7 +58,7 @@ class Interval(NamedTuple):
 
 @dataclass
 class RankTimeline:
-    """One rank's step. Its parts add up to the step:
+    """Hold one rank's step. Its parts add up to the step:
 
         compute_s + exposed_s + peers_s + copies_s + host_s
 
@@ -87,7 +87,7 @@ class RankTimeline:
 
 @dataclass
 class Timeline:
-    """A step of all traced ranks."""
+    """Hold a step of all traced ranks."""
 
     step_s: float
     ranks: dict[int, RankTimeline]

@@ -23,7 +23,7 @@ __all__ = ["FakeTensor", "FakeTensorMode", "MissingName", "unset_fake_temporaril
 
 
 class MissingName(RuntimeError):
-    """Says that this torch lacks something that the simulator needs. The message names both."""
+    """Report that this torch lacks something that the simulator needs. The message names both."""
 
 
 def find(module: str, name: str) -> Any:
@@ -64,6 +64,7 @@ def register_backend(name: str, module: Any) -> None:
 
 
 def init_fake_process_group(device_type: str, *, rank: int, world_size: int) -> None:
+    """Start the default process group of torch's fake backend, as one rank of a world."""
     store = find("torch.testing._internal.distributed.fake_pg", "FakeStore")()
     # As NCCL's: sends and receives that are issued together are one launch, in which none waits for another.
     find("torch._C._distributed_c10d", "FakeProcessGroup").supports_coalescing = property(lambda _: True)  # fmt: skip
@@ -291,6 +292,7 @@ def running_node() -> Any:
 
 
 def in_backward() -> bool:
+    """Return whether autograd runs a backward pass in this thread."""
     return torch._C._current_graph_task_id() != -1  # pyright: ignore
 
 
@@ -306,4 +308,5 @@ def group_ranks(group: dist.ProcessGroup) -> dict[int, int]:
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:
+    """Return the process group of a name, as functional collectives name it."""
     return find("torch._C._distributed_c10d", "_resolve_process_group")(name)

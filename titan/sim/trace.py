@@ -61,7 +61,8 @@ HOST = -1
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """All of a kernel that its duration depends on. Equal kernels are one object within a trace.
+    """Hold all of a kernel that its duration depends on. Equal kernels are one object within a
+    trace.
 
     name: as torch calls it ("aten::mm"), or "fused" and what it was fused of. shapes: of the operands that the cost depends on;
     of an optimizer's operation over lists of tensors, what `list_launches` asks.
@@ -98,7 +99,7 @@ def list_launches(shapes: tuple[tuple[int, ...], ...]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Says where in the program something happens.
+    """Say where in the program something happens.
 
     phase: of the step. module: path of a module ("layers.3.attention.wq"), empty outside of the model. action: under
     pipeline parallelism, such as "2F0": forward of stage 2, microbatch 0.
@@ -111,7 +112,8 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A process group. axes: of the mesh, such as ("dp_shard", "cp"). ranks: global ones, in order."""
+    """Describe a process group. axes: of the mesh, such as ("dp_shard", "cp"). ranks: global ones,
+    in order."""
 
     name: str
     axes: tuple[str, ...]
@@ -160,6 +162,8 @@ class AwaitWork:
 
 @dataclass(slots=True)
 class RecordEvent:
+    """The host records an event on a stream."""
+
     stream: int
     event: int
 
@@ -203,6 +207,8 @@ class Allocate:
 
 @dataclass(slots=True)
 class Free:
+    """Device memory is not used any more."""
+
     block: int
 
 
@@ -221,7 +227,8 @@ Event: TypeAlias = (
 
 @dataclass(eq=False)
 class Trace:
-    """One rank's program. It equals only itself, so that what was found out about it can be cached by identity.
+    """Hold one rank's program. It equals only itself, so that what was found out about it can be
+    cached by identity.
 
     setup: what is allocated when the model is built. first_step: what the first step allocates and leaves, the optimizer's state above
     all. step: every step apart from that.

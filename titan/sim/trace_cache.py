@@ -49,7 +49,7 @@ _DEPTH = 5
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """A job to trace."""
+    """Describe a job to trace."""
 
     config: JobConfig
     layout: Layout

@@ -39,12 +39,13 @@ Prepare = Callable[[JobConfig, Layout], None]
 
 
 class TraceError(RuntimeError):
-    """Something in a job cannot be traced. The message names it."""
+    """Report that something in a job cannot be traced. The message names it."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one process records: some programs, by some ranks, one after the other, so that it compiles once.
+    """Say what one process records: some programs, by some ranks, one after the other, so that it
+    compiles once.
 
     programs: they differ only in their depth. ranks: they differ only in their pipeline stage. device_kind: whose kernels
     the device has. join: makes one trace of a rank's traces of the programs. prepare: changes torch or the model first.

@@ -46,7 +46,8 @@ _UNSHARDED = {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "fsdp::ch
 
 
 class Tracer(TorchDispatchMode):
-    """Use it inside a FakeTensorMode. `events` holds what was recorded; assign a new list to start over.
+    """Record what is dispatched inside a FakeTensorMode. `events` holds what was recorded; assign a
+    new list to start over.
 
     remembers: replay what a compiled program did instead of running it each time.
     """
@@ -92,6 +93,7 @@ class Tracer(TorchDispatchMode):
         device.begin()
 
     def record(self, event: Event) -> None:
+        """Add an event to those recorded so far."""
         self.events.append(event)
 
     def paused(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -234,6 +236,7 @@ class Tracer(TorchDispatchMode):
         self._paused -= 1
 
     def launch(self, kernel: Kernel) -> None:
+        """Record the launch of a kernel on the current stream."""
         kernel = self._kernels.setdefault(kernel, kernel)
         self.record(Launch(kernel, device.current_stream(), self.scopes.current()))
 

@@ -56,12 +56,12 @@ _NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
 
 
 class UnknownCollective(RuntimeError):
-    """A collective that is not in the table above."""
+    """Report a collective that is not in the table above."""
 
 
 @dataclass
 class Collective:
-    """How to read a call: the indices of the operator's arguments, -1 for one that it lacks."""
+    """Say how to read a call: the indices of the operator's arguments, -1 for one that it lacks."""
 
     kind: CollectiveKind | None  # None: wait_tensor
     data: int
@@ -179,6 +179,7 @@ class Transfers:
         return bool(self._waited) and tensor.untyped_storage()._cdata in self._waited
 
     def number_of_work(self) -> int:
+        """Return a number that no work has yet."""
         return next(self._works)
 
     def again(self, transfer: Transfer, *, work: int, scope: Scope, shift: int) -> None:
@@ -211,6 +212,7 @@ class Transfers:
         )
 
     def wait(self, work: int) -> None:
+        """Record that the current stream waits for a work."""
         self.record(AwaitWork(self.stream(), work))
 
     def _group(self, group: Any) -> Group:

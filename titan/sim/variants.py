@@ -28,7 +28,8 @@ from .trace_cache import TraceRequest, get_traces, remap_ranks
 
 @dataclass
 class Variant:
-    """Settings of a job on some hardware. facts: those of titan.sim.simulate.facts; problem: why there are none."""
+    """Hold settings of a job on some hardware. facts: those of titan.sim.simulate.facts; problem:
+    why there are none."""
 
     settings: dict[str, str]
     hardware: str
@@ -42,10 +43,12 @@ class Variant:
 
     @property
     def reserved_gib(self) -> float:
+        """Return the memory of the fullest rank, or 0 if the variant does not run."""
         return self.facts["memory"]["peak_reserved_gib"] if self.facts else 0.0
 
     @property
     def fits(self) -> bool:
+        """Return whether the variant runs and fits."""
         return bool(self.facts) and self.facts["fits"]
 
 

@@ -1,1 +1,1 @@
-"""`titan doctor RUN_DIR`: what happened to a run, in words. Imports no torch."""
+"""Explain what happened to a run, in words (`titan doctor RUN_DIR`). Imports no torch."""

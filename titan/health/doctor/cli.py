@@ -1,4 +1,4 @@
-"""`titan doctor RUN_DIR [--json]`: says what happened to a run, and what to do.
+"""Run `titan doctor RUN_DIR [--json]`: say what happened to a run, and what to do.
 
 Exit codes: 0 the run is well: it runs, is done, or was stopped; 1 a fault was found; 2 there is no run in that folder.
 """
@@ -20,6 +20,7 @@ _MAX_LINE = 2000  # of a cause, or a piece of evidence
 
 
 def main(argv: list[str]) -> int:
+    """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="titan doctor",
         description="What happened to a run: which rank, which collective, which line, what to do. Exit code 1: a fault was found.",

@@ -81,8 +81,8 @@ _ADVICE = {
 
 @dataclass(frozen=True)
 class Finding:
-    """A fault that was found. kind: for programs. cause: a sentence. evidence: where it was
-    read."""
+    """Describe a fault that was found. kind: for programs. cause: a sentence. evidence: where it
+    was read."""
 
     kind: str
     cause: str
@@ -90,13 +90,14 @@ class Finding:
 
     @property
     def advice(self) -> str:
+        """Return what to do about it."""
         return _ADVICE[self.kind]
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The answer. state: done, stopped, running or failed. findings: the most likely cause first,
-    none if all is well."""
+    """Give the answer. state: done, stopped, running or failed. findings: the most likely cause
+    first, none if all is well."""
 
     state: str
     summary: str

@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Call:
-    """A collective, as a flight recorder has it."""
+    """Describe a collective, as a flight recorder has it."""
 
     group: str
     backend: str
@@ -60,7 +60,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Message:
-    """A send or receive."""
+    """Describe a send or receive."""
 
     peer: Rank
     sends: bool
@@ -74,7 +74,7 @@ class Message:
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """A process group. begun: how many collectives, by backend."""
+    """Describe a process group. begun: how many collectives, by backend."""
 
     axis: str
     begun: dict[str, Count] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class GroupRecord:
 
 @dataclass(frozen=True)
 class Dump:
-    """The flight recorder of a rank; titan/health/flight_recorder.py says what is in it."""
+    """Hold the flight recorder of a rank. titan/health/flight_recorder.py says what is in it."""
 
     rank: Rank
     host: str
@@ -105,7 +105,7 @@ class Dump:
 
 @dataclass(frozen=True)
 class Environment:
-    """environment.json, as far as it is read."""
+    """Hold environment.json, as far as it is read."""
 
     written_unix_s: Finite = 0.0
     world_size: Rank = 1
@@ -113,13 +113,15 @@ class Environment:
 
 @dataclass(frozen=True)
 class Exit:
+    """Say how a rank ended. exit_code: below 0 the signal."""
+
     exit_code: Annotated[int, Field(ge=-255, le=255)]
     unix_s: Finite
 
 
 @dataclass(frozen=True)
 class LaunchRecord:
-    """logs/launch-*.json: how ranks ended, as the launcher saw it."""
+    """Hold logs/launch-*.json: how ranks ended, as the launcher saw it."""
 
     ranks: dict[str, Exit]
     oom_kills: Count
@@ -127,7 +129,7 @@ class LaunchRecord:
 
 @dataclass(frozen=True)
 class LossRow:
-    """A row of metrics.jsonl."""
+    """Hold a row of metrics.jsonl."""
 
     step: Count
     step_s: Finite = 0.0
@@ -135,7 +137,7 @@ class LossRow:
 
 @dataclass(frozen=True)
 class Times:
-    """A row of a rank's own times."""
+    """Hold a row of a rank's own times."""
 
     step: Count
     step_s: Finite
@@ -146,7 +148,7 @@ class Times:
 
 @dataclass
 class Evidence:
-    """Everything that is known. Ranks that left nothing are missing from the tables by rank.
+    """Hold everything that is known. Ranks that left nothing are missing from the tables by rank.
 
     damaged: why a file, or some of its rows, cannot be used; it grows while files are read.
     """
@@ -156,6 +158,7 @@ class Evidence:
 
     @cached_property
     def status(self) -> Status:
+        """Return what status.json says."""
         return self._try(lambda: load_status(self.run_dir), Status())
 
     @cached_property
@@ -231,6 +234,7 @@ class Evidence:
 
     @cached_property
     def metrics(self) -> list[LossRow]:
+        """Return the newest rows of metrics.jsonl."""
         return self._rows(self.run_dir / "metrics.jsonl", LossRow, 100)
 
     @cached_property

@@ -22,7 +22,7 @@ _SAME_SIZES = ("allreduce", "allgather", "reducescatter", "broadcast")
 
 @dataclass(frozen=True)
 class Wait:
-    """`waiting` have begun a collective, number `seq` of `axis`, that `rank` has not."""
+    """Say that `waiting` have begun a collective, number `seq` of `axis`, that `rank` has not."""
 
     rank: int
     waiting: tuple[int, ...]
@@ -35,7 +35,8 @@ class Wait:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Ranks of a group called different things under the same number: text to ranks, the most frequent first."""
+    """Say that ranks called different things under one number. calls: text to ranks, the most
+    frequent first."""
 
     axis: str
     seq: int
