@@ -47,6 +47,7 @@ class Gate(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_experts, dim))
 
     def forward(self, x_BSD: Tensor) -> Tensor:
+        # bf16 would make scores equal that are not.
         dtype = torch.promote_types(x_BSD.dtype, torch.float32)
         return F.linear(x_BSD.to(dtype), self.weight.to(dtype))
 
@@ -76,6 +77,7 @@ class Router(nn.Module):
             scores_TE = logits_TE.sigmoid()
             probs_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
         if ids_TK is None:
+            # The choice has no gradient.
             ids_TK = self._choose(scores_TE.detach() + bias_E)
         weights_TK = scores_TE.gather(1, ids_TK)
         if config.normalize_weights:
@@ -85,6 +87,7 @@ class Router(nn.Module):
     def _choose(self, scores_TE: Tensor) -> Tensor:
         config = self.config
         if config.num_groups:
+            # A group is as good as the sum of its best experts. Experts of other groups are left out.
             groups_TGe = scores_TE.unflatten(1, (config.num_groups, -1))
             best_TG = groups_TGe.topk(config.group_top_k, dim=-1).values.sum(-1)
             kept_TG = best_TG.topk(config.top_groups, dim=-1).indices
@@ -115,6 +118,7 @@ class Experts(nn.Module):
         size = self.chunk_rows
         if not 0 < size < len(rows_RD):
             return self.products(rows_RD, counts_e, *weights)
+        # Chunks cut the sorted rows at fixed places, wherever experts end.
         ends_e, chunks = counts_e.cumsum(0), []
         for start in range(0, len(rows_RD), size):
             # An expert's rows that fall into this chunk.
@@ -129,6 +133,7 @@ def expert_products(
 ) -> Tensor:
     """Return silu(x w1) (x w3) w2 with each row's own expert; grouped products in bf16, else a loop: the same bits."""
     if rows_RD.dtype == torch.bfloat16 and len(rows_RD):
+        # The kernel wants the ends of groups as int32.
         ends_e = counts_e.cumsum(0, dtype=torch.int32)
         hidden_RF = F.silu(grouped_mm(rows_RD, w1_eFD.mT, ends_e))
         hidden_RF = hidden_RF * grouped_mm(rows_RD, w3_eFD.mT, ends_e)
@@ -191,6 +196,7 @@ class MoE(nn.Module):
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Return the weighted sum of the output of each token's experts, and that of the shared ones; as x."""
         x_TD = x_BSD.flatten(0, 1)
+        # Sources are asked in order, and the first answer counts.
         given = (source.get(self, x_BSD) for source in self.route_sources)
         routes = next((ids for ids in given if ids is not None), None)
         ids_TK, weights_TK, probs_TE, lse_T = self.router(x_BSD, self.bias, routes)

@@ -67,6 +67,7 @@ def _end_with_store(host: str, port: int) -> None:
     last_good_s = time.monotonic()
     # Before there are ranks, torchrun waits for other nodes, and it has a limit for that.
     while not _seen_ranks.is_set() or time.monotonic() - last_good_s < LINGER_S:
+        # Once a second: are there ranks, and if they have ended, does the store's host answer?
         if ranks_of(os.getpid()):
             _seen_ranks.set()
             last_good_s = time.monotonic()

@@ -52,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--mounts", metavar="FROM:TO,...", help="folders of the container beside this one")
     add("--submit", action="store_true", help="pass the script to sbatch")
     options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    # Without GPUs one rank uses the cores of a node.
     ranks = options.ranks_per_node or options.gpus_per_node or 1
     known = [f"--{name.replace('_', '-')}" for name in vars(options)]
     config, _ = load_to_run(job, world_size=options.nodes * ranks, options=known)

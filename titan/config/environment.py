@@ -39,6 +39,7 @@ def _check_ranks(environment: Mapping[str, str]) -> Iterator[RuleViolation]:
     for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         if not environment.get(name, "").strip():
             yield name, f"missing beside RANK = {number['RANK']}; {_STARTER}"
+    # A rank counts from 0, so it is below its size.
     for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         if size in number and number.get(rank, 0) >= number[size]:
             ranks = f"0 to {number[size] - 1}" if number[size] else "none"

@@ -19,6 +19,7 @@ def models_at(path: KeyPath, *, data: Any = None) -> list[type[BaseModel]]:
         path: the table's keys.
         data: the whole config as read; narrows a union to the member that the table names.
     """
+    # From the top down: each key narrows what the next table may be.
     models: list[type[BaseModel]] = [JobConfig]
     for part in path:
         data = _child(data, part)

@@ -73,6 +73,7 @@ def resolve_layout(config: JobConfig, world_size: int) -> Layout:
     """Return the layout of `world_size` ranks. Raises `ConfigError` if `check_layout` reports problems."""
     if problems := check_layout(config, world_size=world_size):
         raise ConfigError(problems)
+    # -1 for dp_shard is resolved to what the other axes leave.
     degrees = _degrees(config) | {"dp_shard": _shard_degree(config, world_size)}
     batch, dp = config.training, degrees["dp_replicate"] * degrees["dp_shard"]
     accumulation = max(1, batch.global_batch_size // (batch.local_batch_size * dp))
@@ -119,6 +120,7 @@ def _check_world(config: JobConfig, model: Any, world_size: int) -> Iterator[Rul
     is_open = len(fixed) < len(degrees)  # dp_shard = -1 takes what the others leave
     if world_size == product or (is_open and world_size % product == 0):
         return
+    # Axes of 1 say nothing, except where all of them are fixed.
     shown = " x ".join(f"{axis} {n}" for axis, n in fixed.items() if n > 1 or not is_open)
     if is_open:
         reason = f"{world_size} ranks / ({shown}) is not whole"
@@ -170,6 +172,7 @@ def _check_matrices(config: JobConfig, model: Any, world_size: int) -> Iterator[
     """Check that the tensor-parallel ranks can split the model's matrices."""
     tp = config.parallelism.tensor_parallel_degree
     if reasons := [*_uneven(model, tp)]:
+        # Of the divisors of the heads, those with which nothing is left over.
         possible = [n for n in divisors(getattr(model, "n_heads", tp)) if not [*_uneven(model, n)]]
         for reason in reasons:
             fix = either(neighbours(tp, possible))

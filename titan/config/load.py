@@ -68,6 +68,7 @@ def load_config(
     # Each file is read and modernized by itself, so that every problem has its own file and line.
     layers: list[ConfigLayer] = []
     problems: list[Problem] = []
+    # All files are read before anything is reported, so that one report has all mistakes.
     for path in (job, *overlays):
         with collect_problems(problems):
             data, lines = read_toml(Path(path))
@@ -215,6 +216,7 @@ def _parse(
     overrides: list[str] = []
     problems: list[Problem] = []
     rest = list(argv)
+    # Word by word, since one word may be the value of another.
     while rest:
         word = rest.pop(0)
         key, equals, value = word.partition("=")
@@ -259,12 +261,14 @@ def _option_hint(option: str, options: Sequence[str]) -> str:
 
 
 def _read_overrides(overrides: Iterable[str]) -> ConfigLayer:
+    # Overrides become tables like a file's, so they are merged in the same way.
     layer = ConfigLayer({}, {})
     problems: list[Problem] = []
     for override in overrides:
         key, _, text = override.lstrip("-").partition("=")
         *tables, name = key.split(".")
         table = layer.data
+        # An override below a plain value finds no table. Validation reports it.
         for part in tables:
             inner = table.setdefault(part, {})
             table = inner if isinstance(inner, dict) else {}

@@ -93,6 +93,7 @@ def _why_unwritable(folder: Path) -> str:
     """Return why no file can be created below `folder`, which may not exist yet. Empty if one can."""
     try:
         folder = folder.absolute()
+        # The nearest folder that exists: the rest would be made in it.
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         if not existing.is_dir():
             return f"{existing} is a file"
@@ -123,6 +124,7 @@ def _check_data(config: JobConfig) -> Iterator[RuleViolation]:
             else:
                 key = "model.hf_assets_path" if config.model.hf_assets_path else "tokenizer.name"
             yield key, _first_line(error)
+    # What the job trains on, then what it validates on.
     sources = [*_sources(config, "training")]
     if tokenizer is not None and (data.document_mask or data.reset_positions):
         tokens = SpecialTokens.of(tokenizer, add_bos=data.add_bos, add_eos=data.add_eos)
@@ -262,6 +264,7 @@ def operations() -> set[str]:
         return set()
     text = file.read_text(encoding="utf-8")
     # A line of the list: "- func: mm.out(Tensor self, ...". Overloads and generated variants follow a dot or are listed apart.
+    # Names alone: arguments and overloads do not matter here.
     names = re.findall(r"^- func: (\w+)", text, re.MULTILINE)
     for line in re.findall(r"^  autogen: (.*)$", text, re.MULTILINE):
         names += re.findall(r"(\w+)(?:\.\w+)?", line)

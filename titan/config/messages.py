@@ -46,6 +46,7 @@ def explain(
     error: ValidationError, *, data: dict[str, Any], source_map: SourceMap
 ) -> dict[KeyPath, Problem]:
     """Return every mistake that pydantic reports in `data`, by its key, in the order of the keys."""
+    # A union reports one error for each member, all for one key.
     by_path: dict[KeyPath, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         by_path.setdefault(_path_in(data, detail), []).append(detail)
@@ -66,6 +67,7 @@ def likely_key(path: KeyPath, *, data: dict[str, Any]) -> KeyPath:
 def _path_in(data: Any, error: ErrorDetails) -> KeyPath:
     """Return the error's location without the names of union members, which are not in the data."""
     path: KeyPath = ()
+    # Follow the location into the data. Names of union members are not in it.
     for part in error["loc"]:
         inside = part in data if isinstance(data, dict) else isinstance(data, list)
         if inside and isinstance(part, int) == isinstance(data, list):
@@ -155,6 +157,7 @@ def _choice(value: Any, choices: list[str]) -> str:
 def _unknown(path: KeyPath, value: Any, *, data: dict[str, Any]) -> str:
     """Return the message for an unknown key, with one spelt like it here, or the same one in another section."""
     name, here = str(path[-1]), fields_at(path[:-1], data=data)
+    # The key may be right, and belong to another member of the union.
     if owners := [_tag(model) for model in models_at(path[:-1]) if name in model.model_fields]:
         return f"unknown key; only {', '.join(owners)} {'has' if len(owners) == 1 else 'have'} it"
     # Another member of the union has it: say which. Else look for a similar key here, then for the same key elsewhere.

@@ -52,6 +52,7 @@ def resolve_model(section: ModelSection) -> tuple[Any, list[RuleViolation]]:
     is_plug_in = section.name in _plug_ins()
     if is_plug_in and (lacks := _lacks(package, ("FLAVORS", "TENSOR_PLAN", "build_model"))):
         return None, [("model.name", f"the family {section.name} lacks {lacks}; {_DOCS}")]
+    # In order, since each question needs the answer before: family, flavor, overrides, shape.
     flavors = package.FLAVORS
     if section.flavor not in flavors:
         hint = choose(section.flavor, flavors)
@@ -144,6 +145,7 @@ def _check_module(name: str, config: Any) -> tuple[RuleViolation, ...]:
 
 def _check_overrides(overrides: dict[str, Any], flavor: Any) -> Iterator[RuleViolation]:
     types = get_type_hints(type(flavor))
+    # Fields that the class computes by itself cannot be set.
     fields = {f.name: f for f in dataclasses.fields(flavor) if f.init}
     for name, value in overrides.items():
         key = f"model.overrides.{name}"

@@ -65,6 +65,7 @@ def check_converters(config: JobConfig) -> Iterator[RuleViolation]:
 
 def _check_float8(config: JobConfig, section: Float8Section) -> Iterator[RuleViolation]:
     recipe, gathers = section.recipe_name or "tensorwise", section.enable_fsdp_float8_all_gather
+    # Whole keys, for the messages.
     gather, scales, filters = (f"{FLOAT8[0]}.{name}" for name in (*_SWITCHES[:2], "filter_fqns"))
     if gathers and recipe != "tensorwise":
         fix = 'use false, or recipe_name = "tensorwise"'

@@ -20,6 +20,7 @@ def to_toml(config: JobConfig, *, comments: bool = False) -> str:
 
 
 def _table(path: KeyPath, section: Any, *, comments: bool, header: str = "[{}]") -> Iterator[str]:
+    # A table is a section, or a dict of free keys such as model.overrides.
     values = dict(section) if isinstance(section, BaseModel) else section
     fields = type(section).model_fields if isinstance(section, BaseModel) else {}
     # TOML needs plain values before the first header of an inner table.

@@ -36,6 +36,7 @@ def changed_settings(
         config: the run's config.
         sequences: sequences in a step, then (None: unknown) and now. How ranks share them does not matter.
     """
+    # Both as resolved TOML, where every default is written.
     before, now = (dict(_leaves(tomllib.loads(text))) for text in (saved, to_toml(config)))
     watched = {path for path in now if path[0] in _SECTIONS or path in _KEYS} - _HARMLESS
     if config.lr_scheduler.total_steps:

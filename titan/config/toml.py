@@ -48,6 +48,7 @@ def read_toml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     """Return the tables of a file, and the line of every key path in them. Raises `ConfigError`."""
     text = _read_text(path)
     try:
+        # Before parsing, which would itself take long for such a key.
         if _DEEP.search(text):
             raise RecursionError
         return tomllib.loads(text), scan_lines(text)
@@ -130,6 +131,7 @@ _EXPLAINED = {
 def _explain(error: ValueError, *, path: Path, text: str) -> Problem:
     """Explain a syntax error in plain words, with the line itself and the usual cause."""
     lines = text.splitlines() or [""]
+    # tomllib gives the place at the end of its message, or says that the text ended.
     where = re.search(r" \(at line (\d+), column (\d+)\)$", str(error))
     line = min(int(where[1]), len(lines)) if where else len(lines)
     reason = (
@@ -163,6 +165,7 @@ class _Scanner:
         self.num_tables: dict[KeyPath, int] = {}  # number of [[...]] headers so far, by name
 
     def scan(self) -> dict[KeyPath, int]:
+        # The table whose header came last: keys belong to it.
         table: KeyPath = ()
         while self._next():
             if self._next() == "[":
@@ -182,6 +185,7 @@ class _Scanner:
         return match
 
     def _mark(self, path: KeyPath) -> None:
+        # Newlines before this place, counted by bisection.
         line = bisect_right(self.newlines, self.at - 1) + 1
         # A dotted key also creates the tables in front of it.
         for length in range(1, len(path)):
@@ -194,6 +198,7 @@ class _Scanner:
             self.at += bool(keys)
             match = self._match(_KEY)
             self.at = match.end()
+            # Bare keys stand for themselves, quoted ones may have escapes.
             quoted = match[1][0] in "\"'"
             keys.append(parse_value(match[1]) if quoted else match[1])
         return keys
@@ -227,6 +232,7 @@ class _Scanner:
         self._value(path)
 
     def _value(self, path: KeyPath) -> None:
+        # A value ends where a scalar does, or where its bracket closes.
         opening = self._next()
         if opening not in ("{", "["):
             self.at = self._match(_SCALAR).end()

@@ -21,6 +21,7 @@ class Compilation(Hook):
 
     def step_end(self) -> None:
         trainer = self.trainer
+        # The first step of this start, also after a resume.
         if trainer.step == trainer.first_step:
             self._after_first_step()
         log = trainer.train_step.compile_log

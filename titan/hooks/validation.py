@@ -50,6 +50,7 @@ class Validation(Hook):
                 dist.all_reduce(num_bytes, group=trainer.train_step.groups.data)
             # One wait for the device: every number is a sum over all data-parallel ranks.
             loss, valid, size = AsyncScalars([loss_sum, num_valid, num_bytes]).values()
+        # The mean over all tokens of all ranks. A text without valid tokens divides by 1.
         loss_per_token = loss / max(valid, 1)
         trainer.events.write(
             "validation", step=trainer.step, spent=trainer.timer.total_s, loss=loss_per_token
@@ -58,6 +59,7 @@ class Validation(Hook):
             step=trainer.step,
             validation_loss=loss_per_token,
             bits_per_byte=loss / math.log(2) / size if size else None,
+            # Only rank 0 prints it, and computing it reads the text.
             unigram_bits_per_byte=self.unigram_bits_per_byte if trainer.rank == 0 else None,
         )
 

@@ -34,11 +34,13 @@ class Balance:
         """End a step: move the biases, unless its update was refused."""
         if not self.moes:
             return
+        # One reduction for all layers.
         loads = torch.stack([moe.loads for moe in self.moes.values()])
         if self.group is not None:
             dist.all_reduce(loads, group=self.group)
         self.loads = loads
         for moe, loads_E in zip(self.moes.values(), loads, strict=True):
+            # Also after a step that was refused: the next one counts from 0.
             moe.loads.zero_()
             if accepted:
                 moe.last_loads.copy_(loads_E)

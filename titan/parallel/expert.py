@@ -44,6 +44,7 @@ def apply_ep(model: nn.Module, *, mesh: DeviceMesh, moe_type: type[nn.Module] = 
                 raise ValueError(
                     f"the {len(parameter)} experts of {name} do not divide by {mesh.size()} ranks"
                 )
+            # Stacked parameters are cut between experts, so a rank has whole ones.
             part = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
             split = nn.Parameter(part, requires_grad=parameter.requires_grad)
             experts.register_parameter(key, split)
@@ -63,6 +64,7 @@ class Exchange:
         Args:
             rows_ND: sorted by expert; counts_E (int64) says how many each expert gets.
         """
+        # A recomputation takes what the forward pass learnt: no second wait of the host.
         counts_Ce, to, from_ = _recall(self) or self._exchange_counts(counts_E)
         _remember(self, (counts_Ce, to, from_))
         rows_RD = all_to_all_rows(rows_ND, group=self.group, to=to, from_=from_)
@@ -72,6 +74,7 @@ class Exchange:
         order_R = owners_R.argsort(stable=True)
         place_R = torch.empty_like(order_R)
         place_R[order_R] = torch.arange(len(order_R), device=order_R.device)
+        # To the order of experts, through them, and back to the order of senders.
         rows_RD = experts(permute(rows_RD, order_R, place_R), counts_Ce.sum(0))
         rows_RD = permute(rows_RD, place_R, order_R)
         return all_to_all_rows(rows_RD, group=self.group, to=from_, from_=to)
@@ -79,6 +82,7 @@ class Exchange:
     def _exchange_counts(self, counts_E: Tensor) -> tuple[Tensor, list[int], list[int]]:
         """Return the rows that come from each rank for each expert (C, e), and on the host those that go to and come from each."""
         ones = [1] * self.size
+        # Experts are numbered rank by rank, so a row for each rank has the counts of its experts.
         sent_Ce = counts_E.view(self.size, -1)
         counts_Ce = wait(start_all_to_all(sent_Ce, group=self.group, to=ones, from_=ones))
         both = host_counts(torch.cat([sent_Ce.sum(1), counts_Ce.sum(1)]))
@@ -88,6 +92,7 @@ class Exchange:
 def _give_local_parameters(module: nn.Module) -> None:
     """Let forward see this rank's part of each parameter as a plain tensor; after FSDP has gathered it, if it does."""
 
+    # Products take plain tensors. The split parameters come back when forward is over.
     def unwrap(module: nn.Module, *_: Any) -> None:
         split = dict(module._parameters)
         module.__dict__["_split_parameters"] = split
@@ -119,6 +124,7 @@ class KeptRoutes:
     """Lets a recomputation send each token where the forward pass sent it, without choosing or counting again."""
 
     def get(self, moe: MoE, tokens: Tensor) -> Tensor | None:
+        # Only a recomputation finds something here.
         return _recall(moe)
 
     def put(self, moe: MoE, ids_TK: Tensor) -> None:

@@ -61,6 +61,7 @@ def apply_fsdp(
     offload = (
         CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
     )
+    # Inner units first, so that what is left belongs to the root.
     units = list(blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks)
     options: Any = {"mp_policy": precision, "offload_policy": offload}
     for unit in units:
@@ -78,11 +79,14 @@ def apply_fsdp(
                 )
                 _run_hooks_outside_selection(inner)
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, **options)
+    # The root's parameters are used at both ends of the forward pass, so they stay gathered.
     fully_shard(model, mesh=mesh, reshard_after_forward=False, **options)
     sum_gradients(model)
     for place, unit in enumerate(units if prefetch else ()):
         assert isinstance(unit, FSDPModule)
         unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + prefetch])  # pyright: ignore
+        # In the order in which the backward pass needs them: the nearest block before this one
+        # first.
         behind = units[max(0, place - prefetch) : place]
         unit.set_modules_to_backward_prefetch(behind[::-1])  # pyright: ignore
 

@@ -57,6 +57,7 @@ def materialize(
             f"nothing fills the buffers {', '.join(name for name, _ in left)}, which were built on meta: give their modules a "
             "method reset_buffers(), pass fill_buffers=, or build the buffers on the CPU"
         )
+    # By identity, so that a parameter shared by two modules is allocated once.
     moved: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -74,6 +75,7 @@ def materialize(
                 module._buffers[name] = torch.empty_like(buffer, device=device)
             elif buffer is not None:
                 module._buffers[name] = buffer.to(device)
+    # Only now: a buffer's values may be computed on the device.
     for module in dict.fromkeys(module for _, module in on_meta):
         if hasattr(module, "reset_buffers"):
             module.reset_buffers()  # pyright: ignore
@@ -89,6 +91,7 @@ def _fill(unfilled: list[tuple[str, nn.Module]], fill_buffers: Callable[[nn.Modu
         for name, module in unfilled:
             yield name, module.get_buffer(name.rpartition(".")[2])
 
+    # First fill them with values that no model wants, to see afterwards what was left out.
     for _, buffer in buffers():
         buffer.fill_(_unwanted(buffer.dtype))
     for module in dict.fromkeys(module for _, module in unfilled):
@@ -96,6 +99,7 @@ def _fill(unfilled: list[tuple[str, nn.Module]], fill_buffers: Callable[[nn.Modu
     left = [
         name
         for name, buffer in buffers()
+        # A bool or a complex number has no value that could not be meant.
         if not (buffer.dtype == torch.bool or buffer.is_complex())
         and (
             buffer.isnan() if buffer.is_floating_point() else buffer == _unwanted(buffer.dtype)
@@ -142,6 +146,8 @@ def initialize(model: nn.Module, *, seed: int, std_of: Callable[[str], float | N
 
 
 def _draw(shape: Sequence[int], *, std: float, device: torch.device, seed: int) -> Tensor:
+    # A generator for each draw: the order of parameters, and what a stage leaves out, change
+    # nothing.
     generator = torch.Generator(device=device).manual_seed(seed)
     full = torch.empty(tuple(shape), dtype=torch.float32, device=device)
     return nn.init.trunc_normal_(full, std=std, a=-3 * std, b=3 * std, generator=generator)

@@ -78,6 +78,7 @@ class GatherSequence(ParallelStyle):
             )
 
         def gather(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            # Arguments by position and by name, in one table.
             arguments: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
             if self.argument:
                 order = (self.argument, names.index(self.argument))
@@ -90,6 +91,7 @@ class GatherSequence(ParallelStyle):
                 )
                 raise ValueError(f"{self.name} was called with no {what} that could be gathered")
             x = arguments[place]
+            # A DTensor: the gradients of all layers that read it add up before one reduce-scatter.
             if not isinstance(x, DTensor):
                 x = DTensor.from_local(x, device_mesh, (Shard(SEQUENCE_DIM),), run_check=False)
             if cast is not None:
@@ -110,10 +112,12 @@ class ReplicatedHeads(ParallelStyle):
         self.num_heads = num_heads
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        # Neighbouring ranks share a head, as their query heads do.
         head = device_mesh.get_local_rank() * self.num_heads // device_mesh.size()
 
         def replicate(_: str, child: nn.Module, mesh: DeviceMesh) -> None:
             for name, parameter in list(child.named_parameters(recurse=False)):
+                # src_data_rank=None: every rank has the whole weight, so nothing is sent.
                 whole = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)
                 child.register_parameter(name, nn.Parameter(whole))
 
@@ -202,12 +206,14 @@ def apply_tp(
             f"{num_kv_heads} key/value heads do not divide by {size} ranks, nor they by the heads"
         )
     styles = _styles(size, num_kv_heads, loss_parallel=loss_parallel, output_in_loss=output_in_loss)
+    # "gather_input:x" is a style with an argument.
     if unknown := sorted(
         s for s in {*plan.values()} - {*styles, "experts"} if s.split(":")[0] != GATHER
     ):
         raise KeyError(
             f"unknown style {', '.join(unknown)}; there are {', '.join((*styles, GATHER))}"
         )
+    # The first pattern that matches counts.
     style_of = {
         name: next((style for pattern, style in plan.items() if fnmatchcase(name, pattern)), "")
         for name, _ in model.named_modules()
@@ -268,6 +274,7 @@ def _styles(
 
 def _require_all_split(model: nn.Module, *, but: Sequence[str]) -> None:
     """Raise ValueError if the plan has left out a parameter that is trained, outside of the modules `but`."""
+    # Such a parameter would see the gradient of this rank's part of the sequence only.
     if left := [
         name
         for name, parameter in model.named_parameters()

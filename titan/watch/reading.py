@@ -66,6 +66,7 @@ class RunReader:
 
     def data(self, *, generation: int = 0, since: int = 0) -> Row:
         """Return the answer for a client that has `since` rows of a `generation`: the rows after them, or all if they changed."""
+        # First what is new, then the answer from all that is kept.
         self.metrics.update()
         self.events.update()
         self._problems = [p for p in (self.metrics.problem, self.events.problem) if p]
@@ -167,6 +168,8 @@ class EventFile(LineFile):
         self.starts = deque[list[Any]](maxlen=_MAX_STARTS)
 
     def take(self, lines: list[bytes]) -> None:
+        # Of a long block only the newest events are shown, and those that change how the page
+        # looks.
         newest = len(lines) - self._limit
         for n, line in enumerate(lines):
             if n >= newest or _LASTING.search(line):
@@ -190,6 +193,7 @@ class EventFile(LineFile):
 def scalars(row: Row, *, nested: bool = False) -> Row:
     """Return a row's numbers and its texts, cut to a length. The rest is dropped, but `nested` keeps one level of objects."""
     kept: Row = {}
+    # Keys are cut in number and length, too: a file of a run may be anyone's.
     for key, value in islice(row.items(), _MAX_KEYS):
         if isinstance(value, str):
             kept[key[:100]] = value[:_MAX_TEXT]
