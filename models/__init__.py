@@ -1,1 +1,2 @@
-"""The model zoo, installed as `titan.models`. One folder per family; see docs/architecture.md for what it holds."""
+"""Hold the model zoo, installed as `titan.models`: one folder per family. docs/architecture.md says
+what a folder holds."""

@@ -1,4 +1,5 @@
-"""A mixture of experts in the place of a feed-forward layer: a router sends each token to a few of many experts.
+"""Put a mixture of experts in the place of a feed-forward layer: a router sends each token to a few
+of many experts.
 
 Routing works on single tokens, so the module takes whatever part of the batch a rank holds: nobody but the exchange
 needs to know who holds which token. The file knows nothing of parallelism. titan/parallel/expert.py gives each rank some of
@@ -30,7 +31,7 @@ def host_counts(counts: Tensor) -> list[int]:
 
 
 class RouteSource(Protocol):
-    """Supplies routes in the place of the router's choice, and sees those that are taken."""
+    """Supply routes in the place of the router's choice, and see those that are taken."""
 
     def get(self, moe: MoE, tokens: Tensor) -> Tensor | None:
         """Return the experts of these tokens (B, S, D) as ids (T, K), or None: the router chooses."""
@@ -40,7 +41,8 @@ class RouteSource(Protocol):
 
 
 class Gate(nn.Module):
-    """The router's matrix. It computes in fp32 at least: rounding decides where a token goes."""
+    """Apply the router's matrix. It computes in fp32 at least, since rounding decides where a token
+    goes."""
 
     def __init__(self, dim: int, num_experts: int) -> None:
         super().__init__()
@@ -53,7 +55,7 @@ class Gate(nn.Module):
 
 
 class Router(nn.Module):
-    """Scores of all experts for each token, and the best few."""
+    """Score all experts for each token, and choose the best few."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
@@ -97,7 +99,8 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """SwiGLU of each expert on its rows; weights are stacked. chunk_rows: see `forward`; 0: all rows at once."""
+    """Apply each expert's SwiGLU to its rows. Weights are stacked. chunk_rows: see `forward`. 0
+    means all rows at once."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
@@ -161,7 +164,7 @@ def run_experts(rows_ND: Tensor, counts_E: Tensor, experts: Callable[..., Tensor
 
 
 class MoE(nn.Module):
-    """Router, experts, and shared experts that all tokens go to.
+    """Route tokens to experts, and all tokens to the shared experts.
 
     bias (E,) fp32: added to the scores when experts are chosen. loads (E,) int64: tokens that each expert got in backward
     passes since it was last set to zero. last_loads: those of the last step, of all ranks.

@@ -1,4 +1,5 @@
-"""Sizes of a mixture of experts, as fields that families add to Llama's. Imports no torch."""
+"""Define the sizes of a mixture of experts, as fields that families add to Llama's. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from .llama3.config import LlamaConfig
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig(LlamaConfig):
-    """Llama's sizes, and those of the experts that take the feed-forward layer's place; num_experts 0: dense.
+    """Describe Llama's sizes, and those of the experts that take the feed-forward layer's place.
+    With num_experts 0 a model is dense.
 
     num_experts, top_k: experts, and how many of them a token goes to; expert_dim: width of each;
     num_shared_experts: experts that all tokens go to, one SwiGLU of so many widths; n_dense_layers: first

@@ -66,7 +66,7 @@ def open_regular(path: Path, *, within: Path | None = None) -> IO[bytes]:
         within: the folder that a link must not lead out of. None follows every link.
     """
     try:
-        # Resolved both: the folder itself may be reached through a link.
+        # Both are resolved, since the folder itself may be reached through a link.
         if within is not None and not path.resolve().is_relative_to(within.resolve()):
             raise OSError(errno.ELOOP, "it is a link that leads out of its folder")
         # O_NONBLOCK: opening a FIFO would otherwise wait for a writer.
@@ -85,7 +85,7 @@ class Unpacked(io.RawIOBase):
     """Read the bytes of a file, and of a .gz file the unpacked ones.
 
     Raises InputError when a file unpacks to more than text does. Text and traces shrink 3 to 20 times, and deflate's limit
-    is 1032. What lies between is made to fill a disk or a memory.
+    is 1032. A ratio between the two comes from a file that was made to fill a disk or a memory.
     """
 
     MAX_RATIO, RATIO_FROM_BYTES = 200, 2**24

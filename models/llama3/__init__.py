@@ -1,4 +1,5 @@
-"""Llama 3, 3.1 and 3.2. `FLAVORS` names the sizes; `build_model` makes the module. Importing this imports no torch."""
+"""Provide Llama 3, 3.1 and 3.2. `FLAVORS` names the sizes, and `build_model` makes the module.
+Importing this imports no torch."""
 
 from __future__ import annotations
 

@@ -91,7 +91,8 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, or experts, each normalised before and added to the residual stream."""
+    """Add attention, then feed-forward or experts, to the residual stream. Each is normalised
+    before."""
 
     def __init__(
         self, config: LlamaConfig, layer: int, *, attention: type[nn.Module] = Attention

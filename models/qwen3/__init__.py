@@ -1,4 +1,5 @@
-"""Qwen3, the dense sizes. As models/llama3, on whose parts it builds."""
+"""Provide Qwen3, dense and with experts, as models/llama3 does. It builds on that family's
+parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Sizes of the Qwen3 models, dense and with experts (arXiv:2505.09388, table 1, and the models' config.json). Imports no torch."""
+"""Define the sizes of the Qwen3 models, dense and with experts (arXiv:2505.09388, table 1, and the
+models' config.json). Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from ..moe_config import MoEConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Config(MoEConfig):
-    """As MoEConfig, with queries and keys normalised in each head; head_dim is not dim / n_heads."""
+    """Describe one size of the family: as MoEConfig, with queries and keys normalised in each head.
+    head_dim is not dim / n_heads."""
 
     vocab_size: int = 151936
     head_dim: int = 128

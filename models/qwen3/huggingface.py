@@ -1,4 +1,5 @@
-"""Qwen3 as `transformers` writes it (Qwen3ForCausalLM): as Llama, and the norms within heads. Imports no torch."""
+"""Translate Qwen3 to and from `transformers` (Qwen3ForCausalLM): as Llama, and the norms within
+heads. Imports no torch."""
 
 from __future__ import annotations
 

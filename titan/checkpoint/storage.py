@@ -64,9 +64,8 @@ class LocalStorage:
     has_rename = True
 
     def open(self, location: Location, mode: str) -> IO[bytes]:
-        """Open a file. Reading refuses what is no regular file (titan/untrusted.py)."""
+        """Open a file. Reading refuses links and devices (titan/untrusted.py)."""
         path = Path(location)
-        # Reading refuses links and devices (titan/untrusted.py). What is written is ours.
         return open_regular(path, within=path.parent) if mode == "rb" else path.open(mode)
 
     def exists(self, location: Location) -> bool:

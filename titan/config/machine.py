@@ -264,7 +264,6 @@ def operations() -> set[str]:
         return set()
     text = file.read_text(encoding="utf-8")
     # A line of the list: "- func: mm.out(Tensor self, ...". Overloads and generated variants follow a dot or are listed apart.
-    # Names alone: arguments and overloads do not matter here.
     names = re.findall(r"^- func: (\w+)", text, re.MULTILINE)
     for line in re.findall(r"^  autogen: (.*)$", text, re.MULTILINE):
         names += re.findall(r"(\w+)(?:\.\w+)?", line)

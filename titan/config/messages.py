@@ -67,7 +67,7 @@ def likely_key(path: KeyPath, *, data: dict[str, Any]) -> KeyPath:
 def _path_in(data: Any, error: ErrorDetails) -> KeyPath:
     """Return the error's location without the names of union members, which are not in the data."""
     path: KeyPath = ()
-    # Follow the location into the data. Names of union members are not in it.
+    # Follow the location into the data as far as it goes.
     for part in error["loc"]:
         inside = part in data if isinstance(data, dict) else isinstance(data, list)
         if inside and isinstance(part, int) == isinstance(data, list):

@@ -1,4 +1,4 @@
-"""The sections of a job file, one frozen pydantic model for each component.
+"""Define the sections of a job file, one frozen pydantic model for each component.
 
 Names of sections and keys are those of TorchTitan v0.2.2 if the concept is the same, so that its TOML files run here. Sections
 that it does not have (tokenizer, data, loss, hardware) have our names. A component gets only its own section. The sections that

@@ -1,4 +1,5 @@
-"""The sections of a job file that say how it is run: parallelism, memory, compiler, number formats, checkpoints, logs, failures.
+"""Define the sections of a job file that say how it is run: parallelism, memory, compiler, number
+formats, checkpoints, logs, failures.
 
 Import them from titan.config.schema, which has the other sections and `JobConfig`.
 """

@@ -148,9 +148,8 @@ def read_text(file: Path, meter: Meter) -> Iterator[Document]:
 def _decoded(file: Path, meter: Meter) -> Iterator[str]:
     """Yield the text of a UTF-8 file in blocks, with a line feed at the end of every line."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    # "\r
-    # " and "\r" become "
-    # ", also where a block ends between the two.
+    # A carriage return, with or without a line feed, becomes a line feed, also where a block ends
+    # between the two.
     newlines = io.IncrementalNewlineDecoder(None, translate=True)
     offset, line, block = 0, 1, b" "
     with _open(file, meter) as content:

@@ -115,8 +115,8 @@ def open_documents(section: s.Section) -> Documents:
             position=lambda: stream.position,
         )
     # Shards and synthetic ids are made into samples, not read as text (samples.py).
-    kind = getattr(section, "type", type(section).__name__)
     # A third party's section need not have a type.
+    kind = getattr(section, "type", type(section).__name__)
     raise DataError(f"source '{kind}' holds no text to read")
 
 

@@ -112,8 +112,8 @@ class StreamSamples(Samples):
         return self._take()
 
     def _take(self) -> np.ndarray:
-        # One token beyond the sample, the last label, must be there too.
         """Return the next seq_len + 1 tokens. The last of them is the first of the next sample."""
+        # One token beyond the sample, the last label, must be there too.
         while self._num_tokens - self._offset <= self._seq_len:
             number, ids = next(self._source)
             self._next_document = number + 1

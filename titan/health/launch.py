@@ -126,7 +126,6 @@ def _write_failures(
     from titan.config.load import load_from_argv
 
     # The job's arguments follow torchrun's.
-    # Everything before the job's file is torchrun's.
     first = next(n for n, argument in enumerate(argv) if argument.endswith(".toml"))
     run_dir = Path(load_from_argv(argv[first:]).job.dump_folder)
     ranks = {

@@ -32,7 +32,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class CompactAdam(torch.optim.Optimizer):
-    """state_dtype: of the moments; uint8 means 8 bits in blocks. decoupled: AdamW's weight decay, else Adam's.
+    """Update parameters by Adam or AdamW, with moments in a precision of choice.
+
+    state_dtype: of the moments. uint8 means 8 bits in blocks. decoupled: AdamW's weight decay, else
+    Adam's.
 
     noise: for each parameter that is rounded stochastically. compiled: one kernel per update, by torch.compile (a shape
     changes nothing; the first step takes seconds); otherwise one kernel per operation.

@@ -1,4 +1,5 @@
-"""Balance of the experts' loads, once a step: sum them over ranks, move the routing bias, keep them for the next step.
+"""Balance the experts' loads once a step: sum them over ranks, move the routing bias, and keep them
+for the next step.
 
 Loads are integers, so their sum, and with it the bias, is the same bits in every layout as long as routes are the same.
 """
@@ -15,7 +16,7 @@ from titan.models.moe import MoE
 
 
 class Balance:
-    """The MoE modules of this rank, by name.
+    """Balance the MoE modules of this rank. moes: by name.
 
     group: ranks that hold different tokens of a step. loads: of the step that ended last, over all ranks, (layers, E) int64.
     """

@@ -1,5 +1,6 @@
-"""Muon: momentum whose singular values are made equal, for the matrices of the blocks (Jordan et al., 2024,
-kellerjordan.github.io/posts/muon). Everything else (embedding, output layer, norms) is another optimizer's.
+"""Optimize the matrices of the blocks with Muon: momentum whose singular values are made equal
+(Jordan et al., 2024, kellerjordan.github.io/posts/muon). Another optimizer has everything else
+(embedding, output layer, norms).
 
     M <- beta M + (1 - beta) G                        kept: one moment rather than Adam's two
     U <- NewtonSchulz(G + beta (M - G))               U S V^T -> about U V^T; without `nesterov`, of M
@@ -38,7 +39,9 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 class Muon(torch.optim.Optimizer):
-    """matrices: two-dimensional. others: the optimizer of the remaining parameters; its groups are also this one's.
+    """Update matrices by Muon, and all other parameters by a second optimizer.
+
+    matrices: two-dimensional. others: the second optimizer. Its groups are also this one's.
 
     ns_dtype: precision of Newton-Schulz, and of what is sent. noise: for each matrix that is rounded stochastically.
     """

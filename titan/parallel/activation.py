@@ -1,4 +1,5 @@
-"""Activation checkpointing: recompute a block's activations in the backward pass rather than keep them.
+"""Recompute a block's activations in the backward pass rather than keep them (activation
+checkpointing).
 
     full       keep each block's input, recompute the block (arXiv:1604.06174)
     every n    full, for every n-th block only

@@ -1,9 +1,10 @@
-"""Asynchronous tensor parallelism: inductor rewrites an all-gather before matrix products, or a reduce-scatter after one,
-into an operation that does both in pieces, so that most of the communication hides behind the computation.
+"""Make tensor parallelism asynchronous: inductor rewrites an all-gather before matrix products, or
+a reduce-scatter after one, into an operation that does both in pieces, so that most of the
+communication hides behind the computation.
 
 The rewrite (torch's micro_pipeline_tp pass over compiled blocks; PyTorch's symmetric memory underneath) leaves a graph
-that it does not recognise as it was, without a word. So what it did is counted while blocks are compiled, and the
-trainer says it after the first step.
+that it does not recognise as it was, without a word. So titan counts what it did while blocks are
+compiled, and the trainer reports the counts after the first step.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ wait = _c10d.wait_tensor
 
 def start_all_gather(x: Tensor, *, group: str, size: int) -> Tensor:
     """Start to concatenate every rank's x: (C * n, ...) of (n, ...)."""
-    # NCCL and gloo send memory as it lies, so a view must become contiguous first.
+    # NCCL and gloo send memory in its order, so a view must become contiguous first.
     return _c10d.all_gather_into_tensor(x.contiguous(), size, group)
 
 

@@ -1,4 +1,4 @@
-"""Regional compilation: torch.compile for each block, so that equal blocks share one compiled program.
+"""Compile by region: torch.compile for each block, so that equal blocks share one compiled program.
 
 Compiling block by block costs one compilation for all blocks of a shape, whatever the depth of the model, and keeps
 FSDP's gathering, which sits between blocks, out of the compiled graphs.

@@ -1,4 +1,5 @@
-"""Context parallelism: each rank of the cp axis holds a part of every sequence, and only attention communicates.
+"""Split sequences over ranks (context parallelism): each rank of the cp axis holds a part of every
+sequence, and only attention communicates.
 
 The caller splits what is laid out along the sequence (tokens, labels, positions, document ids) with
 `shard_sequence`; `apply_cp` puts a `ContextParallelAttention` in place of every attention module, which takes local

@@ -1,4 +1,5 @@
-"""Expert parallelism: each rank of the ep axis holds some of the experts, and rows travel to them and back.
+"""Split experts over ranks (expert parallelism): each rank of the ep axis holds some of them, and
+rows travel to them and back.
 
 `apply_ep` cuts the stacked parameters of each MoE's experts over the axis, as DTensors, and gives it an `Exchange`. What
 it needs of a module is little: `experts`, whose parameters are stacked by expert and whose forward takes rows
@@ -53,7 +54,7 @@ def apply_ep(model: nn.Module, *, mesh: DeviceMesh, moe_type: type[nn.Module] = 
 
 
 class Exchange:
-    """Brings rows to the ranks that hold their experts, and the results back."""
+    """Bring rows to the ranks that hold their experts, and the results back."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.group, self.size = mesh.get_group().group_name, mesh.size()
@@ -121,7 +122,8 @@ _current = _Record()
 
 
 class KeptRoutes:
-    """Lets a recomputation send each token where the forward pass sent it, without choosing or counting again."""
+    """Let a recomputation send each token where the forward pass sent it, without choosing or
+    counting again."""
 
     def get(self, moe: MoE, tokens: Tensor) -> Tensor | None:
         # Only a recomputation finds something here.

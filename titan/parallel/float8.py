@@ -164,8 +164,8 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def table(report: Iterable[Conversion], *, recipe: str, emulated: bool, compiled: bool) -> str:
-    # Equal layers of all blocks are one line.
     """Describe which layers were converted, a line for each kind of layer: `layers.*.attention.wq`, how many, their shape, why not."""
+    # Equal layers of all blocks are one line.
     kinds = Counter(dataclasses.replace(c, name=re.sub(r"\.\d+\.", ".*.", c.name)) for c in report)
     done = sum(count for kind, count in kinds.items() if not kind.kept)
     width = max((len(kind.name) for kind in kinds), default=0)

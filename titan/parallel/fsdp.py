@@ -100,7 +100,8 @@ def _run_hooks_outside_selection(unit: nn.Module) -> None:
 
 
 def _shard_dimension(experts: nn.Module, mesh: DeviceMesh) -> int:
-    """Return 0 if each rank of the mesh's last axis can have whole experts, else 1: a part of each of its own."""
+    """Return 0 if each rank of the mesh's last axis can have whole experts, else 1, to split each
+    expert."""
     parameter = next(experts.parameters())
     own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return 0 if mesh.size(mesh.ndim - 1) <= len(own) else 1

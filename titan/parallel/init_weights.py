@@ -1,5 +1,6 @@
-"""Initial weights that do not depend on the layout: one process, FSDP on 512 ranks and every mesh between draw
-the same numbers from the same seed, without communication and without a seed checkpoint.
+"""Draw initial weights that do not depend on the layout: one process, FSDP on 512 ranks and every
+mesh between draw the same numbers from the same seed, without communication and without a seed
+checkpoint.
 
 Each parameter has its own generator, seeded with the run's seed and the parameter's name. Every rank draws
 the full tensor and keeps its shard; of parameters stacked by expert it draws its own experts. (DTensor's own generator is no help: on a CPU it gives every shard the

@@ -97,7 +97,7 @@ class _Run:
             self.newest[key] = copy
             self.copies.append(copy)
             self.offloader.num_bytes += storage.nbytes()
-        # How this view lies in the storage, to make it again on the way back.
+        # Where in the storage this view is, to make it again on the way back.
         view = (tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
         return copy, view
 
@@ -128,9 +128,10 @@ def _forget(copies: Any, key: tuple[int, int], _: Any) -> None:
 
 
 class _Copy:
-    """A storage's bytes on the host, and on the device again from when they are asked for.
+    """Hold a storage's bytes on the host, and on the device again once they are asked for.
 
-    On an accelerator both ways go through page-locked memory on a stream of their own; the host waits for neither.
+    On an accelerator both copies use page-locked memory and a separate stream. The host waits for
+    neither.
     """
 
     def __init__(

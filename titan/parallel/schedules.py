@@ -1,4 +1,5 @@
-"""Pipeline schedules: which rank computes what, in which order, and what that costs in idle time and memory.
+"""Order the work of a pipeline: which rank computes what, in which order, and what that costs in
+idle time and memory.
 
 A pipeline cuts a model into stages and a batch into microbatches. A `Schedule` is, for each rank, the list of
 its actions in order, written as torch and its CSV files write them, stage, kind, microbatch: "0F3" is the forward
@@ -163,7 +164,7 @@ _SCHEDULES = {
 }
 # torch's Interleaved1F1B now includes what was once another class: microbatches need not be a multiple of ranks.
 _ALIASES = {"flexibleinterleaved1f1b": "Interleaved1F1B"}
-# torch's classes without an order of their own, which TorchTitan's jobs name beside a CSV.
+# torch's classes that define no order. TorchTitan's jobs name them beside a CSV, which does.
 _RUN_A_FILE = ("pipelineschedulemulti", "pipelineschedulesingle", "pipelinescheduleruntime")
 
 

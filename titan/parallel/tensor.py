@@ -1,4 +1,4 @@
-"""Tensor parallelism: each matrix is split over a mesh axis, and so is the sequence between the matrices.
+"""Split each matrix over a mesh axis, and the sequence between the matrices (tensor parallelism).
 
 Megatron's pattern (arXiv:1909.08053) with sequence parallelism (arXiv:2205.05198), on DTensor. A plan beside the
 model names a style for each module; nothing in the model changes. With S the sequence and tp ranks:
@@ -59,8 +59,11 @@ _SPLITS = {  # what torch's styles and ours know how to split
 
 
 class GatherSequence(ParallelStyle):
-    """Gather one argument of the module over the sequence, in float8 where the layers that read it cast it anyway; a
-    DTensor goes in, so that the gradients of its uses add up before the one reduce-scatter.
+    """Gather one argument of the module over the sequence, in float8 where the layers that read it
+    cast it anyway.
+
+    The module gets a DTensor, so that the gradients of its uses add up before the one
+    reduce-scatter.
 
     argument: its name; "": the first tensor, in the order of forward's signature. The caller may give it by position or by name.
     """
@@ -106,7 +109,8 @@ class GatherSequence(ParallelStyle):
 
 
 class ReplicatedHeads(ParallelStyle):
-    """A key or value projection with fewer heads than ranks: whole on each rank, which keeps one head of its output."""
+    """Keep a key or value projection with fewer heads than ranks whole on each rank, which uses one
+    head of its output."""
 
     def __init__(self, num_heads: int) -> None:
         self.num_heads = num_heads
@@ -130,9 +134,11 @@ class ReplicatedHeads(ParallelStyle):
 
 
 class GatherForLoss(ParallelStyle):
-    """The output layer where the loss applies its weight: rows V/tp of it, and what goes in comes out gathered.
+    """Split the output layer where the loss applies its weight: V/tp rows of it for each rank, and
+    what goes in comes out gathered.
 
-    Each rank's gradient is that of its part of the vocabulary: a part of a sum, reduced and scattered on the way back.
+    Each rank's gradient belongs to its part of the vocabulary, so it is a part of a sum. The way
+    back reduces and scatters it.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -90,8 +90,12 @@ def waited(tensor: Tensor) -> Tensor:
 
 
 def traced_module_path() -> list[str]:
-    """Names, within the module that torch.compile was given or that it recomputes, of the modules whose operation it is tracing
-    now, outermost first; nothing outside of tracing."""
+    """Return the names of the modules whose operation torch.compile is tracing now, outermost
+    first.
+
+    They are relative to the module that was compiled, or that is recomputed. Outside of tracing
+    there are none.
+    """
     stack = fx_traceback.current_meta.get("nn_module_stack") or {}
     paths = [path for path, _ in stack.values()]
     # The first path is the compiled module's own.

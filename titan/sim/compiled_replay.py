@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from .tracer import Tracer
 
 _Memory = tuple[str, int]
-"""Where an output lies: ("input", its number), ("part", number of the input whose memory it shares), or ("made", the block)."""
+"""Where an output is: ("input", its number), ("part", number of the input whose memory it shares),
+or ("made", the block)."""
 
 
 @dataclass(frozen=True)

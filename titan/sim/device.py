@@ -31,8 +31,8 @@ SECOND_STREAM = COMPUTE_STREAM + 1
 
 
 def begin() -> None:
-    # Streams that the program makes are numbered in order, so equal programs get equal traces.
     """Start the numbering of streams again, for another program."""
+    # Streams that the program makes are numbered in order, so equal programs get equal traces.
     global _stream_numbers
     _stream_numbers = count(SECOND_STREAM + 1)
 

@@ -195,14 +195,15 @@ def _events(trace: Trace, workspace_bytes: int) -> Iterator[Allocate | Free]:
 
 
 class _Steps:
-    """Repeats the step, with new numbers for its blocks each time.
+    """Repeat the step, with new numbers for its blocks each time.
 
-    What it freed of the time before it was recorded is what the step before left over: a block as large and of the same module.
+    The recorded step may free a block that existed before it. In a repetition that stands for a
+    block of equal size and module that the repetition before has left.
     """
 
     def __init__(self, trace: Trace, allocations: dict[int, Allocate]) -> None:
-        # Blocks that existed before the step, the step's own blocks, and those of its own that it
-        # leaves.
+        # Blocks that existed before the step, the step's own blocks, and those of them that it
+        # leaves behind.
         self.events = trace.step
         self.before = dict(allocations)
         self.own = {e.block: e for e in trace.step if isinstance(e, Allocate)}

@@ -23,8 +23,8 @@ NVLINK_OUT, NVLINK_IN, NIC_OUT, NIC_IN = range(4)
 
 
 class TransferPrice(NamedTuple):
-    """Holds the price of a transfer. latency_s: before and between the volume, shared with nobody. volume_s: if no
-    other transfer is on its links."""
+    """Hold the price of a transfer. latency_s: before and between the volume, shared with nobody.
+    volume_s: if no other transfer is on its links."""
 
     latency_s: float
     volume_s: float
@@ -146,8 +146,8 @@ def _rings(
 
 
 def _trees(ranks: int, nodes: int, volume: float, profile: Profile) -> list[tuple[float, float]]:
-    """Return latency and volume of a double binary tree over nodes, with chains in them. Between
-    nodes only is it worth it."""
+    """Return latency and volume of a double binary tree over nodes, with chains in them. Within one
+    node there is none."""
     if nodes == 1:
         return []
     ways = []

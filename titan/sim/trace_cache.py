@@ -125,7 +125,7 @@ def get_traces(
 def _record(plans: Sequence[_Plan], processes: int) -> list[_Plan]:
     """Trace, and report what is ready. Return the plans whose blocks are not all alike."""
     # Few plans leave processes idle: then the ranks of a plan are dealt out to several.
-    parts = -(-processes // max(1, len(plans)))  # of each plan: a process of its own for each
+    parts = -(-processes // max(1, len(plans)))  # of each plan, each in a separate process
     waiting = [(plan, job) for plan in plans for job in plan.jobs(parts)]
     refused = []
     for number, result in trace_jobs([job for _, job in waiting], processes):

@@ -93,8 +93,8 @@ def find_mismatch(dumps: dict[int, Dump]) -> Mismatch | None:
 
 
 def describe(entry: Call) -> str:
-    # At most two operands: lists of many tensors would fill the page.
     """Return `all_gather of 4 x 16 float`."""
+    # At most two operands: lists of many tensors would fill the page.
     sizes = " and ".join(" x ".join(map(str, size)) for size in entry.input_sizes[:2])
     dtype = entry.input_dtypes[0].lower() if entry.input_dtypes else ""
     operands = f" of {sizes} {dtype}" if sizes else ""
