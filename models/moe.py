@@ -109,7 +109,7 @@ class Experts(nn.Module):
         self.w2 = nn.Parameter(torch.empty(shape).mT.contiguous())
         self.w3 = nn.Parameter(torch.empty(shape))
         self.chunk_rows = 0
-        self.products: Callable[..., Tensor] = expert_products
+        self.grouped: Callable[..., Tensor] = grouped_products
 
     def forward(self, rows_RD: Tensor, counts_e: Tensor) -> Tensor:
         """Return the experts' output, (R, D), for rows sorted by expert; counts_e (int64) says how many rows each has.
@@ -120,27 +120,35 @@ class Experts(nn.Module):
         weights = (self.w1, self.w2, self.w3)
         size = self.chunk_rows
         if not 0 < size < len(rows_RD):
-            return self.products(rows_RD, counts_e, *weights)
-        # Chunks cut the sorted rows at fixed places, wherever experts end.
+            return self._products(rows_RD, counts_e, *weights)
         ends_e, chunks = counts_e.cumsum(0), []
         for start in range(0, len(rows_RD), size):
             # An expert's rows that fall into this chunk.
             counts = F.pad(ends_e.clamp(start, start + size), (1, 0), value=start).diff()
             rows = rows_RD[start : start + size]
-            chunks.append(checkpoint(self.products, rows, counts, *weights, use_reentrant=False))
+            chunks.append(checkpoint(self._products, rows, counts, *weights, use_reentrant=False))
         return torch.cat(chunks)
 
+    def _products(self, rows_RD: Tensor, counts_e: Tensor, *weights: Tensor) -> Tensor:
+        """Return grouped products in bf16, else a loop: the same bits."""
+        is_grouped = rows_RD.dtype == torch.bfloat16 and len(rows_RD) > 0
+        return (self.grouped if is_grouped else looped_products)(rows_RD, counts_e, *weights)
 
-def expert_products(
+
+def grouped_products(
     rows_RD: Tensor, counts_e: Tensor, w1_eFD: Tensor, w2_eDF: Tensor, w3_eFD: Tensor
 ) -> Tensor:
-    """Return silu(x w1) (x w3) w2 with each row's own expert; grouped products in bf16, else a loop: the same bits."""
-    if rows_RD.dtype == torch.bfloat16 and len(rows_RD):
-        # The kernel wants the ends of groups as int32.
-        ends_e = counts_e.cumsum(0, dtype=torch.int32)
-        hidden_RF = F.silu(grouped_mm(rows_RD, w1_eFD.mT, ends_e))
-        hidden_RF = hidden_RF * grouped_mm(rows_RD, w3_eFD.mT, ends_e)
-        return grouped_mm(hidden_RF, w2_eDF.mT, ends_e)
+    """Return silu(x w1) (x w3) w2 with each row's own expert, (R, D), by one kernel for all experts (bf16 only)."""
+    ends_e = counts_e.cumsum(0, dtype=torch.int32)
+    hidden_RF = F.silu(grouped_mm(rows_RD, w1_eFD.mT, ends_e))
+    hidden_RF = hidden_RF * grouped_mm(rows_RD, w3_eFD.mT, ends_e)
+    return grouped_mm(hidden_RF, w2_eDF.mT, ends_e)
+
+
+def looped_products(
+    rows_RD: Tensor, counts_e: Tensor, w1_eFD: Tensor, w2_eDF: Tensor, w3_eFD: Tensor
+) -> Tensor:
+    """Return what `grouped_products` does, expert by expert, in any precision."""
     # An expert without rows takes part, so that its gradient is zeros and not None. unbind, since a gradient of w[i]
     # would be as large as w.
     sizes = host_counts(counts_e) if len(rows_RD) else [0] * len(counts_e)
@@ -215,9 +223,18 @@ class MoE(nn.Module):
         rows_ND = self.exchange(rows_ND, counts_E, self.experts)
         # Added up in the order of K: on a GPU, adding into tokens would have no fixed order.
         rows_TKD = permute(rows_ND, place_N, order_N).view(*ids_TK.shape, -1)
-        y_TD = (rows_TKD.to(weights_TK.dtype) * weights_TK[..., None]).sum(1)
-        y_BSD = y_TD.to(x_BSD.dtype).view(x_BSD.shape)
+        y_BSD = self.combine(rows_TKD, weights_TK).view(x_BSD.shape)
         return y_BSD if self.shared_experts is None else y_BSD + self.shared_experts(x_BSD)
+
+    def compiled_parts(self) -> list[tuple[nn.Module, str]]:
+        """Return the functions that can be compiled, as attributes: all but the exchange, which waits for the device."""
+        parts = [(self.router, "forward"), (self.experts, "grouped"), (self, "combine")]
+        return parts if self.shared_experts is None else [*parts, (self.shared_experts, "forward")]
+
+    def combine(self, rows_TKD: Tensor, weights_TK: Tensor) -> Tensor:
+        """Return the weighted sum of each token's rows, (T, D) in their dtype, added up in the order of K."""
+        y_TD = (rows_TKD.to(weights_TK.dtype) * weights_TK[..., None]).sum(1)
+        return y_TD.to(rows_TKD.dtype)
 
     def term_gradients(
         self, ids_TK: Tensor, lse_T: Tensor, batch: int

@@ -108,9 +108,19 @@ class Block(nn.Module):
     def forward(
         self, x_BSD: Tensor, cos_sin: tuple[Tensor, Tensor], document_ids_BS: Tensor | None
     ) -> Tensor:
+        h_BSD, x_BSD = self.attend(x_BSD, cos_sin, document_ids_BS)
+        return h_BSD + (self.feed_forward(x_BSD) if self.moe is None else self.moe(x_BSD))
+
+    def attend(
+        self, x_BSD: Tensor, cos_sin: tuple[Tensor, Tensor], document_ids_BS: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the residual stream after attention, and the same normalised."""
         h_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), cos_sin, document_ids_BS)
-        feed_forward = self.feed_forward if self.moe is None else self.moe
-        return h_BSD + feed_forward(self.ffn_norm(h_BSD))
+        return h_BSD, self.ffn_norm(h_BSD)
+
+    def compiled_parts(self) -> list[tuple[nn.Module, str]]:
+        """Return the functions to compile, as attributes; none: the whole block. Experts wait for the device between them."""
+        return [] if self.moe is None else [(self, "attend"), *self.moe.compiled_parts()]
 
 
 def build_moe(config: LlamaConfig, layer: int) -> MoE | None:

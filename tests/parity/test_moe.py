@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.support.layouts import (
     BOUND,
+    CUT,
+    NEVER,
     REPLICAS,
+    RING,
+    TRACED,
+    ULYSSES,
+    ZERO_BUBBLE,
     Layout,
     cp,
     differences,
@@ -32,37 +40,147 @@ def ep(n: int) -> tuple[tuple[str, int], ...]:
     return (("expert_parallel_degree", n),)
 
 
+FULL, BY_OP = {"recompute": "full"}, {"recompute": "selective"}
+MUON = {"optimizer": (("name", "Muon"), ("ns_dtype", "float32"))}
+EIGHT_BITS = {"optimizer": (("name", "AdamW8bit"),)}
+EARLY = {"optimizer": (("early_step_in_backward", True),)}
+SLOW = {"repeats": True}
 LAYOUTS = [
+    # Data parallelism
     Layout("one process", accumulation=2),
     Layout("FSDP2, EP 1", fsdp(2)),
     Layout("FSDP2, EP 2", fsdp(2), settings=ep(2)),
-    Layout("FSDP2, EP 2", fsdp(4), settings=ep(2)),
+    Layout("FSDP2, EP 2", fsdp(4), settings=ep(2), accumulation=2),
+    Layout("FSDP2, EP 4", fsdp(4), settings=ep(4), **SLOW),
+    Layout("FSDP2, EP 8", fsdp(8), settings=ep(8), **SLOW),
+    Layout(
+        "FSDP2 within experts, EP 2",
+        fsdp(8),
+        settings=ep(2),
+        overrides=(("num_experts", 4),),
+        **SLOW,
+    ),
+    Layout("FSDP2, EP 2, ZeRO-2", fsdp(4), settings=(*ep(2), *NEVER), **SLOW),
     Layout("HSDP, EP 2", (*REPLICAS, *fsdp(2)), settings=ep(2)),
-    Layout("TP+SP, EP 1", tp(2), settings=ep(1)),
+    Layout("HSDP, EP 2", (*REPLICAS, *fsdp(4)), settings=ep(2), accumulation=2, **SLOW),
+    Layout("DDP, EP 1", REPLICAS, **SLOW),
+    Layout("FSDP2, EP 2, parameters on the host", fsdp(2), settings=ep(2), offload=True),
+    # Tensor and context parallelism
+    Layout("TP+SP, EP 1", tp(2)),
     Layout("TP+SP, EP 2", tp(2), settings=ep(2)),
     Layout("DDP x TP+SP, EP 2", (*REPLICAS, *tp(2)), settings=ep(2)),
-    Layout("CP, EP 2", cp(2), settings=ep(2)),
-    Layout("FSDP2 x TP+SP, EP 4", (*fsdp(2), *tp(2)), settings=ep(4)),
-    Layout("PP x FSDP2, EP 2", (*pp(2), *fsdp(2)), settings=ep(2)),
-    Layout(
-        "PP zero bubble x FSDP2, EP 2",
-        (*pp(2), *fsdp(2)),
-        settings=(*ep(2), *schedule("InterleavedZeroBubble")),
+    Layout("FSDP2 x TP+SP, EP 2", (*fsdp(2), *tp(2)), settings=ep(2), **SLOW),
+    Layout("FSDP2 x TP+SP, EP 4", (*fsdp(2), *tp(2)), settings=ep(4), accumulation=2),
+    Layout("HSDP x TP+SP, EP 4", (*REPLICAS, *fsdp(2), *tp(2)), settings=ep(4), **SLOW),
+    Layout("CP all-gather, EP 2", cp(2), settings=ep(2)),
+    Layout("CP Ulysses, EP 2", cp(2), settings=(*ep(2), *ULYSSES), **SLOW),
+    Layout("CP ring, EP 2", cp(2), settings=(*ep(2), *RING), documents=False),
+    Layout("FSDP2 x CP, EP 4", (*fsdp(2), *cp(2)), settings=ep(4), **SLOW),
+    Layout("CP x TP+SP, EP 4", (*cp(2), *tp(2)), settings=ep(4), **SLOW),
+    Layout("FSDP2 x CP x TP+SP, EP 8", (*fsdp(2), *cp(2), *tp(2)), settings=ep(8), **SLOW),
+    # Pipelines
+    Layout("PP 1F1B, EP 1", pp(2), accumulation=2, **SLOW),
+    Layout("PP 1F1B x FSDP2, EP 2", (*pp(2), *fsdp(2)), settings=ep(2)),
+    *(
+        Layout(
+            f"PP {name} x FSDP2, EP 2",
+            (*pp(2), *fsdp(2)),
+            settings=(*ep(2), *schedule(name)),
+            repeats=name != "InterleavedZeroBubble",
+        )
+        for name in (
+            "GPipe",
+            "Interleaved1F1B",
+            "LoopedBFS",
+            "InterleavedZeroBubble",
+            "ZBVZeroBubble",
+            "DualPipeV",
+        )
     ),
-    Layout("FSDP2, EP 2, full AC", fsdp(2), settings=ep(2), recompute="full"),
-    Layout("FSDP2, EP 2, selective AC", fsdp(2), settings=ep(2), recompute="selective"),
+    Layout("PP x HSDP, EP 2", (*pp(2), *REPLICAS, *fsdp(2)), settings=ep(2), **SLOW),
+    Layout("PP x CP, EP 2", (*pp(2), *cp(2)), settings=ep(2), **SLOW),
+    Layout("PP x TP+SP, EP 2", (*pp(2), *tp(2)), settings=ep(2), **SLOW),
+    Layout("PP x FSDP2 x TP+SP, EP 4", (*pp(2), *fsdp(2), *tp(2)), settings=ep(4), **SLOW),
+    # Recomputed, compiled
+    Layout("FSDP2, EP 2, full AC", fsdp(2), settings=ep(2), **FULL),
+    Layout("FSDP2, EP 2, selective AC", fsdp(2), settings=ep(2), **BY_OP),
+    Layout("FSDP2 x TP+SP, EP 4, full AC", (*fsdp(2), *tp(2)), settings=ep(4), **FULL, **SLOW),
+    Layout(
+        "FSDP2 x TP+SP, EP 4, selective AC", (*fsdp(2), *tp(2)), settings=ep(4), **BY_OP, **SLOW
+    ),
+    Layout(
+        "PP zero bubble x FSDP2, EP 2, full AC",
+        (*pp(2), *fsdp(2)),
+        settings=(*ep(2), *ZERO_BUBBLE),
+        **FULL,
+        **SLOW,
+    ),
+    Layout("FSDP2, EP 2, activations on the host", fsdp(2), settings=ep(2), keep_in="host", **SLOW),
+    Layout("FSDP2, EP 2, compiled", fsdp(2), settings=ep(2), compiled=TRACED),
+    Layout(
+        "FSDP2 x TP+SP, EP 4, compiled", (*fsdp(2), *tp(2)), settings=ep(4), compiled=TRACED, **SLOW
+    ),
+    Layout(
+        "FSDP2, EP 2, compiled, full AC", fsdp(2), settings=ep(2), compiled=TRACED, **FULL, **SLOW
+    ),
+    Layout(
+        "FSDP2, EP 2, compiled, selective AC",
+        fsdp(2),
+        settings=ep(2),
+        compiled=TRACED,
+        **BY_OP,
+        **SLOW,
+    ),
+    Layout(
+        "FSDP2, EP 2, compiled, memory budget",
+        fsdp(2),
+        settings=ep(2),
+        compiled=CUT,
+        recompute="memory_budget",
+        **SLOW,
+    ),
+    # Optimizers
+    Layout("FSDP2, EP 2, Muon", fsdp(4), settings=ep(2), **MUON),
+    Layout(
+        "FSDP2 within experts, EP 2, Muon",
+        fsdp(8),
+        settings=ep(2),
+        overrides=(("num_experts", 4),),
+        **MUON,
+        **SLOW,
+    ),
+    Layout("FSDP2 x TP+SP, EP 2, Muon", (*fsdp(2), *tp(2)), settings=ep(2), **MUON, **SLOW),
+    Layout("FSDP2, EP 2, 8-bit moments", fsdp(4), settings=ep(2), **EIGHT_BITS),
+    Layout(
+        "FSDP2 x TP+SP, EP 4, 8-bit moments",
+        (*fsdp(2), *tp(2)),
+        settings=ep(4),
+        **EIGHT_BITS,
+        **SLOW,
+    ),
+    Layout("FSDP2, EP 2, early step", fsdp(4), settings=ep(2), **EARLY),
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.name}-{layout.ranks}")
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(
+            layout,
+            id=f"{layout.name}-{layout.ranks}x{layout.accumulation}",
+            marks=[pytest.mark.slow] if layout.repeats else [],
+        )
+        for layout in LAYOUTS
+    ],
+)
 def test_equals_one_process(layout: Layout, references, pool: Pool) -> None:
-    settings = {"model": QWEN, "overrides": TERMS}
-    reference = references.run(documents=layout.documents, blocks=layout.blocks, **settings)
-    layout = Layout(**{**vars(layout), **settings})
+    layout = replace(layout, model=QWEN, overrides=(*TERMS, *layout.overrides))
+    same = ("documents", "blocks", "model", "overrides", "optimizer")
+    reference = references.run(**{name: getattr(layout, name) for name in same})
     results = pool.run(layout.ranks, train, layout)
-    found = differences(results, reference)
-    assert max(found.values()) < BOUND, found
     for result in results:
         for step, expected in zip(result["loads"], reference["loads"], strict=True):
             assert step.items() <= expected.items()
         assert result["biases"].items() <= reference["biases"].items()
+    found = differences(results, reference)
+    assert max(found.values()) < BOUND, found

@@ -39,6 +39,7 @@ class Layout:
     repeats: bool = False
     model: tuple[str, str] = ("llama3", "tiny")
     overrides: tuple[tuple[str, Any], ...] = ()
+    optimizer: tuple[tuple[str, Any], ...] = ()
     documents: bool = True  # two documents in each sequence, and no attention between them
 
     @property
@@ -230,7 +231,7 @@ def train(layout: Layout, precision: str = "float32") -> dict[str, Any]:
             "lr_scheduler": {"warmup_steps": 2},
             # AdamW divides a gradient by its own size: with the usual eps of 1e-8, an element whose gradient is next to
             # nothing takes its rounding error as a full step, on one process as well as on many.
-            "optimizer": {"lr": 1e-3, "eps": 1e-6},
+            "optimizer": {"lr": 1e-3, "eps": 1e-6, **dict(layout.optimizer)},
             "activation_checkpoint": {
                 "mode": "selective" if layout.recompute == "2" else layout.recompute,
                 "selective_ac_option": "2" if layout.recompute == "2" else "op",

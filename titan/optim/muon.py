@@ -39,9 +39,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 class Muon(torch.optim.Optimizer):
-    """Update matrices by Muon, and all other parameters by a second optimizer.
-
-    matrices: two-dimensional. others: the second optimizer. Its groups are also this one's.
+    """matrices: two-dimensional, or stacks of matrices (experts), each of which is one. others: the optimizer of the remaining parameters; its groups are also this one's.
 
     ns_dtype: precision of Newton-Schulz, and of what is sent. noise: for each matrix that is rounded stochastically.
     """
@@ -86,6 +84,8 @@ class Muon(torch.optim.Optimizer):
         cuts = cuts_of(batch[0])
         # All matrices of the batch at once: they have one shape and layout.
         x = torch.stack([self._momentum(p).to(self.ns_dtype) for p in batch])
+        stacked = x.shape
+        x = x.flatten(0, -3)  # experts of a stack are matrices as others
         counts = []
         # One exchange per mesh axis that splits the matrices; then each rank has whole ones.
         for cut in cuts:
@@ -95,8 +95,8 @@ class Muon(torch.optim.Optimizer):
         for cut in reversed(cuts):
             x = give_back(x, cut, counts=counts.pop())
         # Makes the root mean square of an update like Adam's, 0.2, for any shape (arXiv:2502.16982).
-        scale = 0.2 * math.sqrt(max(batch[0].shape))
-        for parameter, update in zip(batch, x, strict=True):
+        scale = 0.2 * math.sqrt(max(batch[0].shape[-2:]))
+        for parameter, update in zip(batch, x.view(stacked), strict=True):
             noise, step = self.noise.get(parameter), self.state[parameter]["step"]
             mine = local(parameter)
             new = mine.float() * (1 - lr * weight_decay) - lr * scale * update.float()
@@ -151,7 +151,7 @@ class Cut:
 
 
 def cuts_of(parameter: Tensor) -> list[Cut]:
-    """Return the last cut first, which is the order in which they are joined."""
+    """Return the last cut first, which is the order in which they are joined. Cuts between the matrices of a stack are none."""
     if not isinstance(parameter, DTensor):
         return []
     # Axes that replicate do not cut.
@@ -161,8 +161,9 @@ def cuts_of(parameter: Tensor) -> list[Cut]:
     cuts, shape = [], list(parameter.shape)
     for axis in axes:
         dim: int = parameter.placements[axis].dim  # pyright: ignore
-        cuts.append(Cut(parameter.device_mesh.get_group(axis), dim=dim, size=shape[dim]))
-        shape[dim] = cuts[-1].length()
+        if (place := dim - (parameter.ndim - 2)) >= 0:
+            cuts.append(Cut(parameter.device_mesh.get_group(axis), dim=place, size=shape[dim]))
+            shape[dim] = cuts[-1].length()
     return cuts[::-1]
 
 

@@ -128,7 +128,7 @@ def _muon(
     section: MuonSection, named: Mapping[str, nn.Parameter], *, seed: int
 ) -> torch.optim.Optimizer:
     """Build Muon. Blocks are the children of `layers`, the one name that every model family shares."""
-    in_blocks = {k: p for k, p in named.items() if k.startswith("layers.") and p.ndim == 2}
+    in_blocks = {k: p for k, p in named.items() if k.startswith("layers.") and p.ndim > 1}
     rest = {name: p for name, p in named.items() if name not in in_blocks}
     adam_lr = section.lr if section.adam_lr is None else section.adam_lr
     others = _adam(section, rest, lr=adam_lr, seed=seed)

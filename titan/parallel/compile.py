@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -35,7 +36,8 @@ def apply_compile(
     fullgraph: bool = False,
     preserve_rng_state: bool = True,
 ) -> None:
-    """Compile every block in `model.<container>` (a ModuleDict or ModuleList), in place; names do not change.
+    """Compile every block in `model.<container>` (a ModuleDict or ModuleList), in place; names do not change. Of a block with a
+    method `compiled_parts`, compile the functions that it returns as (module, attribute), if it returns any.
 
     mode: torch.compile's, for inductor: kernels chosen by measuring ("max-autotune-no-cudagraphs"), CUDA graphs
     ("reduce-overhead"), both ("max-autotune"). memory_budget: share of the activations, 0 to 1, that a block keeps for its backward
@@ -57,7 +59,19 @@ def apply_compile(
             detach_collective(module)
     # Each call of a block looks up the program that the first block of its shape compiled.
     for block in blocks.children():
-        block.compile(**settings)
+        unwrapped: Any = getattr(block, "_checkpoint_wrapped_module", block)
+        parts = getattr(unwrapped, "compiled_parts", list)()
+        for owner, name in parts:
+            setattr(owner, name, torch.compile(getattr(owner, name), **settings))
+        if not parts:
+            block.compile(**settings)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a module, or a function of it, was compiled."""
+    if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
+        return True
+    return any(hasattr(value, "_torchdynamo_orig_callable") for value in vars(module).values())
 
 
 class CompileLog:

@@ -31,6 +31,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from .activation import keeps_some
+from .compile import is_compiled
 from .schedules import Action, Schedule
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
@@ -300,7 +301,7 @@ class _Stage(PipelineStage):
 
 def _prepare_to_split_backward(stage: nn.Module) -> None:
     for name, module in stage.named_modules():
-        if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
+        if is_compiled(module):
             raise ValueError(
                 f"module '{name}' is compiled: torch.compile cannot split its backward pass into inputs and weights, "
                 "as this schedule does; use 1F1B or Interleaved1F1B, or do not compile"
