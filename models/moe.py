@@ -62,32 +62,21 @@ class Router(nn.Module):
         self.config = config
         self.gate = Gate(config.dim, config.num_experts)
 
-    def forward(
-        self, x_BSD: Tensor, bias_E: Tensor, ids_TK: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return ids (T, K) int64, weights (T, K), normalised scores (T, E) and the logits' logsumexp (T,), all in fp32.
-
-        Args:
-            bias_E: added to the scores for the choice alone, and not to the weights.
-            ids_TK: routes to take; None: the best.
-        """
-        config = self.config
+    def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return scores (T, E), the same normalised to a sum of 1, and the logits' logsumexp (T,), all in fp32 at least."""
         logits_TE = self.gate(x_BSD).flatten(0, 1)
-        if config.score == "softmax":
-            scores_TE = probs_TE = logits_TE.softmax(-1)
-        else:
-            scores_TE = logits_TE.sigmoid()
-            probs_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
-        if ids_TK is None:
-            # The choice has no gradient.
-            ids_TK = self._choose(scores_TE.detach() + bias_E)
-        weights_TK = scores_TE.gather(1, ids_TK)
-        if config.normalize_weights:
-            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-        return ids_TK, weights_TK * config.route_scale, probs_TE, logits_TE.logsumexp(-1)
+        log_sum_T = logits_TE.logsumexp(-1)
+        if self.config.score == "softmax":
+            scores_TE = logits_TE.softmax(-1)
+            return scores_TE, scores_TE, log_sum_T
+        scores_TE = logits_TE.sigmoid()
+        return scores_TE, scores_TE / scores_TE.sum(-1, keepdim=True), log_sum_T
 
-    def _choose(self, scores_TE: Tensor) -> Tensor:
+    @torch.no_grad()
+    def choose(self, scores_TE: Tensor, bias_E: Tensor) -> Tensor:
+        """Return the ids of the best experts, (T, K) int64. The bias has no part in the weights."""
         config = self.config
+        scores_TE = scores_TE + bias_E
         if config.num_groups:
             # A group is as good as the sum of its best experts. Experts of other groups are left out.
             groups_TGe = scores_TE.unflatten(1, (config.num_groups, -1))
@@ -96,6 +85,13 @@ class Router(nn.Module):
             left_out_TG = torch.ones_like(best_TG, dtype=torch.bool).scatter(1, kept_TG, False)
             scores_TE = groups_TGe.masked_fill(left_out_TG[..., None], -torch.inf).flatten(1)
         return scores_TE.topk(config.top_k, dim=-1).indices
+
+    def weigh(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        """Return the weights of a token's experts, (T, K)."""
+        weights_TK = scores_TE.gather(1, ids_TK)
+        if self.config.normalize_weights:
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+        return weights_TK * self.config.route_scale
 
 
 class Experts(nn.Module):
@@ -209,11 +205,14 @@ class MoE(nn.Module):
         x_TD = x_BSD.flatten(0, 1)
         # Sources are asked in order, and the first answer counts.
         given = (source.get(self, x_BSD) for source in self.route_sources)
-        routes = next((ids for ids in given if ids is not None), None)
-        ids_TK, weights_TK, probs_TE, lse_T = self.router(x_BSD, self.bias, routes)
+        scores_TE, probs_TE, log_sum_T = self.router(x_BSD)
+        ids_TK = next((ids for ids in given if ids is not None), None)
+        if ids_TK is None:
+            ids_TK = self.router.choose(scores_TE, self.bias)
         for source in self.route_sources:
             source.put(self, ids_TK)
-        weights_TK = _RouterTerms.apply(weights_TK, probs_TE, lse_T, ids_TK, self, len(x_BSD))
+        weights_TK = self.router.weigh(scores_TE, ids_TK)
+        weights_TK = _RouterTerms.apply(weights_TK, probs_TE, log_sum_T, ids_TK, self, len(x_BSD))
         # Rows in the order of their experts, and for each row of (T, K) its place among them.
         order_N = ids_TK.flatten().argsort(stable=True)
         place_N = torch.empty_like(order_N)
@@ -228,7 +227,8 @@ class MoE(nn.Module):
 
     def compiled_parts(self) -> list[tuple[nn.Module, str]]:
         """Return the functions that can be compiled, as attributes: all but the exchange, which waits for the device."""
-        parts = [(self.router, "forward"), (self.experts, "grouped"), (self, "combine")]
+        parts = [(self.router, name) for name in ("forward", "choose", "weigh")]
+        parts += [(self.experts, "grouped"), (self, "combine")]
         return parts if self.shared_experts is None else [*parts, (self.shared_experts, "forward")]
 
     def combine(self, rows_TKD: Tensor, weights_TK: Tensor) -> Tensor:
@@ -237,7 +237,7 @@ class MoE(nn.Module):
         return y_TD.to(rows_TKD.dtype)
 
     def term_gradients(
-        self, ids_TK: Tensor, lse_T: Tensor, batch: int
+        self, ids_TK: Tensor, log_sum_T: Tensor, batch: int
     ) -> tuple[Tensor | None, Tensor | None]:
         """Count loads, and return the gradients of all balance terms to the normalised scores and to the logsumexp."""
         config, E, K = self.config, self.config.num_experts, ids_TK.shape[1]
@@ -251,17 +251,17 @@ class MoE(nn.Module):
                 counts_BE = self.sum_over_sequence(counts_BE)
                 length = int(self.num_tokens // self.num_sequences)
             scale = config.sequence_balance_coeff / self.num_sequences * E / (K * length * length)
-            grad_BE = counts_BE.to(lse_T.dtype) * scale
+            grad_BE = counts_BE.to(log_sum_T.dtype) * scale
             grad_TE = grad_BE.repeat_interleave(len(ids_TK) // batch, 0)
         if config.global_balance_coeff:
             # The counts of this step are known when it is over: those of the last one take their place.
             total = self.last_loads.sum().clamp(min=1)
             grad_E = config.global_balance_coeff * E / self.num_tokens * self.last_loads / total
-            grad_E = grad_E.to(lse_T.dtype)
+            grad_E = grad_E.to(log_sum_T.dtype)
             grad_TE = grad_E.expand(len(ids_TK), E) if grad_TE is None else grad_TE + grad_E
         if not config.router_z_loss_coeff:
             return grad_TE, None
-        return grad_TE, 2 * config.router_z_loss_coeff / self.num_tokens * lse_T
+        return grad_TE, 2 * config.router_z_loss_coeff / self.num_tokens * log_sum_T
 
 
 def count(ids_BN: Tensor, num_experts: int) -> Tensor:
@@ -278,8 +278,8 @@ class _RouterTerms(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weights_TK: Tensor, *rest: Any) -> Tensor:
-        _, lse_T, ids_TK, ctx.moe, ctx.batch = rest
-        ctx.save_for_backward(ids_TK, lse_T)
+        _, log_sum_T, ids_TK, ctx.moe, ctx.batch = rest
+        ctx.save_for_backward(ids_TK, log_sum_T)
         return weights_TK.view_as(weights_TK)
 
     @staticmethod

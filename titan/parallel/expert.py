@@ -17,8 +17,8 @@ C ranks, E experts, e = E / C of this rank, N rows to send, R rows that arrive, 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -145,17 +145,22 @@ def keep_routes(
 
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     routes: dict[Any, Any] = {}
-    return _recording(routes, False), _recording(routes, True)
+    return _Recording(routes, False), _Recording(routes, True)
 
 
-@contextmanager
-def _recording(routes: dict[Any, Any], is_recomputation: bool) -> Iterator[None]:
-    before = _current.routes, _current.is_recomputation
-    _current.routes, _current.is_recomputation = routes, is_recomputation
-    try:
-        yield
-    finally:
-        _current.routes, _current.is_recomputation = before
+class _Recording(AbstractContextManager[None]):
+    """Makes these routes the current ones; enters as often as a backward pass in two halves recomputes."""
+
+    def __init__(self, routes: dict[Any, Any], is_recomputation: bool) -> None:
+        self.record = routes, is_recomputation
+        self.before: list[tuple[dict[Any, Any] | None, bool]] = []
+
+    def __enter__(self) -> None:
+        self.before.append((_current.routes, _current.is_recomputation))
+        _current.routes, _current.is_recomputation = self.record
+
+    def __exit__(self, *_: Any) -> None:
+        _current.routes, _current.is_recomputation = self.before.pop()
 
 
 def _recall(key: Any) -> Any:
