@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,7 @@ from tests.support.layouts import (
     tp,
     train,
 )
+from tests.support.planted import train_with
 from tests.support.ranks import Pool
 
 QWEN = ("qwen3", "tiny_moe")
@@ -174,23 +176,109 @@ LAYOUTS = [
     ],
 )
 def test_equals_one_process(layout: Layout, references, pool: Pool) -> None:
-    layout = replace(layout, model=QWEN, overrides=(*TERMS, *layout.overrides))
-    same = ("documents", "blocks", "model", "overrides", "optimizer")
-    reference = references.run(**{name: getattr(layout, name) for name in same})
+    layout = with_terms(layout)
     results = pool.run(layout.ranks, train, layout)
+    assert_equal(results, one_process(layout, references), weights=weights_bound(layout))
+
+
+def with_terms(layout: Layout) -> Layout:
+    return replace(layout, model=QWEN, overrides=(*TERMS, *layout.overrides))
+
+
+def one_process(layout: Layout, references) -> dict[str, Any]:
+    same = ("documents", "blocks", "model", "overrides", "optimizer")
+    return references.run(**{name: getattr(layout, name) for name in same})
+
+
+def assert_equal(
+    results: list[dict[str, Any]], reference: dict[str, Any], *, weights: float = BOUND
+) -> None:
+    """Fail unless loads and biases are the same bits, and everything else is within the bound."""
     for result in results:
+        assert result["biases"].items() <= reference["biases"].items()
+        # A rank with the embedding alone has no experts.
         for step, expected in zip(
             result["loads"], reference["loads"], strict=bool(result["loads"])
         ):
             assert step.items() <= expected.items()
-        assert result["biases"].items() <= reference["biases"].items()
     found = differences(results, reference)
-    if not result["gradients"]:  # each was used up as soon as it was complete
+    if not results[0]["gradients"]:  # early steps use them up
         del found["gradients"]
-    bounds = {**dict.fromkeys(found, BOUND), "weights": layout_bound(layout)}
+    bounds = {**dict.fromkeys(found, BOUND), "weights": weights}
     assert all(found[name] < bounds[name] for name in found), found
 
 
-def layout_bound(layout: Layout) -> float:
+def weights_bound(layout: Layout) -> float:
     """Weights after ten steps. A moment next to the middle of two of its 256 levels takes the other one after any rounding."""
     return 5e-4 if layout.optimizer == EIGHT_BITS["optimizer"] else BOUND
+
+
+# ---- faults that others had --------------------------------------------------------------------
+
+PLANTED = [
+    ("unreduced_router", Layout("TP+SP", tp(2), settings=ep(2))),
+    ("doubled_experts", Layout("FSDP2", fsdp(2), settings=ep(2))),
+    ("norm_without_experts", Layout("FSDP2", fsdp(2), settings=ep(2))),
+    ("bias_of_one_rank", Layout("FSDP2", fsdp(2), settings=ep(2))),
+    ("counted_in_evaluation", Layout("FSDP2", fsdp(2), settings=ep(2))),
+    ("counted_in_forward", Layout("FSDP2", fsdp(2), settings=ep(2), **FULL)),
+    ("wrong_tokens", Layout("TP+SP", tp(2), settings=ep(2))),
+]
+
+
+@pytest.mark.parametrize(("fault", "layout"), PLANTED, ids=[fault for fault, _ in PLANTED])
+def test_a_planted_fault_is_seen(fault: str, layout: Layout, references, pool: Pool) -> None:
+    layout = with_terms(layout)
+    results = pool.run(layout.ranks, train_with, fault, layout)
+    with pytest.raises(AssertionError):
+        assert_equal(results, one_process(layout, references))
+
+
+def test_an_evaluation_changes_nothing(references, pool: Pool) -> None:
+    layout = with_terms(Layout("FSDP2", fsdp(2), settings=ep(2)))
+    results = pool.run(layout.ranks, train_with, "evaluate_before_steps", layout)
+    assert_equal(results, one_process(layout, references))
+
+
+# ---- routers that collapse ---------------------------------------------------------------------
+
+SKEWED = ("all_to_one_expert", "all_to_one_rank", "none_to_one_rank")
+# Between the experts' two exchanges of the backward pass, their reduction is issued.
+PRONE_TO_DEADLOCK = [
+    Layout("FSDP2, EP 4", fsdp(4), settings=ep(4)),
+    Layout("FSDP2 x TP+SP, EP 4", (*fsdp(2), *tp(2)), settings=ep(4)),
+    *(
+        Layout(f"PP {name} x FSDP2, EP 2", (*pp(2), *fsdp(4)), settings=(*ep(2), *schedule(name)))
+        for name in (
+            "1F1B",
+            "Interleaved1F1B",
+            "InterleavedZeroBubble",
+            "ZBVZeroBubble",
+            "DualPipeV",
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("skew", SKEWED)
+@pytest.mark.parametrize(
+    ("layout", "times"),
+    [
+        pytest.param(layout, times, id=f"{layout.name}-{times}", marks=marks)
+        for layout in PRONE_TO_DEADLOCK
+        for times, marks in (
+            (1, () if layout.ranks == 4 else pytest.mark.slow),
+            (20, pytest.mark.slow),
+        )
+    ],
+)
+def test_a_collapsed_router_is_computed_right(
+    skew: str, layout: Layout, times: int, pool: Pool
+) -> None:
+    layout = replace(layout, model=QWEN, overrides=(("top_k", 1), ("router_z_loss_coeff", 1e-2)))
+    alone = Layout("one process", model=layout.model, overrides=layout.overrides)
+    reference = pool.run(1, train_with, skew, alone)[0]
+    for _ in range(times):
+        results = pool.run(layout.ranks, train_with, skew, layout)
+        # Without a choice the main loss says nothing to the router: its gradient is the z term's.
+        assert_equal(results, reference)

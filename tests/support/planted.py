@@ -1,0 +1,136 @@
+"""Faults of expert parallelism that others had, planted in a rank before it trains: the comparison must see each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from tests.support.layouts import Layout, train
+from titan import train_step
+from titan.models import moe
+from titan.optim import balance
+
+
+def train_with(fault: str, layout: Layout) -> dict[str, Any]:
+    """Train as `tests.support.layouts.train` does, with a fault in this process."""
+    FAULTS[fault]()
+    return train(layout)
+
+
+def unreduced_router() -> None:
+    """Leave each tensor-parallel rank with the router's gradient of its own tokens (torchtitan#4054)."""
+
+    def forward(self: moe.Gate, x: DTensor) -> DTensor:
+        logits = F.linear(x.to_local(), self.weight.to_local())  # pyright: ignore
+        return DTensor.from_local(logits, x.device_mesh, (Shard(1),), run_check=False)
+
+    moe.Gate.forward = forward  # pyright: ignore
+
+
+def doubled_experts() -> None:
+    """Double the gradients of experts (pytorch#160285)."""
+
+    def to_local(self: DTensor, **_: Any) -> Tensor:
+        local = _to_local(self)
+        return local * 2 - local.detach() if self.ndim == 3 else local
+
+    _to_local = DTensor.to_local
+    DTensor.to_local = to_local  # pyright: ignore
+
+
+def norm_without_experts() -> None:
+    """Leave experts out of the gradient norm (Megatron-LM#5916)."""
+    clip = train_step.clip_gradients
+    train_step.clip_gradients = lambda parameters, **options: clip(
+        [p for p in parameters if p.ndim < 3], **options
+    )
+
+
+def bias_of_one_rank() -> None:
+    """Move the bias by the loads of one rank."""
+    finish = balance.Balance.finish
+
+    def alone(self: balance.Balance, *, accepted: bool) -> None:
+        self.group = None
+        finish(self, accepted=accepted)
+
+    balance.Balance.finish = alone
+
+
+def counted_in_forward() -> None:
+    """Count loads where tokens are routed: also in an evaluation, and twice where a block is recomputed (torchtitan#4148)."""
+    apply = moe._RouterTerms.apply
+    term_gradients = moe.MoE.term_gradients
+
+    def counting(*args: Any) -> Any:
+        ids_TK, module = args[3:5]
+        module.loads += moe.count(ids_TK.view(1, -1), module.config.num_experts)[0]
+        return apply(*args)
+
+    def without_counting(self: moe.MoE, *args: Any) -> Any:
+        before = self.loads.clone()
+        gradients = term_gradients(self, *args)
+        self.loads.copy_(before)
+        return gradients
+
+    moe._RouterTerms.apply = counting  # pyright: ignore
+    moe.MoE.term_gradients = without_counting
+
+
+def evaluate_before_steps() -> None:
+    """Evaluate the batches of each step before it: no fault, unless something counts them."""
+    train_one = train_step.TrainStep.train
+
+    def evaluating(self: train_step.TrainStep, batches: Any, **options: Any) -> Any:
+        self.evaluate(batches)
+        return train_one(self, batches, **options)
+
+    train_step.TrainStep.train = evaluating
+
+
+def counted_in_evaluation() -> None:
+    """Evaluate before each step, and count what is evaluated."""
+    counted_in_forward()
+    evaluate_before_steps()
+
+
+def wrong_tokens() -> None:
+    """Give each rank's tokens the results of their neighbours (torchtitan#3604)."""
+    combine = moe.MoE.combine
+    moe.MoE.combine = lambda self, rows, weights: combine(self, rows, weights).roll(1, 0)
+
+
+def all_to_one_expert() -> None:
+    _prefer(lambda num_experts: [num_experts - 1])
+
+
+def all_to_one_rank() -> None:
+    """Send all tokens to the first quarter of the experts, which one rank holds."""
+    _prefer(lambda num_experts: list(range(num_experts // 4)))
+
+
+def none_to_one_rank() -> None:
+    _prefer(lambda num_experts: list(range(num_experts // 4, num_experts)))
+
+
+def _prefer(experts: Callable[[int], list[int]]) -> None:
+    def reset_buffers(self: moe.MoE) -> None:
+        reset(self)
+        self.bias[experts(len(self.bias))] = 100.0
+
+    reset = moe.MoE.reset_buffers
+    moe.MoE.reset_buffers = reset_buffers
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    function.__name__: function
+    for function in (
+        *(unreduced_router, doubled_experts, norm_without_experts, bias_of_one_rank, wrong_tokens),
+        *(counted_in_forward, counted_in_evaluation, evaluate_before_steps),
+        *(all_to_one_expert, all_to_one_rank, none_to_one_rank),
+    )
+}
