@@ -14,15 +14,21 @@ from torch import Tensor, nn
 
 
 class InnerAttention(nn.Module):
-    """Compute causal scaled-dot-product attention over grouped heads, optionally only within
-    documents."""
+    """Compute causal scaled-dot-product attention over grouped heads, optionally only within documents.
+
+    scale: of the products of queries and keys; None: 1 / sqrt(K).
+    """
 
     is_causal_softmax = True  # so that context parallelism may compute it block by block
+
+    def __init__(self, *, scale: float | None = None) -> None:
+        super().__init__()
+        self.scale = scale
 
     def forward(
         self, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, document_ids_BS: Tensor | None = None
     ) -> Tensor:
-        """Return the attention output, (B, H, S, K) in the inputs' dtype.
+        """Return the attention output, (B, H, S, K) in the inputs' dtype; with values of another size than K, of that size.
 
         document_ids_BS (int64) numbers the documents packed into each sequence: a query sees only keys
         of its own document. H must be a multiple of G; query head h reads key/value head h // (H // G).
@@ -38,6 +44,7 @@ class InnerAttention(nn.Module):
             v_BGSK,
             attn_mask=mask_B1SS,
             is_causal=mask_B1SS is None,
+            scale=self.scale,
             enable_gqa=q_BHSK.shape[1] != k_BGSK.shape[1],
         )
 
@@ -49,7 +56,7 @@ class CachedAttention(nn.Module):
     The first call takes the whole prompt, each later call the one next token.
     """
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: InnerAttention) -> None:
         super().__init__()
         self.inner = inner
         self.k_BGTK: Tensor | None = None
@@ -69,5 +76,9 @@ class CachedAttention(nn.Module):
         self.v_BGTK = torch.cat([self.v_BGTK, v_BGSK], dim=2)
         # The newest token sees everything before it: no mask.
         return F.scaled_dot_product_attention(
-            q_BHSK, self.k_BGTK, self.v_BGTK, enable_gqa=q_BHSK.shape[1] != k_BGSK.shape[1]
+            q_BHSK,
+            self.k_BGTK,
+            self.v_BGTK,
+            scale=self.inner.scale,
+            enable_gqa=q_BHSK.shape[1] != k_BGSK.shape[1],
         )

@@ -26,6 +26,7 @@ class PlainAttention(nn.Module):
     """What a model of somebody else's may call: causal, grouped heads, documents."""
 
     is_causal_softmax = True
+    scale: float | None = None
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None = None
@@ -34,30 +35,39 @@ class PlainAttention(nn.Module):
         if document_ids is not None:
             mask = (document_ids[:, :, None] == document_ids[:, None, :]).tril()[:, None]
         return F.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=mask is None, enable_gqa=True
+            q, k, v, mask, is_causal=mask is None, enable_gqa=True, scale=self.scale
         )
 
 
 class Net(nn.Module):
     """Holds the attention two levels deep, twice."""
 
-    def __init__(self) -> None:
+    def __init__(self, scale: float | None = None) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([nn.Sequential(), nn.Sequential()])
         for block in self.blocks:
-            block.add_module("attention", PlainAttention())
+            attention = PlainAttention()
+            attention.scale = scale
+            block.add_module("attention", attention)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None = None) -> Tensor:
         first, second = (block.get_submodule("attention") for block in self.blocks)
-        return q + second(first(q, k, v, ids), k, v, ids)
+        size = q.shape[-1]
+        out = second(_wide(first(q, k, v, ids), size), k, v, ids)
+        return q + _wide(out, size)
+
+
+def _wide(x: Tensor, size: int) -> Tensor:
+    return F.pad(x, (0, size - x.shape[-1]), value=1.0)
 
 
 def _inputs(
-    length: int, heads: int, groups: int, dtype: torch.dtype
+    length: int, heads: int, groups: int, dtype: torch.dtype, value_size: int = 8
 ) -> tuple[list[Tensor], Tensor, Tensor]:
     """q, k, v; the gradient of the output; document ids of uneven documents, other ones in each sample."""
     generator = torch.Generator().manual_seed(length + heads)
-    shapes = [(2, h, length, 8) for h in (heads, groups, groups, heads)]
+    sizes = ((heads, 8), (groups, 8), (groups, value_size), (heads, 8))
+    shapes = [(2, number, length, size) for number, size in sizes]
     *qkv, grad = (
         torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes
     )
@@ -78,10 +88,11 @@ def _largest_error(case: dict[str, Any], documents: bool = False) -> float:
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("cp",))
     case = dict(case)
     method, balanced = case.pop("method"), case.pop("balanced")
+    scale = case.pop("scale", None)
     qkv, grad, ids = _inputs(**case)
     split = {"rank": mesh.get_local_rank(), "size": mesh.size(), "balanced": balanced}
-    expected = _gradients(Net(), qkv, grad, ids if documents else None)
-    net = Net()
+    expected = _gradients(Net(scale), qkv, grad, ids if documents else None)
+    net = Net(scale)
     apply_cp(net, mesh=mesh, attention_type=PlainAttention, method=method, balanced=balanced)
     local_ids = shard_sequence(ids, dim=1, **split) if documents else None
     local_qkv = [shard_sequence(x, dim=2, **split) for x in qkv]
@@ -141,6 +152,16 @@ def test_rounding_in_float32(pool, world: int) -> None:
 def test_documents(pool, world: int) -> None:
     _check(pool, world, torch.float64, 1e-14, documents=True)
     _check(pool, world, torch.float32, 2e-6, documents=True)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_scale_and_values_of_another_size(pool, documents: bool) -> None:
+    """As latent attention has them."""
+    changes = {"scale": 0.7, "value_size": 5}
+    cases = [case | changes for case in _cases(2, torch.float64)]
+    cases = [case for case in cases if not (documents and case["method"] == "ring")]
+    for errors in pool.run(2, _largest_errors, cases, documents):
+        assert max(errors) < 1e-14
 
 
 def test_rounding_in_bfloat16(pool) -> None:
@@ -385,7 +406,7 @@ def _refusals() -> list[str]:
     ) -> None:
         net = Net()
         qkv, _, ids = _inputs(length=4, heads=heads, groups=heads, dtype=torch.float32)
-        qkv[2] = qkv[2][..., :value_size]
+        qkv[2] = _wide(qkv[2], value_size)
         with pytest.raises(ValueError) as error:
             apply_cp(net, mesh=mesh, attention_type=attention_type, method=method)
             net(*qkv, ids)
@@ -395,7 +416,7 @@ def _refusals() -> list[str]:
     refuse("ulysses", PlainAttention, 3)
     refuse("spiral", PlainAttention, 2)
     refuse("ring", nn.LSTM, 2)
-    refuse("ulysses", PlainAttention, 2, value_size=4)
+    refuse("ulysses", PlainAttention, 2, value_size=9)
     return messages
 
 
@@ -406,5 +427,5 @@ def test_refusals_name_the_way_out(pool) -> None:
         assert "'spiral'" in method and "('ring', 'allgather', 'ulysses')" in method
         assert missing == "context parallelism found no LSTM in Net"
         assert sizes.startswith(
-            "blocks.0.attention: heads of queries, keys and values have sizes 8, 8, 4;"
+            "blocks.0.attention: heads of queries, keys and values have sizes 8, 8, 9;"
         )

@@ -27,31 +27,31 @@ _LSE_ALIGNMENT = 32
 
 
 def attend(
-    q_BHSK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, *, causal: bool
+    q_BHSK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, *, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """Return the output (B, H, S, K) in q's dtype and natural logsumexp (B, H, S), fp32 (fp64 for fp64).
 
-    causal: query i sees keys 0 .. i, and S equals T. Query head h reads key/value head h // (H // G).
+    causal: query i sees keys 0 .. i, and S equals T. scale: None is 1 / sqrt(K). Query head h reads key/value head h // (H // G).
     """
     kernel = _choose_kernel(q_BHSK)
     if kernel == "flash":
         out_BHSK, lse, *_ = _aten._scaled_dot_product_flash_attention(
-            q_BHSK, k_BGTK, v_BGTK, 0.0, causal
+            q_BHSK, k_BGTK, v_BGTK, 0.0, causal, scale=scale
         )
         return out_BHSK, lse
     if kernel == "cudnn":
         out_BHSK, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-            q_BHSK, k_BGTK, v_BGTK, None, True, 0.0, causal
+            q_BHSK, k_BGTK, v_BGTK, None, True, 0.0, causal, scale=scale
         )
         return out_BHSK, lse.flatten(2)  # (B, H, S, 1)
     # The kernels below take no grouped heads.
     k_BHTK, v_BHTK = _expand(k_BGTK, q_BHSK.shape[1]), _expand(v_BGTK, q_BHSK.shape[1])
     if kernel == "cpu":
         return _aten._scaled_dot_product_flash_attention_for_cpu(
-            q_BHSK, k_BHTK, v_BHTK, 0.0, causal
+            q_BHSK, k_BHTK, v_BHTK, 0.0, causal, scale=scale
         )
     out_BHSK, lse, *_ = _aten._scaled_dot_product_efficient_attention(
-        q_BHSK, k_BHTK, v_BHTK, None, True, 0.0, causal
+        q_BHSK, k_BHTK, v_BHTK, None, True, 0.0, causal, scale=scale
     )
     # Cut off the padding of rows.
     return out_BHSK, lse[..., : q_BHSK.shape[2]]
@@ -66,6 +66,7 @@ def attend_backward(
     lse_BHS: Tensor,
     *,
     causal: bool,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v by this block, in the shapes and dtype of the inputs.
 
@@ -77,24 +78,24 @@ def attend_backward(
         state = torch.empty(2, dtype=torch.uint64, device=q_BHSK.device)  # of dropout: not read
         return _aten._scaled_dot_product_flash_attention_backward(
             grad_BHSK, q_BHSK, k_BGTK, v_BGTK, out_BHSK, lse_BHS, None, None, *sizes, 0.0, causal,
-            state, state,
+            state, state, scale=scale,
         )  # fmt: skip
     state = torch.empty((), dtype=torch.int64, device=q_BHSK.device)
     if kernel == "cudnn":
         return _aten._scaled_dot_product_cudnn_attention_backward(
             grad_BHSK, q_BHSK, k_BGTK, v_BGTK, out_BHSK, lse_BHS[..., None], state, state, None, None,
-            None, *sizes, 0.0, causal,
+            None, *sizes, 0.0, causal, scale=scale,
         )  # fmt: skip
     k_BHTK, v_BHTK = _expand(k_BGTK, q_BHSK.shape[1]), _expand(v_BGTK, q_BHSK.shape[1])
     if kernel == "cpu":
         dq_BHSK, dk_BHTK, dv_BHTK = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_BHSK, q_BHSK, k_BHTK, v_BHTK, out_BHSK, lse_BHS, 0.0, causal
+            grad_BHSK, q_BHSK, k_BHTK, v_BHTK, out_BHSK, lse_BHS, 0.0, causal, scale=scale
         )
     else:
         lse_padded = F.pad(lse_BHS, (0, -sizes[0] % _LSE_ALIGNMENT))
         dq_BHSK, dk_BHTK, dv_BHTK, _ = _aten._scaled_dot_product_efficient_attention_backward(
             grad_BHSK, q_BHSK, k_BHTK, v_BHTK, None, out_BHSK, lse_padded, state, state, 0.0,
-            [True, True, True, False], causal,
+            [True, True, True, False], causal, scale=scale,
         )  # fmt: skip
     # Copies of a key/value head add their gradients up.
     groups = k_BGTK.shape[1]

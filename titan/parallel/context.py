@@ -11,8 +11,8 @@ queries, keys and values and returns the local part of attention over the whole 
     ulysses    DeepSpeed Ulysses (arXiv:2309.14509): two all-to-alls trade sequence for heads, so that a rank runs
                the wrapped attention over the whole sequence for its share of heads; at most as many ranks as heads
 
-Ulysses calls the wrapped attention, whatever that computes; the others compute causal softmax attention with scale
-1/sqrt(K) in its place, and want its class to say that it is that: `is_causal_softmax = True`.
+Ulysses calls the wrapped attention, whatever that computes; the others compute causal softmax attention in its place,
+with its `scale`, else 1/sqrt(K), and want its class to say that it is that: `is_causal_softmax = True`.
 
 Causal attention gives later positions more work. `balanced` deals each rank an early and a late chunk (head and
 tail, see ring.py) instead of one contiguous part; ring and allgather need it to be fast, Ulysses does not.
@@ -68,8 +68,8 @@ def apply_cp(
         # Of the class itself: one that is derived from it may compute something else.
         if not vars(kind).get("is_causal_softmax"):
             raise ValueError(
-                f"context parallelism by {method} computes causal softmax attention with scale 1/sqrt(head size), without "
-                f"bias, window or soft cap, in place of {kind.__name__}: if that is what it computes, say "
+                f"context parallelism by {method} computes causal softmax attention with `scale`, else 1/sqrt(head size), "
+                f"without bias, window or soft cap, in place of {kind.__name__}: if that is what it computes, say "
                 "`is_causal_softmax = True` in its class; else use the method 'ulysses', which calls it"
             )
     for parent, name, child, path in attentions:
@@ -118,6 +118,7 @@ class ContextParallelAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.inner = inner
+        self.scale: float | None = getattr(inner, "scale", None)
         self.name = name
         self.part = part
         self.method = method
@@ -127,19 +128,30 @@ class ContextParallelAttention(nn.Module):
     ) -> Tensor:
         """Return the local output, (B, H, S, K), for local inputs; document_ids_BS are the local positions' too.
 
-        Raises ValueError for document ids with the ring method, heads of unequal sizes, and heads that Ulysses cannot deal out.
+        Values may be smaller than keys, and so is then the output. Raises ValueError for document ids with the ring
+        method, heads of other sizes, and heads that Ulysses cannot deal out.
         """
-        if not q_BHSK.shape[-1] == k_BGSK.shape[-1] == v_BGSK.shape[-1]:
-            sizes = ", ".join(str(x.shape[-1]) for x in (q_BHSK, k_BGSK, v_BGSK))
+        size, v_size = q_BHSK.shape[-1], v_BGSK.shape[-1]
+        if size != k_BGSK.shape[-1] or size < v_size:
             raise ValueError(
-                f"{self.name}: heads of queries, keys and values have sizes {sizes}; context parallelism needs equal ones: "
-                "pad the values with zeros, and cut the result"
+                f"{self.name}: heads of queries, keys and values have sizes {size}, {k_BGSK.shape[-1]}, {v_size}; "
+                "those of queries and keys must be equal, and values no larger"
             )
+        if size == v_size:
+            return self._attend(q_BHSK, k_BGSK, v_BGSK, document_ids_BS)
+        # Keys and values travel in one tensor. Zeros beside the values make zeros beside the output.
+        v_BGSK = F.pad(v_BGSK, (0, size - v_size))
+        return self._attend(q_BHSK, k_BGSK, v_BGSK, document_ids_BS)[..., :v_size]
+
+    def _attend(
+        self, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, document_ids_BS: Tensor | None
+    ) -> Tensor:
         if self.method == "ulysses":
             return self._ulysses(q_BHSK, k_BGSK, v_BGSK, document_ids_BS)
         if document_ids_BS is None:
             gather = self.method == "allgather"
-            return ring_attention(q_BHSK, k_BGSK, v_BGSK, part=self.part, gather=gather)
+            options = {"part": self.part, "gather": gather, "scale": self.scale}
+            return ring_attention(q_BHSK, k_BGSK, v_BGSK, **options)
         if self.method == "allgather":
             return self._masked_allgather(q_BHSK, k_BGSK, v_BGSK, document_ids_BS)
         raise ValueError(
@@ -170,7 +182,8 @@ class ContextParallelAttention(nn.Module):
         # One copy for each query head: with a mask, the kernels that save memory take no grouped heads.
         copies = q_BHSK.shape[1] // k_BGTK.shape[1]
         k_BHTK, v_BHTK = (x.repeat_interleave(copies, dim=1) for x in (k_BGTK, v_BGTK))
-        return F.scaled_dot_product_attention(q_BHSK, k_BHTK, v_BHTK, mask_BST[:, None])
+        mask_B1ST = mask_BST[:, None]
+        return F.scaled_dot_product_attention(q_BHSK, k_BHTK, v_BHTK, mask_B1ST, scale=self.scale)
 
     def _ulysses(
         self, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, document_ids_BS: Tensor | None

@@ -57,10 +57,19 @@ class VisibleBlock(NamedTuple):
 
 
 def ring_attention(
-    q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, *, part: SequencePart, gather: bool
+    q_BHSK: Tensor,
+    k_BGSK: Tensor,
+    v_BGSK: Tensor,
+    *,
+    part: SequencePart,
+    gather: bool,
+    scale: float | None = None,
 ) -> Tensor:
-    """Return the causal attention output (B, H, S, K) over the whole sequence. gather: fetch all keys at once, no ring."""
-    return _BlockwiseAttention.apply(q_BHSK, k_BGSK, v_BGSK, part, gather)
+    """Return the causal attention output (B, H, S, K) over the whole sequence.
+
+    gather: fetch all keys at once, no ring. scale: of the products of queries and keys; None: 1 / sqrt(K).
+    """
+    return _BlockwiseAttention.apply(q_BHSK, k_BGSK, v_BGSK, part, gather, scale)
 
 
 def visible(sources: range, *, part: SequencePart, length: int) -> VisibleBlock | None:
@@ -82,9 +91,8 @@ def visible(sources: range, *, part: SequencePart, length: int) -> VisibleBlock 
 
 class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, part: SequencePart, gather: bool
-    ) -> Tensor:
+    def forward(ctx: Any, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, *options: Any) -> Tensor:
+        part, gather, scale = ctx.options = options
         # Sums over blocks are kept in fp32 at least.
         total_BHSK = total_lse_BHS = None
         precise = torch.promote_types(q_BHSK.dtype, torch.float32)
@@ -94,7 +102,7 @@ class _BlockwiseAttention(torch.autograd.Function):
                 continue
             k_BGTK, v_BGTK = _join(kv_N2BGSK, block.keys)
             out_BHSK, lse_BHS = attend(
-                q_BHSK[:, :, block.queries], k_BGTK, v_BGTK, causal=block.causal
+                q_BHSK[:, :, block.queries], k_BGTK, v_BGTK, causal=block.causal, scale=scale
             )
             if total_BHSK is None or total_lse_BHS is None:  # the own block comes first: all rows
                 # Copies: activation checkpointing may keep what attention returned, and it must stay as it is.
@@ -110,14 +118,13 @@ class _BlockwiseAttention(torch.autograd.Function):
         # returned and saved comes back in backward as it was before the changes.
         out_BHSK = total_BHSK.to(q_BHSK.dtype, copy=True)
         ctx.save_for_backward(q_BHSK, k_BGSK, v_BGSK, out_BHSK, total_lse_BHS)
-        ctx.part, ctx.gather = part, gather
         return out_BHSK
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q_BHSK, k_BGSK, v_BGSK, out_BHSK, lse_BHS = ctx.saved_tensors
         rows_of = (grads[0].contiguous(), q_BHSK, out_BHSK, lse_BHS)
-        part, gather = ctx.part, ctx.gather
+        part, gather, scale = ctx.options
         # dq stays here, and keys' gradients travel with their keys.
         dq_BHSK = torch.zeros_like(q_BHSK, dtype=lse_BHS.dtype)
         gathered: dict[int, Tensor] = {}  # by first source rank
@@ -126,7 +133,7 @@ class _BlockwiseAttention(torch.autograd.Function):
             block = visible(sources, part=part, length=q_BHSK.shape[2])
             dkv_N2BGSK = torch.zeros_like(kv_N2BGSK, dtype=lse_BHS.dtype)
             if block is not None:
-                _add_block_gradient(dq_BHSK, dkv_N2BGSK, kv_N2BGSK, rows_of, block)
+                _add_block_gradient(dq_BHSK, dkv_N2BGSK, kv_N2BGSK, rows_of, block, scale)
             if gather:
                 gathered[sources.start] = dkv_N2BGSK
                 continue
@@ -141,7 +148,7 @@ class _BlockwiseAttention(torch.autograd.Function):
         assert traveling is not None, "the own block is always visited"
         # By either way, the sum over all ranks is now at the rank that owns the keys.
         dk_BGSK, dv_BGSK = wait(traveling)[0].to(k_BGSK.dtype).unbind(0)
-        return dq_BHSK.to(q_BHSK.dtype), dk_BGSK, dv_BGSK, None, None
+        return dq_BHSK.to(q_BHSK.dtype), dk_BGSK, dv_BGSK, None, None, None
 
 
 def _add_block_gradient(
@@ -150,12 +157,13 @@ def _add_block_gradient(
     kv_N2BGSK: Tensor,
     rows_of: tuple[Tensor, Tensor, Tensor, Tensor],
     block: VisibleBlock,
+    scale: float | None,
 ) -> None:
     """Add one block's gradients to dq and dkv, in place. rows_of: gradient of the output, q, output, logsumexp."""
     grad_BHSK, q_BHSK, out_BHSK, lse_BHS = (x[:, :, block.queries] for x in rows_of)
     k_BGTK, v_BGTK = _join(kv_N2BGSK, block.keys)
     dq, dk_BGTK, dv_BGTK = attend_backward(
-        grad_BHSK, q_BHSK, k_BGTK, v_BGTK, out_BHSK, lse_BHS, causal=block.causal
+        grad_BHSK, q_BHSK, k_BGTK, v_BGTK, out_BHSK, lse_BHS, causal=block.causal, scale=scale
     )
     dq_BHSK[:, :, block.queries] += dq
     for i, gradient in enumerate((dk_BGTK, dv_BGTK)):
