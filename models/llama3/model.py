@@ -175,15 +175,16 @@ class Llama(nn.Module):
         Not a buffer: it depends on positions alone, and what is not stored cannot be sharded, cast or
         forgotten when the model moves off meta.
         """
-        config = self.config
-        frequencies = rope_frequencies(
-            config.head_dim, config.rope_theta, config.rope_scaling, positions.device
-        )
-        angles = positions[..., None].float() * frequencies
+        angles = positions[..., None].float() * self.frequencies(positions.device)
         if positions.ndim == 2:
             # A dimension for the heads, over which angles are the same.
             angles = angles[:, None]
         return angles.cos(), angles.sin()
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        """Return the rotation per position of each pair of channels, fp32, in radians."""
+        config = self.config
+        return rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling, device)
 
     def init_std(self, name: str) -> float | None:
         """Return the standard deviation of the initial truncated normal of a parameter; None: all ones (norms).

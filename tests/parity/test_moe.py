@@ -28,7 +28,7 @@ from tests.support.layouts import (
 from tests.support.planted import train_with
 from tests.support.ranks import Pool
 
-QWEN = ("qwen3", "tiny_moe")
+QWEN, DEEPSEEK = ("qwen3", "tiny_moe"), ("deepseek_v3", "tiny")
 # All balance terms at once, large enough to be seen in the gradients.
 TERMS = (
     ("load_balance_coeff", 1e-2),
@@ -161,6 +161,10 @@ LAYOUTS = [
         **SLOW,
     ),
     Layout("FSDP2, EP 2, early step", fsdp(4), settings=ep(2), **EARLY),
+    # Latent attention, a shared expert, groups, and a dense block
+    Layout("latent FSDP2, EP 2", fsdp(2), settings=ep(2), model=DEEPSEEK),
+    Layout("latent CP, EP 2", cp(2), settings=ep(2), model=DEEPSEEK),
+    Layout("latent FSDP2 x TP+SP, EP 4", (*fsdp(2), *tp(2)), settings=ep(4), model=DEEPSEEK),
 ]
 
 
@@ -182,7 +186,8 @@ def test_equals_one_process(layout: Layout, references, pool: Pool) -> None:
 
 
 def with_terms(layout: Layout) -> Layout:
-    return replace(layout, model=QWEN, overrides=(*TERMS, *layout.overrides))
+    model = layout.model if layout.model == DEEPSEEK else QWEN
+    return replace(layout, model=model, overrides=(*TERMS, *layout.overrides))
 
 
 def one_process(layout: Layout, references) -> dict[str, Any]:

@@ -246,7 +246,7 @@ def _is_mx(recipe: str) -> bool:
 
 def _local_shape(layer: nn.Linear, *, style: str, tp: int) -> tuple[int, int]:
     rows, columns = layer.out_features, layer.in_features
-    if style in ("colwise", "kv_colwise", "vocab_output"):
+    if style in ("colwise", "kv_colwise", "gather_colwise", "vocab_output"):
         return rows // tp, columns
     return (rows, columns // tp) if style == "rowwise" else (rows, columns)
 

@@ -11,6 +11,8 @@ model names a style for each module; nothing in the model changes. With S the se
     colwise          columns /tp   (B, S, D) -> (B, S, F/tp)
     kv_colwise       columns /tp   as `colwise`; whole where ranks outnumber key/value heads, and each rank keeps
                                    the one head that its query heads read
+    gather_colwise   columns /tp   (B, S/tp, L) -> (B, S, F/tp): all-gather first; columns are key/value heads
+    gather_shared    none          (B, S/tp, K) -> (B, S, K): keys that the heads of all ranks share
     rowwise          rows /tp      (B, S, F/tp) -> (B, S/tp, D), reduce-scatter
     tokens           none          (B, S/tp, D) -> same, as a plain tensor: experts, to whom each rank's tokens are tokens
     token_weights    whole         as `sequence`, and gives a plain tensor: a router's matrix
@@ -54,7 +56,8 @@ SEQUENCE_DIM = 1
 GATHER = "gather_input"
 _SPLITS = {  # what torch's styles and ours know how to split
     "vocab_embedding": nn.Embedding,
-    **dict.fromkeys(("colwise", "kv_colwise", "rowwise", "vocab_output"), nn.Linear),
+    **dict.fromkeys(("colwise", "kv_colwise", "gather_colwise", "rowwise"), nn.Linear),
+    "vocab_output": nn.Linear,
 }
 
 
@@ -127,10 +130,22 @@ class ReplicatedHeads(ParallelStyle):
 
         def keep_head(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
             # Each rank's gradient reaches its own head only: what all ranks have is an unfinished sum.
-            local = output.to_local(grad_placements=(Partial(),))
+            local = output.to_local()
             return local.unflatten(-1, (self.num_heads, -1))[..., head, :]
 
         return distribute_module(module, device_mesh, replicate, _accept_replicated, keep_head)  # pyright: ignore
+
+
+class GatherShared(ParallelStyle):
+    """What the module returns, gathered over the sequence. Each rank uses it for its heads, so gradients are parts of a sum."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(_: nn.Module, args: tuple[Any, ...], output: DTensor) -> Tensor:
+            whole: DTensor = output.redistribute(placements=(Replicate(),))
+            return whole.to_local(grad_placements=(Partial(),))
+
+        module.register_forward_hook(gather)
+        return module
 
 
 class GatherForLoss(ParallelStyle):
@@ -268,6 +283,8 @@ def _styles(
         "head_norm": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
         "colwise": ColwiseParallel,
         "kv_colwise": ColwiseParallel if kv_split else lambda: ReplicatedHeads(num_kv_heads),
+        "gather_colwise": lambda: ColwiseParallel(input_layouts=Shard(SEQUENCE_DIM)),
+        "gather_shared": GatherShared,
         "rowwise": lambda: RowwiseParallel(output_layouts=Shard(SEQUENCE_DIM)),
         "vocab_output": GatherForLoss
         if output_in_loss
@@ -316,6 +333,8 @@ def _require_fit(
                 )
             head_sizes.setdefault(name.rpartition(".")[0], set()).add(head_size)
     for name, style in style_of.items():
+        if style == "gather_colwise" and num_kv_heads % size:
+            raise ValueError(f"the {num_kv_heads} heads of {name} do not divide by {size} ranks")
         if style != "colwise":
             continue
         columns: Any = model.get_submodule(name).out_features

@@ -1,0 +1,128 @@
+"""Sizes of DeepSeek-V3 (arXiv:2412.19437), V2 and V2-Lite (arXiv:2405.04434), from the models' config.json. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from ..moe_config import MoEConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSeekConfig(MoEConfig):
+    """As MoEConfig, with latent attention (MLA).
+
+    q_lora_rank, kv_lora_rank: widths of the latents from which queries, and keys and values, are made; q_lora_rank 0: queries
+    come from the input. qk_nope_head_dim, qk_rope_head_dim: parts of a head of queries and keys without and with
+    rotation, the latter the same for all heads of keys; v_head_dim: of values. Each head has keys and values.
+
+    rope_factor: YaRN's (arXiv:2309.00071), which stretches a context of original_context tokens; 0: none, as in pretraining.
+    rope_mscale: then the scale of attention is multiplied by (0.1 rope_mscale ln(rope_factor) + 1)^2.
+    """
+
+    n_kv_heads: int = field(init=False)
+    head_dim: int = field(init=False)
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    vocab_size: int = 102400
+    norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    rope_factor: float = 40.0
+    rope_mscale: float = 1.0
+    original_context: int = 4096
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "n_kv_heads", self.n_heads)
+        object.__setattr__(self, "head_dim", self.qk_nope_head_dim + self.qk_rope_head_dim)
+
+    @property
+    def softmax_scale(self) -> float:
+        """Return what products of queries and keys are multiplied by."""
+        stretch = math.log(self.rope_factor) if self.rope_factor else 0.0
+        return self.head_dim**-0.5 * (0.1 * self.rope_mscale * stretch + 1) ** 2
+
+    @property
+    def num_attention_params(self) -> int:
+        queries = self.n_heads * self.head_dim
+        if self.q_lora_rank:
+            queries_params = self.q_lora_rank * (self.dim + queries)
+        else:
+            queries_params = self.dim * queries
+        made_of_latent = self.n_heads * (self.qk_nope_head_dim + self.v_head_dim)
+        to_latent = self.dim * (self.kv_lora_rank + self.qk_rope_head_dim)
+        output = self.n_heads * self.v_head_dim * self.dim
+        return queries_params + to_latent + self.kv_lora_rank * made_of_latent + output
+
+    @property
+    def num_block_norm_params(self) -> int:
+        return 2 * self.dim + self.q_lora_rank + self.kv_lora_rank
+
+    def attention_flops_per_token(self, seq_len: int) -> int:
+        return 6 * self.n_layers * self.n_heads * (self.head_dim + self.v_head_dim) * seq_len
+
+
+# Of V2, whose balance is a loss of each sequence (aux_loss_alpha and seq_aux in its config.json).
+_V2 = {"route_scale": 1.0, "sequence_balance_coeff": 1e-3, "num_shared_experts": 2}
+_V3 = {
+    "score": "sigmoid",
+    "normalize_weights": True,
+    "route_scale": 2.5,
+    "load_balance_coeff": 1e-3,
+    "sequence_balance_coeff": 1e-4,
+    "num_shared_experts": 1,
+}
+
+
+def _deepseek(
+    dim: int,
+    n_layers: int,
+    n_dense_layers: int,
+    n_heads: int,
+    ffn_dim: int,
+    num_experts: int,
+    top_k: int,
+    expert_dim: int,
+    **rest: object,
+) -> DeepSeekConfig:
+    return DeepSeekConfig(
+        dim=dim,
+        n_layers=n_layers,
+        n_dense_layers=n_dense_layers,
+        n_heads=n_heads,
+        ffn_dim=ffn_dim,
+        num_experts=num_experts,
+        top_k=top_k,
+        expert_dim=expert_dim,
+        **rest,  # pyright: ignore
+    )
+
+
+FLAVORS: dict[str, DeepSeekConfig] = {
+    # titan's own, with all that V3 has
+    "tiny": _deepseek(
+        *(64, 4, 1, 4, 192, 8, 2, 64),
+        **_V3,
+        **{"num_groups": 4, "top_groups": 2, "q_lora_rank": 32, "kv_lora_rank": 24},
+        **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "vocab_size": 2048},
+    ),
+    # TorchTitan v0.2.2's
+    "debugmodel": _deepseek(
+        *(256, 6, 1, 16, 1024, 8, 3, 256),
+        **{"num_shared_experts": 2, "load_balance_coeff": 1e-3},
+        **{"vocab_size": 2048, "norm_eps": 1e-5, "rope_mscale": 0.7},
+    ),
+    # V2-Lite, V2, V3 without its layer of multi-token prediction
+    "16B": _deepseek(2048, 27, 1, 16, 10944, 64, 6, 1408, **_V2, rope_mscale=0.707),
+    "236B": _deepseek(
+        *(5120, 60, 1, 128, 12288, 160, 6, 1536),
+        **{**_V2, "route_scale": 16.0, "num_groups": 8, "top_groups": 3, "group_top_k": 1},
+        q_lora_rank=1536,
+    ),
+    "671B": _deepseek(
+        *(7168, 61, 3, 128, 18432, 256, 8, 2048),
+        **{**_V3, "num_groups": 8, "top_groups": 4, "q_lora_rank": 1536, "vocab_size": 129280},
+    ),
+}

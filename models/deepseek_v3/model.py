@@ -1,0 +1,108 @@
+"""What DeepSeek does otherwise than Llama: attention by latents (MLA, arXiv:2405.04434, section 2.1), and YaRN.
+
+Queries, and keys and values, are made of latents, narrow vectors for each token. A part of each head rotates with the
+position; of keys this part comes from the token itself, and all heads share it.
+
+B batch, S sequence, D model, H heads, K head dim of queries and keys, N and R of its parts without and with rotation, L latent,
+E = all heads' channels
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import InnerAttention
+from ..llama3.model import Llama, rope_frequencies, rotate
+from .config import DeepSeekConfig
+
+# Published models have it whatever their rms_norm_eps.
+_LATENT_EPS = 1e-6
+# YaRN leaves channels alone that turn so often within the original context, and stretches those that turn less than once.
+_FAST_TURNS, _SLOW_TURNS = 32, 1
+
+
+def yarn_frequencies(config: DeepSeekConfig, device: torch.device) -> Tensor:
+    """Return the rotation per position of each pair of channels, (R/2,) fp32, in radians (YaRN, arXiv:2309.00071)."""
+    size, theta = config.qk_rope_head_dim, config.rope_theta
+    frequencies = rope_frequencies(size, theta, None, device)
+    if not config.rope_factor:
+        return frequencies
+
+    def pair_that_turns(times: float) -> float:
+        ratio = config.original_context / (times * 2 * math.pi)
+        return size * math.log(ratio) / (2 * math.log(theta))
+
+    first = max(math.floor(pair_that_turns(_FAST_TURNS)), 0)
+    last = min(math.ceil(pair_that_turns(_SLOW_TURNS)), size - 1)
+    pairs = torch.arange(size // 2, dtype=torch.float32, device=device)
+    stretch = ((pairs - first) / max(last - first, 1e-3)).clamp(0, 1)
+    return (1 - stretch) * frequencies + stretch * frequencies / config.rope_factor
+
+
+def rotate_pairs(x_BHSR: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate channel 2i against channel 2i + 1, and return all first channels before all second ones.
+
+    Queries and keys are so ordered alike, which leaves their products as they are.
+    """
+    return rotate(torch.cat([x_BHSR[..., 0::2], x_BHSR[..., 1::2]], dim=-1), cos_sin)
+
+
+class LatentAttention(nn.Module):
+    """Projections to and from latents, and rotation, around the inner attention."""
+
+    def __init__(self, config: DeepSeekConfig) -> None:
+        super().__init__()
+        self.config = config
+        q_dim = config.n_heads * config.head_dim
+        if rank := config.q_lora_rank:
+            self.wq_a = nn.Linear(config.dim, rank, bias=False)
+            self.q_norm = nn.RMSNorm(rank, eps=_LATENT_EPS)
+            self.wq_b = nn.Linear(rank, q_dim, bias=False)
+        else:
+            self.wq = nn.Linear(config.dim, q_dim, bias=False)
+        rank, kv_dim = config.kv_lora_rank, config.qk_nope_head_dim + config.v_head_dim
+        self.wkv_a = nn.Linear(config.dim, rank + config.qk_rope_head_dim, bias=False)
+        self.kv_norm = nn.RMSNorm(rank, eps=_LATENT_EPS)
+        self.wkv_b = nn.Linear(rank, config.n_heads * kv_dim, bias=False)
+        # A place for tensor parallelism, whose ranks hold some of the heads.
+        self.shared_keys = nn.Identity()
+        self.wo = nn.Linear(config.n_heads * config.v_head_dim, config.dim, bias=False)
+        self.inner_attention = InnerAttention(scale=config.softmax_scale)
+
+    def forward(
+        self, x_BSD: Tensor, cos_sin: tuple[Tensor, Tensor], document_ids_BS: Tensor | None
+    ) -> Tensor:
+        config = self.config
+        nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+        has_latent = config.q_lora_rank > 0
+        q_BSE = self.wq_b(self.q_norm(self.wq_a(x_BSD))) if has_latent else self.wq(x_BSD)
+        kv_BSL, k_BSR = self.wkv_a(x_BSD).split([config.kv_lora_rank, rope], dim=-1)
+        q_BHSN, q_BHSR = _heads(q_BSE, nope, rope)
+        k_BHSN, v_BHSK = _heads(self.wkv_b(self.kv_norm(kv_BSL)), nope, value)
+        k_BHSR = rotate_pairs(self.shared_keys(k_BSR)[:, None], cos_sin)
+        k_BHSR = k_BHSR.expand(-1, k_BHSN.shape[1], -1, -1)
+        q_BHSK = torch.cat([q_BHSN, rotate_pairs(q_BHSR, cos_sin)], dim=-1)
+        k_BHSK = torch.cat([k_BHSN, k_BHSR], dim=-1)
+        o_BHSK = self.inner_attention(q_BHSK, k_BHSK, v_BHSK, document_ids_BS)
+        return self.wo(o_BHSK.transpose(1, 2).flatten(-2))
+
+
+def _heads(x_BSE: Tensor, *sizes: int) -> tuple[Tensor, ...]:
+    """Split E channels into heads (B, H, S, ...) and each head into parts of these sizes."""
+    # -1 for the number of heads: under tensor parallelism each rank holds some of them.
+    return x_BSE.unflatten(-1, (-1, sum(sizes))).transpose(1, 2).split(sizes, dim=-1)
+
+
+class DeepSeek(Llama):
+    """Token ids to logits."""
+
+    config: DeepSeekConfig
+
+    def __init__(self, config: DeepSeekConfig) -> None:
+        super().__init__(config, attention=LatentAttention)
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        return yarn_frequencies(self.config, device)

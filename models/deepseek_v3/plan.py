@@ -1,0 +1,19 @@
+"""What of DeepSeek may be split how: latents are made of each rank's tokens, heads are dealt out, experts as everywhere."""
+
+from ..llama3.plan import MOE_PLAN
+from ..llama3.plan import TENSOR_PLAN as LLAMA_PLAN
+
+TENSOR_PLAN: dict[str, str] = {
+    **{pattern: style for pattern, style in LLAMA_PLAN.items() if ".attention" not in pattern},
+    **MOE_PLAN,
+    "layers.*.attention_norm": "sequence",
+    "layers.*.attention.wq": "gather_colwise",
+    "layers.*.attention.wq_a": "sequence",
+    "layers.*.attention.q_norm": "sequence",
+    "layers.*.attention.wq_b": "gather_colwise",
+    "layers.*.attention.wkv_a": "sequence",
+    "layers.*.attention.kv_norm": "sequence",
+    "layers.*.attention.wkv_b": "gather_colwise",
+    "layers.*.attention.shared_keys": "gather_shared",
+    "layers.*.attention.wo": "rowwise",
+}
