@@ -49,6 +49,7 @@ class Gate(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_experts, dim))
 
     def forward(self, x_BSD: Tensor) -> Tensor:
+        """Return the router's logits, (B, S, E), in fp32 or better."""
         # bf16 would make scores equal that are not.
         dtype = torch.promote_types(x_BSD.dtype, torch.float32)
         return F.linear(x_BSD.to(dtype), self.weight.to(dtype))
@@ -197,6 +198,7 @@ class MoE(nn.Module):
         self.sum_over_sequence: Callable[[Tensor], Tensor] | None = None
 
     def reset_buffers(self) -> None:
+        """Set the bias and all counts of tokens to zero."""
         for buffer in (self.bias, self.loads, self.last_loads):
             buffer.zero_()
 

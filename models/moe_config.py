@@ -71,6 +71,7 @@ class MoEConfig(LlamaConfig):
 
     @property
     def num_params(self) -> int:
+        """Return the parameters of the model, all experts included."""
         return self._count(active=False)
 
     @property

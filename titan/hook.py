@@ -5,7 +5,7 @@
       step_begin        the clock of a step starts
       before_forward    the step's batches are there
       updated           the step is computed, its numbers are still on the device
-      votes             numbers of which every rank receives the maximum over ranks, one all-reduce for all hooks
+      flags             numbers of which every rank gets the maximum, in one all-reduce for all hooks
       result            a step's numbers have reached the host: on a device one step late, unless
       needs_results     some hook needs them in this very step
       step_end          the step is over: validate, save, log

@@ -87,6 +87,8 @@ class StepGroups:
 
     @staticmethod
     def of(mesh: DeviceMesh) -> StepGroups:
+        """Return the groups of a mesh."""
+
         def group(*axes: str) -> dist.ProcessGroup | None:
             part = submesh(mesh, *axes, flatten=True)
             return None if part is None else part.get_group()

@@ -65,6 +65,8 @@ class Attention(nn.Module):
     def forward(
         self, x_BSD: Tensor, cos_sin: tuple[Tensor, Tensor], document_ids_BS: Tensor | None
     ) -> Tensor:
+        """Return the layer's output, (B, S, D). cos_sin: of the positions' angles, (S, K/2) or
+        (B, 1, S, K/2) each. document_ids_BS: None for one document in a row."""
         q_BHSK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in self.heads(x_BSD))
         q_BHSK, k_BGSK = rotate(q_BHSK, cos_sin), rotate(k_BGSK, cos_sin)
         o_BHSK = self.inner_attention(q_BHSK, k_BGSK, v_BGSK, document_ids_BS)
@@ -87,6 +89,7 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(dim, ffn_dim, bias=False)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
+        """Return (B, S, D) of (B, S, D)."""
         return self.w2(F.silu(self.w1(x_BSD)) * self.w3(x_BSD))
 
 
@@ -108,6 +111,7 @@ class Block(nn.Module):
     def forward(
         self, x_BSD: Tensor, cos_sin: tuple[Tensor, Tensor], document_ids_BS: Tensor | None
     ) -> Tensor:
+        """Return the residual stream after the block, (B, S, D)."""
         h_BSD, x_BSD = self.attend(x_BSD, cos_sin, document_ids_BS)
         return h_BSD + (self.feed_forward(x_BSD) if self.moe is None else self.moe(x_BSD))
 

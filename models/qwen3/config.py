@@ -20,6 +20,7 @@ class Qwen3Config(MoEConfig):
 
     @property
     def num_block_norm_params(self) -> int:
+        """Return the parameters of the norms in a block."""
         # Two norms over channels, two over the channels of a head.
         return 2 * self.dim + 2 * self.head_dim
 

@@ -21,5 +21,6 @@ class Attention(LlamaAttention):
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
 
     def heads(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries (B, S, H, K), keys and values (B, S, G, K)."""
         q_BSHK, k_BSGK, v_BSGK = super().heads(x_BSD)
         return self.q_norm(q_BSHK), self.k_norm(k_BSGK), v_BSGK

@@ -50,6 +50,7 @@ class Manifest:
 
     @property
     def sizes(self) -> dict[str, int]:
+        """Return the bytes of each file."""
         return {name: entry.bytes for name, entry in self.files.items()}
 
 

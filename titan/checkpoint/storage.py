@@ -69,6 +69,7 @@ class LocalStorage:
         return open_regular(path, within=path.parent) if mode == "rb" else path.open(mode)
 
     def exists(self, location: Location) -> bool:
+        """Return whether there is a file or folder of this name."""
         return Path(location).exists()
 
     def listdir(self, folder: Location) -> list[str]:
@@ -76,9 +77,11 @@ class LocalStorage:
         return sorted(p.name for p in Path(folder).iterdir()) if Path(folder).is_dir() else []
 
     def size(self, location: Location) -> int:
+        """Return the bytes of a file. Raises FileNotFoundError if there is none."""
         return Path(location).stat().st_size
 
     def make_folder(self, folder: Location) -> None:
+        """Make a folder, and those above it, unless they exist."""
         Path(folder).mkdir(parents=True, exist_ok=True)
 
     def remove(self, location: Location) -> None:

@@ -97,6 +97,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
 
     @property
     def entries(self) -> dict[str, FileEntry]:
+        """Return the manifest's entries of the files that this rank wrote."""
         return self.folder.entries
 
     def write_file(self, name: str, data: bytes) -> None:

@@ -76,6 +76,7 @@ class SourceLocation:
         return f"{self.file}:{self.line}" if self.line else self.file
 
     def problem(self, message: str) -> Problem:
+        """Return a problem at this place."""
         return Problem(self.file, self.line, self.written, message)
 
 

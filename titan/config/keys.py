@@ -40,6 +40,7 @@ def fields_at(path: KeyPath, *, data: Any = None) -> dict[str, FieldInfo]:
 
 
 def field_at(path: KeyPath) -> FieldInfo | None:
+    """Return the field that a key names, or None if no section has it."""
     return fields_at(path[:-1]).get(str(path[-1])) if path else None
 
 

@@ -85,6 +85,7 @@ class Meter:
 
     @property
     def num_bytes(self) -> int:
+        """Return the bytes read so far, of all files."""
         return self.before + self.here
 
 

@@ -180,6 +180,7 @@ class MetricsLog:
             self._guard("TensorBoard", lambda: board.write_norms(step, norms))
 
     def close(self) -> None:
+        """Close all sinks. A failure of one is a warning."""
         for name, sink in (self._sinks | self._norm_sinks).items():
             self._guard(name, sink.close)
 

@@ -181,6 +181,7 @@ class Thin:
         self._parsed: dict[int, Row | None] = {}
 
     def add(self, lines: list[bytes]) -> None:
+        """Add lines at the end. Where there are too many, neighbouring stretches become one."""
         begin = 0
         while begin < len(lines):
             last = self._stretches[-1] if self._stretches else None

@@ -143,6 +143,7 @@ class Cut:
 
     @property
     def part(self) -> int:
+        """Return the length of a full part. The last parts may be shorter."""
         return -(-self.size // self.group.size())
 
     def length(self) -> int:

@@ -31,6 +31,7 @@ class Rewrites:
 
     @property
     def fired(self) -> bool:
+        """Return whether anything was fused."""
         return self.fused_all_gathers + self.fused_reduce_scatters > 0
 
     def __str__(self) -> str:

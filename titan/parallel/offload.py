@@ -56,6 +56,7 @@ class Offloader:
         return run
 
     def copy_stream(self, device: torch.device) -> torch.Stream | None:
+        """Return the stream that copies run on, made at the first call. None on a CPU."""
         if self.stream is None and device.type != "cpu":
             self.stream = torch.Stream(device)
         return self.stream

@@ -62,6 +62,7 @@ class Schedule:
 
     @property
     def num_ranks(self) -> int:
+        """Return the number of ranks in the pipeline."""
         return len(self.order)
 
     def stages_of(self, rank: int) -> list[int]:

@@ -49,6 +49,7 @@ class DryRun:
 
     @property
     def problems(self) -> list[str]:
+        """Return what is wrong with the numbers, a line for each problem."""
         bad = [loss for loss in self.losses if not math.isfinite(loss)]
         return [f"dry run: the loss is {bad[0]}"] if bad else []
 

@@ -64,6 +64,7 @@ class Cost:
 
     @property
     def launch_transfer_s(self) -> float:
+        """Return the seconds for which a host is busy when it issues a transfer."""
         return self.profile.launch_transfer_us * 1e-6
 
     def _price(self, kernel: Kernel) -> float:

@@ -95,13 +95,15 @@ class ScopeTracker:
         self._compiled = (inner, recomputes)
 
     def begin_step(self) -> None:
-        # Numbers of the step before would be mistaken for this one's.
+        """Begin a step: nothing has run, and the forward pass comes first."""
         self.phase = "forward"
+        # Numbers of the step before would be mistaken for this one's.
         self._numbers.clear()
         self._modules.clear()
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
+        """Set the phase within the context."""
         before, self.phase = self.phase, phase
         try:
             yield

@@ -79,6 +79,7 @@ class Point:
 
     @property
     def kind(self) -> tuple[int, ...]:
+        """Return how the point splits the model, whatever its batch and recomputation."""
         # Candidates of one kind compete with each other first.
         return self.tp, self.cp, self.pp, int(self.replicate > 1)
 
@@ -249,6 +250,7 @@ class Search:
         return True
 
     def legal(self, point: Point) -> bool:
+        """Return whether the job's own rules allow this point."""
         settings = point.settings(self.global_batch)
         try:
             config = load_from_argv([*self.job, *(f"--{k}={v}" for k, v in settings.items())])

@@ -167,6 +167,7 @@ class Storages:
 
     @property
     def any(self) -> bool:
+        """Return whether storages of the program are alive."""
         return bool(self._live)
 
     def forget(self) -> None:

@@ -79,6 +79,7 @@ class Tracer(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
+        """Return True, so that torch.compile runs under this mode."""
         return True
 
     def begin(self) -> None:

@@ -163,6 +163,7 @@ class Evidence:
 
     @cached_property
     def environment(self) -> Environment:
+        """Return what environment.json says, or defaults."""
         return self._json(self.run_dir / "environment.json", Environment) or Environment()
 
     @cached_property
@@ -263,6 +264,7 @@ class Evidence:
 
     @property
     def free_bytes(self) -> int:
+        """Return the free bytes of the file system that holds the run folder."""
         return shutil.disk_usage(self.run_dir).free
 
     def stack(self, rank: int) -> str:
