@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.support.ranks import Pool
 from titan.config.schema import CommSection
 from titan.health import flight_recorder
-from titan.health.errors import Failure
+from titan.health.errors import Failure, dump_stacks
 from titan.health.flight_recorder import FlightRecorder
 
 BECAUSE = Failure("because", step=7)
@@ -72,3 +73,21 @@ def test_a_buffer_of_nothing_writes_nothing(tmp_path: Path) -> None:
         flight_recorder._recorder = before
     assert not recorder.path.exists()
     assert "because" in (tmp_path / "logs" / "rank-0.stacks.txt").read_text()
+
+
+def test_stacks_show_where_an_error_was_raised(tmp_path: Path) -> None:
+    """Another thread may write them after the main one has unwound to the function that reports the error."""
+
+    def fail() -> None:
+        raise KeyError("lost")
+
+    path = tmp_path / "logs" / "rank-0.stacks.txt"
+    try:
+        fail()
+    except KeyError:
+        thread = threading.Thread(target=dump_stacks, args=(path, "because"))
+        thread.start()
+        thread.join()
+    assert ", in fail\n" in path.read_text() and "KeyError: 'lost'" in path.read_text()
+    dump_stacks(path.with_name("rank-1.stacks.txt"), "because")  # no error
+    assert "handles" not in path.with_name("rank-1.stacks.txt").read_text()

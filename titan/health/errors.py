@@ -169,12 +169,21 @@ def stacks_file(run_dir: Path, rank: int) -> Path:
 
 
 def dump_stacks(path: Path, title: str) -> None:
-    """Append the stacks of all threads to a file."""
+    """Append the stacks of all threads to a file, and the error that the main thread handles, if any.
+
+    The error comes last: its traceback reads source files, and a disk may hang.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')} {title}\n")
         file.flush()  # faulthandler writes to the descriptor, past Python's buffer
         faulthandler.dump_traceback(file, all_threads=True)
+        # The stack shows where the error was caught, and not where it was raised.
+        error = sys._current_exceptions().get(threading.main_thread().ident or 0)
+        if isinstance(error, tuple):  # Python 3.10 and 3.11: type, value and traceback
+            error = error[1]
+        if error is not None:
+            file.writelines(["\nThe main thread handles:\n", *traceback.format_exception(error)])
 
 
 def frames_of(at: TracebackType | FrameType | None) -> list[Frame]:
