@@ -95,6 +95,7 @@ def parallelize(
             method=_CONTEXT_METHODS[parallel.context_parallel_rotate_method],
             balanced=parallel.splits_from_both_ends,
         )
+    # Experts are dealt out before FSDP shards what each rank keeps of them.
     if sparse_mesh is not None and (ep := submesh(sparse_mesh, "ep")) is not None:
         apply_ep(model, mesh=ep)
     if (sequence := submesh(mesh, "cp", "tp", flatten=True)) is not None:
@@ -103,6 +104,8 @@ def parallelize(
     _recompute_and_compile(model, config)
     if config.activation_checkpoint.cpu_offload:
         apply_offload(model)
+    # Ranks that hold the same experts shard them among themselves. They are fewer than those that
+    # share the rest of the model.
     own_mesh: dict[nn.Module, DeviceMesh] = {}
     if sparse_mesh is not None:
         axes = sparse_mesh.mesh_dim_names or ()

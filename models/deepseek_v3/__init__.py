@@ -1,4 +1,5 @@
-"""DeepSeek-V3, V2 and V2-Lite: latent attention and mixtures of experts. On the parts of models/llama3."""
+"""Provide DeepSeek-V3, V2 and V2-Lite: latent attention and mixtures of experts. It builds on the
+parts of models/llama3."""
 
 from __future__ import annotations
 

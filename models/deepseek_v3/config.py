@@ -1,4 +1,5 @@
-"""Sizes of DeepSeek-V3 (arXiv:2412.19437), V2 and V2-Lite (arXiv:2405.04434), from the models' config.json. Imports no torch."""
+"""Define the sizes of DeepSeek-V3 (arXiv:2412.19437), V2 and V2-Lite (arXiv:2405.04434), from the
+models' config.json. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from ..moe_config import MoEConfig
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSeekConfig(MoEConfig):
-    """As MoEConfig, with latent attention (MLA).
+    """Describe one size of the family: as MoEConfig, with latent attention (MLA).
 
     q_lora_rank, kv_lora_rank: widths of the latents from which queries, and keys and values, are made; q_lora_rank 0: queries
     come from the input. qk_nope_head_dim, qk_rope_head_dim: parts of a head of queries and keys without and with
@@ -41,6 +42,7 @@ class DeepSeekConfig(MoEConfig):
     @property
     def softmax_scale(self) -> float:
         """Return what products of queries and keys are multiplied by."""
+        # YaRN's temperature: attention over a stretched context is sharpened with the factor's logarithm.
         stretch = math.log(self.rope_factor) if self.rope_factor else 0.0
         return self.head_dim**-0.5 * (0.1 * self.rope_mscale * stretch + 1) ** 2
 
@@ -51,6 +53,7 @@ class DeepSeekConfig(MoEConfig):
             queries_params = self.q_lora_rank * (self.dim + queries)
         else:
             queries_params = self.dim * queries
+        # Of the latent: the keys' part without rotation, and the values.
         made_of_latent = self.n_heads * (self.qk_nope_head_dim + self.v_head_dim)
         to_latent = self.dim * (self.kv_lora_rank + self.qk_rope_head_dim)
         output = self.n_heads * self.v_head_dim * self.dim

@@ -1,7 +1,9 @@
-"""What DeepSeek does otherwise than Llama: attention by latents (MLA, arXiv:2405.04434, section 2.1), and YaRN.
+"""Define where DeepSeek differs from Llama: attention by latents (MLA, arXiv:2405.04434, section
+2.1), and YaRN.
 
-Queries, and keys and values, are made of latents, narrow vectors for each token. A part of each head rotates with the
-position; of keys this part comes from the token itself, and all heads share it.
+Queries, and keys and values, are made of latents, which are narrow vectors for each token. A part
+of each head rotates with the position. That part of the keys comes from the token itself, and all
+heads share it.
 
 B batch, S sequence, D model, H heads, K head dim of queries and keys, N and R of its parts without and with rotation, L latent,
 E = all heads' channels
@@ -35,9 +37,11 @@ def yarn_frequencies(config: DeepSeekConfig, device: torch.device) -> Tensor:
         ratio = config.original_context / (times * 2 * math.pi)
         return size * math.log(ratio) / (2 * math.log(theta))
 
+    # Between these pairs of channels frequencies go from unchanged to divided by the factor.
     first = max(math.floor(pair_that_turns(_FAST_TURNS)), 0)
     last = min(math.ceil(pair_that_turns(_SLOW_TURNS)), size - 1)
     pairs = torch.arange(size // 2, dtype=torch.float32, device=device)
+    # 0 for fast pairs, 1 for slow ones. The tiny number avoids a division by zero.
     stretch = ((pairs - first) / max(last - first, 1e-3)).clamp(0, 1)
     return (1 - stretch) * frequencies + stretch * frequencies / config.rope_factor
 
@@ -45,13 +49,13 @@ def yarn_frequencies(config: DeepSeekConfig, device: torch.device) -> Tensor:
 def rotate_pairs(x_BHSR: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate channel 2i against channel 2i + 1, and return all first channels before all second ones.
 
-    Queries and keys are so ordered alike, which leaves their products as they are.
+    Queries and keys then have the same order, which leaves their products as they are.
     """
     return rotate(torch.cat([x_BHSR[..., 0::2], x_BHSR[..., 1::2]], dim=-1), cos_sin)
 
 
 class LatentAttention(nn.Module):
-    """Projections to and from latents, and rotation, around the inner attention."""
+    """Project to and from latents, and rotate, around the inner attention."""
 
     def __init__(self, config: DeepSeekConfig) -> None:
         super().__init__()
@@ -83,6 +87,7 @@ class LatentAttention(nn.Module):
         q_BHSN, q_BHSR = _heads(q_BSE, nope, rope)
         k_BHSN, v_BHSK = _heads(self.wkv_b(self.kv_norm(kv_BSL)), nope, value)
         k_BHSR = rotate_pairs(self.shared_keys(k_BSR)[:, None], cos_sin)
+        # One rotated key for all heads: a view, which the concatenation below copies.
         k_BHSR = k_BHSR.expand(-1, k_BHSN.shape[1], -1, -1)
         q_BHSK = torch.cat([q_BHSN, rotate_pairs(q_BHSR, cos_sin)], dim=-1)
         k_BHSK = torch.cat([k_BHSN, k_BHSR], dim=-1)
@@ -97,7 +102,7 @@ def _heads(x_BSE: Tensor, *sizes: int) -> tuple[Tensor, ...]:
 
 
 class DeepSeek(Llama):
-    """Token ids to logits."""
+    """Turn token ids into logits."""
 
     config: DeepSeekConfig
 

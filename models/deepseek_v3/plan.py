@@ -1,4 +1,5 @@
-"""What of DeepSeek may be split how: latents are made of each rank's tokens, heads are dealt out, experts as everywhere."""
+"""Say what of DeepSeek may be split how: latents are made of each rank's tokens, heads are dealt
+out, experts as everywhere."""
 
 from ..llama3.plan import MOE_PLAN
 from ..llama3.plan import TENSOR_PLAN as LLAMA_PLAN

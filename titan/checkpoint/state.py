@@ -50,6 +50,7 @@ def optimizer_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer
     state: StateDict = {}
     for name, parameter in _named_parameters(parts).items():
         for key, value in optimizer.state.get(parameter, {}).items():
+            # Optimizers may keep plain numbers, too, which are not saved.
             if isinstance(value, Tensor):
                 state[f"optimizer.{name}.{key}"] = value
     return state
@@ -69,6 +70,7 @@ def empty_optimizer_state(
     for full_key, (shape, dtype) in stored.items():
         if not full_key.startswith("optimizer."):
             continue
+        # As in "optimizer.layers.0.attention.wq.weight.exp_avg": only parameters' names have dots.
         name, key = full_key.removeprefix("optimizer.").rsplit(".", 1)
         parameter = parameters.get(name)
         if parameter is None:  # it is on another pipeline stage
@@ -104,6 +106,8 @@ def rng_state(rank: int, device: torch.device) -> StateDict:
 def load_rng_state(path: Location, rank: int, device: torch.device) -> None:
     """Restore the random states. A rank that the saving run did not have keeps its seed. All ranks call this together."""
     stored = stored_shapes(path)
+    # The names that this rank would save now, as far as the checkpoint has them: it may come from
+    # more or fewer ranks, or from another kind of device.
     names = [name for name in rng_state(rank, device) if name in stored]
     state = {name: torch.empty(stored[name][0], dtype=stored[name][1]) for name in names}
     load(path, state)

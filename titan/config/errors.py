@@ -51,6 +51,7 @@ class ConfigError(Exception):
         self.partial = partial
         # Two rules may report the same.
         unique = list(dict.fromkeys(problems))
+        # Files in the order in which they were first reported, the command line last.
         files = [*dict.fromkeys(p.file for p in unique if p.file != COMMAND_LINE), COMMAND_LINE]
         self.problems = sorted(unique, key=lambda p: (files.index(p.file), p.line))
         super().__init__(self.problems)

@@ -1,6 +1,6 @@
 """Check the settings of a job against each other, before torch is imported, and report every violation at once.
 
-    section_rules.py  one function for each section; and here a table of what is not built yet
+    section_rules.py  one function for each section
     quantize.py       the number formats of [quantize]
     layout.py         needs the number of ranks as well
     machine.py        asks the machine that is to run the job

@@ -60,6 +60,7 @@ def _open(arguments: argparse.Namespace) -> Documents:
     if arguments.input:
         return open_all([source_of_path(path, text_key=key) for path in arguments.input])
     [section] = resolve_sources(arguments.dataset, dataset_path=arguments.dataset_path)
+    # A preset's key gives way to the option's, also to its default.
     if hasattr(section, "text_key"):
         section = section.model_copy(update={"text_key": key})
     return open_all([section])
@@ -80,6 +81,7 @@ def _summary(folder: Path, index: Index) -> str:
         '  dataset = "shards"',
         f'  dataset_path = "{folder}"',
     ]
+    # The held-out split is in the same folder, so enabling validation is all it takes.
     if index.splits["validation"]:
         lines += ["  [validation]", "  enable = true"]
     return "\n".join(lines)
@@ -96,6 +98,8 @@ def _prepare(arguments: argparse.Namespace) -> str:
         ),
         validation_fraction=arguments.validation_fraction,
     )
+    # One process at a time writes into a folder. A second one waits, and then finds the shards
+    # complete.
     with exclusive(folder), display(documents, title=f"preparing {folder}") as report:
         index = write_shards(
             documents,

@@ -65,6 +65,7 @@ def train(documents: Documents, *, vocab_size: int, output: Path) -> int:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty(),
     )
+    # In pieces, so that a document of any size needs little memory.
     texts = (piece for document in documents.read() for piece in pieces_of(document))
     tokenizer.train_from_iterator(texts, trainer=trainer)
     output.mkdir(parents=True, exist_ok=True)
@@ -79,6 +80,7 @@ def inspect(path: str, *, text: str) -> str:
     tokenizer = tokenizer_named(path)
     ids, num_bytes = tokenizer.encode(text), len(text.encode())
     specials = [f"{name} = {token}" for name, token in tokenizer.special_ids.items()]
+    # As bytes, since a token may end within a character. Below, the slice drops the quotes of repr.
     pieces = [tokenizer.token_bytes(token) for token in ids[:_SHOWN_TOKENS]]
     shown = [repr(piece.decode("utf-8", errors="backslashreplace"))[1:-1] for piece in pieces]
     more = f" ... {len(ids) - _SHOWN_TOKENS} more" if len(ids) > _SHOWN_TOKENS else ""

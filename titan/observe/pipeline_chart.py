@@ -63,6 +63,7 @@ def _split(argv: list[str], *, world_size: int | None, num_microbatches: int | N
         size = num_microbatches * parallel.pipeline_parallel_microbatch_size
         batch = [f"--training.local_batch_size={size}", "--training.global_batch_size=-1"]
         config = load_from_argv([*argv, *batch], options=OPTIONS)
+    # A degree of -1 means "what is left", of which one rank is the least.
     if world_size is None:
         degrees = (getattr(parallel, axis_key.rpartition(".")[2]) for axis_key in AXES.values())
         world_size = prod(max(1, degree) for degree in degrees)
@@ -108,6 +109,7 @@ def _timetable(schedule: Schedule, *, columns: int) -> list[str]:
     cell = 1 + max(len(str(span.action)) for spans in timeline for span in spans)
     length = max(spans[-1].end for spans in timeline)
     label = f"rank {schedule.num_ranks - 1} "
+    # Units of time that fit beside the label, `cell` characters each.
     step = max(1, (columns - len(label)) // cell)
     lines = []
     for spans in timeline:

@@ -83,6 +83,7 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> bool:
             if isinstance(optimizer, CompactAdam):
                 optimizer.init_state(parameter)
                 continue
+            # torch's fused kernels read the step on the device, the others on the host.
             device = parameter.device if group["fused"] else "cpu"
             optimizer.state[parameter] = {
                 "step": torch.tensor(0.0, device=device),

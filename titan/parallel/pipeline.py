@@ -59,6 +59,7 @@ def extract_stages(
             if isinstance(unit, nn.ModuleList):
                 fix = "to be cut into stages it must be an nn.ModuleDict"
             raise ValueError(f"module '{name}' is {where}; {fix}")
+    # Stages are made of modules, so a parameter of the model itself has no place.
     for name, _ in model.named_parameters(recurse=False):
         raise ValueError(f"parameter '{name}' is in no module, so no stage could have it")
     return {number: extract_stage(model, modules[number]) for number in numbers}
@@ -238,6 +239,7 @@ class Pipeline:
     def _build_training(self) -> Any:
         """Build GPipe and 1F1B from torch's classes, which gather FSDP's parameters block by block; all others, which gather a
         stage at a time, from the runtime of which torch's other schedules are subclasses."""
+        # torch would divide gradients by the number of microbatches. The loss is divided already.
         settings: Any = {"loss_fn": self._divided_loss, "scale_grads": False}
         count = self.schedule.num_microbatches
         single = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}.get(self.schedule.name)

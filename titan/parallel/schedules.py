@@ -296,6 +296,7 @@ def _one_forward_one_backward(stage: int, num_stages: int, num_microbatches: int
     backward = [Action(stage, "B", m) for m in range(num_microbatches)]
     # Stages before the last run ahead by as many microbatches as stages follow.
     ahead = num_stages - 1 - stage
+    # Then one forward and one backward in turn, until the forward passes are used up.
     steady = [action for pair in zip(forward[ahead:], backward, strict=False) for action in pair]
     return forward[:ahead] + steady + backward[num_microbatches - ahead :]
 
@@ -323,6 +324,7 @@ def _torch_order(
             style=_SCHEDULES[name].style,
         )
     ]
+    # Built as for rank 0. The class computes the orders of all ranks.
     torch_schedule: Any = get_schedule_class(name)(stages, num_microbatches)
     return [list(_computations(torch_schedule.pipeline_order[rank])) for rank in range(num_ranks)]
 
@@ -361,6 +363,7 @@ def read_schedule(file: Path | str) -> Schedule:
         num_microbatches=1 + max(action.microbatch for actions in order for action in actions),
         order=tuple(order),
     )
+    # First that nothing is missing, then that the order can run at all.
     _check_complete(schedule, file)
     try:
         schedule.timeline()
@@ -399,6 +402,7 @@ def _check_complete(schedule: Schedule, file: Path) -> None:
                 raise ValueError(
                     f"{file}: stage {action.stage} is on ranks {rank} and {ranks[action.stage]}; a stage has one rank"
                 )
+    # For each stage and microbatch the kinds in their order, as a string such as "FIW".
     kinds: dict[tuple[int, int], str] = {}
     for actions in schedule.order:
         for stage, kind, microbatch in actions:

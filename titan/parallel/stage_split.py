@@ -54,7 +54,10 @@ def split_stages(
         modules: names for each stage, instead of an even split.
     """
     custom = read_schedule(csv) if csv else None
+    # Embedding and output layer count as layers here, too. The division rounds up.
     by_layers = layers_per_stage and -(-(num_layers + first_less + last_less) // layers_per_stage)
+    # The number of stages comes from the file, the named modules, the layers of each stage, or the
+    # schedule's habit, in this order.
     if custom:
         num_stages = custom.num_stages
         for number, wanted, noun in (
@@ -112,6 +115,8 @@ def split_modules(
             f"{num_stages} stages are more than {num_layers} layers, embedding ({first_less}) and output ({last_less}) "
             f"= {weight}; use {weight} stages or fewer"
         )
+    # Counted in layers: the ends first get their share, and then give up what embedding and output
+    # take of it.
     counts = [each] * num_stages
     for stage in [*range(num_stages - 2, 0, -1), 0][:rest]:
         counts[stage] += 1

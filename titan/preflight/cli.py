@@ -45,10 +45,12 @@ def main(argv: list[str] | None = None) -> int:
     options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     from titan.hardware import count_accelerators
 
+    # torchrun sets it for each rank. Without it, this process is the launcher or the only rank.
     is_rank = "RANK" in os.environ
     num_processes = None if is_rank else options.nproc or max(1, count_accelerators())
     config, layout = load_to_run(job, world_size=num_processes, options=OPTIONS, here=True)
     if num_processes is not None and num_processes > 1:
+        # Ranks parse the same command line, without --nproc, which is for the launcher.
         rest = [f"--json={options.json}"] if options.json else []
         rest += ["--no-dry-run"] if options.no_dry_run else []
         return _launch([*job, *rest], num_processes)
@@ -60,6 +62,7 @@ def _launch(argv: Sequence[str], num_processes: int) -> int:
 
     command = [sys.executable, "-m", "titan.health.launch", "--standalone", "--max-restarts=0"]
     command += [f"--nproc-per-node={num_processes}", "-m", "titan.preflight", *argv]
+    # Whatever code a rank ended with: a problem is 1 here.
     return min(subprocess.call(command, env=environment(num_processes)), 1)
 
 
@@ -67,6 +70,7 @@ def run_rank(config: JobConfig, layout: Layout, *, json_file: Path | None, dry: 
     """Check on all ranks together. The exit code is the same on all, unless the dry run fails on some."""
     from titan.train import _set_compile_cache
 
+    # Inductor reads this when it is imported.
     _set_compile_cache(config.compile.cache_folder)
     import torch.distributed as dist
 
@@ -78,6 +82,7 @@ def run_rank(config: JobConfig, layout: Layout, *, json_file: Path | None, dry: 
         expandable_segments=config.training.expandable_segments,
     )
     axes = asdict(layout)
+    # The only field of a layout that is no axis of the mesh.
     del axes["accumulation"]
     mesh = build_mesh(device.type, **axes)
     try:
@@ -107,6 +112,7 @@ def check_all(
     facts: list[measure.RankFacts] = [mine] * dist.get_world_size()
     dist.all_gather_object(facts, mine)
     profile = _profile(config, facts[0].device)
+    # A checkpoint holds the whole model, so its size is that of one rank without sharding.
     whole = replace(layout, pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1)
     memory_gib = estimate_memory(config, model_config(config.model), whole)
     section = config.checkpoint

@@ -207,6 +207,7 @@ def _merged(file: Path, *, below: Sequence[Path] = ()) -> tuple[dict[str, Any], 
             )
         figures, _ = _merged(beneath, below=(*below, file))
         sources = figures.pop("sources")
+        # A note is about one profile's predictions.
         figures.pop("note", None)
     stated = values.pop("sources", {})
     # In ascending order of weight: the base, the device's datasheet, the file itself.
@@ -223,6 +224,7 @@ def _merged(file: Path, *, below: Sequence[Path] = ()) -> tuple[dict[str, Any], 
 
 def _of_device(device: str, sources: dict[str, str]) -> dict[str, Any]:
     """Return peaks and memory from the table of accelerators. Their source goes into `sources`."""
+    # The table has FLOP/s and bytes/s, a profile TFLOP/s and TB/s.
     row = by_name(device)
     figures = {
         "peak_tflops": {dtype: flops / 1e12 for dtype, flops in row.peak_flops.items()},

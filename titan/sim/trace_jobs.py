@@ -71,7 +71,7 @@ def trace_ranks(
 ) -> dict[int, Trace]:
     """Trace ranks, by default one of each pipeline stage (`distinct_ranks`). options: those of `trace_job`.
 
-    Raises ConfigError for a layout that does not fit `world_size`, and RecordError.
+    Raises ConfigError for a layout that does not fit `world_size`, and TraceError.
     """
     layout = resolve_layout(config, world_size)
     if ranks is None:
@@ -173,6 +173,7 @@ def _record(
         tracer.storages.mark_made("parameters")
         for parameter, owner in _owners(train_step).items():
             tracer.storages.attribute([local(parameter)], owner)
+        # What stays of the construction: temporary memory is gone before the first step.
         trace.setup = _left(tracer.events)
         batches = [_fake_batch(config) for _ in range(layout.accumulation)]
         gc.collect()
@@ -229,6 +230,8 @@ def _watched(train_step: Any, module: Any, tracer: Any) -> Iterator[None]:
         grads = (p.grad for p in parameters if p.grad is not None)
         storages.mark((local(grad) for grad in grads), "gradients")
 
+    # The train step finds `clip_gradients` by its module's global name, so replacing that is
+    # enough.
     clip, step = module.clip_gradients, train_step.optimizer.step
 
     def clip_gradients(*args: Any, **kwargs: Any) -> Any:
@@ -320,6 +323,7 @@ def _boundary(config: JobConfig, layout: Layout, device: Any) -> Any:
     size = config.parallelism.pipeline_parallel_microbatch_size
     length = config.training.seq_len // (layout.cp * layout.tp)
     dtype = getattr(torch, config.training.mixed_precision_param)
+    # Between stages the sequence is split over cp, and over tp too (sequence parallelism).
     dim = model_config(config.model).dim
     return torch.empty(size, length, dim, dtype=dtype, device=device)
 
@@ -383,6 +387,7 @@ def trace_jobs(
                 ours, theirs = context.Pipe(duplex=False)
                 child = context.Process(target=_child, args=(theirs, job, options), daemon=True)
                 child.start()
+                # Only the child may hold its end, so that its death ends the connection.
                 theirs.close()
                 running[ours] = (number, child, {})
             for connection in wait(list(running)):
