@@ -29,6 +29,7 @@ from tests.support.planted import train_with
 from tests.support.ranks import Pool
 
 QWEN, DEEPSEEK = ("qwen3", "tiny_moe"), ("deepseek_v3", "tiny")
+OLMOE = ("olmoe", "tiny")
 # All balance terms at once, large enough to be seen in the gradients.
 TERMS = (
     ("load_balance_coeff", 1e-2),
@@ -165,6 +166,8 @@ LAYOUTS = [
     Layout("latent FSDP2, EP 2", fsdp(2), settings=ep(2), model=DEEPSEEK),
     Layout("latent CP, EP 2", cp(2), settings=ep(2), model=DEEPSEEK),
     Layout("latent FSDP2 x TP+SP, EP 4", (*fsdp(2), *tp(2)), settings=ep(4), model=DEEPSEEK),
+    # Norms over the heads of all ranks
+    Layout("wide norms TP+SP, EP 2", tp(2), settings=ep(2), model=OLMOE),
 ]
 
 
@@ -186,7 +189,7 @@ def test_equals_one_process(layout: Layout, references, pool: Pool) -> None:
 
 
 def with_terms(layout: Layout) -> Layout:
-    model = layout.model if layout.model == DEEPSEEK else QWEN
+    model = layout.model if layout.model in (DEEPSEEK, OLMOE) else QWEN
     return replace(layout, model=model, overrides=(*TERMS, *layout.overrides))
 
 

@@ -18,6 +18,7 @@ model names a style for each module; nothing in the model changes. With S the se
     token_weights    whole         as `sequence`, and gives a plain tensor: a router's matrix
     experts          -             left alone: `apply_ep` and FSDP split them
     head_norm        whole         (B, S, H/tp, K) -> same: norms within each rank's heads
+    width_norm       channels /tp  (B, S, F/tp) -> same: norms over the channels of all ranks, which add up their squares
     vocab_output     columns V/tp  (B, S/tp, D) -> (B, S, V/tp) for the vocabulary-parallel loss, or (B, S, V);
                                    -> (B, S, D) where the loss applies the weight
 """
@@ -146,6 +147,25 @@ class GatherShared(ParallelStyle):
 
         module.register_forward_hook(gather)
         return module
+
+
+class NormOfAllRanks(ParallelStyle):
+    """A norm in plain operations over channels that are split: DTensor adds up what ranks have of a token's sum."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def split(_: str, child: nn.Module, mesh: DeviceMesh) -> None:
+            weight = distribute_tensor(
+                child.get_parameter("weight"), mesh, [Shard(0)], src_data_rank=None
+            )
+            child.register_parameter("weight", nn.Parameter(weight))
+
+        def take(_: nn.Module, args: tuple[Any, ...], mesh: DeviceMesh) -> DTensor:
+            return DTensor.from_local(args[0], mesh, (Shard(-1),), run_check=False)
+
+        def give(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
+            return output.to_local()
+
+        return distribute_module(module, device_mesh, split, take, give)  # pyright: ignore
 
 
 class GatherForLoss(ParallelStyle):
@@ -281,6 +301,7 @@ def _styles(
         ),
         "token_weights": lambda: SequenceParallel(use_local_output=True),
         "head_norm": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
+        "width_norm": NormOfAllRanks,
         "colwise": ColwiseParallel,
         "kv_colwise": ColwiseParallel if kv_split else lambda: ReplicatedHeads(num_kv_heads),
         "gather_colwise": lambda: ColwiseParallel(input_layouts=Shard(SEQUENCE_DIM)),
@@ -333,7 +354,7 @@ def _require_fit(
                 )
             head_sizes.setdefault(name.rpartition(".")[0], set()).add(head_size)
     for name, style in style_of.items():
-        if style == "gather_colwise" and num_kv_heads % size:
+        if style in ("gather_colwise", "width_norm") and num_kv_heads % size:
             raise ValueError(f"the {num_kv_heads} heads of {name} do not divide by {size} ranks")
         if style != "colwise":
             continue

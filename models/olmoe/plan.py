@@ -1,0 +1,11 @@
+"""Say what of OLMoE may be split how: as Llama, its experts, and norms over heads of all ranks."""
+
+from ..llama3.plan import MOE_PLAN
+from ..llama3.plan import TENSOR_PLAN as LLAMA_PLAN
+
+TENSOR_PLAN: dict[str, str] = {
+    **LLAMA_PLAN,
+    **MOE_PLAN,
+    "layers.*.attention.q_norm": "width_norm",
+    "layers.*.attention.k_norm": "width_norm",
+}
