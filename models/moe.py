@@ -25,8 +25,12 @@ from torch.utils.checkpoint import checkpoint
 from .moe_config import MoEConfig
 
 
-def host_counts(counts: Tensor) -> list[int]:
-    """Return integers of the device on the host, which waits for them. The simulator replaces it by an assumption."""
+def host_counts(counts: Tensor, *, num_rows: int) -> list[int]:
+    """Return integers of the device on the host, which waits for them.
+
+    Args:
+        num_rows: that this rank holds. The simulator, which has no counts, deals them out evenly.
+    """
     return counts.tolist()
 
 
@@ -148,7 +152,7 @@ def looped_products(
     """Return what `grouped_products` does, expert by expert, in any precision."""
     # An expert without rows takes part, so that its gradient is zeros and not None. unbind, since a gradient of w[i]
     # would be as large as w.
-    sizes = host_counts(counts_e) if len(rows_RD) else [0] * len(counts_e)
+    sizes = host_counts(counts_e, num_rows=len(rows_RD)) if len(rows_RD) else [0] * len(counts_e)
     weights = zip(w1_eFD.unbind(), w2_eDF.unbind(), w3_eFD.unbind(), strict=True)
     return torch.cat(
         [

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 
 from tests.support.ranks import Pool
-from tests.support.traces import count_real_transfers, events_of, in_turn, job
+from tests.support.traces import bytes_of, count_real_transfers, counts_of, events_of, in_turn, job
 from titan.sim.cost import Cost
 from titan.sim.profiles import load_profile
 from titan.sim.replay import replay
-from titan.sim.trace import Trace, Transfer
+from titan.sim.trace import Transfer
 from titan.sim.trace_jobs import trace_ranks
 
 REPLICAS, SHARDS, TP, CP, PP = (
@@ -64,8 +63,8 @@ def test_trace_sends_what_is_really_sent(name: str, pool: Pool) -> None:
     real = pool.run(world, count_real_transfers, config)
     traces = trace_ranks(config, world_size=world, ranks=range(world), processes=2)
     for rank, (counts, sizes) in enumerate(real):
-        assert _counts(traces[rank]) == counts, rank
-        assert _bytes(traces[rank]) == sizes, rank
+        assert counts_of(traces[rank]) == counts, rank
+        assert bytes_of(traces[rank]) == sizes, rank
         assert sum(counts.values()) > 5
     replay(traces, Cost(load_profile("h100-sxm")))  # what they send each other fits together
 
@@ -105,18 +104,6 @@ def test_issued_together_is_one_work() -> None:
         if transfer.peer >= 0:
             kinds.setdefault(transfer.work, []).append(transfer.kind)
     assert ["send", "recv"] in kinds.values()
-
-
-def _counts(trace: Trace) -> Counter[Any]:
-    transfers = events_of(trace.step, Transfer)
-    return Counter((t.kind, trace.groups[t.group].ranks) for t in transfers)
-
-
-def _bytes(trace: Trace) -> Counter[Any]:
-    sizes: Counter[Any] = Counter()
-    for t in events_of(trace.step, Transfer):
-        sizes[t.kind, trace.groups[t.group].ranks] += t.size_bytes
-    return sizes
 
 
 def test_groups_have_their_axes() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -11,12 +10,11 @@ import pytest
 
 from tests.support.ranks import Pool
 from tests.support.traces import (
-    TrackMemory,
     events_of,
     in_turn,
     job,
     left_behind,
-    real_batches,
+    peak_of,
     real_program,
     trace_of,
     traced_peak,
@@ -46,16 +44,7 @@ SPLIT_HEADS = {"overrides": {"n_layers": 4, "n_kv_heads": 4}}  # CPU attention c
 
 
 def real_peak(config: JobConfig) -> int:
-    """Of the second step."""
-    with TrackMemory() as memory:
-        program = real_program(config)
-        batches = real_batches(config)
-        gc.collect()
-        gc.disable()  # as the trainer does
-        program.train(batches, step=1)  # what it reports is dropped at once
-        memory.peak = memory.bytes
-        program.train(batches, step=2)
-        return memory.peak
+    return peak_of(real_program, config)
 
 
 BF16: dict[str, Any] = {"mixed_precision_param": "bfloat16"}

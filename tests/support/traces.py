@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from titan.config.rules import resolve_layout
 from titan.config.schema import JobConfig
 from titan.data.packing import Batch
 from titan.parallel import build_mesh
-from titan.sim.trace import Allocate, Event, Free, Trace
+from titan.sim.trace import Allocate, Event, Free, Trace, Transfer
 from titan.sim.trace_jobs import trace_ranks
 from titan.train_step import TrainStep, build_train_step
 
@@ -139,12 +140,29 @@ class CountTransfers(_Plain):
 
 def count_real_transfers(config: JobConfig) -> tuple[Counter[Any], Counter[Any]]:
     """What this rank really sends in its second step."""
-    train_step = real_program(config)
+    return count_transfers_of(real_program(config), config)
+
+
+def count_transfers_of(
+    train_step: TrainStep, config: JobConfig
+) -> tuple[Counter[Any], Counter[Any]]:
     batches = real_batches(config)
     train_step.train(batches, step=1)
     with CountTransfers() as counter:
         train_step.train(batches, step=2)
     return counter.counts, counter.bytes
+
+
+def counts_of(trace: Trace) -> Counter[Any]:
+    transfers = events_of(trace.step, Transfer)
+    return Counter((t.kind, trace.groups[t.group].ranks) for t in transfers)
+
+
+def bytes_of(trace: Trace) -> Counter[Any]:
+    sizes: Counter[Any] = Counter()
+    for t in events_of(trace.step, Transfer):
+        sizes[t.kind, trace.groups[t.group].ranks] += t.size_bytes
+    return sizes
 
 
 class TrackMemory(_Plain):
@@ -195,6 +213,19 @@ class TrackMemory(_Plain):
     def __exit__(self, *args: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize
         super().__exit__(*args)
+
+
+def peak_of(build: Callable[[JobConfig], TrainStep], config: JobConfig) -> int:
+    """The most memory of the second step of a real run."""
+    with TrackMemory() as memory:
+        program = build(config)
+        batches = real_batches(config)
+        gc.collect()
+        gc.disable()  # as the trainer does
+        program.train(batches, step=1)  # what it reports is dropped at once
+        memory.peak = memory.bytes
+        program.train(batches, step=2)
+        return memory.peak
 
 
 def traced_peak(trace: Trace) -> int:

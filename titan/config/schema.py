@@ -44,6 +44,7 @@ from .schema_run import (
     ParallelismSection,
     ProfilingSection,
     QuantizeSection,
+    SimulatorSection,
     ValidationSection,
 )
 from .schema_run import (
@@ -375,6 +376,7 @@ class JobConfig(Section):
     comm: CommSection = CommSection()
     fault_tolerance: FaultToleranceSection = FaultToleranceSection()
     hardware: HardwareSection = HardwareSection()
+    simulator: SimulatorSection = SimulatorSection()
     debug: DebugSection = DebugSection()
 
     _source_map: SourceMap = PrivateAttr(default_factory=SourceMap)

@@ -363,6 +363,15 @@ class DebugSection(Section):
     """Use only deterministic algorithms. Slower, but two runs give the same bits."""
 
 
+class SimulatorSection(Section):
+    """What `titan sim`, `titan check` and `titan plan` assume. A run takes no notice of it."""
+
+    expert_imbalance: Annotated[float, Field(ge=1)] = 1.0
+    """How many times the mean number of rows the busiest expert-parallel rank gets; it sets time and
+    memory. 1: routing is balanced. A run reports its own. Without expert parallelism
+    every rank has all experts, and this changes nothing."""
+
+
 class HardwareSection(Section):
     """The run's accelerators, for MFU."""
 

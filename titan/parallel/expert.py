@@ -66,7 +66,7 @@ class Exchange:
             rows_ND: sorted by expert; counts_E (int64) says how many each expert gets.
         """
         # A recomputation takes what the forward pass learnt: no second wait of the host.
-        counts_Ce, to, from_ = _recall(self) or self._exchange_counts(counts_E)
+        counts_Ce, to, from_ = _recall(self) or self._exchange_counts(counts_E, len(rows_ND))
         _remember(self, (counts_Ce, to, from_))
         rows_RD = all_to_all_rows(rows_ND, group=self.group, to=to, from_=from_)
         # They come sorted by sender and then by expert; the experts want them by expert.
@@ -80,13 +80,15 @@ class Exchange:
         rows_RD = permute(rows_RD, place_R, order_R)
         return all_to_all_rows(rows_RD, group=self.group, to=from_, from_=to)
 
-    def _exchange_counts(self, counts_E: Tensor) -> tuple[Tensor, list[int], list[int]]:
+    def _exchange_counts(
+        self, counts_E: Tensor, num_rows: int
+    ) -> tuple[Tensor, list[int], list[int]]:
         """Return the rows that come from each rank for each expert (C, e), and on the host those that go to and come from each."""
         ones = [1] * self.size
         # Experts are numbered rank by rank, so a row for each rank has the counts of its experts.
         sent_Ce = counts_E.view(self.size, -1)
         counts_Ce = wait(start_all_to_all(sent_Ce, group=self.group, to=ones, from_=ones))
-        both = host_counts(torch.cat([sent_Ce.sum(1), counts_Ce.sum(1)]))
+        both = host_counts(torch.cat([sent_Ce.sum(1), counts_Ce.sum(1)]), num_rows=num_rows)
         return counts_Ce, both[: self.size], both[self.size :]
 
 

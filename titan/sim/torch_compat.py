@@ -121,6 +121,8 @@ def read_meshes_for_real(paused: Callable[..., Any]) -> None:
         # Which of these exist depends on the version.
         if name in mesh.__dict__:
             replace(module, f"DeviceMesh.{name}", for_real)
+    # It numbers the ranks before it makes the mesh of experts.
+    replace("titan.parallel.mesh", "init_device_mesh", for_real)
     # In newer versions a mesh computes its tensor of ranks when asked.
     rank_map = find(module, "DeviceMesh.mesh")
     if isinstance(rank_map, property):

@@ -41,6 +41,7 @@ _PROGRAM = (
     "activation_checkpoint",
     "compile",
     "quantize",
+    "simulator",
 )
 """Sections that the program is built from, whole."""
 _DEPTH = 5
@@ -262,7 +263,9 @@ def remap_ranks(trace: Trace, layout: Layout) -> Trace:
     def members(group: Group) -> tuple[int, ...]:
         # A group along axes has members that follow from the rank's position. Pairs of a send and a
         # receive lie along an axis and have two of its ranks.
-        along_axes = group.axes and len(group.ranks) == len(_members(own, group.axes, was))
+        along_axes = {*group.axes} <= {*AXES} and len(group.ranks) == len(
+            _members(own, group.axes, was)
+        )
         return _members(own, group.axes, layout) if along_axes else tuple(map(moved, group.ranks))
 
     groups = {name: replace(group, ranks=members(group)) for name, group in trace.groups.items()}

@@ -115,6 +115,7 @@ def trace_job(
     from titan import train_step as module
 
     from . import torch_compat
+    from .experts import assume_rows
     from .fake_world import fake_world, impersonate_rank
     from .tracer import Tracer
 
@@ -125,6 +126,8 @@ def trace_job(
         tracer = Tracer(mesh, remembers=remembers)
         tracer.scopes.watch_fsdp()
         _watch_actions(tracer.scopes)
+        assume_rows(config.simulator.expert_imbalance, tracer.record)
+        module.build_sparse_mesh = tracer.transfers.with_names(module.build_sparse_mesh)
         torch_compat.answer_pipeline_metadata(lambda: _boundary(config, layout, device))
         torch_compat.release_sent_outputs()
         if job.prepare is not None:

@@ -108,10 +108,22 @@ class Transfers:
         self.axes = tuple(mesh.mesh_dim_names or ())
         self.mesh_shape = tuple(mesh.shape)
         # 0 stands for no work.
+        self._axes_by_name: dict[str, tuple[str, ...]] = {}  # of groups of other meshes
         self._works = count(1)
         self._waited: dict[int, int] = {}  # by address of a functional result's storage
         self._batch = 0  # the work of the transfers that are being issued together
         self._patch_works()
+
+    def with_names(self, build: Callable[..., DeviceMesh]) -> Callable[..., DeviceMesh]:
+        """Wrap a function that builds another mesh over the same ranks, so that its groups go by its axes."""
+
+        def built(*args: Any, **kwargs: Any) -> DeviceMesh:
+            mesh = build(*args, **kwargs)
+            for axis in mesh.mesh_dim_names or ():
+                self._axes_by_name[mesh.get_group(axis).group_name] = (axis,)
+            return mesh
+
+        return built
 
     def begin(self, shift: int) -> None:
         """Begin another rank, at this distance from the process's own."""
@@ -224,7 +236,7 @@ class Transfers:
         name = group.group_name
         if name not in self.groups:
             ranks = tuple(dist.get_process_group_ranks(group))
-            axes = self._axes_of(ranks)
+            axes = self._axes_by_name.get(name) or self._axes_of(ranks)
             # This process stands for the rank of another stage, whose groups are its own, moved. A
             # pipeline's group holds both already.
             if "pp" not in axes:
