@@ -43,6 +43,10 @@ class RouteSource(Protocol):
 
     def put(self, moe: MoE, ids_TK: Tensor) -> None: ...
 
+    def forget(self) -> None:
+        """Forget the calls so far: a pipeline made them to learn shapes."""
+        ...
+
 
 class Gate(nn.Module):
     """Apply the router's matrix. It computes in fp32 at least, since rounding decides where a token
@@ -233,7 +237,9 @@ class MoE(nn.Module):
 
     def compiled_parts(self) -> list[tuple[nn.Module, str]]:
         """Return the functions that can be compiled, as attributes: all but the exchange, which waits for the device."""
-        parts = [(self.router, name) for name in ("forward", "choose", "weigh")]
+        parts: list[tuple[nn.Module, str]] = [
+            (self.router, name) for name in ("forward", "choose", "weigh")
+        ]
         parts += [(self.experts, "grouped"), (self, "combine")]
         return parts if self.shared_experts is None else [*parts, (self.shared_experts, "forward")]
 
@@ -261,9 +267,9 @@ class MoE(nn.Module):
             grad_TE = grad_BE.repeat_interleave(len(ids_TK) // batch, 0)
         if config.global_balance_coeff:
             # The counts of this step are known when it is over: those of the last one take their place.
-            total = self.last_loads.sum().clamp(min=1)
-            grad_E = config.global_balance_coeff * E / self.num_tokens * self.last_loads / total
-            grad_E = grad_E.to(log_sum_T.dtype)
+            last_E = self.last_loads.to(log_sum_T.dtype)
+            scale = config.global_balance_coeff * E / self.num_tokens
+            grad_E = scale * last_E / last_E.sum().clamp(min=1)
             grad_TE = grad_E.expand(len(ids_TK), E) if grad_TE is None else grad_TE + grad_E
         if not config.router_z_loss_coeff:
             return grad_TE, None

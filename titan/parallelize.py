@@ -39,7 +39,7 @@ from titan.models.moe import MoE
 from titan.parallel.activation import apply_ac
 from titan.parallel.compile import apply_compile
 from titan.parallel.context import Method, apply_cp
-from titan.parallel.expert import apply_ep, keep_routes
+from titan.parallel.expert import RoundRobin, apply_ep, keep_routes
 from titan.parallel.float8 import Conversion, Float8Error, apply_float8
 from titan.parallel.fsdp import apply_ddp, apply_fsdp
 from titan.parallel.init_weights import canonical_name
@@ -101,6 +101,10 @@ def parallelize(
     if (sequence := submesh(mesh, "cp", "tp", flatten=True)) is not None:
         for moe in moes_of(model).values():
             moe.sum_over_sequence = partial(_sum_over, sequence.get_group())
+    for moe in moes_of(model).values():
+        moe.experts.chunk_rows = config.moe.expert_chunk_rows
+        if config.debug.moe_force_load_balance:
+            moe.route_sources.append(RoundRobin(mesh, balanced=parallel.splits_from_both_ends))
     _recompute_and_compile(model, config)
     if config.activation_checkpoint.cpu_offload:
         apply_offload(model)
@@ -133,8 +137,6 @@ def _recompute_and_compile(model: nn.Module, config: JobConfig) -> None:
     every = _recompute_every(section)
     by_op = section.mode == "selective" and section.selective_ac_option == "op"
     keep = tuple(section.op_keep) if by_op else ()
-    if keep and moes_of(model):
-        keep = (*keep, "aten.topk")  # routes: a recomputation must send tokens where they were sent
     keep_modules = tuple(section.op_keep_modules) if by_op else ()
     recompute = partial(
         apply_ac,

@@ -27,6 +27,7 @@ RENAMED: dict[str, str] = {
     "training.batch_size": "training.local_batch_size",
     "training.compile": "compile.enable",
     "training.warmup_steps": "lr_scheduler.warmup_steps",
+    "training.debug_moe_force_load_balance": "debug.moe_force_load_balance",
     "training.seed": "debug.seed",
     "training.deterministic": "debug.deterministic",
     "model.tokenizer_path": "tokenizer.path",
@@ -54,7 +55,6 @@ UNUSED: dict[str, Any] = {
     "checkpoint.interval_type": "steps",
     "comm.mode": "default",
     "debug.deterministic_warn_only": False,
-    "debug.moe_force_load_balance": False,
     "experimental.custom_args_module": "",
     "experimental.custom_import": "",
     "experimental.pipeline_parallel_split_points": [],
@@ -63,6 +63,7 @@ UNUSED: dict[str, Any] = {
     "job.custom_config_module": "",
     "memory_estimation": {},
     "model.norm_type": "rmsnorm",
+    "moe.capacity_factor": 0.0,
     "model.print_after_conversion": False,
     "parallelism.enable_compiled_autograd": False,
     "parallelism.expert_parallel_comm_backend": "standard",
@@ -71,7 +72,6 @@ UNUSED: dict[str, Any] = {
     "quantize.grouped_mm.mx.recipe_name": "mxfp8",
     "quantize.grouped_mm": {},
     "simulator.torch": "installed",
-    "training.debug_moe_force_load_balance": False,
     "training.gc_debug": False,
 }
 # Keys that change nothing here, whatever their value.
@@ -87,6 +87,9 @@ _INSTEAD = {
     "fault_tolerance.enable": "use `titan train --max-restarts`, and remove the key",
     "job.custom_config_module": "register your parts through entry points (titan.models, titan.optimizers, titan.sources)",
     "memory_estimation": "use `titan check`, which estimates memory without a GPU",
+    "moe.capacity_factor": "remove it: what a capacity drops depends on the layout, and titan drops nothing; "
+    "moe.expert_chunk_rows bounds the memory of uneven loads",
+    "parallelism.expert_parallel_comm_backend": 'use "standard", an all-to-all; DeepEP is not built',
     "parallelism.pipeline_parallel_split_points": "use parallelism.module_fqns_per_model_part",
     "quantize.grouped_mm": "use [quantize.linear.float8]",
     "simulator.torch": "use scripts/sim_accuracy.py, which simulates published runs with torch 2.6",

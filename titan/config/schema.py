@@ -41,6 +41,7 @@ from .schema_run import (
     HardwareSection,
     JobSection,
     MetricsSection,
+    MoESection,
     ParallelismSection,
     ProfilingSection,
     QuantizeSection,
@@ -368,6 +369,7 @@ class JobConfig(Section):
     parallelism: ParallelismSection = ParallelismSection()
     checkpoint: CheckpointSection = CheckpointSection()
     validation: ValidationSection = ValidationSection()
+    moe: MoESection = MoESection()
     metrics: MetricsSection = MetricsSection()
     profiling: ProfilingSection = ProfilingSection()
     activation_checkpoint: ActivationCheckpointSection = ActivationCheckpointSection()

@@ -361,6 +361,26 @@ class DebugSection(Section):
     """Seed of the initial weights and of the data order."""
     deterministic: bool = False
     """Use only deterministic algorithms. Slower, but two runs give the same bits."""
+    moe_force_load_balance: bool = False
+    """Send tokens to all experts in turn, whatever the router says. For benchmarks: the loads are
+    equal, and nothing sensible is learned."""
+
+
+class MoESection(Section):
+    """How experts are run. Which experts a model has, and what balances them, are
+    model.overrides. See docs/moe.md."""
+
+    expert_chunk_rows: NonNegative = 0
+    """Rows that pass a rank's experts at a time. Each chunk is computed again in the backward pass,
+    so that memory does not grow with uneven loads. 0: all rows at once."""
+    record_routes: str = ""
+    """Folder, below the run folder, to write each token's experts to. Empty: write none."""
+    record_routes_every_n_steps: Positive = 1
+    """Steps from one record to the next. A step's file has two bytes for each token, layer and
+    expert of the token."""
+    replay_routes: str = ""
+    """Folder of such a record to take the routes from, rather than from the router, which goes on
+    learning. Empty: do not."""
 
 
 class SimulatorSection(Section):

@@ -201,6 +201,14 @@ def _experts(config: JobConfig) -> Iterator[RuleViolation]:
             f"{degree} would split the matrices of each expert; use 1: the numbers are the same, and FSDP shards "
             "experts over tensor-parallel ranks, too",
         )
+    model = resolve_model(config.model)[0]
+    if model is None or getattr(model, "num_experts", 0):
+        return
+    asked = config.moe.model_dump(exclude_defaults=True)
+    for key in [f"moe.{key}" for key in asked] + ["debug.moe_force_load_balance"] * (
+        config.debug.moe_force_load_balance
+    ):
+        yield key, "has no effect on a model without experts; remove it"
 
 
 def _modules(config: JobConfig) -> Iterator[RuleViolation]:

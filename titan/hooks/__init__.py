@@ -20,6 +20,7 @@ from titan.hooks.profiling import Profiling
 from titan.hooks.rank_times import RankTimes
 from titan.hooks.recovery import StepRecovery
 from titan.hooks.replica_check import ReplicaCheck
+from titan.hooks.routes import Routes
 from titan.hooks.run_events import RunEvents
 from titan.hooks.step_limit import StepLimit
 from titan.hooks.validation import Validation
@@ -38,6 +39,7 @@ def standard_hooks(trainer: Trainer, *, monitor: Monitor | None = None) -> list[
         ReplicaCheck(trainer),
         RunEvents(trainer),
         RankTimes(trainer),
+        Routes(trainer),
         Profiling(trainer),
         Compilation(trainer),
         Validation(trainer),

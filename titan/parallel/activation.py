@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -64,7 +65,7 @@ def apply_ac(
     keep: operations whose results are kept, as above; none: full. keep_modules: patterns of module names within a block
     ("feed_forward.w*") whose matrix products and attention are kept too, and not counted. Blocks count by their place in
     the container, also on a pipeline stage. contexts: gives, for a block, a function that makes the context of its forward pass and
-    that of the recomputation, or None; for blocks that are recomputed in full. preserve_rng_state: recompute with the random numbers of the forward pass, without
+    that of the recomputation, or None. preserve_rng_state: recompute with the random numbers of the forward pass, without
     which the gradients of blocks that draw some (dropout) are wrong; others save a little with False.
     Raises KeepError for an operation that torch does not have and for a pattern that no module of a block matches.
     """
@@ -79,12 +80,14 @@ def apply_ac(
     for place, (name, block) in enumerate(list(blocks.named_children()), 1):
         if place % every == 0:
             settings: dict[str, Any] = {}
-            if not (keep or keep_modules) and (context_of_block := contexts(block)) is not None:
-                settings = {"context_fn": context_of_block}
+            of_block = contexts(block)
+            if of_block is not None:
+                settings = {"context_fn": of_block}
             if keep or keep_modules:
                 selection.watch(block)
+                both = context_fn if of_block is None else partial(_contexts, selection, of_block)
                 # With modules to watch a recomputation runs to its end, so that it leaves what it has entered.
-                settings = {"context_fn": context_fn, "early_stop": not keep_modules}
+                settings = {"context_fn": both, "early_stop": not keep_modules}
             wrapped = checkpoint_wrapper(block, preserve_rng_state=preserve_rng_state, **settings)
             blocks.register_module(name, wrapped)
 
@@ -174,5 +177,25 @@ def keeps_some(block: nn.Module) -> bool:
     return isinstance(context_fn, partial) and context_fn.func is _contexts
 
 
-def _contexts(selection: _Selection) -> Any:
-    return selective_checkpoint_contexts(selection.policy())
+def _contexts(selection: _Selection, others: Callable[[], Any] | None = None) -> Any:
+    contexts = selective_checkpoint_contexts(selection.policy())
+    return (
+        contexts
+        if others is None
+        else tuple(_Both(*pair) for pair in zip(others(), contexts, strict=True))
+    )
+
+
+class _Both(AbstractContextManager[None]):
+    """Enter two contexts."""
+
+    def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
+        self.contexts = contexts
+
+    def __enter__(self) -> None:
+        for context in self.contexts:
+            context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for context in reversed(self.contexts):
+            context.__exit__(*error)

@@ -29,6 +29,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from titan.models.moe import MoE, host_counts, permute
 
 from .collectives import all_to_all_rows, start_all_to_all, wait
+from .context import shard_sequence
+from .mesh import axis_rank, axis_size
+from .torch_compat import outside_selection
 
 
 def apply_ep(model: nn.Module, *, mesh: DeviceMesh, moe_type: type[nn.Module] = MoE) -> None:
@@ -66,7 +69,8 @@ class Exchange:
             rows_ND: sorted by expert; counts_E (int64) says how many each expert gets.
         """
         # A recomputation takes what the forward pass learnt: no second wait of the host.
-        counts_Ce, to, from_ = _recall(self) or self._exchange_counts(counts_E, len(rows_ND))
+        exchange_counts = outside_selection(self._exchange_counts)  # as in `keep_routes`
+        counts_Ce, to, from_ = _recall(self) or exchange_counts(counts_E)
         _remember(self, (counts_Ce, to, from_))
         rows_RD = all_to_all_rows(rows_ND, group=self.group, to=to, from_=from_)
         # They come sorted by sender and then by expert; the experts want them by expert.
@@ -110,6 +114,37 @@ def _give_local_parameters(module: nn.Module) -> None:
     module.register_forward_hook(restore, always_call=True)
 
 
+def local_tokens(mesh: DeviceMesh, length: int, *, balanced: bool) -> Tensor:
+    """Return the places, in a sequence of this length, of the tokens that this rank's experts see, int64.
+
+    Args:
+        balanced: how context parallelism splits the sequence.
+    """
+    tokens, cp = torch.arange(length), axis_size(mesh, "cp")
+    if cp > 1:
+        rank = axis_rank(mesh, "cp")
+        tokens = shard_sequence(tokens, dim=0, rank=rank, size=cp, balanced=balanced)
+    return tokens.chunk(axis_size(mesh, "tp"))[axis_rank(mesh, "tp")]
+
+
+class RoundRobin:
+    """Send tokens to all experts in turn, by their place in the sequence: the same in every layout."""
+
+    def __init__(self, mesh: DeviceMesh, *, balanced: bool) -> None:
+        self.mesh, self.balanced = mesh, balanced
+
+    def get(self, moe: MoE, tokens: Tensor) -> Tensor | None:
+        length = tokens.shape[1] * axis_size(self.mesh, "cp", "tp")
+        k, num_experts = moe.config.top_k, moe.config.num_experts
+        places_S = local_tokens(self.mesh, length, balanced=self.balanced).to(tokens.device)
+        ids_SK = places_S[:, None] * k + torch.arange(k, device=tokens.device)
+        return (ids_SK % num_experts).repeat(len(tokens), 1)
+
+    def put(self, moe: MoE, ids_TK: Tensor) -> None: ...
+
+    def forget(self) -> None: ...
+
+
 # ---- recomputation -----------------------------------------------------------------------------
 
 
@@ -123,9 +158,16 @@ class _Record(threading.local):
 _current = _Record()
 
 
+def is_recomputation() -> bool:
+    """Return whether a checkpointed block is being recomputed in this thread."""
+    return _current.is_recomputation
+
+
 class KeptRoutes:
     """Let a recomputation send each token where the forward pass sent it, without choosing or
     counting again."""
+
+    def forget(self) -> None: ...
 
     def get(self, moe: MoE, tokens: Tensor) -> Tensor | None:
         # Only a recomputation finds something here.
@@ -142,6 +184,8 @@ def keep_routes(
     moes: list[Any] = [module for module in block.modules() if isinstance(module, MoE)]
     for moe in moes:
         moe.route_sources.insert(0, KeptRoutes())
+        # The recomputation leaves it out, so a selective checkpoint must not count what it does.
+        moe.router.choose = outside_selection(moe.router.choose)
     return _contexts if moes else None
 
 

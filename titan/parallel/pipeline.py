@@ -299,6 +299,9 @@ class _Stage(PipelineStage):
             parameter.grad = gradient
         for buffer, value in self._buffers_before:
             buffer.copy_(value)
+        for module in self.submod.modules():
+            for source in getattr(module, "route_sources", ()):
+                source.forget()
 
 
 def _prepare_to_split_backward(stage: nn.Module) -> None:

@@ -1,0 +1,194 @@
+"""The mixture of experts on one process: balance terms, chunks, grouped products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from titan.models.moe import Experts, MoE, grouped_products, looped_products
+from titan.models.moe_config import MoEConfig
+from titan.optim.balance import Balance, move_bias
+from titan.parallel.init_weights import initialize
+
+B, S, D, E, K = 3, 16, 32, 8, 2
+
+
+def config(**changes: Any) -> MoEConfig:
+    sizes = {"dim": D, "n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "ffn_dim": D}
+    experts = {"num_experts": E, "top_k": K, "expert_dim": 48}
+    return MoEConfig(**{**sizes, **experts, **changes})
+
+
+def build(seed: int = 0, **changes: Any) -> MoE:
+    moe = MoE(config(**changes))
+    moe.reset_buffers()
+    initialize(moe, seed=seed, std_of=lambda name: 0.2)
+    return moe
+
+
+def tokens(seed: int = 0) -> Tensor:
+    return torch.randn(B, S, D, generator=torch.Generator().manual_seed(seed))
+
+
+# ---- balance -----------------------------------------------------------------------------------
+
+
+def sequence_loss(probs_TE: Tensor, ids_TK: Tensor, logits_TE: Tensor, last: Tensor) -> Tensor:
+    """DeepSeek-V3, equations 17 to 20, mean over sequences."""
+    counts_BE = torch.nn.functional.one_hot(ids_TK, E).sum(1).view(B, S, E).sum(1)
+    share_BE = probs_TE.view(B, S, E).mean(1)
+    return (E / (K * S) * counts_BE * share_BE).sum(1).mean()
+
+
+def global_loss(probs_TE: Tensor, ids_TK: Tensor, logits_TE: Tensor, last: Tensor) -> Tensor:
+    """With the frequencies of the last step."""
+    return E * (last / last.sum() * probs_TE.mean(0)).sum()
+
+
+def z_loss(probs_TE: Tensor, ids_TK: Tensor, logits_TE: Tensor, last: Tensor) -> Tensor:
+    return logits_TE.logsumexp(-1).square().mean()
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(
+    ("name", "formula"),
+    [
+        ("sequence_balance_coeff", sequence_loss),
+        ("global_balance_coeff", global_loss),
+        ("router_z_loss_coeff", z_loss),
+    ],
+)
+def test_a_balance_term_has_the_gradient_of_its_formula(
+    name: str, formula: Callable[..., Tensor], score: str
+) -> None:
+    moe = build(score=score, **{name: 0.5}).double()
+    moe.last_loads.copy_(torch.arange(1, E + 1))
+    x = tokens().double().requires_grad_()
+    Balance({"moe": moe}, group=None).begin(num_sequences=B, num_tokens=B * S)
+    seen: list[Tensor] = []
+    moe.router.choose = lambda scores, bias: seen.append(scores.topk(K).indices) or seen[-1]
+    (0 * moe(x).sum()).backward()  # all that is left is the term's
+    logits_TE = (x @ moe.router.gate.weight.T).flatten(0, 1)
+    scores_TE = logits_TE.softmax(-1) if score == "softmax" else logits_TE.sigmoid()
+    probs_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
+    loss = 0.5 * formula(probs_TE, seen[0], logits_TE, moe.last_loads)
+    inputs = (x, moe.router.gate.weight)
+    for tensor, expected in zip(inputs, torch.autograd.grad(loss, inputs), strict=True):
+        assert expected.norm() > 1e-4
+        torch.testing.assert_close(tensor.grad, expected, rtol=1e-12, atol=1e-15)
+
+
+def test_the_bias_moves_against_the_loads_by_equal_steps() -> None:
+    bias = torch.zeros(4)
+    move_bias(bias, torch.tensor([1, 5, 3, 3]), step=0.5)
+    assert bias.tolist() == [0.5, -0.5, 0.0, 0.0]
+    move_bias(bias, torch.tensor([0, 0, 0, 12]), step=0.5)  # three up, one down, less their mean
+    assert bias.tolist() == [0.75, -0.25, 0.25, -0.75]
+    before = bias.clone()
+    move_bias(bias, torch.tensor([0, 0, 0, 12]), step=0.0)
+    assert torch.equal(bias, before)
+
+
+def test_a_refused_update_leaves_bias_and_loads() -> None:
+    moe = build(load_balance_coeff=0.1, global_balance_coeff=0.1)
+    balance = Balance({"moe": moe}, group=None)
+    for accepted in (True, False):
+        before = moe.bias.clone(), moe.last_loads.clone()
+        balance.begin(num_sequences=B, num_tokens=B * S)
+        moe(tokens()).sum().backward()
+        assert moe.loads.sum() == B * S * K
+        balance.finish(accepted=accepted)
+        assert moe.loads.sum() == 0
+        assert torch.equal(moe.bias, before[0]) == (not accepted)
+        assert torch.equal(moe.last_loads, before[1]) == (not accepted)
+
+
+def test_the_bias_chooses_and_does_not_weigh() -> None:
+    moe = build(normalize_weights=True)
+    scores = torch.tensor([[0.4, 0.3, 0.2, 0.1, 0, 0, 0, 0]])
+    bias = torch.tensor([0, 0, 0, 0.5, 0, 0, 0, 0])
+    ids = moe.router.choose(scores, bias)
+    assert sorted(ids[0].tolist()) == [0, 3]
+    assert sorted(moe.router.weigh(scores, ids)[0].tolist()) == pytest.approx([0.2, 0.8])
+
+
+def test_groups_limit_where_a_token_goes() -> None:
+    moe = build(num_groups=4, top_groups=1)
+    # By their two best the second group wins, though the best expert is in the first.
+    scores = torch.tensor([[0.9, 0.0, 0.5, 0.6, 0.1, 0.1, 0.0, 0.2]])
+    assert sorted(moe.router.choose(scores, torch.zeros(E))[0].tolist()) == [2, 3]
+
+
+# ---- experts -----------------------------------------------------------------------------------
+
+
+def products(
+    function: Callable[..., Tensor], counts: list[int], dtype: torch.dtype
+) -> list[Tensor]:
+    experts = Experts(config())
+    initialize(experts, seed=1, std_of=lambda name: 0.2)
+    experts.to(dtype)
+    rows = torch.randn(sum(counts), D, generator=torch.Generator().manual_seed(2)).to(dtype)
+    rows.requires_grad_()
+    out = function(rows, torch.tensor(counts), experts.w1, experts.w2, experts.w3)
+    (out * torch.linspace(-1, 1, D, dtype=dtype)).sum().backward()
+    gradients = [parameter.grad for parameter in (rows, *experts.parameters())]
+    assert all(gradient is not None for gradient in gradients)
+    return [out, *gradients]  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    "counts", [[3, 9, 1, 0, 4, 16, 2, 5], [0, 0, 40, 0, 0, 0, 0, 0]], ids=["uneven", "one expert"]
+)
+def test_grouped_products_are_those_of_the_loop(counts: list[int]) -> None:
+    grouped = products(grouped_products, counts, torch.bfloat16)
+    looped = products(looped_products, counts, torch.bfloat16)
+    for a, b in zip(grouped, looped, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_experts_without_rows_have_gradients_of_zeros() -> None:
+    _, _, *weights = products(looped_products, [0] * E, torch.float32)
+    assert all(gradient.count_nonzero() == 0 for gradient in weights)
+
+
+def kept_bytes(run: Callable[[], Any]) -> int:
+    """Bytes of distinct memory that a function keeps for its backward pass, parameters aside."""
+    sizes: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if not tensor.is_leaf:
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return sum(sizes.values())
+
+
+def test_chunks_bound_what_a_collapsed_router_keeps() -> None:
+    experts = Experts(config())
+    initialize(experts, seed=1, std_of=lambda name: 0.2)
+    results, kept = [], []
+    for experts.chunk_rows in (0, 64):
+        experts.zero_grad()
+        leaf = torch.randn(512, D, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        rows = leaf * 1  # as they arrive from other ranks
+        counts = torch.tensor([0, 512, 0, 0, 0, 0, 0, 0])
+        outputs = []
+        kept.append(kept_bytes(lambda: outputs.append(experts(rows, counts))))  # noqa: B023
+        (outputs[0] * torch.linspace(-1, 1, D)).sum().backward()
+        results.append((outputs[0], leaf.grad, *(p.grad for p in experts.parameters())))
+    whole, chunked = results
+    assert torch.equal(whole[0], chunked[0]) and torch.equal(whole[1], chunked[1])
+    for a, b in zip(whole[2:], chunked[2:], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    # The rows alone, and not three or more hidden layers of them.
+    assert kept[0] >= 512 * (D + 3 * 48) * 4
+    assert kept[1] <= 512 * D * 4 + 8 * 8 * E

@@ -1,0 +1,245 @@
+"""Experts across layouts: records of routes, checkpoints, initial weights, and a module that is not titan's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests.support.jobs import SMALL, job, with_changes
+from tests.support.ranks import Pool
+from tests.support.trainers import PoolTrainer
+from titan.config.schema import JobConfig
+from titan.parallel import apply_ep, build_mesh, build_sparse_mesh
+from titan.parallel.mesh import submesh
+
+MOE = with_changes(
+    SMALL,
+    model={
+        "name": "qwen3",
+        "flavor": "tiny_moe",
+        "overrides": {"n_layers": 2, "load_balance_coeff": 1e-2, "global_balance_coeff": 1e-2},
+    },
+    training={"global_batch_size": 8},
+    checkpoint={"enable": False},
+    debug={"seed": 3},
+)
+
+
+def sections(layout: dict[str, int], **changes: dict[str, Any]) -> dict[str, Any]:
+    """The small job under a layout, whose global batch is the same everywhere."""
+    keys = {
+        "dp": "data_parallel_shard_degree",
+        "tp": "tensor_parallel_degree",
+        "pp": "pipeline_parallel_degree",
+        "cp": "context_parallel_degree",
+        "ep": "expert_parallel_degree",
+    }
+    degrees = {keys[axis]: n for axis, n in ({"dp": 1} | layout).items()}
+    parallelism = {**degrees, **changes.pop("parallelism", {})}
+    return with_changes(MOE, parallelism=parallelism, **changes)
+
+
+def run(folder: Path, base: dict[str, Any]) -> dict[str, Any]:
+    """Train on one rank of the pool; the whole model's tensors, the losses and the loads."""
+    trainer = PoolTrainer(job(folder, base=base))
+    losses = []
+    while trainer.step < trainer.last_step:
+        trainer.train_one_step()
+        losses.append(trainer.result.loss)
+    for hook in trainer.hooks:
+        hook.close()
+    names = {}
+    for part in trainer.train_step.model_parts:
+        for name, tensor in (*part.named_parameters(), *part.named_buffers()):
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            names[name] = whole.detach().clone()
+    return {"losses": losses, "tensors": names}
+
+
+def ranks(layout: dict[str, int]) -> int:
+    return int(np.prod([n for axis, n in layout.items() if axis != "ep"]))
+
+
+# ---- routes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"dp": 2, "ep": 2}, {"tp": 2, "ep": 2}, {"cp": 2, "ep": 2}, {"pp": 2}],
+    ids=lambda layout: " x ".join(layout),
+)
+def test_a_record_does_not_depend_on_the_layout(
+    layout: dict[str, int], pool: Pool, tmp_path: Path
+) -> None:
+    records = []
+    for name, of_job in (("one", {}), ("many", layout)):
+        base = sections(of_job, moe={"record_routes": "routes"})
+        pool.run(ranks(of_job), run, tmp_path / name, base)
+        paths = sorted((tmp_path / name / "routes").iterdir())
+        assert [path.name for path in paths] == [
+            "samples-000000000000-8.npy",
+            "samples-000000000008-8.npy",
+        ]
+        records.append(np.stack([np.load(path) for path in paths]))
+    assert records[0].shape == (2, 8, 32, 2, 2) and records[0].min() >= 0
+    # Sets: the order within a token's K follows rounding.
+    assert np.array_equal(np.sort(records[0], -1), np.sort(records[1], -1))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_replayed_routes_are_taken(recompute: str, pool: Pool, tmp_path: Path) -> None:
+    base = sections({}, moe={"record_routes": "routes"})
+    [one] = pool.run(1, run, tmp_path / "one", base)
+    # Other weights would choose other routes.
+    layout = {"dp": 2, "ep": 2}
+    other = sections(
+        layout,
+        moe={"replay_routes": str(tmp_path / "one" / "routes"), "record_routes": "routes"},
+        debug={"seed": 4},
+        activation_checkpoint={"mode": recompute},
+    )
+    results = pool.run(2, run, tmp_path / "other", other)
+    for name in ("samples-000000000000-8.npy", "samples-000000000008-8.npy"):
+        taken = np.load(tmp_path / "other" / "routes" / name)
+        assert np.array_equal(taken, np.load(tmp_path / "one" / "routes" / name))
+    assert results[0]["losses"] != one["losses"]
+
+
+def test_a_missing_record_is_named(pool: Pool, tmp_path: Path) -> None:
+    base = sections({}, moe={"replay_routes": "nothing"})
+    with pytest.raises(AssertionError, match=r"nothing.* has sample 0"):
+        pool.run(1, run, tmp_path, base)
+
+
+def test_forced_balance_gives_all_experts_equal_loads(pool: Pool, tmp_path: Path) -> None:
+    loads = []
+    for layout in ({}, {"dp": 2, "ep": 2}, {"cp": 2, "tp": 2, "ep": 4}):
+        changes = {"debug": {"moe_force_load_balance": True}, "moe": {"record_routes": "routes"}}
+        folder = tmp_path / "-".join(layout)
+        pool.run(ranks(layout), run, folder, sections(layout, **changes))
+        record = np.load(folder / "routes" / "samples-000000000000-8.npy")
+        loads.append(np.bincount(record.flatten()).tolist())
+        assert np.array_equal(record, np.broadcast_to(record[:1], record.shape))
+    assert loads == [[8 * 32 * 2 * 2 // 8] * 8] * 3
+
+
+# ---- checkpoints and weights -------------------------------------------------------------------
+
+
+def test_initial_weights_do_not_depend_on_the_degree(pool: Pool, tmp_path: Path) -> None:
+    [one] = pool.run(1, legs, tmp_path / "one", sections({}), 0)
+    for layout in ({"dp": 2, "ep": 2}, {"dp": 4, "ep": 2}, {"dp": 2, "tp": 2, "ep": 4}):
+        results = pool.run(ranks(layout), legs, tmp_path / "many", sections(layout), 0)
+        for name, tensor in one["before"].items():
+            assert torch.equal(results[0]["before"][name], tensor), (layout, name)
+
+
+def legs(folder: Path, base: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Train to a step of the schedule, resuming what is there, as after a kill."""
+    trainer = PoolTrainer(job(folder, base=base))
+    before = _state(trainer)
+    while trainer.step < steps:
+        trainer.train_one_step()
+    after = _state(trainer)
+    for hook in trainer.hooks:
+        hook.close()
+    return {"before": before, "after": after, "step": trainer.step}
+
+
+def _state(trainer: PoolTrainer) -> dict[str, Tensor]:
+    state = {}
+    for part in trainer.train_step.model_parts:
+        for name, tensor in part.state_dict().items():
+            state[name] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+    return state
+
+
+def test_a_run_goes_on_under_other_degrees(pool: Pool, tmp_path: Path) -> None:
+    """EP 4, then EP 2 x TP 2, then one process: each resumes what the one before had, to the bit."""
+    last: dict[str, Tensor] = {}
+    changes = {
+        "training": {**MOE["training"], "steps": 6},
+        "checkpoint": {"enable": True, "interval": 2},
+    }
+    for number, layout in enumerate([{"dp": 4, "ep": 4}, {"dp": 2, "tp": 2, "ep": 2}, {}], 1):
+        base = sections(layout, **changes)
+        results = pool.run(ranks(layout), legs, tmp_path, base, 2 * number)
+        for name, tensor in last.items():
+            assert torch.equal(results[0]["before"][name], tensor), name
+        last = results[0]["after"]
+        assert any(name.endswith("last_loads") and last[name].sum() for name in last)
+        assert any(name.endswith("bias") and last[name].count_nonzero() for name in last)
+
+
+# ---- alone -------------------------------------------------------------------------------------
+
+
+class Doublers(nn.Module):
+    """Anyone's experts: each multiplies its rows by one number."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.arange(1.0, num + 1))
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        return rows * self.scale.repeat_interleave(counts)[:, None]
+
+
+class Mixture(nn.Module):
+    def __init__(self, num: int) -> None:
+        super().__init__()
+        self.experts = Doublers(num)
+        self.exchange: Any = None
+
+
+def use_alone(_: int) -> tuple[list[float], float]:
+    import torch.distributed as dist
+
+    mesh = build_sparse_mesh(build_mesh("cpu", dp_shard=2), ep=2)
+    ep = submesh(mesh, "ep")
+    assert ep is not None
+    mixture = Mixture(4)
+    apply_ep(mixture, mesh=ep, moe_type=Mixture)
+    # Rank 0 sends rows to experts 0, 0 and 3, rank 1 one row to expert 1.
+    counts = torch.tensor([[2, 0, 0, 1], [0, 1, 0, 0]][dist.get_rank()])
+    rows = torch.ones(int(counts.sum()), 1)
+    out = mixture.exchange(rows, counts, mixture.experts)
+    out.sum().backward()
+    gradient: Any = mixture.experts.scale.grad
+    return out.flatten().tolist(), gradient.full_tensor().tolist()
+
+
+def test_any_module_with_stacked_parameters(pool: Pool) -> None:
+    (first, gradient), (second, _) = pool.run(2, use_alone, 0)
+    assert first == [1.0, 1.0, 4.0] and second == [2.0]
+    assert gradient == [2.0, 1.0, 0.0, 1.0]
+
+
+def test_rules_name_what_would_do() -> None:
+    from titan.config.errors import ConfigError
+    from titan.config.rules import check_to_run
+
+    cases = {
+        "parallelism.expert_parallel_degree": ({"dp": 4, "ep": 3}, {}),
+        "parallelism.expert_tensor_parallel_degree": (
+            {"tp": 2},
+            {"parallelism": {"expert_tensor_parallel_degree": 2}},
+        ),
+        "moe.expert_chunk_rows": (
+            {},
+            {"model": {"name": "llama3", "flavor": "tiny"}, "moe": {"expert_chunk_rows": 8}},
+        ),
+    }
+    for key, (layout, changes) in cases.items():
+        config = JobConfig.model_validate({**sections(layout), **changes})
+        if "parallelism" in changes:
+            config = JobConfig.model_validate(sections(layout, **changes))
+        with pytest.raises(ConfigError) as error:
+            check_to_run(config, world_size=ranks(layout))
+        assert key in {problem.key for problem in error.value.problems}
