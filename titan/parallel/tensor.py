@@ -131,7 +131,7 @@ class ReplicatedHeads(ParallelStyle):
 
         def keep_head(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
             # Each rank's gradient reaches its own head only: what all ranks have is an unfinished sum.
-            local = output.to_local()
+            local = output.to_local(grad_placements=(Partial(),))
             return local.unflatten(-1, (self.num_heads, -1))[..., head, :]
 
         return distribute_module(module, device_mesh, replicate, _accept_replicated, keep_head)  # pyright: ignore
