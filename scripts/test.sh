@@ -9,9 +9,16 @@ bin=$(dirname "$PYTHON")
 echo "lint: ruff"
 "$bin/ruff" check .
 "$bin/ruff" format --check .
-echo "types: pyright"
-"$bin/pyright" --pythonpath "$PYTHON" > /tmp/titan-pyright.$$ || { cat /tmp/titan-pyright.$$; rm -f /tmp/titan-pyright.$$; exit 1; }
-rm -f /tmp/titan-pyright.$$
+# Types are checked beside the tests, which mostly wait for ranks.
+types=$(mktemp)
+trap 'kill "$checker" 2> /dev/null || true; rm -f "$types"' EXIT
+"$bin/pyright" --pythonpath "$PYTHON" > "$types" &
+checker=$!
 echo "tests: pytest"
-# Two workers; the tests of a file stay on one, since they share fixtures. tests/conftest.py puts long files first.
-exec "$PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
+# More workers than the two cores, since ranks wait for each other. The tests of a file stay on one worker: they share
+# fixtures. tests/conftest.py puts long files first.
+failed=0
+"$PYTHON" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@" || failed=$?
+echo "types: pyright"
+wait "$checker" || { cat "$types"; exit 1; }
+exit "$failed"

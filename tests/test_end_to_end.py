@@ -30,7 +30,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [
         *("train", "train_configs/debug_model.toml", "--nproc", "2"),
         *(f"--job.dump_folder={folder}", "--training.steps=60", "--metrics.log_freq=1"),
-        *("--model.overrides.n_layers=2", "--checkpoint.interval=1000"),
+        *("--model.overrides.n_layers=2", "--checkpoint.interval=1000", "--training.seq_len=64"),
     ]
     process = subprocess.Popen([*TITAN, *command], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120

@@ -13,7 +13,8 @@ import pytest
 from tests.support.runs import Run, same_tensors
 from titan.checkpoint.manager import list_steps
 
-STEPS_PER_SIGNAL = 40
+SIGNALS, STEPS_PER_SIGNAL = 20, 40
+RUNS_THAT_END_WELL = 100
 
 
 def start(folder: Path, steps: int) -> Run:
@@ -27,17 +28,17 @@ def start(folder: Path, steps: int) -> Run:
     )
 
 
-@pytest.mark.parametrize("signals", [1, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/health/test_chaos.py has one signal in every run of the tests
 @pytest.mark.timeout(1800)
-def test_a_signal_at_any_moment_loses_nothing(tmp_path: Path, signals: int) -> None:
+def test_a_signal_at_any_moment_loses_nothing(tmp_path: Path) -> None:
     """Each stops the run with 75, its last step saved; what comes out at the end is what an undisturbed run gives."""
     seed = int(os.environ.get("TITAN_CHAOS_SEED", time.time_ns() % 10_000))
-    dice, steps = random.Random(seed), signals * STEPS_PER_SIGNAL
+    dice, steps = random.Random(seed), SIGNALS * STEPS_PER_SIGNAL
     for name in ("calm", "struck"):
         (tmp_path / name).mkdir()
     assert start(tmp_path / "calm" / "run", steps).end() == 0
     folder = tmp_path / "struck" / "run"
-    for _ in range(signals):
+    for _ in range(SIGNALS):
         run = start(folder, steps)
         try:
             run.wait_until_training(step=max(run.steps(), default=0) + 1)
@@ -59,16 +60,16 @@ def test_a_signal_at_any_moment_loses_nothing(tmp_path: Path, signals: int) -> N
     assert same_tensors(calm, folder / "checkpoint" / f"step-{steps}"), f"seed {seed}"
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_runs_that_end_well_exit_with_0(tmp_path: Path, times: int) -> None:
+def test_runs_that_end_well_exit_with_0(tmp_path: Path) -> None:
     """torch's gloo alone aborts about one in twenty of them while the interpreter is torn down."""
     codes = []
-    for number in range(times):
+    for number in range(RUNS_THAT_END_WELL):
         run = Run(tmp_path / f"run-{number}", "--nproc=2", "--training.steps=2")
         try:
             codes.append(run.end())
         finally:
             run.kill()
         assert run.status()["state"] == "done"
-    assert codes == [0] * times
+    assert codes == [0] * RUNS_THAT_END_WELL

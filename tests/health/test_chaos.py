@@ -1,4 +1,4 @@
-"""kill -9 at random moments, again and again: what comes out is bit for bit what an undisturbed run gives.
+"""A signal, then kill -9 at random moments, again and again: what comes out is bit for bit what an undisturbed run gives.
 
 TITAN_CHAOS_SEED repeats a run's moments, as far as a machine's own timing allows.
 """
@@ -74,10 +74,18 @@ def test_nothing_is_lost(tmp_path: Path, mode: str, kills: int) -> None:
                 break
             run.wait_until_training(step=min(done + 1, steps - 1))
             time.sleep(dice.uniform(0, 0.8))
-            victim = dice.choice(VICTIMS)
-            strike(run, victim)
+            if struck:
+                victim = dice.choice(VICTIMS)
+                strike(run, victim)
+            else:
+                victim = "a signal"
+                run.process.send_signal(dice.choice([signal.SIGTERM, signal.SIGUSR1]))
             struck.append(f"{victim} at step {max(run.steps(), default=0)}")
-            run.end()
+            code = run.end()
+            if victim == "a signal":
+                status = run.status()
+                assert (code, status["state"], status["exit_code"]) == (75, "stopped", 75), struck
+                assert max(list_steps(folder / "checkpoint")) == status["step"], f"seed {seed}"
         finally:
             run.kill()
         now = set(list_steps(folder / "checkpoint"))
