@@ -115,6 +115,7 @@ class Experts(nn.Module):
         self.w3 = nn.Parameter(torch.empty(shape))
         self.chunk_rows = 0
         self.grouped: Callable[..., Tensor] = grouped_products
+        self.grouped_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
 
     def forward(self, rows_RD: Tensor, counts_e: Tensor) -> Tensor:
         """Return the experts' output, (R, D), for rows sorted by expert; counts_e (int64) says how many rows each has.
@@ -136,18 +137,30 @@ class Experts(nn.Module):
 
     def _products(self, rows_RD: Tensor, counts_e: Tensor, *weights: Tensor) -> Tensor:
         """Return grouped products in bf16, else a loop: the same bits."""
-        is_grouped = rows_RD.dtype == torch.bfloat16 and len(rows_RD) > 0
+        is_grouped = rows_RD.dtype in self.grouped_dtypes and len(rows_RD) > 0
         return (self.grouped if is_grouped else looped_products)(rows_RD, counts_e, *weights)
 
 
+def grouped_mm(rows_RI: Tensor, weights_eIO: Tensor, ends_e: Tensor) -> Tensor:
+    """Return each row times its group's matrix, (R, O); ends_e (int32): where each group of rows ends."""
+    return torch._grouped_mm(rows_RI, weights_eIO, offs=ends_e)  # public only from torch 2.12 on
+
+
 def grouped_products(
-    rows_RD: Tensor, counts_e: Tensor, w1_eFD: Tensor, w2_eDF: Tensor, w3_eFD: Tensor
+    rows_RD: Tensor,
+    counts_e: Tensor,
+    w1_eFD: Tensor,
+    w2_eDF: Tensor,
+    w3_eFD: Tensor,
+    *,
+    product: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_mm,
 ) -> Tensor:
     """Return silu(x w1) (x w3) w2 with each row's own expert, (R, D), by one kernel for all experts (bf16 only)."""
+    # The kernel wants the ends of groups as int32.
     ends_e = counts_e.cumsum(0, dtype=torch.int32)
-    hidden_RF = F.silu(grouped_mm(rows_RD, w1_eFD.mT, ends_e))
-    hidden_RF = hidden_RF * grouped_mm(rows_RD, w3_eFD.mT, ends_e)
-    return grouped_mm(hidden_RF, w2_eDF.mT, ends_e)
+    hidden_RF = F.silu(product(rows_RD, w1_eFD.mT, ends_e))
+    hidden_RF = hidden_RF * product(rows_RD, w3_eFD.mT, ends_e)
+    return product(hidden_RF, w2_eDF.mT, ends_e)
 
 
 def looped_products(
@@ -164,11 +177,6 @@ def looped_products(
             for rows, (w1, w2, w3) in zip(rows_RD.split(sizes), weights, strict=True)
         ]
     )
-
-
-def grouped_mm(rows_RI: Tensor, weights_eIO: Tensor, ends_e: Tensor) -> Tensor:
-    """Return each row times its group's matrix, (R, O); ends_e (int32): where each group of rows ends."""
-    return torch._grouped_mm(rows_RI, weights_eIO, offs=ends_e)  # public only from torch 2.12 on
 
 
 def run_experts(rows_ND: Tensor, counts_E: Tensor, experts: Callable[..., Tensor]) -> Tensor:

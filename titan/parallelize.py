@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan.config.quantize import quantize_section
+from titan.config.quantize import grouped_section, quantize_section
 from titan.config.schema import (
     ActivationCheckpointSection,
     Float8Section,
@@ -42,6 +42,7 @@ from titan.parallel.context import Method, apply_cp
 from titan.parallel.expert import RoundRobin, apply_ep, keep_routes
 from titan.parallel.float8 import Conversion, Float8Error, apply_float8
 from titan.parallel.fsdp import apply_ddp, apply_fsdp
+from titan.parallel.grouped_float8 import apply_grouped_float8
 from titan.parallel.init_weights import canonical_name
 from titan.parallel.mesh import axis_size, submesh
 from titan.parallel.offload import apply_offload
@@ -105,6 +106,9 @@ def parallelize(
         moe.experts.chunk_rows = config.moe.expert_chunk_rows
         if config.debug.moe_force_load_balance:
             moe.route_sources.append(RoundRobin(mesh, balanced=parallel.splits_from_both_ends))
+    if (grouped := grouped_section(config)) is not None:
+        recipe, section = grouped
+        apply_grouped_float8(model, recipe=recipe, fqns=section.fqns, emulate=section.emulate)
     _recompute_and_compile(model, config)
     if config.activation_checkpoint.cpu_offload:
         apply_offload(model)

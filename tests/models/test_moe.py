@@ -47,6 +47,7 @@ def sequence_loss(probs_TE: Tensor, ids_TK: Tensor, logits_TE: Tensor, last: Ten
 
 def global_loss(probs_TE: Tensor, ids_TK: Tensor, logits_TE: Tensor, last: Tensor) -> Tensor:
     """With the frequencies of the last step."""
+    last = last.to(probs_TE.dtype)
     return E * (last / last.sum() * probs_TE.mean(0)).sum()
 
 

@@ -69,8 +69,6 @@ UNUSED: dict[str, Any] = {
     "parallelism.expert_parallel_comm_backend": "standard",
     "parallelism.pipeline_parallel_expert_parallel_overlap": True,
     "parallelism.pipeline_parallel_split_points": [],
-    "quantize.grouped_mm.mx.recipe_name": "mxfp8",
-    "quantize.grouped_mm": {},
     "simulator.torch": "installed",
     "training.gc_debug": False,
 }
@@ -91,7 +89,6 @@ _INSTEAD = {
     "moe.expert_chunk_rows bounds the memory of uneven loads",
     "parallelism.expert_parallel_comm_backend": 'use "standard", an all-to-all; DeepEP is not built',
     "parallelism.pipeline_parallel_split_points": "use parallelism.module_fqns_per_model_part",
-    "quantize.grouped_mm": "use [quantize.linear.float8]",
     "simulator.torch": "use scripts/sim_accuracy.py, which simulates published runs with torch 2.6",
 }
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 
 from .errors import RuleViolation, choose
-from .schema import Float8Section, JobConfig, MXSection
+from .schema import Float8Section, GroupedFloat8Section, JobConfig, MXSection
 
 FLOAT8 = ("quantize.linear.float8", "float8")
 MX = ("quantize.linear.mx",)
+GROUPED = ("quantize.grouped_mm.float8", "quantize.grouped_mm.mx")
 # Settings that do something only with a converter. Not recipe_name or filter_fqns: files keep those while the converter is
 # commented out.
 _SWITCHES = (
@@ -23,6 +24,13 @@ def quantize_section(config: JobConfig) -> Float8Section | MXSection | None:
     if any(name in FLOAT8 for name in config.model.converters):
         return config.quantize.linear.float8
     return config.quantize.linear.mx if MX[0] in config.model.converters else None
+
+
+def grouped_section(config: JobConfig) -> tuple[str, GroupedFloat8Section] | None:
+    """Return the recipe of the experts' converter that is on, "float8" or "mxfp8", and its section; or None."""
+    sections = config.quantize.grouped_mm
+    recipes = {GROUPED[0]: ("float8", sections.float8), GROUPED[1]: ("mxfp8", sections.mx)}
+    return next((recipes[n] for n in config.model.converters if n in recipes), None)
 
 
 def lacks_units(config: JobConfig, hardware: str, dtypes: Container[str]) -> str:
@@ -47,8 +55,10 @@ def check_converters(config: JobConfig) -> Iterator[RuleViolation]:
     """Yield what is wrong with model.converters and the sections that they switch on."""
     names, linear = config.model.converters, config.quantize.linear
     for name in names:
-        if name not in FLOAT8 + MX:
-            yield "converters", f'unknown converter "{name}"{choose(name, FLOAT8 + MX)}'
+        if name not in FLOAT8 + MX + GROUPED:
+            yield "converters", f'unknown converter "{name}"{choose(name, FLOAT8 + MX + GROUPED)}'
+    if all(name in names for name in GROUPED):
+        yield "converters", f'experts are converted once; use "{GROUPED[0]}" or "{GROUPED[1]}"'
     if MX[0] in names and any(name in FLOAT8 for name in names):
         yield "converters", f'a layer is converted once; use ["{FLOAT8[0]}"] or ["{MX[0]}"]'
     for section, converters in ((linear.float8, FLOAT8), (linear.mx, MX)):

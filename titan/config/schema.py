@@ -52,6 +52,9 @@ from .schema_run import (
     Float8Section as Float8Section,
 )
 from .schema_run import (
+    GroupedFloat8Section as GroupedFloat8Section,
+)
+from .schema_run import (
     MXSection as MXSection,
 )
 

@@ -269,10 +269,34 @@ class QuantizeLinearSection(Section):
     mx: MXSection = MXSection()
 
 
+class GroupedFloat8Section(Section):
+    """Float8 products of experts through torchao, with a scale for each row, if model.converters
+    has "quantize.grouped_mm.float8". See docs/moe.md."""
+
+    fqns: StrList = ["experts"]
+    """Experts to convert, by parts of their names."""
+    emulate: bool = False
+    """Compute the same numbers slowly on hardware without float8, such as a CPU."""
+
+
+class GroupedMXSection(GroupedFloat8Section):
+    """MXFP8 products of experts through torchao, if model.converters has
+    "quantize.grouped_mm.mx"."""
+
+    recipe_name: Literal["mxfp8"] = "mxfp8"
+    """The only recipe."""
+
+
+class QuantizeGroupedSection(Section):
+    float8: GroupedFloat8Section = GroupedFloat8Section()
+    mx: GroupedMXSection = GroupedMXSection()
+
+
 class QuantizeSection(Section):
     """Low-precision training."""
 
     linear: QuantizeLinearSection = QuantizeLinearSection()
+    grouped_mm: QuantizeGroupedSection = QuantizeGroupedSection()
 
 
 class CommSection(Section):

@@ -16,7 +16,7 @@ from .base import LIMIT, Section
 from .errors import KeyPath, RuleViolation, choose, did_you_mean, key_text
 from .layout import CUDA_GRAPHS
 from .model import family, resolve_model
-from .quantize import check_converters, lacks_units
+from .quantize import check_converters, grouped_section, lacks_units
 from .schema import HuggingFaceSource, JobConfig, SyntheticSource
 
 KEEP_GROUPS = ("matmul", "attention", "network", "scales")
@@ -204,6 +204,8 @@ def _experts(config: JobConfig) -> Iterator[RuleViolation]:
     model = resolve_model(config.model)[0]
     if model is None or getattr(model, "num_experts", 0):
         return
+    if grouped_section(config) is not None:
+        yield "model.converters", "there are no experts to convert in this model; remove it"
     asked = config.moe.model_dump(exclude_defaults=True)
     for key in [f"moe.{key}" for key in asked] + ["debug.moe_force_load_balance"] * (
         config.debug.moe_force_load_balance
