@@ -31,7 +31,7 @@ from titan.async_scalars import AsyncScalars
 from titan.config.layout import AXES
 from titan.config.machine import open_tokenizer
 from titan.config.model import model_config
-from titan.config.quantize import quantize_section
+from titan.config.quantize import eight_bit_sections, quantize_section
 from titan.config.render import to_toml
 from titan.config.rules import resolve_layout
 from titan.config.schema import JobConfig
@@ -216,10 +216,10 @@ class Trainer:
         )
 
     def _build_mesh(self) -> None:
-        quantize = quantize_section(self.config)
         # FP8 units are asked for before a model is built.
-        if quantize and not quantize.emulate:
-            require_hardware(quantize.recipe_name or "tensorwise", self.device)
+        for recipe, section in eight_bit_sections(self.config):
+            if not section.emulate:
+                require_hardware(recipe, self.device)
         self.layout = resolve_layout(self.config, self.world_size)
         degrees = {axis: getattr(self.layout, axis) for axis in AXES}
         self.mesh = build_mesh(self.device.type, **degrees)

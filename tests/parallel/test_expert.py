@@ -243,3 +243,39 @@ def test_rules_name_what_would_do() -> None:
         with pytest.raises(ConfigError) as error:
             check_to_run(config, world_size=ranks(layout))
         assert key in {problem.key for problem in error.value.problems}
+
+
+# ---- 8 bits ------------------------------------------------------------------------------------
+
+
+def train_in(converter: str, layout: dict[str, int], folder: Path) -> dict[str, Any]:
+    section, name = converter.removeprefix("quantize.").split(".")
+    base = sections(
+        layout,
+        model={
+            **MOE["model"],
+            "converters": [converter] if name != "none" else [],
+            "overrides": {"n_layers": 2, "dim": 64, "expert_dim": 64},
+        },
+        quantize={section: {name: {"emulate": True}}} if name != "none" else {},
+    )
+    return run(folder, base)
+
+
+@pytest.mark.parametrize("kind", ["float8", "mx"])
+def test_eight_bits_are_near_and_the_same_on_every_layout(
+    kind: str, pool: Pool, tmp_path: Path
+) -> None:
+    [plain] = pool.run(1, train_in, "quantize.grouped_mm.none", {}, tmp_path / "plain")
+    results = {}
+    for layout in ({}, {"dp": 2, "ep": 2}, {"tp": 2, "ep": 2}):
+        converter = f"quantize.grouped_mm.{kind}"
+        folder = tmp_path / "-".join(layout)
+        results[str(layout)] = pool.run(ranks(layout), train_in, converter, layout, folder)[0]
+    one = results.pop("{}")
+    # It is 8 bits that was used, and they are not far off.
+    assert 1e-6 < abs(one["losses"][1] / plain["losses"][1] - 1) < 1e-3
+    for other in results.values():
+        # Which rows share a scale, or a block of 32, in the product for a weight's gradient follows the layout; the rest does not.
+        assert other["losses"][0] == pytest.approx(one["losses"][0], rel=1e-6)
+        assert other["losses"][1] == pytest.approx(one["losses"][1], rel=1e-4)

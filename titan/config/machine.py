@@ -26,7 +26,7 @@ from titan.hardware import count_accelerators
 from . import schema as s
 from .errors import Problem, RuleViolation, choose, did_you_mean, violations_of
 from .model import model_config, resolve_model
-from .quantize import quantize_section
+from .quantize import eight_bit_sections
 from .schema import JobConfig
 
 # torch._dynamo.list_backends(exclude_tags=()), which would import torch. Others come from packages' entry points.
@@ -272,15 +272,16 @@ def operations() -> set[str]:
 
 def _check_packages(config: JobConfig) -> Iterator[RuleViolation]:
     """Check the hardware and the packages of 8-bit products and of the sinks for metrics."""
-    section, metrics = quantize_section(config), config.metrics
+    sections = [section for _, section in eight_bit_sections(config)]
+    metrics = config.metrics
     has_gpu = count_accelerators() > 0 or Path("/dev/kfd").exists()  # AMD's driver
-    if section is not None and not section.emulate and not has_gpu:
+    if not has_gpu and not all(section.emulate for section in sections):
         fix = "set emulate = true to compute the same numbers slowly, or remove the converter"
         yield "model.converters", f"this machine has no GPU to multiply in 8 bits; {fix}"
     needed = {
         "metrics.enable_tensorboard": ("tensorboard", "tensorboard", metrics.enable_tensorboard),
         "metrics.enable_wandb": ("wandb", "wandb", metrics.enable_wandb),
-        "model.converters": ("torchao", "float8", section is not None),
+        "model.converters": ("torchao", "float8", bool(sections)),
     }
     for key, (package, extra, is_needed) in needed.items():
         if is_needed and find_spec(package) is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
+from typing import Any
 
 from .errors import RuleViolation, choose
 from .schema import Float8Section, GroupedFloat8Section, JobConfig, MXSection
@@ -33,22 +34,35 @@ def grouped_section(config: JobConfig) -> tuple[str, GroupedFloat8Section] | Non
     return next((recipes[n] for n in config.model.converters if n in recipes), None)
 
 
+def eight_bit_sections(
+    config: JobConfig,
+) -> list[tuple[str, Float8Section | MXSection | GroupedFloat8Section]]:
+    """Return the recipe and the section of each converter that is on."""
+    linear, grouped = quantize_section(config), grouped_section(config)
+    sections: list[tuple[str, Any]] = []
+    if linear is not None:
+        sections.append((linear.recipe_name or "tensorwise", linear))
+    if grouped is not None:
+        sections.append(("mxfp8" if grouped[0] == "mxfp8" else "rowwise", grouped[1]))
+    return sections
+
+
 def lacks_units(config: JobConfig, hardware: str, dtypes: Container[str]) -> str:
-    """Return an error message if the hardware cannot run the job's converter, else nothing.
+    """Return an error message if the hardware cannot run the job's converters, else nothing.
 
     Args:
         config: the job.
         hardware: name of the hardware, for the message.
         dtypes: what its matrix units multiply.
     """
-    section = quantize_section(config)
-    wanted = "mxfp8" if isinstance(section, MXSection) else "float8"
-    if section is None or section.emulate or wanted in dtypes:
-        return ""
-    return (
-        f"{hardware} does not multiply in {wanted}; set emulate = true to compute the same numbers slowly, or remove the "
-        "converter from model.converters"
-    )
+    for recipe, section in eight_bit_sections(config):
+        wanted = "mxfp8" if recipe.startswith("mxfp8") else "float8"
+        if not section.emulate and wanted not in dtypes:
+            return (
+                f"{hardware} does not multiply in {wanted}; set emulate = true to compute the same numbers slowly, or "
+                "remove the converter from model.converters"
+            )
+    return ""
 
 
 def check_converters(config: JobConfig) -> Iterator[RuleViolation]:

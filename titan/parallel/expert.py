@@ -70,7 +70,7 @@ class Exchange:
         """
         # A recomputation takes what the forward pass learnt: no second wait of the host.
         exchange_counts = outside_selection(self._exchange_counts)  # as in `keep_routes`
-        counts_Ce, to, from_ = _recall(self) or exchange_counts(counts_E)
+        counts_Ce, to, from_ = _recall(self) or exchange_counts(counts_E, len(rows_ND))
         _remember(self, (counts_Ce, to, from_))
         rows_RD = all_to_all_rows(rows_ND, group=self.group, to=to, from_=from_)
         # They come sorted by sender and then by expert; the experts want them by expert.

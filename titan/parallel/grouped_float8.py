@@ -35,8 +35,9 @@ def apply_grouped_float8(
     """
     multiple, names = _MULTIPLE[recipe], []
     product = _grouped_mm(recipe, emulate=emulate)
-    for name, module in model.named_modules():
-        if not isinstance(module, Experts) or not any(part in name for part in fqns):
+    experts: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, Experts)}
+    for name, module in experts.items():
+        if not any(part in name for part in fqns):
             continue
         if any(size % multiple for size in module.w1.shape[1:]):
             sizes = " x ".join(map(str, module.w1.shape[1:]))
@@ -75,9 +76,9 @@ def _grouped_mm(recipe: str, *, emulate: bool) -> Callable[[Tensor, Tensor, Tens
             from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
             kernels = KernelPreference.EMULATED if emulate else KernelPreference.AUTO
-            return lambda rows, weights, ends: _to_mxfp8_then_scaled_grouped_mm(
-                rows, weights, ends, out_dtype=rows.dtype, kernel_preference=kernels
-            )
+            product = partial(_to_mxfp8_then_scaled_grouped_mm, kernel_preference=kernels)
+            # Its products are in bf16, whatever goes in.
+            return lambda rows, weights, ends: product(rows, weights, ends).to(rows.dtype)
         if emulate:
             return _EmulatedFloat8.apply
         from torchao.prototype.moe_training.fp8_grouped_mm import (
@@ -87,9 +88,7 @@ def _grouped_mm(recipe: str, *, emulate: bool) -> Callable[[Tensor, Tensor, Tens
         raise Float8Error(
             f"grouped {recipe} needs torchao 0.18 or later ({error}): pip install 'titan-pretrain[float8]'"
         ) from error
-    return partial(
-        _to_fp8_rowwise_then_scaled_grouped_mm, pad_token_groups_for_grouped_mm=False
-    )
+    return partial(_to_fp8_rowwise_then_scaled_grouped_mm, pad_token_groups_for_grouped_mm=False)
 
 
 class _EmulatedFloat8(torch.autograd.Function):
@@ -100,7 +99,7 @@ class _EmulatedFloat8(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows_RI: Tensor, weights_eIO: Tensor, ends_e: Tensor) -> Tensor:
-        sizes = host_counts(F.pad(ends_e, (1, 0)).diff())
+        sizes = host_counts(F.pad(ends_e, (1, 0)).diff(), num_rows=len(rows_RI))
         # Rows behind the last group belong to none.
         ctx.sizes = [*sizes, len(rows_RI) - sum(sizes)]
         ctx.save_for_backward(rows_RI, weights_eIO)
