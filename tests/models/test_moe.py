@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from titan.models.moe import Experts, MoE, grouped_products, looped_products
 from titan.models.moe_config import MoEConfig
 from titan.optim.balance import Balance, move_bias
+from titan.parallel.grouped_float8 import apply_grouped_float8
 from titan.parallel.init_weights import initialize
 
 B, S, D, E, K = 3, 16, 32, 8, 2
@@ -151,6 +152,22 @@ def test_grouped_products_are_those_of_the_loop(counts: list[int]) -> None:
     looped = products(looped_products, counts, torch.bfloat16)
     for a, b in zip(grouped, looped, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("recipe", ["float8", "mxfp8"])
+def test_products_in_eight_bits_are_near(recipe: str) -> None:
+    results = []
+    for convert in (False, True):
+        moe, x = build(expert_dim=64), tokens().requires_grad_()
+        if convert:
+            model = torch.nn.ModuleDict({"moe": moe})
+            names = apply_grouped_float8(model, recipe=recipe, fqns=["experts"], emulate=True)
+            assert names == ["moe.experts"]
+        out = moe(x)
+        out.square().sum().backward()
+        results.append([out, x.grad, *(parameter.grad for parameter in moe.parameters())])
+    for exact, near in zip(*results, strict=True):
+        assert 0.01 < ((near - exact).norm() / exact.norm()).item() < 0.15
 
 
 def test_experts_without_rows_have_gradients_of_zeros() -> None:

@@ -255,14 +255,14 @@ def train_in(converter: str, layout: dict[str, int], folder: Path) -> dict[str, 
         model={
             **MOE["model"],
             "converters": [converter] if name != "none" else [],
-            "overrides": {"n_layers": 2, "dim": 64, "expert_dim": 64},
+            "overrides": {"n_layers": 2, "init_std": 0.2},
         },
         quantize={section: {name: {"emulate": True}}} if name != "none" else {},
     )
     return run(folder, base)
 
 
-@pytest.mark.parametrize("kind", ["float8", "mx"])
+@pytest.mark.parametrize("kind", ["float8", pytest.param("mx", marks=pytest.mark.slow)])
 def test_eight_bits_are_near_and_the_same_on_every_layout(
     kind: str, pool: Pool, tmp_path: Path
 ) -> None:
@@ -274,8 +274,8 @@ def test_eight_bits_are_near_and_the_same_on_every_layout(
         results[str(layout)] = pool.run(ranks(layout), train_in, converter, layout, folder)[0]
     one = results.pop("{}")
     # It is 8 bits that was used, and they are not far off.
-    assert 1e-6 < abs(one["losses"][1] / plain["losses"][1] - 1) < 1e-3
+    assert 1e-4 < abs(one["losses"][1] / plain["losses"][1] - 1) < 1e-2
     for other in results.values():
         # Which rows share a scale, or a block of 32, in the product for a weight's gradient follows the layout; the rest does not.
         assert other["losses"][0] == pytest.approx(one["losses"][0], rel=1e-6)
-        assert other["losses"][1] == pytest.approx(one["losses"][1], rel=1e-4)
+        assert other["losses"][1] == pytest.approx(one["losses"][1], rel=1e-3)
