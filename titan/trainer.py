@@ -283,6 +283,7 @@ class Trainer:
                 tokenizer=f"{self.tokenizer.kind}, {self.tokenizer.vocab_size:,} tokens",
                 resume_step=self.step,
                 tokens_seen=self.tokens_seen,
+                ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", 0)),
             )
         )
         if quantize := quantize_section(config):

@@ -11,7 +11,7 @@ const all = (e, f, out = []) => { if (e instanceof El) { if (f(e)) out.push(e); 
 vm.runInNewContext(script, { document, getComputedStyle: () => ({ getPropertyValue: () => "#000" }), devicePixelRatio: 1, addEventListener() {}, matchMedia: () => ({ addEventListener() {} }), innerWidth: 1000, innerHeight: 800, console, setTimeout() {}, isFinite });
 const charts = byId.charts, canvas = all(charts, e => e.tag == "canvas")[0], log = all(charts, e => e.tag == "button")[0];
 const legends = all(charts, e => e.className == "legend").map(l => all(l, e => e.tag == "span").map(s => s.textContent || s.children[1]).join("|"));
-console.log(JSON.stringify({ strokes: calls.stroke, dashes: calls.setLineDash, legend: legends[0] }));
+console.log(JSON.stringify({ strokes: calls.stroke, cells: calls.fillRect, dashes: calls.setLineDash, legend: legends[0] }));
 labels = []; log.handlers.click(); console.log("log", JSON.stringify(labels.slice(0, 4)));
 canvas.handlers.pointerdown({ clientX: 100 }); canvas.handlers.pointerup({ clientX: 300 }); console.log("zoom", byId.zoom.textContent);
 canvas.handlers.pointermove({ clientX: 200, clientY: 5 }); console.log("tip", JSON.stringify(byId.tip.textContent));

@@ -10,11 +10,13 @@ import pytest
 
 from tests.support.metrics import step_row
 from titan.config.layout import Layout
+from titan.config.model import model_config
 from titan.config.schema import (
     JobConfig,
     LRSchedulerSection,
     MetricsSection,
     ModelSection,
+    ParallelismSection,
     TrainingSection,
 )
 from titan.hardware import by_name
@@ -74,6 +76,11 @@ def test_step_line_in_a_log_file() -> None:
         "step    120/10,000  loss  3.4521  gnorm  1.234  lr 3.00e-04    131,072 tok/s"
         "  mfu 43.1% full-attn  gpu 61.20 GiB  data   0.3ms  eta  3:19:48\n"
     )
+
+
+def test_a_mixture_of_experts_shows_its_imbalance() -> None:
+    text = printed(lambda console: console.step(step_row(1, expert_imbalance=1.4249)))
+    assert "  experts  1.42x  eta" in text
 
 
 def test_cpu_says_rss_and_no_mfu() -> None:
@@ -181,6 +188,32 @@ def test_startup_page_of_one_cpu_rank_and_of_hsdp_with_tp() -> None:
     )
     assert "x 8 data-parallel ranks x 2 accumulation" in many.lines["tokens per step"]
     assert "(does not fit)" in page_of("405B", hardware="h100-sxm").lines["memory"]
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_node", "where"),
+    [(0, ""), (8, ", a group on 1 node"), (4, ", a group on 2 nodes"), (6, ", a group on 2 nodes")],
+)
+def test_startup_page_of_a_mixture_of_experts(ranks_per_node: int, where: str) -> None:
+    config = JobConfig(
+        model=ModelSection(name="qwen3", flavor="30B-A3B"),
+        parallelism=ParallelismSection(expert_parallel_degree=8),
+    )
+    page = startup_page(
+        config,
+        model_config(config.model),
+        Layout(pp=1, dp_replicate=1, dp_shard=24, cp=1, tp=1, accumulation=1),
+        run_dir=Path("outputs/x"),
+        device_name="CPU",
+        hardware=None,
+        ranks_per_node=ranks_per_node,
+    )
+    assert page.title == (
+        "titan: qwen3 30B-A3B, 30,532,122,624 parameters, 3,353,032,704 of them active"
+    )
+    experts = "128 of width 768, top 8, in 48 of 48 layers, EP 8: 16 a rank"
+    assert page.lines["experts"] == experts + where
+    assert "ffn" not in page.lines["model"]  # no block has one
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,8 @@ def run_dir(tmp_path: Path) -> Path:
             **{"restarts": 2, "lost_steps": 7, "seconds": {"trained": 3.0, "down": 1.0}},
         },
     )
+    table = {"step": 3, "layers": [0, HOSTILE], "loads": [[4, 0], [2, HOSTILE]]}
+    lines(folder / "experts.json", table | {HOSTILE: HOSTILE})
     for rank in range(2):
         row = {"step_s": 1.0, "data_wait_s": 0.1, "unix_s": 103.0, "host": HOSTILE}
         path = folder / "logs" / f"rank-{rank}.times.jsonl"
@@ -97,6 +99,7 @@ def test_a_poll_says_what_the_folder_holds(get: Get) -> None:
     assert (run["name"], run["total"], run["since"], steps(run)) == ("run", 3, 0, [1, 2, 3])
     assert [row[COLUMNS.index("loss")] for row in run["rows"]] == [8, 4, 8 / 3]
     assert [(r["rank"], r["step"], r["own_s"]) for r in run["ranks"]] == [(0, 3, 0.5), (1, 3, 1.5)]
+    assert run["experts"] == {"step": 3, "layers": [0, None], "loads": [[4, 0], [2, None]]}
     assert run["stragglers"] == [1]  # rank 0 was one before the restart
     assert (run["restarts"], run["lost_steps"]) == (2, 7)
     assert run["seconds"] == {"trained": 3.0, "down": 1.0}
@@ -161,6 +164,8 @@ def test_where_a_run_started_again_is_sent(get: Get) -> None:
         b"\xff\x00" * 999,
         b"[" * 99_999,
         b'{"a": NaN}',
+        b'{"layers": [1], "loads": [{}]}',
+        b'{"layers": [1], "loads": [[1], [1]]}',
         b"[1]",
         b"x\n" * 99,
         b'{"step": {}, "event": 3, "rank": "x"}\n',
@@ -172,7 +177,7 @@ def test_a_damaged_file_costs_that_file(run_dir: Path, content: bytes) -> None:
     secret = run_dir.parent / "secret.json"
     secret.write_text('{"state": "secret", "step": 1}')
     changing = {"status.json": "status", "events.jsonl": "events", "environment.json": "facts"}
-    changing |= {"metrics.jsonl": "rows", "config.toml": "facts"}
+    changing |= {"metrics.jsonl": "rows", "config.toml": "facts", "experts.json": "experts"}
     for name, key in changing.items():
         path = run_dir / name
         before = path.read_bytes() if path.exists() else None
@@ -254,6 +259,8 @@ def test_charts_have_a_legend_marks_of_restarts_zoom_and_a_log_axis(
     shown = subprocess.check_output(command, text=True, timeout=60).splitlines()
     assert '"legend":"run|other|thin: each row, bold: running mean' in shown[0]
     assert "dashes: restarts" in shown[0] and json.loads(shown[0])["dashes"] > 0
+    # Of two layers and two experts, the last one is damaged.
+    assert json.loads(shown[0])["cells"] == 3
     assert shown[1].startswith("log [") and shown[2].startswith("zoom step ")
     assert "other  loss  " in shown[3] and shown[4] == "zoom drag over a chart to zoom"
 
@@ -273,4 +280,4 @@ def test_in_a_browser(run_dir: Path) -> None:
     assert "<img" not in body and "&lt;img src=x" in body  # shown as text
     assert "2.6667" in body and "75.0 % (3.0 s)" in body and "2 restarts, 7 steps lost" in body
     assert body.count('<div class="slow">') == 1
-    assert body.count("<canvas") == 8
+    assert body.count("<canvas") == 10  # nine charts, and a heat map

@@ -14,6 +14,7 @@ from titan.health.monitor import Monitor
 from titan.hook import Hook
 from titan.hooks.checkpointing import Checkpointing
 from titan.hooks.compilation import Compilation
+from titan.hooks.experts import ExpertLoads
 from titan.hooks.layer_norms import LayerNormsLog
 from titan.hooks.metrics import Metrics
 from titan.hooks.profiling import Profiling
@@ -45,6 +46,7 @@ def standard_hooks(trainer: Trainer, *, monitor: Monitor | None = None) -> list[
         Validation(trainer),
         Checkpointing(trainer),
         LayerNormsLog(trainer),
+        ExpertLoads(trainer),
         Metrics(trainer),  # last, so that its row has the columns of all others
     ]
     # By name, since every rank must call hooks in the same order. Before Metrics, so that their

@@ -98,6 +98,9 @@ class Console(logging.Handler):
         # Figures of different conventions cannot be compared, so each line names its own.
         mfu = "n/a" if row.mfu is None else f"{row.mfu:5.1%} {self._mfu_convention}-attn"
         memory = "rss" if row.memory_kind == "rss" else "gpu"
+        imbalance = row.expert_imbalance
+        # Rows of the busiest expert-parallel rank, or of the busiest expert, over the mean.
+        experts = [] if imbalance is None else [_Column(f"experts {imbalance:5.2f}x", order=2)]
         self._print_columns(
             _Column(self._step_column(row.step), style="cyan"),
             _Column(f"loss {row.loss:7.4f}", style="bold"),
@@ -107,6 +110,7 @@ class Console(logging.Handler):
             _Column(f"mfu {mfu}", order=3),
             _Column(f"{memory} {row.memory_gib:5.2f} GiB", order=5),
             _Column(f"data {row.data_wait_s * 1e3:5.1f}ms", order=6),
+            *experts,
             _Column(f"eta {duration(row.eta_s):>8}", order=1),
         )
         if spikes := self._spikes(row):  # a line below, so that the columns stay where they are

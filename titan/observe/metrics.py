@@ -20,10 +20,12 @@ from typing import Any
 from titan.config.schema import MetricsSection
 from titan.observe.rows import Row, cut_after, number
 from titan.observe.sinks import Sink, TensorBoardSink, WandbSink, require
+from titan.run_folder import write_text_atomically
 
 _LOG = logging.getLogger("titan")
 # Norms have a separate file: a row holds two numbers for each block.
 _NORMS = "layer_norms.jsonl"
+_LOADS = "experts.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,7 @@ class StepRow:
     slowest_rank_s: float | None = None
     median_rank_s: float | None = None
     goodput: float | None = None
+    expert_imbalance: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +133,7 @@ class MetricsLog:
             if getattr(section, f"enable_{extra}"):
                 require(extra, extra=extra, asked_by=f"metrics.enable_{extra}")
         self._failed: set[str] = set()
+        self._loads_path = None if rank else run_dir / _LOADS
         self._sinks: dict[str, Sink] = {}
         self._norm_sinks: dict[str, Sink] = {}
         if rank and not section.save_for_all_ranks:
@@ -178,6 +182,13 @@ class MetricsLog:
         board = self._sinks.get("TensorBoard")
         if isinstance(board, TensorBoardSink):
             self._guard("TensorBoard", lambda: board.write_norms(step, norms))
+
+    def write_loads(self, step: int, layers: list[int], loads: list[list[int]]) -> None:
+        """Replace experts.json, which has the newest loads: a list for each layer, with the tokens of each expert."""
+        if (path := self._loads_path) is not None:
+            # Of one step only: those of a long run would fill the disk.
+            text = json.dumps({"step": step, "layers": layers, "loads": loads}) + "\n"
+            self._guard(_LOADS, lambda: write_text_atomically(path, text, durable=False))
 
     def close(self) -> None:
         """Close all sinks. A failure of one is a warning."""

@@ -53,11 +53,19 @@ _CURVES = {
     "median_rank_s": "throughput/median_rank_s",
     "memory_gib": "memory/gib",
     "memory_active_gib": "memory/active_gib",
+    "expert_imbalance": "experts/imbalance",
 }
 
 
 def _curves(row: Row) -> dict[str, float]:
-    return {_CURVES[key]: v for key, v in row.items() if key in _CURVES and v is not None}
+    curves = {_CURVES[key]: v for key, v in row.items() if key in _CURVES and v is not None}
+    figures = dict(row.get("experts") or {})
+    # A group for each figure, with a curve for each layer.
+    layers = figures.pop("layer", [])
+    for figure, values in figures.items():
+        named = zip(layers, values, strict=True)
+        curves |= {f"experts_{figure}/layers.{layer}": value for layer, value in named}
+    return curves
 
 
 class TensorBoardSink:

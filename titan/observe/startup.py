@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
+from typing import Any
 
 from rich.text import Text
 
@@ -50,6 +51,7 @@ def startup_page(
     tokenizer: str = "",
     resume_step: int = 0,
     tokens_seen: int = 0,
+    ranks_per_node: int = 0,
 ) -> StartupPage:
     """Return the page of a job.
 
@@ -57,6 +59,7 @@ def startup_page(
         tokenizer: name and size, such as "bytes, 264 tokens".
         resume_step: the step that the run continues from, 0 for a fresh run.
         tokens_seen: tokens trained on up to resume_step.
+        ranks_per_node: 0 if not known.
     """
     training = config.training
     resumed = f", resumed after step {resume_step:,}" if resume_step else ""
@@ -65,11 +68,11 @@ def startup_page(
     # A resumed run may have another batch size, so the tokens before it are counted, not computed.
     in_all = tokens_seen + max(0, training.steps - resume_step) * tokens
     return StartupPage(
-        title=f"titan: {config.model.name} {config.model.flavor}, "
-        f"{model_config.num_params:,} parameters",
+        title=f"titan: {config.model.name} {config.model.flavor}, {_parameters(model_config)}",
         description=config.job.description,
         lines={
             "model": _model(model_config),
+            **_experts(config, model_config, layout, ranks_per_node),
             "data": _data(config) + (f"; tokenizer {tokenizer}" if tokenizer else ""),
             "layout": _layout(config, layout),
             "precision": f"{training.mixed_precision_param} compute, "
@@ -86,10 +89,39 @@ def startup_page(
 
 def _model(model: ModelSizes) -> str:
     kv = f" sharing {model.n_kv_heads} key/value heads" if model.n_kv_heads != model.n_heads else ""
+    # A model may have experts in all of its blocks.
+    has_dense = not getattr(model, "num_experts", 0) or getattr(model, "n_dense_layers", 0)
+    ffn = f", ffn {model.ffn_dim:,}" if has_dense else ""
     return (
         f"{_count(model.n_layers, 'layers')}, dim {model.dim:,}, {_count(model.n_heads, 'heads')}"
-        f"{kv}, ffn {model.ffn_dim:,}, vocabulary {model.vocab_size:,}"
+        f"{kv}{ffn}, vocabulary {model.vocab_size:,}"
     )
+
+
+def _parameters(model: ModelSizes) -> str:
+    total = f"{model.num_params:,} parameters"
+    active = getattr(model, "num_active_params", model.num_params)
+    return total if active == model.num_params else f"{total}, {active:,} of them active"
+
+
+def _experts(config: JobConfig, model: Any, layout: Layout, ranks_per_node: int) -> dict[str, str]:
+    """Describe the experts and where they are; {} for a dense model."""
+    if not getattr(model, "num_experts", 0):
+        return {}
+    ep, shared = config.parallelism.expert_parallel_degree, model.num_shared_experts
+    parts = [f"{model.num_experts:,} of width {model.expert_dim:,}, top {model.top_k}"]
+    if shared:
+        parts.append(f"{shared} shared")
+    num_layers = sum(map(model.is_moe_layer, range(model.n_layers)))
+    parts.append(f"in {num_layers} of {_count(model.n_layers, 'layers')}")
+    if ep > 1:
+        parts.append(f"EP {ep}: {model.num_experts // ep} a rank")
+        if ranks_per_node:
+            # The ep axis is the fastest of its mesh, so a group is a run of ranks.
+            ends = ((first, first + ep - 1) for first in range(0, layout.world_size, ep))
+            nodes = max(b // ranks_per_node - a // ranks_per_node + 1 for a, b in ends)
+            parts.append(f"a group on {_count(nodes, 'nodes')}")
+    return {"experts": ", ".join(parts)}
 
 
 def _data(config: JobConfig) -> str:

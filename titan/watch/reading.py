@@ -31,6 +31,7 @@ COLUMNS = (
     *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "mfu", "memory_gib", "time_s"),
     *("step_s", "data_wait_s", "validation_loss", "bits_per_byte", "loss_z", "grad_norm_z"),
     *("slowest_rank", "slowest_rank_s", "median_rank_s", "goodput", "unix_s", "eta_s"),
+    "expert_imbalance",
 )
 MAX_EVENTS = 500
 # Limits, so that no file of a run, whoever wrote it, makes the page or this process large.
@@ -41,6 +42,7 @@ _LASTING = re.compile(rb'"event": "(start|resume|rewind|straggler|recovered)"')
 _RANK_NUMBERS = ("step", "unix_s", "step_s", "data_wait_s", "own_s")
 _SIGNS = ("metrics.jsonl", "status.json", "config.toml", "environment.json")
 _TAIL_BYTES = 1024  # at the end of a file of times: more than one row
+_MAX_CELLS = 2**17  # of the table of experts: 128 layers of 1024
 
 
 class RunReader:
@@ -88,6 +90,7 @@ class RunReader:
             ],
             "status": status,
             "facts": self._facts(),
+            "experts": self._small("experts.json", json.loads, keep=expert_table),
             "ranks": self._rank_rows(),
             "stragglers": sorted(self.events.slow),
             "starts": list(self.events.starts),
@@ -100,7 +103,7 @@ class RunReader:
 
     def _facts(self) -> Row:
         """Return what stays the same during a run."""
-        config = self._small("config.toml", lambda text: tomllib.loads(text.decode()))
+        config = self._small("config.toml", lambda text: tomllib.loads(text.decode()), keep=dict)
         environment = self._small("environment.json", json.loads)
         facts: Row = {"folder": str(self.folder)}
         # Each fact that is missing, or has another type, is left out.
@@ -114,8 +117,14 @@ class RunReader:
             facts["device"] = environment["device_names"][0]
         return scalars(facts)
 
-    def _small(self, name: str, load: Callable[[bytes], Any]) -> Row:
-        """Return the content of a small file, read again only if it changed; {} and a problem if it is damaged."""
+    def _small(
+        self, name: str, load: Callable[[bytes], Any], *, keep: Callable[[Row], Row] | None = None
+    ) -> Row:
+        """Return the content of a small file, read again only if it changed; {} and a problem if it is damaged.
+
+        Args:
+            keep: takes what may go to the page, by default all numbers and texts; raises ValueError.
+        """
         try:
             with open_regular(self.folder / name, within=self.folder) as file:
                 status = os.fstat(file.fileno())
@@ -125,8 +134,7 @@ class RunReader:
                     content = load(file.read(_SMALL_BYTES))
                     if not isinstance(content, dict):
                         raise ValueError("no object")
-                    # Of the config only known keys are used; all of the others goes to the page.
-                    kept = content if name == "config.toml" else scalars(content, nested=True)
+                    kept = keep(content) if keep else scalars(content, nested=True)
                     self._read[name] = status.st_mtime, kept
         except FileNotFoundError:
             return {}
@@ -204,6 +212,20 @@ def scalars(row: Row, *, nested: bool = False) -> Row:
         elif nested and isinstance(value, list):
             kept[key[:100]] = [v[:_MAX_TEXT] for v in value[:1] if isinstance(v, str)]
     return kept
+
+
+def expert_table(content: Row) -> Row:
+    """Return the numbers of an experts.json: step, layers, and loads, a list for each layer. Raises ValueError."""
+    layers, loads = content.get("layers"), content.get("loads")
+    if not (isinstance(layers, list) and isinstance(loads, list) and len(layers) == len(loads)):
+        raise ValueError("no table of loads")
+    if not all(isinstance(row, list) for row in loads) or sum(map(len, loads)) > _MAX_CELLS:
+        raise ValueError("no table of loads, or a very large one")
+    return {
+        "step": number(content.get("step")),
+        "layers": [number(layer) for layer in layers],
+        "loads": [[number(load) for load in row] for row in loads],
+    }
 
 
 def read_all(readers: Sequence[RunReader], positions: Sequence[tuple[int, int]] = ()) -> Row:
