@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[1]
 OUT = ROOT / "outputs" / "moe_curve"
 COMMON = [
     *("--model.name=qwen3", "--model.flavor=demo_moe", "--debug.seed=1"),
-    *("--training.steps=300", "--training.local_batch_size=4", "--metrics.enable_tensorboard=false"),
-    *("--validation.freq=50", "--validation.steps=8", "--checkpoint.enable=false"),
+    *("--training.steps=200", "--training.local_batch_size=4", "--metrics.enable_tensorboard=false"),
+    *("--validation.freq=40", "--validation.steps=8", "--checkpoint.enable=false"),
 ]
 
 
@@ -32,7 +32,7 @@ def coefficients(*, bias: float, loss: float) -> list[str]:
 
 
 RUNS = {
-    "balanced": coefficients(bias=1e-3, loss=1e-3),
+    "balanced": coefficients(bias=1e-2, loss=1e-2),
     "unbalanced": coefficients(bias=0.0, loss=0.0),
     "dense": ["--model.overrides.num_experts=0", "--model.overrides.ffn_dim=512"],
 }
