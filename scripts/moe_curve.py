@@ -1,7 +1,7 @@
 """Train a small mixture of experts and its dense twin of equal active parameters on the demo's text, and draw what came out.
 
-    python scripts/moe_curve.py run        # one thread, one run after the other; runs that are done are left as they are
-    python scripts/moe_curve.py draw       # docs/pictures/moe_curve.png, moe_loads.png, and the table of docs/moe.md
+    python scripts/moe_curve.py run     # into outputs/moe_curve: one thread, one run after the other; leaves finished runs as they are
+    python scripts/moe_curve.py draw    # docs/pictures/moe_curve.png and moe_loads.png, and the table of docs/moe.md
 
 The twin has one feed-forward layer as wide as the experts that a token meets. Data, seed and schedule are the same in all.
 """
@@ -13,12 +13,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+from titan.observe.rows import read_rows
 
 ROOT = Path(__file__).parents[1]
-OUT = ROOT / "outputs" / "moe_curve"
+OUT, PICTURES = ROOT / "outputs" / "moe_curve", ROOT / "docs" / "pictures"
 COMMON = [
     *("--model.name=qwen3", "--model.flavor=demo_moe", "--debug.seed=1"),
-    *("--training.steps=200", "--training.local_batch_size=4", "--metrics.enable_tensorboard=false"),
+    *(
+        "--training.steps=200",
+        "--training.local_batch_size=4",
+        "--metrics.enable_tensorboard=false",
+    ),
     *("--validation.freq=40", "--validation.steps=8", "--checkpoint.enable=false"),
 ]
 
@@ -36,6 +43,12 @@ RUNS = {
     "unbalanced": coefficients(bias=0.0, loss=0.0),
     "dense": ["--model.overrides.num_experts=0", "--model.overrides.ffn_dim=512"],
 }
+STYLES = {"balanced": "#228833", "unbalanced": "#cc3311", "dense": "#555555"}
+LABELS = {
+    "balanced": "experts, balanced",
+    "unbalanced": "experts, no balance terms",
+    "dense": "dense twin",
+}
 
 
 def run() -> None:
@@ -44,11 +57,63 @@ def run() -> None:
             continue
         command = [sys.executable, "-m", "titan.cli", "train", "train_configs/demo.toml", *COMMON]
         command += [f"--job.dump_folder={OUT / name}", *settings]
-        # One thread, so that it disturbs nobody and gives the same bits each time.
-        subprocess.run(
-            command, cwd=ROOT, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-        )
+        # One thread gives the same sums each time.
+        subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def draw() -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = {name: read_rows(OUT / name / "metrics.jsonl") for name in RUNS}
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8))
+    for name, of_run in rows.items():
+        style = {"color": STYLES[name], "label": LABELS[name]}
+        left.plot(*column(of_run, "validation_loss"), marker="o", markersize=4, **style)
+        left.plot(*column(of_run, "loss"), color=STYLES[name], alpha=0.35, linewidth=1)
+        if name != "dense":
+            right.plot(*column(of_run, "expert_imbalance"), **style)
+    left.set(title="Loss (dots: validation, thin: training)", ylim=(1.7, 3.2))
+    right.set(title="Tokens of the busiest expert over the mean, worst layer", ylim=(1, 4.1))
+    for axes in (left, right):
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+    save(figure, "moe_curve.png")
+    figure, panels = plt.subplots(1, 2, figsize=(11, 2.6))
+    for axes, name in zip(panels, ("balanced", "unbalanced"), strict=True):
+        table = json.loads((OUT / name / "experts.json").read_text())
+        ratios = [[n * len(loads) / sum(loads) for n in loads] for loads in table["loads"]]
+        axes.imshow(ratios, cmap="RdBu_r", vmin=0, vmax=2, aspect="auto")
+        for layer, of_layer in enumerate(ratios):
+            for expert, ratio in enumerate(of_layer):
+                color = "white" if abs(ratio - 1) > 0.6 else "black"
+                axes.text(expert, layer, f"{ratio:.2f}", ha="center", va="center", color=color)
+        axes.set(title=f"{LABELS[name]}, step {table['step']}", xlabel="expert", ylabel="layer")
+        axes.set_yticks(range(len(ratios)))
+    save(figure, "moe_loads.png")
+    print("| run | validation loss | maxvio of each layer | dead experts |\n|---|--:|---|--:|")
+    for name, of_run in rows.items():
+        _, validation = column(of_run, "validation_loss")
+        last: dict[str, Any] = of_run[-1].get("experts", {})
+        maxvio = ", ".join(f"{value:.2f}" for value in last.get("maxvio", [])) or "–"
+        dead = sum(last["dead"]) if last else "–"
+        print(f"| {LABELS[name]} | {validation[-1]:.4f} | {maxvio} | {dead} |")
+
+
+def column(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """Return the steps of the rows that have a number in a column, and the numbers."""
+    found = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def save(figure: Any, name: str) -> None:
+    figure.tight_layout()
+    figure.savefig(PICTURES / name, dpi=110)
+    print(f"wrote {PICTURES / name}")
 
 
 if __name__ == "__main__":
-    run()
+    {"run": run, "draw": draw}[sys.argv[1]]()
