@@ -98,8 +98,8 @@ def draw() -> None:
     for name, of_run in rows.items():
         _, validation = column(of_run, "validation_loss")
         last: dict[str, Any] = of_run[-1].get("experts", {})
-        maxvio = ", ".join(f"{value:.2f}" for value in last.get("maxvio", [])) or "–"
-        dead = sum(last["dead"]) if last else "–"
+        maxvio = ", ".join(f"{value:.2f}" for value in last.get("maxvio", [])) or "-"
+        dead = sum(last["dead"]) if last else "-"
         print(f"| {LABELS[name]} | {validation[-1]:.4f} | {maxvio} | {dead} |")
 
 
