@@ -8,11 +8,12 @@ Meta's original files (consolidated.*.pth) pair neighbours, and would need their
 from __future__ import annotations
 
 import re
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar, get_type_hints
 
 from .config import LlamaConfig, RopeScaling
 
-ARCHITECTURE, MODEL_TYPE = "LlamaForCausalLM", "llama"
+ARCHITECTURES = {"LlamaForCausalLM": "llama"}
 _Config = TypeVar("_Config", bound=LlamaConfig)
 
 _TOP = {
@@ -31,8 +32,16 @@ BLOCK = {
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
 }
+# Of blocks with experts, for the families that have them. On disk each expert is a tensor; {} is its number.
+MOE_BLOCK = {
+    "moe.router.gate": "mlp.gate",
+    "moe.experts.w1": "mlp.experts.{}.gate_proj",
+    "moe.experts.w2": "mlp.experts.{}.down_proj",
+    "moe.experts.w3": "mlp.experts.{}.up_proj",
+}
 # Our field, theirs, and what transformers takes where config.json does not say; ... where it must.
-FIELDS: tuple[tuple[str, str, Any], ...] = (
+Field = tuple[str, str, Any]
+FIELDS: tuple[Field, ...] = (
     ("dim", "hidden_size", ...),
     ("n_layers", "num_hidden_layers", ...),
     ("n_heads", "num_attention_heads", ...),
@@ -47,18 +56,18 @@ _ONLY: dict[str, Any] = {
     "attention_bias": False,
     "mlp_bias": False,
     "use_sliding_window": False,
-    "quantization_config": None,
 }
 
 
 def hf_name(name: str, *, block: dict[str, str] = BLOCK) -> str:
     """Name in transformers of one of our parameters. Raises KeyError for a name that is not the family's.
 
-    block: names within a block; a family that builds on this one adds its own.
+    block: names within a block; a family that builds on this one adds its own. A parameter stacked by expert has a
+    name with {} in the place of the expert's number.
     """
     if name in _TOP:
         return _TOP[name]
-    match = re.fullmatch(r"layers\.(\d+)\.(.+)\.weight", name)
+    match = re.fullmatch(r"layers\.(\d+)\.(.+?)(\.weight)?", name)
     if match is None:
         raise KeyError(name)
     return f"model.layers.{match[1]}.{block[match[2]]}.weight"
@@ -75,9 +84,8 @@ def hf_config(config: LlamaConfig) -> dict[str, Any]:
         "original_max_position_embeddings": scaling.original_context,
     }
     return {
-        "architectures": [ARCHITECTURE],
-        "model_type": MODEL_TYPE,
-        **{theirs: getattr(config, ours) for ours, theirs, _ in FIELDS},
+        **header(ARCHITECTURES, "LlamaForCausalLM"),
+        **fields_of(config, FIELDS),
         "num_key_value_heads": config.n_kv_heads,
         "head_dim": config.head_dim,
         "max_position_embeddings": 131_072 if scaling else 8192,  # as Llama 3.1 and 3 have it
@@ -88,6 +96,16 @@ def hf_config(config: LlamaConfig) -> dict[str, Any]:
     }
 
 
+def header(architectures: Mapping[str, str], name: str) -> dict[str, Any]:
+    """Return what says in config.json which model it is."""
+    return {"architectures": [name], "model_type": architectures[name]}
+
+
+def fields_of(config: LlamaConfig, fields: Iterable[Field]) -> dict[str, Any]:
+    """Return the values of fields under transformers' names."""
+    return {theirs: getattr(config, ours) for ours, theirs, _ in fields}
+
+
 def read_config(hf: dict[str, Any]) -> LlamaConfig:
     """Return the sizes of a config.json. Raises ValueError if it describes something else than Llama 3."""
     heads = hf.get("num_attention_heads")
@@ -95,42 +113,72 @@ def read_config(hf: dict[str, Any]) -> LlamaConfig:
 
 
 def read_sizes(
-    hf: dict[str, Any], kind: type[_Config], *, n_kv_heads: Any, head_dim: int
+    hf: dict[str, Any],
+    kind: type[_Config],
+    *,
+    n_kv_heads: Any,
+    head_dim: Any,
+    fields: Iterable[Field] = (),
+    only: Mapping[str, Any] = {},
 ) -> _Config:
-    """Return a family's config dataclass from config.json; n_kv_heads and head_dim are what transformers takes by default."""
-    for key, only in _ONLY.items():
-        if hf.get(key, only) != only:
-            raise ValueError(f"{key} is {hf[key]!r}; titan's model has {only!r} and nothing else")
-    # transformers 5 and 4.
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise ValueError("rope_scaling is not a table")
+    """Return a family's config dataclass from config.json.
+
+    Args:
+        n_kv_heads, head_dim: what transformers takes by default.
+        fields: those of the family, and `only`: its settings with one value that this model has.
+    """
+    require(hf, only)
+    rope = rope_of(hf)
     fields = (
         *FIELDS,
+        *fields,
         ("n_kv_heads", "num_key_value_heads", n_kv_heads),
         ("head_dim", "head_dim", head_dim),
         ("rope_theta", "rope_theta", rope.get("rope_theta", 10_000.0)),
     )
-    sizes: dict[str, Any] = {"rope_factor": _rope_factor(rope)}
+    sizes = read_fields(hf, kind, fields)
+    if sizes["dim"] % sizes["n_heads"] and not sizes["head_dim"]:
+        raise ValueError("num_attention_heads does not divide hidden_size, and head_dim is missing")
+    return kind(**sizes, rope_factor=_rope_factor(rope))
+
+
+def require(hf: dict[str, Any], only: Mapping[str, Any]) -> None:
+    """Raise ValueError for a setting that titan's model does not have."""
+    for key, value in {**_ONLY, **only}.items():
+        if hf.get(key, value) != value:
+            raise ValueError(f"{key} is {hf[key]!r}; titan's model has {value!r} and nothing else")
+    quantized = hf.get("quantization_config")
+    form = quantized and (quantized.get("quant_method"), quantized.get("weight_block_size"))
+    if form and form != ("fp8", [128, 128]):
+        raise ValueError(
+            f"quantization_config is {quantized}; titan reads fp8 in blocks of 128 x 128 and no other"
+        )
+
+
+def rope_of(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return the table of the rotary embedding, as transformers 5 or 4 writes it."""
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ValueError("rope_scaling is not a table")
+    return rope
+
+
+def read_fields(hf: dict[str, Any], kind: type, fields: Iterable[Field]) -> dict[str, Any]:
+    """Return the values of fields under our names. Raises ValueError for one that is missing, of another type, or out of range."""
+    sizes, types = {}, get_type_hints(kind)
     for ours, theirs, default in fields:
         value = hf.get(theirs, default)
         value = default if value is None else value  # "head_dim": null
         if value is ...:
             raise ValueError(f"{theirs} is missing")
-        # Types of the fields, from an instance: annotations are text here.
-        wanted = type(getattr(_EXAMPLE, ours))
+        wanted = types[ours]
         if type(value) is not wanted and not (wanted is float and type(value) is int):
             raise ValueError(f"{theirs} is {value!r}, which is not a valid {wanted.__name__}")
         # head_dim 0: derived.
         if value < (0 if wanted is bool or default == 0 else 1e-12) or value > 2**31:
             raise ValueError(f"{theirs} is {value}, which no model has")
         sizes[ours] = wanted(value)
-    if sizes["dim"] % sizes["n_heads"] and not sizes["head_dim"]:
-        raise ValueError("num_attention_heads does not divide hidden_size, and head_dim is missing")
-    return kind(**sizes)
-
-
-_EXAMPLE = LlamaConfig(dim=2, n_layers=1, n_heads=1, n_kv_heads=1, ffn_dim=1)
+    return sizes
 
 
 def _rope_factor(rope: dict[str, Any]) -> float:

@@ -22,16 +22,27 @@ class OlmoeConfig(MoEConfig):
         return 2 * self.dim + (self.n_heads + self.n_kv_heads) * self.head_dim
 
 
-def _olmoe(
-    dim: int, n_layers: int, n_heads: int, width: int, experts: int, top_k: int, **rest: int
-) -> OlmoeConfig:
-    sizes = {"ffn_dim": width, "expert_dim": width, "num_experts": experts, "top_k": top_k}
-    return OlmoeConfig(
-        dim=dim, n_layers=n_layers, n_heads=n_heads, n_kv_heads=n_heads, **sizes, **rest
-    )
-
-
 FLAVORS: dict[str, OlmoeConfig] = {
-    "tiny": _olmoe(64, 4, 4, 48, 8, 3, vocab_size=2048),  # titan's own
-    "1B-7B": _olmoe(2048, 16, 16, 1024, 64, 8),
+    # titan's own
+    "tiny": OlmoeConfig(
+        dim=64,
+        n_layers=4,
+        n_heads=4,
+        n_kv_heads=4,
+        ffn_dim=48,
+        expert_dim=48,
+        num_experts=8,
+        top_k=3,
+        vocab_size=2048,
+    ),
+    "1B-7B": OlmoeConfig(
+        dim=2048,
+        n_layers=16,
+        n_heads=16,
+        n_kv_heads=16,
+        ffn_dim=1024,
+        expert_dim=1024,
+        num_experts=64,
+        top_k=8,
+    ),
 }

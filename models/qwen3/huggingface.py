@@ -1,5 +1,5 @@
-"""Translate Qwen3 to and from `transformers` (Qwen3ForCausalLM): as Llama, and the norms within
-heads. Imports no torch."""
+"""Translate Qwen3 to and from `transformers` (Qwen3ForCausalLM, Qwen3MoeForCausalLM): as Llama, with
+the norms within heads and with experts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,22 @@ from typing import Any
 from ..llama3 import huggingface as llama3
 from .config import Qwen3Config
 
-ARCHITECTURE, MODEL_TYPE = "Qwen3ForCausalLM", "qwen3"
+ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe"}
 
 _BLOCK = {
     **llama3.BLOCK,
+    **llama3.MOE_BLOCK,
     "attention.q_norm": "self_attn.q_norm",
     "attention.k_norm": "self_attn.k_norm",
 }
+_EXPERTS: tuple[llama3.Field, ...] = (
+    ("num_experts", "num_experts", ...),
+    ("top_k", "num_experts_per_tok", ...),
+    ("expert_dim", "moe_intermediate_size", ...),
+    ("normalize_weights", "norm_topk_prob", False),
+)
+# Experts in all blocks.
+_ONLY: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
 def hf_name(name: str) -> str:
@@ -24,14 +33,21 @@ def hf_name(name: str) -> str:
 
 def hf_config(config: Qwen3Config) -> dict[str, Any]:
     """Return the config.json of these sizes."""
+    architecture = "Qwen3MoeForCausalLM" if config.num_experts else "Qwen3ForCausalLM"
+    experts = {**llama3.fields_of(config, _EXPERTS), **_ONLY} if config.num_experts else {}
     return {
         **llama3.hf_config(config),
-        "architectures": [ARCHITECTURE],
-        "model_type": MODEL_TYPE,
+        **llama3.header(ARCHITECTURES, architecture),
+        **experts,
         "max_position_embeddings": 40_960,
     }
 
 
 def read_config(hf: dict[str, Any]) -> Qwen3Config:
     """Return the sizes of a config.json. Raises ValueError if it describes something else than Qwen3."""
-    return llama3.read_sizes(hf, Qwen3Config, n_kv_heads=32, head_dim=128)
+    if "moe" not in str(hf.get("model_type") or hf.get("architectures")).lower():
+        return llama3.read_sizes(hf, Qwen3Config, n_kv_heads=32, head_dim=128)
+    hf = {"num_experts": hf.get("num_local_experts"), **hf}  # as transformers 5 writes it
+    return llama3.read_sizes(
+        hf, Qwen3Config, n_kv_heads=4, head_dim=..., fields=_EXPERTS, only=_ONLY
+    )

@@ -16,9 +16,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp_metadata
 
 from titan.checkpoint import CheckpointError, SaveFailed, tensor_index
@@ -27,6 +29,7 @@ from titan.checkpoint.commit import CheckpointGroup
 from titan.checkpoint.export import (
     DEFAULT_FILE_BYTES,
     Export,
+    lost_buffers,
     read_asset,
     tokenizer_files,
     write_folder,
@@ -34,6 +37,8 @@ from titan.checkpoint.export import (
 from titan.checkpoint.huggingface import (
     HFModel,
     check_folder,
+    fill,
+    left_out,
     model_keys,
     not_finite,
     open_folder,
@@ -87,11 +92,26 @@ def from_hf(source: Path, output: Path) -> list[str]:
             file: stack.enter_context(safe_open(file, framework="pt"))
             for file in set(folder.files.values())
         }
-        state = {}
-        for ours, theirs in model.names.items():
-            tensor = open_files[folder.files[theirs]].get_tensor(theirs)
-            if not tensor.isfinite().all():
-                raise CheckpointError(not_finite(folder.files[theirs], theirs))
+        temporary = stack.enter_context(
+            TemporaryDirectory(dir=output.parent, prefix=".converting-")
+        )
+        state: dict[str, Tensor] = {}
+        for ours, shape in model.shapes.items():
+            theirs = model.names.get(ours)
+            if theirs is None:  # transformers has none: as before the first step
+                state[f"model.{ours}"] = torch.zeros(shape, dtype=model.buffers[ours])
+                continue
+            file = folder.files[theirs.format(0)]
+            stored = open_files[file].get_slice(theirs.format(0))
+            if stored.get_dtype() != "F8_E4M3" and theirs in folder.files:
+                tensor = open_files[file].get_tensor(theirs)
+                bad = [] if tensor.isfinite().all() else [not_finite(file, theirs)]
+            else:
+                # Mapped to a file of its own too: experts are stacked, and fp8 becomes bfloat16.
+                tensor = _mapped(Path(temporary) / ours, shape, stored[:0].dtype)
+                bad = fill(folder, {ours: tensor}, model=model)
+            if bad:
+                raise CheckpointError(bad[0])
             state[f"model.{ours}"] = tensor
         step = manager.save(0, state, metadata=metadata)
     for file_name, data in assets.items():
@@ -110,8 +130,15 @@ def from_hf(source: Path, output: Path) -> list[str]:
     )
     return [
         f"{step}: {name} {keys['flavor']}, {sizes.num_params:,} parameters",
+        *(f"left out {prefix}*: it predicts further tokens" for prefix in left_out(folder, sizes)),
         f"train it: titan train JOB.toml {overlay}",
     ]
+
+
+def _mapped(file: Path, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return a tensor whose memory is a file's, so that the kernel may write it out. fp8 becomes bfloat16."""
+    dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
+    return torch.from_file(str(file), shared=True, size=shape.numel(), dtype=dtype).view(shape)
 
 
 def to_hf(
@@ -129,17 +156,24 @@ def to_hf(
     model = export.model
 
     # One process holds every tensor, so there is nothing to gather.
-    def fetch(names: Sequence[str], keep: bool) -> checkpoints.StateDict:
-        state = {f"model.{n}": torch.empty(model.shapes[n], dtype=dtype) for n in names}
+    def whole(ours: str, dtype: torch.dtype) -> Tensor:
+        state = {f"model.{ours}": torch.empty(model.shapes[ours], dtype=dtype)}
         checkpoints.load(step, state)
-        return {name: state[f"model.{name}"] for name in names}
+        return state[f"model.{ours}"]
+
+    buffers = {ours: whole(ours, model.buffers[ours]) for ours in model.off_disk}
+    if lost := lost_buffers(model, buffers):
+        raise CheckpointError(f"{step}: {lost[0]}")
+
+    def fetch(names: Sequence[str], keep: bool) -> checkpoints.StateDict:
+        return export.read(names, whole)
 
     output.parent.mkdir(parents=True, exist_ok=True)
     ranks_of = {name: [0] for name in model.names}
     write_folder(output, export, fetch=fetch, ranks_of=ranks_of, group=CheckpointGroup())
     precision = str(dtype).removeprefix("torch.")
     size = f"{model.sizes.num_params:,} parameters in {precision}"
-    messages = [f"{output}: {model.hooks.ARCHITECTURE}, {size}"]
+    messages = [f"{output}: {model.architecture}, {size}"]
     if not export.assets:
         text = f'no tokenizer files: the run used "{tokenizer.kind}", which has none'
         messages.append(text)

@@ -13,18 +13,27 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan.checkpoint import SaveFailed
+from titan.checkpoint import CheckpointError, SaveFailed
 from titan.checkpoint.commit import CheckpointGroup
-from titan.checkpoint.huggingface import CONFIG, INDEX, HFModel, is_there, root_of
+from titan.checkpoint.huggingface import (
+    CONFIG,
+    INDEX,
+    HFModel,
+    differences,
+    is_there,
+    root_of,
+)
 from titan.checkpoint.storage import LocalStorage
 from titan.checkpoint.tensors import StateDict
 from titan.config.model import model_config
@@ -76,8 +85,10 @@ class Export:
 
         Raises CheckpointError if it has no Hugging Face form, DataError without safetensors.
         """
+        model = HFModel.of(config.model.name, model_config(config.model))
+        require_same_model(model)
         return Export(
-            HFModel.of(config.model.name, model_config(config.model)),
+            model,
             dtype,
             file_bytes,
             bos_id=tokenizer.bos_id,
@@ -98,9 +109,53 @@ class Export:
             "torch_dtype": str(self.dtype).removeprefix("torch."),
         }
 
-    def num_bytes(self, name: str) -> int:
-        """Return the bytes that a tensor takes in a file, by our name of it."""
-        return self.model.shapes[name].numel() * self.dtype.itemsize
+    def dtype_of(self, ours: str) -> torch.dtype:
+        """Return the precision on disk. Buffers keep theirs: a routing bias is made of small steps."""
+        return self.model.buffers.get(ours, self.dtype)
+
+    def num_bytes(self, theirs: str) -> int:
+        """Return the bytes that a tensor takes in a file, by its name there."""
+        tensor = self.model.stored[theirs]
+        return tensor.shape.numel() * self.dtype_of(tensor.ours).itemsize
+
+    def read(
+        self,
+        names: Sequence[str],
+        whole: Callable[[str, torch.dtype], Tensor],
+        *,
+        keep: bool = True,
+    ) -> StateDict:
+        """Return tensors by their names on disk, on the host. `whole` returns one of ours, which may be many of these.
+
+        Without `keep` nothing is returned, but every tensor is asked for: other ranks need this one's part of it.
+        """
+        kept: StateDict = {}
+        for ours, theirs in groupby(names, key=lambda name: self.model.stored[name].ours):
+            tensor = whole(ours, self.dtype_of(ours))
+            for name in theirs if keep else ():
+                expert = self.model.stored[name].expert
+                # A copy: a view would keep all experts in memory.
+                kept[name] = tensor.cpu() if expert is None else tensor[expert].to("cpu", copy=True)
+        return kept
+
+
+def require_same_model(model: HFModel) -> None:
+    """Raise CheckpointError if transformers, from the config.json that is written, would make another model."""
+    read = model.hooks.read_config(model.hooks.hf_config(model.sizes))
+    if others := differences(read, model.sizes):
+        what = ", ".join(f"{key} = {getattr(model.sizes, key)}" for key in others)
+        fix = ", ".join(f"{key} = {value}" for key, value in others.items())
+        raise CheckpointError(f"{model.architecture} of transformers has no {what}; it has {fix}")
+
+
+def lost_buffers(model: HFModel, buffers: Mapping[str, Tensor]) -> list[str]:
+    """Return a message for each of the `off_disk` buffers whose values a folder would lack."""
+    return [
+        f"{model.architecture} of transformers has no routing bias, and {ours} is not zero; train with "
+        "model.overrides.load_balance_coeff = 0 to export a model, and balance it by global_balance_coeff"
+        for ours, tensor in buffers.items()
+        if tensor.any()
+    ]
 
 
 def tokenizer_files(where: str) -> list[Path]:
@@ -127,16 +182,20 @@ def read_asset(file: Path) -> bytes:
 def export_state(folder: Path, state: StateDict, export: Export, *, group: CheckpointGroup) -> None:
     """Write the weights "model.<parameter>" of a running job. All ranks call this together. Raises SaveFailed on all."""
 
-    def gather(names: Sequence[str], keep: bool) -> StateDict:
-        kept: StateDict = {}
-        for name in names:
-            # Cast first: the gathered tensor is then no larger than what is written.
-            tensor = state[f"model.{name}"].to(export.dtype)
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if keep:
-                kept[name] = whole.cpu()
-        return kept
+    def whole(ours: str, dtype: torch.dtype) -> Tensor:
+        # Cast first: the gathered tensor is then no larger than what is written.
+        tensor = state[f"model.{ours}"].to(dtype)
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
+    def gather(names: Sequence[str], keep: bool) -> StateDict:
+        return export.read(names, whole, keep=keep)
+
+    names = (ours for ours in export.model.off_disk if f"model.{ours}" in state)
+    buffers = {ours: state[f"model.{ours}"] for ours in names}
+    if lost := [
+        text for texts in group.gather(lost_buffers(export.model, buffers)) for text in texts
+    ]:
+        raise SaveFailed(f"{folder}: {lost[0]}")
     # Which ranks have a part of which tensor: under a pipeline only those of its stage.
     held = group.gather([f"model.{name}" in state for name in export.model.names])
     ranks_of = {
@@ -157,8 +216,8 @@ def write_folder(
     """Write a folder, or add the files to an existing one. Raises SaveFailed on all ranks.
 
     Args:
-        fetch: fetch(names, keep) is called on all ranks that have these tensors. With `keep` it returns whole tensors on
-            the host.
+        fetch: fetch(names, keep) is called on all ranks that have these tensors of the folder. With `keep` it returns them,
+            whole and on the host.
         ranks_of: the ranks that have each of our tensors, or a part of it.
     """
     # Beside the final folder, so that the rename stays on one file system.
@@ -185,7 +244,7 @@ def write_folder(
         # One writer: it overlaps with the gathering of the next file.
         with ThreadPoolExecutor(1) as background:
             for number, names in enumerate(files):
-                holders = ranks_of[names[0]]
+                holders = ranks_of[export.model.stored[names[0]].ours]
                 if group.rank not in holders:
                     continue
                 # All holders take part in gathering; the keepers change, so that they write at the same time.
@@ -193,9 +252,8 @@ def write_folder(
                 wait(writes if keep else [])  # at most one file is still being written
                 kept = fetch(names, keep)
                 if keep:
-                    tensors = {export.model.names[name]: kept[name] for name in names}
                     path = temporary / file_names[number]
-                    writes.append(background.submit(_write_file, path, tensors))
+                    writes.append(background.submit(_write_file, path, kept))
         # A write's error surfaces here, on all ranks.
         group.run_on_all(lambda: [write.result() for write in writes])
         group.run_on_main(commit)
@@ -207,15 +265,15 @@ def write_folder(
 
 
 def plan_files(export: Export, ranks_of: dict[str, list[int]]) -> list[list[str]]:
-    """Return our names, in the model's order, dealt into files: each of one set of ranks, and of at most `file_bytes`."""
+    """Return their names, in the model's order, dealt into files: each of one set of ranks, and of at most `file_bytes`."""
     files: list[list[str]] = []
-    size = 0
+    holders, size = None, 0
     # A tensor larger than `file_bytes` gets a file to itself.
-    for name in export.model.names:
+    for name, tensor in export.model.stored.items():
         full = size + export.num_bytes(name) > export.file_bytes
-        if not files or full or ranks_of[name] != ranks_of[files[-1][0]]:
+        if full or ranks_of[tensor.ours] != holders:
             files.append([])
-            size = 0
+            holders, size = ranks_of[tensor.ours], 0
         files[-1].append(name)
         size += export.num_bytes(name)
     return files
@@ -233,8 +291,8 @@ def _write_file(file: Path, tensors: StateDict) -> None:
 def _write_texts(folder: Path, export: Export, files: dict[str, list[str]]) -> None:
     """Write the index, config.json and the tokenizer's files."""
     model = export.model
-    weight_map = {model.names[name]: file for file, names in files.items() for name in names}
-    total = sum(map(export.num_bytes, model.names))
+    weight_map = {name: file for file, names in files.items() for name in names}
+    total = sum(map(export.num_bytes, model.stored))
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     for name, value in ((INDEX, index), (CONFIG, export.config())):
         LocalStorage().write(folder / name, (json.dumps(value, indent=2) + "\n").encode())

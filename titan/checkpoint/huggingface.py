@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from titan.checkpoint import CheckpointError
 from titan.checkpoint.commit import CheckpointGroup
+from titan.checkpoint.state import model_state
 from titan.checkpoint.tensors import StateDict
 from titan.config.model import families, family, model_config
 from titan.config.schema import ModelSection
@@ -38,17 +41,28 @@ from titan.untrusted import MAX_VALUES, is_plain_name, open_regular, printable, 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 _MAX_HEADER = 16 * 2**20
 _DTYPES = ("F32", "BF16", "F16")  # others are quantized
+# The released weights of DeepSeek-V3: fp8 in blocks of 128 x 128, each with a factor in the tensor of this name.
+_SCALES, _BLOCK = "_scale_inv", 128
 _DERIVED = (
     ".rotary_emb.inv_freq"  # old versions of transformers stored it; every version computes it
 )
+
+
+class StoredTensor(NamedTuple):
+    """Say what a tensor on disk is to us: a parameter, or one expert's part of it; and its shape."""
+
+    ours: str
+    expert: int | None
+    shape: torch.Size
 
 
 @dataclass(frozen=True)
 class HFModel:
     """Describe one of our models, and the names that transformers gives its tensors.
 
-    hooks: the family's huggingface.py. names: ours to theirs, in the model's order. shapes: by our names. A tied output
-    layer is not among them.
+    hooks: the family's huggingface.py. names: ours to theirs, in the model's order, without buffers that are not on disk; a
+    parameter that is stacked by expert is many tensors there, and {} stands for the expert's number. shapes: by our names.
+    buffers: our names and dtypes of state that is not trained. A tied output layer is not among them.
     """
 
     name: str
@@ -56,6 +70,7 @@ class HFModel:
     hooks: ModuleType
     names: dict[str, str]
     shapes: dict[str, torch.Size]
+    buffers: dict[str, torch.dtype]
 
     @staticmethod
     def of(name: str, sizes: Any) -> HFModel:
@@ -68,8 +83,41 @@ class HFModel:
             )
         with torch.device("meta"):
             model = family(name).build_model(sizes)
-        shapes = {ours: p.shape for ours, p in model.named_parameters()}
-        return HFModel(name, sizes, hooks, {ours: hooks.hf_name(ours) for ours in shapes}, shapes)
+        state = {key.removeprefix("model."): t for key, t in model_state([model]).items()}
+        parameters = {ours for ours, _ in model.named_parameters()}
+        buffers = {ours: t.dtype for ours, t in state.items() if ours not in parameters}
+        name_of_buffer = getattr(hooks, "hf_buffer", lambda *_: None)
+        names = {
+            ours: name_of_buffer(ours, sizes) if ours in buffers else hooks.hf_name(ours)
+            for ours in state
+        }
+        names = {ours: theirs for ours, theirs in names.items() if theirs}
+        shapes = {ours: t.shape for ours, t in state.items()}
+        return HFModel(name, sizes, hooks, names, shapes, buffers)
+
+    @property
+    def architecture(self) -> str:
+        """Return what transformers calls the model."""
+        return self.hooks.hf_config(self.sizes)["architectures"][0]
+
+    @property
+    def off_disk(self) -> list[str]:
+        """Return our names of buffers that a folder does not hold. Integers count what a run did, and are no part of a model."""
+        floats = (ours for ours, dtype in self.buffers.items() if dtype.is_floating_point)
+        return [ours for ours in floats if ours not in self.names]
+
+    @cached_property
+    def stored(self) -> dict[str, StoredTensor]:
+        """Return the tensors on disk by their names, in the model's order."""
+        tensors = {}
+        for ours, theirs in self.names.items():
+            shape = self.shapes[ours]
+            if "{}" not in theirs:
+                tensors[theirs] = StoredTensor(ours, None, shape)
+                continue
+            for expert in range(shape[0]):
+                tensors[theirs.format(expert)] = StoredTensor(ours, expert, shape[1:])
+        return tensors
 
 
 @dataclass(frozen=True)
@@ -112,8 +160,9 @@ def open_folder(path: Path) -> HFFolder:
 
 def read_sizes(folder: HFFolder) -> tuple[str, Any]:
     """Return our family and sizes for a folder. Raises CheckpointError if no family can be that model."""
-    known = {h.ARCHITECTURE: (name, h) for name in families() if (h := _hooks(name))}
-    by_type = {h.MODEL_TYPE: h.ARCHITECTURE for _, h in known.values()}
+    hooks_of = {name: hooks for name in families() if (hooks := _hooks(name))}
+    known = {kind: (name, h) for name, h in hooks_of.items() for kind in h.ARCHITECTURES}
+    by_type = {type_: kind for h in hooks_of.values() for kind, type_ in h.ARCHITECTURES.items()}
     config = folder.config
     # config.json may name the type and not the architecture.
     listed = config.get("architectures") or [by_type.get(str(config.get("model_type")))]
@@ -136,7 +185,8 @@ def require_weights_for(sizes: Any, folder: HFFolder) -> None:
     This comes before the model is built, because a billion layers take for ever even on the meta device.
     """
     held = sum(file.stat().st_size for file in {*folder.files.values()})
-    if not 0 < 2 * sizes.num_params <= held:  # no precision that is read has less than two bytes
+    smallest = 1 if folder.config.get("quantization_config") else 2  # bytes of a weight
+    if not 0 < smallest * sizes.num_params <= held:
         raise CheckpointError(
             f"{folder.path / CONFIG}: means {sizes.num_params:.3g} parameters, which the {held:,} bytes "
             "of the weights cannot hold"
@@ -147,13 +197,13 @@ def check_folder(path: Path, model: HFModel) -> HFFolder:
     """Return the folder if it holds exactly this model. Raises CheckpointError that names what differs."""
     folder = open_folder(path)
     name, sizes = read_sizes(folder)
-    differences = _differences(sizes, model.sizes)
-    if name != model.name or differences:
+    others = differences(sizes, model.sizes)
+    if name != model.name or others:
         what = f"the model is {name}, the job's is {model.name}"
         if name == model.name:
             what = ", ".join(
                 f"{key} is {value}, the job's is {getattr(model.sizes, key)}"
-                for key, value in differences.items()
+                for key, value in others.items()
             )
         keys = model_keys(name, sizes).items()
         fix = ", ".join(f"model.{key} = {format_value(value)}" for key, value in keys)
@@ -170,8 +220,6 @@ def load(path: Path, state: StateDict, *, model: HFModel, group: CheckpointGroup
 
     Raises CheckpointError on all ranks, for a folder of another model or a weight that is not a number.
     """
-    from safetensors import safe_open
-
     # Only rank 0 reads the headers. Its finding, a folder or an error, goes to all ranks, so that
     # they go on or fail together.
     folder: HFFolder | CheckpointError | None = None
@@ -182,22 +230,40 @@ def load(path: Path, state: StateDict, *, model: HFModel, group: CheckpointGroup
     folder = group.gather(folder)[0]
     if not isinstance(folder, HFFolder):
         raise folder or AssertionError("rank 0 found neither a folder nor a fault")
-    by_file: dict[Path, list[str]] = defaultdict(list)
-    for ours in (key.removeprefix("model.") for key in state):
-        by_file[folder.files[model.names[ours]]].append(ours)
-    bad: list[str] = []
-    # File by file: a mapped file's pages can go when its tensors are copied.
-    for file, names in by_file.items():
-        with safe_open(file, framework="pt") as stored:
-            slices = {ours: stored.get_slice(model.names[ours]) for ours in names}
-            bad += [
-                not_finite(file, model.names[ours])
-                for ours in names
-                if not _fill(state[f"model.{ours}"], slices[ours])
-            ]
+    bad = fill(folder, {key.removeprefix("model."): t for key, t in state.items()}, model=model)
     # No rank raises alone: the others would wait for it in the next collective.
     if problems := [problem for of_rank in group.gather(bad) for problem in of_rank]:
         raise CheckpointError(problems[0])
+
+
+def fill(folder: HFFolder, tensors: Mapping[str, Tensor], *, model: HFModel) -> list[str]:
+    """Copy this rank's part of tensors, by our names, from a folder. Return a message for each that is not finite."""
+    from safetensors import safe_open
+
+    by_file: dict[Path, list[_Piece]] = defaultdict(list)
+    for ours, tensor in tensors.items():
+        for piece in _pieces(model.names[ours], tensor) if ours in model.names else ():
+            by_file[folder.files[piece.name]].append(piece)
+    bad: list[str] = []
+    # File by file: a mapped file's pages can go when its tensors are copied.
+    for file, pieces in by_file.items():
+        with ExitStack() as stack:
+            scales = {piece.name: piece.name + _SCALES for piece in pieces}
+            scales = {name: scale for name, scale in scales.items() if scale in folder.files}
+            stored = {
+                f: stack.enter_context(safe_open(f, framework="pt"))
+                for f in {file, *(folder.files[scale] for scale in scales.values())}
+            }
+            for name, where, target in pieces:
+                values = stored[file].get_slice(name)[where]
+                if scale := scales.get(name):
+                    blocks = tuple(slice(s.start // _BLOCK, -(-s.stop // _BLOCK)) for s in where)
+                    factors = stored[folder.files[scale]].get_slice(scale)[blocks]
+                    values = _unscaled(values, factors, where)
+                # The copy casts to the parameter's precision, and moves to its device.
+                target.copy_(values)
+                bad += [] if values.isfinite().all() else [not_finite(file, name)]
+    return bad
 
 
 def not_finite(file: Path, name: str) -> str:
@@ -219,45 +285,67 @@ def model_keys(name: str, sizes: Any) -> dict[str, Any]:
     """Return the keys of [model] that mean these sizes: the nearest flavor, and the rest as overrides."""
     flavors = family(name).FLAVORS
     # The flavor with the fewest differences makes the shortest config.
-    flavor = min(flavors, key=lambda key: len(_differences(sizes, flavors[key])))
-    overrides = _differences(sizes, flavors[flavor])
+    flavor = min(flavors, key=lambda key: len(differences(sizes, flavors[key])))
+    overrides = differences(sizes, flavors[flavor])
     # Where head_dim is dim / n_heads, it is derived from the overrides of these.
-    if overrides and sizes.head_dim * sizes.n_heads != sizes.dim:
+    is_given = any(f.name == "head_dim" and f.init for f in dataclasses.fields(sizes))
+    if overrides and is_given and sizes.head_dim * sizes.n_heads != sizes.dim:
         overrides["head_dim"] = sizes.head_dim
     keys = {"name": name, "flavor": flavor} | ({"overrides": overrides} if overrides else {})
     # What is written into a config must load as the same sizes.
-    assert not _differences(sizes, model_config(ModelSection.model_validate(keys)))
+    assert not differences(sizes, model_config(ModelSection.model_validate(keys)))
     return keys
 
 
-def _fill(tensor: Tensor, stored: Any) -> bool:
-    """Copy this rank's part of a tensor from a file. Return whether all of it is finite."""
-    where: Any = slice(None)
+class _Piece(NamedTuple):
+    """Hold a tensor's name in a folder, the part of it that this rank takes, and where that goes."""
+
+    name: str
+    where: tuple[slice, ...]
+    target: Tensor
+
+
+def _pieces(theirs: str, tensor: Tensor) -> Iterator[_Piece]:
+    """Yield what fills this rank's part of a tensor."""
+    where = tuple(slice(0, n) for n in tensor.shape)
     if isinstance(tensor, DTensor):
         sizes, offsets = compute_local_shape_and_global_offset(
             tensor.shape, tensor.device_mesh, tensor.placements
         )
-        if 0 in sizes:  # with more ranks than rows, some ranks hold nothing
-            return True
         where = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
         tensor = tensor.to_local()
-    part = stored[where]
-    # The copy casts to the parameter's precision, and moves to its device.
-    tensor.copy_(part)
-    return bool(part.isfinite().all())
+    if not tensor.numel():  # with more ranks than rows, some ranks hold nothing
+        return
+    if "{}" not in theirs:
+        yield _Piece(theirs, where, tensor)
+        return
+    for expert, part in enumerate(tensor, where[0].start):
+        yield _Piece(theirs.format(expert), where[1:], part)
+
+
+def _unscaled(values: Tensor, factors: Tensor, where: tuple[slice, ...]) -> Tensor:
+    """Return fp8 values times the factor of their block, in fp32. `factors` are those of the blocks that `where` touches."""
+    for dim, part in enumerate(where):
+        factors = factors.repeat_interleave(_BLOCK, dim)
+        factors = factors.narrow(dim, part.start % _BLOCK, part.stop - part.start)
+    return values.float() * factors
 
 
 def _problems(folder: HFFolder, model: HFModel) -> Iterator[str]:
     """Yield what is wrong with the tensors of a folder, each with its file."""
-    wanted = {theirs: model.shapes[ours] for ours, theirs in model.names.items()}
+    wanted = {name: list(tensor.shape) for name, tensor in model.stored.items()}
     source = folder.path / (INDEX if (folder.path / INDEX).is_file() else SINGLE)
     for name in wanted.keys() - folder.files.keys():
         yield f"{source}: tensor {name} is missing"
+    scaled = {name for name in wanted if name + _SCALES in folder.files}
+    for name in scaled:
+        wanted[name + _SCALES] = [-(-size // _BLOCK) for size in wanted[name]]
     tied = {model.hooks.hf_name("output.weight")} if model.sizes.tied_embeddings else set()
+    skipped = left_out(folder, model.sizes)
     # Folders of tied models may hold the output layer all the same.
     for name in folder.files.keys() - wanted.keys() - tied:
-        if not name.endswith(_DERIVED):
-            yield f"{folder.files[name]}: tensor {printable(name, 100)} is not one of {model.hooks.ARCHITECTURE}"
+        if not name.endswith(_DERIVED) and not name.startswith(skipped):
+            yield f"{folder.files[name]}: tensor {printable(name, 100)} is not one of {model.architecture}"
     # One file at a time, with all that the index says is in it.
     for file in sorted(set(folder.files.values())):
         headers = _headers(file)
@@ -266,10 +354,19 @@ def _problems(folder: HFFolder, model: HFModel) -> Iterator[str]:
                 yield f"{file}: tensor {name} is missing, but {INDEX} says it is here"
                 continue
             shape, dtype = headers[name]
-            if shape != (expected := list(wanted[name])):
+            if shape != (expected := wanted[name]):
                 yield f"{file}: tensor {name} has shape {shape}; the sizes in config.json make it {expected}"
-            elif dtype not in _DTYPES:
+            elif dtype not in (("F8_E4M3",) if name in scaled else _DTYPES):
                 yield f"{file}: tensor {name} is {dtype}; quantized weights must be converted to bfloat16 first"
+
+
+def left_out(folder: HFFolder, sizes: Any) -> tuple[str, ...]:
+    """Return how names of layers begin that predict further tokens (DeepSeek-V3's layer 61), which titan does not have."""
+    extra = folder.config.get("num_nextn_predict_layers")
+    extra = extra if isinstance(extra, int) else 0
+    numbers = range(sizes.n_layers, sizes.n_layers + min(extra, 100))
+    names = (f"model.layers.{number}." for number in numbers)
+    return tuple(prefix for prefix in names if any(n.startswith(prefix) for n in folder.files))
 
 
 def _headers(file: Path) -> dict[str, tuple[list[int], str]]:
@@ -300,9 +397,10 @@ def _is_weights_name(name: Any) -> bool:
     return is_plain_name(name) and name.endswith(".safetensors")
 
 
-def _differences(sizes: Any, other: Any) -> dict[str, Any]:
-    """Return the fields in which two models differ. How they were initialised does not count."""
-    names = (f.name for f in dataclasses.fields(sizes) if f.name != "init_std")
+def differences(sizes: Any, other: Any) -> dict[str, Any]:
+    """Return the fields in which two models differ. How they are initialised and balanced does not count."""
+    names = (f.name for f in dataclasses.fields(sizes) if f.init and f.name != "init_std")
+    names = (name for name in names if not name.endswith("_coeff"))
     values = {name: getattr(sizes, name) for name in names}
     return {name: value for name, value in values.items() if getattr(other, name, None) != value}
 

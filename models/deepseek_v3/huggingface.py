@@ -1,0 +1,112 @@
+"""Translate DeepSeek to and from `transformers` (DeepseekV3ForCausalLM, DeepseekV2ForCausalLM). Imports no torch.
+
+V3 is the one with sigmoid scores. Weights are not permuted: `rotate_pairs` in model.py pairs neighbours, as they do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..llama3 import huggingface as llama3
+from .config import DeepSeekConfig
+
+ARCHITECTURES = {"DeepseekV3ForCausalLM": "deepseek_v3", "DeepseekV2ForCausalLM": "deepseek_v2"}
+
+_BLOCK = {
+    **llama3.BLOCK,
+    **llama3.MOE_BLOCK,
+    "attention.wq": "self_attn.q_proj",
+    "attention.wq_a": "self_attn.q_a_proj",
+    "attention.q_norm": "self_attn.q_a_layernorm",
+    "attention.wq_b": "self_attn.q_b_proj",
+    "attention.wkv_a": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_norm": "self_attn.kv_a_layernorm",
+    "attention.wkv_b": "self_attn.kv_b_proj",
+    "moe.shared_experts.w1": "mlp.shared_experts.gate_proj",
+    "moe.shared_experts.w2": "mlp.shared_experts.down_proj",
+    "moe.shared_experts.w3": "mlp.shared_experts.up_proj",
+}
+_FIELDS: tuple[llama3.Field, ...] = (
+    *llama3.FIELDS,
+    ("q_lora_rank", "q_lora_rank", 0),
+    ("kv_lora_rank", "kv_lora_rank", 512),
+    ("qk_nope_head_dim", "qk_nope_head_dim", 128),
+    ("qk_rope_head_dim", "qk_rope_head_dim", 64),
+    ("v_head_dim", "v_head_dim", 128),
+    ("num_experts", "n_routed_experts", ...),
+    ("top_k", "num_experts_per_tok", ...),
+    ("expert_dim", "moe_intermediate_size", ...),
+    ("num_shared_experts", "n_shared_experts", ...),
+    ("n_dense_layers", "first_k_dense_replace", 0),
+    ("normalize_weights", "norm_topk_prob", ...),
+    ("route_scale", "routed_scaling_factor", ...),
+    ("num_groups", "n_group", 0),
+    ("top_groups", "topk_group", 0),
+)
+_YARN: tuple[llama3.Field, ...] = (
+    ("rope_factor", "factor", ...),
+    ("rope_mscale", "mscale", ...),
+    ("original_context", "original_max_position_embeddings", ...),
+)
+_YARN_ONLY = {"rope_type": "yarn", "beta_fast": 32, "beta_slow": 1}
+
+
+def hf_name(name: str) -> str:
+    """Name in transformers of one of our parameters. Raises KeyError for a name that is not DeepSeek's."""
+    return llama3.hf_name(name, block=_BLOCK)
+
+
+def hf_buffer(name: str, config: DeepSeekConfig) -> str | None:
+    """Name in transformers of one of our buffers, None if it has none: V3 keeps the routing bias."""
+    layer, _, rest = name.removeprefix("layers.").partition(".")
+    has_bias = rest == "moe.bias" and config.score == "sigmoid"
+    return f"model.layers.{layer}.mlp.gate.e_score_correction_bias" if has_bias else None
+
+
+def hf_config(config: DeepSeekConfig) -> dict[str, Any]:
+    """Return the config.json of these sizes."""
+    is_v3, has_groups = config.score == "sigmoid", config.num_groups > 0
+    if is_v3:
+        architecture, method = "DeepseekV3ForCausalLM", "noaux_tc"
+    else:
+        architecture, method = "DeepseekV2ForCausalLM", "greedy"
+        method = "group_limited_greedy" if has_groups else method
+    yarn = {**_YARN_ONLY, **llama3.fields_of(config, _YARN), "mscale_all_dim": config.rope_mscale}
+    return {
+        **llama3.hf_config(config),
+        **llama3.header(ARCHITECTURES, architecture),
+        **llama3.fields_of(config, _FIELDS),
+        "q_lora_rank": config.q_lora_rank or None,
+        # One group of which one is chosen: none.
+        "n_group": config.num_groups or 1,
+        "topk_group": config.top_groups or 1,
+        "topk_method": method,
+        "scoring_func": config.score,
+        "moe_layer_freq": 1,
+        "head_dim": config.qk_rope_head_dim,
+        "rope_scaling": yarn if config.rope_factor else None,
+        "max_position_embeddings": 163_840 if config.rope_factor else 4096,
+    }
+
+
+def read_config(hf: dict[str, Any]) -> DeepSeekConfig:
+    """Return the sizes of a config.json. Raises ValueError if it describes something else than DeepSeek-V2 or V3."""
+    is_v3 = "v3" in str(hf.get("model_type") or hf.get("architectures")).lower()
+    score, normalizes = ("sigmoid", {}) if is_v3 else ("softmax", {"norm_topk_prob": False})
+    only = {"scoring_func": score, "moe_layer_freq": 1, "rope_interleave": True, **normalizes}
+    llama3.require(hf, only)
+    rope = llama3.rope_of(hf)
+    theta = ("rope_theta", "rope_theta", rope.get("rope_theta", 10_000.0))
+    sizes = llama3.read_fields(hf, DeepSeekConfig, (*_FIELDS, theta))
+    sizes["rope_factor"] = 0.0
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        same = {**_YARN_ONLY, "mscale_all_dim": rope.get("mscale")}
+        if any(rope.get(key, kind) != value for key, value in same.items()):
+            raise ValueError(f"rope_scaling is {rope}; titan's model has YaRN with {same}")
+        sizes |= llama3.read_fields(rope, DeepSeekConfig, _YARN)
+    if sizes["num_groups"] <= 1 or hf.get("topk_method") == "greedy":
+        sizes |= {"num_groups": 0, "top_groups": 0}
+    elif not is_v3:
+        sizes["group_top_k"] = 1
+    return DeepSeekConfig(**sizes, score=score)

@@ -1,0 +1,313 @@
+"""Hugging Face folders of mixtures of experts: a tensor for each expert on disk, stacked here, the same folder from any layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.checkpoint.test_huggingface import (
+    TOKENS,
+    Degrees,
+    assert_same,
+    job,
+    logits,
+    tensors,
+)
+from tests.support.ranks import Pool
+from titan.checkpoint import CheckpointError, SaveFailed, convert, huggingface
+from titan.checkpoint import manager as checkpoints
+from titan.checkpoint.commit import CheckpointGroup
+from titan.checkpoint.export import Export, export_state, require_same_model
+from titan.checkpoint.huggingface import HFFolder, HFModel, model_keys, open_folder, read_sizes
+from titan.config.model import family, model_config
+from titan.config.rules import resolve_layout
+from titan.models.deepseek_v3.config import FLAVORS
+from titan.parallel import build_mesh, materialize
+from titan.train_step import build_train_step
+
+transformers = pytest.importorskip("transformers")
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 301,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "initializer_range": 0.1,  # with 0.2, transformers' two kinds of attention differ by 4e-5
+    "num_experts_per_tok": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 40.0,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 40,
+    "n_routed_experts": 8,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_group": 4,
+    "topk_group": 2,
+    "rope_parameters": YARN,
+}
+# By the name of transformers' classes: what differs from SIZES.
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": {
+        "num_experts": 8,
+        "moe_intermediate_size": 40,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "norm_topk_prob": True,
+    },
+    "DeepseekV3": {
+        **LATENT,
+        "q_lora_rank": 32,
+        "n_shared_experts": 1,
+        "num_nextn_predict_layers": 0,
+    },
+    "DeepseekV2": {
+        **LATENT,
+        "q_lora_rank": None,
+        "n_shared_experts": 2,
+        "topk_method": "group_limited_greedy",
+        "routed_scaling_factor": 16.0,
+    },
+    "DeepseekV2, greedy": {
+        **LATENT,
+        "q_lora_rank": None,
+        "n_shared_experts": 2,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "Mixtral": {"num_local_experts": 4, "num_key_value_heads": 2},
+    "Olmoe": {"num_experts": 8},
+}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Small random models of transformers' own, in several files."""
+    made = {}
+    for name, changes in MODELS.items():
+        kind = name.partition(",")[0]
+        config = getattr(transformers, f"{kind}Config")(**{**SIZES, **changes})
+        torch.manual_seed(0)
+        model = getattr(transformers, f"{kind}ForCausalLM")(config)
+        with torch.no_grad():
+            for key, value in model.named_parameters():
+                if "norm" in key:
+                    value.uniform_(0.5, 1.5)
+                if key.endswith("gate.weight"):  # zeros otherwise: all experts alike
+                    value.normal_(std=0.2)
+            for key, value in model.named_buffers():
+                if key.endswith("e_score_correction_bias"):
+                    value.copy_(torch.linspace(-0.2, 0.2, len(value)).roll(3))
+        made[name] = tmp_path_factory.mktemp("source")
+        model.save_pretrained(made[name], max_shard_size="100KB")
+    return made
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_there_and_back(name: str, sources, tmp_path: Path) -> None:
+    source, there, back = sources[name], tmp_path / "there", tmp_path / "back"
+    stored = tensors(source)
+    assert any(".experts.7." in key or ".experts.3." in key for key in stored)
+    assert convert.main(["from-hf", str(source), str(there)]) == 0
+    assert convert.main(["to-hf", str(there), str(back), "--max-shard-size", "100KB"]) == 0
+    assert_same(tensors(back), stored)
+    expected = logits(source)
+    assert torch.equal(logits(back), expected)
+    family_name, sizes = read_sizes(open_folder(back))
+    with torch.device("meta"):
+        ours = family(family_name).build_model(sizes)
+    materialize(ours, device="cpu")
+    state = checkpoints.model_state([ours])
+    huggingface.load(source, state, model=HFModel.of(family_name, sizes), group=CheckpointGroup())
+    with torch.no_grad():
+        torch.testing.assert_close(ours(TOKENS), expected, rtol=1e-5, atol=1e-5)
+
+
+def through_ranks(source: Path, degrees: Degrees, ep: int, folder: Path) -> tuple[int, int]:
+    """Load a folder and export it; elements of experts on this rank, and of all parameters."""
+    config = job(source, degrees, folder=folder)
+    parallel = config.parallelism.model_copy(update={"expert_parallel_degree": ep})
+    config = config.model_copy(update={"parallelism": parallel})
+    layout = resolve_layout(config, dist.get_world_size())
+    axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+    mesh = build_mesh("cpu", **{axis: getattr(layout, axis) for axis in axes})
+    train_step = build_train_step(config, device=torch.device("cpu"), mesh=mesh)
+    state = checkpoints.model_state(train_step.model_parts)
+    model = HFModel.of(config.model.name, model_config(config.model))
+    huggingface.load(source, state, model=model, group=CheckpointGroup())
+    out = Export(model, torch.float32, file_bytes=60_000, seq_len=32)
+    export_state(folder / f"out-{ep}", state, out, group=CheckpointGroup())
+    held = sum(p.to_local().numel() for key, p in state.items() if ".experts.w" in key)  # pyright: ignore
+    return held, sum(p.numel() for key, p in state.items() if ".experts.w" in key)
+
+
+@pytest.mark.parametrize("name", ["DeepseekV3", "Mixtral"])
+def test_the_same_folder_from_every_degree(name: str, sources, pool: Pool, tmp_path: Path) -> None:
+    layouts = [({"dp_shard": 4}, 1), ({"dp_shard": 4}, 2), ({"dp_shard": 2, "tp": 2}, 4)]
+    folders = []
+    for degrees, ep in layouts:
+        for held, whole in pool.run(4, through_ranks, sources[name], degrees, ep, tmp_path):
+            assert held * 4 == whole
+        files = sorted((tmp_path / f"out-{ep}").iterdir())
+        folders.append({file.name: file.read_bytes() for file in files})
+    assert folders[0] == folders[1] == folders[2]
+    assert len(folders[0]) > 4
+    assert_same(tensors(tmp_path / "out-1"), tensors(sources[name]))
+
+
+# ---- what is released ------------------------------------------------------------------------------
+
+
+def quantize(folder: Path, names: list[str]) -> dict[str, Tensor]:
+    """Turn tensors into fp8 with a random factor for each block of 128 x 128; return what they stand for, in fp32."""
+    expected = {}
+    for file in folder.glob("*.safetensors"):
+        held = load_file(file)
+        for name in names:
+            if name not in held:
+                continue
+            values = (held[name] * 50).to(torch.float8_e4m3fn)
+            rows, columns = values.shape
+            factors = torch.rand(-(-rows // 128), -(-columns // 128)) + 0.5
+            blocks = factors.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            expected[name] = values.float() * blocks[:rows, :columns]
+            held |= {name: values, f"{name}_scale_inv": factors}
+        save_file(held, file, metadata={"format": "pt"})
+    files = {n: f.name for f in folder.glob("*.safetensors") for n in load_file(f)}
+    (folder / huggingface.INDEX).write_text(json.dumps({"weight_map": files}))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return expected
+
+
+def test_released_fp8_weights_and_their_extra_layer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "source"
+    sizes = {"hidden_size": 192, "intermediate_size": 272, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    config = transformers.DeepseekV3Config(
+        **{**SIZES, **MODELS["DeepseekV3"], **sizes, "moe_intermediate_size": 144}
+    )
+    transformers.DeepseekV3ForCausalLM(config).bfloat16().save_pretrained(source)
+    names = [
+        "model.layers.0.mlp.down_proj.weight",
+        "model.layers.1.mlp.experts.5.gate_proj.weight",
+        "model.layers.1.mlp.experts.6.down_proj.weight",
+    ]
+    expected = quantize(source, names)
+    hf = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(hf | {"num_nextn_predict_layers": 1}))
+    save_file({"model.layers.2.eh_proj.weight": torch.ones(2, 2)}, source / "mtp.safetensors")
+    index = json.loads((source / huggingface.INDEX).read_text())
+    index["weight_map"]["model.layers.2.eh_proj.weight"] = "mtp.safetensors"
+    (source / huggingface.INDEX).write_text(json.dumps(index))
+
+    assert convert.main(["from-hf", str(source), str(tmp_path / "there")]) == 0
+    assert "left out model.layers.2.*" in capsys.readouterr().out
+    out = ["to-hf", str(tmp_path / "there"), str(tmp_path / "back"), "--dtype", "bfloat16"]
+    assert convert.main(out) == 0
+    back, whole = tensors(tmp_path / "back"), tensors(source)
+    assert back.keys() == {k for k in whole if "layers.2" not in k and "scale_inv" not in k}
+    for name, tensor in back.items():
+        assert torch.equal(tensor, expected[name].bfloat16() if name in names else whole[name])
+    # A rank's part may begin anywhere.
+    folder = open_folder(source)
+    model = HFModel.of(*read_sizes(folder))
+    ours = "layers.0.feed_forward.w2.weight"
+    part = torch.empty(60, 100)
+    piece = huggingface._Piece(names[0], (slice(100, 160), slice(150, 250)), part)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(huggingface, "_pieces", lambda *_: [piece])
+        assert huggingface.fill(folder, {ours: part}, model=model) == []
+    assert torch.equal(part, expected[names[0]][100:160, 150:250])
+
+
+def test_scales_of_another_shape_are_refused(sources, tmp_path: Path, capsys) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for file in sources["DeepseekV3"].iterdir():
+        (source / file.name).write_bytes(file.read_bytes())
+    name = "model.layers.1.mlp.experts.5.gate_proj.weight"
+    quantize(source, [name])
+    file = next(f for f in source.glob("*.safetensors") if name in load_file(f))
+    save_file(load_file(file) | {f"{name}_scale_inv": torch.ones(2, 1)}, file)
+    assert convert.main(["from-hf", str(source), str(tmp_path / "out")]) == 2
+    assert f"{name}_scale_inv has shape [2, 1]" in capsys.readouterr().err
+
+
+PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("published", "name", "flavor"),
+    [
+        ("Qwen3-30B-A3B", "qwen3", "30B-A3B"),
+        ("Qwen3-235B-A22B", "qwen3", "235B-A22B"),
+        ("DeepSeek-V3", "deepseek_v3", "671B"),
+        ("DeepSeek-V2", "deepseek_v3", "236B"),
+        ("DeepSeek-V2-Lite", "deepseek_v3", "16B"),
+        ("Mixtral-8x7B", "mixtral", "8x7B"),
+        ("Mixtral-8x22B", "mixtral", "8x22B"),
+        ("OLMoE-1B-7B", "olmoe", "1B-7B"),
+    ],
+)
+def test_published_configs_are_our_flavors(published: str, name: str, flavor: str) -> None:
+    found, sizes = read_sizes(HFFolder(Path(), PUBLISHED[published], {}))
+    assert found == name and model_keys(name, sizes) == {"name": name, "flavor": flavor}
+    require_same_model(HFModel.of(name, sizes))
+
+
+# ---- what has no form there ------------------------------------------------------------------------
+
+
+def test_a_routing_bias_that_transformers_has_not(sources, tmp_path: Path, capsys) -> None:
+    there, out = tmp_path / "there", tmp_path / "out"
+    name, sizes = read_sizes(open_folder(sources["Olmoe"]))
+    model = HFModel.of(name, sizes)
+    state = {
+        f"model.{ours}": torch.zeros(shape, dtype=model.buffers.get(ours))
+        for ours, shape in model.shapes.items()
+    }
+    state["model.layers.1.moe.bias"][3] = 1e-3
+    told = "OlmoeForCausalLM of transformers has no routing bias, and layers.1.moe.bias is not zero"
+    with pytest.raises(SaveFailed, match=told):
+        export_state(out, state, Export(model, torch.float32), group=CheckpointGroup())
+    assert convert.main(["from-hf", str(sources["Olmoe"]), str(there)]) == 0
+    step = there / "checkpoint" / "step-0"
+    metadata = json.loads((step / "titan.json").read_text())
+    manager = checkpoints.CheckpointManager(convert.CheckpointSection(), run_dir=there)
+    manager.save(1, state, metadata=metadata | {"step": 1})
+    assert convert.main(["to-hf", str(there), str(out)]) == 2
+    assert told in capsys.readouterr().err and not out.exists()
+
+
+def test_a_model_that_transformers_has_not() -> None:
+    with pytest.raises(CheckpointError, match=r"has no group_top_k = 2; it has group_top_k = 1"):
+        sizes = {**vars(FLAVORS["tiny"]), "score": "softmax", "normalize_weights": False}
+        sizes = {
+            key: value for key, value in sizes.items() if key not in ("n_kv_heads", "head_dim")
+        }
+        require_same_model(HFModel.of("deepseek_v3", type(FLAVORS["tiny"])(**sizes)))
