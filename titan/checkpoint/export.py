@@ -115,7 +115,7 @@ class Export:
 
     def num_bytes(self, theirs: str) -> int:
         """Return the bytes that a tensor takes in a file, by its name there."""
-        tensor = self.model.stored[theirs]
+        tensor = self.model.on_disk[theirs]
         return tensor.shape.numel() * self.dtype_of(tensor.ours).itemsize
 
     def read(
@@ -130,10 +130,10 @@ class Export:
         Without `keep` nothing is returned, but every tensor is asked for: other ranks need this one's part of it.
         """
         kept: StateDict = {}
-        for ours, theirs in groupby(names, key=lambda name: self.model.stored[name].ours):
+        for ours, theirs in groupby(names, key=lambda name: self.model.on_disk[name].ours):
             tensor = whole(ours, self.dtype_of(ours))
             for name in theirs if keep else ():
-                expert = self.model.stored[name].expert
+                expert = self.model.on_disk[name].expert
                 # A copy: a view would keep all experts in memory.
                 kept[name] = tensor.cpu() if expert is None else tensor[expert].to("cpu", copy=True)
         return kept
@@ -244,7 +244,7 @@ def write_folder(
         # One writer: it overlaps with the gathering of the next file.
         with ThreadPoolExecutor(1) as background:
             for number, names in enumerate(files):
-                holders = ranks_of[export.model.stored[names[0]].ours]
+                holders = ranks_of[export.model.on_disk[names[0]].ours]
                 if group.rank not in holders:
                     continue
                 # All holders take part in gathering; the keepers change, so that they write at the same time.
@@ -269,7 +269,7 @@ def plan_files(export: Export, ranks_of: dict[str, list[int]]) -> list[list[str]
     files: list[list[str]] = []
     holders, size = None, 0
     # A tensor larger than `file_bytes` gets a file to itself.
-    for name, tensor in export.model.stored.items():
+    for name, tensor in export.model.on_disk.items():
         full = size + export.num_bytes(name) > export.file_bytes
         if full or ranks_of[tensor.ours] != holders:
             files.append([])
@@ -292,7 +292,7 @@ def _write_texts(folder: Path, export: Export, files: dict[str, list[str]]) -> N
     """Write the index, config.json and the tokenizer's files."""
     model = export.model
     weight_map = {name: file for file, names in files.items() for name in names}
-    total = sum(map(export.num_bytes, model.stored))
+    total = sum(map(export.num_bytes, model.on_disk))
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     for name, value in ((INDEX, index), (CONFIG, export.config())):
         LocalStorage().write(folder / name, (json.dumps(value, indent=2) + "\n").encode())

@@ -48,7 +48,7 @@ _DERIVED = (
 )
 
 
-class StoredTensor(NamedTuple):
+class DiskTensor(NamedTuple):
     """Say what a tensor on disk is to us: a parameter, or one expert's part of it; and its shape."""
 
     ours: str
@@ -107,16 +107,16 @@ class HFModel:
         return [ours for ours in floats if ours not in self.names]
 
     @cached_property
-    def stored(self) -> dict[str, StoredTensor]:
+    def on_disk(self) -> dict[str, DiskTensor]:
         """Return the tensors on disk by their names, in the model's order."""
         tensors = {}
         for ours, theirs in self.names.items():
             shape = self.shapes[ours]
             if "{}" not in theirs:
-                tensors[theirs] = StoredTensor(ours, None, shape)
+                tensors[theirs] = DiskTensor(ours, None, shape)
                 continue
             for expert in range(shape[0]):
-                tensors[theirs.format(expert)] = StoredTensor(ours, expert, shape[1:])
+                tensors[theirs.format(expert)] = DiskTensor(ours, expert, shape[1:])
         return tensors
 
 
@@ -333,7 +333,7 @@ def _unscaled(values: Tensor, factors: Tensor, where: tuple[slice, ...]) -> Tens
 
 def _problems(folder: HFFolder, model: HFModel) -> Iterator[str]:
     """Yield what is wrong with the tensors of a folder, each with its file."""
-    wanted = {name: list(tensor.shape) for name, tensor in model.stored.items()}
+    wanted = {name: list(tensor.shape) for name, tensor in model.on_disk.items()}
     source = folder.path / (INDEX if (folder.path / INDEX).is_file() else SINGLE)
     for name in wanted.keys() - folder.files.keys():
         yield f"{source}: tensor {name} is missing"
