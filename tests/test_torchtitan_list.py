@@ -106,6 +106,14 @@ dataset = "c4_validation"
 freq = 5
 steps = 10
 """
+# What DeepSeek's attention and experts have in the place of key/value heads.
+LATENT = """
+kv_lora_rank = 16
+qk_nope_head_dim = 8
+qk_rope_head_dim = 8
+v_head_dim = 8
+expert_dim = 32
+"""
 BOUND = 1e-5  # relative, as in tests/parity
 OUT = "artifacts-to-be-uploaded"
 PP, TP, CP = (f"--parallelism.{axis}_parallel_degree" for axis in ("pipeline", "tensor", "context"))
@@ -261,31 +269,28 @@ ENTRIES = [
     entry(
         "deepseek_v3_fsdp+ep+compile",
         f"--model.name deepseek_v3 {SHARD} 4 {EP} 2 {COMPILE}",
-        refused=NO_FAMILY,
     ),
     entry(
         "pp_dualpipev",
         f"--model.name deepseek_v3 {PP} 2 {EP} 2 {SCHEDULE} DualPipeV {AC} 'none'",
-        refused=NO_FAMILY,
     ),
     entry(
         "deepseek_v3_pp+fsdp+tp+ep",
         f"{DEEPSEEK} Interleaved1F1B {SHARD} 2 {TP} 2 {EP} 4 {ETP} 1",
         ranks=8,
-        refused=NO_FAMILY,
     ),
     entry(
         "deepseek_v3_pp+fsdp+tp+ep+etp",
         f"{DEEPSEEK} Interleaved1F1B {SHARD} 2 {TP} 2 {EP} 2 {ETP} 2",
         ranks=8,
-        refused=NO_FAMILY,
+        refused=NO_ETP,
     ),
     entry(
         "deepseek_v3_flex+pp+fsdp+ep+sacop",
         f"--model.name deepseek_v3 --model.flavor debugmodel_flex_attn {SHARD} 4 {PP} 2 {SCHEDULE} Interleaved1F1B "
         f"{EP} 4 {AC} 'selective' {OPTION} 'op'",
         ranks=8,
-        refused=NO_FAMILY,
+        refused=NO_FLEX,
     ),
     entry("qwen3_fsdp+tp", f"--model.name qwen3 {SHARD} 2 {TP} 2"),
     entry(
@@ -344,12 +349,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         lines.append(",".join(forward + backward))
     (assets / "custom_schedule.csv").write_text("\n".join(lines) + "\n")
     (root / "base_config.toml").write_text(JOB)
+    (root / "deepseek.toml").write_text(JOB.replace("n_kv_heads = 4\n", LATENT))
     return root
 
 
 def words(command: str, *more: str) -> list[str]:
     """The arguments, as a shell passes them on, in the order of TorchTitan's runner."""
-    return ["base_config.toml", *more, *shlex.split(command)]
+    file = "deepseek.toml" if "deepseek" in command else "base_config.toml"
+    return [file, *more, *shlex.split(command)]
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)

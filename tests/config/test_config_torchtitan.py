@@ -174,11 +174,6 @@ early_stop = false
 visualize_memory_budget_pareto = false
 determinism_check = "default"
 debug = false
-[quantize.grouped_mm.float8]
-fqns = []
-[quantize.grouped_mm.mx]
-recipe_name = "mxfp8"
-fqns = []
 [comm]
 mode = "default"
 [memory_estimation]
@@ -187,7 +182,6 @@ enable = false
 num_workers = 2
 [debug]
 deterministic_warn_only = false
-moe_force_load_balance = false
 """
 
 # Shaped like the Llama 3 files of v0.2.2, and of the releases before it.
@@ -374,7 +368,7 @@ def test_every_key_loads_as_written(tmp_path: Path) -> None:
 def test_unused_keys_are_ignored_at_their_defaults_and_refused_otherwise(tmp_path: Path) -> None:
     config = load_text(UNUSED_KEYS, tmp_path)
     assert config == JobConfig()
-    assert len(config.source_map.warnings) == 18 and all(
+    assert len(config.source_map.warnings) == 15 and all(
         " is ignored: " in warning for warning in config.source_map.warnings
     )
     asked = UNUSED_KEYS.replace('mode = "default"', 'mode = "fake_backend"')
