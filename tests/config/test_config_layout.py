@@ -23,6 +23,11 @@ FITTING = {
     "llama3_8b": 8,
     "llama3_70b": 256,
     "llama3_405b": 512,
+    "demo_moe": 2,
+    "qwen3_30b_a3b": 16,
+    "deepseek_v3_16b": 8,
+    "mixtral_8x7b": 16,
+    "olmoe_1b_7b": 8,
 }
 
 

@@ -443,6 +443,70 @@ def test_what_differs_is_reported(tmp_path: Path) -> None:
     ]
 
 
+# The keys of models/deepseek_v3/train_configs of TorchTitan v0.2.2.
+DEEPSEEK = """
+[job]
+dump_folder = "./outputs"
+print_config = false
+[profiling]
+enable_profiling = false
+enable_memory_snapshot = false
+[metrics]
+disable_color_printing = false
+[model]
+name = "deepseek_v3"
+flavor = "FLAVOR"
+[lr_scheduler]
+decay_ratio = 0.8
+decay_type = "cosine"
+min_lr_factor = 0.1
+[training]
+local_batch_size = 4
+seq_len = 4096
+dataset = "c4"
+[parallelism]
+data_parallel_shard_degree = -1
+fsdp_reshard_after_forward = "default"
+pipeline_parallel_schedule = "Interleaved1F1B"
+expert_parallel_degree = EP
+expert_tensor_parallel_degree = 1
+[checkpoint]
+enable = false
+last_save_model_only = true
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = 'op'
+[compile]
+enable = true
+components = ["loss"]
+[quantize.linear.float8]
+filter_fqns = ["output", "router.gate"]
+[quantize.grouped_mm.float8]
+fqns = ["experts"]
+"""
+
+
+@pytest.mark.parametrize(("flavor", "ep"), [("debugmodel", 1), ("16B", 8), ("671B", 1)])
+def test_deepseek_files_load_as_written(flavor: str, ep: int, tmp_path: Path) -> None:
+    text = DEEPSEEK.replace("FLAVOR", flavor).replace("EP", str(ep))
+    config = load_text(text, tmp_path)
+    assert config.source_map.warnings == []
+    assert [p.key for p in [*check(config), *check_layout(config, world_size=64)]] == []
+    found = {line.partition(":")[0] for line in differences(config)}
+    assert "model.overrides.rope_factor" in found and "model.flavor" not in found
+
+
+def test_how_experts_are_balanced_there(tmp_path: Path) -> None:
+    text = DEEPSEEK.replace("FLAVOR", "16B").replace("EP", "1").replace("4096", "8192")
+    assert differences(load_text(text, tmp_path)) == [
+        "model.overrides.norm_eps: 1e-06; 16B has 1e-05 there",
+        "model.overrides.rope_mscale: 0.707; 16B has 0.7 there",
+        "model.overrides.load_balance_coeff: 0.0; 16B has 0.001 there",
+        "model.overrides.sequence_balance_coeff: 0.001; 16B has 0.0 there",
+        NORMS,
+    ]
+
+
 def test_an_overlay_may_use_the_new_name(tmp_path: Path) -> None:
     base, top = tmp_path / "base.toml", tmp_path / "top.toml"
     base.write_text("[training]\nbatch_size = 8\n")

@@ -18,7 +18,23 @@ from .toml import format_value
 # Flavors that both have. They are the same models: tests/models/test_torchtitan.py.
 FLAVORS = {
     "llama3": ("debugmodel", "8B", "70B", "405B"),
-    "qwen3": ("debugmodel", "0.6B", "1.7B", "4B", "8B", "14B", "32B"),
+    "qwen3": (
+        *("debugmodel", "0.6B", "1.7B", "4B", "8B", "14B", "32B"),
+        *("debugmodel_moe", "30B-A3B", "235B-A22B"),
+    ),
+    "deepseek_v3": ("debugmodel", "16B", "236B", "671B"),
+}
+# How TorchTitan balances experts: it moves the routing bias of DeepSeek, and leaves Qwen3's routers alone.
+_BALANCE = {
+    "qwen3": {"load_balance_coeff": 0.0, "global_balance_coeff": 0.0},
+    "deepseek_v3": {"load_balance_coeff": 1e-3, "sequence_balance_coeff": 0.0},
+}
+# Where a flavor of that name is another model there than the published one, which is ours.
+_OTHERS: dict[tuple[str, str], dict[str, Any]] = {
+    ("qwen3", "235B-A22B"): {"rope_theta": 5e6},
+    ("deepseek_v3", "16B"): {"norm_eps": 1e-5, "rope_mscale": 0.7},
+    ("deepseek_v3", "236B"): {"norm_eps": 1e-5, "group_top_k": 2},
+    ("deepseek_v3", "671B"): {"norm_eps": 1e-5},
 }
 # TorchTitan's defaults that differ from ours and change a run's numbers.
 DEFAULTS: dict[str, Any] = {
@@ -42,8 +58,15 @@ def _in_model(config: JobConfig) -> Iterator[RuleViolation]:
         yield "model.flavor", f'TorchTitan has no {model.name} "{model.flavor}"'
         return
     flavor = family(model.name).FLAVORS[model.flavor]
-    for name, value in model.overrides.items():
-        if value != (theirs := getattr(flavor, name)):
+    others = dict(_OTHERS.get((model.name, model.flavor), {}))
+    if getattr(flavor, "num_experts", 0):
+        others |= _BALANCE.get(model.name, {})
+    # YaRN is for sequences longer than those of pretraining there, and for all here, as in transformers.
+    if config.training.seq_len <= getattr(flavor, "original_context", 0):
+        others["rope_factor"] = 0.0
+    for name in {**model.overrides, **others}:
+        value = model.overrides.get(name, getattr(flavor, name))
+        if value != (theirs := others.get(name, getattr(flavor, name))):
             yield f"model.overrides.{name}", f"{value}; {model.flavor} has {theirs} there"
 
 

@@ -1,0 +1,72 @@
+"""Families with experts: exact counts of the published models, what is counted for MFU, and YaRN."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from titan.config.model import family
+from titan.models.deepseek_v3 import FLAVORS as DEEPSEEK
+from titan.models.deepseek_v3.model import yarn_frequencies
+
+# All parameters, those that a token meets, and those of experts: transformers' models on meta, DeepSeek-V3 without its layer
+# for predicting further tokens.
+COUNTS = {
+    ("qwen3", "debugmodel_moe"): (315_758_848, 51_517_696, 301_989_888),
+    ("qwen3", "30B-A3B"): (30_532_122_624, 3_353_032_704, 28_991_029_248),
+    ("qwen3", "235B-A22B"): (235_093_634_560, 22_190_763_520, 227_096_395_776),
+    ("deepseek_v3", "debugmodel"): (33_014_016, 28_098_816, 7_864_320),
+    ("deepseek_v3", "16B"): (15_706_484_224, 2_661_150_208, 14_394_851_328),
+    ("deepseek_v3", "236B"): (235_741_434_880, 21_375_800_320, 222_717_542_400),
+    ("deepseek_v3", "671B"): (671_026_404_352, 37_552_282_624, 653_908_770_816),
+    ("mixtral", "8x7B"): (46_702_792_704, 12_879_925_248, 45_097_156_608),
+    ("mixtral", "8x22B"): (140_620_634_112, 39_152_031_744, 135_291_469_824),
+    ("olmoe", "1B-7B"): (6_919_161_856, 1_282_017_280, 6_442_450_944),
+}
+
+
+@pytest.mark.parametrize(("name", "flavor"), COUNTS)
+def test_published_counts(name: str, flavor: str) -> None:
+    total, active, in_experts = COUNTS[name, flavor]
+    config = family(name).FLAVORS[flavor]
+    with torch.device("meta"):
+        model = family(name).build_model(config)
+    counts = {key: p.numel() for key, p in model.named_parameters()}
+    assert sum(counts.values()) == config.num_params == total
+    assert config.num_active_params == active
+    assert sum(n for key, n in counts.items() if ".moe.experts." in key) == in_experts
+    blocks = [f"layers.{i}." for i in range(config.n_layers)]
+    for layer, prefix in enumerate(blocks[:4]):
+        own = sum(n for key, n in counts.items() if key.startswith(prefix))
+        assert own == config.block_params(layer)
+
+
+def test_flops_of_latent_attention() -> None:
+    """Six for each active parameter of a matrix product, and attention with heads of 192 and 128."""
+    config = DEEPSEEK["16B"]
+    norms = config.n_layers * config.num_block_norm_params + config.dim
+    products = config.num_active_params - config.num_embedding_params - norms
+    attention = 6 * 27 * 16 * (192 + 128) * 4096
+    assert config.flops_per_token(4096) == 6 * products + attention
+
+
+@pytest.mark.parametrize("flavor", ["tiny", "16B", "671B"])
+def test_yarn_is_that_of_transformers(flavor: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = DEEPSEEK[flavor]
+    mscale = {"mscale": config.rope_mscale, "mscale_all_dim": config.rope_mscale}
+    rope = {"rope_type": "yarn", "rope_theta": config.rope_theta, "factor": 40.0, **mscale}
+    theirs = transformers.DeepseekV3Config(
+        qk_rope_head_dim=config.qk_rope_head_dim,
+        max_position_embeddings=163_840,
+        rope_parameters=rope | {"original_max_position_embeddings": 4096},
+    )
+    expected, factor = ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
+    torch.testing.assert_close(yarn_frequencies(config, torch.device("cpu")), expected)
+    assert factor == 1.0
+    plain = yarn_frequencies(dataclasses.replace(config, rope_factor=0.0), torch.device("cpu"))
+    assert (plain >= expected).all() and (plain > expected * 39).any()
