@@ -22,11 +22,11 @@ OUT, PICTURES = ROOT / "outputs" / "moe_curve", ROOT / "docs" / "pictures"
 COMMON = [
     *("--model.name=qwen3", "--model.flavor=demo_moe", "--debug.seed=1"),
     *(
-        "--training.steps=200",
+        "--training.steps=800",
         "--training.local_batch_size=4",
         "--metrics.enable_tensorboard=false",
     ),
-    *("--validation.freq=40", "--validation.steps=8", "--checkpoint.enable=false"),
+    *("--validation.freq=100", "--validation.steps=8", "--checkpoint.enable=false"),
 ]
 
 
@@ -42,10 +42,12 @@ RUNS = {
     "balanced": coefficients(bias=1e-2, loss=1e-2),
     "unbalanced": coefficients(bias=0.0, loss=0.0),
     "dense": ["--model.overrides.num_experts=0", "--model.overrides.ffn_dim=512"],
+    "gently": coefficients(bias=1e-3, loss=1e-3),
 }
-STYLES = {"balanced": "#228833", "unbalanced": "#cc3311", "dense": "#555555"}
+STYLES = {"balanced": "#228833", "gently": "#4488cc", "unbalanced": "#cc3311", "dense": "#555555"}
 LABELS = {
-    "balanced": "experts, balanced",
+    "balanced": "experts, coefficients 1e-2",
+    "gently": "experts, coefficients 1e-3",
     "unbalanced": "experts, no balance terms",
     "dense": "dense twin",
 }

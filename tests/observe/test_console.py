@@ -79,8 +79,8 @@ def test_step_line_in_a_log_file() -> None:
 
 
 def test_a_mixture_of_experts_shows_its_imbalance() -> None:
-    text = printed(lambda console: console.step(step_row(1, expert_imbalance=1.4249)))
-    assert "  experts  1.42x  eta" in text
+    text = printed(lambda console: console.step(step_row(1, mfu=0.4, expert_imbalance=1.4249)))
+    assert "  gpu 61.20 GiB  moe  1.42x  eta" in text  # in the place of data
 
 
 def test_cpu_says_rss_and_no_mfu() -> None:

@@ -100,7 +100,7 @@ class Console(logging.Handler):
         memory = "rss" if row.memory_kind == "rss" else "gpu"
         imbalance = row.expert_imbalance
         # Rows of the busiest expert-parallel rank, or of the busiest expert, over the mean.
-        experts = [] if imbalance is None else [_Column(f"experts {imbalance:5.2f}x", order=2)]
+        experts = [] if imbalance is None else [_Column(f"moe {imbalance:5.2f}x", order=2)]
         self._print_columns(
             _Column(self._step_column(row.step), style="cyan"),
             _Column(f"loss {row.loss:7.4f}", style="bold"),
