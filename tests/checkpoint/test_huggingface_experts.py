@@ -18,9 +18,11 @@ from tests.checkpoint.test_huggingface import (
     assert_same,
     job,
     logits,
+    losses,
     tensors,
+    train,
 )
-from tests.support.ranks import Pool
+from tests.support.ranks import Pool, RankFailed
 from titan.checkpoint import CheckpointError, SaveFailed, convert, huggingface
 from titan.checkpoint import manager as checkpoints
 from titan.checkpoint.commit import CheckpointGroup
@@ -28,6 +30,7 @@ from titan.checkpoint.export import Export, export_state, require_same_model
 from titan.checkpoint.huggingface import HFFolder, HFModel, model_keys, open_folder, read_sizes
 from titan.config.model import family, model_config
 from titan.config.rules import resolve_layout
+from titan.config.schema import JobConfig
 from titan.models.deepseek_v3.config import FLAVORS
 from titan.parallel import build_mesh, materialize
 from titan.train_step import build_train_step
@@ -146,9 +149,7 @@ def test_there_and_back(name: str, sources, tmp_path: Path) -> None:
 
 def through_ranks(source: Path, degrees: Degrees, ep: int, folder: Path) -> tuple[int, int]:
     """Load a folder and export it; elements of experts on this rank, and of all parameters."""
-    config = job(source, degrees, folder=folder)
-    parallel = config.parallelism.model_copy(update={"expert_parallel_degree": ep})
-    config = config.model_copy(update={"parallelism": parallel})
+    config = with_ep(job(source, degrees, folder=folder), ep)
     layout = resolve_layout(config, dist.get_world_size())
     axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     mesh = build_mesh("cpu", **{axis: getattr(layout, axis) for axis in axes})
@@ -174,6 +175,36 @@ def test_the_same_folder_from_every_degree(name: str, sources, pool: Pool, tmp_p
     assert folders[0] == folders[1] == folders[2]
     assert len(folders[0]) > 4
     assert_same(tensors(tmp_path / "out-1"), tensors(sources[name]))
+
+
+def with_ep(config: JobConfig, ep: int, **overrides: Any) -> JobConfig:
+    parallel = config.parallelism.model_copy(update={"expert_parallel_degree": ep})
+    sizes = {**config.model.overrides, **overrides}
+    model = config.model.model_copy(update={"overrides": sizes})
+    return config.model_copy(update={"parallelism": parallel, "model": model})
+
+
+def test_training_from_and_to_a_folder(sources, pool: Pool, tmp_path: Path) -> None:
+    source, there = sources["DeepseekV3"], tmp_path / "there"
+    assert convert.main(["from-hf", str(source), str(there)]) == 0
+    step = str(there / "checkpoint" / "step-0")
+    by_step = job(source, {}, folder=tmp_path / "a", initial_load_path=step)
+    hf = {"initial_load_in_hf": True, "initial_load_path": str(source)}
+    last = {"last_save_in_hf": True, "export_dtype": "bfloat16"}
+    by_folder = job(source, {}, folder=tmp_path / "b", **hf, **last)
+    pool.run(1, train, by_step)
+    pool.run(2, train, with_ep(by_folder, 2))
+    assert losses(tmp_path / "a") == pytest.approx(losses(tmp_path / "b"), rel=1e-5)
+    before, after = tensors(source), tensors(tmp_path / "b" / "checkpoint" / "step-2")
+    assert before.keys() == after.keys()
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    moved = (after[bias] - before[bias]).abs()
+    assert after[bias].dtype == torch.float32 and 1e-4 < moved.max() < 3e-3
+    assert after["model.norm.weight"].dtype == torch.bfloat16
+    # Refused before the first step, not after the last one.
+    olmoe = job(sources["Olmoe"], {}, folder=tmp_path / "c", **last)
+    with pytest.raises(RankFailed, match="OlmoeForCausalLM of transformers has no routing bias"):
+        pool.run(1, train, with_ep(olmoe, 1, load_balance_coeff=1e-3))
 
 
 # ---- what is released ------------------------------------------------------------------------------
@@ -292,7 +323,7 @@ def test_a_routing_bias_that_transformers_has_not(sources, tmp_path: Path, capsy
         for ours, shape in model.shapes.items()
     }
     state["model.layers.1.moe.bias"][3] = 1e-3
-    told = "OlmoeForCausalLM of transformers has no routing bias, and layers.1.moe.bias is not zero"
+    told = "layers.1.moe.bias is not zero: OlmoeForCausalLM of transformers has no routing bias"
     with pytest.raises(SaveFailed, match=told):
         export_state(out, state, Export(model, torch.float32), group=CheckpointGroup())
     assert convert.main(["from-hf", str(sources["Olmoe"]), str(there)]) == 0

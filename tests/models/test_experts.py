@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from titan.config.model import family
+from titan.config.model import family, resolve_model
+from titan.config.schema import ModelSection
 from titan.models.deepseek_v3 import FLAVORS as DEEPSEEK
 from titan.models.deepseek_v3.model import yarn_frequencies
 
@@ -70,3 +71,25 @@ def test_yarn_is_that_of_transformers(flavor: str) -> None:
     assert factor == 1.0
     plain = yarn_frequencies(dataclasses.replace(config, rope_factor=0.0), torch.device("cpu"))
     assert (plain >= expected).all() and (plain > expected * 39).any()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ({"num_groups": 3}, ["num_groups: 3 groups do not divide 8 experts; use 2 or 4"]),
+        ({"top_groups": 5}, ["top_groups: must be 1 to num_groups 4, got 5"]),
+        ({"group_top_k": 3}, ["group_top_k: a group has 2 experts and no best 3; use 2"]),
+        ({"top_k": 5}, ["top_k: a token goes to 1 to 4 of the experts, got 5"]),
+        ({"num_groups": 0, "top_k": 9}, ["top_k: a token goes to 1 to 8 of the experts, got 9"]),
+        ({"score": "tanh"}, ['score: expected "softmax" or "sigmoid", got "tanh"']),
+        ({"expert_dim": 0}, ["expert_dim: must be at least 1, got 0"]),
+        ({"num_experts": 0}, []),
+    ],
+    ids=str,
+)
+def test_a_router_that_cannot_choose_is_refused(overrides: dict, told: list[str]) -> None:
+    section = ModelSection(name="deepseek_v3", flavor="tiny", overrides=overrides)
+    _, violations = resolve_model(section)
+    assert [f"{key}: {message}" for key, message in violations] == [
+        f"model.overrides.{text}" for text in told
+    ]

@@ -38,7 +38,7 @@ from titan.checkpoint.huggingface import (
     HFModel,
     check_folder,
     fill,
-    left_out,
+    left_out_messages,
     model_keys,
     not_finite,
     open_folder,
@@ -130,7 +130,7 @@ def from_hf(source: Path, output: Path) -> list[str]:
     )
     return [
         f"{step}: {name} {keys['flavor']}, {sizes.num_params:,} parameters",
-        *(f"left out {prefix}*: it predicts further tokens" for prefix in left_out(folder, sizes)),
+        *left_out_messages(folder, sizes),
         f"train it: titan train JOB.toml {overlay}",
     ]
 

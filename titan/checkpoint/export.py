@@ -148,11 +148,18 @@ def require_same_model(model: HFModel) -> None:
         raise CheckpointError(f"{model.architecture} of transformers has no {what}; it has {fix}")
 
 
+def no_routing_bias(model: HFModel) -> str:
+    """Return why a model with a routing bias cannot be exported, and what to do instead."""
+    return (
+        f"{model.architecture} of transformers has no routing bias; to export the model, train with "
+        "model.overrides.load_balance_coeff = 0, and balance by global_balance_coeff"
+    )
+
+
 def lost_buffers(model: HFModel, buffers: Mapping[str, Tensor]) -> list[str]:
     """Return a message for each of the `off_disk` buffers whose values a folder would lack."""
     return [
-        f"{model.architecture} of transformers has no routing bias, and {ours} is not zero; train with "
-        "model.overrides.load_balance_coeff = 0 to export a model, and balance it by global_balance_coeff"
+        f"{ours} is not zero: {no_routing_bias(model)}"
         for ours, tensor in buffers.items()
         if tensor.any()
     ]

@@ -215,10 +215,10 @@ def check_folder(path: Path, model: HFModel) -> HFFolder:
     return folder
 
 
-def load(path: Path, state: StateDict, *, model: HFModel, group: CheckpointGroup) -> None:
+def load(path: Path, state: StateDict, *, model: HFModel, group: CheckpointGroup) -> list[str]:
     """Fill the tensors "model.<parameter>" of `state`, in their own precision. All ranks call this together.
 
-    Raises CheckpointError on all ranks, for a folder of another model or a weight that is not a number.
+    Return messages about what the folder holds and the model has not. Raises CheckpointError on all ranks, for a folder of another model or a weight that is not a number.
     """
     # Only rank 0 reads the headers. Its finding, a folder or an error, goes to all ranks, so that
     # they go on or fail together.
@@ -234,6 +234,7 @@ def load(path: Path, state: StateDict, *, model: HFModel, group: CheckpointGroup
     # No rank raises alone: the others would wait for it in the next collective.
     if problems := [problem for of_rank in group.gather(bad) for problem in of_rank]:
         raise CheckpointError(problems[0])
+    return left_out_messages(folder, model.sizes)
 
 
 def fill(folder: HFFolder, tensors: Mapping[str, Tensor], *, model: HFModel) -> list[str]:
@@ -358,6 +359,14 @@ def _problems(folder: HFFolder, model: HFModel) -> Iterator[str]:
                 yield f"{file}: tensor {name} has shape {shape}; the sizes in config.json make it {expected}"
             elif dtype not in (("F8_E4M3",) if name in scaled else _DTYPES):
                 yield f"{file}: tensor {name} is {dtype}; quantized weights must be converted to bfloat16 first"
+
+
+def left_out_messages(folder: HFFolder, sizes: Any) -> list[str]:
+    """Return a message for each layer that is left out."""
+    prefixes = left_out(folder, sizes)
+    return [
+        f"left out {prefix}* of {folder.path}: it predicts further tokens" for prefix in prefixes
+    ]
 
 
 def left_out(folder: HFFolder, sizes: Any) -> tuple[str, ...]:

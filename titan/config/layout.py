@@ -191,6 +191,9 @@ def _uneven(model: Any, tp: int) -> Iterator[str]:
         yield f"{tp} neither divides the model's {kv_heads} key/value heads nor is a multiple of them"
     if width % tp:
         yield f"{tp} does not divide the model's ffn_dim {width}"
+    shared = getattr(model, "num_shared_experts", 0) * getattr(model, "expert_dim", 0)
+    if shared % tp:
+        yield f"{tp} does not divide the {shared} channels of the model's shared experts"
     # The last rank's part may be shorter, but not empty: torch cannot look up in nothing.
     share = -(-vocabulary // tp)
     if vocabulary and (tp - 1) * share >= vocabulary:

@@ -65,7 +65,7 @@ def resolve_model(section: ModelSection) -> tuple[Any, list[RuleViolation]]:
     if violations:
         return None, violations
     config = _replace(flavor, section.overrides)
-    violations = [*_check_shape(config, "head_dim" in section.overrides)]
+    violations = [*_check_shape(config, "head_dim" in section.overrides), *_check_experts(config)]
     if not violations and is_plug_in:
         violations = [*_check_module(section.name, config)]
     return (None if violations else config), violations
@@ -174,6 +174,37 @@ def _replace(flavor: Any, overrides: dict[str, Any]) -> Any:
     if has_changed and flavor.head_dim == flavor.dim // flavor.n_heads:
         changes.setdefault("head_dim", 0)  # it was derived: derive it again from what has changed
     return dataclasses.replace(flavor, **changes)
+
+
+def _check_experts(config: Any) -> Iterator[RuleViolation]:
+    """Check that a router can choose as many experts, and groups of them, as it should."""
+    prefix, experts = "model.overrides", getattr(config, "num_experts", 0)
+    if not experts or not hasattr(
+        config, "num_groups"
+    ):  # a package's family may have its own router
+        return
+    groups, top_groups = config.num_groups, config.top_groups
+    if config.score not in ("softmax", "sigmoid"):
+        yield (
+            f"{prefix}.score",
+            f'expected "softmax" or "sigmoid", got {format_value(config.score)}',
+        )
+    if experts % max(1, groups):
+        fix = either(neighbours(groups, divisors(experts)))
+        yield f"{prefix}.num_groups", f"{groups} groups do not divide {experts} experts; use {fix}"
+        return
+    size = experts // max(1, groups)
+    if groups and not 1 <= top_groups <= groups:
+        yield f"{prefix}.top_groups", f"must be 1 to num_groups {groups}, got {top_groups}"
+    elif groups and config.group_top_k > size:
+        message = f"a group has {size} experts and no best {config.group_top_k}; use {size}"
+        yield f"{prefix}.group_top_k", message
+    open_to_a_token = top_groups * size if groups else experts
+    if not 1 <= config.top_k <= open_to_a_token:
+        message = f"a token goes to 1 to {open_to_a_token} of the experts, got {config.top_k}"
+        yield f"{prefix}.top_k", message
+    if not config.expert_dim:
+        yield f"{prefix}.expert_dim", "must be at least 1, got 0"
 
 
 def _check_shape(config: Any, is_head_dim_set: bool) -> Iterator[RuleViolation]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from titan.checkpoint import huggingface
 from titan.checkpoint import manager as checkpoints
 from titan.checkpoint.commit import TIMEOUT
-from titan.checkpoint.export import Export, export_state
+from titan.checkpoint.export import Export, export_state, no_routing_bias
 from titan.checkpoint.manager import CheckpointError, CheckpointManager, SaveFailed
 from titan.checkpoint.storage import Location, as_location
 from titan.config.render import to_toml
@@ -156,7 +156,11 @@ class Checkpointing(Hook):
         if not (section.initial_load_in_hf or section.last_save_in_hf):
             return None
         dtype = torch_dtype(section.export_dtype)
-        return Export.of(config, tokenizer=self.trainer.tokenizer, dtype=dtype)
+        export = Export.of(config, tokenizer=self.trainer.tokenizer, dtype=dtype)
+        has_bias = getattr(export.model.sizes, "load_balance_coeff", 0) > 0
+        if section.last_save_in_hf and has_bias and export.model.off_disk:
+            raise CheckpointError(no_routing_bias(export.model))
+        return export
 
     def _before_update(self, *_: Any) -> None:
         """Wait for the asynchronous copy of the state to finish before the optimizer changes it."""
@@ -178,7 +182,9 @@ class Checkpointing(Hook):
             assert self.export is not None, "built in the constructor"
             path = Path(section.initial_load_path or self.trainer.config.model.hf_assets_path)
             state = checkpoints.model_state(self.trainer.train_step.model_parts)
-            huggingface.load(path, state, model=self.export.model, group=self.manager.group)
+            model, group = self.export.model, self.manager.group
+            for text in huggingface.load(path, state, model=model, group=group):
+                self.trainer.console.message(text)
         elif path is None and section.enable and section.initial_load_path:
             path, model_only = (
                 as_location(section.initial_load_path),
