@@ -72,6 +72,40 @@ JOBS: dict[str, tuple[int, dict[str, Any]]] = {
             "activation_checkpoint": {"mode": "full"},
         },
     ),
+    "EP, dense blocks first": (
+        4,
+        {
+            "model": {
+                "name": "qwen3",
+                "flavor": "tiny_moe",
+                "overrides": {"n_layers": 19, "n_dense_layers": 2, "load_balance_coeff": 1e-3},
+            },
+            "parallelism": {"expert_parallel_degree": 2},
+            "training": {
+                "seq_len": 64,
+                "local_batch_size": 4,
+                "mixed_precision_param": "bfloat16",
+            },
+            "simulator": {"expert_imbalance": 1.5},
+        },
+    ),
+    "1F1B, EP, TP": (
+        8,
+        {
+            "model": {
+                "name": "qwen3",
+                "flavor": "tiny_moe",
+                "overrides": {"n_layers": 30},
+            },
+            "parallelism": {
+                "pipeline_parallel_degree": 2,
+                "pipeline_parallel_schedule": "1F1B",
+                "tensor_parallel_degree": 2,
+                "expert_parallel_degree": 4,
+            },
+            "activation_checkpoint": {"mode": "full"},
+        },
+    ),
     "interleaved": (
         2,
         {
@@ -123,7 +157,17 @@ def canonical(trace: Trace, section: str, numbers: defaultdict[str, dict[int, in
 
 @pytest.mark.parametrize(
     "name",
-    in_turn(JOBS, slow=["HSDP, full AC", "DDP, plain loss", "TP, Qwen3", "1F1B", "interleaved"]),
+    in_turn(
+        JOBS,
+        slow=[
+            "HSDP, full AC",
+            "DDP, plain loss",
+            "TP, Qwen3",
+            "1F1B",
+            "1F1B, EP, TP",
+            "interleaved",
+        ],
+    ),
 )
 def test_extended_is_whole(name: str) -> None:
     world, sections = JOBS[name]

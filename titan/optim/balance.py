@@ -6,7 +6,7 @@ Loads are integers, so their sum, and with it the bias, is the same bits in ever
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -40,20 +40,24 @@ class Balance:
         if self.group is not None:
             dist.all_reduce(loads, group=self.group)
         self.loads = loads
-        for moe, loads_E in zip(self.moes.values(), loads, strict=True):
-            # Also after a step that was refused: the next one counts from 0.
-            moe.loads.zero_()
-            if accepted:
-                moe.last_loads.copy_(loads_E)
-                move_bias(moe.bias, loads_E, step=moe.config.load_balance_coeff)
+        moes = list(self.moes.values())
+        # Also after a step that was refused: the next one counts from 0.
+        torch._foreach_zero_([moe.loads for moe in moes])
+        if accepted:
+            torch._foreach_copy_([moe.last_loads for moe in moes], list(loads.unbind()))
+            step = moes[0].config.load_balance_coeff
+            move_biases([moe.bias for moe in moes], loads, step=step)
 
 
-def move_bias(bias_E: Tensor, loads_E: Tensor, *, step: float) -> None:
+def move_biases(biases_E: Sequence[Tensor], loads_LE: Tensor, *, step: float) -> None:
     """Raise the bias of experts with less than the mean load by `step` and lower that of others (arXiv:2408.15664).
 
     The mean of the moves is taken off: only differences between biases choose an expert.
     """
     if step:
         # In integers: a load equals the mean or it does not.
-        moves_E = step * (loads_E.sum() - loads_E * len(loads_E)).sign().float()
-        bias_E += moves_E - moves_E.mean()
+        total_L1 = loads_LE.sum(-1, keepdim=True)
+        moves_LE = step * (total_L1 - loads_LE * loads_LE.shape[-1]).sign().float()
+        moves_LE -= moves_LE.mean(-1, keepdim=True)
+        # All layers at once: a kernel for each would cost the host more than they do.
+        torch._foreach_add_(list(biases_E), list(moves_LE.unbind()))

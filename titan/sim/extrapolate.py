@@ -115,9 +115,8 @@ class _Extrapolation:
 
     def _fail(self, number: int, why: str, event_id: EventId | None = None) -> CannotExtrapolate:
         parts = self.more.segments[number].parts
-        return CannotExtrapolate(
-            f"{why}: {parts[event_id.part][event_id.number] if event_id else parts[0][0]}"
-        )
+        event = parts[event_id.part][event_id.number] if event_id else next(filter(None, parts))[0]
+        return CannotExtrapolate(f"{why}: {event}")
 
     def _grown(self, few: int, more: int) -> int:
         """Extrapolate a number that grows with the blocks to the whole model's depth."""
@@ -210,16 +209,17 @@ class _Extrapolation:
         return len(relations) == 1
 
     def _find_template(self, number: int, segment: Segment) -> int:
-        """Return a part in the middle that equals the next one."""
+        """Return a part in the middle that equals the next one, and that the shallower trace has one less of."""
+        references = self.references[number]
+        few, more = ([*map(_shapes, s.parts)] for s in (self.few.segments[number], segment))
         # The ends must not depend on the depth, or they would not hold at the whole model's.
-        few, references = self.few.segments[number], self.references[number]
-        for one, other in ((few.parts[0], segment.parts[0]), (few.parts[-1], segment.parts[-1])):
-            if [*map(_shape, one)] != [*map(_shape, other)]:
-                raise self._fail(number, "the first or the last block differs with the depth")
-        # From the second block to the one before the last, as `t + 1` must be in the middle too.
-        for t in range(1, len(segment.parts) - 2):
-            alike = [*map(_shape, segment.parts[t])] == [*map(_shape, segment.parts[t + 1])]
-            if alike and references[t] == references[t + 1]:
+        if few[0] != more[0] or few[-1] != more[-1]:
+            raise self._fail(number, "the first or the last block differs with the depth")
+        # From the second block to the one before the last, as `t + 1` must be in the middle too. Dense blocks before those
+        # with experts may equal each other, but a deeper model has no more of them.
+        for t in range(1, len(more) - 2):
+            alike = more[t] == more[t + 1] and references[t] == references[t + 1]
+            if alike and few == more[:t] + more[t + 1 :]:
                 return t
         raise self._fail(number, "neighbouring blocks differ")
 
@@ -380,6 +380,10 @@ class _Extrapolation:
             module = LAYER.sub(f"layers.{number}", scope.module, count=1)
             self.scopes[key] = replace(scope, module=module)
         return self.scopes[key]
+
+
+def _shapes(part: Sequence[Event]) -> list[Any]:
+    return [_shape(event) for event in part]
 
 
 def _shape(event: Event) -> Any:

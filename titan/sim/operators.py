@@ -19,7 +19,7 @@ from .trace import Host, Kernel, KernelKind, list_launches
 _aten = torch.ops.aten
 
 # Names are those of the packet, without namespace and overload, as `func._opname` gives them.
-_MATMULS = {"mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "_int_mm"}
+_MATMULS = {"mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "_int_mm", "_grouped_mm"}
 _WITH_ADDEND = {"addmm", "baddbmm"}
 # Read the rows that an index chooses.
 _GATHERS = {"embedding", "embedding_dense_backward", "gather", "scatter", "scatter_", "scatter_add",
@@ -34,8 +34,9 @@ _FREE = {"detach", "detach_", "alias", "lift_fresh", "empty", "empty_strided", "
          "result_type", "is_same_size", "_has_compatible_shallow_copy_type", "_version", "lift"}  # fmt: skip
 _FREE_NAMESPACES = {"prim", "profiler", "sym"}
 # Kernels of one operation, where it is not one: FlashAttention's backward prepares, computes and converts; a sorted gather
-# of an embedding's gradient.
-_LAUNCHES = {"_scaled_dot_product_flash_attention_backward": 3, "embedding_dense_backward": 4, "_foreach_norm": 2, "_fused_rms_norm_backward": 2}  # fmt: skip
+# of an embedding's gradient; CUTLASS's grouped product is set up on the device; a radix sort of 64 bits passes 8 times.
+_LAUNCHES = {"_scaled_dot_product_flash_attention_backward": 3, "embedding_dense_backward": 4, "_foreach_norm": 2, "_fused_rms_norm_backward": 2,
+             "_grouped_mm": 2, "sort": 10}  # fmt: skip
 
 
 @dataclass
@@ -118,14 +119,18 @@ def kernel_of(
     # A factory such as `full` has no inputs: its result tells the dtype.
     first = inputs[0] if inputs else outputs[0]
     shapes = _lists(name, args) if kind == "optimizer" else _shapes(name, kind, inputs, outputs)
+    flops = _flops(op, args, kwargs, outputs)
+    if kind in ("attention", "attention_backward"):
+        flops = _attention_flops(kind, shapes)
+    elif name == "_grouped_mm":
+        # Either the rows or, of weights' gradients, the sums are dealt out to the groups.
+        flops = 2 * inputs[0].numel() * inputs[1].shape[-1]
     return Kernel(
         name=op.name,
         kind=kind,
         shapes=shapes,
         dtype=str(first.dtype)[6:],
-        flops=_attention_flops(kind, shapes)
-        if kind in ("attention", "attention_backward")
-        else _flops(op, args, kwargs, outputs),
+        flops=flops,
         read_bytes=read_bytes,
         write_bytes=write_bytes,
         host=host,
@@ -167,6 +172,15 @@ def _argument(op: Operator, index: int, args: Any, kwargs: Any) -> Any:
 def _shapes(
     name: str, kind: KernelKind, inputs: list[Tensor], outputs: list[Tensor]
 ) -> tuple[tuple[int, ...], ...]:
+    if name == "_grouped_mm":
+        # As a batch of equal products: (R, I) rows times (e, I, O), or sums over rows, (O, R) times (R, I).
+        (m, k), (*groups, _, n) = inputs[0].shape, inputs[1].shape
+        if groups:
+            m = -(-m // groups[0])
+        else:
+            groups = outputs[0].shape[:1]
+            k = -(-k // groups[0])
+        return (groups[0], m, k), (groups[0], k, n)
     if kind == "matmul":
         # The addend comes before the two factors.
         start = 1 if name in _WITH_ADDEND else 0

@@ -159,10 +159,11 @@ def _segments(labelled: Iterable[tuple[Event, tuple[Any, int]]], depth: int) -> 
     """Cut neighbouring events of one group into layer passes, and into single events where they are none."""
     # Neighbouring events of one block make a run; a complete pass is one run for each block.
     runs: list[tuple[int, list[Event]]] = []
-    for event, (_, layer) in labelled:
+    for event, (group, layer) in labelled:
         direction = 0 if len(runs) < 2 else runs[-1][0] - runs[-2][0]
-        # A complete pass, and the next one begins at the same end.
-        if len(runs) == depth and layer == runs[0][0]:
+        # A complete pass, and the next one begins at the same end. What is freed may be of blocks with experts alone.
+        turns = "free" in group and (layer - runs[-1][0]) * direction < 0 if runs else False
+        if turns or (len(runs) == depth and layer == runs[0][0]):
             yield from _layer_pass(runs, depth)
             runs = [(layer, [event])]
         # An event of an earlier block (its prefetch, its end) belongs to the block at hand.
@@ -180,9 +181,16 @@ def _layer_pass(runs: Sequence[tuple[int, list[Event]]], depth: int) -> Iterator
     """Yield one segment if this is a layer pass, else one for each event."""
     stage = runs[0][0] // depth
     layers = [layer - stage * depth for layer, _ in runs]
-    # All blocks of the stage, in order. Anything else (a part of a pass) is not repeated.
-    if layers in ([*range(depth)], [*reversed(range(depth))]):
-        yield Segment([run for _, run in runs], stage=stage, direction=1 if layers[0] == 0 else -1)
+    parts = [run for _, run in runs]
+    # All blocks of the stage, in order, or, after dense ones, those with experts: then dense blocks have empty parts.
+    # Anything else (a part of a pass) is not repeated.
+    missing: list[list[Event]] = [[] for _ in range(depth - len(layers))]
+    present = [*range(len(missing), depth)]
+    if layers == present and (len(layers) > 1 or not missing):
+        yield Segment([*missing, *parts], stage=stage, direction=1)
+        return
+    if layers == present[::-1] and len(layers) > 1:
+        yield Segment([*parts, *missing], stage=stage, direction=-1)
         return
     for _, run in runs:
         for event in run:
@@ -208,9 +216,9 @@ def _join_series(parsed: ParsedTrace) -> None:
         if number in parsed.sections:
             starts += [len(joined)] * parsed.sections.count(number)
             last = None
-        event, key = segment.parts[0][0], None
+        event, key = None if segment.direction else segment.parts[0][0], None
         # Outside layer passes: an allocation joins the series of equal ones before it.
-        if not segment.direction and isinstance(event, Allocate | RecordEvent):
+        if isinstance(event, Allocate | RecordEvent):
             key = _alike(event)
             if key != last:
                 joined.append(segment)
@@ -221,7 +229,7 @@ def _join_series(parsed: ParsedTrace) -> None:
                 home[event.block] = (joined[-1], len(joined[-1].parts) - 1)
         # A free joins where it continues the order, upwards or downwards, in which its series was
         # allocated.
-        elif not segment.direction and isinstance(event, Free) and event.block in home:
+        elif isinstance(event, Free) and event.block in home:
             taken, index = home[event.block]
             key = (id(taken), index)
             # A list frees its tensors from the end, a loop from the beginning. The third item of

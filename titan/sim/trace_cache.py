@@ -45,7 +45,7 @@ _PROGRAM = (
 )
 """Sections that the program is built from, whole."""
 _DEPTH = 5
-"""Blocks in each stage of the shallower of the two models that stand in for a deep one."""
+"""Equal blocks in each stage of the shallower of the two models that stand in for a deep one."""
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,10 @@ class _Plan:
             prepare=request.prepare,
         )
         if self.depths:
-            programs = tuple(at_depth(request, depth) for depth in (_DEPTH, _DEPTH + 1))
-            job = replace(job, programs=programs, join=partial(_extended, stages=self.depths))
+            depth = shallow_depth(request)
+            programs = tuple(at_depth(request, n) for n in (depth, depth + 1))
+            join = partial(_extended, depth=depth, stages=self.depths)
+            job = replace(job, programs=programs, join=join)
         dealt = [tuple(self.ranks[part::parts]) for part in range(min(parts, len(self.ranks)))]
         return [replace(job, ranks=ranks) for ranks in dealt]
 
@@ -194,9 +196,9 @@ class _Plan:
         return False
 
 
-def _extended(traces: Sequence[Trace], *, stages: Sequence[Depth]) -> Trace:
+def _extended(traces: Sequence[Trace], *, depth: int, stages: Sequence[Depth]) -> Trace:
     small, big = traces
-    return extrapolate(small, big, depth=_DEPTH, stages=stages)
+    return extrapolate(small, big, depth=depth, stages=stages)
 
 
 # ---- shallow models ------------------------------------------------------------------------------
@@ -216,9 +218,15 @@ def shallow(request: TraceRequest) -> list[Depth] | None:
                 return None
             depths.append(Depth(layers[0], len(layers)))
     # The two shallow models together must have fewer blocks than the deep one.
-    deep_enough = min(d.count for d in depths) > _DEPTH + 1
-    gains = sum(d.count for d in depths) > len(depths) * (2 * _DEPTH + 1)
+    depth = shallow_depth(request)
+    deep_enough = min(d.count for d in depths) > depth + 1
+    gains = sum(d.count for d in depths) > len(depths) * (2 * depth + 1)
     return depths if deep_enough and gains else None
+
+
+def shallow_depth(request: TraceRequest) -> int:
+    """Return the blocks of a stage in the shallower model: enough of equal ones after those that have no experts."""
+    return _DEPTH + getattr(model_config(request.config.model), "n_dense_layers", 0)
 
 
 def at_depth(request: TraceRequest, depth: int) -> JobConfig:

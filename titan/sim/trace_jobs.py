@@ -205,13 +205,13 @@ def _left(events: list[Event]) -> list[Event]:
 
 
 def _owners(train_step: Any) -> dict[Any, str]:
-    """Return each parameter's module."""
+    """Return the module of each parameter, and of each block's buffers."""
     from titan.parallel.init_weights import canonical_name
 
     return {
         parameter: canonical_name(name).rpartition(".")[0]
         for part in train_step.model_parts
-        for name, parameter in part.named_parameters()
+        for name, parameter in (*part.named_parameters(), *part.layers.named_buffers("layers"))
     }
 
 

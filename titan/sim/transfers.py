@@ -7,6 +7,7 @@ receive that is issued alone goes through a communicator of its two ranks, becau
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
@@ -115,10 +116,14 @@ class Transfers:
         self._patch_works()
 
     def with_names(self, build: Callable[..., DeviceMesh]) -> Callable[..., DeviceMesh]:
-        """Wrap a function that builds another mesh over the same ranks, so that its groups go by its axes."""
+        """Wrap a function that builds another mesh over the same ranks, so that its groups go by its axes.
 
-        def built(*args: Any, **kwargs: Any) -> DeviceMesh:
-            mesh = build(*args, **kwargs)
+        All programs of a process get one mesh: their traces must name the same groups.
+        """
+
+        @functools.cache
+        def built(mesh: DeviceMesh, **degrees: int) -> DeviceMesh:
+            mesh = build(mesh, **degrees)
             for axis in mesh.mesh_dim_names or ():
                 self._axes_by_name[mesh.get_group(axis).group_name] = (axis,)
             return mesh
