@@ -14,14 +14,12 @@ from tests.support.traces import (
     in_turn,
     job,
     left_behind,
-    peak_of,
-    real_program,
+    real_peak,
     trace_of,
     traced_peak,
 )
 from titan.config.model import model_config
 from titan.config.rules import resolve_layout
-from titan.config.schema import JobConfig
 from titan.sim import trace_jobs as record_module
 from titan.sim import tracer
 from titan.sim.cost import Cost
@@ -41,10 +39,6 @@ SPLIT_HEADS = {"overrides": {"n_layers": 4, "n_kv_heads": 4}}  # CPU attention c
 
 
 # ---- memory --------------------------------------------------------------------------------------
-
-
-def real_peak(config: JobConfig) -> int:
-    return peak_of(real_program, config)
 
 
 BF16: dict[str, Any] = {"mixed_precision_param": "bfloat16"}

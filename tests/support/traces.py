@@ -6,7 +6,7 @@ import functools
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -140,12 +140,7 @@ class CountTransfers(_Plain):
 
 def count_real_transfers(config: JobConfig) -> tuple[Counter[Any], Counter[Any]]:
     """What this rank really sends in its second step."""
-    return count_transfers_of(real_program(config), config)
-
-
-def count_transfers_of(
-    train_step: TrainStep, config: JobConfig
-) -> tuple[Counter[Any], Counter[Any]]:
+    train_step = real_program(config)
     batches = real_batches(config)
     train_step.train(batches, step=1)
     with CountTransfers() as counter:
@@ -215,10 +210,10 @@ class TrackMemory(_Plain):
         super().__exit__(*args)
 
 
-def peak_of(build: Callable[[JobConfig], TrainStep], config: JobConfig) -> int:
+def real_peak(config: JobConfig) -> int:
     """The most memory of the second step of a real run."""
     with TrackMemory() as memory:
-        program = build(config)
+        program = real_program(config)
         batches = real_batches(config)
         gc.collect()
         gc.disable()  # as the trainer does

@@ -299,6 +299,7 @@ class _Stage(PipelineStage):
             parameter.grad = gradient
         for buffer, value in self._buffers_before:
             buffer.copy_(value)
+        self._buffers_before.clear()
         for module in self.submod.modules():
             for source in getattr(module, "route_sources", ()):
                 source.forget()

@@ -83,12 +83,13 @@ def _simulate(options: argparse.Namespace, job: list[str]) -> int:
     config, _ = load_to_run(job, world_size=options.world_size, options=list(OPTIONS))
 
     # torch comes with these imports, so the config's mistakes are reported before.
+    from .imbalance import simulate_with_limit
     from .replay import ReplayError
-    from .simulate import HardwareError, facts, simulate
+    from .simulate import HardwareError, facts
     from .trace_jobs import TraceError
 
     try:
-        simulation = simulate(
+        simulation = simulate_with_limit(
             config,
             world_size=options.world_size,
             profile=profile,

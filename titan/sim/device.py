@@ -282,12 +282,12 @@ def _attention(
 ) -> Tensor:
     """Choose as sdp_utils.cpp does on compute capability 9.0.
 
-    In 16 bits flash, or cuDNN where there is a mask. In 32 bits the memory-efficient kernel, except for grouped heads,
-    which torch multiplies by hand.
+    In 16 bits flash, or cuDNN where there is a mask. In 32 bits, and where values are of another size than keys (which flash
+    does not take), the memory-efficient kernel, except for grouped heads, which torch multiplies by hand.
     """
     q, k, v = q_BHSK, k_BGTK, v_BGTK
     is_short = q.dtype in (torch.bfloat16, torch.float16)
-    if is_short and attn_mask is None:
+    if is_short and attn_mask is None and q.shape[-1] == v.shape[-1]:
         return _aten._scaled_dot_product_flash_attention(
             q, k, v, dropout_p, is_causal, scale=scale
         )[0]
@@ -297,7 +297,7 @@ def _attention(
     # The kernel saves logsumexp for backward only where a gradient will be asked for.
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     settings = (attn_mask, needs_grad, dropout_p, is_causal)
-    if is_short:
+    if is_short and attn_mask is not None:
         return _aten._scaled_dot_product_cudnn_attention(q, k, v, *settings, scale=scale)[0]
     if q.shape[1] == k.shape[1]:
         return _aten._scaled_dot_product_efficient_attention(q, k, v, *settings, scale=scale)[0]

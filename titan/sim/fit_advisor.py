@@ -7,17 +7,20 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from titan.config.layout import Layout
+from titan.config.model import model_config
 from titan.config.schema import JobConfig
 
+from .imbalance import most_imbalance, simulate_with_limit
 from .profiles import Profile, load_profile, profile_names
 from .replay import ReplayError
-from .report import duration, say
-from .simulate import HardwareError, facts, simulate
+from .report import duration, say, uneven_routing
+from .simulate import HardwareError, facts
 from .trace_jobs import TraceError
 from .variants import Variant, simulate_variants
 
 Settings = dict[str, str]
 _MOST = 5  # changes that are shown
+_UNEVEN = 2.0  # times the mean load: routing gets as uneven as that where nothing balances it
 
 _TP = "parallelism.tensor_parallel_degree"
 _SHARD = "parallelism.data_parallel_shard_degree"
@@ -36,6 +39,7 @@ def candidates(
         [*_smaller_batch(config, layout)],
         [*_spread(config, layout, profile)],
         [*_offload(config)],
+        [*_experts(config, layout)],
     ]
     if not config.loss.chunk_output and not config.parallelism.disable_loss_parallel:
         kinds.append([{"loss.chunk_output": "true"}])
@@ -85,6 +89,24 @@ def _offload(config: JobConfig) -> Iterator[Settings]:
         yield {"training.enable_cpu_offload": "true"}
 
 
+def _experts(config: JobConfig, layout: Layout) -> Iterator[Settings]:
+    model = model_config(config.model)
+    if not getattr(model, "num_experts", 0):
+        return
+    # A part of what is sent on average: then the rows that experts work on do not depend on how many arrive.
+    tokens = config.training.local_batch_size * config.training.seq_len // (layout.cp * layout.tp)
+    if layout.pp > 1:
+        parts = config.training.local_batch_size
+        tokens = tokens // parts * config.parallelism.pipeline_parallel_microbatch_size
+    rows = tokens * model.top_k // 4
+    if not 0 < config.moe.expert_chunk_rows <= rows:
+        yield {"moe.expert_chunk_rows": str(rows)}
+    # More ranks hold fewer experts each. Fewer ranks even out the loads. The rules refuse what does not divide.
+    ep = config.parallelism.expert_parallel_degree
+    for degree in {2 * ep, max(1, ep // 2)} - {ep}:
+        yield {"parallelism.expert_parallel_degree": str(degree)}
+
+
 def find_changes(
     job: Sequence[str], config: JobConfig, layout: Layout, profile: Profile
 ) -> list[Variant]:
@@ -110,15 +132,23 @@ def suggest(
 ) -> dict[str, Any]:
     """Simulate a job for `titan check`, and if it does not fit, changes that may help.
 
-    Returns {"simulation": facts, "fixes": the changes with which it fits}, or {"not_simulated": why}.
+    Returns {"simulation": facts, "fixes": the changes with which it fits}, or {"not_simulated": why}. If it fits only as long as
+    routing is nearly even, the fixes are those with which it fits at an "imbalance" that is in the answer, too.
     """
     # titan check knows more devices than the simulator has profiles of.
     if not hardware.endswith(".toml") and hardware.lower() not in profile_names():
         return {"not_simulated": f"the simulator has no profile of {hardware}"}
     profile = load_profile(hardware)
     try:
-        simulation = simulate(config, world_size=layout.world_size, profile=profile, say=say)
-        fitting = [] if simulation.fits else find_changes(job, config, layout, profile)
+        simulation = simulate_with_limit(
+            config, world_size=layout.world_size, profile=profile, say=say
+        )
+        imbalance, limit = None, simulation.fits_up_to
+        if limit is not None and limit < (uneven := min(_UNEVEN, most_imbalance(config))):
+            imbalance = uneven
+            job = [*job, f"--simulator.expert_imbalance={imbalance}"]
+        is_safe = simulation.fits and imbalance is None
+        fitting = [] if is_safe else find_changes(job, config, layout, profile)
     except (HardwareError, TraceError, ReplayError) as error:
         return {"not_simulated": str(error)}
     finally:
@@ -131,7 +161,7 @@ def suggest(
         }
         for variant in fitting
     ]
-    return {"simulation": facts(simulation), "fixes": fixes}
+    return {"simulation": facts(simulation), "fixes": fixes, "imbalance": imbalance}
 
 
 def describe(answer: dict[str, Any]) -> list[str]:
@@ -145,10 +175,13 @@ def describe(answer: dict[str, Any]) -> list[str]:
         f"{'fits' if step['fits'] else 'DOES NOT FIT'}: {memory['peak_reserved_gib']:.1f} GiB reserved + {memory['outside_gib']:.1f} outside, "
         f"of {memory['capacity_gib']:.1f} on {hardware}, simulated; the most at {memory['at'] or 'the start'} of rank {memory['rank']}",
     ]
+    if line := uneven_routing(step):
+        lines.append(f"experts  {line}")
+    uneven = f" at {imbalance:g} times the mean load" if (imbalance := answer["imbalance"]) else ""
     if fixes:
-        lines.append("changes that make it fit, the fastest first:")
-    elif not step["fits"]:
-        lines.append("no single change, nor two together, makes it fit")
+        lines.append(f"changes that make it fit{uneven}, the fastest first:")
+    elif uneven or not step["fits"]:
+        lines.append(f"no single change, nor two together, makes it fit{uneven}")
     for fix in fixes:
         change = " ".join(f"--{key}={value}" for key, value in fix["settings"].items())
         lines.append(

@@ -43,7 +43,10 @@ def with_imbalance(config: JobConfig, imbalance: float) -> JobConfig:
 
 
 def _largest_that_fits(simulation: Simulation, at: Callable[[float], Simulation]) -> float:
-    fitting, too_much = simulation.config.simulator.expert_imbalance, most_imbalance(simulation.config)
+    fitting, too_much = (
+        simulation.config.simulator.expert_imbalance,
+        most_imbalance(simulation.config),
+    )
     if too_much <= fitting or (worst := at(too_much)).fits:
         return max(fitting, too_much)
     missing = {fitting: _missing_bytes(simulation), too_much: _missing_bytes(worst)}
@@ -60,5 +63,8 @@ def _largest_that_fits(simulation: Simulation, at: Callable[[float], Simulation]
 
 def _missing_bytes(simulation: Simulation) -> int:
     """Return what the fullest rank would need beyond its device; negative: what it has to spare."""
-    needs = (r.peak_reserved_bytes + r.outside_bytes - r.capacity_bytes for r in simulation.memory.values())
+    needs = (
+        r.peak_reserved_bytes + r.outside_bytes - r.capacity_bytes
+        for r in simulation.memory.values()
+    )
     return max(needs)

@@ -88,6 +88,7 @@ def page(facts: Facts) -> str:
             *_time(facts),
             "",
             *_memory(facts["memory"], fits=facts["fits"]),
+            *([f"  experts   {line}"] if (line := uneven_routing(facts)) else []),
             *_ranks(facts["per_rank"]),
             "",
             f"  simulated in {facts['wall_s']:.1f} s",
@@ -147,6 +148,16 @@ def _memory(memory: Facts, *, fits: bool) -> Iterator[str]:
     yield from _bars(memory["by_category_gib"], total=memory["peak_active_gib"], unit=_gib)
     yield "  in which modules"
     yield from _bars(_by_part(memory["by_module_gib"]), total=memory["peak_active_gib"], unit=_gib)
+
+
+def uneven_routing(facts: Facts) -> str:
+    """Return how uneven routing may get with experts on several ranks, or an empty text."""
+    experts = facts.get("experts", {})
+    limit, degree = experts.get("fits_up_to_imbalance"), experts.get("parallel_degree")
+    if limit is None:
+        return ""
+    worst = ", where one rank gets all rows" if limit >= degree else ""
+    return f"fits up to {limit:g} times the mean load of the {degree} ranks that share them{worst}"
 
 
 def _by_part(by_module: Mapping[str, float]) -> dict[str, float]:

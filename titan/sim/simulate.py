@@ -31,7 +31,11 @@ Facts = dict[str, Any]
 @dataclass
 class Simulation:
     """Hold a simulated step. traces, timeline and memory are by global rank, with one rank of each
-    pipeline stage."""
+    pipeline stage.
+
+    fits_up_to: times the mean load that the busiest rank of experts may get (titan.sim.imbalance); None: not asked for, or
+    it does not fit as it is.
+    """
 
     config: JobConfig
     layout: Layout
@@ -40,6 +44,7 @@ class Simulation:
     timeline: Timeline
     memory: dict[int, MemoryReport]
     wall_s: float
+    fits_up_to: float | None = None
 
     @cached_property
     def fullest(self) -> MemoryReport:
@@ -181,7 +186,23 @@ def facts(simulation: Simulation) -> Facts:
         "memory": _memory(simulation.fullest),
         "per_rank": [_rank(simulation, rank) for rank in simulation.traces],
         "wall_s": simulation.wall_s,
+    } | _experts(simulation)
+
+
+def _experts(simulation: Simulation) -> Facts:
+    """Return what is said of experts, if the model has any."""
+    config, model = simulation.config, model_config(simulation.config.model)
+    if not getattr(model, "num_experts", 0):
+        return {}
+    ep = config.parallelism.expert_parallel_degree
+    experts = {
+        "parameters": model.num_params,
+        "active_parameters": model.num_active_params,
+        "parallel_degree": ep,
+        "imbalance": config.simulator.expert_imbalance,
+        "fits_up_to_imbalance": simulation.fits_up_to,
     }
+    return {"experts": experts}
 
 
 def _communication(simulation: Simulation) -> Facts:

@@ -41,6 +41,7 @@ _PROGRAM = (
     "activation_checkpoint",
     "compile",
     "quantize",
+    "moe",
     "simulator",
 )
 """Sections that the program is built from, whole."""
@@ -81,6 +82,7 @@ class TraceRequest:
                 "expandable_segments",
             },
         )
+        shape["forced"] = config.debug.moe_force_load_balance
         shape["data"] = [config.data.reset_positions, config.data.document_mask]
         # Part of the layout above, where a degree of -1 is resolved.
         for name in ("data_parallel_replicate_degree", "data_parallel_shard_degree"):
