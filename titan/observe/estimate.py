@@ -10,6 +10,12 @@ kernel that keeps no S x S matrix. What each block keeps for its backward pass, 
     q, k, v as attention sees them, its output   2 H K + 2 G K / tp
     w1 x, w3 x, silu(w1 x), their product        4 F           / tp
 
+and with K experts of width F a token, and shared ones, in place of the last row, where a rank has its own tokens:
+
+    rows of the experts, and as above            K (D + 4 F)   / tp, and on the busiest rank simulator.expert_imbalance times as many
+    what comes back, in fp32                     2 K D         / tp
+    of shared experts                            4 F each      / tp
+
 docs/memory.md compares it with what an allocator counts. The rank described is the fullest: the first pipeline stage, whose
 schedule keeps up to `pp` microbatches alive. It is a formula, not a measurement: no allocator fragmentation, no CUDA context
 (1 to 2 GiB), no communication buffers, no document mask, and the categories are added up as if all were at their largest at once.
@@ -25,7 +31,7 @@ from titan.config.schema import ActivationCheckpointSection, JobConfig
 
 ModelSizes: TypeAlias = Any
 """A family's config. Read of it: dim, n_layers, n_heads, n_kv_heads, head_dim, ffn_dim, vocab_size, num_params,
-num_block_params, num_embedding_params."""
+num_block_params, num_embedding_params; of a mixture of experts titan.models.moe_config.MoEConfig's fields."""
 
 _GIB = 2**30
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -40,11 +46,11 @@ def estimate_memory(
     layers = ceil(model_config.n_layers / layout.pp)
     params = model_config.num_params
     if layout.pp > 1:
-        params = layers * model_config.num_block_params + model_config.num_embedding_params
+        params = _in_blocks(model_config, layers) + model_config.num_embedding_params
     shards = layout.tp * layout.dp_shard * layout.cp
     params_bytes = params / shards * _BYTES[config.training.dtype]
     # Muon keeps less of matrices in blocks than its second optimizer of all else.
-    in_blocks = layers * model_config.num_block_params
+    in_blocks = _in_blocks(model_config, layers)
     moments_bytes = in_blocks * _moment_bytes(config, in_blocks=True)
     moments_bytes += (params - in_blocks) * _moment_bytes(config, in_blocks=False)
     # An early step frees each gradient at once, so only one FSDP unit's exist.
@@ -67,6 +73,19 @@ def estimate_memory(
     return estimate | {"total": sum(estimate.values())}
 
 
+def _in_blocks(model: ModelSizes, layers: int) -> int:
+    """Return the parameters of the last so many blocks. Dense blocks come first and are smaller than those with experts."""
+    if not getattr(model, "num_experts", 0):
+        return layers * model.num_block_params
+    return sum(map(model.block_params, range(model.n_layers - layers, model.n_layers)))
+
+
+def stacked_params(model: ModelSizes) -> int:
+    """Return the parameters of a block's experts, which expert parallelism splits; 0 of a dense model."""
+    num_experts = getattr(model, "num_experts", 0)
+    return num_experts and num_experts * model.num_expert_params
+
+
 def _moment_bytes(config: JobConfig, *, in_blocks: bool) -> float:
     """Return the bytes that the optimizer keeps of a parameter. Norms count as matrices: they are
     few."""
@@ -87,7 +106,7 @@ def activation_elements(
     back while recomputed."""
     heads, kv_heads = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
     # The table at the top of the file: what tp splits, and what it does not.
-    split = 2 * model.dim + 2 * heads + 2 * kv_heads + 4 * model.ffn_dim
+    split = 2 * model.dim + 2 * heads + 2 * kv_heads + _feed_forward_elements(config, model)
     whole = split / layout.tp + 2 * model.dim
     section = config.activation_checkpoint
     by_layer = _kept_by_layer(section, model, tp=layout.tp, whole=whole)
@@ -95,6 +114,18 @@ def activation_elements(
     if layout.pp == 1:  # inputs of the last norm and of the output layer
         kept += model.dim / layout.tp + model.dim
     return kept, 0 if section.mode == "none" else whole
+
+
+def _feed_forward_elements(config: JobConfig, model: ModelSizes) -> float:
+    if not getattr(model, "num_experts", 0):
+        return 4 * model.ffn_dim
+    dim, ffn = model.dim, model.expert_dim
+    arriving = dim + 4 * ffn
+    if config.parallelism.expert_parallel_degree > 1:
+        arriving *= config.simulator.expert_imbalance
+    # fp32 counts as two elements, unless all is in fp32.
+    back = dim * _BYTES["float32"] / _BYTES[config.training.mixed_precision_param]
+    return model.top_k * (arriving + back) + model.num_shared_experts * 4 * ffn
 
 
 def _kept_by_layer(
@@ -118,9 +149,11 @@ def _kept_by_op(op_keep: list[str], model: ModelSizes) -> float:
     """Count the results of attention and of matrix products that the list keeps. Other operations
     are not counted."""
     heads, kv_heads = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
-    dim, ffn = model.dim, model.ffn_dim
+    dim, ffn, k = model.dim, model.ffn_dim, 1
+    if getattr(model, "num_experts", 0):
+        ffn, k = model.expert_dim, model.top_k
     # As they run: q, k, v, o, w1, w3, w2.
-    products = [heads, kv_heads, kv_heads, dim, ffn, ffn, dim]
+    products = [heads, kv_heads, kv_heads, dim, k * ffn, k * ffn, k * dim]
     results = {"matmul": products, "aten.mm": products, "attention": [heads]}
     kept = 0
     for entry in op_keep:
@@ -183,12 +216,15 @@ def _unsharded_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, la
         return 0.0
     blocks = layers if is_replicated or keeps_gathered(config, layout) else min(2, layers)
     # What is in no block: embedding, last norm, output layer.
-    root = model.num_params - model.n_layers * model.num_block_params
+    root = model.num_params - _in_blocks(model, model.n_layers)
     root = root if layout.pp == 1 else model.num_embedding_params
-    gathered = param_bytes * (root + blocks * model.num_block_params)
+    # Expert parallelism splits experts, and tensor parallelism all else: of a block, as much as would be left of a dense one.
+    stacked, ep = stacked_params(model), config.parallelism.expert_parallel_degree
+    block = model.num_block_params - stacked + stacked * layout.tp / ep
+    gathered = param_bytes * (root + blocks * block)
     if not (is_sharded or is_cast):
         gathered = 0  # torch computes with the parameters themselves
-    unreduced = (param_bytes + reduce_bytes) * model.num_block_params
+    unreduced = (param_bytes + reduce_bytes) * block
     unreduced += param_bytes * model.num_embedding_params
     if not is_sharded and layout.accumulation > 1:
         unreduced = reduce_bytes * model.num_params

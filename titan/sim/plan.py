@@ -35,7 +35,7 @@ from titan.config.load import load_from_argv
 from titan.config.model import model_config
 from titan.config.rules import check_to_run, resolve_layout
 from titan.config.schema import JobConfig
-from titan.observe.estimate import estimate_memory
+from titan.observe.estimate import estimate_memory, stacked_params
 
 from .profiles import Profile, load_profile, profile_names
 from .report import (
@@ -73,6 +73,7 @@ class Point:
     cp: int
     pp: int
     batch: int
+    ep: int = 0  # of a model without experts
     microbatch: int = 1
     schedule: str = "1F1B"
     recompute: str = "none"
@@ -81,7 +82,7 @@ class Point:
     def kind(self) -> tuple[int, ...]:
         """Return how the point splits the model, whatever its batch and recomputation."""
         # Candidates of one kind compete with each other first.
-        return self.tp, self.cp, self.pp, int(self.replicate > 1)
+        return self.tp, self.cp, self.pp, int(self.replicate > 1), self.ep
 
     def settings(self, global_batch: int) -> dict[str, str]:
         """Return the point as overrides of a job."""
@@ -92,6 +93,8 @@ class Point:
             "context_parallel_degree": self.cp,
             "pipeline_parallel_degree": self.pp,
         }
+        if self.ep:
+            degrees["expert_parallel_degree"] = self.ep
         if self.pp > 1:
             degrees |= {
                 "pipeline_parallel_schedule": self.schedule,
@@ -143,8 +146,11 @@ class Search:
     def _batches(self, replicate: int, shard: int, tp: int, cp: int, pp: int) -> Iterator[Point]:
         per_rank = self.global_batch // (replicate * shard)
         layout = Point(replicate=replicate, shard=shard, tp=tp, cp=cp, pp=pp, batch=per_rank)
-        for recompute in _RECOMPUTE:
-            plain = replace(layout, recompute=recompute)
+        # Expert parallelism borrows the ranks of these axes.
+        lent, experts = shard * cp * tp, getattr(self.model, "num_experts", 0)
+        eps = [n for n in _powers(lent) if lent % n == 0 and experts % n == 0] if experts else [0]
+        for recompute, ep in itertools.product(_RECOMPUTE, eps):
+            plain = replace(layout, recompute=recompute, ep=ep)
             if pp == 1:
                 # Without a pipeline, accumulation makes up for a smaller batch.
                 yield from (replace(plain, batch=batch) for batch in _divisors(per_rank))
@@ -163,6 +169,7 @@ class Search:
             "parallelism": {
                 "pipeline_parallel_schedule": point.schedule,
                 "pipeline_parallel_microbatch_size": point.microbatch,
+                "expert_parallel_degree": point.ep or 1,
             },
         }
         sections = {
@@ -212,16 +219,28 @@ class Search:
         # For each pass FSDP gathers weights twice (2 bytes) and reduces gradients once (4 bytes).
         # With replicas, an all-reduce adds up the shards of gradients.
         shards = point.shard * point.cp
-        held = model.num_params / (point.tp * point.pp)
-        inside = shards * point.tp <= profile.gpus_per_node
-        speed = profile.ring_gb_per_s if inside else profile.nic_gb_per_s * profile.nic_share
+        num_stacked = model.n_layers * stacked_params(model)
+        held = (model.num_params - num_stacked) / (point.tp * point.pp)
+        held += num_stacked / ((point.ep or 1) * point.pp)
+        speed = self._speed(shards * point.tp)
         volume = held * (1 - 1 / shards) * (2 + 2 + 4) * layout.accumulation
         volume += held / shards * 2 * 4 * (1 - 1 / point.replicate)
         data_parallel = volume / (speed * 1e9)
+        # Rows travel to their experts and back as often as TP's activations do.
+        if point.ep > 1:
+            rows = local_tokens / point.tp * model.top_k
+            moved = rows * model.dim * 2 * (1 - 1 / point.ep) * 2 * passes
+            within += model.n_layers / point.pp * moved / (self._speed(point.ep) * 1e9)
         # The bubble stretches what runs within a stage. FSDP's transfers hide behind the
         # computation in part.
         step = (compute + within) / (1 - bubble)
         return step + max(0.0, data_parallel - _HIDDEN * compute)
+
+    def _speed(self, ranks: int) -> float:
+        """Return the GB/s between so many ranks next to each other."""
+        profile = self.profile
+        inside = ranks <= profile.gpus_per_node
+        return profile.ring_gb_per_s if inside else profile.nic_gb_per_s * profile.nic_share
 
     def first(self, count: int) -> list[Point]:
         """Choose the most promising of each kind, in turn, until `count` points are known in all."""
@@ -355,7 +374,7 @@ def table(variants: Sequence[Variant]) -> str:
             batch += f" by {settings['parallelism.pipeline_parallel_microbatch_size']}"
             bubble = f"{facts['pipeline']['bubble_fraction']:.0%}"
         is_equal = number > 1 and variant.speed > best * (1 - EQUAL)
-        what = [f"{number}{'=' if is_equal else ' '}", degrees(facts["layout"]), batch, schedule]
+        what = [f"{number}{'=' if is_equal else ' '}", degrees(facts), batch, schedule]
         speed = [f"{variant.speed:,.0f}", utilization(facts), f"{facts['step_time_s']:.3f}"]
         memory = f"{variant.reserved_gib:.1f}"
         rows.append([*what, settings["activation_checkpoint.mode"], *speed, bubble, memory])

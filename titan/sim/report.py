@@ -80,7 +80,7 @@ def page(facts: Facts) -> str:
     """Return the page of a simulation: what a step costs and why. facts: those of titan.sim.simulate.facts."""
     return "\n".join(
         [
-            f"{facts['model']} on {facts['world_size']} x {facts['hardware']}: {degrees(facts['layout'])}",
+            f"{facts['model']} on {facts['world_size']} x {facts['hardware']}: {degrees(facts)}",
             *([f"  {facts['hardware']}: {note}"] if (note := facts["hardware_note"]) else []),
             "",
             *_speed(facts),
@@ -96,11 +96,13 @@ def page(facts: Facts) -> str:
     )
 
 
-def degrees(layout: str) -> str:
+def degrees(facts: Facts) -> str:
     """Return the axes of a layout that are longer than 1."""
     # Layout prints "pp 1 x dp_shard 8 ...".
-    parts = [part for part in layout.split(" x ") if not part.endswith(" 1")]
-    return " x ".join(parts) or "one rank"
+    parts = [part for part in facts["layout"].split(" x ") if not part.endswith(" 1")]
+    ep = facts.get("experts", {}).get("parallel_degree", 1)
+    # It borrows the ranks of other axes, and is no factor.
+    return (" x ".join(parts) or "one rank") + (f", ep {ep}" if ep > 1 else "")
 
 
 def _speed(facts: Facts) -> Iterator[str]:
