@@ -14,9 +14,11 @@ from titan.config.schema import (
     MuonSection,
     OptimizerSection,
     ParallelismSection,
+    SimulatorSection,
     TrainingSection,
 )
 from titan.models.llama3.config import FLAVORS, LlamaConfig
+from titan.models.qwen3.config import FLAVORS as QWEN3
 from titan.observe.estimate import activation_elements, estimate_memory
 
 GIB = 2**30
@@ -44,6 +46,28 @@ def test_states_of_8b_on_8_ranks() -> None:
     assert estimate["total"] == pytest.approx(
         sum(v for k, v in estimate.items() if k != "total"), rel=1e-12
     )
+
+
+def test_experts_by_hand() -> None:
+    """Of 30B-A3B on 8 ranks: 8 of 128 experts are active, and each rank gathers 16 of them."""
+    model, base = QWEN3["30B-A3B"], job(mode="none", mixed_precision_param="bfloat16")
+
+    def of(ep: int, imbalance: float = 1.0) -> tuple[dict[str, float], float]:
+        parallel = base.parallelism.model_copy(update={"expert_parallel_degree": ep})
+        simulator = SimulatorSection(expert_imbalance=imbalance)
+        config = base.model_copy(update={"parallelism": parallel, "simulator": simulator})
+        kept, _ = activation_elements(config, model, layout(dp_shard=8), layers=48)
+        return estimate_memory(config, model, layout(dp_shard=8)), kept
+
+    (whole, kept), (split, kept_split), (_, uneven) = of(1), of(8), of(8, 1.5)
+    assert whole["parameters"] == split["parameters"] == pytest.approx(30_532_122_624 * 4 / 8 / GIB)
+    # Two blocks are gathered (2 bytes) and one's gradient waits (2 + 4): of the experts' part, 7/8 less.
+    stacked = 128 * 3 * 2048 * 768
+    saved = (2 * 2 + 6) * stacked * 7 / 8 / GIB
+    assert whole["unsharded"] - split["unsharded"] == pytest.approx(saved)
+    assert kept == kept_split
+    # Half of the rows more: the row and w1 x, w3 x, silu, product of 8 experts, in 48 layers.
+    assert uneven - kept == pytest.approx(48 * 0.5 * 8 * (2048 + 4 * 768))
 
 
 def test_states_of_each_optimizer() -> None:

@@ -17,15 +17,23 @@ from tests.support.traces import (
     traced_peak,
 )
 from titan.config.schema import JobConfig
+from titan.sim.cost import matmul_sizes
+from titan.sim.imbalance import most_imbalance, simulate_with_limit, with_imbalance
+from titan.sim.memory import memory_report
+from titan.sim.profiles import load_profile
+from titan.sim.simulate import simulate
+from titan.sim.trace import Launch, Synchronize
 from titan.sim.trace_jobs import trace_ranks
 
 EP, TP, CP, PP = (f"{axis}_parallel_degree" for axis in ("expert", "tensor", "context", "pipeline"))
 REPLICAS = "data_parallel_replicate_degree"
 
 
+MOE: dict[str, Any] = {"name": "qwen3", "flavor": "tiny_moe"}
+
+
 def moe_job(**sections: Any) -> JobConfig:
-    model = {"name": "qwen3", "flavor": "tiny_moe"}
-    return job(model=model, debug={"moe_force_load_balance": True}, **sections)
+    return job(**{"model": MOE, "debug": {"moe_force_load_balance": True}, **sections})
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -54,9 +62,10 @@ def test_trace_sends_what_is_really_sent(name: str, mode: str, pool: Pool) -> No
 
 
 BF16: dict[str, Any] = {"mixed_precision_param": "bfloat16"}
+FP32: dict[str, Any] = {"mixed_precision_param": "float32"}
 MEMORY: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {"training": BF16}),
-    "one rank, fp32": (1, {}),
+    "one rank, fp32": (1, {"training": FP32}),
     "EP 2": (2, {"parallelism": {EP: 2}, "training": BF16}),
     "EP 2, full AC": (
         2,
@@ -67,7 +76,7 @@ MEMORY: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
     "EP 4, TP": (4, {"parallelism": {EP: 4, TP: 2}, "training": BF16}),
-    "EP 2, fp32": (2, {"parallelism": {EP: 2}}),
+    "EP 2, fp32": (2, {"parallelism": {EP: 2}, "training": FP32}),
     "EP 2, FSDP 2": (4, {"parallelism": {EP: 2}, "training": BF16}),
 }
 
@@ -79,3 +88,67 @@ def test_peak_is_the_real_one(name: str, pool: Pool) -> None:
     real = pool.run(world, real_peak, config)[0]
     trace = trace_ranks(config, world_size=world, ranks=[0], device_kind="cpu")[0]
     assert traced_peak(trace) == pytest.approx(real, rel=0.002)
+
+
+def uneven_job(**sections: dict[str, Any]) -> JobConfig:
+    """Experts' rows are most of the memory."""
+    model = {"overrides": {"n_layers": 2, "expert_dim": 512}}
+    training = {**BF16, "seq_len": 512, "local_batch_size": 8}
+    return moe_job(
+        **{"parallelism": {EP: 4}, "model": MOE | model, "training": training, **sections}
+    )
+
+
+def peak(config: JobConfig) -> int:
+    [trace] = trace_ranks(config, world_size=4, ranks=[0]).values()
+    return memory_report(trace, load_profile("h100-sxm")).peak_reserved_bytes
+
+
+def test_the_limit_of_uneven_routing_fits_and_a_tenth_more_does_not() -> None:
+    profile = load_profile("h100-sxm")
+    config = uneven_job()
+    even, worst = (peak(with_imbalance(config, x)) for x in (1, 4))
+    assert worst > 1.5 * even
+    # A device with room for a part of the difference.
+    outside = simulate(config, world_size=4, profile=profile).fullest.outside_bytes
+    gib = (even + 0.4 * (worst - even) + outside) / 2**30
+    small = profile.model_copy(update={"memory_gib": gib})
+    limit = simulate_with_limit(config, world_size=4, profile=small).fits_up_to
+    assert limit is not None and 1 < limit < most_imbalance(config) == 4
+
+    def fits(imbalance: float) -> bool:
+        uneven = with_imbalance(config, imbalance)
+        return simulate(uneven, world_size=4, profile=small).fits
+
+    assert fits(limit) and not fits(limit + 0.1)
+
+
+def test_chunks_bound_what_uneven_routing_costs() -> None:
+    """In chunks of rows, the experts' hidden states exist for one chunk at a time; the rows themselves stay."""
+    chunked, plain = uneven_job(moe={"expert_chunk_rows": 2048}), uneven_job()
+    added, added_plain = (
+        peak(with_imbalance(config, 4)) - peak(with_imbalance(config, 1))
+        for config in (chunked, plain)
+    )
+    rows = 3 * 8 * 512 * 2  # that arrive beyond the mean
+    # Per row and layer: w1 x, w3 x, silu, product, and the row; the row alone.
+    assert added_plain > 2 * rows * 2 * (4 * 512 + 64)
+    assert added < added_plain / 4
+
+
+def test_the_host_waits_once_in_each_layer() -> None:
+    config = moe_job(parallelism={EP: 2}, activation_checkpoint={"mode": "full"})
+    [trace] = trace_ranks(config, world_size=2, ranks=[0]).values()
+    waits = [e for e in trace.step if isinstance(e, Synchronize) and "rows" in e.reason]
+    assert len(waits) == 4  # the recomputation knows the counts
+
+
+def test_grouped_products_are_priced_as_a_batch() -> None:
+    config = moe_job(parallelism={EP: 2}, training=BF16)
+    [trace] = trace_ranks(config, world_size=2, ranks=[0]).values()
+    launches = [e for e in trace.step if isinstance(e, Launch)]
+    products = [e.kernel for e in launches if e.kernel.name == "aten::_grouped_mm"]
+    # 4 sequences of 64 tokens for 2 experts each: 512 rows, 128 for each of the rank's 4 experts; width 64.
+    assert len(products) == 4 * 3 * 3
+    assert {k.flops for k in products} == {2 * 512 * 64 * 64}
+    assert {matmul_sizes(k) for k in products} == {(4, 128, 64, 64), (4, 64, 128, 64)}

@@ -38,6 +38,22 @@ def test_every_point_uses_all_ranks_and_keeps_the_global_batch() -> None:
     assert {p.cp for p in long.points} >= {1, 2, 4, 8, 16}
 
 
+def test_experts_are_split_where_ranks_and_experts_divide() -> None:
+    moe = ["--model.name=qwen3", "--model.flavor=tiny_moe", "--training.global_batch_size=64"]
+    finder = search(*moe, job=Path("train_configs/debug_model.toml"), world_size=16)
+    points = finder.points
+    for p in points:
+        assert (p.shard * p.cp * p.tp) % p.ep == 0 and 8 % p.ep == 0
+    assert {p.ep for p in points} == {1, 2, 4, 8}
+    settings = next(p for p in points if p.ep == 4).settings(64)
+    assert settings["parallelism.expert_parallel_degree"] == "4"
+    # What FSDP gathers of experts shrinks with the ranks that share them.
+    one = Point(replicate=1, shard=16, tp=1, cp=1, pp=1, batch=4, recompute="none", ep=1)
+    assert all(finder.legal(replace(one, ep=n)) for n in (1, 2, 4, 8))
+    dense = search("--training.global_batch_size=256").points[0].settings(256)
+    assert "parallelism.expert_parallel_degree" not in dense
+
+
 def test_the_formula_by_hand() -> None:
     """One rank computes, TP adds its gathers, a pipeline its bubble, recomputation a third."""
     finder = search("--training.global_batch_size=256")
