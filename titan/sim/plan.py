@@ -38,15 +38,7 @@ from titan.config.schema import JobConfig
 from titan.observe.estimate import estimate_memory, stacked_params
 
 from .profiles import Profile, load_profile, profile_names
-from .report import (
-    columns,
-    degrees,
-    put_json,
-    require_folders,
-    require_positive,
-    say,
-    utilization,
-)
+from .report import columns, degrees, put_json, require_folders, require_positive, say, utilization
 from .simulate import Facts
 from .variants import Variant, simulate_variants
 
@@ -172,10 +164,7 @@ class Search:
                 "expert_parallel_degree": point.ep or 1,
             },
         }
-        sections = {
-            name: getattr(self.config, name).model_copy(update=update)
-            for name, update in changes.items()
-        }
+        sections = {k: getattr(self.config, k).model_copy(update=v) for k, v in changes.items()}
         config = self.config.model_copy(update=sections)
         memory = estimate_memory(config, self.model, self._layout(point))
         return memory["total"] < _MARGIN * self.profile.memory_gib
