@@ -163,6 +163,9 @@ def grouped_products(
     return product(hidden_RF, w2_eDF.mT, ends_e)
 
 
+grouped_products.has_varying_rows = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
 def looped_products(
     rows_RD: Tensor, counts_e: Tensor, w1_eFD: Tensor, w2_eDF: Tensor, w3_eFD: Tensor
 ) -> Tensor:

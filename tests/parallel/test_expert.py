@@ -279,3 +279,34 @@ def test_eight_bits_are_near_and_the_same_on_every_layout(
         # Which rows share a scale, or a block of 32, in the product for a weight's gradient follows the layout; the rest does not.
         assert other["losses"][0] == pytest.approx(one["losses"][0], rel=1e-6)
         assert other["losses"][1] == pytest.approx(one["losses"][1], rel=1e-3)
+
+
+# ---- compiled ----------------------------------------------------------------------------------
+
+
+def train_compiled(folder: Path, base: dict[str, Any]) -> tuple[list[float], list[int], list[str]]:
+    """The losses, the rows that the experts of this rank got in each call, and what the compiler complains about."""
+    trainer = PoolTrainer(job(folder, base=base))
+    rows: list[int] = []
+    for moe in trainer.train_step.balance.moes.values():
+        moe.experts.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
+    losses = []
+    while trainer.step < trainer.last_step:
+        trainer.train_one_step()
+        losses.append(trainer.result.loss)
+    log = trainer.train_step.compile_log
+    return losses, rows, [] if log is None else list(log.warnings())
+
+
+def test_one_program_takes_any_number_of_rows(pool: Pool, tmp_path: Path) -> None:
+    bf16 = {"training": {**MOE["training"], "steps": 4, "mixed_precision_param": "bfloat16"}}
+    compiled = {"compile": {"enable": True, "backend": "aot_eager"}}
+    layout = {"dp": 2, "ep": 2}
+    eager = pool.run(2, train_compiled, tmp_path / "eager", sections(layout, **bf16))
+    base = sections(layout, **bf16, **compiled)
+    for rank, (losses, rows, complaints) in enumerate(
+        pool.run(2, train_compiled, tmp_path / "compiled", base)
+    ):
+        assert complaints == []
+        assert len(set(rows)) > 3
+        assert losses == pytest.approx(eager[rank][0], rel=1e-3)

@@ -9,7 +9,8 @@ compiled again or in pieces (a graph break), either of which costs speed without
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any, Literal
 
 import torch
@@ -37,7 +38,8 @@ def apply_compile(
     preserve_rng_state: bool = True,
 ) -> None:
     """Compile every block in `model.<container>` (a ModuleDict or ModuleList), in place; names do not change. Of a block with a
-    method `compiled_parts`, compile the functions that it returns as (module, attribute), if it returns any.
+    method `compiled_parts`, compile the functions that it returns as (module, attribute), if it returns any; one whose first argument
+    has another number of rows each time says so by an attribute `has_varying_rows`.
 
     mode: torch.compile's, for inductor: kernels chosen by measuring ("max-autotune-no-cudagraphs"), CUDA graphs
     ("reduce-overhead"), both ("max-autotune"). memory_budget: share of the activations, 0 to 1, that a block keeps for its backward
@@ -62,9 +64,23 @@ def apply_compile(
         unwrapped: Any = getattr(block, "_checkpoint_wrapped_module", block)
         parts = getattr(unwrapped, "compiled_parts", list)()
         for owner, name in parts:
-            setattr(owner, name, torch.compile(getattr(owner, name), **settings))
+            function = getattr(owner, name)
+            compiled = torch.compile(function, **settings)
+            varies = getattr(function, "has_varying_rows", False)
+            setattr(owner, name, _with_any_rows(compiled) if varies else compiled)
         if not parts:
             block.compile(**settings)
+
+
+def _with_any_rows(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Let one program take any number of rows: without being told, the compiler makes the second of another number."""
+
+    @wraps(compiled)
+    def call(rows: Tensor, *args: Tensor) -> Tensor:
+        torch._dynamo.maybe_mark_dynamic(rows, 0)
+        return compiled(rows, *args)
+
+    return call
 
 
 def is_compiled(module: nn.Module) -> bool:

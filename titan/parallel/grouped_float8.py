@@ -43,6 +43,7 @@ def apply_grouped_float8(
             sizes = " x ".join(map(str, module.w1.shape[1:]))
             raise Float8Error(f"{name}: experts of {sizes} do not divide by {multiple}")
         module.grouped = partial(_products, product=product, multiple=multiple)
+        module.grouped.has_varying_rows = True  # pyright: ignore
         module.grouped_dtypes = (torch.bfloat16, torch.float32)
         names.append(name)
     return names
