@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -318,7 +319,9 @@ def largest(results: list[dict[str, Any]], reference: dict[str, Any], what: str)
             ]
         else:
             pairs = [(abs(a - b), abs(b)) for a, b in zip(result[what], expected, strict=True)]
-        largest = max(largest, 0.0, *(difference / size for difference, size in pairs))
+        ratios = [difference / size for difference, size in pairs]
+        # max() passes over NaN, which equals nothing.
+        largest = max(largest, 0.0, *(math.inf if math.isnan(ratio) else ratio for ratio in ratios))
     return largest
 
 

@@ -33,13 +33,14 @@ def unreduced_router() -> None:
 
 def doubled_experts() -> None:
     """Double the gradients of experts (pytorch#160285)."""
+    forward = moe.Experts.forward
 
-    def to_local(self: DTensor, **_: Any) -> Tensor:
-        local = _to_local(self)
-        return local * 2 - local.detach() if self.ndim == 3 else local
+    def doubling(self: moe.Experts, *args: Any) -> Tensor:
+        for name, weight in list(self._parameters.items()):
+            self._parameters[name] = 2 * weight - weight.detach()  # pyright: ignore
+        return forward(self, *args)
 
-    _to_local = DTensor.to_local
-    DTensor.to_local = to_local  # pyright: ignore
+    moe.Experts.forward = doubling
 
 
 def norm_without_experts() -> None:
