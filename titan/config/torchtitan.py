@@ -24,6 +24,18 @@ FLAVORS = {
     ),
     "deepseek_v3": ("debugmodel", "16B", "236B", "671B"),
 }
+# How TorchTitan balances experts: it moves the routing bias of DeepSeek, and leaves Qwen3's routers alone.
+_BALANCE = {
+    "qwen3": {"load_balance_coeff": 0.0, "global_balance_coeff": 0.0},
+    "deepseek_v3": {"load_balance_coeff": 1e-3, "sequence_balance_coeff": 0.0},
+}
+# Where a flavor of that name is another model there than the published one, which is ours.
+_OTHERS: dict[tuple[str, str], dict[str, Any]] = {
+    ("qwen3", "235B-A22B"): {"rope_theta": 5e6},
+    ("deepseek_v3", "16B"): {"norm_eps": 1e-5, "rope_mscale": 0.7},
+    ("deepseek_v3", "236B"): {"norm_eps": 1e-5, "group_top_k": 2},
+    ("deepseek_v3", "671B"): {"norm_eps": 1e-5},
+}
 # TorchTitan's defaults that differ from ours and change a run's numbers.
 DEFAULTS: dict[str, Any] = {
     "optimizer.weight_decay": 0.1,
