@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from titan.models.moe import Experts, MoE, grouped_products, looped_products
 from titan.models.moe_config import MoEConfig
-from titan.optim.balance import Balance, move_bias
+from titan.optim.balance import Balance, move_biases
 from titan.parallel.grouped_float8 import apply_grouped_float8
 from titan.parallel.init_weights import initialize
 
@@ -87,12 +87,14 @@ def test_a_balance_term_has_the_gradient_of_its_formula(
 
 def test_the_bias_moves_against_the_loads_by_equal_steps() -> None:
     bias = torch.zeros(4)
-    move_bias(bias, torch.tensor([1, 5, 3, 3]), step=0.5)
+    move_biases([bias], torch.tensor([[1, 5, 3, 3]]), step=0.5)
     assert bias.tolist() == [0.5, -0.5, 0.0, 0.0]
-    move_bias(bias, torch.tensor([0, 0, 0, 12]), step=0.5)  # three up, one down, less their mean
+    move_biases(
+        [bias], torch.tensor([[0, 0, 0, 12]]), step=0.5
+    )  # three up, one down, less their mean
     assert bias.tolist() == [0.75, -0.25, 0.25, -0.75]
     before = bias.clone()
-    move_bias(bias, torch.tensor([0, 0, 0, 12]), step=0.0)
+    move_biases([bias], torch.tensor([[0, 0, 0, 12]]), step=0.0)
     assert torch.equal(bias, before)
 
 
