@@ -314,15 +314,14 @@ PRONE_TO_DEADLOCK = [
 ]
 
 
-@pytest.mark.parametrize("skew", SKEWED)
 @pytest.mark.parametrize(
-    ("layout", "times"),
+    ("skew", "layout", "times"),
     [
-        pytest.param(layout, times, id=f"{layout.name}-{times}", marks=marks)
+        pytest.param(skew, layout, times, id=f"{skew}-{layout.name}-{times}", marks=marks)
         for layout in PRONE_TO_DEADLOCK
-        for times, marks in (
-            (1, () if layout.ranks == 4 else pytest.mark.slow),
-            (20, pytest.mark.slow),
+        for skew, times, marks in (
+            *((skew, 1, () if layout.ranks == 4 else pytest.mark.slow) for skew in SKEWED),
+            ("none_to_one_rank", 20, pytest.mark.slow),
         )
     ],
 )
