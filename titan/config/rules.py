@@ -73,7 +73,7 @@ def check_to_run(config: JobConfig, *, world_size: int) -> Layout:
 
 
 def _problems(config: JobConfig, world_size: int | None, *, here: bool) -> list[Problem]:
-    problems = [*check(config), *check_supported(config)]
+    problems = check(config)
     if world_size is not None:
         problems += check_layout(config, world_size=world_size)
     if here:
@@ -90,12 +90,6 @@ def check(config: JobConfig) -> list[Problem]:
         for section, rule in RULES
         for key, message in violations_of(rule, config)
     ]
-
-
-def check_supported(config: JobConfig) -> list[Problem]:
-    """Return a problem for each setting that needs a feature which is not built yet."""
-    problems = []
-    return problems
 
 
 def advise(config: JobConfig) -> list[str]:
