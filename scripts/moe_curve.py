@@ -68,16 +68,16 @@ def draw() -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.colors import TwoSlopeNorm
 
     rows = {name: read_rows(OUT / name / "metrics.jsonl") for name in RUNS}
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8))
     for name, of_run in rows.items():
         style = {"color": STYLES[name], "label": LABELS[name]}
         left.plot(*column(of_run, "validation_loss"), marker="o", markersize=4, **style)
-        left.plot(*column(of_run, "loss"), color=STYLES[name], alpha=0.35, linewidth=1)
         if name != "dense":
             right.plot(*column(of_run, "expert_imbalance"), **style)
-    left.set(title="Loss (dots: validation, thin: training)", ylim=(1.7, 3.2))
+    left.set(title="Validation loss, nats per byte")
     right.set(title="Tokens of the busiest expert over the mean, worst layer", ylim=(1, 4.1))
     for axes in (left, right):
         axes.set_xlabel("step")
@@ -88,10 +88,10 @@ def draw() -> None:
     for axes, name in zip(panels, ("balanced", "unbalanced"), strict=True):
         table = json.loads((OUT / name / "experts.json").read_text())
         ratios = [[n * len(loads) / sum(loads) for n in loads] for loads in table["loads"]]
-        axes.imshow(ratios, cmap="RdBu_r", vmin=0, vmax=2, aspect="auto")
+        axes.imshow(ratios, cmap="RdBu_r", norm=TwoSlopeNorm(1, vmin=0, vmax=4), aspect="auto")
         for layer, of_layer in enumerate(ratios):
             for expert, ratio in enumerate(of_layer):
-                color = "white" if abs(ratio - 1) > 0.6 else "black"
+                color = "black" if 0.3 < ratio < 2.8 else "white"
                 axes.text(expert, layer, f"{ratio:.2f}", ha="center", va="center", color=color)
         axes.set(title=f"{LABELS[name]}, step {table['step']}", xlabel="expert", ylabel="layer")
         axes.set_yticks(range(len(ratios)))
