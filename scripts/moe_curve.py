@@ -42,12 +42,10 @@ RUNS = {
     "balanced": coefficients(bias=1e-2, loss=1e-2),
     "unbalanced": coefficients(bias=0.0, loss=0.0),
     "dense": ["--model.overrides.num_experts=0", "--model.overrides.ffn_dim=512"],
-    "scaled": [*coefficients(bias=1e-2, loss=1e-2), "--model.overrides.route_scale=2"],
 }
-STYLES = {"balanced": "#228833", "scaled": "#4488cc", "unbalanced": "#cc3311", "dense": "#555555"}
+STYLES = {"balanced": "#228833", "unbalanced": "#cc3311", "dense": "#555555"}
 LABELS = {
     "balanced": "experts, balanced",
-    "scaled": "experts, balanced, weights that sum to 2",
     "unbalanced": "experts, no balance terms",
     "dense": "dense twin",
 }
