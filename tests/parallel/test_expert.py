@@ -17,6 +17,7 @@ from tests.support.trainers import PoolTrainer
 from titan.config.schema import JobConfig
 from titan.parallel import apply_ep, build_mesh, build_sparse_mesh
 from titan.parallel.mesh import submesh
+from titan.parallel.replicas import ReplicaError, require_equal_replicas
 
 MOE = with_changes(
     SMALL,
@@ -310,3 +311,30 @@ def test_one_program_takes_any_number_of_rows(pool: Pool, tmp_path: Path) -> Non
         assert complaints == []
         assert len(set(rows)) > 3
         assert losses == pytest.approx(eager[rank][0], rel=1e-3)
+
+
+# ---- replicas ----------------------------------------------------------------------------------
+
+
+def differ_in_an_expert(folder: Path, base: dict[str, Any]) -> str:
+    """Train with the replicas compared in each step; then change an expert of one replica."""
+    trainer = PoolTrainer(job(folder, base=base))
+    trainer.train_one_step()
+    if trainer.rank == 3:
+        weight: Any = trainer.train_step.model_parts[0].get_parameter("layers.1.moe.experts.w2")
+        weight.detach().to_local()[0, 0, 0] += 1e-3
+    try:
+        require_equal_replicas(trainer.train_step.model_parts)
+    except ReplicaError as error:
+        return str(error)
+    return ""
+
+
+def test_replicas_of_experts_are_compared(pool: Pool, tmp_path: Path) -> None:
+    base = sections(
+        {"dp": 2, "ep": 2},
+        parallelism={"data_parallel_replicate_degree": 2},
+        fault_tolerance={"check_replicas_every_n_steps": 1},
+    )
+    messages = pool.run(4, differ_in_an_expert, tmp_path, base)
+    assert all("layers.1.moe.experts.w2" in message for message in messages), messages
