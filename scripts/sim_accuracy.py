@@ -125,12 +125,13 @@ def main(arguments: list[str]) -> int:
 def predict(run: dict[str, Any], config: JobConfig) -> Row:
     start = time.monotonic()
     check_to_run(config, world_size=run["gpus"])
+    profile = str(JOBS / run["profile"]) if run["profile"].endswith(".toml") else run["profile"]
     try:
         simulation = simulate(
             config,
             world_size=run["gpus"],
-            profile=load_profile(run["profile"]),
-            prepare=emulate,
+            profile=load_profile(profile),
+            prepare=None if "ep" in run else emulate,  # experts came with later versions
         )
     except (TraceError, ReplayError) as error:
         return Row(run, failure=str(error))
@@ -145,6 +146,8 @@ def document(rows: dict[str, Row]) -> str:
         for r in rows.values()
         if r.run["use"] == "report" and r.run["source"] == MAIN and not r.failure
     ]
+    experts = [r for r in rows.values() if "ep" in r.run]
+    rows = {name: row for name, row in rows.items() if row not in experts}
     others = [r for r in rows.values() if r.run["source"] not in (MAIN, PAPER)]
     lines = [
         "# How accurate the simulator is",
@@ -181,6 +184,7 @@ def document(rows: dict[str, Row]) -> str:
         *(_line(row) for row in rows.values() if row not in others),
         "",
         *_elsewhere(others),
+        *_experts(experts),
         "## Ratios",
         "",
         "What people choose by.",
@@ -221,6 +225,21 @@ def _elsewhere(others: list[Row]) -> list[str]:
     ]
 
 
+def _experts(rows: list[Row]) -> list[str]:
+    """The section of mixtures of experts."""
+    return [
+        "## Mixtures of experts",
+        "",
+        "No figure of the simulator was set with these, and rows whose configuration is not known or not the one here are shown with what differs.",
+        "The jobs are run as they are on the installed torch.",
+        "",
+        "| row | job | tokens/s/GPU published | predicted | error | GiB published | predicted | error | what differs |",
+        "|---|---|--:|--:|--:|--:|--:|--:|---|",
+        *(f"{_line(row).replace('| report |', '|')} {row.run['unlike']} |" for row in rows),
+        "",
+    ]
+
+
 def _summary(what: str, errors: list[float]) -> str:
     if not errors:
         return f"| {what} | | |"
@@ -231,8 +250,11 @@ def _line(row: Row) -> str:
     run = row.run
     degrees = ", ".join(
         f"{axis} {run[key]}"
-        for axis, key in (("FSDP", "dp_shard"), ("TP", "tp"), ("PP", "pp"), ("CP", "cp"))
-        if run[key] > 1
+        for axis, key in (
+            *(("FSDP", "dp_shard"), ("TP", "tp"), ("PP", "pp")),
+            *(("CP", "cp"), ("EP", "ep")),
+        )
+        if run.get(key, 1) > 1
     )
     job = ", ".join(
         [
@@ -256,6 +278,8 @@ def _line(row: Row) -> str:
 
 
 def _model(name: str) -> str:
+    if not name.startswith("llama"):
+        return name
     family, size = name.removeprefix("llama").split("-")
     return size.upper() if family == "3" else f"Llama {family} {size.upper()}"
 

@@ -255,6 +255,7 @@ def _facts(config: JobConfig, layout: Layout, profile: Profile | None) -> dict[s
             "name": config.model.name,
             "flavor": config.model.flavor,
             "parameters": model.num_params,
+            "active_parameters": getattr(model, "num_active_params", model.num_params),
         },
         "local_batch_size": training.local_batch_size,
         "global_batch_size": sequences,
@@ -282,11 +283,14 @@ def _page(facts: dict[str, Any], judged: dict[str, Any]) -> str:
         total, available = facts["memory_gib"]["total"], facts["hardware_memory_gib"]
         answer = "fits" if facts["fits"] else "DOES NOT FIT"
         verdict += [f"{answer}: {total:.1f} of {available:.1f} GiB on {facts['hardware']}"]
+    # Of the experts, those that a token goes to.
+    num_active = model["active_parameters"]
+    active = "" if num_active == model["parameters"] else f", {num_active:,} of them active"
     differs = [f"    {line}" for line in facts["differences"]]
     memory = [f"    {name:<12} {gib:10.3f}" for name, gib in facts["memory_gib"].items()]
     return "\n".join(
         [
-            f"model    {model['name']} {model['flavor']}, {model['parameters']:,} parameters",
+            f"model    {model['name']} {model['flavor']}, {model['parameters']:,} parameters{active}",
             f"layout   {facts['world_size']} ranks = {axes}",
             f"step     {batch} = {facts['tokens_per_step']:,} tokens",
             "memory   GiB on the fullest rank, by formula (not measured)",

@@ -10,8 +10,10 @@ import pytest
 from titan.cli import main
 from titan.config.load import load_from_argv
 from titan.config.rules import check_to_run
-from titan.sim.fit_advisor import candidates
+from titan.sim.fit_advisor import candidates, describe, suggest
+from titan.sim.imbalance import with_imbalance
 from titan.sim.profiles import load_profile
+from titan.sim.simulate import simulate
 
 JOB = ["train_configs/debug_model.toml", "--training.local_batch_size=4", "--training.seq_len=128"]
 SMALL = """
@@ -86,3 +88,36 @@ def test_changes_keep_the_global_batch() -> None:
         )
         other = check_to_run(again, world_size=4)
         assert again.training.local_batch_size * other.dp * other.accumulation == 16
+
+
+def test_uneven_routing_and_what_would_help(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device with room for 1.3 times the mean load: the changes are those that fit at twice the load."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    job = ["train_configs/debug_model.toml", "--model.name=qwen3", "--model.flavor=tiny_moe"]
+    job += ["--model.overrides.expert_dim=512", "--model.overrides.n_layers=2"]
+    job += ["--training.seq_len=512", "--training.local_batch_size=8"]
+    job += ["--parallelism.expert_parallel_degree=4"]
+    config = load_from_argv(job)
+    layout = check_to_run(config, world_size=4)
+    single, _ = candidates(config, layout, load_profile("h100-sxm"))
+    changes = {key: value for change in single for key, value in change.items()}
+    assert changes["moe.expert_chunk_rows"] == str(8 * 512 * 2 // 4)
+    assert {"parallelism.expert_parallel_degree": "2"} in single
+    roomy = load_profile("h100-sxm")
+    at = {x: simulate(with_imbalance(config, x), world_size=4, profile=roomy) for x in (1.0, 2.0)}
+    even, twice = (at[x].fullest.peak_reserved_bytes for x in (1.0, 2.0))
+    gib = (even + 0.3 * (twice - even) + at[1.0].fullest.outside_bytes) / 2**30
+    small = roomy.model_copy(update={"memory_gib": gib})
+    monkeypatch.setattr("titan.sim.fit_advisor.load_profile", lambda _: small)
+    # One change that helps, instead of some thirty simulations.
+    help_ = [{"moe.expert_chunk_rows": "2048"}]
+    monkeypatch.setattr("titan.sim.fit_advisor.candidates", lambda *_: (help_, []))
+    answer = suggest(job, config, layout, hardware="h100-sxm")
+    limit = answer["simulation"]["experts"]["fits_up_to_imbalance"]
+    assert answer["simulation"]["fits"] and 1 <= limit < 2 and answer["imbalance"] == 2.0
+    assert [fix["settings"] for fix in answer["fixes"]] == help_
+    lines = describe(answer)
+    assert any(f"fits up to {limit:g} times the mean load of the 4 ranks" in line for line in lines)
+    assert "changes that make it fit at 2 times the mean load, the fastest first:" in lines
