@@ -68,7 +68,8 @@ def z_loss(probs_TE: Tensor, ids_TK: Tensor, logits_TE: Tensor, last: Tensor) ->
 def test_a_balance_term_has_the_gradient_of_its_formula(
     name: str, formula: Callable[..., Tensor], score: str
 ) -> None:
-    moe = build(score=score, **{name: 0.5}).double()
+    changes: dict[str, Any] = {name: 0.5}
+    moe = build(score=score, **changes).double()
     moe.last_loads.copy_(torch.arange(1, E + 1))
     x = tokens().double().requires_grad_()
     Balance({"moe": moe}, group=None).begin(num_sequences=B, num_tokens=B * S)

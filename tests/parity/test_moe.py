@@ -46,11 +46,13 @@ def ep(n: int) -> tuple[tuple[str, int], ...]:
     return (("expert_parallel_degree", n),)
 
 
-FULL, BY_OP = {"recompute": "full"}, {"recompute": "selective"}
-MUON = {"optimizer": (("name", "Muon"), ("ns_dtype", "float32"))}
-EIGHT_BITS = {"optimizer": (("name", "AdamW8bit"),)}
-EARLY = {"optimizer": (("early_step_in_backward", True),)}
-SLOW = {"repeats": True}
+Options = dict[str, Any]
+FULL: Options = {"recompute": "full"}
+BY_OP: Options = {"recompute": "selective"}
+MUON: Options = {"optimizer": (("name", "Muon"), ("ns_dtype", "float32"))}
+EIGHT_BITS: Options = {"optimizer": (("name", "AdamW8bit"),)}
+EARLY: Options = {"optimizer": (("early_step_in_backward", True),)}
+SLOW: Options = {"repeats": True}
 LAYOUTS = [
     # Data parallelism
     Layout("one process", accumulation=2),
