@@ -112,8 +112,12 @@ class Block(nn.Module):
         self, x_BSD: Tensor, cos_sin: tuple[Tensor, Tensor], document_ids_BS: Tensor | None
     ) -> Tensor:
         """Return the residual stream after the block, (B, S, D)."""
+        if self.moe is None:
+            # Not by `attend`: its result would keep the normalised input for longer than needed.
+            h_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), cos_sin, document_ids_BS)
+            return h_BSD + self.feed_forward(self.ffn_norm(h_BSD))
         h_BSD, x_BSD = self.attend(x_BSD, cos_sin, document_ids_BS)
-        return h_BSD + (self.feed_forward(x_BSD) if self.moe is None else self.moe(x_BSD))
+        return h_BSD + self.moe(x_BSD)
 
     def attend(
         self, x_BSD: Tensor, cos_sin: tuple[Tensor, Tensor], document_ids_BS: Tensor | None
