@@ -22,16 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from titan.parallel.rows import host_counts, permute
+
 from .moe_config import MoEConfig
-
-
-def host_counts(counts: Tensor, *, num_rows: int) -> list[int]:
-    """Return integers of the device on the host, which waits for them.
-
-    Args:
-        num_rows: that this rank holds. The simulator, which has no counts, deals them out evenly.
-    """
-    return counts.tolist()
 
 
 class RouteSource(Protocol):
@@ -325,20 +318,3 @@ class _Spread(torch.autograd.Function):
         rows_TKD = grads[0][place_N].unflatten(0, (-1, ctx.k))
         wide = torch.promote_types(rows_TKD.dtype, torch.float32)
         return rows_TKD.sum(1, dtype=wide).to(rows_TKD.dtype), None, None, None
-
-
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows_ND: Tensor, order_N: Tensor, place_N: Tensor) -> Tensor:
-        ctx.save_for_backward(order_N, place_N)
-        return rows_ND[order_N]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        order_N, place_N = ctx.saved_tensors
-        return permute(grads[0], place_N, order_N), None, None
-
-
-def permute(rows_ND: Tensor, order_N: Tensor, place_N: Tensor) -> Tensor:
-    """Return the rows in an order; place_N is its inverse. The gradient is a look-up too, not a sum into places."""
-    return _Permute.apply(rows_ND, order_N, place_N)

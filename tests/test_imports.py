@@ -15,8 +15,8 @@ ALLOWED = {
     "hardware": "",
     "async_scalars": "",
     "run_folder": "titan untrusted",
-    "models": "",
-    "parallel": "models untrusted",  # models/moe.py
+    "models": "parallel",  # rows.py
+    "parallel": "untrusted",
     "loss": "parallel",
     "config": "titan hardware untrusted parallel",
     "optim": "config models parallel",

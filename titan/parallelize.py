@@ -98,7 +98,7 @@ def parallelize(
         )
     # Experts are dealt out before FSDP shards what each rank keeps of them.
     if sparse_mesh is not None and (ep := submesh(sparse_mesh, "ep")) is not None:
-        apply_ep(model, mesh=ep)
+        apply_ep(model, mesh=ep, moe_type=MoE)
     if (sequence := submesh(mesh, "cp", "tp", flatten=True)) is not None:
         for moe in moes_of(model).values():
             moe.sum_over_sequence = partial(_sum_over, sequence.get_group())

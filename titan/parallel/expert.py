@@ -26,15 +26,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from titan.models.moe import MoE, host_counts, permute
-
 from .collectives import all_to_all_rows, start_all_to_all, wait
 from .context import shard_sequence
 from .mesh import axis_rank, axis_size
+from .rows import host_counts, permute
 from .torch_compat import outside_selection
 
 
-def apply_ep(model: nn.Module, *, mesh: DeviceMesh, moe_type: type[nn.Module] = MoE) -> None:
+def apply_ep(model: nn.Module, *, mesh: DeviceMesh, moe_type: type[nn.Module]) -> None:
     """Spread the experts of each `moe_type` in `model` over the one axis of `mesh`, in place.
 
     Raises ValueError for a number of experts that the ranks do not divide.
@@ -133,14 +132,14 @@ class RoundRobin:
     def __init__(self, mesh: DeviceMesh, *, balanced: bool) -> None:
         self.mesh, self.balanced = mesh, balanced
 
-    def get(self, moe: MoE, tokens: Tensor) -> Tensor | None:
+    def get(self, moe: Any, tokens: Tensor) -> Tensor | None:
         length = tokens.shape[1] * axis_size(self.mesh, "cp", "tp")
         k, num_experts = moe.config.top_k, moe.config.num_experts
         places_S = local_tokens(self.mesh, length, balanced=self.balanced).to(tokens.device)
         ids_SK = places_S[:, None] * k + torch.arange(k, device=tokens.device)
         return (ids_SK % num_experts).repeat(len(tokens), 1)
 
-    def put(self, moe: MoE, ids_TK: Tensor) -> None: ...
+    def put(self, moe: Any, ids_TK: Tensor) -> None: ...
 
     def forget(self) -> None: ...
 
@@ -169,11 +168,11 @@ class KeptRoutes:
 
     def forget(self) -> None: ...
 
-    def get(self, moe: MoE, tokens: Tensor) -> Tensor | None:
+    def get(self, moe: Any, tokens: Tensor) -> Tensor | None:
         # Only a recomputation finds something here.
         return _recall(moe)
 
-    def put(self, moe: MoE, ids_TK: Tensor) -> None:
+    def put(self, moe: Any, ids_TK: Tensor) -> None:
         _remember(moe, ids_TK)
 
 
@@ -181,7 +180,7 @@ def keep_routes(
     block: nn.Module,
 ) -> Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]] | None:
     """Return what makes the contexts of a checkpointed block's forward pass and of its recomputation; None: it has no experts."""
-    moes: list[Any] = [module for module in block.modules() if isinstance(module, MoE)]
+    moes: list[Any] = [module for module in block.modules() if hasattr(module, "route_sources")]
     for moe in moes:
         moe.route_sources.insert(0, KeptRoutes())
         # The recomputation leaves it out, so a selective checkpoint must not count what it does.

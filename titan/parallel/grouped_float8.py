@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan.models.moe import Experts, grouped_products, host_counts
-
 from .float8 import Float8Error
+from .rows import host_counts
 
 _MULTIPLE = {"float8": 16, "mxfp8": 32}
 
@@ -35,14 +34,18 @@ def apply_grouped_float8(
     """
     multiple, names = _MULTIPLE[recipe], []
     product = _grouped_mm(recipe, emulate=emulate)
-    experts: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, Experts)}
+    experts: dict[str, Any] = {
+        n: m for n, m in model.named_modules() if hasattr(m, "grouped_dtypes")
+    }
     for name, module in experts.items():
         if not any(part in name for part in fqns):
             continue
         if any(size % multiple for size in module.w1.shape[1:]):
             sizes = " x ".join(map(str, module.w1.shape[1:]))
             raise Float8Error(f"{name}: experts of {sizes} do not divide by {multiple}")
-        module.grouped = partial(_products, product=product, multiple=multiple)
+        module.grouped = partial(
+            _products, function=module.grouped, product=product, multiple=multiple
+        )
         module.grouped.has_varying_rows = True  # pyright: ignore
         module.grouped_dtypes = (torch.bfloat16, torch.float32)
         names.append(name)
@@ -53,10 +56,11 @@ def _products(
     rows_RD: Tensor,
     counts_e: Tensor,
     *weights: Tensor,
+    function: Callable[..., Tensor],
     product: Callable[[Tensor, Tensor, Tensor], Tensor],
     multiple: int,
 ) -> Tensor:
-    """Return `grouped_products` of rows that are padded to whole multiples for each expert."""
+    """Return the function of rows that are padded to whole multiples for each expert."""
     padded_e = (counts_e + multiple - 1) // multiple * multiple
     shift_e = (padded_e.cumsum(0) - padded_e) - (counts_e.cumsum(0) - counts_e)
     places_R = torch.arange(len(rows_RD), device=rows_RD.device)
@@ -64,7 +68,7 @@ def _products(
     # As many rows as could be needed: how many are is known on the device alone.
     most = -(-(len(rows_RD) + len(counts_e) * (multiple - 1)) // multiple) * multiple
     padded = rows_RD.new_zeros(most, rows_RD.shape[1]).index_copy(0, places_R, rows_RD)
-    return grouped_products(padded, padded_e, *weights, product=product)[places_R]
+    return function(padded, padded_e, *weights, product=product)[places_R]
 
 
 def _grouped_mm(recipe: str, *, emulate: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:

@@ -1,6 +1,6 @@
 """Assume how many rows experts get. A recording has no tokens, so that nothing says where they go.
 
-A run asks the device once for each layer (`titan.models.moe.host_counts`), and the host waits for the answer. Here the answer is
+A run asks the device once for each layer (`titan.parallel.rows.host_counts`), and the host waits for the answer. Here the answer is
 that each rank sends as many rows to all others, and that the rank at hand is the busiest: it gets
 `simulator.expert_imbalance` times as many as it sends, which is the mean. All its experts get equal shares.
 """
