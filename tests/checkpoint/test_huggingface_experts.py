@@ -323,8 +323,8 @@ def test_a_routing_bias_that_transformers_has_not(sources, tmp_path: Path, capsy
         for ours, shape in model.shapes.items()
     }
     state["model.layers.1.moe.bias"][3] = 1e-3
-    told = "layers.1.moe.bias is not zero: OlmoeForCausalLM of transformers has no routing bias"
-    with pytest.raises(SaveFailed, match=told):
+    message = "layers.1.moe.bias is not zero: OlmoeForCausalLM of transformers has no routing bias"
+    with pytest.raises(SaveFailed, match=message):
         export_state(out, state, Export(model, torch.float32), group=CheckpointGroup())
     assert convert.main(["from-hf", str(sources["Olmoe"]), str(there)]) == 0
     step = there / "checkpoint" / "step-0"
@@ -332,7 +332,7 @@ def test_a_routing_bias_that_transformers_has_not(sources, tmp_path: Path, capsy
     manager = checkpoints.CheckpointManager(convert.CheckpointSection(), run_dir=there)
     manager.save(1, state, metadata=metadata | {"step": 1})
     assert convert.main(["to-hf", str(there), str(out)]) == 2
-    assert told in capsys.readouterr().err and not out.exists()
+    assert message in capsys.readouterr().err and not out.exists()
 
 
 def test_a_model_that_transformers_has_not() -> None:

@@ -74,7 +74,7 @@ def test_yarn_is_that_of_transformers(flavor: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "refusals"),
     [
         ({"num_groups": 3}, ["num_groups: 3 groups do not divide 8 experts; use 2 or 4"]),
         ({"top_groups": 5}, ["top_groups: must be 1 to num_groups 4, got 5"]),
@@ -87,9 +87,9 @@ def test_yarn_is_that_of_transformers(flavor: str) -> None:
     ],
     ids=str,
 )
-def test_a_router_that_cannot_choose_is_refused(overrides: dict, told: list[str]) -> None:
+def test_a_router_that_cannot_choose_is_refused(overrides: dict, refusals: list[str]) -> None:
     section = ModelSection(name="deepseek_v3", flavor="tiny", overrides=overrides)
     _, violations = resolve_model(section)
     assert [f"{key}: {message}" for key, message in violations] == [
-        f"model.overrides.{text}" for text in told
+        f"model.overrides.{text}" for text in refusals
     ]

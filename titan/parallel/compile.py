@@ -73,7 +73,7 @@ def apply_compile(
 
 
 def _with_any_rows(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Let one program take any number of rows: without being told, the compiler makes the second of another number."""
+    """Let one program take any number of rows: otherwise the compiler makes a program for the first number, and another for all others."""
 
     @wraps(compiled)
     def call(rows: Tensor, *args: Tensor) -> Tensor:
