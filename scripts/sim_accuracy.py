@@ -205,7 +205,7 @@ def _elsewhere(others: list[Row]) -> list[str]:
         "",
         "No figure of the simulator was set with these. One came after they were seen: what a kernel that transposes reaches (`transpose_share`), from a microbenchmark. A: TorchTitan's performance page of",
         "mid-2024, Llama 2 and 3 in bf16, not compiled, on 64 A100; J: its benchmarks of asynchronous TP of June 2025, on the cluster above; H: the Trainy team's run of it on H200, June 2025; T: torchao's",
-        "benchmarks of float8 recipes of 2025, on one node of H100 like those above, of MI300X and of B200 whose power was limited to a figure that is not told. Only h100-96g-500w has",
+        "benchmarks of float8 recipes of 2025, on one node of H100 like those above, of MI300X and of B200 whose power was limited to a figure that is not published. Only h100-96g-500w has",
         "figures that come from a training run.",
         "T4 to T7: mi300x is far too fast. Most of its figures are recalled, and no measurement of single kernels was found to correct them with, so they were left. T8 to T10: what the limit was is not",
         "told; b200 is the machine at full power, so that only their ratios can be held against it.",

@@ -118,6 +118,17 @@ def test_a_missing_record_is_named(pool: Pool, tmp_path: Path) -> None:
         pool.run(1, run, tmp_path, base)
 
 
+@pytest.mark.parametrize(("expert", "k"), [(-1, 2), (8, 2), (0, 3)])
+def test_a_record_of_another_model_is_refused(
+    expert: int, k: int, pool: Pool, tmp_path: Path
+) -> None:
+    (tmp_path / "routes").mkdir()
+    record = np.full((8, 32, 2, k), expert, dtype=np.int16)
+    np.save(tmp_path / "routes" / "samples-000000000000-8.npy", record)
+    with pytest.raises(AssertionError, match=r"no 2 of 8 experts for each token of layer 0"):
+        pool.run(1, run, tmp_path, sections({}, moe={"replay_routes": "routes"}))
+
+
 def test_forced_balance_gives_all_experts_equal_loads(pool: Pool, tmp_path: Path) -> None:
     loads = []
     for layout in ({}, {"dp": 2, "ep": 2}, {"cp": 2, "tp": 2, "ep": 4}):
@@ -338,3 +349,14 @@ def test_replicas_of_experts_are_compared(pool: Pool, tmp_path: Path) -> None:
     )
     messages = pool.run(4, differ_in_an_expert, tmp_path, base)
     assert all("layers.1.moe.experts.w2" in message for message in messages), messages
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_chunks_change_nothing(recompute: str, pool: Pool, tmp_path: Path) -> None:
+    layout, ac = {"dp": 2, "ep": 2}, {"activation_checkpoint": {"mode": recompute}}
+    [whole, _] = pool.run(2, run, tmp_path / "whole", sections(layout, **ac))
+    base = sections(layout, moe={"expert_chunk_rows": 16}, **ac)
+    [chunked, _] = pool.run(2, run, tmp_path / "chunked", base)
+    assert chunked["losses"] == pytest.approx(whole["losses"], rel=1e-6)
+    for name, tensor in whole["tensors"].items():
+        torch.testing.assert_close(chunked["tensors"][name], tensor, rtol=1e-5, atol=1e-6)

@@ -77,11 +77,16 @@ class Routes(Hook):
     def get(self, moe: MoE, tokens: Tensor) -> Tensor | None:
         if not self.batches or self.replay is None:
             return None
-        ids = [
-            self._row(sample)[self.tokens, self.layers[moe]]
-            for sample in self._samples(moe, tokens)
-        ]
-        return torch.from_numpy(np.concatenate(ids)).to(tokens.device, torch.int64)
+        layer, samples = self.layers[moe], self._samples(moe, tokens)
+        ids_TK = np.concatenate([self._row(sample)[self.tokens, layer] for sample in samples])
+        num_experts, top_k = moe.config.num_experts, moe.config.top_k
+        # On a GPU, a look-up outside of the experts would end the process without a name.
+        if ids_TK.shape[1] != top_k or ids_TK.min() < 0 or ids_TK.max() >= num_experts:
+            raise ValueError(
+                f"the record in {self.replay} has no {top_k} of {num_experts} experts for each token of layer "
+                f"{layer}, samples {samples.start} to {samples.stop - 1}: it is another model's, or not complete"
+            )
+        return torch.from_numpy(ids_TK).to(tokens.device, torch.int64)
 
     def put(self, moe: MoE, ids_TK: Tensor) -> None:
         if is_recomputation():
