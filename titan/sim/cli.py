@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from titan.config.load import load_from_argv
 from titan.config.rules import load_to_run
@@ -17,7 +18,7 @@ from .report import mistake, page, put_json, require_folders, require_positive, 
 
 OPTIONS = (
     *("--world-size", "--hardware", "--json", "--trace", "--html", "--processes"),
-    *("--sweep", "--whole", "--no-cache", "--calibrate"),
+    *("--sweep", "--whole", "--no-cache", "--calibrate", "--run", "--phase"),
 )
 
 
@@ -67,6 +68,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--whole", action="store_true", help="trace every block, even if all are alike"
     )
+    parser.add_argument(
+        "--run",
+        action="store_true",
+        help="the whole run, too: days, energy, failures, checkpoints, as [simulator.run] assumes",
+    )
+    parser.add_argument(
+        "--phase",
+        action="append",
+        default=[],
+        metavar="OVERLAY.toml",
+        help="with --run: a job that follows, as an overlay",
+    )
     parser.add_argument("--no-cache", action="store_true", help="trace again")
     parser.add_argument(
         "--calibrate",
@@ -79,30 +92,35 @@ def _parser() -> argparse.ArgumentParser:
 
 def _simulate(options: argparse.Namespace, job: list[str]) -> int:
     """Simulate one job: print its page, and write the files that were asked for."""
-    profile = load_profile(options.hardware)
-    config, _ = load_to_run(job, world_size=options.world_size, options=list(OPTIONS))
+    profile, size = load_profile(options.hardware), options.world_size
+    if options.phase and not options.run:
+        raise mistake("--phase", "is for --run")
+    config, *later = (
+        load_to_run([*job, *overlay], world_size=size, options=list(OPTIONS))[0]
+        for overlay in ([], *([file] for file in options.phase))
+    )
 
     # torch comes with these imports, so the config's mistakes are reported before.
     from .imbalance import simulate_with_limit
     from .replay import ReplayError
-    from .simulate import HardwareError, facts
+    from .simulate import HardwareError, facts, simulate
     from .trace_jobs import TraceError
+    from .whole_run import whole_run, whole_run_page
 
+    how: dict[str, Any] = {"world_size": size, "profile": profile, "say": say}
+    how |= {"processes": options.processes, "whole": options.whole}
+    how |= {"use_cache": not options.no_cache}
     try:
-        simulation = simulate_with_limit(
-            config,
-            world_size=options.world_size,
-            profile=profile,
-            processes=options.processes,
-            whole=options.whole,
-            use_cache=not options.no_cache,
-            say=say,
-        )
-        say("")
+        simulation = simulate_with_limit(config, **how)
         figures = facts(simulation)
+        if options.run:
+            figures["run"] = whole_run([simulation, *(simulate(phase, **how) for phase in later)])
+        say("")
         # --json - leaves standard output to the data.
         if not put_json(figures, options.json):
             print(page(figures))
+            if options.run:
+                print(whole_run_page(figures["run"]))
         if options.trace:
             from .perfetto import write_trace
 
@@ -127,7 +145,7 @@ def _sweep(options: argparse.Namespace, job: list[str]) -> int:
     """Simulate all variants: print a table, or with --json everything."""
     from .variants import combinations, simulate_variants, table
 
-    for name in ("trace", "html", "whole", "no_cache"):
+    for name in ("trace", "html", "whole", "no_cache", "run"):
         if getattr(options, name):
             raise mistake(f"--{name.replace('_', '-')}", "is for one job, not for a sweep")
     axes: dict[str, list[str]] = {}

@@ -99,6 +99,9 @@ class Profile(BaseModel):
     speed_deviation: float
     """Standard deviation of speed between devices of the kind: more of them wait for a slower slowest one."""
 
+    power_w: float = Field(ge=0)
+    """At most, of one device without its host and its cooling. 0: not known."""
+
     context_gib: float
     """Driver context and kernels, outside the allocator."""
     workspace_mib: float

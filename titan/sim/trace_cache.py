@@ -42,7 +42,6 @@ _PROGRAM = (
     "compile",
     "quantize",
     "moe",
-    "simulator",
 )
 """Sections that the program is built from, whole."""
 _DEPTH = 5
@@ -82,6 +81,7 @@ class TraceRequest:
                 "expandable_segments",
             },
         )
+        shape["imbalance"] = config.simulator.expert_imbalance
         shape["forced"] = config.debug.moe_force_load_balance
         shape["data"] = [config.data.reset_positions, config.data.document_mask]
         # Part of the layout above, where a degree of -1 is resolved.

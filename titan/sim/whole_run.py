@@ -1,0 +1,253 @@
+"""Say what a whole run costs (`titan sim --run`): days, GPU hours, energy, money, checkpoints, failures, spare nodes.
+
+A step's simulation gives the seconds of a step and the bytes of a checkpoint; `[simulator.run]` gives what no job knows. All
+is an expectation under failures at random (exponential times between them, mean M for the job), which also hit restarts.
+Work is done in intervals: tau seconds of training, delta seconds in which training stands still for a save, and w seconds in
+which the save is written beside training and does not count yet. A failure costs a restart of R seconds, and all work since
+the last save that counts. The expected time from one save to the next is then exactly
+
+    C = M exp((R + w) / M) (exp((tau + delta) / M) - 1)
+
+With w = 0 it is the complete model of Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps"
+(FGCS 2006). Where saves are written beside training, the first one after a failure needs tau + delta + w without another
+failure and each later one tau + delta, and the sum over both cases is the factor exp(w / M). Goodput is tau over C. The best
+tau is about sqrt(2 delta M) (Young, "A first order approximation to the optimum checkpoint interval", CACM 1974), and more
+exactly Daly's higher order.
+
+A job of titan has one phase: its batch and its sequences stay as they are. What follows it, such as training on long
+sequences, is another job that starts from its checkpoint. `--phase OVERLAY.toml` adds such jobs to the account.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import ceil, exp, expm1, sqrt
+
+from titan.config.model import model_config
+from titan.config.schema import JobConfig
+from titan.observe.estimate import estimate_memory
+
+from .report import duration
+from .simulate import Facts, Simulation
+
+_DAY_S, _HOUR_S = 86_400.0, 3_600.0
+_BYTES = {"float32": 4, "bfloat16": 2}
+_MOST = 200.0  # exponent: whatever takes e^200 times as long never ends
+_NEVER = 1e-6  # goodput of a run that does not end
+
+
+def expected_interval_s(
+    work_s: float,
+    *,
+    mtbf_s: float,
+    save_s: float = 0.0,
+    restart_s: float = 0.0,
+    write_s: float = 0.0,
+) -> float:
+    """Return the expected seconds from one checkpoint to the next.
+
+    Args:
+        work_s: training between two saves (tau).
+        mtbf_s: mean time between failures of the job (M).
+        save_s: time for which training stands still (delta).
+        restart_s: from a failure until training goes on (R).
+        write_s: time after that in which the checkpoint does not count yet (w).
+    """
+    lost, needed = (restart_s + write_s) / mtbf_s, (work_s + save_s) / mtbf_s
+    return mtbf_s * exp(min(lost, _MOST)) * expm1(min(needed, _MOST))
+
+
+def young_interval_s(save_s: float, mtbf_s: float) -> float:
+    """Return Young's first-order best seconds of training between saves."""
+    return sqrt(2 * save_s * mtbf_s)
+
+
+def daly_interval_s(save_s: float, mtbf_s: float) -> float:
+    """Return Daly's higher-order best seconds of training between saves."""
+    if save_s >= 2 * mtbf_s:
+        return mtbf_s
+    x = sqrt(save_s / (2 * mtbf_s))
+    return young_interval_s(save_s, mtbf_s) * (1 + x / 3 + x * x / 9) - save_s
+
+
+def num_spares(mean: float, *, probability: float) -> int:
+    """Return how many spare nodes are enough with a probability, if `mean` nodes are away on average.
+
+    Failures come at random and repairs do not wait for each other, so the nodes away at a time have a Poisson distribution,
+    whatever the distribution of a repair's time (Palm's theorem).
+    """
+    # Terms from the first on: of hundreds of nodes away, exp(-mean) is still a normal float.
+    count, term = 0, exp(-mean)
+    total = term
+    while total < probability and term > 0:
+        count += 1
+        term *= mean / count
+        total += term
+    return count
+
+
+def state_bytes(simulation: Simulation) -> float:
+    """Return the bytes of a checkpoint: parameters, and as many times that as the optimizer keeps of them."""
+    config, layout = simulation.config, simulation.layout
+    model = model_config(config.model)
+    ranks = [dict(report.by_category) for report in simulation.memory.values()]
+    # Offloaded states are on the host, which the simulator's allocator does not see.
+    if config.training.enable_cpu_offload:
+        ranks = [estimate_memory(config, model, layout)]
+    params, optimizer = (sum(r[name] for r in ranks) for name in ("parameters", "optimizer"))
+    # The ranks seen hold the largest shards, which at a thousand shards are far above the mean. Their proportions are exact.
+    return model.num_params * _BYTES[config.training.dtype] * (1 + optimizer / params)
+
+
+def save_times_s(simulation: Simulation, size: float) -> tuple[float, float]:
+    """Return the seconds for which training stands still for a save of so many bytes, and those of writing beside it."""
+    config, layout, profile = simulation.config, simulation.layout, simulation.profile
+    run, mode = config.simulator.run, config.checkpoint.async_mode
+    storage_gb_per_s = num_nodes(simulation) * run.node_storage_gb_per_s
+    write_s = size / 1e9 / storage_gb_per_s
+    if (share := run.save_blocking_share) is not None:
+        return share * write_s, (1 - share) * write_s
+    if mode == "disabled":
+        return write_s, 0.0
+    # Each rank copies what it holds. Into pinned memory that happens beside the next step, whose update waits for it.
+    copy_s = size * layout.dp_replicate / layout.world_size / 1e9 / profile.host_gb_per_s
+    hidden_s = simulation.timeline.step_s if mode == "async_with_pinned_mem" else 0.0
+    blocked_s = max(0.0, copy_s - hidden_s)
+    return blocked_s, copy_s - blocked_s + write_s
+
+
+def num_nodes(simulation: Simulation) -> int:
+    """Return how many nodes the job takes."""
+    return ceil(simulation.layout.world_size / simulation.profile.gpus_per_node)
+
+
+def phase_facts(simulation: Simulation) -> Facts:
+    """Return what one job costs from its first step to its last. docs/simulator.md defines every field."""
+    config, step_s = simulation.config, simulation.timeline.step_s
+    run, steps, ranks = config.simulator.run, config.training.steps, simulation.layout.world_size
+    mtbf_s = run.mtbf_gpu_hours * _HOUR_S / ranks
+    size = state_bytes(simulation)
+    blocked_s, beside_s = save_times_s(simulation, size)
+    trained_s, validation_s = steps * step_s, _validation_s(simulation)
+
+    def wall_and_waits(work_s: float) -> tuple[float, float]:
+        # One save at a time: the next waits for the one before.
+        save_s = blocked_s + max(0.0, beside_s - work_s)
+        restart_s = run.restart_seconds
+        times = {"save_s": save_s, "restart_s": restart_s, "write_s": beside_s}
+        num_intervals = (trained_s + validation_s) / work_s
+        wall_s = num_intervals * expected_interval_s(work_s, mtbf_s=mtbf_s, **times)
+        return wall_s, num_intervals * save_s
+
+    interval = _interval(config, step_s)
+    wall_s, saved_s = wall_and_waits(interval * (trained_s + validation_s) / steps)
+    best_s = max(daly_interval_s(blocked_s, mtbf_s), beside_s, step_s)
+    hours = wall_s / _HOUR_S
+    away = run.repair_hours * _HOUR_S / mtbf_s
+    parts_s = {"training": trained_s, "validation": validation_s, "waiting for saves": saved_s}
+    parts_s["restarts and lost work"] = wall_s - sum(parts_s.values())
+    return {
+        "layout": str(simulation.layout),
+        "steps": steps,
+        "tokens": steps * simulation.tokens_per_step,
+        "days": wall_s / _DAY_S,
+        "days_by_part": {name: seconds / _DAY_S for name, seconds in parts_s.items()},
+        "gpu_hours": hours * ranks,
+        "energy_mwh": hours * ranks * simulation.profile.power_w / 1e6,
+        "cost": hours * ranks * run.gpu_hour_price,
+        "failures": wall_s / mtbf_s,
+        "goodput": trained_s / wall_s,
+        "mtbf_hours": mtbf_s / _HOUR_S,
+        "nodes": num_nodes(simulation),
+        "spare_nodes": num_spares(away, probability=run.spare_probability),
+        "checkpoint": {
+            "bytes": round(size),
+            "blocked_s": blocked_s,
+            "beside_s": beside_s,
+            "interval_steps": interval,
+            "young_steps": young_interval_s(blocked_s, mtbf_s) / step_s,
+            "daly_steps": daly_interval_s(blocked_s, mtbf_s) / step_s,
+            "best_steps": max(1, round(best_s / step_s)),
+            "best_goodput": trained_s / wall_and_waits(best_s)[0],
+        },
+    }
+
+
+def _interval(config: JobConfig, step_s: float) -> int:
+    """Return the steps from one save to the next; without saves all of the run's."""
+    section, steps = config.checkpoint, config.training.steps
+    if not section.enable or section.load_only:
+        return steps
+    by_time = section.interval_minutes * 60 / step_s or steps
+    return max(1, min(section.interval, steps, int(by_time)))
+
+
+def _validation_s(simulation: Simulation) -> float:
+    """Return the seconds of all validations. They are forward passes, which take their part of a step by their tokens."""
+    config, by_phase = simulation.config, simulation.timeline.mean_by("by_phase_s")
+    section, training = config.validation, config.training
+    # -1 asks for all of a text, whose length is not known here.
+    if not section.enable or section.steps < 0:
+        return 0.0
+    forward_s = simulation.timeline.step_s * by_phase["forward"] / sum(by_phase.values())
+    tokens = section.local_batch_size * (section.seq_len or training.seq_len)
+    tokens_of_step = training.local_batch_size * training.seq_len * simulation.layout.accumulation
+    times = ceil(training.steps / section.freq)
+    return times * section.steps * forward_s * tokens / tokens_of_step
+
+
+def whole_run(simulations: Sequence[Simulation]) -> Facts:
+    """Return the cost of jobs that follow each other: the sums, and `phases` with each."""
+    phases = [phase_facts(simulation) for simulation in simulations]
+    sums = ("days", "gpu_hours", "energy_mwh", "cost", "failures", "steps", "tokens")
+    trained = sum(phase["days_by_part"]["training"] for phase in phases)
+    total: Facts = {name: sum(phase[name] for phase in phases) for name in sums}
+    total["goodput"] = trained / total["days"]
+    return total | {"spare_nodes": max(p["spare_nodes"] for p in phases), "phases": phases}
+
+
+def whole_run_page(facts: Facts) -> str:
+    """Return what `whole_run` found, for people."""
+    phases = facts["phases"]
+    if facts["goodput"] < _NEVER:
+        return "  the whole run does not end: it fails before it can save"
+    lines = [_summary("the whole run", facts)]
+    for number, phase in enumerate(phases, start=1):
+        if len(phases) > 1:
+            lines.append(_summary(f"phase {number}", phase))
+        lines += _phase_lines(phase)
+    return "\n".join(lines)
+
+
+def _summary(name: str, facts: Facts) -> str:
+    energy, cost = facts["energy_mwh"], facts["cost"]
+    return (
+        f"  {name}: {_figure(facts['days'])} days, {_figure(facts['gpu_hours'])} GPU hours"
+        + (f", at most {_figure(energy)} MWh in the GPUs" if energy else "")
+        + (f", cost {_figure(cost)}" if cost else "")
+        + f" for {facts['tokens']:,} tokens; goodput {facts['goodput']:.1%}"
+    )
+
+
+def _phase_lines(phase: Facts) -> Iterator[str]:
+    save = phase["checkpoint"]
+    parts = ", ".join(
+        f"{name} {days / phase['days']:.1%}" for name, days in phase["days_by_part"].items()
+    )
+    yield f"    time          {parts}"
+    yield (
+        f"    failures      {_figure(phase['failures'])} expected, one in {_figure(phase['mtbf_hours'])} hours; "
+        f"nodes: {phase['nodes']}, and {phase['spare_nodes']} to spare"
+    )
+    yield (
+        f"    checkpoints   {save['bytes'] / 1e9:,.1f} GB each: training stands still for {duration(save['blocked_s'])}, "
+        f"written beside it in {duration(save['beside_s'])}"
+    )
+    yield (
+        f"    saved         every {save['interval_steps']:,} steps: goodput {phase['goodput']:.2%}; best every "
+        f"{save['best_steps']:,}: {save['best_goodput']:.2%} (Young {save['young_steps']:,.0f}, Daly {save['daly_steps']:,.0f})"
+    )
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
