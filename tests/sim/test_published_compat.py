@@ -1,16 +1,19 @@
-"""scripts/published_compat.py imitates torch 2.6, to the byte and to the event."""
+"""scripts/published_compat.py imitates torch 2.6 and models of its time, to the byte and to the event."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from scripts.published_compat import emulate_torch_2_6
+from scripts.published_compat import _forward_qwen3, emulate, emulate_torch_2_6
 from tests.support.traces import job, left_behind
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
+from titan.models.qwen3.config import FLAVORS
+from titan.models.qwen3.model import Attention
 from titan.sim.trace import AwaitWork, Launch, Trace, Transfer
 from titan.sim.trace_jobs import trace_ranks
 
@@ -69,3 +72,48 @@ def launches_meanwhile(trace: Trace) -> list[int]:
         elif isinstance(event, AwaitWork) and event.work in under_way:
             counts.append(under_way.pop(event.work))
     return counts
+
+
+def test_qwen3_gathered_its_queries_and_keys() -> None:
+    """In forward and recomputation of each block, a gather of all queries and one of all keys. Gradients stay cut."""
+    config = job(
+        model={"name": "qwen3", "flavor": "tiny"},
+        layers=2,
+        training=BF16,
+        parallelism={"tensor_parallel_degree": 2, "data_parallel_shard_degree": 1},
+        activation_checkpoint={"mode": "full"},
+        compile={"enable": False},
+    )
+    model: Any = model_config(config.model)
+    now, then = (
+        trace_ranks(config, world_size=2, ranks=[0], prepare=how)[0] for how in (None, emulate)
+    )
+    tokens = config.training.local_batch_size * config.training.seq_len
+    for heads in (model.n_heads, model.n_kv_heads):
+        size = tokens * heads * model.head_dim * 2
+        added = [gathers(trace, size) for trace in (now, then)]
+        assert added[1] == added[0] + 2 * model.n_layers
+
+
+def gathers(trace: Trace, size_bytes: int) -> int:
+    return sum(
+        isinstance(e, Transfer) and e.kind == "all_gather" and e.size_bytes == size_bytes
+        for e in trace.step
+    )
+
+
+def test_qwen3_computes_the_same() -> None:
+    """The imitated attention has the output and the gradients of titan's."""
+    torch.manual_seed(0)
+    attention = Attention(FLAVORS["tiny"])
+    x = torch.randn(2, 16, FLAVORS["tiny"].dim)
+    angles = torch.randn(16, FLAVORS["tiny"].head_dim // 2)
+    results = []
+    for forward in (Attention.forward, partial(_forward_qwen3, attention, False)):
+        attention.zero_grad()
+        bound = forward if isinstance(forward, partial) else partial(forward, attention)
+        output = bound(x, (angles.cos(), angles.sin()), None)
+        output.square().sum().backward()
+        results.append([output, *(p.grad for p in attention.parameters())])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
