@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from titan.config.errors import ConfigError
 from titan.sim.cost import Cost, attended, matmul_sizes
 from titan.sim.profiles import load_profile
 from titan.sim.trace import Kernel, KernelKind
@@ -97,13 +98,21 @@ def test_attended(queries: int, keys: int, causal: bool, pairs: int) -> None:
     assert attended(queries, keys, causal) == pairs
 
 
-def test_attention_at_published_rates() -> None:
+@pytest.mark.parametrize(("kernel", "forward", "backward"), [("auto", 600, 518), ("flash2", 370, 318), ("flash3", 646, 559)])  # fmt: skip
+def test_attention_at_published_rates(kernel: str, forward: float, backward: float) -> None:
+    """FlashAttention-3's figures. What torch runs on an H100 is cuDNN's kernel."""
+    h100 = Cost(load_profile("h100-sxm").with_attention(kernel))
     whole = attention(2, 16, 8192, 8192, causal=False)
-    assert whole.flops / (H100.kernel_s(whole) - LEAST_S) == pytest.approx(370e12)
+    assert whole.flops / (h100.kernel_s(whole) - LEAST_S) == pytest.approx(forward * 1e12)
     half = attention(2, 16, 8192, 8192, causal=True)
-    assert H100.kernel_s(half) == pytest.approx(H100.kernel_s(whole) / 2 / 0.9, rel=0.01)
-    backward = attention(2, 16, 8192, 8192, causal=False, kind="attention_backward")
-    assert 2.5 * whole.flops / (H100.kernel_s(backward) - LEAST_S) == pytest.approx(318e12)
+    assert h100.kernel_s(half) == pytest.approx(h100.kernel_s(whole) / 2 / 0.9, rel=0.01)
+    back = attention(2, 16, 8192, 8192, causal=False, kind="attention_backward")
+    assert 2.5 * whole.flops / (h100.kernel_s(back) - LEAST_S) == pytest.approx(backward * 1e12)
+
+
+def test_a_kernel_that_the_hardware_has_not_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a100-80g has no figures of cudnn, only of flash2"):
+        load_profile("a100-80g").with_attention("cudnn")
 
 
 def test_blocks_of_a_ring_add_up() -> None:

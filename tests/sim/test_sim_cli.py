@@ -60,7 +60,11 @@ def test_page_json_trace_and_html(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert tokens == pytest.approx(2 * 64 * 2) == facts["tokens_per_step"]
     assert facts["mfu"] == pytest.approx(facts["tflops_per_gpu"] / 67)  # of fp32
     assert facts["mfu_convention"] == "full" and facts["hardware"] == "h100-sxm" and facts["fits"]
-    assert "\n  h100-sxm: too fast\n" in report.page(facts | {"hardware_note": "too fast"})
+    assert "\n  assumed   700 W, 80 GB of HBM3, attention in cudnn\n" in printed
+    [(kin, speed)] = facts["hardware_kin"].items()
+    assert kin == "h100-96g-500w" and f"if it is {kin}: {speed:,.0f} tokens/s/GPU" in printed
+    noted = facts | {"hardware_note": "too fast", "hardware_supported": False}
+    assert "\n  UNSUPPORTED PROFILE: h100-sxm: too fast\n" in report.page(noted)
     assert [rank["rank"] for rank in facts["per_rank"]] == [0, 2]
     assert 0 < facts["pipeline"]["bubble_fraction"] < 1
     assert facts["wall_s"] > 0
@@ -255,3 +259,23 @@ def test_the_front_holds_what_nothing_beats() -> None:
 def test_mistakes(arguments: list[str], printed: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert sim(*arguments) == 2
     assert printed in capsys.readouterr().err
+
+
+def test_speed_on_machines_of_the_same_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The width of the guess is what a simulation of the other machine says, where kernels set the step's time."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    large = (
+        *("--training.local_batch_size", "8", "--training.seq_len", "2048"),
+        *("--model.overrides.dim", "1024", "--model.overrides.ffn_dim", "4096"),
+    )
+    facts = {}
+    for name in ("h100-sxm", "h100-96g-500w"):
+        arguments = ("--world-size", "1", "--hardware", name, *large, "--json", "-")
+        assert main(["sim", *JOB, *arguments]) == 0
+        facts[name] = json.loads(capsys.readouterr().out)
+    for name, other in (("h100-sxm", "h100-96g-500w"), ("h100-96g-500w", "h100-sxm")):
+        guess, speed = facts[name]["hardware_kin"][other], facts[other]["tokens_per_s_per_gpu"]
+        assert guess == pytest.approx(speed, rel=0.01)
+        assert speed != pytest.approx(facts[name]["tokens_per_s_per_gpu"], rel=0.03)

@@ -436,10 +436,11 @@ class SimulatorSection(Section):
 
     run: WholeRunSection = WholeRunSection()
 
+    attention_kernel: Literal["auto", "flash2", "cudnn", "flash3"] = "auto"
+    """Kernel that attention is priced as. "auto": the one that torch runs on that hardware."""
     expert_imbalance: Annotated[float, Field(ge=1)] = 1.0
     """How many times the mean number of rows the busiest expert-parallel rank gets; it sets time and
-    memory. 1: routing is balanced. A run reports its own. Without expert parallelism
-    every rank has all experts, and this changes nothing."""
+    memory. 1: routing is balanced. A run reports its own. Without expert parallelism: no effect."""
 
 
 class HardwareSection(Section):

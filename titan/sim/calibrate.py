@@ -149,7 +149,8 @@ def _attention(known: Profile, seconds_of: SecondsOf, sizes: Sizes, dtype: str) 
         shape = (max(1, sizes.lengths[-1] // length), sizes.heads, length, 128)
         # The shapes are those of q, k, v.
         kernel = Kernel(f"aten::{name}", name, (shape,) * 3, dtype, causal=causal)
-        flat = dict.fromkeys(("attention_forward_tflops", "attention_backward_tflops"), ((1, 1.0),))  # fmt: skip
+        rates = {known.attention_kernel: ((1, 1.0),)}
+        flat = {"attention_forward_tflops": rates, "attention_backward_tflops": rates}
         # With a rate of 1 TFLOP/s the formula's seconds are the TFLOPs, so a division by the
         # measured seconds gives the rate.
         one = known.model_copy(update={**flat, "attention_causal_share": 1.0, "kernel_min_us": 0.0})
@@ -331,6 +332,8 @@ def table(base: Profile, measured: Profile, figures: Figures) -> str:
     rows = [("figure", "measured", base.name)]
     for key in figures:
         one, other = getattr(measured, key), getattr(base, key)
+        if key in ("attention_forward_tflops", "attention_backward_tflops"):
+            one = one[measured.attention_kernel]
         if isinstance(one, dict):
             rows += [(f"{key} {k}", f"{one[k]:.4g}", f"{other[k]:.4g}" if k in other else "-") for k in one]  # fmt: skip
         elif isinstance(one, tuple):

@@ -127,13 +127,13 @@ class Cost:
         (batch, heads, queries, _), (_, _, keys, _) = kernel.shapes[:2]
         # FLOPs per query, key and channel: two matrix products forward, five backward, where the
         # scores are computed again. Each product costs two.
-        curve, factor = profile.attention_forward_tflops, 4.0
+        curves, factor = profile.attention_forward_tflops, 4.0
         if kernel.kind == "attention_backward":
-            curve, factor = profile.attention_backward_tflops, 10.0
+            curves, factor = profile.attention_backward_tflops, 10.0
         # Queries and keys share a size, values may have another one (multi-head latent attention).
         head_dims = kernel.shapes[0][3] + kernel.shapes[min(2, len(kernel.shapes) - 1)][3]
         flops = factor / 2 * batch * heads * head_dims * attended(queries, keys, kernel.causal)
-        rate = on_curve(curve, min(queries, keys)) * 1e12
+        rate = on_curve(curves[profile.attention_kernel], min(queries, keys)) * 1e12
         if kernel.causal:
             rate *= profile.attention_causal_share
         # The curves are measured in bf16. fp32 has no fused kernel with tensor cores, so scale by

@@ -25,7 +25,9 @@ from titan.config.toml import read_toml
 from titan.hardware import by_name
 
 _FOLDER = Path(__file__).parent / "hardware"
-_NOT_FIGURES = {"name", "device", "sources", "note"}
+_SELF = {"note", "assumes", "kin", "unsupported"}
+"""What a profile says of itself. A base's is not taken over."""
+_NOT_FIGURES = {"name", "device", "sources", *_SELF}
 Curve = tuple[tuple[float, float], ...]
 """Points (size, value), by increasing size."""
 
@@ -59,9 +61,11 @@ class Profile(BaseModel):
     tiles: tuple[Tile, ...]
     tile_fill_k: int
     """Time to start and finish a tile, as the length of K that bfloat16 multiplies in it."""
-    attention_forward_tflops: Curve
-    attention_backward_tflops: Curve
-    """By sequence length, of FLOPs that a causal mask leaves."""
+    attention_kernel: str
+    """Kernel that torch's scaled_dot_product_attention runs there in 16 bits: "flash2", "cudnn" or "flash3"."""
+    attention_forward_tflops: dict[str, Curve]
+    attention_backward_tflops: dict[str, Curve]
+    """By kernel and sequence length, of FLOPs that a causal mask leaves. A plain list is of `attention_kernel`."""
     attention_causal_share: float
     memory_share: Curve
     """Achievable share of the memory bandwidth, by bytes that a kernel moves."""
@@ -111,7 +115,23 @@ class Profile(BaseModel):
 
     sources: dict[str, str]
     note: str = ""
-    """What is known of how its predictions compare with runs; shown beside them. Not taken over from a base."""
+    """What is known of how its predictions compare with runs; shown beside them."""
+    assumes: str = ""
+    """What of the machine its name leaves open: power, memory."""
+    kin: tuple[str, ...] = ()
+    """Profiles of machines that go by the same name. What a job does on them is the width of the guess."""
+    unsupported: bool = False
+    """Its main figures have no sources: times are not to be relied on."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_curves(cls, values: dict[str, Any]) -> dict[str, Any]:
+        curves = {
+            key: {values.get("attention_kernel", ""): curve}
+            for key, curve in values.items()
+            if key.startswith("attention_") and isinstance(curve, (list, tuple))
+        }
+        return values | curves
 
     @model_validator(mode="after")
     def _check(self) -> Profile:
@@ -124,7 +144,20 @@ class Profile(BaseModel):
                 raise ValueError(f"a share is above 0 and at most 1, not {share}")
         if "bfloat16" not in self.matmul_share or "bfloat16" not in self.peak_tflops:
             raise ValueError("matmul_share and peak_tflops need at least bfloat16")
+        for curves in (self.attention_forward_tflops, self.attention_backward_tflops):
+            if self.attention_kernel not in curves:
+                raise ValueError(f"no curve of attention_kernel '{self.attention_kernel}'")
         return self
+
+    def with_attention(self, kernel: str) -> Profile:
+        """Return the profile with another kernel of attention. "auto": its own. Raises ConfigError if it has no curve of it."""
+        known = self.attention_forward_tflops.keys() & self.attention_backward_tflops.keys()
+        if kernel == "auto":
+            return self
+        if kernel not in known:
+            message = f"{self.name} has no figures of {kernel}, only of {', '.join(sorted(known))}"
+            raise ConfigError([Problem("simulator.attention_kernel", 0, "", message)])
+        return self.model_copy(update={"attention_kernel": kernel})
 
     def straggler(self, world_size: int) -> float:
         """Return how much longer computation takes on the slowest of `world_size` devices than on the slowest of one node.
@@ -210,8 +243,7 @@ def _merged(file: Path, *, below: Sequence[Path] = ()) -> tuple[dict[str, Any], 
             )
         figures, _ = _merged(beneath, below=(*below, file))
         sources = figures.pop("sources")
-        # A note is about one profile's predictions.
-        figures.pop("note", None)
+        figures = {key: value for key, value in figures.items() if key not in _SELF}
     stated = values.pop("sources", {})
     # In ascending order of weight: the base, the device's datasheet, the file itself.
     figures |= _of_device(values["device"], sources) if "device" in values else {}

@@ -81,7 +81,7 @@ def page(facts: Facts) -> str:
     return "\n".join(
         [
             f"{facts['model']} on {facts['world_size']} x {facts['hardware']}: {degrees(facts)}",
-            *([f"  {facts['hardware']}: {note}"] if (note := facts["hardware_note"]) else []),
+            *_machine(facts),
             "",
             *_speed(facts),
             "",
@@ -103,6 +103,18 @@ def degrees(facts: Facts) -> str:
     ep = facts.get("experts", {}).get("parallel_degree", 1)
     # It borrows the ranks of other axes, and is no factor.
     return (" x ".join(parts) or "one rank") + (f", ep {ep}" if ep > 1 else "")
+
+
+def _machine(facts: Facts) -> Iterator[str]:
+    """Yield what is assumed of the machine, and how wide a guess that is."""
+    if note := facts["hardware_note"]:
+        label = "" if facts["hardware_supported"] else "UNSUPPORTED PROFILE: "
+        yield f"  {label}{facts['hardware']}: {note}"
+    assumed = filter(None, (facts["hardware_assumes"], f"attention in {facts['attention_kernel']}"))
+    yield f"  assumed   {', '.join(assumed)}"
+    for name, speed in facts["hardware_kin"].items():
+        change = speed / facts["tokens_per_s_per_gpu"] - 1
+        yield f"            if it is {name}: {speed:,.0f} tokens/s/GPU ({change:+.0%}); --calibrate on it tells"
 
 
 def _speed(facts: Facts) -> Iterator[str]:

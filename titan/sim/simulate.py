@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,10 +17,10 @@ from titan.config.schema import JobConfig, MXSection
 
 from .cost import Cost
 from .memory import MemoryReport, memory_report
-from .profiles import Profile
+from .profiles import Profile, load_profile
 from .replay import replay
 from .timeline import Timeline, axis_of
-from .trace import Trace, Transfer, no_garbage_collection
+from .trace import Launch, Trace, Transfer, no_garbage_collection
 from .trace_cache import TraceRequest, get_traces
 from .trace_jobs import DeviceKind, Prepare
 
@@ -139,6 +139,7 @@ def price(
 ) -> Simulation:
     """Price and replay traces that exist already on some hardware."""
     started = time.monotonic() if started is None else started
+    profile = profile.with_attention(config.simulator.attention_kernel)
     # Time and memory are independent: the allocator is replayed in the order of the host, without a
     # clock.
     timeline = replay(traces, Cost(profile))
@@ -166,6 +167,10 @@ def facts(simulation: Simulation) -> Facts:
         "model": f"{config.model.name} {config.model.flavor}",
         "hardware": profile.name,
         "hardware_note": profile.note,
+        "hardware_supported": not profile.unsupported,
+        "hardware_assumes": profile.assumes,
+        "hardware_kin": _kin(simulation),
+        "attention_kernel": profile.attention_kernel,
         "step_time_s": timeline.step_s,
         "tokens_per_step": simulation.tokens_per_step,
         "tokens_per_s_per_gpu": simulation.tokens_per_s_per_gpu,
@@ -187,6 +192,27 @@ def facts(simulation: Simulation) -> Facts:
         "per_rank": [_rank(simulation, rank) for rank in simulation.traces],
         "wall_s": simulation.wall_s,
     } | _experts(simulation)
+
+
+def _kin(simulation: Simulation) -> dict[str, float]:
+    """Return tokens/s on machines of the same name: the step with their kernels' time in place of this one's."""
+    trace = next(iter(simulation.traces.values()))
+    # Equal kernels are one object within a trace, so counting is cheap.
+    counts = Counter(id(e.kernel) for e in trace.step if isinstance(e, Launch))
+    kernels = {id(e.kernel): e.kernel for e in trace.step if isinstance(e, Launch)}
+
+    def busy_s(profile: Profile) -> float:
+        cost = Cost(profile)
+        return sum(n * cost.kernel_s(kernels[key]) for key, n in counts.items())
+
+    timeline, own_s = simulation.timeline, busy_s(simulation.profile)
+    speeds = {}
+    for name in simulation.profile.kin:
+        profile = load_profile(name).with_attention(simulation.profile.attention_kernel)
+        longer_s = timeline.mean("compute_s") * (busy_s(profile) / own_s - 1)
+        share = timeline.step_s / (timeline.step_s + longer_s)
+        speeds[name] = simulation.tokens_per_s_per_gpu * share
+    return speeds
 
 
 def _experts(simulation: Simulation) -> Facts:
