@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from titan.sim.network import NIC_IN, NIC_OUT, NVLINK_IN, NVLINK_OUT, price_transfer, transfer_s
-from titan.sim.profiles import load_profile
+from titan.sim.profiles import Profile, Tier, load_profile
 from titan.sim.trace import CollectiveKind, Group, Scope, Transfer
 
 H200, H100 = load_profile("h200-sxm"), load_profile("h100-sxm")
@@ -89,3 +91,54 @@ def test_a_group_of_one_copies_within_the_device() -> None:
     price = price_transfer(transfer_of("all_gather", 1 << 30), group(range(1)), H100, rank=0)
     assert price.links == ()
     assert price.seconds < 1e-3
+
+
+KINDS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")  # fmt: skip
+GROUPS = (range(64), range(0, 64, 8), range(8), range(0, 128, 16), range(256))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tiers_without_oversubscription_are_flat(kind: CollectiveKind) -> None:
+    tiers = H100.model_copy(update={"network": (Tier(nodes=2), Tier(nodes=8, rails=True))})
+    for ranks in GROUPS:
+        for size in (4096, 1 << 30):
+            transfer = transfer_of(kind, size)
+            flat = price_transfer(transfer, group(ranks), H100, rank=0)
+            assert price_transfer(transfer, group(ranks), tiers, rank=0) == flat
+    for peer in (3, 9, 40, 200):
+        send = transfer_of("send", 1 << 30, peer=peer)
+        flat = price_transfer(send, group(range(256)), H100, rank=0)
+        assert price_transfer(send, group(range(256)), tiers, rank=0) == flat
+
+
+def narrow(**settings: Any) -> Profile:
+    return H100.model_copy(update={"network": (Tier(nodes=4, **settings),)})
+
+
+@pytest.mark.parametrize("settings", [{"oversubscription": 8.0}, {"oversubscription": 2.0, "left": 0.25}])  # fmt: skip
+def test_what_leaves_a_block_shares_its_way_out(settings: dict[str, Any]) -> None:
+    """An eighth of the bandwidth of 32 cards is left: 4 cards'."""
+
+    def slower(transfer: Transfer, ranks: range, rank: int = 0) -> float:
+        thin = price_transfer(transfer, group(ranks), narrow(**settings), rank=rank)
+        return thin.volume_s / price_transfer(transfer, group(ranks), H100, rank=rank).volume_s
+
+    gather = transfer_of("all_gather", 1 << 30)
+    assert slower(gather, range(32)) == 1.0  # within the block
+    # A ring over all nodes leaves a block once, where four nodes could: 8 x 4 cards' flows on 4 cards, of which one in four leaves.
+    assert slower(gather, range(64)) == pytest.approx(2.0)
+    assert slower(gather, range(0, 64, 8)) == pytest.approx(2.0)
+    # A group with one node in each block leaves it with all it sends.
+    assert slower(gather, range(0, 128, 32)) == pytest.approx(8.0)
+    assert slower(transfer_of("send", 1 << 30, peer=32), range(64)) == pytest.approx(8.0)
+    assert slower(transfer_of("send", 1 << 30, peer=24), range(64)) == 1.0
+    # Half of the rows leave the block, of those 7/8 that leave the node.
+    assert slower(transfer_of("all_to_all", 1 << 30), range(64)) == pytest.approx(8 * 4 / 7)
+
+
+def test_rails_meet_above_their_block() -> None:
+    """Cards of one place share a switch; to another place within the block the way leads out."""
+    rails = narrow(oversubscription=2.0, rails=True)
+    along, beside = (transfer_of("send", 1 << 30, peer=peer) for peer in (8, 9))
+    prices = [price_transfer(s, group(range(32)), rails, rank=0).volume_s for s in (along, beside)]
+    assert prices[1] == pytest.approx(2 * prices[0])

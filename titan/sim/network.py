@@ -4,13 +4,15 @@ A collective costs latency, which grows with the steps of its ring or tree, and 
 NCCL does, the cheapest of the algorithms (ring, tree, in-switch) and protocols (LL, LL128, Simple) is taken. NCCL's own latency
 constants (src/graph/tuning.cc, as in torch._inductor.comm_analysis) give the published times of 8 H200 from 4 MiB to 1 GiB within
 10%. Ranks are placed on nodes in order. A group with m ranks on a node uses m network cards: of the other
-ranks' groups, which run the same collective at the same time, each has its own.
+ranks' groups, which run the same collective at the same time, each has its own. Beyond the cards the network is flat, unless the
+profile names blocks of nodes whose way out is narrower (`network`).
 
 This file prices a transfer alone. replay.py lets transfers that run at the same time share the links named here. Imports no torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil, log2
 from typing import NamedTuple
 
@@ -81,18 +83,19 @@ def price_transfer(
     # Ranks of the group on the fullest node.
     members = ceil(ranks / nodes)
     links = _links(nodes, members)
+    card = _card(group.ranks, profile)
     # The share of the tensor that a rank does not hold.
     others = (ranks - 1) / ranks
     if transfer.kind == "all_to_all":
-        return _price_all_to_all(size, ranks, nodes, profile)
+        return _price_all_to_all(size, group.ranks, nodes, profile)
     if transfer.kind == "broadcast":
         # Every byte passes every rank once, so the volume is the whole tensor.
-        ways = _rings(ranks, nodes, ranks - 1, size, profile)
+        ways = _rings(ranks, nodes, ranks - 1, size, profile, card)
     elif transfer.kind == "all_reduce":
         # A reduce-scatter and an all-gather in one: twice the steps and twice the volume.
         ways = [
-            *_rings(ranks, nodes, 2 * (ranks - 1), 2 * others * size, profile),
-            *_trees(ranks, nodes, 2 * others * size, profile),
+            *_rings(ranks, nodes, 2 * (ranks - 1), 2 * others * size, profile, card),
+            *_trees(ranks, nodes, 2 * others * size, profile, card),
         ]
         # NVLink SHARP adds in the switch. Between nodes titan models no such switch.
         if profile.has_nvls and nodes == 1:
@@ -100,7 +103,7 @@ def price_transfer(
             ways.append((_SWITCH_US * 1e-6, volume))
     else:
         # all_gather and reduce_scatter: a ring passes each of the other ranks' parts along once.
-        ways = _rings(ranks, nodes, ranks - 1, others * size, profile)
+        ways = _rings(ranks, nodes, ranks - 1, others * size, profile, card)
     # NCCL compares the total times of all pairs of algorithm and protocol in the same way.
     latency, volume = min(ways, key=sum)
     return TransferPrice(latency, volume, links)
@@ -119,19 +122,35 @@ def _memory(profile: Profile) -> float:
     return profile.memory_share[-1][1] * profile.memory_tb_per_s * 1e12
 
 
-def _bus(ranks: int, nodes: int, profile: Profile) -> float:
+def _card(ranks: Sequence[int], profile: Profile) -> float:
+    """Return the bytes per second that a card gets in a ring or tree over these ranks.
+
+    Of a ring, one flow in as many as the group has nodes in a block leaves the block, and so do the rings of the block's other
+    ranks: oversubscription costs nothing up to that many.
+    """
+    nodes = {rank // profile.gpus_per_node for rank in ranks}
+    slowest = 1.0
+    for tier in profile.network:
+        blocks = len({node // tier.nodes for node in nodes})
+        if blocks > 1:
+            out = len(nodes) / blocks * tier.left / tier.oversubscription
+            slowest = min(slowest, out)
+    return slowest * profile.nic_gb_per_s * profile.nic_share * 1e9
+
+
+def _bus(ranks: int, nodes: int, profile: Profile, card: float) -> float:
     """Return the bytes per second past each rank of a ring: cards in parallel, but not faster than
     within the node."""
     within = profile.ring_gb_per_s * 1e9
     if nodes == 1:
         return within
-    cards = ceil(ranks / nodes) * profile.nic_gb_per_s * profile.nic_share * 1e9
+    cards = ceil(ranks / nodes) * card
     # A ring that enters and leaves a node over the cards still passes NVLink between its members.
     return cards if ranks == nodes else min(within, cards)
 
 
 def _rings(
-    ranks: int, nodes: int, steps: int, volume: float, profile: Profile
+    ranks: int, nodes: int, steps: int, volume: float, profile: Profile, card: float
 ) -> list[tuple[float, float]]:
     """Return latency and volume of a ring in each protocol."""
     # Of the `ranks` hops of one turn around the ring, `nodes` cross to the next node.
@@ -141,11 +160,13 @@ def _rings(
         start, hop, far_hop = protocol.ring
         share = protocol.share_intra if nodes == 1 else protocol.share_inter
         latency = start + (steps - between) * hop + between * far_hop
-        ways.append((latency * 1e-6, volume / (share * _bus(ranks, nodes, profile))))
+        ways.append((latency * 1e-6, volume / (share * _bus(ranks, nodes, profile, card))))
     return ways
 
 
-def _trees(ranks: int, nodes: int, volume: float, profile: Profile) -> list[tuple[float, float]]:
+def _trees(
+    ranks: int, nodes: int, volume: float, profile: Profile, card: float
+) -> list[tuple[float, float]]:
     """Return latency and volume of a double binary tree over nodes, with chains in them. Within one
     node there is none."""
     if nodes == 1:
@@ -156,13 +177,16 @@ def _trees(ranks: int, nodes: int, volume: float, profile: Profile) -> list[tupl
         start, hop, far_hop = protocol.tree
         latency = start + 2 * ((ranks / nodes - 1) * hop + log2(nodes) * far_hop)
         share = protocol.share_inter * _TREE_SHARE
-        ways.append((latency * 1e-6, volume / (share * _bus(ranks, nodes, profile))))
+        ways.append((latency * 1e-6, volume / (share * _bus(ranks, nodes, profile, card))))
     return ways
 
 
-def _price_all_to_all(size: int, ranks: int, nodes: int, profile: Profile) -> TransferPrice:
+def _price_all_to_all(
+    size: int, group: Sequence[int], nodes: int, profile: Profile
+) -> TransferPrice:
     """Price an all-to-all: every rank sends 1/ranks to every rank, and what leaves the node passes
-    the rank's own card."""
+    the rank's own card. What leaves a block of nodes passes its way out."""
+    ranks = len(group)
     # NCCL builds all-to-all from sends and receives, which use the Simple protocol only.
     start, hop, far_hop = _PROTOCOLS[-1].ring
     members = ceil(ranks / nodes)
@@ -170,6 +194,10 @@ def _price_all_to_all(size: int, ranks: int, nodes: int, profile: Profile) -> Tr
     within = size * (members - 1) / ranks / (profile.all_to_all_gb_per_s * 1e9)
     card = profile.nic_gb_per_s * profile.nic_share * 1e9
     across = size * (ranks - members) / ranks / card
+    for tier in profile.network:
+        blocks = len({rank // (profile.gpus_per_node * tier.nodes) for rank in group})
+        leaves = size * (1 - 1 / blocks)
+        across = max(across, leaves / card * tier.oversubscription / tier.left)
     latency = start + hop + (far_hop if nodes > 1 else 0.0)
     return TransferPrice(latency * 1e-6, max(within, across), _links(nodes, members))
 
@@ -185,5 +213,12 @@ def _price_p2p(transfer: Transfer, rank: int, profile: Profile) -> TransferPrice
         link = NVLINK_OUT if sends else NVLINK_IN
     else:
         latency, bandwidth = start + far_hop, profile.nic_gb_per_s * profile.nic_share * 1e9
+        size = profile.gpus_per_node
+        for tier in profile.network:
+            block = size * tier.nodes
+            beside = tier.rails and rank % size != transfer.peer % size
+            if beside or rank // block != transfer.peer // block:
+                out = tier.left / tier.oversubscription * profile.nic_gb_per_s * profile.nic_share
+                bandwidth = min(bandwidth, out * 1e9)
         link = NIC_OUT if sends else NIC_IN
     return TransferPrice(latency * 1e-6, transfer.size_bytes / bandwidth, (link,))

@@ -41,6 +41,21 @@ class Tile(NamedTuple):
     rate: float
 
 
+class Tier(BaseModel):
+    """Describe the switches that join a block of nodes, and what leads out of the block.
+
+    nodes: in the block. oversubscription: of the cards' bandwidth to that of the way out. left: share of the way out that other jobs
+    leave. rails: cards of one place in each node share a switch, so that others meet above the block.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    nodes: int = Field(ge=1)
+    oversubscription: float = Field(ge=1, default=1.0)
+    left: float = Field(gt=0, le=1, default=1.0)
+    rails: bool = False
+
+
 class Profile(BaseModel):
     """Hold the figures of one kind of machine. GB/s and TFLOP/s are decimal, bandwidths count one
     direction."""
@@ -97,6 +112,8 @@ class Profile(BaseModel):
     nic_gb_per_s: float
     """Of each GPU's share of its node's network cards."""
     nic_share: float
+    network: tuple[Tier, ...]
+    """Blocks of nodes, the smallest first. Empty: all nodes reach each other at the speed of their cards."""
     has_nvls: bool
     compute_share_beside_transfer: float
     """Rate of kernels while a collective holds SMs and memory bandwidth."""
