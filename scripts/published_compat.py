@@ -24,7 +24,7 @@ moves waits.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, partialmethod
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,8 +59,8 @@ def emulate(
 
     single_norms: RMSNorm is made of single operations. grouped: keys and values are not copied, as since 2026.
     """
-    forward = _forward_qwen3 if config.model.name == "qwen3" else _forward_llama
-    model.Attention.forward = partialmethod(forward, grouped)  # pyright: ignore
+    llama = _forward_grouped if grouped else _forward_llama
+    model.Attention.forward = _forward_qwen3 if config.model.name == "qwen3" else llama
     if single_norms:
         nn.RMSNorm.forward = _norm_in_operations
     emulate_torch_2_6(config, layout)
@@ -81,17 +81,22 @@ def _norm_in_operations(self: nn.RMSNorm, x: Tensor) -> Tensor:
     return (whole * scale).type_as(x) * self.weight
 
 
-def _forward_llama(
-    self: Any, grouped: bool, x_BSD: Tensor, cos_sin: Any, document_ids_BS: Any
-) -> Tensor:
+def _forward_llama(self: Any, x_BSD: Tensor, cos_sin: Any, document_ids_BS: Any) -> Tensor:
+    q_BSHK, k_BSGK, v_BSGK = _rotated(self, x_BSD, cos_sin)
+    k_BSHK, v_BSHK = (_repeat(x, q_BSHK.shape[2] // x.shape[2]) for x in (k_BSGK, v_BSGK))
+    return _attend(self, q_BSHK, k_BSHK, v_BSHK, document_ids_BS)
+
+
+def _forward_grouped(self: Any, x_BSD: Tensor, cos_sin: Any, document_ids_BS: Any) -> Tensor:
+    return _attend(self, *_rotated(self, x_BSD, cos_sin), document_ids_BS)
+
+
+def _rotated(self: Any, x_BSD: Tensor, cos_sin: Any) -> tuple[Tensor, Tensor, Tensor]:
     q_BSHK, k_BSGK, v_BSGK = self.heads(x_BSD)
     # (S, K/2) angles, or (B, 1, S, K/2): both broadcast against (B, S, H, K/2) with heads last but one.
     turns = torch.complex(*cos_sin)
     turns = turns[:, None] if turns.dim() == 2 else turns.transpose(1, 2)
-    q_BSHK, k_BSGK = _rotate_complex(q_BSHK, turns), _rotate_complex(k_BSGK, turns)
-    if not grouped:
-        k_BSGK, v_BSGK = (_repeat(x, q_BSHK.shape[2] // x.shape[2]) for x in (k_BSGK, v_BSGK))
-    return _attend(self, q_BSHK, k_BSGK, v_BSGK, document_ids_BS)
+    return _rotate_complex(q_BSHK, turns), _rotate_complex(k_BSGK, turns), v_BSGK
 
 
 def _rotate_complex(x: Tensor, turns: Tensor) -> Tensor:
@@ -109,7 +114,7 @@ def _repeat(x: Tensor, times: int) -> Tensor:
     return x if times == 1 else x.repeat_interleave(times, dim=2)
 
 
-def _forward_qwen3(self: Any, _: bool, x_BSD: Tensor, cos_sin: Any, document_ids_BS: Any) -> Tensor:
+def _forward_qwen3(self: Any, x_BSD: Tensor, cos_sin: Any, document_ids_BS: Any) -> Tensor:
     q_BSHK, k_BSGK, v_BSGK = self.heads(x_BSD)
     times = q_BSHK.shape[2] // k_BSGK.shape[2]
     cos, sin = (torch.cat([x, x], dim=-1)[:, None].to(q_BSHK.dtype) for x in cos_sin)

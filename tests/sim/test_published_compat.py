@@ -109,7 +109,7 @@ def test_qwen3_computes_the_same() -> None:
     x = torch.randn(2, 16, FLAVORS["tiny"].dim)
     angles = torch.randn(16, FLAVORS["tiny"].head_dim // 2)
     results = []
-    for forward in (Attention.forward, partial(_forward_qwen3, attention, False)):
+    for forward in (Attention.forward, partial(_forward_qwen3, attention)):
         attention.zero_grad()
         bound = forward if isinstance(forward, partial) else partial(forward, attention)
         output = bound(x, (angles.cos(), angles.sin()), None)
