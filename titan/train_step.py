@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,6 @@ from titan.parallel.compile import CompileLog
 from titan.parallel.float8 import Conversion, precompute_scales
 from titan.parallel.fsdp import set_gradient_sync
 from titan.parallel.mesh import axis_size, build_sparse_mesh, submesh
-from titan.parallel.pipeline import Pipeline, extract_stages
 from titan.parallelize import (
     convert_to_float8,
     gathers_float8,
@@ -55,6 +54,9 @@ from titan.parallelize import (
     parallelize,
     torch_dtype,
 )
+
+if TYPE_CHECKING:
+    from titan.parallel.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -292,20 +294,13 @@ def build_train_step(config: JobConfig, *, device: torch.device, mesh: DeviceMes
     """
     training = config.training
     family, sizes = import_family(config.model.name), model_config(config.model)
-    # On meta a model of any size costs nothing; memory is allocated after it is sharded.
-    with torch.device("meta"), _default_dtype(torch_dtype(training.dtype)):
-        model = family.build_model(sizes)
-    output_in_loss = has_output_in_loss(config)
-    if output_in_loss:
-        leave_output_to_loss(model.output)
     layout = {
         "config": config,
         "mesh": mesh,
         "tensor_plan": family.TENSOR_PLAN,
         "num_kv_heads": sizes.n_kv_heads,
     }
-    # Before the split: which layers are converted is decided for the whole model.
-    float8 = convert_to_float8(model, **layout)
+    model, float8 = build_whole_model(config, layout)
     # Experts are laid out like everything else unless ranks share them, or tensor parallelism would leave them whole.
     ep = config.parallelism.expert_parallel_degree
     if getattr(sizes, "num_experts", 0) and (ep > 1 or axis_size(mesh, "tp") > 1):
@@ -318,6 +313,8 @@ def build_train_step(config: JobConfig, *, device: torch.device, mesh: DeviceMes
     schedule = None
     pp = submesh(mesh, "pp")
     if pp is not None:
+        from titan.parallel.pipeline import extract_stages
+
         split = stage_split(config, num_layers=sizes.n_layers)
         schedule = split.schedule
         numbers = schedule.stages_of(pp.get_local_rank())
@@ -334,11 +331,13 @@ def build_train_step(config: JobConfig, *, device: torch.device, mesh: DeviceMes
         shard=None
         if config.parallelism.disable_loss_parallel
         else _vocabulary_shard(mesh, sizes.vocab_size),
-        output=getattr(stages[max(stages)], "output", None) if output_in_loss else None,
+        output=getattr(stages[max(stages)], "output", None) if has_output_in_loss(config) else None,
         kernels=Kernels.compiled(config.compile.backend) if compiles_loss else Kernels(),
     )
     pipeline = None
     if pp is not None and schedule is not None:
+        from titan.parallel.pipeline import Pipeline
+
         pipeline = Pipeline(stages, schedule=schedule, mesh=pp, device=device, loss_fn=loss_sum)
     model_parts = list(stages.values())
     num_blocks = sum(len(part.get_submodule("layers")) for part in model_parts)  # pyright: ignore
@@ -363,6 +362,23 @@ def build_train_step(config: JobConfig, *, device: torch.device, mesh: DeviceMes
         float8=float8,
         balance=_balance(model_parts, mesh),
     )
+
+
+def build_whole_model(
+    config: JobConfig, layout: dict[str, Any]
+) -> tuple[nn.Module, list[Conversion]]:
+    """Return the model of all stages, on meta and not laid out, and its layers that compute in 8 bits.
+
+    layout: arguments of `parallelize`.
+    """
+    family, sizes = import_family(config.model.name), model_config(config.model)
+    # On meta a model of any size costs nothing; memory is allocated after it is sharded.
+    with torch.device("meta"), _default_dtype(torch_dtype(config.training.dtype)):
+        model = family.build_model(sizes)
+    if has_output_in_loss(config):
+        leave_output_to_loss(model.output)
+    # Before the split: which layers are converted is decided for the whole model.
+    return model, convert_to_float8(model, **layout)
 
 
 def _balance(model_parts: Sequence[nn.Module], mesh: DeviceMesh) -> Balance:

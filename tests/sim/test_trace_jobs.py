@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -369,3 +371,17 @@ def test_says_what_failed_in_a_backward_pass(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(record_module, "_child", _child_that_fails)
     with pytest.raises(TraceError, match=r"^rank 0 .*silu_backward.*\(backward, .*ValueError: no room"):  # fmt: skip
         trace_ranks(job(training=BF16), world_size=1)
+
+
+def test_a_dense_job_imports_no_pipelining_and_no_compiler() -> None:
+    code = """
+import sys
+from tests.support.traces import job
+from titan.sim.trace_jobs import Job, trace_job
+[_] = trace_job(Job((job(layers=1),), 2, (0,)))
+modules = ("torch.distributed.pipelining", "torch._inductor.graph", "torch._functorch.partitioners")
+print([name for name in modules if name in sys.modules], flush=True)
+import os; os._exit(0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]", done.stdout

@@ -87,8 +87,10 @@ def extract_stage(model: nn.Module, names: Sequence[str]) -> nn.Module:
                 f"{shared[0]} is tied to a parameter of another pipeline stage, which would train a separate copy; "
                 "untie them (model.tied_embeddings = false), or keep both modules in one stage"
             )
-    # On meta a copy costs nothing, and stages of one rank must not share modules.
-    stage = copy.deepcopy(model)
+    # Stages of one rank must not share modules. Of foreign ones, placeholders are copied: deep models have many.
+    mine = {id(units[name]) for name in names}
+    foreign = {id(unit): nn.Identity() for unit in units.values() if id(unit) not in mine}
+    stage = copy.deepcopy(model, foreign)
     for child, module in list(stage.named_children()):
         if isinstance(module, nn.ModuleDict):
             for entry in [entry for entry in module if f"{child}.{entry}" not in names]:

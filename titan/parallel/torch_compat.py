@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 import torch.fx.traceback as fx_traceback
 from torch import Tensor, nn
-from torch._functorch import partitioners
 
 # DDP on FSDP2's machinery. Not the older function of the same name in torch.distributed._composable, which
 # wraps DistributedDataParallel and loses its parameters under tensor parallelism.
@@ -153,10 +152,18 @@ def keep_random_state_in_graphs(keep: bool) -> None:
     Attention counts as drawing random numbers, even without dropout. Up to 2.13 torch puts that state behind the DeviceMesh which
     a graph with DTensor weights keeps for its backward pass, and then fails to find either.
     """
-    partitioners.functionalize_rng_ops = _with_random_state if keep else _without_random_state
+    from torch._functorch import partitioners
+
+    with_random_state = _with_random_state()
+    partitioners.functionalize_rng_ops = with_random_state if keep else _without_random_state
 
 
-_with_random_state = partitioners.functionalize_rng_ops
+@cache
+def _with_random_state() -> Any:
+    # Only compiled jobs come here: this import takes longer than FSDP's and DTensor's together.
+    from torch._functorch.partitioners import functionalize_rng_ops
+
+    return functionalize_rng_ops
 
 
 def _without_random_state(joint: Any, forward: Any, backward: Any, *_: Any) -> tuple[Any, Any]:

@@ -40,7 +40,7 @@ or ("made", the block)."""
 
 
 @dataclass(frozen=True)
-class _Shape:
+class Shape:
     """Shape and memory of a tensor. whole: the tensor fills its memory."""
 
     dtype: torch.dtype
@@ -50,7 +50,7 @@ class _Shape:
     num_bytes: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _Shape:
+    def of(cls, tensor: Tensor) -> Shape:
         storage = tensor.untyped_storage()
         shape, stride = tuple(tensor.shape), tensor.stride()
         return cls(tensor.dtype, shape, stride, int(tensor.storage_offset()), storage.nbytes())
@@ -89,7 +89,7 @@ class _Run:
 
     shift: int
     log: list[Event | tuple[str, bool] | list[int]] = field(default_factory=list)
-    outputs: list[tuple[_Memory, _Shape] | Any] = field(default_factory=list)
+    outputs: list[tuple[_Memory, Shape] | Any] = field(default_factory=list)
 
 
 class RecordedProgram:
@@ -157,7 +157,7 @@ class RecordedProgram:
                 input_of[storages.stand_in(memory, partial(done_with, address))] = i
                 for j, a in enumerate(addresses):
                     if a == address:
-                        stand_ins[j] = _Shape.of(inputs[j]).within(memory)
+                        stand_ins[j] = Shape.of(inputs[j]).within(memory)
                 del memory
         start = len(tracer.events)
         outputs, described = [], []
@@ -167,7 +167,7 @@ class RecordedProgram:
                 described.append(output)
                 outputs.append(output)
                 continue
-            shape, source = _Shape.of(output), input_of.get(_address(output), -1)
+            shape, source = Shape.of(output), input_of.get(_address(output), -1)
             # New memory. Its block tells the later runs which allocation it is.
             if source < 0:
                 described.append((("made", storages.block_of(output)), shape))
@@ -175,7 +175,7 @@ class RecordedProgram:
                 continue
             # An output in an input's memory: the input itself, or a part of it.
             same = [i for i, a in enumerate(addresses) if a == addresses[source]]
-            whole = next((i for i in same if _Shape.of(inputs[i]) == shape), None)
+            whole = next((i for i in same if Shape.of(inputs[i]) == shape), None)
             described.append((("part", source) if whole is None else ("input", whole), shape))
             outputs.append(self._of_input(described[-1], inputs))
         run = _Run(
@@ -254,7 +254,7 @@ class RecordedProgram:
                 outputs.append(memories[memory])
         return outputs
 
-    def _of_input(self, output: tuple[_Memory, _Shape], inputs: Any) -> Tensor:
+    def _of_input(self, output: tuple[_Memory, Shape], inputs: Any) -> Tensor:
         (what, number), shape = output
         if what == "input":
             return inputs[number]
@@ -287,7 +287,7 @@ def _kind(value: Any, first: dict[int, int]) -> Any:
     """Return what the run depends on, of one input. first: for each address, the first input that has it."""
     if not isinstance(value, Tensor):
         return value
-    return (first.get(_address(value), -1), _Shape.of(value))
+    return (first.get(_address(value), -1), Shape.of(value))
 
 
 def _in_order(
@@ -324,4 +324,4 @@ def _plain(output: Any) -> Any:
     """Return an output as a plain tensor: autograd must not take it for a view."""
     if not isinstance(output, Tensor) or not output._is_view():
         return output
-    return _Shape.of(output).within(output)
+    return Shape.of(output).within(output)

@@ -71,7 +71,14 @@ class ScopeTracker:
             module = f"{module}.{inner}"
         if recomputes and phase == "backward":
             phase = "recompute"
-        # Equal scopes are one object.
+        return self._shared(phase, module)
+
+    def in_action(self, scope: Scope) -> Scope:
+        """Return a scope as it would be in the current pipeline action."""
+        return self._shared(scope.phase, scope.module) if scope.action else scope
+
+    def _shared(self, phase: Phase, module: str) -> Scope:
+        """Return a scope of the current action. Equal scopes are one object."""
         key = (phase, module, self.action)
         scope = self._scopes.get(key)
         if scope is None:

@@ -60,11 +60,12 @@ class Storages:
         if storage._cdata not in self._live:
             self._take(self._watch(storage), storage.nbytes())
 
-    def adopt(self, tensor: Tensor, event: Allocate) -> None:
-        """Note that a tensor's storage is what an event that was recorded before has allocated."""
+    def adopt(self, tensor: Tensor, event: Allocate) -> _Storage:
+        """Note that a tensor's storage is what an event that was recorded before has allocated. Return what follows it."""
         entry = self._watch(tensor.untyped_storage())
         entry.event = event
         self._made[event.block] = event
+        return entry
 
     def _watch(self, storage: Any) -> _Storage:
         address = storage._cdata

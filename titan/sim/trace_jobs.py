@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
@@ -125,11 +126,14 @@ def trace_job(
     with fake_world(layout, rank=rank, device_kind=job.device_kind) as (device, mesh):
         tracer = Tracer(mesh, remembers=remembers)
         tracer.scopes.watch_fsdp()
-        _watch_actions(tracer.scopes)
         assume_rows(config.simulator.expert_imbalance, tracer.record)
         module.build_sparse_mesh = tracer.transfers.with_names(module.build_sparse_mesh)
-        torch_compat.answer_pipeline_metadata(lambda: _boundary(config, layout, device))
-        torch_compat.release_sent_outputs()
+        if layout.pp > 1:
+            _watch_actions(tracer)
+            torch_compat.answer_pipeline_metadata(lambda: _boundary(config, layout, device))
+            torch_compat.release_sent_outputs()
+            # Each rank takes copies of its stages out of it.
+            module.build_whole_model = _once_for_each(job.programs, module.build_whole_model)
         if job.prepare is not None:
             job.prepare(config, layout)
         reported: dict[int, TraceError] = {}  # by id of the error; described where it was raised
@@ -141,9 +145,12 @@ def trace_job(
         tracer.on_backward_error = tell
 
         def recorded(program: JobConfig) -> Trace:
+            record = partial(_record, program, rank, layout, tracer, device, mesh, steps)
             try:
-                return _record(program, rank, layout, tracer, device, mesh, steps)
+                return record()
             except Exception as error:
+                if tracer.microbatches is not None and tracer.microbatches.failure:
+                    return record(repeats=False)
                 if isinstance(error, SystemError) and tracer.error is not None:
                     error = tracer.error
                 if error is tracer.error and id(error) in reported:
@@ -164,9 +171,13 @@ def _record(
     device: Any,
     mesh: Any,
     steps: int,
+    *,
+    repeats: bool = True,
 ) -> Trace:
     from titan import train_step as module
     from titan.optim.adam import local
+
+    from .microbatches import Microbatches
 
     trace = Trace(rank, layout.world_size)
     tracer.begin()
@@ -179,6 +190,12 @@ def _record(
         # What stays of the construction: temporary memory is gone before the first step.
         trace.setup = _left(tracer.events)
         batches = [_fake_batch(config) for _ in range(layout.accumulation)]
+        tracer.microbatches = None
+        schedule = train_step.pipeline and train_step.pipeline.schedule
+        if schedule and tracer.remembers and repeats and not schedule.splits_backward:
+            stages = {*train_step.pipeline.stages}
+            orders = (o for o in schedule.order if {action.stage for action in o} == stages)
+            tracer.microbatches = Microbatches(tracer, next(orders))
         gc.collect()
         gc.disable()  # as the trainer does: garbage in cycles is not freed within a step
         with _watched(train_step, module, tracer):
@@ -188,6 +205,8 @@ def _record(
                 tracer.storages.begin()
                 report = train_step.train(batches, step=step)
                 del report
+                if tracer.microbatches is not None:
+                    tracer.microbatches.end_step()
                 tracer.scopes.phase = "forward"
                 if step == 1:
                     trace.first_step = _left(tracer.events)
@@ -196,6 +215,20 @@ def _record(
         gc.enable()
     trace.groups = tracer.transfers.groups
     return trace
+
+
+def _once_for_each(programs: Sequence[JobConfig], build: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that builds the model of each program when it is first asked for."""
+    built: dict[int, Any] = {}
+    numbers = {id(program): number for number, program in enumerate(programs)}
+
+    def get(config: JobConfig, layout: dict[str, Any]) -> Any:
+        number = numbers[id(config)]
+        if number not in built:
+            built[number] = build(config, layout)
+        return built[number]
+
+    return get
 
 
 def _left(events: list[Event]) -> list[Event]:
@@ -259,15 +292,30 @@ def _watched(train_step: Any, module: Any, tracer: Any) -> Iterator[None]:
 
     module.clip_gradients = clip_gradients
     train_step.optimizer.step = optimizer_step
+    if train_step.pipeline is not None:
+        train_step.pipeline.loss_fn = _part(tracer, train_step.pipeline.loss_fn, "L")
     try:
         yield
     finally:
         module.clip_gradients = clip
 
 
-def _watch_actions(scopes: Any) -> None:
+def _part(tracer: Any, method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Wrap what runs one part of a microbatch, so that it may be repeated."""
+
+    def running(*args: Any, **kwargs: Any) -> Any:
+        if tracer.microbatches is None:
+            return method(*args, **kwargs)
+        return tracer.microbatches.run(name, partial(method, *args, **kwargs))
+
+    return running
+
+
+def _watch_actions(tracer: Any) -> None:
     """Know the pipeline action that runs, by the methods of torch's stages that perform it."""
     from . import torch_compat
+
+    scopes = tracer.scopes
 
     def action(letter: Callable[..., str]) -> Callable[[Any], Any]:
         def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -287,6 +335,8 @@ def _watch_actions(scopes: Any) -> None:
     torch_compat.replace(stage, f"{base}.forward_one_chunk", action(lambda _: "F"))
     torch_compat.replace(stage, f"{base}.backward_one_chunk", action(lambda k: "B" if k.get("full_backward", True) else "I"))  # fmt: skip
     torch_compat.replace(stage, f"{base}.backward_weight_one_chunk", action(lambda _: "W"))
+    torch_compat.replace(stage, f"{base}.forward_maybe_with_nosync", lambda m: _part(tracer, m, "F"))  # fmt: skip
+    torch_compat.replace(stage, f"{base}.backward_maybe_with_nosync", lambda m: _part(tracer, m, "B"))  # fmt: skip
 
     def with_loss(method: Callable[..., Any]) -> Callable[..., Any]:
         def losing(self: Any, s: Any, output: Any, targets: Any, chunk: int, *rest: Any) -> Any:
@@ -360,7 +410,7 @@ def _describe(error: Exception, tracer: Any, rank: int) -> str:
 
 # ---- children ----------------------------------------------------------------------------------
 
-_PRELOAD = ["titan.train_step", "titan.sim.fake_world", "titan.sim.tracer", "torch.distributed.pipelining"]  # fmt: skip
+_PRELOAD = ["titan.train_step", "titan.sim.fake_world", "titan.sim.tracer"]
 
 
 def trace_jobs(

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titan.parallel.torch_compat import AsyncCollectiveTensor
 
 from . import device, torch_compat
+from .microbatches import Microbatches
 from .module_scope import ScopeTracker
 from .operators import (
     EXPANDED,
@@ -63,6 +64,7 @@ class Tracer(TorchDispatchMode):
             self.record, scope=self.scopes.current, stream=device.current_stream
         )
         self.transfers = Transfers(mesh, self.record, stream=device.current_stream)
+        self.microbatches: Microbatches | None = None  # None: all of them run
         self.running: Any = None  # for messages: the operation that came last
         self.error: Exception | None = None
         self.on_backward_error: Callable[[Exception], None] = lambda _: None

@@ -1,0 +1,274 @@
+"""Run few microbatches of a pipeline stage, then repeat the events that they recorded for all others.
+
+A microbatch passes through a stage in parts: forward (F), the loss (L), backward (B). In the first step, those run that are
+the first, second, third or last to pass through a part. The second and the third must record the same events, to every
+number and every reference, and the others repeat the third. In later steps, only the first and the last run: the first makes
+what others add to, such as gradients, and the last may finish it. Everything around the parts runs each time: torch's
+schedule, its sends and receives.
+
+Where microbatches differ, all of them run. Zero-bubble schedules are left out: torch goes through the two halves of a
+backward pass in the order of sets, which are ordered by addresses.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from . import device
+from .compiled_replay import Shape
+from .torch_compat import FakeTensor
+from .trace import (
+    Allocate,
+    AwaitEvent,
+    AwaitWork,
+    Event,
+    Free,
+    Launch,
+    RecordEvent,
+    Transfer,
+)
+
+if TYPE_CHECKING:
+    from .tracer import Tracer
+
+
+class CannotRepeat(Exception):
+    """Report that microbatches differ. The message says where."""
+
+
+class _Output(NamedTuple):
+    """Stand for a tensor that a part returned. number: of its memory, counted from the microbatch's beginning; -1: of something else."""
+
+    number: int
+    shape: Shape
+    requires_grad: bool
+
+
+class _Part(NamedTuple):
+    """Hold what a stage did in a part of a microbatch.
+
+    events: with what a microbatch's blocks, events and works are numbered by, counted from its beginning. described: all that
+    microbatches must have in common. outputs: what it returned, with _Outputs in place of tensors.
+    """
+
+    events: list[tuple[Event, int]]
+    described: list[Any]
+    outputs: Any
+
+
+class _Repeated:
+    """Hold a microbatch that repeats another. made, numbers: its blocks, and its events and works, by the number counted from
+    the beginning. held: what autograd would keep for the backward pass, with what follows its memory.
+    """
+
+    def __init__(self) -> None:
+        self.made: dict[int, Allocate] = {}
+        self.numbers: dict[int, int] = {}
+        self.held: dict[int, tuple[Any, Tensor]] = {}
+
+
+class Microbatches:
+    """Repeat microbatches of one program's stages. failure: why the program cannot be recorded like this.
+
+    order: the rank's actions in a step, of which each names a stage, a kind and a microbatch.
+    """
+
+    def __init__(self, tracer: Tracer, order: Sequence[Any]) -> None:
+        self.tracer, self.failure = tracer, ""
+        self.turns: dict[
+            tuple[int, str], list[int]
+        ] = {}  # microbatches in order, by stage and part
+        for action in order:
+            for part in {"F": "FL"}.get(action.kind, action.kind):
+                self.turns.setdefault((action.stage, part), []).append(action.microbatch)
+        self._first_step = True
+        self._counted: dict[tuple[int, int], dict[tuple[str, int], int]] = {}
+        self._parts: dict[tuple[int, int, str], _Part] = {}  # by stage, microbatch, part
+        self._differences: dict[tuple[int, str], str] = {}  # by stage and part
+        self._repeated: dict[tuple[int, int], _Repeated] = {}
+        self._used: set[int] = set()  # stages of which something was repeated
+        self._categories: list[tuple[Allocate, Allocate]] = []
+
+    def run(self, part: str, function: Callable[[], Any]) -> Any:
+        """Run a part of the microbatch that the scope names, or repeat it. Raises CannotRepeat."""
+        match = re.fullmatch(r"(\d+)\D(\d+)", self.tracer.scopes.action)
+        if match is None:  # torch learns the shapes that stages exchange
+            return function()
+        stage, number = int(match[1]), int(match[2])
+        if part == "F":
+            self._repeated.pop((stage, number), None)
+            if not self._runs(stage, number) and not self._difference(stage, part):
+                self._repeated[stage, number] = _Repeated()
+        if (stage, number) in self._repeated:
+            if self._difference(stage, part):
+                raise self._failed(self._difference(stage, part))
+            return self._repeat(stage, number, part)
+        start = len(self.tracer.events)
+        result = function()
+        if (
+            self._first_step
+            and (stage, number, part) not in self._parts
+            and self._runs(stage, number)
+        ):
+            self._parts[stage, number, part] = self._described(stage, number, start, result)
+        return result
+
+    def _runs(self, stage: int, number: int) -> bool:
+        early = 3 if self._first_step else 1
+        parts = [turns for (of, _), turns in self.turns.items() if of == stage]
+        return any(number in (*turns[:early], turns[-1]) for turns in parts)
+
+    def end_step(self) -> None:
+        """Note that a step is over. Raises CannotRepeat."""
+        for copy, event in self._categories:  # which are known late
+            copy.category = event.category
+        self._categories.clear()
+        self._repeated.clear()
+        if not self._first_step:
+            return
+        self._first_step = False
+        for stage, part in self.turns:
+            why = self._difference(stage, part) if (stage, part) != (stage, "L") else ""
+            if why and stage in self._used:
+                raise self._failed(why)
+            if why:  # so that all of its microbatches run
+                self._differences[stage, "F"] = why
+
+    def _failed(self, why: str) -> CannotRepeat:
+        self.failure = why
+        return CannotRepeat(why)
+
+    # ---- what ran
+
+    def _described(self, stage: int, number: int, start: int, result: Any) -> _Part:
+        counted = self._counted.setdefault((stage, number), {})
+        events: list[tuple[Event, int]] = []
+        described: list[Any] = []
+        for event in self.tracer.events[start:]:
+            values: list[Any] = [type(event)]
+            count = -1
+            for f in fields(event):
+                value: Any = getattr(event, f.name)
+                if f.name == "scope":
+                    value = (value.phase, value.module)
+                elif f.name in ("block", "event", "work"):
+                    key = (f.name, value)
+                    # -1: it refers to what was before the microbatch.
+                    is_new = not isinstance(event, Free | AwaitEvent | AwaitWork)
+                    value = count = counted.setdefault(key, len(counted)) if is_new else counted.get(key, -1)  # fmt: skip
+                    if isinstance(event, Free) and count >= 0:
+                        counted["freed", key[1]] = counted.pop(key)
+                if f.name != "category":  # which is known late
+                    values.append(value)
+            events.append((event, count))
+            described.append(values)
+
+        def output(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            # Another kind of tensor has no memory here: then nothing repeats it.
+            block = self.tracer.storages.block_of(value) if type(value) is FakeTensor else -1
+            return _Output(counted.get(("block", block), -1), Shape.of(value), value.requires_grad)
+
+        outputs = tree_map(output, result)
+        described += _outputs(outputs)
+        return _Part(events, described, outputs)
+
+    def _difference(self, stage: int, part: str) -> str:
+        """Return why this part of a stage cannot be repeated, or nothing."""
+        if (stage, part) not in self._differences:
+            self._differences[stage, part] = self._compared(stage, part)
+        return self._differences[stage, part]
+
+    def _compared(self, stage: int, part: str) -> str:
+        if len(self.turns[stage, part]) < 4:  # all run
+            return ""
+        before, like = self.turns[stage, part][1:3]
+        for earlier in "FLB"[: "FLB".index(part) + 1]:
+            if (stage, like, earlier) not in self._parts:
+                continue  # only the last stage has a loss
+            template = self._parts[stage, self.turns[stage, earlier][2], earlier]
+            for number in (before, like):
+                recorded = self._parts[stage, number, earlier]
+                if recorded.described != template.described:
+                    return f"microbatches of stage {stage} differ in {earlier}"
+                refers = [e for e, n in recorded.events if n < 0 and isinstance(e, Free | AwaitEvent | AwaitWork)]  # fmt: skip
+                if refers or any(output.number < 0 for output in _outputs(recorded.outputs)):
+                    return f"microbatches of stage {stage} need what was before them in {earlier}"
+        if part == "B":
+            # What neither ends within the microbatch nor is returned ends elsewhere, which is not repeated.
+            left = [n for (kind, _), n in self._counted[stage, like].items() if kind == "block"]
+            returned = [o.number for p in "FLB" if (stage, like, p) in self._parts for o in _outputs(self._parts[stage, like, p].outputs)]  # fmt: skip
+            if {*left} - {*returned} or len({*returned}) < len(returned):
+                return f"stage {stage} keeps memory of its microbatches"
+        return ""
+
+    # ---- what repeats it
+
+    def _repeat(self, stage: int, number: int, part: str) -> Any:
+        tracer, own = self.tracer, self._repeated[stage, number]
+        recorded = self._parts[stage, self.turns[stage, part][2], part]
+        self._used.add(stage)
+        if part == "B":  # as at the beginning of a real one
+            tracer.storages.mark_made("activations")
+        scopes: dict[Any, Any] = {None: None}
+        for event, count in recorded.events:
+            scope = getattr(event, "scope", None)
+            if scope not in scopes:
+                scopes[scope] = tracer.scopes.in_action(scope)
+            self._emit(event, count, own, scopes[scope])
+        if part == "B":
+            own.held.clear()
+
+        def tensor(output: Any) -> Any:
+            if not isinstance(output, _Output):
+                return output
+            with tracer.pause():
+                made = output.shape.allocated()
+            entry = tracer.storages.adopt(made, own.made[output.number])
+            if part != "B":
+                own.held[output.number] = (entry, made)
+            return made.requires_grad_() if output.requires_grad else made
+
+        return tree_map(tensor, recorded.outputs, is_leaf=_is_output)
+
+    def _emit(self, event: Event, count: int, own: _Repeated, scope: Any) -> None:
+        tracer, numbers = self.tracer, own.numbers
+        match event:
+            case Launch():
+                tracer.record(Launch(event.kernel, event.stream, scope))
+            case Allocate():
+                copy = tracer.storages.allocate(event.size_bytes, event.stream, event.category, scope)  # fmt: skip
+                own.made[count] = copy
+                self._categories.append((copy, event))
+            case Free():
+                if count in own.held:  # its tensor's memory ends here, whoever has it
+                    own.held.pop(count)[0].event = None
+                tracer.record(Free(own.made[count].block))
+            case Transfer():
+                if count not in numbers:
+                    numbers[count] = tracer.transfers.number_of_work()
+                tracer.record(replace(event, work=numbers[count], scope=scope))
+            case AwaitWork():
+                tracer.record(replace(event, work=numbers[count]))
+            case RecordEvent():
+                numbers[count] = device.number_of_event()
+                tracer.record(RecordEvent(event.stream, numbers[count]))
+            case AwaitEvent():
+                tracer.record(AwaitEvent(event.stream, numbers[count]))
+            case _:
+                tracer.record(replace(event))
+
+
+def _is_output(value: Any) -> bool:
+    return isinstance(value, _Output)
+
+
+def _outputs(outputs: Any) -> list[_Output]:
+    return [output for output in tree_leaves(outputs, is_leaf=_is_output) if _is_output(output)]
