@@ -15,12 +15,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from . import device
+from . import device, torch_compat
 from .compiled_replay import Shape
 from .torch_compat import FakeTensor
 from .trace import (
@@ -272,3 +273,55 @@ def _is_output(value: Any) -> bool:
 
 def _outputs(outputs: Any) -> list[_Output]:
     return [output for output in tree_leaves(outputs, is_leaf=_is_output) if _is_output(output)]
+
+
+# ---- where they pass
+
+
+def repeating(tracer: Tracer, method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Wrap what runs one part of a microbatch, so that it may be repeated."""
+
+    def running(*args: Any, **kwargs: Any) -> Any:
+        if tracer.microbatches is None:
+            return method(*args, **kwargs)
+        return tracer.microbatches.run(name, partial(method, *args, **kwargs))
+
+    return running
+
+
+def watch_actions(tracer: Tracer) -> None:
+    """Know the pipeline action that runs, by the methods of torch's stages that perform it."""
+    scopes = tracer.scopes
+
+    def action(letter: Callable[..., str]) -> Callable[[Any], Any]:
+        def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
+            def acting(stage: Any, chunk: int, *args: Any, **kwargs: Any) -> Any:
+                scopes.action = f"{stage.stage_index}{letter(kwargs)}{chunk}"
+                try:
+                    return method(stage, chunk, *args, **kwargs)
+                finally:
+                    scopes.action = ""
+
+            return acting
+
+        return wrap
+
+    stage = "torch.distributed.pipelining.stage"
+    base = "_PipelineStageBase"
+    torch_compat.replace(stage, f"{base}.forward_one_chunk", action(lambda _: "F"))
+    torch_compat.replace(stage, f"{base}.backward_one_chunk", action(lambda k: "B" if k.get("full_backward", True) else "I"))  # fmt: skip
+    torch_compat.replace(stage, f"{base}.backward_weight_one_chunk", action(lambda _: "W"))
+    torch_compat.replace(stage, f"{base}.forward_maybe_with_nosync", lambda m: repeating(tracer, m, "F"))  # fmt: skip
+    torch_compat.replace(stage, f"{base}.backward_maybe_with_nosync", lambda m: repeating(tracer, m, "B"))  # fmt: skip
+
+    def with_loss(method: Callable[..., Any]) -> Callable[..., Any]:
+        def losing(self: Any, s: Any, output: Any, targets: Any, chunk: int, *rest: Any) -> Any:
+            scopes.action = f"{s.stage_index}F{chunk}"
+            try:
+                return method(self, s, output, targets, chunk, *rest)
+            finally:
+                scopes.action = ""
+
+        return losing
+
+    torch_compat.replace("torch.distributed.pipelining.schedules", "_PipelineSchedule._maybe_compute_loss", with_loss)  # fmt: skip

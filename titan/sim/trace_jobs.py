@@ -118,6 +118,7 @@ def trace_job(
     from . import torch_compat
     from .experts import assume_rows
     from .fake_world import fake_world, impersonate_rank
+    from .microbatches import watch_actions
     from .tracer import Tracer
 
     module.initialize = lambda *_, **__: None  # drawing weights leaves nothing behind
@@ -129,7 +130,7 @@ def trace_job(
         assume_rows(config.simulator.expert_imbalance, tracer.record)
         module.build_sparse_mesh = tracer.transfers.with_names(module.build_sparse_mesh)
         if layout.pp > 1:
-            _watch_actions(tracer)
+            watch_actions(tracer)
             torch_compat.answer_pipeline_metadata(lambda: _boundary(config, layout, device))
             torch_compat.release_sent_outputs()
             # Each rank takes copies of its stages out of it.
@@ -255,6 +256,8 @@ def _watched(train_step: Any, module: Any, tracer: Any) -> Iterator[None]:
 
     from titan.optim.adam import local
 
+    from .microbatches import repeating
+
     scopes, storages = tracer.scopes, tracer.storages
     for part in train_step.model_parts:
         scopes.watch(part)
@@ -293,62 +296,11 @@ def _watched(train_step: Any, module: Any, tracer: Any) -> Iterator[None]:
     module.clip_gradients = clip_gradients
     train_step.optimizer.step = optimizer_step
     if train_step.pipeline is not None:
-        train_step.pipeline.loss_fn = _part(tracer, train_step.pipeline.loss_fn, "L")
+        train_step.pipeline.loss_fn = repeating(tracer, train_step.pipeline.loss_fn, "L")
     try:
         yield
     finally:
         module.clip_gradients = clip
-
-
-def _part(tracer: Any, method: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Wrap what runs one part of a microbatch, so that it may be repeated."""
-
-    def running(*args: Any, **kwargs: Any) -> Any:
-        if tracer.microbatches is None:
-            return method(*args, **kwargs)
-        return tracer.microbatches.run(name, partial(method, *args, **kwargs))
-
-    return running
-
-
-def _watch_actions(tracer: Any) -> None:
-    """Know the pipeline action that runs, by the methods of torch's stages that perform it."""
-    from . import torch_compat
-
-    scopes = tracer.scopes
-
-    def action(letter: Callable[..., str]) -> Callable[[Any], Any]:
-        def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
-            def acting(stage: Any, chunk: int, *args: Any, **kwargs: Any) -> Any:
-                scopes.action = f"{stage.stage_index}{letter(kwargs)}{chunk}"
-                try:
-                    return method(stage, chunk, *args, **kwargs)
-                finally:
-                    scopes.action = ""
-
-            return acting
-
-        return wrap
-
-    stage = "torch.distributed.pipelining.stage"
-    base = "_PipelineStageBase"
-    torch_compat.replace(stage, f"{base}.forward_one_chunk", action(lambda _: "F"))
-    torch_compat.replace(stage, f"{base}.backward_one_chunk", action(lambda k: "B" if k.get("full_backward", True) else "I"))  # fmt: skip
-    torch_compat.replace(stage, f"{base}.backward_weight_one_chunk", action(lambda _: "W"))
-    torch_compat.replace(stage, f"{base}.forward_maybe_with_nosync", lambda m: _part(tracer, m, "F"))  # fmt: skip
-    torch_compat.replace(stage, f"{base}.backward_maybe_with_nosync", lambda m: _part(tracer, m, "B"))  # fmt: skip
-
-    def with_loss(method: Callable[..., Any]) -> Callable[..., Any]:
-        def losing(self: Any, s: Any, output: Any, targets: Any, chunk: int, *rest: Any) -> Any:
-            scopes.action = f"{s.stage_index}F{chunk}"
-            try:
-                return method(self, s, output, targets, chunk, *rest)
-            finally:
-                scopes.action = ""
-
-        return losing
-
-    torch_compat.replace("torch.distributed.pipelining.schedules", "_PipelineSchedule._maybe_compute_loss", with_loss)  # fmt: skip
 
 
 def _fake_batch(config: JobConfig) -> Any:

@@ -11,7 +11,7 @@ import functools
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed._functional_collectives  # registers the operators
@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titan.parallel.torch_compat import AsyncCollectiveTensor
 
 from . import device, torch_compat
-from .microbatches import Microbatches
 from .module_scope import ScopeTracker
 from .operators import (
     EXPANDED,
@@ -36,6 +35,9 @@ from .operators import (
 from .storages import Storages
 from .trace import HOST, Event, Host, Kernel, Launch, Synchronize
 from .transfers import Collective, Transfers, collective_of
+
+if TYPE_CHECKING:
+    from .microbatches import Microbatches
 
 _PLAIN = {Tensor, torch_compat.FakeTensor, nn.Parameter}
 _device_of = torch.ops.prim.device.default
