@@ -18,7 +18,7 @@ Offloading of activations goes around both: it moves what they leave.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -44,6 +44,7 @@ from titan.parallel.float8 import Conversion, Float8Error, apply_float8
 from titan.parallel.fsdp import apply_ddp, apply_fsdp
 from titan.parallel.grouped_float8 import apply_grouped_float8
 from titan.parallel.init_weights import canonical_name
+from titan.parallel.kept_operations import parse_blocks
 from titan.parallel.mesh import axis_size, submesh
 from titan.parallel.offload import apply_offload
 from titan.parallel.schedules import splits_backward
@@ -140,21 +141,32 @@ def _recompute_and_compile(model: nn.Module, config: JobConfig) -> None:
     section, compile_section = config.activation_checkpoint, config.compile
     every = _recompute_every(section)
     by_op = section.mode == "selective" and section.selective_ac_option == "op"
-    keep = tuple(section.op_keep) if by_op else ()
-    keep_modules = tuple(section.op_keep_modules) if by_op else ()
-    recompute = partial(
-        apply_ac,
-        model,
-        every=every,
-        keep=keep,
-        keep_modules=keep_modules,
-        preserve_rng_state=section.preserve_rng_state,
-        contexts=keep_routes,
-    )
+    rest = {int(name) for name, _ in model.get_submodule("layers").named_children()}
+    # What blocks keep, as far as not all keep the same.
+    kept: list[tuple[Container[int], Sequence[str]]] = []
+    for blocks, entries in map(parse_blocks, section.op_keep_by_block):
+        rest -= {*blocks}
+        if entries is not None:
+            kept.append((blocks, entries))
+    kept.append((rest, section.op_keep if by_op else ()))
+
+    def recompute() -> None:
+        for blocks, keep in kept:
+            apply_ac(
+                model,
+                every=every,
+                blocks=blocks,
+                keep=keep,
+                keep_modules=section.op_keep_modules if by_op else (),
+                by_op=by_op,
+                preserve_rng_state=section.preserve_rng_state,
+                contexts=keep_routes,
+            )
+
     compiled = compile_section.enable and "model" in compile_section.components
     # Recomputation that must draw the same random numbers goes around the compiled blocks (see
     # above).
-    from_outside = compiled and section.preserve_rng_state and not (keep or keep_modules)
+    from_outside = compiled and section.preserve_rng_state and not by_op
     if every and not from_outside:
         recompute()
     if compiled:

@@ -136,8 +136,8 @@ def _run(config: JobConfig, stop: StopRequest, monitor: Monitor) -> int:
     from titan.checkpoint import SaveFailed
     from titan.health.recovery import NonFiniteError, SpikeError
     from titan.hooks import standard_hooks
-    from titan.parallel.activation import KeepError
     from titan.parallel.float8 import Float8Error
+    from titan.parallel.kept_operations import KeepError
     from titan.parallel.replicas import ReplicaError
     from titan.trainer import Trainer
     from titan.untrusted import InputError

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan.config.machine import BACKENDS, operations
-from titan.parallel.activation import GROUPS
+from titan.parallel.kept_operations import GROUPS
 
 
 def test_every_backend_of_torch_is_known() -> None:

@@ -11,11 +11,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan.config.schema import ActivationCheckpointSection
-from titan.config.section_rules import KEEP_GROUPS
 from titan.models.llama3 import FLAVORS, build_model
 from titan.parallel import initialize
-from titan.parallel.activation import DEFAULT_KEEP, GROUPS, KeepError, apply_ac
+from titan.parallel.activation import apply_ac
 from titan.parallel.compile import apply_compile
+from titan.parallel.kept_operations import DEFAULT_KEEP, KeepError
 from titan.parallel.offload import apply_offload
 
 LAYERS = 4
@@ -72,12 +72,29 @@ PER_BLOCK = 6
         ({"keep": DEFAULT_KEEP}, 3 * LAYERS, 0),
         ({"keep": ["matmul/3", "attention"]}, 4 * LAYERS, 0),  # kept: q, o, w2
         ({"keep": ["aten.mm"]}, 0, LAYERS),
+        ({"keep": ["aten.mm@0,3,4"]}, 3 * LAYERS, LAYERS),  # kept: q, o, w1
+        ({"keep": ["aten.mm@0", "aten.mm@3,4>host", "attention>host"]}, 3 * LAYERS, 0),
+        ({"keep": ["matmul"], "blocks": [1, 3]}, 0, LAYERS // 2),
+        ({"by_op": True}, PER_BLOCK * LAYERS, LAYERS),
         ({"keep": ["attention"]}, PER_BLOCK * LAYERS, 0),
         # k and v are run again, w1 and w3 are in a module that is kept; o is recomputed for what follows it.
         ({"keep": ["attention"], "keep_modules": ["feed_forward.w*", "*.wq"]}, 3 * LAYERS, 0),
         ({"keep_modules": ["attention"]}, 3 * LAYERS, 0),  # and w2: it does not stop early
     ],
-    ids=["full", "every 2nd block", "op", "every 3rd", "all", "attention", "modules", "a module"],
+    ids=[
+        "full",
+        "every 2nd block",
+        "op",
+        "every 3rd",
+        "all",
+        "places",
+        "host",
+        "some blocks",
+        "nothing",
+        "attention",
+        "modules",
+        "a module",
+    ],
 )
 def test_what_is_recomputed(mode: dict[str, Any], products: int, attentions: int) -> None:
     plain, plain_loss, plain_gradients = run()
@@ -111,9 +128,9 @@ def test_kept_modules_under_the_compiler() -> None:
     ("mode", "message"),
     [
         ({"keep": ["aten.nonesuch"]}, "torch has no operation 'aten.nonesuch'.*matmul"),
-        ({"keep": ["matmal"]}, "torch has no operation 'matmal'"),
-        ({"keep": ["matmul/0"]}, "'matmul/0': after the slash comes a number"),
-        ({"keep": ["matmul/x"]}, "'matmul/x': after the slash comes a number"),
+        ({"keep": ["matmal"]}, '"matmal" is no operation'),
+        ({"keep": ["matmul/0"]}, '"matmul/0" is no operation'),
+        ({"keep": ["matmul/x"]}, '"matmul/x" is no operation'),
         ({"keep_modules": ["mlp.*"]}, "no module of a block matches 'mlp.*'.*feed_forward.w1"),
     ],
 )
@@ -146,7 +163,6 @@ def test_dropout_is_recomputed_as_it_was(keep: tuple[str, ...]) -> None:
 def test_the_default_list_is_the_config_s() -> None:
     section = ActivationCheckpointSection()
     assert tuple(section.op_keep) == DEFAULT_KEEP
-    assert set(GROUPS) == set(KEEP_GROUPS)
 
 
 UNIT = 2 * 32 * 64 * 4  # bytes of (B, S, D) in fp32

@@ -18,8 +18,9 @@ from torch._dynamo.exc import Unsupported
 from tests.support.ranks import Pool
 from titan.models.llama3 import FLAVORS, TENSOR_PLAN, build_model
 from titan.parallel import apply_tp, build_mesh, initialize
-from titan.parallel.activation import DEFAULT_KEEP, apply_ac
+from titan.parallel.activation import apply_ac
 from titan.parallel.compile import CompileLog, apply_compile
+from titan.parallel.kept_operations import DEFAULT_KEEP
 from titan.parallel.offload import apply_offload
 from titan.train import _set_compile_cache
 

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from titan.parallel import block_attention, ring
-from titan.parallel.activation import DEFAULT_KEEP, apply_ac
+from titan.parallel.activation import apply_ac
 from titan.parallel.context import apply_cp, check_divides, shard_sequence, unshard_sequence
+from titan.parallel.kept_operations import DEFAULT_KEEP
 from titan.parallel.ring import SequencePart, visible
 
 METHODS = ("ring", "allgather", "ulysses")

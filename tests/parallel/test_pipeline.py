@@ -18,7 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from titan.config.errors import ConfigError
 from titan.observe.pipeline_chart import main
 from titan.parallel import apply_ddp, apply_fsdp, build_mesh, initialize, materialize, pipeline
-from titan.parallel.activation import DEFAULT_KEEP, apply_ac
+from titan.parallel.activation import apply_ac
+from titan.parallel.kept_operations import DEFAULT_KEEP
 from titan.parallel.pipeline import (
     Pipeline,
     extract_stage,

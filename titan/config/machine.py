@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import entry_points
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 
 from titan.checkpoint.manifest import METADATA, NAME, list_steps
@@ -22,6 +23,7 @@ from titan.data.sources import open_documents, resolve_sources
 from titan.data.special_tokens import SpecialTokens
 from titan.data.tokenizer import Tokenizer, build_tokenizer
 from titan.hardware import count_accelerators
+from titan.parallel.kept_operations import KeepError, parse_blocks, parse_rule
 
 from . import schema as s
 from .errors import Problem, RuleViolation, choose, did_you_mean, violations_of
@@ -246,8 +248,13 @@ def _check_backend(config: JobConfig) -> Iterator[RuleViolation]:
 def _check_operations(config: JobConfig) -> Iterator[RuleViolation]:
     """Check that torch has the operations that "op" keeps. Only torch knows names beyond aten; it reports them later."""
     section = config.activation_checkpoint
-    names = {entry.partition("/")[0] for entry in section.op_keep}
-    names = {name for name in names if name.startswith("aten.")}
+    try:
+        by_block = [parse_blocks(line)[1] or () for line in section.op_keep_by_block]
+        rules = [parse_rule(entry) for entry in chain(section.op_keep, *by_block)]
+    except KeepError:
+        return  # section_rules.py reports it
+    # A group names operations of several versions of torch.
+    names = {r.names[0] for r in rules if len(r.names) == 1 and r.names[0].startswith("aten.")}
     if section.mode == "none" or not names or not (known := operations()):
         return
     for name in sorted(names - known):

@@ -202,9 +202,13 @@ class ActivationCheckpointSection(Section):
     op_keep: StrList = ["matmul/2", "attention", "network", "scales"]
     """Operations whose results "op" keeps: names such as "aten.mm", or groups: "matmul",
     "attention", "network" (reduce-scatter and all-to-all), "scales" (of float8). "/2" keeps every
-    second result in a block, "/3" every third."""
+    second result in a block, "/3" every third, "@0,3" the first and the fourth; ">host" at the end
+    keeps them in host memory."""
     op_keep_modules: StrList = []
     """Modules whose products "op" keeps as well: patterns such as "feed_forward.w*"."""
+    op_keep_by_block: StrList = []
+    """What "op" keeps in some blocks in place of op_keep, such as "8-15: aten.mm@0,2 attention".
+    "all" keeps everything, nothing after the colon keeps nothing. `titan autosac` writes this."""
     memory_budget: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Share of a block's activations that the compiler keeps, from 0 to 1 (all)."""
     cpu_offload: bool = False

@@ -9,6 +9,7 @@ from typing import Any
 from titan.data import DataError
 from titan.data.sources import resolve_sources
 from titan.hardware import HARDWARE
+from titan.parallel.kept_operations import KeepError, parse_blocks, parse_rule
 from titan.parallel.schedules import canonical_schedule, splits_backward
 from titan.parallel.stage_split import split_modules
 
@@ -17,9 +18,8 @@ from .errors import KeyPath, RuleViolation, choose, did_you_mean, key_text
 from .layout import CUDA_GRAPHS
 from .model import family, resolve_model
 from .quantize import check_converters, grouped_section, lacks_units
-from .schema import HuggingFaceSource, JobConfig, SyntheticSource
+from .schema import ActivationCheckpointSection, HuggingFaceSource, JobConfig, SyntheticSource
 
-KEEP_GROUPS = ("matmul", "attention", "network", "scales")
 STACKS_S = 15  # from a step's time limit until the stacks of all ranks are written; titan/health
 LOCAL_PRESETS = ("text", "jsonl", "parquet", "shards")
 EMBEDDED_PRESETS = ("stdlib", "synthetic")
@@ -267,12 +267,17 @@ def _recomputation(config: JobConfig) -> Iterator[RuleViolation]:
     elif selective and layers and option != "op" and int(option) > layers:
         yield "selective_ac_option", f"the model has only {layers} layers; use {layers} or less"
     # Only the form of a name is checked here; machine.py looks it up.
-    for entry in section.op_keep:
-        name, slash, every = entry.partition("/")
-        if (name not in KEEP_GROUPS and "." not in name) or (slash and not _is_count(every)):
-            hint = f'{choose(name, KEEP_GROUPS)}; either may end in "/2"'
-            yield "op_keep", f'"{entry[:80]}" is no operation such as "aten.mm" and no group{hint}'
-    if by_op and not section.op_keep and not section.op_keep_modules:
+    yield from _kept(section, layers)
+    if _compiles_model(config):
+        for key in ("op_keep", "op_keep_by_block"):
+            if any(">host" in entry for entry in getattr(section, key)):
+                yield (
+                    key,
+                    '">host" does not work in compiled blocks; leave it out or do not compile',
+                )
+    if section.op_keep_by_block and not by_op:
+        yield "op_keep_by_block", 'needs mode = "selective" with "op"; set that, or remove this key'
+    if by_op and not (section.op_keep or section.op_keep_modules or section.op_keep_by_block):
         yield "op_keep", 'keeps nothing; use mode = "full"'
     if section.op_keep_modules and not by_op:
         yield "op_keep_modules", 'needs mode = "selective" with "op"; set that, or remove this key'
@@ -281,6 +286,25 @@ def _recomputation(config: JobConfig) -> Iterator[RuleViolation]:
         yield "cpu_offload", 'cannot move what "op" keeps; use mode = "full" or "none"'
     if section.mode == "memory_budget" and not _compiles_model(config):
         yield "mode", '"memory_budget" needs compile.enable with the component model; set that'
+
+
+def _kept(section: ActivationCheckpointSection, layers: int) -> Iterator[RuleViolation]:
+    """Check the form of what is kept. Only torch knows operations' names; machine.py looks them up."""
+    key = "op_keep"
+    taken: set[int] = set()
+    try:
+        for entry in section.op_keep:
+            parse_rule(entry)
+        key = "op_keep_by_block"
+        for line in section.op_keep_by_block:
+            blocks, _ = parse_blocks(line)
+            if layers and blocks[-1] >= layers:
+                yield key, f'"{line[:80]}": the model has only {layers} layers, numbered from 0'
+            if taken & {*blocks}:
+                yield key, f'"{line[:80]}": an earlier line has one of these blocks, too'
+            taken |= {*blocks}
+    except KeepError as error:
+        yield key, str(error)
 
 
 def _is_count(text: str) -> bool:

@@ -23,11 +23,13 @@ schedule keeps up to `pp` microbatches alive. It is a formula, not a measurement
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil
 from typing import Any, TypeAlias
 
 from titan.config.layout import Layout
 from titan.config.schema import ActivationCheckpointSection, JobConfig
+from titan.parallel.kept_operations import parse_blocks, parse_rule
 
 ModelSizes: TypeAlias = Any
 """A family's config. Read of it: dim, n_layers, n_heads, n_kv_heads, head_dim, ffn_dim, vocab_size, num_params,
@@ -139,13 +141,20 @@ def _kept_by_layer(
     if section.mode == "memory_budget":
         return block_input + section.memory_budget * (whole - block_input)
     if section.mode == "selective" and section.selective_ac_option == "op":
-        return block_input + _kept_by_op(section.op_keep, model) / tp
+        lines = [parse_blocks(line) for line in section.op_keep_by_block]
+        kept = [(len(blocks), entries) for blocks, entries in lines]
+        kept.append((model.n_layers - sum(count for count, _ in kept), section.op_keep))
+        by_op = sum(
+            n * (whole if entries is None else block_input + _kept_by_op(entries, model) / tp)
+            for n, entries in kept
+        )
+        return by_op / model.n_layers
     # One layer in `every` is recomputed, the others keep everything.
     every = int(section.selective_ac_option) if section.mode == "selective" else 1
     return (block_input + (every - 1) * whole) / every
 
 
-def _kept_by_op(op_keep: list[str], model: ModelSizes) -> float:
+def _kept_by_op(op_keep: Sequence[str], model: ModelSizes) -> float:
     """Count the results of attention and of matrix products that the list keeps. Other operations
     are not counted."""
     heads, kv_heads = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
@@ -154,11 +163,11 @@ def _kept_by_op(op_keep: list[str], model: ModelSizes) -> float:
         ffn, k = model.expert_dim, model.top_k
     # As they run: q, k, v, o, w1, w3, w2.
     products = [heads, kv_heads, kv_heads, dim, k * ffn, k * ffn, k * dim]
-    results = {"matmul": products, "aten.mm": products, "attention": [heads]}
     kept = 0
-    for entry in op_keep:
-        name, _, every = entry.partition("/")
-        kept += sum(results.get(name, [])[:: int(every or 1)])
+    for rule in map(parse_rule, op_keep):
+        results = products if "aten.mm" in rule.names else ()
+        results = [heads] if any("attention" in name for name in rule.names) else results
+        kept += sum(size for n, size in enumerate(results) if rule.keeps(n) and not rule.host)
     return kept
 
 

@@ -42,14 +42,14 @@ def apply_offload(
 class Offloader:
     """Hold what the blocks of a model share. num_bytes: copied to the host so far."""
 
-    def __init__(self, smallest_bytes: int) -> None:
+    def __init__(self, smallest_bytes: int = _SMALLEST_BYTES) -> None:
         self.smallest_bytes = smallest_bytes
         self.num_bytes = 0
         self.stream: torch.Stream | None = None
         self.latest: weakref.ref[_Run] | None = None
 
-    def run(self, block: nn.Module) -> _Run:
-        """Replace the saved tensors of one forward pass of `block`, and link it to the pass before."""
+    def run(self, block: nn.Module | None = None) -> _Run:
+        """Begin one forward pass of `block`, and link it to the pass before. None: no parameter is packed."""
         # The link to the block before lets the backward pass restore one block ahead.
         run = _Run(self, block, before=self.latest)
         self.latest = weakref.ref(run)
@@ -66,7 +66,7 @@ class _Run:
     """One forward pass of one block, until its backward pass; only what autograd saved of it keeps it alive."""
 
     def __init__(
-        self, offloader: Offloader, block: nn.Module, *, before: weakref.ref[_Run] | None
+        self, offloader: Offloader, block: nn.Module | None, *, before: weakref.ref[_Run] | None
     ) -> None:
         self.offloader, self.before = offloader, before
         self.copies: list[_Copy] = []
@@ -75,7 +75,8 @@ class _Run:
             weakref.WeakValueDictionary()
         )
         # A block's own parameters are on the device anyway, and FSDP frees them by itself.
-        parameters = (p.to_local() if isinstance(p, DTensor) else p for p in block.parameters())
+        of_block = block.parameters() if block else ()
+        parameters = (p.to_local() if isinstance(p, DTensor) else p for p in of_block)
         self.resident = {p.untyped_storage()._cdata for p in parameters}
 
     def pack(self, tensor: Tensor) -> Any:

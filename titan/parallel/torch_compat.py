@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import threading
 import warnings
+from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -37,11 +39,13 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 # Where a shard is in the whole tensor; DCP's own planner asks it too.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 __all__ = [
     "ActivationWrapper",
     "CompileEvent",
+    "Decision",
     "after_gathering",
     "can_split_custom_functions",
     "checkpoint_wrapper",
@@ -128,12 +132,70 @@ def outside_selection(function: Callable[..., Any]) -> Callable[..., Any]:
     return outside
 
 
-def selective_checkpoint_contexts(policy: Callable[..., Any]) -> Any:
-    """Return torch's contexts of a selective checkpoint, which pass over functions wrapped by `outside_selection`."""
-    contexts = create_selective_checkpoint_contexts(policy)
-    for context in contexts:
+Decision: TypeAlias = Literal["keep", "host", "recompute"]
+"""What a selective checkpoint does with an operation's result; "host": keep it in host memory."""
+
+watch_selected_calls: Callable[[str, int], AbstractContextManager[Any]] | None = None
+"""Entered around every operation of a selective checkpoint, with its name ("aten.mm") and its place among the block's
+operations of that name. The simulator sets it, to label what it records."""
+
+
+def selective_checkpoint_contexts(
+    decide: Callable[[str, bool], Decision], *, host: Any = None
+) -> Any:
+    """Return the contexts of a selective checkpoint's forward pass and recomputation.
+
+    They pass over functions wrapped by `outside_selection`.
+
+    Args:
+        decide: called with each operation's name ("aten.mm") and whether this is the recomputation.
+        host: has `pack` and `unpack`, which move a tensor to the host and back. Only for "host", which
+            does not work in compiled blocks.
+    """
+    decision: list[Decision] = ["recompute"]  # of the call that is running
+    moved: deque[Any] = deque()
+    policies = {"keep": CheckpointPolicy.MUST_SAVE}
+    # PREFER, not MUST: a compiler may still keep a result that is cheaper to keep.
+    contexts = create_selective_checkpoint_contexts(
+        lambda *_, **__: policies.get(decision[0], CheckpointPolicy.PREFER_RECOMPUTE)
+    )
+
+    def selects(recomputes: bool) -> Callable[..., Any]:
+        places: Counter[str] = Counter()
+
+        def call(
+            dispatch: Callable[..., Any], func: Any, types: Any, args: Any, kwargs: Any
+        ) -> Any:
+            # str(func) is "aten.mm.default": without the overload.
+            name = str(func).rsplit(".", 1)[0]
+            decision[0] = decide(name, recomputes)
+            # torch neither counts nor keeps a result that goes to the host.
+            if decision[0] == "host":
+                if recomputes:
+                    back = moved.popleft()
+                    return tree_map_only(_Moved, lambda one: host.unpack(one.packed), back)
+                result = func(*args, **kwargs)
+                moved.append(tree_map_only(Tensor, lambda one: _Moved(host.pack(one)), result))
+                return result
+            if watch_selected_calls is None:
+                return dispatch(func, types, args, kwargs)
+            places[name] += 1
+            with watch_selected_calls(name, places[name] - 1):
+                return dispatch(func, types, args, kwargs)
+
+        return call
+
+    for recomputes, context in enumerate[Any](contexts):
+        context.titan_call = selects(bool(recomputes))
         context.__class__ = _passes_over(type(context))
     return contexts
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """Hold a tensor that went to the host. Opaque to pytrees, unlike the tuples that `pack` returns."""
+
+    packed: Any
 
 
 @cache
@@ -141,7 +203,10 @@ def _passes_over(mode: type) -> type:
     def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _outside.depth:
             return func(*args, **(kwargs or {}))
-        return mode.__torch_dispatch__(self, func, types, args, kwargs)
+        # Passed here and not held, which would make a cycle that keeps the results alive.
+        return self.titan_call(
+            partial(mode.__torch_dispatch__, self), func, types, args, kwargs or {}
+        )
 
     return type(mode.__name__, (mode,), {"__torch_dispatch__": dispatch})
 

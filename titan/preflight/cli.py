@@ -99,8 +99,8 @@ def check_all(
     import torch.distributed as dist
 
     from titan.observe.estimate import estimate_memory
-    from titan.parallel.activation import KeepError
     from titan.parallel.float8 import Float8Error
+    from titan.parallel.kept_operations import KeepError
     from titan.preflight import judge, measure
     from titan.preflight.dry_run import dry_run, explain
     from titan.train_step import torch_dtype
