@@ -393,7 +393,7 @@ def _shape(event: Event) -> Any:
     for name in _compared(kind):
         value = getattr(event, name)
         if name == "scope":
-            value = (value.phase, any_layer(value.module), value.action)
+            value = (value.phase, any_layer(value.module), value.action, value.call)
         values.append(value)
     return values
 

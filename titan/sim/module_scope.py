@@ -27,7 +27,7 @@ class ScopeTracker:
 
     def __init__(self) -> None:
         self.phase: Phase = "setup"
-        self.action = ""
+        self.action = self.call = ""
         # The id of an error (the error itself would keep its frames alive), and the innermost module.
         self._failure = (0, "")
         self.on_backward: Callable[[], None] = lambda: None
@@ -40,7 +40,7 @@ class ScopeTracker:
         self._compiled = ("", False)
         self._fsdp: tuple[str, bool] | None = None
         self._backward_module = ""
-        self._scopes: dict[tuple[Phase, str, str], Scope] = {}
+        self._scopes: dict[tuple[Phase, str, str, str], Scope] = {}
 
     def begin(self) -> None:
         """Start over for another program."""
@@ -71,15 +71,8 @@ class ScopeTracker:
             module = f"{module}.{inner}"
         if recomputes and phase == "backward":
             phase = "recompute"
-        return self._shared(phase, module)
-
-    def in_action(self, scope: Scope) -> Scope:
-        """Return a scope as it would be in the current pipeline action."""
-        return self._shared(scope.phase, scope.module) if scope.action else scope
-
-    def _shared(self, phase: Phase, module: str) -> Scope:
-        """Return a scope of the current action. Equal scopes are one object."""
-        key = (phase, module, self.action)
+        # Equal scopes are one object.
+        key = (phase, module, self.action, self.call)
         scope = self._scopes.get(key)
         if scope is None:
             scope = self._scopes[key] = Scope(*key)
@@ -100,6 +93,15 @@ class ScopeTracker:
     def enter_compiled(self, inner: str, recomputes: bool) -> None:
         """Note the module, within the running one, that compiled code has reached, and whether it recomputes there."""
         self._compiled = (inner, recomputes)
+
+    @contextmanager
+    def calling(self, operation: str, place: int) -> Iterator[None]:
+        """Set the operation of a block that is recomputed operation by operation."""
+        self.call = f"{operation}@{place}"
+        try:
+            yield
+        finally:
+            self.call = ""
 
     def begin_step(self) -> None:
         """Begin a step: nothing has run, and the forward pass comes first."""

@@ -102,12 +102,14 @@ class Scope:
     """Say where in the program something happens.
 
     phase: of the step. module: path of a module ("layers.3.attention.wq"), empty outside of the model. action: under
-    pipeline parallelism, such as "2F0": forward of stage 2, microbatch 0.
+    pipeline parallelism, such as "2F0": forward of stage 2, microbatch 0. call: in a block that is recomputed operation by
+    operation, the operation and its place among those of its name in the block ("aten.mm@2").
     """
 
     phase: Phase
     module: str = ""
     action: str = ""
+    call: str = ""
 
 
 @dataclass(frozen=True, slots=True)

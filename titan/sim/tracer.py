@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titan.parallel import torch_compat as parallel_compat
 from titan.parallel.torch_compat import AsyncCollectiveTensor
 
 from . import device, torch_compat
@@ -79,6 +80,7 @@ class Tracer(TorchDispatchMode):
         self._kernels: dict[Kernel, Kernel] = {}
         self.scopes.on_backward = self._backward_begins
         device.report_to(self.record)
+        parallel_compat.watch_selected_calls = self.scopes.calling
         self._patch()
 
     @classmethod

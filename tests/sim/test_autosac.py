@@ -1,0 +1,251 @@
+"""AutoSAC: the trace of a choice against that of the program, the choice against all others, bytes against a real run, the command."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.ranks import Pool
+from tests.support.traces import in_turn, job, real_peak, trace_of, traced_peak
+from titan.config.load import load_from_argv
+from titan.sim.autosac import Block, Kept, autosac, choose, find_blocks, keep, main, solve, to_lines
+from titan.sim.cost import Cost
+from titan.sim.memory import memory_report
+from titan.sim.profiles import load_profile
+from titan.sim.replay import replay
+from titan.sim.simulate import simulate
+from titan.sim.trace import (
+    Allocate,
+    AwaitEvent,
+    AwaitWork,
+    Event,
+    Free,
+    Launch,
+    RecordEvent,
+    Transfer,
+)
+from titan.sim.trace_jobs import trace_ranks
+
+H100 = load_profile("h100-sxm")
+BF16 = {"mixed_precision_param": "bfloat16"}
+
+
+def by_op(lines: list[str], **sections: Any) -> Any:
+    section = {"mode": "selective", "op_keep": [], "op_keep_by_block": lines}
+    return job(
+        training=BF16 | sections.pop("training", {}), activation_checkpoint=section, **sections
+    )
+
+
+def comparable(events: list[Event]) -> list[Any]:
+    """Events with numbers by their first appearance, and without what differs where a block keeps everything: the names of calls."""
+    numbers: dict[Any, int] = {}
+    found = []
+    for event in events:
+        if hasattr(event, "scope"):
+            event = replace(event, scope=replace(event.scope, call=""))
+        match event:
+            case Allocate() | Free():
+                event = replace(
+                    event, block=numbers.setdefault(("block", event.block), len(numbers))
+                )
+            case RecordEvent() | AwaitEvent():
+                event = replace(
+                    event, event=numbers.setdefault(("event", event.event), len(numbers))
+                )
+            case Transfer() | AwaitWork():
+                event = replace(event, work=numbers.setdefault(("work", event.work), len(numbers)))
+            case Launch():
+                # A kept call of a DTensor leaves its dispatch to the next one.
+                event = replace(event, kernel=replace(event.kernel, host="eager"))
+            case _:
+                pass
+        found.append(event)
+    # Neighbouring ends of memory come in any order.
+    runs = ((isinstance(event, Free), event) for event in found)
+    return [
+        one
+        for is_free, run in itertools.groupby(runs, key=lambda pair: pair[0])
+        for one in (
+            sorted((e for _, e in run), key=lambda e: e.block) if is_free else (e for _, e in run)
+        )
+    ]
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, {}),
+    "FSDP2, accumulation": (2, {"training": {"global_batch_size": 16}}),
+    "FSDP2, TP": (4, {"parallelism": {"tensor_parallel_degree": 2}}),
+    "CP": (2, {"parallelism": {"context_parallel_degree": 2}}),
+    "1F1B": (2, {"parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"}}),
+    "Interleaved1F1B": (
+        2,
+        {"parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"}},
+    ),
+    "experts": (2, {"model": {"name": "qwen3", "flavor": "tiny_moe", "overrides": {"n_layers": 4}}, "parallelism": {"expert_parallel_degree": 2}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", in_turn(LAYOUTS, slow=["FSDP2, TP", "Interleaved1F1B", "CP"]))
+def test_the_trace_of_a_choice_is_that_of_the_program(name: str) -> None:
+    world, sections = LAYOUTS[name]
+    base = trace_of(by_op(["0:"], **sections), world=world)
+    blocks = find_blocks(base, Cost(H100))
+    draw = random.Random(name)
+    kept: dict[int, Kept] = {
+        layer: None
+        if layer == 1
+        else frozenset(draw.sample(sorted(block.sizes), len(block.sizes) // (layer + 2)))
+        for layer, block in blocks.items()
+    }
+    lines = to_lines(kept)
+    made, real = keep(base, blocks, kept), trace_of(by_op(lines, **sections), world=world)
+    reports = [memory_report(trace, H100) for trace in (made, real)]
+    # Of experts, counts of rows (a block of 512 bytes) end earlier where a block keeps everything.
+    within = 512 if name == "experts" else 0
+    assert reports[0].peak_active_bytes == pytest.approx(reports[1].peak_active_bytes, abs=within)
+    assert reports[0].peak_reserved_bytes == reports[1].peak_reserved_bytes
+    if name == "experts":
+        return
+    steps = [comparable(trace.step) for trace in (made, real)]
+    for one, other in zip(*steps, strict=False):
+        assert one == other
+    assert len(steps[0]) == len(steps[1])
+
+
+def test_no_other_choice_saves_more() -> None:
+    """Every choice of small blocks, for drawn sizes and seconds."""
+    draw = random.Random(0)
+    for _ in range(30):
+        calls = [f"aten.mm@{n}" for n in range(draw.randint(1, 3))]
+        sizes = {call: draw.randint(1, 9) for call in calls}
+        seconds = {call: draw.randint(0, 9) * 0.5 for call in calls}
+        whole = (draw.randint(1, sum(sizes.values())), sum(seconds.values()) + 0.25)
+        other = Block({}, {"aten.bmm@0": draw.randint(1, 9)}, {"aten.bmm@0": 2.0}, (3, 2.0))
+        blocks = {0: other} | {
+            n: Block({}, sizes, seconds, whole) for n in range(1, draw.randint(2, 4))
+        }
+        flying = dict.fromkeys(blocks, 1) | {0: draw.randint(1, 3)}
+        capacity = draw.randint(0, 40)
+        subsets = {
+            layer: [None, *(frozenset(s) for n in range(len(b.sizes) + 1) for s in itertools.combinations(b.sizes, n))]
+            for layer, b in blocks.items()
+        }  # fmt: skip
+
+        def value(
+            choice: dict[int, Kept], blocks: Any = blocks, flying: Any = flying
+        ) -> tuple[int, float]:
+            costs = [
+                (flying[n] * size, saved)
+                for n, (size, saved) in ((n, blocks[n].cost(c)) for n, c in choice.items())
+            ]
+            return sum(size for size, _ in costs), sum(saved for _, saved in costs)
+
+        every = (
+            value(dict(zip(subsets, each, strict=True)))
+            for each in itertools.product(*subsets.values())
+        )
+        best = max(saved for size, saved in every if size <= capacity)
+        size, saved = value(solve(blocks, flying, {max(blocks): capacity}))
+        assert size <= capacity
+        assert saved == best
+
+
+def test_no_other_choice_of_a_real_job_is_faster() -> None:
+    """All that one block of two may keep of attention and two products, and everything, simulated."""
+    config = by_op(["0:"], layers=2, batch=8, training={"seq_len": 512})
+    base = trace_of(config)
+    cost = Cost(H100)
+    blocks = find_blocks(base, cost)
+    few = ["aten.mm@0", "aten.mm@4", next(call for call in blocks[0].sizes if "attention" in call)]
+    for block in blocks.values():
+        block.runs = {call: block.runs[call] for call in few}
+        block.sizes = {call: block.sizes[call] for call in few}
+        block.whole = (10**12, 0.0)
+    subsets = [frozenset(s) for n in range(4) for s in itertools.combinations(few, n)]
+
+    def simulated(kept: dict[int, Kept]) -> tuple[int, float]:
+        made = keep(base, blocks, kept)
+        return memory_report(made, H100).peak_active_bytes, replay({0: made}, cost).ranks[
+            0
+        ].compute_s
+
+    results = {
+        pair: simulated(dict(enumerate(pair))) for pair in itertools.product(subsets, subsets)
+    }
+    least = results[frozenset(), frozenset()][0]
+    most = max(peak for peak, _ in results.values())
+    for share in (0.1, 0.3, 0.5, 0.7, 0.9):
+        limit = int(least + share * (most - least))
+        chosen = choose(base, blocks, limit - least)
+        peak, seconds = results[tuple(chosen.values())]
+        assert peak <= limit
+        assert seconds == pytest.approx(min(s for p, s in results.values() if p <= limit), rel=1e-9)
+
+
+@pytest.mark.parametrize("name", in_turn(["one rank", "FSDP2, TP"], slow=["FSDP2, TP"]))
+def test_a_run_needs_the_bytes_of_the_choice(name: str, pool: Pool) -> None:
+    world, sections = LAYOUTS[name]
+    call = "aten._scaled_dot_product_flash_attention_for_cpu@0"
+    lines = ["0-1: aten.mm@1,4", f"2-2: {call} aten.mm@0,4,5", "3-3: all"]
+    config = by_op(lines, batch=8, **sections)
+    real = pool.run(world, real_peak, config)[0]
+    base = trace_ranks(
+        by_op(["0:"], batch=8, **sections), world_size=world, ranks=[0], device_kind="cpu"
+    )[0]
+    blocks = find_blocks(base, Cost(H100))
+    kept: dict[int, Kept] = {
+        0: frozenset(["aten.mm@1", "aten.mm@4"]),
+        2: frozenset([call, "aten.mm@0", "aten.mm@4", "aten.mm@5"]),
+        3: None,
+    }
+    kept[1] = kept[0]
+    assert to_lines(kept) == lines
+    assert traced_peak(keep(base, blocks, kept)) == pytest.approx(real, rel=0.01)
+
+
+JOB = [
+    "train_configs/debug_model.toml",
+    "--model.flavor=debugmodel",
+    "--training.seq_len=512",
+    "--training.local_batch_size=16",
+]
+
+
+def test_the_command_writes_an_overlay_that_fits_and_is_faster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, overlay = tmp_path / "found.json", tmp_path / "autosac.toml"
+    where = ["--world-size=2", "--hardware=h100-sxm", "--memory=1.6"]
+    assert main([*JOB, *where, f"--json={found}", f"--output={overlay}"]) == 0
+    results = json.loads(found.read_text())["results"]
+    fitting = [r["step_time_s"] for r in results.values() if r["fits"]]
+    assert results["autosac"]["fits"]
+    assert not results["none"]["fits"]
+    assert results["autosac"]["step_time_s"] == min(fitting) < results["full"]["step_time_s"]
+    assert "autosac" in capsys.readouterr().out
+    # The overlay is the job that was simulated.
+    config = load_from_argv([*JOB, str(overlay)])
+    simulation = simulate(config, world_size=2, profile=H100)
+    assert simulation.timeline.step_s == pytest.approx(results["autosac"]["step_time_s"], rel=1e-3)
+    reserved = simulation.fullest.peak_reserved_bytes / 2**30
+    assert reserved == pytest.approx(results["autosac"]["memory"]["peak_reserved_gib"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_what_goes_to_the_host_fits_in_less_memory() -> None:
+    """Where memory is short, the host's makes the step faster."""
+    job = [*JOB, "--training.seq_len=4096", "--training.local_batch_size=4"]
+    tight = H100.model_copy(update={"memory_gib": 1.9})
+    without = autosac(job, world_size=2, profile=tight)
+    with_host = autosac(job, world_size=2, profile=tight, host=True)
+    assert not any(">host" in line for line in without.lines)
+    assert any(">host" in line for line in with_host.lines)
+    assert with_host.simulation.fits
+    assert with_host.simulation.timeline.step_s <= without.simulation.timeline.step_s
