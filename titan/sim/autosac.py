@@ -438,9 +438,12 @@ def autosac(
         if fits and (not best_fits or now.timeline.step_s < best.simulation.timeline.step_s):
             best, best_fits = Choice(lines, now), True
         # Stop when it fits and little is left, or everything is kept.
-        if (fits and max(spare.values()) < 0.002 * limit) or all(c is None for c in kept.values()):
+        little = limit // 500
+        if (fits and max(spare.values()) < little) or all(c is None for c in kept.values()):
             break
-        extra = {rank: extra[rank] + number for rank, number in spare.items()}
+        # What lacks is given up with some more, so that it does not lack by a little again.
+        for rank, number in spare.items():
+            extra[rank] += number if number >= 0 else number - little // 2
     # Now on the device as it is.
     last = best.simulation
     best.simulation = price(last.config, last.layout, last.traces, profile)
