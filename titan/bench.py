@@ -99,33 +99,56 @@ def copy(device: torch.device, num_bytes: int, *, source: torch.device | None = 
 def link_gb_per_s(device: torch.device, num_bytes: int) -> float | None:
     """Return the better of this rank's links to the ranks before and after it. A single rank has none.
 
-    Each link is measured with no other traffic of its two ends. The better one counts, because a slow rank spoils one
-    link of each neighbour, but both links of the slow rank.
+    The better one counts, because a slow rank spoils one link of each neighbour, but both links of the slow rank.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    if world == 1:
-        return None
+    seconds = links_s(device, num_bytes).values()
+    return 2 * num_bytes / min(seconds) / 1e9 if seconds else None
+
+
+def links_s(
+    device: torch.device,
+    num_bytes: int,
+    *,
+    group: dist.ProcessGroup | None = None,
+    rounds: int = 5,
+) -> dict[int, float]:
+    """Return the seconds to send so many bytes to the ranks before and after this one, and to get as many back, by their numbers.
+
+    Each link is measured with no other traffic of its two ends. The fastest round counts: links are shared, and only a slow
+    round has a reason.
+
+    Args:
+        group: the ranks. All by default.
+    """
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    ranks = dist.get_process_group_ranks(group)
     block = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    rates = []
+    seconds: dict[int, float] = {}
     # First the pairs (0, 1), (2, 3), ..., then (1, 2), (3, 4), ...
-    for phase in (0, 1):
+    for phase in (0, 1) if world > 1 else ():
         # All begin a phase together, so that no other pair's traffic is still on the links.
-        dist.barrier()
+        dist.barrier(group)
         is_first = rank % 2 == phase
         peer = rank + 1 if is_first else rank - 1
         # An even number closes the ring with the link between the last and the first.
         if world % 2 == 0:
             peer %= world
         if 0 <= peer < world:
-            swap = partial(_there_and_back, block, peer, is_first)
-            # The fastest round: links are shared, and only a slow round has a reason.
-            rates.append(2 * num_bytes / min(rounds_s(swap, device)) / 1e9)
-    return max(rates)
+            swap = partial(_there_and_back, block, ranks[peer], is_first, group)
+            took_s = min(rounds_s(swap, device, rounds=rounds))
+            # Of two ranks both phases measure the same link.
+            seconds[ranks[peer]] = min(took_s, seconds.get(ranks[peer], took_s))
+    return seconds
 
 
-def _there_and_back(block: torch.Tensor, peer: int, is_first: bool) -> None:
+def _there_and_back(
+    block: torch.Tensor, peer: int, is_first: bool, group: dist.ProcessGroup | None
+) -> None:
     for sends in (is_first, not is_first):
-        (dist.send if sends else dist.recv)(block, peer)
+        # In a batch, which takes the group's communicator; a single send would make one for the pair.
+        operation = dist.P2POp(dist.isend if sends else dist.irecv, block, peer, group)
+        for work in dist.batch_isend_irecv([operation]):
+            work.wait()
 
 
 def collectives_gb_per_s(

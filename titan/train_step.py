@@ -109,6 +109,7 @@ class TrainStep:
 
     model_parts: the whole model, or this rank's pipeline stages. float8: the layers that compute in 8 bits.
     async_tp, compile_log: what the compiler did. on_gradients: called with whole gradients, before they are clipped.
+    mark: called after the forward and after the backward pass of a micro-batch; of a pipeline, whose passes are interleaved, after both.
     """
 
     config: JobConfig
@@ -125,6 +126,7 @@ class TrainStep:
     float8: list[Conversion]
     balance: Balance
     on_gradients: Callable[[], None] | None = None
+    mark: Callable[[str], None] = lambda _: None
 
     def __post_init__(self) -> None:
         # Sharded gradients are small, whole ones are the size of the model: reduce those of each micro-batch, unless
@@ -255,13 +257,16 @@ class TrainStep:
             losses = self.pipeline.step(
                 batch.tokens_BS, batch.labels_BS, divide_by=num_valid, **_inputs(batch)
             )
+            self.mark("backward")
             return self._total(losses)
         # Sharded gradients are reduced each time, whole ones after the last micro-batch.
         (model,) = self.model_parts
         set_gradient_sync(model, self.sync_every_microbatch or sync)
         loss_sum = self.loss_sum(model(batch.tokens_BS, **_inputs(batch)), batch.labels_BS)
+        self.mark("forward")
         # Divide before backward: gradients then add up over micro-batches and ranks to those of the global mean.
         (loss_sum / num_valid).backward()
+        self.mark("backward")
         return loss_sum.detach()
 
     def _forward(self, batch: Batch) -> Tensor:

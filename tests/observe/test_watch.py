@@ -107,6 +107,16 @@ def test_a_poll_says_what_the_folder_holds(get: Get) -> None:
     assert run["status"]["state"] == "failed" and len(run["events"]) == 4
 
 
+def test_a_drift_is_shown_until_it_is_over(get: Get, run_dir: Path) -> None:
+    drift = {"event": "drift", "unix_s": 5.0, "step": 3, "part": "link", "text": HOSTILE}
+    with (run_dir / "events.jsonl").open("a") as file:
+        file.write(json.dumps(drift) + "\n")
+    assert poll(get)["drift"] == HOSTILE
+    with (run_dir / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "drift_over", "unix_s": 6.0, "step": 3}) + "\n")
+    assert poll(get)["drift"] == ""
+
+
 def test_later_polls_get_what_is_new(get: Get, run_dir: Path) -> None:
     first = poll(get)
     metrics(run_dir, range(4, 6))

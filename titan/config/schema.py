@@ -38,14 +38,12 @@ from .schema_run import (
     CompileSection,
     DebugSection,
     FaultToleranceSection,
-    HardwareSection,
     JobSection,
     MetricsSection,
     MoESection,
     ParallelismSection,
     ProfilingSection,
     QuantizeSection,
-    SimulatorSection,
     ValidationSection,
 )
 from .schema_run import (
@@ -57,6 +55,7 @@ from .schema_run import (
 from .schema_run import (
     MXSection as MXSection,
 )
+from .schema_simulator import HardwareSection, SimulatorSection
 
 
 class ModelSection(Section):

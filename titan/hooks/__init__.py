@@ -24,6 +24,7 @@ from titan.hooks.replica_check import ReplicaCheck
 from titan.hooks.routes import Routes
 from titan.hooks.run_events import RunEvents
 from titan.hooks.step_limit import StepLimit
+from titan.hooks.twin import Twin
 from titan.hooks.validation import Validation
 from titan.trainer import Trainer
 
@@ -47,6 +48,7 @@ def standard_hooks(trainer: Trainer, *, monitor: Monitor | None = None) -> list[
         Checkpointing(trainer),
         LayerNormsLog(trainer),
         ExpertLoads(trainer),
+        *([Twin(trainer)] if trainer.config.simulator.twin else []),
         Metrics(trainer),  # last, so that its row has the columns of all others
     ]
     # By name, since every rank must call hooks in the same order. Before Metrics, so that their

@@ -52,7 +52,7 @@ class RankTimes(Hook):
         self.since_step = trainer.step
         # Data waited for is the rank's own time, too.
         data_wait_s = trainer.timer.data_wait_s / max(num_steps, 1)
-        self.own_s = self.clock.take(num_steps) + data_wait_s
+        self.own_s = self.clock.take(num_steps)["own"] + data_wait_s
         # The maximum over ranks fills every slot, since all but one rank send 0 there.
         slots = [0.0] * trainer.world_size
         slots[trainer.rank] = self.own_s

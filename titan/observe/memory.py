@@ -42,3 +42,12 @@ def peak_memory(*, reset: bool = False) -> PeakMemory:
         reserved_gib=stats.get("reserved_bytes.all.peak", 0) / _GIB,
         active_gib=stats.get("active_bytes.all.peak", 0) / _GIB,
     )
+
+
+def allocator_retries() -> int:
+    """Return how often the allocator has given back its cache since the start, to find room. A CPU's never does."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        return 0
+    return torch.accelerator.memory_stats().get("num_alloc_retries", 0)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,58 +39,38 @@ _MAX_BYTES = 2**18  # about two thousand rows; a longer file becomes rank-N.time
 _FLUSH_S = 2.0
 
 
-class ForwardClock:
-    """Count the seconds in the forward passes of blocks during training, without waiting for the device."""
+class SpanClock:
+    """Add up the seconds of named spans of each step, without waiting for the device."""
 
-    def __init__(self, blocks: Iterable[nn.Module], *, device: torch.device) -> None:
+    def __init__(self, *, device: torch.device) -> None:
         self._on_device = device.type != "cpu"
-        self._seconds = 0.0
-        # Events at the start and the end of each block: of this step, and of steps that the device may not have finished.
-        self._pairs: list[tuple[Any, Any]] = []
-        self._steps: deque[list[tuple[Any, Any]]] = deque()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        # Events at the start and the end of each span: of this step, and of steps that the device may not have finished.
+        self._spans: list[tuple[str, Any, Any]] = []
+        self._steps: deque[list[tuple[str, Any, Any]]] = deque()
         self._start: Any = None
-        for block in blocks:
-            compiled = block.__dict__.get("_compiled_call_impl")
-            if compiled is None:
-                # FSDP prepends its hook, so the weights are gathered before ours runs and freed after it.
-                block.register_forward_pre_hook(lambda *_: self._begin())
-                block.register_forward_hook(lambda m, *_: self._end(m), prepend=True)
-            else:  # a hook would be compiled with the block, and cause graph breaks
-                after_gathering(block, self._begin)
-                block.__dict__["_compiled_call_impl"] = self._enclosed(block, compiled)
 
     def begin_step(self) -> None:
         """Start a step: the events so far belong to the one before."""
-        if self._pairs:
-            self._steps.append(self._pairs)
-            self._pairs = []
+        if self._spans:
+            self._steps.append(self._spans)
+            self._spans = []
 
-    def take(self, num_steps: int) -> float:
-        """Return the mean seconds per step since the last call.
+    def take(self, num_steps: int) -> defaultdict[str, float]:
+        """Return the mean seconds per step since the last call, by span.
 
         Args:
             num_steps: steps since then. On a device those count that it has finished.
         """
         # On a device steps are counted as their last events are reached, in order.
         num_steps = 0 if self._on_device else num_steps
-        while self._steps and all(end.query() for _, end in self._steps[0][-1:]):
-            pairs = self._steps.popleft()
-            self._seconds += sum(start.elapsed_time(end) for start, end in pairs) / 1e3
+        while self._steps and all(end.query() for *_, end in self._steps[0][-1:]):
+            for name, start, end in self._steps.popleft():
+                self._seconds[name] += start.elapsed_time(end) / 1e3
             num_steps += 1
-        mean_s = self._seconds / max(num_steps, 1)
-        self._seconds = 0.0
-        return mean_s
-
-    def _enclosed(self, block: nn.Module, call: Any) -> Any:
-        """Return a compiled block's call with the end of the clock after it."""
-
-        def enclosed(*args: Any, **kwargs: Any) -> Any:
-            self._begin()
-            output = call(*args, **kwargs)
-            self._end(block)
-            return output
-
-        return enclosed
+        means = ((name, s / max(num_steps, 1)) for name, s in self._seconds.items())
+        self._seconds, seconds = defaultdict(float), defaultdict(float, means)
+        return seconds
 
     def _now(self) -> Any:
         if not self._on_device:
@@ -103,14 +83,65 @@ class ForwardClock:
     def _begin(self) -> None:
         self._start = self._now()
 
-    def _end(self, block: nn.Module) -> None:
-        if not block.training or self._start is None:  # validation, or no beginning
-            return
+    def _add(self, name: str) -> Any:
+        """Add the span that ends now, and return its end."""
+        now = self._now()
         if self._on_device:
-            self._pairs.append((self._start, self._now()))
+            self._spans.append((name, self._start, now))
         else:
-            self._seconds += time.perf_counter() - self._start
+            self._seconds[name] += now - self._start
+        return now
+
+
+class PhaseClock(SpanClock):
+    """Divide steps into phases: each ends with a mark, and the next one begins there."""
+
+    def begin(self) -> None:
+        """Begin a step's first phase."""
+        self.begin_step()
+        self._begin()
+
+    def mark(self, phase: str) -> None:
+        """End a phase. Outside of steps nothing is counted."""
+        if self._start is not None:
+            self._start = self._add(phase)
+
+    def end(self, phase: str) -> None:
+        """End the step with its last phase."""
+        self.mark(phase)
         self._start = None
+
+
+class ForwardClock(SpanClock):
+    """Count the seconds in the forward passes of blocks during training, as the span "own"."""
+
+    def __init__(self, blocks: Iterable[nn.Module], *, device: torch.device) -> None:
+        super().__init__(device=device)
+        for block in blocks:
+            compiled = block.__dict__.get("_compiled_call_impl")
+            if compiled is None:
+                # FSDP prepends its hook, so the weights are gathered before ours runs and freed after it.
+                block.register_forward_pre_hook(lambda *_: self._begin())
+                block.register_forward_hook(lambda m, *_: self._end(m), prepend=True)
+            else:  # a hook would be compiled with the block, and cause graph breaks
+                after_gathering(block, self._begin)
+                block.__dict__["_compiled_call_impl"] = self._enclosed(block, compiled)
+
+    def _enclosed(self, block: nn.Module, call: Any) -> Any:
+        """Return a compiled block's call with the end of the clock after it."""
+
+        def enclosed(*args: Any, **kwargs: Any) -> Any:
+            self._begin()
+            output = call(*args, **kwargs)
+            self._end(block)
+            return output
+
+        return enclosed
+
+    def _end(self, block: nn.Module) -> None:
+        if block.training and self._start is not None:  # not validation, nor without a beginning
+            self._add("own")
+            self._start = None
 
 
 @dataclass(frozen=True)

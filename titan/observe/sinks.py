@@ -31,7 +31,7 @@ def require(package: str, *, extra: str, asked_by: str) -> None:
         raise MissingExtra(f"{asked_by} needs {package}: pip install 'titan-pretrain[{extra}]'")
 
 
-# Names of the curves, in groups. A key that is not here is not drawn.
+# Names of the curves, in groups. A key that is not here, and has no group, is not drawn.
 _CURVES = {
     "loss": "loss/train",
     "validation_loss": "loss/validation",
@@ -59,6 +59,8 @@ _CURVES = {
 
 def _curves(row: Row) -> dict[str, float]:
     curves = {_CURVES[key]: v for key, v in row.items() if key in _CURVES and v is not None}
+    # A key with a group is a curve's name already.
+    curves |= {key: v for key, v in row.items() if "/" in key and isinstance(v, float | int)}
     figures = dict(row.get("experts") or {})
     # A group for each figure, with a curve for each layer.
     layers = figures.pop("layer", [])

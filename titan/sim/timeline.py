@@ -64,7 +64,8 @@ class RankTimeline:
 
     compute_s: kernels on the compute stream. exposed_s: it is idle, waiting for a transfer that runs, by axis. peers_s: for
     ranks that have not come to a transfer yet, or for the slowest at the end of the step. copies_s: for kernels of other
-    streams. host_s: for the host. overlapped_s: transfers behind whose back it computed, by axis.
+    streams. host_s: for the host. overlapped_s: transfers behind whose back it computed, by axis. span_s: by phase, with the
+    waiting after each kernel.
     """
 
     rank: int
@@ -76,6 +77,7 @@ class RankTimeline:
     host_s: float = 0.0
     by_phase_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     by_kind_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    span_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     intervals: list[Interval] = field(default_factory=list)
 
     @property
@@ -102,7 +104,7 @@ class Timeline:
         return sum(getattr(rank, part) for rank in self.ranks.values()) / len(self.ranks)
 
     def mean_by(self, part: str) -> dict[str, float]:
-        """Return the mean over ranks of exposed_s, overlapped_s, by_phase_s or by_kind_s."""
+        """Return the mean over ranks of exposed_s, overlapped_s, span_s, by_phase_s or by_kind_s."""
         total: dict[str, float] = defaultdict(float)
         for rank in self.ranks.values():
             for key, seconds in getattr(rank, part).items():
@@ -124,7 +126,10 @@ def summarise(
     axes = {id(ran.transfer): ran.axis for ran in transfers}
     (begin, first), (end, last) = lanes[0].cuts[-2:]
     # The compute stream decides where the time went: it ran a kernel, or it waited for something.
+    phase = "forward"
     for start, stop, what in lanes[0].segments[first:last]:
+        phase = what.scope.phase if isinstance(what, Launch) else phase
+        result.span_s[phase] += stop - start
         if isinstance(what, Launch):
             result.compute_s += stop - start
             result.by_phase_s[what.scope.phase] += stop - start

@@ -31,14 +31,14 @@ COLUMNS = (
     *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "mfu", "memory_gib", "time_s"),
     *("step_s", "data_wait_s", "validation_loss", "bits_per_byte", "loss_z", "grad_norm_z"),
     *("slowest_rank", "slowest_rank_s", "median_rank_s", "goodput", "unix_s", "eta_s"),
-    "expert_imbalance",
+    *("expert_imbalance", "predicted/step_s", "drift/ratio"),
 )
 MAX_EVENTS = 500
 # Limits, so that no file of a run, whoever wrote it, makes the page or this process large.
 _EVENTS_BYTES, _SMALL_BYTES = 2**22, 2**20
 _MAX_STARTS, _MAX_RANKS, _MAX_KEYS, _MAX_TEXT = 200, 8192, 64, 2000
 # Events that change how the page looks; they are read even if newer ones push them out of the list.
-_LASTING = re.compile(rb'"event": "(start|resume|rewind|straggler|recovered)"')
+_LASTING = re.compile(rb'"event": "(start|resume|rewind|straggler|recovered|drift|drift_over)"')
 _RANK_NUMBERS = ("step", "unix_s", "step_s", "data_wait_s", "own_s")
 _SIGNS = ("metrics.jsonl", "status.json", "config.toml", "environment.json")
 _TAIL_BYTES = 1024  # at the end of a file of times: more than one row
@@ -93,6 +93,7 @@ class RunReader:
             "experts": self._small("experts.json", json.loads, keep=expert_table),
             "ranks": self._rank_rows(),
             "stragglers": sorted(self.events.slow),
+            "drift": self.events.drift,
             "starts": list(self.events.starts),
             "events": [{k: v for k, v in e.items() if k != "seconds"} for e in self.events.rows],
             "seconds": seconds if isinstance(seconds, dict) else {},
@@ -164,14 +165,14 @@ class RunReader:
 
 
 class EventFile(LineFile):
-    """Keep the newest events of a run, the steps at which it started again, and the ranks that are slow now."""
+    """Keep the newest events of a run, the steps at which it started again, and the ranks and the part that are slow now."""
 
     def __init__(self, path: Path, *, limit: int) -> None:
         self._limit = limit
         super().__init__(path, last_bytes=_EVENTS_BYTES)
 
     def begin(self) -> None:
-        self.slow = set[int]()
+        self.slow, self.drift = set[int](), ""
         self.rows = deque[Row](maxlen=self._limit)
         self.starts = deque[list[Any]](maxlen=_MAX_STARTS)
 
@@ -192,10 +193,14 @@ class EventFile(LineFile):
         self.rows.append(row | {"step": step, "unix_s": number(row.get("unix_s"))})
         if event in ("start", "resume"):  # other hosts, perhaps
             self.slow.clear()
+            self.drift = ""
         if event in ("resume", "rewind") and step is not None:
             self.starts.append([step, event])
         if event in ("straggler", "recovered") and isinstance(rank, int):
             (self.slow.add if event == "straggler" else self.slow.discard)(rank)
+        if event in ("drift", "drift_over"):
+            text = row.get("text")
+            self.drift = text if event == "drift" and isinstance(text, str) else ""
 
 
 def scalars(row: Row, *, nested: bool = False) -> Row:

@@ -129,10 +129,13 @@ class LaunchRecord:
 
 @dataclass(frozen=True)
 class LossRow:
-    """Hold a row of metrics.jsonl."""
+    """Hold a row of metrics.jsonl. The last three: what the twin of a run says of it (titan/observe/drift.py)."""
 
     step: Count
     step_s: Finite = 0.0
+    drift_part: Annotated[str, Field(alias="drift/part")] = ""
+    drift_text: Annotated[str, Field(alias="drift/text")] = ""
+    drift_cost_s: Annotated[Finite, Field(alias="drift/cost_s")] = 0.0
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,60 @@
+"""Define the sections of a job file about machines that need not be there: the simulator's assumptions, and the accelerator.
+
+Import them from titan.config.schema, which has the other sections and `JobConfig`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from .base import Section
+
+
+class WholeRunSection(Section):
+    """What `titan sim --run` assumes of a whole run: failures, storage, prices. docs/simulator.md has
+    the formulas."""
+
+    mtbf_gpu_hours: Annotated[float, Field(gt=0)] = 50_000.0
+    """Mean time between failures that end the job, in hours of one GPU. The default is Llama 3's:
+    419 failures in 54 days on 16,384 GPUs. For a job's own figure, multiply it by its GPUs."""
+    restart_seconds: Annotated[float, Field(ge=0)] = 600.0
+    """Seconds from a failure until training goes on from the checkpoint: noticing it, a new node,
+    starting, loading, compiling. A run's events.jsonl has them: down, setup and compile."""
+    node_storage_gb_per_s: Annotated[float, Field(gt=0)] = 1.0
+    """GB/s with which each node writes checkpoints, all nodes at once. `titan preflight` measures
+    it."""
+    save_blocking_share: Annotated[float | None, Field(ge=0, le=1)] = None
+    """Part of the time of a save for which training stands still. Unset: what follows from
+    checkpoint.async_mode, which is all of it, or the copy to the host."""
+    gpu_hour_price: Annotated[float, Field(ge=0)] = 0.0
+    """Price of a GPU hour, in any currency. 0: the cost is not reported."""
+    repair_hours: Annotated[float, Field(ge=0)] = 24.0
+    """Hours that a node is away after a failure."""
+    spare_probability: Annotated[float, Field(gt=0, lt=1)] = 0.99
+    """Probability, at any moment, that the spare nodes are enough to go on."""
+
+
+class SimulatorSection(Section):
+    """What `titan sim`, `titan check` and `titan plan` assume, and the twin of a run."""
+
+    twin: bool = False
+    """Simulate the job beside the run, and write predicted and measured times of each logged step.
+    If the run drifts, name the part responsible. docs/twin.md has the details."""
+    twin_hardware: str = "auto"
+    """Profile that the twin is simulated on: a name or a file of titan sim. "auto": that of the
+    device; on a CPU "cpu", whose times are scaled to the first steps."""
+    attention_kernel: Literal["auto", "flash2", "cudnn", "flash3"] = "auto"
+    """Kernel that attention is priced as. "auto": the one that torch runs on that hardware."""
+    expert_imbalance: Annotated[float, Field(ge=1)] = 1.0
+    """How many times the mean number of rows the busiest expert-parallel rank gets; it sets time and
+    memory. 1: routing is balanced. A run reports its own. Without expert parallelism: no effect."""
+    run: WholeRunSection = WholeRunSection()
+
+
+class HardwareSection(Section):
+    """The run's accelerators, for MFU."""
+
+    name: str = "auto"
+    """Name of the accelerator in titan/hardware.py, or "auto": by its device name."""
