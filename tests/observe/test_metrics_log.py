@@ -124,14 +124,18 @@ def test_tensorboard_values_and_resume(tmp_path: Path) -> None:
         log = MetricsLog(tmp_path, section=section, resume_step=resume_step)
         for step in range(start, start + 3):
             loss = step + 0.5 * (resume_step > 0)
-            log.write(step_row(step, loss=loss), ValidationRow(step=step, validation_loss=7.0))
+            of_hooks = {"mine/ratio": 1.5, "mine/text": "slow", "ungrouped": 2.0}
+            validation = ValidationRow(step=step, validation_loss=7.0)
+            log.write(step_row(step, loss=loss), validation, of_hooks)
         log.close()
     events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     training = [(e.step, e.value) for e in events.Scalars("loss/train")]
     assert training == [(1, 1.0), (2, 2.0), (3, 3.5), (4, 4.5), (5, 5.5)]
     assert events.Scalars("loss/validation")[0].value == 7.0
-    assert "throughput/mfu" not in events.Tags()["scalars"]  # unknown, so not drawn
+    tags = set(events.Tags()["scalars"])
+    assert "throughput/mfu" not in tags  # unknown, so not drawn
+    assert {tag for tag in tags if "mine" in tag or "un" in tag} == {"mine/ratio"}
 
 
 def test_wandb_offline_continues_its_run(

@@ -32,7 +32,12 @@ def with_rank(values: Any, rank: int, value: float) -> list[float]:
 
 
 def watch(
-    rows: list[RowTimes], *, noise: float = 0.0, shares_cores: bool = True, links: float = 1.0
+    rows: list[RowTimes],
+    *,
+    noise: float = 0.0,
+    shares_cores: bool = True,
+    links: float = 1.0,
+    link_cost_s: float = 0.5,
 ) -> DriftWatch:
     """Return the watch after 17 clean rows and these. links: what the link of ranks 1 and 2 takes whenever links are measured."""
     draw, watched = random.Random(1), DriftWatch(log_freq=4, shares_cores=shares_cores)
@@ -43,7 +48,10 @@ def watch(
         if watched.suspects_link:
             pairs = {(0, 1): 1.0, (1, 2): links, (2, 3): 1.1}
             watched.measured_links(
-                [SlowLink(axis="dp_shard", ranks=p, ratio=r) for p, r in pairs.items()]
+                [
+                    SlowLink(axis="dp_shard", ranks=p, ratio=r, cost_s=link_cost_s)
+                    for p, r in pairs.items()
+                ]
             )
     return watched
 
@@ -84,9 +92,12 @@ def test_a_link_is_named_if_it_is_slow_whenever_it_is_measured() -> None:
     drift = watch(unexplained, noise=0.1, links=2.0).current
     assert drift is not None and (drift.part, drift.ranks) == ("link", (1, 2))
     assert "between ranks 1 and 2 (dp_shard) takes 2.0 times" in drift.text
-    # All links as fast as they were: no alarm, but they are still looked at.
-    watched = watch(unexplained, noise=0.1, links=1.2)
-    assert watched.current is None and watched.suspects_link
+    # All links as fast as they were, or nearly nothing is sent: no alarm, but they are still looked at.
+    for watched in (
+        watch(unexplained, noise=0.1, links=1.2),
+        watch(unexplained, noise=0.1, links=9.0, link_cost_s=0.01),
+    ):
+        assert watched.current is None and watched.suspects_link
 
 
 def test_slow_saves_count_over_the_steps_between_them() -> None:
@@ -97,6 +108,9 @@ def test_slow_saves_count_over_the_steps_between_them() -> None:
     assert drift is not None and drift.part == "checkpoint"
     assert drift.cost_s == pytest.approx(2.5 / 8)
     assert watch(rows(0.5) + rows(0.9)).current is None  # 50 ms a step
+    # Beside other programs, steps and saves take longer alike.
+    loaded = [replace(row, step_s=4.0, own_s=[1.2] * RANKS) for row in rows(2.5)]
+    assert watch(rows(0.5) + loaded * 2).current is None
 
 
 def test_a_rank_that_was_slow_from_the_start_is_compared_with_the_others() -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -152,10 +153,21 @@ class Twin(Hook):
         if not self.watch.suspects_link:
             self.first_links = {key: min(s, first.get(key, s)) for key, s in links.items()}
         elif first:
-            ratios = ((key, s / first[key]) for key, s in links.items())
-            self.watch.measured_links(
-                [SlowLink(axis=axis, ranks=(a, b), ratio=ratio) for (axis, a, b), ratio in ratios]
-            )
+            slow = []
+            for (axis, a, b), now_s in links.items():
+                first_s = first[axis, a, b]
+                # There and back.
+                cost_s = (now_s - first_s) * self._bytes_per_step(axis) / (2 * self.message_bytes)
+                slow.append(SlowLink(axis=axis, ranks=(a, b), ratio=now_s / first_s, cost_s=cost_s))
+            self.watch.measured_links(slow)
+
+    def _bytes_per_step(self, axis: str) -> float:
+        """Return about how many bytes a rank sends along an axis in a step: as simulated, or as FSDP sends parameters and gradients."""
+        if self.prediction is not None and (facts := self.prediction.poll()):
+            by_axis = facts["comm"]["by_axis"]
+            return sum(row["bytes"] for axes, row in by_axis.items() if axis in axes.split("+"))
+        parts = self.trainer.train_step.model_parts
+        return 3.0 * sum(p.numel() * p.element_size() for part in parts for p in part.parameters())
 
     # ---- deciding ------------------------------------------------------------------------------
 
@@ -295,6 +307,7 @@ class Prediction:
                 stdout=messages,
                 stderr=messages,
                 env=environment,
+                start_new_session=True,  # with the processes that trace
             )
 
     def poll(self) -> Mapping[str, Any]:
@@ -320,7 +333,7 @@ class Prediction:
     def stop(self) -> None:
         """End the process, if it still runs."""
         if self.process is not None:
-            self.process.kill()
+            os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
 
     def _warn(self, why: str) -> None:

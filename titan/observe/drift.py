@@ -64,11 +64,12 @@ class RowTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class SlowLink:
-    """Describe a link that became slow. ratio: its time over what it was."""
+    """Describe a link that became slow. ratio: its time over what it was. cost_s: what that makes of the bytes of a step, about."""
 
     axis: str
     ranks: tuple[int, int]
     ratio: float
+    cost_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +139,10 @@ class DriftWatch:
     def measured_links(self, links: Sequence[SlowLink]) -> None:
         """Take a measurement of all links, each against the first one."""
         slowest = max(links, key=lambda link: link.ratio, default=None)
-        self._links.append(slowest if slowest and slowest.ratio > self._limits.link else None)
+        # Of what little a step sends, noise is much. Its cost is known to about a factor of two.
+        least_s = 0.5 * self._limits.share * self.expected_s
+        is_slow = slowest and slowest.ratio > self._limits.link and slowest.cost_s > least_s
+        self._links.append(slowest if is_slow else None)
 
     def _judge(self) -> Drift | None:
         expected_s = self.expected_s
@@ -176,7 +180,7 @@ class DriftWatch:
     def _parts(self, excess_s: float) -> Iterable[Drift]:
         """Yield the parts that may cost more than they did. excess_s: what a step takes more."""
         yield from self._allocator()
-        yield from self._saving()
+        yield from self._saving(max(1.0, 1 + excess_s / self.expected_s))
         num_ranks = len(self._base[0].own_s)
         before = [max(_mid(self._base, "own_s", rank), 1e-9) for rank in range(num_ranks)]
         growth = [1 + self._cost("own_s", rank) / before[rank] for rank in range(num_ranks)]
@@ -240,10 +244,12 @@ class DriftWatch:
                 text = f"rank {rank} is short of memory: its allocator gives its cache back, and allocates again"
                 yield Drift(part="allocator", text=text, ranks=(rank,), cost_s=inf)
 
-    def _saving(self) -> Iterable[Drift]:
+    def _saving(self, ratio: float) -> Iterable[Drift]:
         if len(self._saves) < 2 * _SAVES:
             return
         first = median(seconds for seconds, _ in self._saves[:_SAVES])
+        # Other programs on the same cores slow saves and steps alike.
+        first *= ratio if self._shares_cores else 1.0
         newest = self._saves[-_SAVES:]
         now, best = median(s for s, _ in newest), min(s for s, _ in newest)
         if best > SLOW * first:

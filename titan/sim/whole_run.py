@@ -1,18 +1,7 @@
 """Say what a whole run costs (`titan sim --run`): days, GPU hours, energy, money, checkpoints, failures, spare nodes.
 
-A step's simulation gives the seconds of a step and the bytes of a checkpoint; `[simulator.run]` gives what no job knows. All
-is an expectation under failures at random (exponential times between them, mean M for the job), which also hit restarts.
-Work is done in intervals: tau seconds of training, delta seconds in which training stands still for a save, and w seconds in
-which the save is written beside training and does not count yet. A failure costs a restart of R seconds, and all work since
-the last save that counts. The expected time from one save to the next is then exactly
-
-    C = M exp((R + w) / M) (exp((tau + delta) / M) - 1)
-
-With w = 0 it is the complete model of Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps"
-(FGCS 2006). Where saves are written beside training, the first one after a failure needs tau + delta + w without another
-failure and each later one tau + delta, and the sum over both cases is the factor exp(w / M). Goodput is tau over C. The best
-tau is about sqrt(2 delta M) (Young, "A first order approximation to the optimum checkpoint interval", CACM 1974), and more
-exactly Daly's higher order.
+A step's simulation gives the seconds of a step and the bytes of a checkpoint, `[simulator.run]` what no job knows, and
+titan/checkpoint/interval.py the time under failures. All figures are expectations.
 
 A job of titan has one phase: its batch and its sequences stay as they are. What follows it, such as training on long
 sequences, is another job that starts from its checkpoint. `--phase OVERLAY.toml` adds such jobs to the account.
@@ -21,8 +10,14 @@ sequences, is another job that starts from its checkpoint. `--phase OVERLAY.toml
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import ceil, exp, expm1, sqrt
+from math import ceil
 
+from titan.checkpoint.interval import (
+    daly_interval_s,
+    expected_interval_s,
+    num_spares,
+    young_interval_s,
+)
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
 from titan.observe.estimate import estimate_memory
@@ -32,58 +27,7 @@ from .simulate import Facts, Simulation
 
 _DAY_S, _HOUR_S = 86_400.0, 3_600.0
 _BYTES = {"float32": 4, "bfloat16": 2}
-_MOST = 200.0  # exponent: whatever takes e^200 times as long never ends
 _NEVER = 1e-6  # goodput of a run that does not end
-
-
-def expected_interval_s(
-    work_s: float,
-    *,
-    mtbf_s: float,
-    save_s: float = 0.0,
-    restart_s: float = 0.0,
-    write_s: float = 0.0,
-) -> float:
-    """Return the expected seconds from one checkpoint to the next.
-
-    Args:
-        work_s: training between two saves (tau).
-        mtbf_s: mean time between failures of the job (M).
-        save_s: time for which training stands still (delta).
-        restart_s: from a failure until training goes on (R).
-        write_s: time after that in which the checkpoint does not count yet (w).
-    """
-    lost, needed = (restart_s + write_s) / mtbf_s, (work_s + save_s) / mtbf_s
-    return mtbf_s * exp(min(lost, _MOST)) * expm1(min(needed, _MOST))
-
-
-def young_interval_s(save_s: float, mtbf_s: float) -> float:
-    """Return Young's first-order best seconds of training between saves."""
-    return sqrt(2 * save_s * mtbf_s)
-
-
-def daly_interval_s(save_s: float, mtbf_s: float) -> float:
-    """Return Daly's higher-order best seconds of training between saves."""
-    if save_s >= 2 * mtbf_s:
-        return mtbf_s
-    x = sqrt(save_s / (2 * mtbf_s))
-    return young_interval_s(save_s, mtbf_s) * (1 + x / 3 + x * x / 9) - save_s
-
-
-def num_spares(mean: float, *, probability: float) -> int:
-    """Return how many spare nodes are enough with a probability, if `mean` nodes are away on average.
-
-    Failures come at random and repairs do not wait for each other, so the nodes away at a time have a Poisson distribution,
-    whatever the distribution of a repair's time (Palm's theorem).
-    """
-    # Terms from the first on: of hundreds of nodes away, exp(-mean) is still a normal float.
-    count, term = 0, exp(-mean)
-    total = term
-    while total < probability and term > 0:
-        count += 1
-        term *= mean / count
-        total += term
-    return count
 
 
 def state_bytes(simulation: Simulation) -> float:
