@@ -9,7 +9,7 @@ sequences, is another job that starts from its checkpoint. `--phase OVERLAY.toml
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import ceil
 
 from titan.checkpoint.interval import (
@@ -43,12 +43,11 @@ def state_bytes(simulation: Simulation) -> float:
     return model.num_params * _BYTES[config.training.dtype] * (1 + optimizer / params)
 
 
-def save_times_s(simulation: Simulation, size: float) -> tuple[float, float]:
+def save_times_s(simulation: Simulation, size: float, *, nodes: int) -> tuple[float, float]:
     """Return the seconds for which training stands still for a save of so many bytes, and those of writing beside it."""
     config, layout, profile = simulation.config, simulation.layout, simulation.profile
     run, mode = config.simulator.run, config.checkpoint.async_mode
-    storage_gb_per_s = num_nodes(simulation) * run.node_storage_gb_per_s
-    write_s = size / 1e9 / storage_gb_per_s
+    write_s = size / 1e9 / (nodes * run.node_storage_gb_per_s)
     if (share := run.save_blocking_share) is not None:
         return share * write_s, (1 - share) * write_s
     if mode == "disabled":
@@ -60,49 +59,44 @@ def save_times_s(simulation: Simulation, size: float) -> tuple[float, float]:
     return blocked_s, copy_s - blocked_s + write_s
 
 
-def num_nodes(simulation: Simulation) -> int:
-    """Return how many nodes the job takes."""
-    return ceil(simulation.layout.world_size / simulation.profile.gpus_per_node)
-
-
 def phase_facts(simulation: Simulation) -> Facts:
     """Return what one job costs from its first step to its last. docs/simulator.md defines every field."""
     config, step_s = simulation.config, simulation.timeline.step_s
     run, steps, ranks = config.simulator.run, config.training.steps, simulation.layout.world_size
+    nodes = ceil(ranks / simulation.profile.gpus_per_node)
     mtbf_s = run.mtbf_gpu_hours * _HOUR_S / ranks
     size = state_bytes(simulation)
-    blocked_s, beside_s = save_times_s(simulation, size)
+    blocked_s, beside_s = save_times_s(simulation, size, nodes=nodes)
     trained_s, validation_s = steps * step_s, _validation_s(simulation)
 
-    def wall_and_waits(work_s: float) -> tuple[float, float]:
+    def wall_and_waits(interval_s: float) -> tuple[float, float]:
         # One save at a time: the next waits for the one before.
-        save_s = blocked_s + max(0.0, beside_s - work_s)
-        restart_s = run.restart_seconds
-        times = {"save_s": save_s, "restart_s": restart_s, "write_s": beside_s}
-        num_intervals = (trained_s + validation_s) / work_s
-        wall_s = num_intervals * expected_interval_s(work_s, mtbf_s=mtbf_s, **times)
+        save_s = blocked_s + max(0.0, beside_s - interval_s)
+        times = {"save_s": save_s, "restart_s": run.restart_seconds, "write_s": beside_s}
+        num_intervals = (trained_s + validation_s) / interval_s
+        wall_s = num_intervals * expected_interval_s(interval_s, mtbf_s=mtbf_s, **times)
         return wall_s, num_intervals * save_s
 
     interval = _interval(config, step_s)
     wall_s, saved_s = wall_and_waits(interval * (trained_s + validation_s) / steps)
     best_s = max(daly_interval_s(blocked_s, mtbf_s), beside_s, step_s)
-    hours = wall_s / _HOUR_S
-    away = run.repair_hours * _HOUR_S / mtbf_s
     parts_s = {"training": trained_s, "validation": validation_s, "waiting for saves": saved_s}
     parts_s["restarts and lost work"] = wall_s - sum(parts_s.values())
+    gpu_hours = wall_s / _HOUR_S * ranks
+    away = run.repair_hours * _HOUR_S / mtbf_s
     return {
         "layout": str(simulation.layout),
         "steps": steps,
         "tokens": steps * simulation.tokens_per_step,
         "days": wall_s / _DAY_S,
         "days_by_part": {name: seconds / _DAY_S for name, seconds in parts_s.items()},
-        "gpu_hours": hours * ranks,
-        "energy_mwh": hours * ranks * simulation.profile.power_w / 1e6,
-        "cost": hours * ranks * run.gpu_hour_price,
+        "gpu_hours": gpu_hours,
+        "energy_mwh": gpu_hours * simulation.profile.power_w / 1e6,
+        "cost": gpu_hours * run.gpu_hour_price,
         "failures": wall_s / mtbf_s,
         "goodput": trained_s / wall_s,
         "mtbf_hours": mtbf_s / _HOUR_S,
-        "nodes": num_nodes(simulation),
+        "nodes": nodes,
         "spare_nodes": num_spares(away, probability=run.spare_probability),
         "checkpoint": {
             "bytes": round(size),
@@ -152,45 +146,36 @@ def whole_run(simulations: Sequence[Simulation]) -> Facts:
 
 def whole_run_page(facts: Facts) -> str:
     """Return what `whole_run` found, for people."""
-    phases = facts["phases"]
     if facts["goodput"] < _NEVER:
         return "  the whole run does not end: it fails before it can save"
-    lines = [_summary("the whole run", facts)]
+    phases, lines = facts["phases"], [_summary("the whole run", facts)]
     for number, phase in enumerate(phases, start=1):
-        if len(phases) > 1:
-            lines.append(_summary(f"phase {number}", phase))
-        lines += _phase_lines(phase)
+        lines += [_summary(f"phase {number}", phase)] * (len(phases) > 1) + _phase_lines(phase)
     return "\n".join(lines)
 
 
 def _summary(name: str, facts: Facts) -> str:
-    energy, cost = facts["energy_mwh"], facts["cost"]
-    return (
-        f"  {name}: {_figure(facts['days'])} days, {_figure(facts['gpu_hours'])} GPU hours"
-        + (f", at most {_figure(energy)} MWh in the GPUs" if energy else "")
-        + (f", cost {_figure(cost)}" if cost else "")
-        + f" for {facts['tokens']:,} tokens; goodput {facts['goodput']:.1%}"
+    days, hours, energy, cost = (
+        _figure(facts[key]) for key in ("days", "gpu_hours", "energy_mwh", "cost")
     )
+    # Power and price may not be known.
+    energy = f", at most {energy} MWh in the GPUs" * (facts["energy_mwh"] > 0)
+    cost = f", cost {cost}" * (facts["cost"] > 0)
+    goodput = f"{facts['tokens']:,} tokens; goodput {facts['goodput']:.1%}"
+    return f"  {name}: {days} days, {hours} GPU hours{energy}{cost} for {goodput}"
 
 
-def _phase_lines(phase: Facts) -> Iterator[str]:
-    save = phase["checkpoint"]
-    parts = ", ".join(
-        f"{name} {days / phase['days']:.1%}" for name, days in phase["days_by_part"].items()
-    )
-    yield f"    time          {parts}"
-    yield (
-        f"    failures      {_figure(phase['failures'])} expected, one in {_figure(phase['mtbf_hours'])} hours; "
-        f"nodes: {phase['nodes']}, and {phase['spare_nodes']} to spare"
-    )
-    yield (
+def _phase_lines(phase: Facts) -> list[str]:
+    save, failures, hours = phase["checkpoint"], phase["failures"], phase["mtbf_hours"]
+    shares = ((name, days / phase["days"]) for name, days in phase["days_by_part"].items())
+    best = f"best every {save['best_steps']:,}: {save['best_goodput']:.2%} (Young {save['young_steps']:,.0f}, Daly {save['daly_steps']:,.0f})"
+    return [
+        f"    time          {', '.join(f'{name} {share:.1%}' for name, share in shares)}",
+        f"    failures      {_figure(failures)} expected, one in {_figure(hours)} hours; nodes: {phase['nodes']}, and {phase['spare_nodes']} to spare",
         f"    checkpoints   {save['bytes'] / 1e9:,.1f} GB each: training stands still for {duration(save['blocked_s'])}, "
-        f"written beside it in {duration(save['beside_s'])}"
-    )
-    yield (
-        f"    saved         every {save['interval_steps']:,} steps: goodput {phase['goodput']:.2%}; best every "
-        f"{save['best_steps']:,}: {save['best_goodput']:.2%} (Young {save['young_steps']:,.0f}, Daly {save['daly_steps']:,.0f})"
-    )
+        f"written beside it in {duration(save['beside_s'])}",
+        f"    saved         every {save['interval_steps']:,} steps: goodput {phase['goodput']:.2%}; {best}",
+    ]
 
 
 def _figure(value: float) -> str:
