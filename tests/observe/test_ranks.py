@@ -17,7 +17,7 @@ from tests.support.ranks import Pool
 from tests.support.trainers import PoolTrainer
 from titan.hooks.run_events import Spikes
 from titan.observe import ranks
-from titan.observe.ranks import ForwardClock, Stragglers, TimesLog
+from titan.observe.ranks import ForwardClock, PhaseClock, Stragglers, TimesLog
 
 SLOW_RANK, SLEEP_S = 1, 0.1
 CPU = torch.device("cpu")
@@ -114,6 +114,42 @@ def test_the_forward_clock_counts_training_only() -> None:
     block(torch.zeros(1))
     assert 0.04 <= clock.take(2)["own"] < 0.075  # two calls in each of two steps
     assert clock.take(1)["own"] == 0.0
+
+
+def test_phases_of_a_device_count_once_it_has_finished_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Event:
+        now, reached = 0, 0
+
+        def __init__(self, enable_timing: bool) -> None: ...
+
+        def record(self) -> None:
+            self.at = Event.now
+
+        def query(self) -> bool:
+            return self.at <= Event.reached
+
+        def elapsed_time(self, end: Event) -> float:
+            return (end.at - self.at) * 1e3
+
+    monkeypatch.setattr(torch, "Event", Event)
+    clock = PhaseClock(device=torch.device("cuda"))
+    clock.mark("forward")  # of an evaluation before the first step
+    for step in range(3):
+        clock.begin()
+        for phase, seconds in (("forward", 1), ("backward", 2 + step), ("forward", 1)):
+            Event.now += seconds
+            clock.mark(phase)
+        Event.now += 5
+        clock.end("update")
+        Event.now += 100
+    # The host is at the end of the third step, the device in the second.
+    Event.reached = 109 + 6
+    assert clock.take(3) == {"forward": 2.0, "backward": 2.0, "update": 5.0}
+    Event.reached = Event.now
+    clock.begin()  # the third step is complete with the beginning of the next
+    assert clock.take(3) == {"forward": 2.0, "backward": 3.5, "update": 5.0}
 
 
 def test_times_are_bounded_and_a_full_disk_is_told_once(

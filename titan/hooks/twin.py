@@ -40,9 +40,8 @@ _LOG = logging.getLogger("titan")
 _MESSAGE_BYTES = {"cpu": 2**19, "other": 2**25}
 _ROUNDS = 10
 _FASTER = 0.9  # times what a step took
-_PHASES = ("forward", "backward", "update")
-# The simulator's phases that one of ours has.
-_INCLUDES = {
+# Phases of a step, and the simulator's that each has.
+_PHASES = {
     "forward": ("forward",),
     "backward": ("recompute", "backward"),
     "update": ("clip", "optimizer"),
@@ -177,7 +176,7 @@ class Twin(Hook):
         slots = result.flags[self][1:]
         if not slots or times is None:  # a row of a validation between logged steps
             return {}
-        columns: dict[str, Any] = {f"measured/{name}_s": phases[name] for name in _PHASES}
+        columns: dict[str, Any] = {f"measured/{phase}_s": s for phase, s in phases.items()}
         columns["measured/host_s"] = self.own_host_s
         # Rank 0 judges: what all ranks have measured has reached it.
         if self.prediction is not None:
@@ -223,7 +222,7 @@ class Twin(Hook):
             scale = self.watch.expected_s / facts["step_time_s"]
         spans = facts["time"]["span_s"]
         by_phase = {
-            phase: sum(spans.get(name, 0.0) for name in names) for phase, names in _INCLUDES.items()
+            phase: sum(spans.get(name, 0.0) for name in names) for phase, names in _PHASES.items()
         }
         if self.trainer.layout.pp > 1:  # measured together
             by_phase["backward"] += by_phase.pop("forward")
