@@ -133,9 +133,8 @@ def _card(ranks: Sequence[int], profile: Profile) -> float:
     for tier in profile.network:
         blocks = len({node // tier.nodes for node in nodes})
         if blocks > 1:
-            out = len(nodes) / blocks * tier.left / tier.oversubscription
-            slowest = min(slowest, out)
-    return slowest * profile.nic_gb_per_s * profile.nic_share * 1e9
+            slowest = min(slowest, len(nodes) / blocks * tier.share)
+    return slowest * profile.card_bytes_per_s
 
 
 def _bus(ranks: int, nodes: int, profile: Profile, card: float) -> float:
@@ -192,12 +191,11 @@ def _price_all_to_all(
     members = ceil(ranks / nodes)
     # Bytes to members of the same node go over NVLink, all others over the card, at the same time.
     within = size * (members - 1) / ranks / (profile.all_to_all_gb_per_s * 1e9)
-    card = profile.nic_gb_per_s * profile.nic_share * 1e9
+    card = profile.card_bytes_per_s
     across = size * (ranks - members) / ranks / card
     for tier in profile.network:
         blocks = len({rank // (profile.gpus_per_node * tier.nodes) for rank in group})
-        leaves = size * (1 - 1 / blocks)
-        across = max(across, leaves / card * tier.oversubscription / tier.left)
+        across = max(across, size * (1 - 1 / blocks) / (card * tier.share))
     latency = start + hop + (far_hop if nodes > 1 else 0.0)
     return TransferPrice(latency * 1e-6, max(within, across), _links(nodes, members))
 
@@ -212,13 +210,12 @@ def _price_p2p(transfer: Transfer, rank: int, profile: Profile) -> TransferPrice
         latency, bandwidth = start + hop, profile.p2p_gb_per_s * 1e9
         link = NVLINK_OUT if sends else NVLINK_IN
     else:
-        latency, bandwidth = start + far_hop, profile.nic_gb_per_s * profile.nic_share * 1e9
+        latency, bandwidth = start + far_hop, profile.card_bytes_per_s
         size = profile.gpus_per_node
         for tier in profile.network:
             block = size * tier.nodes
             beside = tier.rails and rank % size != transfer.peer % size
             if beside or rank // block != transfer.peer // block:
-                out = tier.left / tier.oversubscription * profile.nic_gb_per_s * profile.nic_share
-                bandwidth = min(bandwidth, out * 1e9)
+                bandwidth = min(bandwidth, tier.share * profile.card_bytes_per_s)
         link = NIC_OUT if sends else NIC_IN
     return TransferPrice(latency * 1e-6, transfer.size_bytes / bandwidth, (link,))

@@ -55,6 +55,11 @@ class Tier(BaseModel):
     left: float = Field(gt=0, le=1, default=1.0)
     rails: bool = False
 
+    @property
+    def share(self) -> float:
+        """Return what each card has of the way out, if all of the block use it."""
+        return self.left / self.oversubscription
+
 
 class Profile(BaseModel):
     """Hold the figures of one kind of machine. GB/s and TFLOP/s are decimal, bandwidths count one
@@ -165,6 +170,11 @@ class Profile(BaseModel):
             if self.attention_kernel not in curves:
                 raise ValueError(f"no curve of attention_kernel '{self.attention_kernel}'")
         return self
+
+    @property
+    def card_bytes_per_s(self) -> float:
+        """Return what a card reaches."""
+        return self.nic_gb_per_s * self.nic_share * 1e9
 
     def with_attention(self, kernel: str) -> Profile:
         """Return the profile with another kernel of attention. "auto": its own. Raises ConfigError if it has no curve of it."""
