@@ -86,6 +86,7 @@ ELSEWHERE = {
     "J5, J6, J11, J12, T3: rowwise float8": "J5 J6 J11 J12 T3",
     "N3429, N3975: graph_trainer": "N3",
     "NIBM: fms-fsdp": "NIBM",
+    "L: Llama 3's paper": "L",
     "T8 to T10: B200, power limited": "T8 T9 T10",
     "T4 to T7: MI300X, unsupported": "T4 T5 T6 T7",
 }
@@ -209,6 +210,7 @@ def document(rows: dict[str, Row]) -> str:
         *_elsewhere(others),
         *_experts(experts),
         *_ratios(rows),
+        *_scale(),
     ]
     return "\n".join(lines)
 
@@ -282,7 +284,7 @@ def _elsewhere(others: list[Row]) -> list[str]:
         "No figure of the simulator was set with these. One came after they were seen: what a kernel that transposes reaches (`transpose_share`), from a microbenchmark. A: TorchTitan's performance page of",
         "April 2024, Llama 2 and 3 in bf16, not compiled, on 64 A100; J: its benchmarks of asynchronous TP of June 2025, on the cluster above; H: the Trainy team's run of it on H200, June 2025; T: torchao's",
         "benchmarks of float8 recipes of 2025, on one node of H100 like those above, of MI300X and of B200 whose power was limited to a figure that is not published; N822 to N1690: commit messages of TorchTitan;",
-        "N3429, N3975: the same, of its graph_trainer, whose jobs are taken as jobs of the trainer here, not compiled; NIBM: IBM's fms-fsdp of 2024 (FSDP1). Only h100-96g-500w has figures that come from a training run.",
+        "N3429, N3975: the same, of its graph_trainer, whose jobs are taken as jobs of the trainer here, not compiled; NIBM: IBM's fms-fsdp of 2024 (FSDP1); L: the paper of Llama 3. Only h100-96g-500w has figures that come from a training run.",
         "No source says which power limit the H100s of N822 to N3975 had. The same team ran one job (8B, one sequence) at 5,605, 5,957 and 7,380 tokens/s on 8 of them: judge their ratios, and memory. h100-96g-700w is that GPU",
         "without its cap. T8 to T10: b200 is the machine at full power, so that only their ratios can be held against it. T4 to T7: most figures of mi300x are recalled, and it is marked unsupported; they are here for their memory.",
         'Little memory is published, but that A9 ran out of it. "AC layer" is taken for every second block.',
@@ -400,6 +402,48 @@ def _against(predicted: float, run: dict[str, Any], key: str, form: str) -> list
     if key not in run:
         return ["", f"{predicted:{form}}", ""]
     return [f"{run[key]:,}", f"{predicted:{form}}", f"{predicted / run[key] - 1:+.1%}"]
+
+
+# NVIDIA/dgxc-benchmarking, README of each recipe: GPUs and seconds a step, at the smallest and the largest scale, as many tokens a GPU at both.
+WEAK = [
+    ("Llama 3.1 8B, bf16 (v25.02.02)", (8, 12.78), (128, 13.16)),
+    ("Llama 3.1 8B, FP8", (8, 9.44), (128, 9.73)),
+    ("Llama 3.1 70B, bf16", (64, 14.61), (2048, 14.84)),
+    ("Llama 3.1 70B, FP8", (64, 10.46), (2048, 10.99)),
+    ("Llama 3.1 405B, bf16", (576, 17.50), (2304, 17.70)),
+    ("Llama 3.1 405B, FP8", (576, 11.00), (2304, 11.20)),
+    ("Nemotron 4 15B, bf16", (16, 2.812), (2048, 2.887)),
+    ("Nemotron 4 15B, FP8", (16, 2.039), (2048, 2.12)),
+    ("Grok-1 314B, bf16", (512, 21.01), (2048, 21.29)),
+    ("Nemotron-H 56B, FP8 (v25.05.05)", (32, 15.119), (2048, 15.723)),
+]
+
+
+def _scale() -> list[str]:
+    """Return the section of scales that no row has: the straggler's part of weak scaling, and Llama 3 405B."""
+    profile = load_profile("h100-sxm")
+    lines, errors = [], []
+    for what, (few, few_s), (many, many_s) in WEAK:
+        predicted = profile.straggler(many) / profile.straggler(few)
+        error = predicted / (many_s / few_s) - 1
+        errors.append(error)
+        lines.append(f"| {what} | {few} to {many:,} | {many_s / few_s:.3f} | {predicted:.3f} | {error:+.1%} |")  # fmt: skip
+    return [
+        "## Scale",
+        "",
+        "Weak scaling of Megatron on DGX Cloud: its kernels are not simulated, but what a step grows by is: all ranks wait for the slowest of more (`speed_deviation`, from",
+        "arXiv:2208.11035). Communication grows with none of these degrees. Growth of the step:",
+        "",
+        "| | GPUs | published | predicted | error |",
+        "|---|--:|--:|--:|--:|",
+        *lines,
+        f"| mean, worst | | | {mean(map(abs, errors)):.1%} | {max(errors, key=abs):+.1%} |",
+        "",
+        "Llama 3 405B on 8,192 and 16,384 GPUs, as its paper ran it, are rows L1 and L2: 16 pipeline ranks with one block a stage, no recomputation. Their memory does not fit here: the paper freed",
+        "activations early in ways of its own. The bubble depends on the number of stages, which is not published: with two blocks a stage L1 is 5% slower, and L2 9% (by the formula of such pipelines).",
+        "The row of 16,384 GPUs with CP 16 and sequences of 131,072 (380) has document masks, of which no statistics are published.",
+        "",
+    ]
 
 
 def _ratio_error(over: Row, under: Row) -> float:
