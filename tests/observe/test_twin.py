@@ -82,7 +82,7 @@ def test_what_a_drift_costs() -> None:
     assert {part: d and d.ratio for part, d in costs.items()} == pytest.approx(
         {"rank": 1.9, "data": 1.3, "host": 1.3, "allocator": 1.3}
     )
-    # On a device of its own the forward passes stand for the whole of a slow rank's step.
+    # Where each rank has a device, the forward passes stand for the whole of a slow rank's step.
     of_device = watch([SLOW_ROWS["rank"]] * 5, shares_cores=False).current
     assert of_device is not None and of_device.cost_s == pytest.approx(0.9)
 
