@@ -157,7 +157,7 @@ class Microbatches:
             for f in fields(event):
                 value: Any = getattr(event, f.name)
                 if f.name == "scope":
-                    value = (value.phase, value.module)
+                    value = (value.phase, value.module, value.call)
                 elif f.name in ("block", "event", "work"):
                     key = (f.name, value)
                     # -1: it refers to what was before the microbatch.

@@ -71,8 +71,20 @@ class ScopeTracker:
             module = f"{module}.{inner}"
         if recomputes and phase == "backward":
             phase = "recompute"
-        # Equal scopes are one object.
-        key = (phase, module, self.action, self.call)
+        return self._shared(phase, module, self.call)
+
+    @property
+    def gathers(self) -> bool:
+        """Return whether FSDP gathers parameters now."""
+        return self._fsdp is not None and not self._fsdp[1]
+
+    def in_action(self, scope: Scope) -> Scope:
+        """Return a scope as it would be in the current pipeline action."""
+        return self._shared(scope.phase, scope.module, scope.call) if scope.action else scope
+
+    def _shared(self, phase: Phase, module: str, call: str) -> Scope:
+        """Return a scope of the current action. Equal scopes are one object."""
+        key = (phase, module, self.action, call)
         scope = self._scopes.get(key)
         if scope is None:
             scope = self._scopes[key] = Scope(*key)

@@ -281,13 +281,21 @@ class _Flow:
     # Every flow that begins or ends changes the number of sharers for all others on its ranks.
     def _retime_neighbours(self, now: float) -> None:
         """Set the rates of all flows that share a rank with this one, itself included if it still runs."""
-        flows = {id(f): f for batch, *_ in self.sides for f in batch.stream.rank.flows}
-        for flow in flows.values():
+        first = self.sides[0][0].stream.rank
+        if len(self.sides) == 1 and len(first.flows) <= 1:  # nobody to share with
+            flows: list[_Flow] = first.flows
+        else:
+            ranks = [batch.stream.rank for batch, *_ in self.sides]
+            flows = [*{id(flow): flow for rank in ranks for flow in rank.flows}.values()]
+        for flow in flows:
             # A flow is as slow as on the busiest of its links, on any side.
             sharers = 1
             for batch, _, _, price in flow.sides:
-                sharers = max([sharers, *(batch.stream.rank.links[link] for link in price.links)])
-            self.sides[0][0].stream.rank.simulation.settle(flow, now, 1 / sharers)
+                links = batch.stream.rank.links
+                for link in price.links:
+                    if links[link] > sharers:
+                        sharers = links[link]
+            first.simulation.settle(flow, now, 1 / sharers)
 
 
 class _Rank:
@@ -539,11 +547,12 @@ class _Simulation:
 
     def settle(self, what: _Task | _Flow, now: float, rate: float) -> None:
         """Subtract what was done at the old rate, and go on at the new one."""
-        what.left -= (now - what.since) * what.rate
-        what.since, what.rate = now, rate
+        left = what.left - (now - what.since) * what.rate
+        what.left, what.since, what.rate = left, now, rate
         # The clock holds an older entry for it, whose version no longer matches.
         what.version += 1
-        self.push(now + max(0.0, what.left) / rate, what)
+        end = now + left / rate if left > 0.0 else now
+        heappush(self.heap, (end, next(self.numbers), what.version, what))
 
     def run(self) -> None:
         heap, ready, now = self.heap, self.ready, 0.0

@@ -154,11 +154,7 @@ def make_shards_when_asked() -> None:
 
     def wrap(old: Callable[..., Any]) -> Callable[..., Any]:
         def chunk(tensor: Tensor, num_chunks: int, dim: int) -> Any:
-            # An uneven split has shards of different sizes, for which torch's own function is
-            # right.
-            if tensor.size(dim) % num_chunks or not tensor.size(dim):
-                return old(tensor, num_chunks, dim)
-            return _Shards(tensor, tensor.size(dim) // num_chunks, dim)
+            return _Shards(tensor, num_chunks, dim) if tensor.size(dim) else old(tensor, num_chunks, dim)  # fmt: skip
 
         return chunk
 
@@ -166,11 +162,17 @@ def make_shards_when_asked() -> None:
 
 
 class _Shards:
-    def __init__(self, tensor: Tensor, size: int, dim: int) -> None:
-        self.tensor, self.size, self.dim = tensor, size, dim
+    """Cut a tensor as torch.chunk does: equal shards rounded up, then a shorter one, then empty ones."""
+
+    def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
+        self.tensor, self.dim = tensor, dim
+        self.size = -(-tensor.size(dim) // num_chunks)
 
     def __getitem__(self, number: int) -> Tensor:
-        return self.tensor.narrow(self.dim, number * self.size, self.size)
+        start, end = number * self.size, self.tensor.size(self.dim)
+        if start < end:
+            return self.tensor.narrow(self.dim, start, min(self.size, end - start))
+        return self.tensor.new_empty(0)
 
 
 def pause_in_sharding_propagation(paused: Callable[..., Any]) -> None:

@@ -4,13 +4,11 @@
     trace_jobs     several programs and ranks in a process, which compiles once for all of them
     trace_job      in this process, which is of no other use afterwards
 
-The program is that of titan.train_step.build_train_step. It runs for two steps. The first one creates the optimizer's state
-and learns the shapes that pipeline stages exchange. The second one is what every later step is like.
+program.py records one program by one rank.
 """
 
 from __future__ import annotations
 
-import gc
 import logging
 import multiprocessing
 import operator
@@ -19,7 +17,7 @@ import pickle
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -32,7 +30,7 @@ from titan.config.rules import resolve_layout
 from titan.config.schema import JobConfig
 
 from .extrapolate import CannotExtrapolate
-from .trace import Allocate, Event, Free, Trace
+from .trace import Trace
 
 DeviceKind = Literal["cuda", "cpu"]
 Prepare = Callable[[JobConfig, Layout], None]
@@ -119,6 +117,7 @@ def trace_job(
     from .experts import assume_rows
     from .fake_world import fake_world, impersonate_rank
     from .microbatches import watch_actions
+    from .program import once_for_each, record_program
     from .tracer import Tracer
 
     module.initialize = lambda *_, **__: None  # drawing weights leaves nothing behind
@@ -134,7 +133,7 @@ def trace_job(
             torch_compat.answer_pipeline_metadata(lambda: _boundary(config, layout, device))
             torch_compat.release_sent_outputs()
             # Each rank takes copies of its stages out of it.
-            module.build_whole_model = _once_for_each(job.programs, module.build_whole_model)
+            module.build_whole_model = once_for_each(job.programs, module.build_whole_model)
         if job.prepare is not None:
             job.prepare(config, layout)
         reported: dict[int, TraceError] = {}  # by id of the error; described where it was raised
@@ -146,7 +145,7 @@ def trace_job(
         tracer.on_backward_error = tell
 
         def recorded(program: JobConfig) -> Trace:
-            record = partial(_record, program, rank, layout, tracer, device, mesh, steps)
+            record = partial(record_program, program, rank, layout, tracer, device, mesh, steps)
             try:
                 return record()
             except Exception as error:
@@ -162,163 +161,6 @@ def trace_job(
             # Pipeline stages differ, and every rank is moved to another stage in the same process.
             tracer.transfers.begin(impersonate_rank(rank, mesh))
             yield rank, job.join([recorded(program) for program in job.programs])
-
-
-def _record(
-    config: JobConfig,
-    rank: int,
-    layout: Layout,
-    tracer: Any,
-    device: Any,
-    mesh: Any,
-    steps: int,
-    *,
-    repeats: bool = True,
-) -> Trace:
-    from titan import train_step as module
-    from titan.optim.adam import local
-
-    from .microbatches import Microbatches
-
-    trace = Trace(rank, layout.world_size)
-    tracer.begin()
-    with tracer:
-        train_step = module.build_train_step(config, device=device, mesh=mesh)
-        # Weights are the only memory so far, so all that was made is a parameter or a buffer.
-        tracer.storages.mark_made("parameters")
-        for parameter, owner in _owners(train_step).items():
-            tracer.storages.attribute([local(parameter)], owner)
-        # What stays of the construction: temporary memory is gone before the first step.
-        trace.setup = _left(tracer.events)
-        batches = [_fake_batch(config) for _ in range(layout.accumulation)]
-        tracer.microbatches = None
-        schedule = train_step.pipeline and train_step.pipeline.schedule
-        if schedule and tracer.remembers and repeats and not schedule.splits_backward:
-            stages = {*train_step.pipeline.stages}
-            orders = (o for o in schedule.order if {action.stage for action in o} == stages)
-            tracer.microbatches = Microbatches(tracer, next(orders))
-        gc.collect()
-        gc.disable()  # as the trainer does: garbage in cycles is not freed within a step
-        with _watched(train_step, module, tracer):
-            for step in range(1, steps + 1):
-                tracer.events = []
-                tracer.scopes.begin_step()
-                tracer.storages.begin()
-                report = train_step.train(batches, step=step)
-                del report
-                if tracer.microbatches is not None:
-                    tracer.microbatches.end_step()
-                tracer.scopes.phase = "forward"
-                if step == 1:
-                    trace.first_step = _left(tracer.events)
-                trace.step = tracer.events
-        tracer.events = []  # what is freed from here on is no part of it
-        gc.enable()
-    trace.groups = tracer.transfers.groups
-    return trace
-
-
-def _once_for_each(programs: Sequence[JobConfig], build: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that builds the model of each program when it is first asked for."""
-    built: dict[int, Any] = {}
-    numbers = {id(program): number for number, program in enumerate(programs)}
-
-    def get(config: JobConfig, layout: dict[str, Any]) -> Any:
-        number = numbers[id(config)]
-        if number not in built:
-            built[number] = build(config, layout)
-        return built[number]
-
-    return get
-
-
-def _left(events: list[Event]) -> list[Event]:
-    """Return the allocations that are not freed."""
-    freed = {e.block for e in events if isinstance(e, Free)}
-    return [e for e in events if isinstance(e, Allocate) and e.block not in freed]
-
-
-def _owners(train_step: Any) -> dict[Any, str]:
-    """Return the module of each parameter, and of each block's buffers."""
-    from titan.parallel.init_weights import canonical_name
-
-    return {
-        parameter: canonical_name(name).rpartition(".")[0]
-        for part in train_step.model_parts
-        for name, parameter in (*part.named_parameters(), *part.layers.named_buffers("layers"))
-    }
-
-
-@contextmanager
-def _watched(train_step: Any, module: Any, tracer: Any) -> Iterator[None]:
-    """Tell the tracer when the program clips and updates, and which memory holds gradients and states."""
-    import torch
-
-    from titan.optim.adam import local
-
-    from .microbatches import repeating
-
-    scopes, storages = tracer.scopes, tracer.storages
-    for part in train_step.model_parts:
-        scopes.watch(part)
-    owners = _owners(train_step)
-    parameters = list(owners)
-
-    @torch.no_grad()  # or a DTensor's shard would be a new tensor with a gradient function
-    def mark_gradients() -> None:
-        grads = (p.grad for p in parameters if p.grad is not None)
-        storages.mark((local(grad) for grad in grads), "gradients")
-
-    # The train step finds `clip_gradients` by its module's global name, so replacing that is
-    # enough.
-    clip, step = module.clip_gradients, train_step.optimizer.step
-
-    def clip_gradients(*args: Any, **kwargs: Any) -> Any:
-        mark_gradients()
-        with scopes.during("clip"):
-            return clip(*args, **kwargs)
-
-    def optimizer_step(*args: Any, **kwargs: Any) -> Any:
-        mark_gradients()
-        storages.begin()
-        with scopes.during("optimizer"):
-            result = step(*args, **kwargs)
-        storages.mark_made("optimizer")
-        attribute_states()
-        return result
-
-    @torch.no_grad()
-    def attribute_states() -> None:
-        for parameter, state in train_step.optimizer.state.items():
-            tensors = (local(value) for value in state.values() if isinstance(value, torch.Tensor))
-            storages.attribute(tensors, owners[parameter])
-
-    module.clip_gradients = clip_gradients
-    train_step.optimizer.step = optimizer_step
-    if train_step.pipeline is not None:
-        train_step.pipeline.loss_fn = repeating(tracer, train_step.pipeline.loss_fn, "L")
-    try:
-        yield
-    finally:
-        module.clip_gradients = clip
-
-
-def _fake_batch(config: JobConfig) -> Any:
-    """Return a batch as the loader would: whole sequences on the host."""
-    import torch
-
-    from titan.data.packing import Batch
-
-    def numbers() -> Any:
-        shape = (config.training.local_batch_size, config.training.seq_len)
-        return torch.zeros(shape, dtype=torch.int64)
-
-    return Batch(
-        tokens_BS=numbers(),
-        labels_BS=numbers(),
-        positions_BS=numbers() if config.data.reset_positions else None,
-        document_ids_BS=numbers() if config.data.document_mask else None,
-    )
 
 
 def _boundary(config: JobConfig, layout: Layout, device: Any) -> Any:

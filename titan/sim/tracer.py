@@ -99,6 +99,14 @@ class Tracer(TorchDispatchMode):
         self.storages.forget()
         device.begin()
 
+    def begin_step(self) -> list[Event]:
+        """Begin a step. Return the list that gets its events."""
+        self.events = []
+        self._host = "eager"  # what the step before ended with does not delay this one
+        self.scopes.begin_step()
+        self.storages.begin()
+        return self.events
+
     def record(self, event: Event) -> None:
         """Add an event to those recorded so far."""
         self.events.append(event)
@@ -132,7 +140,8 @@ class Tracer(TorchDispatchMode):
         # afterwards.
         for kind in types:
             if kind not in _PLAIN:
-                if kind is DTensor:
+                # FSDP looks at a parameter it gathers for the first time, which no kernel pays for.
+                if kind is DTensor and not self.scopes.gathers:
                     self._host = "dtensor"
                 return NotImplemented
         kwargs = kwargs or {}
