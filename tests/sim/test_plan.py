@@ -11,7 +11,7 @@ import pytest
 from titan.cli import main
 from titan.config.load import load_config, load_from_argv
 from titan.config.rules import check_to_run
-from titan.sim.plan import Point, Search
+from titan.sim.plan import Point, Search, _bubble, width
 from titan.sim.profiles import load_profile
 
 JOB = ["train_configs/debug_model.toml", "--training.seq_len=64", "--training.global_batch_size=16"]
@@ -33,7 +33,12 @@ def test_every_point_uses_all_ranks_and_keeps_the_global_batch() -> None:
         assert p.pp == 1 or p.batch // p.microbatch >= p.pp
         assert p.cp == 1  # 8,192 tokens are not split unless the job does
     assert {p.tp for p in points} == {1, 2, 4, 8}
-    assert {p.recompute for p in points} == {"none", "selective", "full"}
+    assert {p.recompute for p in points} == {"none", "selective", "2", "full"}
+    assert {(p.zero, p.schedule, p.stages) for p in points if p.pp > 1} >= {
+        (z, s, n)
+        for z in (2, 3)
+        for s, n in (("1F1B", 1), ("Interleaved1F1B", 4), ("ZBVZeroBubble", 2))
+    }
     long = search("--training.seq_len=131072", "--training.global_batch_size=64")
     assert {p.cp for p in long.points} >= {1, 2, 4, 8, 16}
 
@@ -45,12 +50,12 @@ def test_experts_are_split_where_ranks_and_experts_divide() -> None:
     for p in points:
         assert (p.shard * p.cp * p.tp) % p.ep == 0 and 8 % p.ep == 0
     assert {p.ep for p in points} == {1, 2, 4, 8}
-    settings = next(p for p in points if p.ep == 4).settings(64)
+    settings = next(p for p in points if p.ep == 4).settings(64, num_layers=4)
     assert settings["parallelism.expert_parallel_degree"] == "4"
     # What FSDP gathers of experts shrinks with the ranks that share them.
     one = Point(replicate=1, shard=16, tp=1, cp=1, pp=1, batch=4, recompute="none", ep=1)
     assert all(finder.legal(replace(one, ep=n)) for n in (1, 2, 4, 8))
-    dense = search("--training.global_batch_size=256").points[0].settings(256)
+    dense = search("--training.global_batch_size=256").points[0].settings(256, num_layers=32)
     assert "parallelism.expert_parallel_degree" not in dense
 
 
@@ -82,6 +87,63 @@ def test_the_first_are_of_every_kind_and_neighbours_differ_in_one_setting() -> N
         assert len(changed) <= 1
 
 
+def test_zero_2_gathers_once_and_schedules_idle_as_theirs_do() -> None:
+    finder = search("--training.global_batch_size=256", world_size=256)
+    three = Point(replicate=1, shard=256, tp=1, cp=1, pp=1, batch=1)
+    two = replace(three, zero=2)
+    model = finder.model
+    saved = finder.seconds(three) - finder.seconds(two)
+    assert saved == pytest.approx(model.num_params * 255 / 256 * 2 / 45e9)
+    one = Point(replicate=1, shard=32, tp=1, cp=1, pp=8, batch=8, zero=2)
+    for names in (
+        (("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4)),
+        (("Interleaved1F1B", 2), ("ZBVZeroBubble", 2)),
+    ):
+        times = [finder.seconds(replace(one, schedule=name, stages=n)) for name, n in names]
+        assert times == sorted(times, reverse=True)
+    # Many microbatches: the formula of 1F1B, (p - 1) / (m + p - 1).
+    assert _bubble("1F1B", 8, 1, 64) == pytest.approx(7 / 71)
+
+
+def test_settings_name_every_choice() -> None:
+    point = Point(replicate=1, shard=8, tp=1, cp=1, pp=4, batch=8, schedule="Interleaved1F1B", stages=4, recompute="2", zero=3, also=("compile", "async_tp"))  # fmt: skip
+    settings = point.settings(64, num_layers=32)
+    assert settings["parallelism.pipeline_parallel_layers_per_stage"] == "3"
+    assert settings["parallelism.fsdp_reshard_after_forward"] == "always"
+    assert settings["activation_checkpoint.mode"] == "selective"
+    assert settings["activation_checkpoint.selective_ac_option"] == "2"
+    assert (
+        settings["compile.enable"] == settings["parallelism.enable_async_tensor_parallel"] == "true"
+    )
+    finder = search("--training.global_batch_size=64", "--compile.enable=false", world_size=32)
+    # A backward pass in two parts cannot be compiled, and blocks that keep some results cannot be cut.
+    zero_bubble = replace(point, schedule="ZBVZeroBubble", stages=2, zero=2, also=())
+    assert finder.legal(zero_bubble)
+    assert not finder.legal(replace(zero_bubble, also=("compile",)))
+    assert not finder.legal(replace(zero_bubble, recompute="selective"))
+
+
+def test_what_counts_as_equal_follows_from_what_differs() -> None:
+    point = Point(replicate=1, shard=64, tp=1, cp=1, pp=1, batch=4)
+    assert width(point, replace(point, batch=2, recompute="full")) == 0.016
+    assert width(point, replace(point, zero=2)) == 0.03
+    assert width(point, replace(point, tp=2, shard=32)) == 0.05
+
+
+def test_what_was_asked_for_is_searched_with_and_without() -> None:
+    argv = [str(FILE), "--training.global_batch_size=256", "--compile.enable=false"]
+    finder = Search(argv, load_from_argv(argv), load_profile("h100-sxm"), world_size=64, also=["compile", "async_tp"])  # fmt: skip
+    assert {p.also for p in finder.points} == {
+        (),
+        ("compile",),
+        ("async_tp",),
+        ("compile", "async_tp"),
+    }
+    plain = finder.points[0]
+    with_both = replace(plain, also=("compile", "async_tp"))
+    assert finder.seconds(with_both) < finder.seconds(replace(plain, also=()))
+
+
 def test_too_big_is_left_out() -> None:
     """405B on 64 devices of 80 GB: no layout holds its states."""
     overrides = ["--parallelism.tensor_parallel_degree=8", "--training.global_batch_size=64"]
@@ -92,12 +154,25 @@ def test_overlays_make_the_ranked_jobs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    command = ["plan", *JOB, "--world-size", "4", "--hardware", "h100-sxm", "--simulate", "3"]
+    command = [
+        "plan",
+        *JOB,
+        "--training.local_batch_size=4",
+        "--world-size",
+        "4",
+        "--hardware",
+        "h100-sxm",
+        "--simulate",
+        "3",
+    ]
     output, result = tmp_path / "plans", tmp_path / "plan.json"
     assert main([*command, "--most", "2", "--output", str(output), "--json", str(result)]) == 0
     printed = capsys.readouterr().out
     assert "3 candidates simulated" in printed and "global batch 16 sequences" in printed
-    variants = json.loads(result.read_text())
+    found = json.loads(result.read_text())
+    variants = found["candidates"]
+    assert found["job"]["settings"] == {} and found["job"]["facts"]["fits"]
+    assert "held fixed: llama3 " in printed and "\njob " in printed
     speeds = [variant["facts"]["tokens_per_s_per_gpu"] for variant in variants]
     assert speeds == sorted(speeds, reverse=True) and len(speeds) == 3
     files = sorted(output.iterdir())
@@ -116,6 +191,10 @@ def test_overlays_make_the_ranked_jobs(
         (["--world-size", "0", "--hardware", "h100-sxm"], "--world-size: expected a whole number"),
         (["--world-size", "4", "--hardware", "h9"], "no profile 'h9'"),
         (["--world-size", "4", "--hardware", "h100-sxm", "--trainig.steps=1"], "unknown"),
+        (
+            ["--world-size", "4", "--hardware", "h100-sxm", "--also", "float9"],
+            "unknown: 'float9'; did you mean",
+        ),
         (
             ["--world-size", "4", "--hardware", "h100-sxm", "--json", "none/a.json"],
             "there is no folder none",

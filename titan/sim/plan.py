@@ -1,7 +1,8 @@
 """Run `titan plan JOB.toml --world-size N --hardware H`: find fast layouts of a job that fit, each
 as a TOML overlay.
 
-The search varies the degrees of the axes, batch, schedule and recomputation. Model, data and global batch stay the job's.
+The search varies the degrees of the axes, ZeRO-2 or ZeRO-3, batch, schedule, stages and recomputation; on request also compile,
+float8 and asynchronous TP. Model, data and global batch stay the job's, which is simulated as it is, too.
 
     all       every legal combination is scored by a formula (below), thousands in a second
     first     the best of each kind are simulated
@@ -25,33 +26,66 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
-from math import isqrt
+from functools import cached_property, lru_cache
+from math import isqrt, prod
 from pathlib import Path
 
-from titan.config.errors import ConfigError
+from titan.config.errors import ConfigError, choose
 from titan.config.layout import Layout
 from titan.config.load import load_from_argv
 from titan.config.model import model_config
 from titan.config.rules import check_to_run, resolve_layout
 from titan.config.schema import JobConfig
 from titan.observe.estimate import estimate_memory, stacked_params
+from titan.parallel.schedules import build_schedule, stages_per_rank
 
 from .profiles import Profile, load_profile, profile_names
-from .report import columns, degrees, put_json, require_folders, require_positive, say, utilization
+from .report import (
+    columns,
+    degrees,
+    mistake,
+    put_json,
+    require_folders,
+    require_positive,
+    say,
+    utilization,
+)
 from .simulate import Facts
 from .variants import Variant, simulate_variants
 
-EQUAL = 0.03
-"""Speeds this close are shown as equal: the simulator cannot distinguish them (docs/simulator_accuracy.md)."""
+WIDTHS = {
+    "batch": 0.016,
+    "recompute": 0.016,
+    "replicate": 0.016,
+    "zero": 0.03,
+    "schedule": 0.03,
+    "shard": 0.03,
+}
+"""Mean errors of predicted ratios between jobs that differ in these settings alone (docs/simulator_accuracy.md). Speeds this
+close to the fastest are shown as equal to it."""
+WIDTH = 0.05
+"""The same of any other setting, such as the degree of TP."""
 # FLOPs against no recomputation. A full one adds the forward pass, a third of all. Selective
-# recomputes part of it.
-_RECOMPUTE = {"none": 1.0, "selective": 1.1, "full": 4 / 3}
+# recomputes part of it, "2" does it in every second block.
+_RECOMPUTE = {"none": 1.0, "selective": 1.1, "2": 7 / 6, "full": 4 / 3}
 _HIDDEN = 0.7  # of the computation, that FSDP's transfers hide behind
 _MARGIN = 1.1  # of the memory, that a candidate may seem to need: the estimate is one
 _LONG = 16384  # tokens, from which on sequences may be worth splitting
 _MOST_STAGES = 16
-_SCHEDULES = {"1F1B": 1, "Interleaved1F1B": 2}  # stages on each rank
+_SCHEDULES = {
+    "1F1B": (1,),
+    "Interleaved1F1B": (2, 4),
+    "InterleavedZeroBubble": (2, 4),
+    "ZBVZeroBubble": (2,),
+    "DualPipeV": (2,),
+}
+"""Stages that each rank may have."""
+# What a job may have besides, on request: settings, and about what share of the time it leaves.
+ALSO: dict[str, tuple[dict[str, str], float]] = {
+    "compile": ({"compile.enable": "true"}, 0.87),
+    "float8": ({"model.converters": "quantize.linear.float8"}, 0.78),
+    "async_tp": ({"parallelism.enable_async_tensor_parallel": "true"}, 0.95),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +102,10 @@ class Point:
     ep: int = 0  # of a model without experts
     microbatch: int = 1
     schedule: str = "1F1B"
+    stages: int = 1  # on each rank
     recompute: str = "none"
+    zero: int = 3  # 2: keep gathered parameters until the backward pass
+    also: tuple[str, ...] = ()
 
     @property
     def kind(self) -> tuple[int, ...]:
@@ -76,7 +113,7 @@ class Point:
         # Candidates of one kind compete with each other first.
         return self.tp, self.cp, self.pp, int(self.replicate > 1), self.ep
 
-    def settings(self, global_batch: int) -> dict[str, str]:
+    def settings(self, global_batch: int, *, num_layers: int) -> dict[str, str]:
         """Return the point as overrides of a job."""
         degrees = {
             "data_parallel_replicate_degree": self.replicate,
@@ -92,11 +129,24 @@ class Point:
                 "pipeline_parallel_schedule": self.schedule,
                 "pipeline_parallel_microbatch_size": self.microbatch,
             }
+            if self.stages > stages_per_rank(self.schedule):
+                # The embedding and the output layer count as a layer each.
+                layers = -(-(num_layers + 2) // (self.pp * self.stages))
+                degrees["pipeline_parallel_layers_per_stage"] = layers
+        # The default is ZeRO-3 without a pipeline and ZeRO-2 with one.
+        is_default = self.zero == (3 if self.pp == 1 else 2)
+        degrees["fsdp_reshard_after_forward"] = (
+            "default" if is_default else {2: "never", 3: "always"}[self.zero]
+        )
+        every = self.recompute.isdecimal()
+        more = (settings for name in self.also for settings in ALSO[name][0].items())
         return {
             **{f"parallelism.{key}": str(value) for key, value in degrees.items()},
             "training.local_batch_size": str(self.batch),
             "training.global_batch_size": str(global_batch),
-            "activation_checkpoint.mode": self.recompute,
+            "activation_checkpoint.mode": "selective" if every else self.recompute,
+            "activation_checkpoint.selective_ac_option": self.recompute if every else "op",
+            **dict(more),
         }
 
 
@@ -104,13 +154,24 @@ class Search:
     """Choose candidates of a job on `world_size` devices of a profile."""
 
     def __init__(
-        self, job: Sequence[str], config: JobConfig, profile: Profile, *, world_size: int
+        self,
+        job: Sequence[str],
+        config: JobConfig,
+        profile: Profile,
+        *,
+        world_size: int,
+        also: Sequence[str] = (),
     ) -> None:
         self.job, self.config, self.profile = job, config, profile
         self.world_size = world_size
         self.global_batch = _global_batch(config, world_size)
         self.model = model_config(config.model)
         self.seen: set[Point] = set()
+        # Every combination of what was asked for.
+        self.also = [
+            tuple(itertools.compress(also, taken))
+            for taken in itertools.product((False, True), repeat=len(also))
+        ]
 
     @cached_property
     def points(self) -> list[Point]:
@@ -141,24 +202,32 @@ class Search:
         # Expert parallelism borrows the ranks of these axes.
         lent, experts = shard * cp * tp, getattr(self.model, "num_experts", 0)
         eps = [n for n in _powers(lent) if lent % n == 0 and experts % n == 0] if experts else [0]
-        for recompute, ep in itertools.product(_RECOMPUTE, eps):
-            plain = replace(layout, recompute=recompute, ep=ep)
+        for recompute, ep, zero, more in itertools.product(_RECOMPUTE, eps, (3, 2), self.also):
+            plain = replace(layout, recompute=recompute, ep=ep, zero=zero, also=more)
+            if zero == 2 and shard * cp == 1:  # nothing is sharded
+                continue
             if pp == 1:
                 # Without a pipeline, accumulation makes up for a smaller batch.
                 yield from (replace(plain, batch=batch) for batch in _divisors(per_rank))
                 continue
             # A pipeline needs a microbatch for each rank, and layers for each stage.
-            for schedule, stages in _SCHEDULES.items():
-                for microbatch in _divisors(per_rank):
+            for schedule, counts in _SCHEDULES.items():
+                for stages, microbatch in itertools.product(counts, _divisors(per_rank)):
                     if per_rank // microbatch >= pp and stages * pp <= self.model.n_layers:
-                        yield replace(plain, microbatch=microbatch, schedule=schedule)
+                        yield replace(
+                            plain, microbatch=microbatch, schedule=schedule, stages=stages
+                        )
 
     def _may_fit(self, point: Point) -> bool:
         """Estimate memory, of a config that is changed only as far as the formula reads it."""
         changes = {
             "training": {"local_batch_size": point.batch},
-            "activation_checkpoint": {"mode": point.recompute},
+            "activation_checkpoint": {
+                "mode": "selective" if point.recompute.isdecimal() else point.recompute,
+                "selective_ac_option": point.recompute if point.recompute.isdecimal() else "op",
+            },
             "parallelism": {
+                "fsdp_reshard_after_forward": {2: "never", 3: "always"}[point.zero],
                 "pipeline_parallel_schedule": point.schedule,
                 "pipeline_parallel_microbatch_size": point.microbatch,
                 "expert_parallel_degree": point.ep or 1,
@@ -191,6 +260,7 @@ class Search:
         # FLOPs count a causal mask's half of attention, as kernels compute it.
         flops = tokens / self.world_size * model.flops_per_token(training.seq_len, causal=True)
         compute = flops * _RECOMPUTE[point.recompute] / (peak * share)
+        compute *= prod(ALSO[name][1] for name in point.also)
 
         # TP moves activations (2 bytes) into and out of attention and of the feed-forward layer, in
         # the forward pass, the backward pass, and where the forward pass is repeated.
@@ -199,20 +269,20 @@ class Search:
         moved = local_tokens * model.dim * 2 * (1 - 1 / point.tp) * 4 * passes
         within = model.n_layers / point.pp * moved / (profile.ring_gb_per_s * 1e9)
 
-        # Bubble of 1F1B: pp - 1 of the slots idle. Interleaving divides the bubble by the stages on
-        # a rank.
-        microbatches = point.batch // point.microbatch if point.pp > 1 else 1
-        loops = _SCHEDULES[point.schedule] if point.pp > 1 else 1
-        bubble = (point.pp - 1) / (microbatches * loops + point.pp - 1)
+        microbatches = point.batch // point.microbatch
+        bubble = (
+            _bubble(point.schedule, point.pp, point.stages, microbatches) if point.pp > 1 else 0.0
+        )
 
-        # For each pass FSDP gathers weights twice (2 bytes) and reduces gradients once (4 bytes).
+        # For each pass FSDP gathers weights once or twice (2 bytes) and reduces gradients once (4 bytes).
         # With replicas, an all-reduce adds up the shards of gradients.
         shards = point.shard * point.cp
         num_stacked = model.n_layers * stacked_params(model)
         held = (model.num_params - num_stacked) / (point.tp * point.pp)
         held += num_stacked / ((point.ep or 1) * point.pp)
         speed = self._speed(shards * point.tp)
-        volume = held * (1 - 1 / shards) * (2 + 2 + 4) * layout.accumulation
+        gathered = 2 + 2 if point.zero == 3 else 2
+        volume = held * (1 - 1 / shards) * (gathered + 4) * layout.accumulation
         volume += held / shards * 2 * 4 * (1 - 1 / point.replicate)
         data_parallel = volume / (speed * 1e9)
         # Rows travel to their experts and back as often as TP's activations do.
@@ -257,15 +327,34 @@ class Search:
         self.seen.add(point)
         return True
 
+    def settings(self, point: Point) -> dict[str, str]:
+        """Return a point as overrides of the job."""
+        return point.settings(self.global_batch, num_layers=self.model.n_layers)
+
     def legal(self, point: Point) -> bool:
         """Return whether the job's own rules allow this point."""
-        settings = point.settings(self.global_batch)
+        settings = self.settings(point)
         try:
             config = load_from_argv([*self.job, *(f"--{k}={v}" for k, v in settings.items())])
             check_to_run(config, world_size=self.world_size)
         except ConfigError:
             return False
         return True
+
+
+@lru_cache
+def _bubble(name: str, ranks: int, stages: int, microbatches: int) -> float:
+    """Return the share of a pipeline's time that a rank idles. What fills and drains it does not grow with the microbatches."""
+    few = min(microbatches, 4 * ranks)
+    try:
+        schedule = build_schedule(
+            name, num_ranks=ranks, num_stages=ranks * stages, num_microbatches=few
+        )
+    except ValueError:
+        return 0.99  # not legal
+    share = schedule.bubble_fraction()
+    idle = few * share / (1 - share)
+    return idle / (microbatches + idle)
 
 
 def _powers(most: int) -> list[int]:
@@ -283,11 +372,21 @@ def _distance(one: Point, other: Point) -> int:
     different = {key for key in a if a[key] != b[key]}
     # Degrees multiply to the world size, so changing one changes the shards.
     if different & {"tp", "cp", "pp", "replicate"}:
-        different -= {"shard"}
+        different -= {"shard", "zero"}
     # With other degrees, batch and schedule often have to change along.
     if "pp" in different or "tp" in different:
-        different -= {"batch", "microbatch", "schedule"}
+        different -= {"batch", "microbatch", "schedule", "stages"}
+    if "schedule" in different:
+        different -= {"stages"}
     return len(different)
+
+
+@dataclass
+class Plan:
+    """Hold the job as it is, and the candidates that fit, the fastest first."""
+
+    job: Variant
+    ranked: list[tuple[Point, Variant]]
 
 
 def plan(
@@ -296,22 +395,26 @@ def plan(
     budget: int,
     processes: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> list[Variant]:
-    """Simulate `budget` candidates; return those that fit, the fastest first."""
+) -> Plan:
+    """Simulate the job, and `budget` candidates."""
     results: dict[Point, Variant] = {}
     ranked: list[Point] = []
-    # Two thirds of the budget explore, the rest improves what was found.
-    points = search.first(max(1, budget * 2 // 3))
-    while points:
+
+    def simulated(settings: list[dict[str, str]]) -> list[Variant]:
         before = len(results)
-        variants = simulate_variants(
+        return simulate_variants(
             search.job,
-            [point.settings(search.global_batch) for point in points],
+            settings,
             world_size=search.world_size,
             profiles=[search.profile],
             processes=processes,
-            progress=lambda done, total: progress(before + done, max(budget, before + total)),  # noqa: B023
+            progress=lambda done, total: progress(before + done, max(budget, before + total)),
         )
+
+    # Two thirds of the budget explore, the rest improves what was found.
+    points = search.first(max(1, budget * 2 // 3))
+    job, *variants = simulated([{}, *map(search.settings, points)])
+    while points:
         results |= zip(points, variants, strict=True)
         ranked = sorted((p for p in results if results[p].fits), key=lambda p: -results[p].speed)
         # A sixth of the budget in each round, so that later rounds start from better centres.
@@ -322,7 +425,8 @@ def plan(
         points = (
             search.neighbours(ranked[:3], count) if ranked else search.first(len(results) + count)
         )
-    return [results[point] for point in ranked]
+        variants = simulated([*map(search.settings, points)])
+    return Plan(job, [(point, results[point]) for point in ranked])
 
 
 # ---- what the user sees --------------------------------------------------------------------------
@@ -351,23 +455,70 @@ def _summary(facts: Facts) -> str:
     return f"{facts['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU{mfu}, {memory:.1f} GiB, on {facts['world_size']} x {facts['hardware']}"
 
 
-def table(variants: Sequence[Variant]) -> str:
-    """Return the rank, layout, batch, speed and memory of each variant."""
-    best = variants[0].speed
-    rows = [["", "layout", "batch", "schedule", "AC", "tokens/s/GPU", "MFU", "step s", "bubble", "GiB"]]  # fmt: skip
-    for number, variant in enumerate(variants, 1):
-        facts, settings = variant.facts, variant.settings
-        batch = settings["training.local_batch_size"]
-        schedule, bubble = settings.get("parallelism.pipeline_parallel_schedule", "-"), "-"
-        if schedule != "-":
-            batch += f" by {settings['parallelism.pipeline_parallel_microbatch_size']}"
-            bubble = f"{facts['pipeline']['bubble_fraction']:.0%}"
-        is_equal = number > 1 and variant.speed > best * (1 - EQUAL)
-        what = [f"{number}{'=' if is_equal else ' '}", degrees(facts), batch, schedule]
-        speed = [f"{variant.speed:,.0f}", utilization(facts), f"{facts['step_time_s']:.3f}"]
-        memory = f"{variant.reserved_gib:.1f}"
-        rows.append([*what, settings["activation_checkpoint.mode"], *speed, bubble, memory])
+def width(one: Point, other: Point) -> float:
+    """Return the error with which the simulator compares two candidates, as a share of the speed."""
+    a, b = asdict(one), asdict(other)
+    return max((WIDTHS.get(key, WIDTH) for key in a if a[key] != b[key]), default=0.0)
+
+
+def table(found: Plan, config: JobConfig, *, most: int) -> str:
+    """Return the layout, batch, speed and memory of the job and of the fastest candidates."""
+    rows = [["", "layout", "ZeRO", "batch", "schedule", "AC", "also", "tokens/s/GPU", "of the job", "MFU", "step s", "bubble", "GiB"]]  # fmt: skip
+    base = found.job.speed if found.job.fits else 0.0
+    parallel, ac = config.parallelism, config.activation_checkpoint
+    given = [
+        "job",
+        found.job.problem[:60] or degrees(found.job.facts),
+        parallel.fsdp_reshard_after_forward,
+    ]
+    given += [
+        str(config.training.local_batch_size),
+        parallel.pipeline_parallel_schedule if parallel.pipeline_parallel_degree > 1 else "-",
+    ]
+    given += [ac.mode, "-"]
+    rows.append([*given, *(_figures(found.job, base) if found.job.facts else [""] * 6)])
+    best, fastest = found.ranked[0]
+    for number, (point, variant) in enumerate(found.ranked[:most], 1):
+        schedule, batch = "-", str(point.batch)
+        if point.pp > 1:
+            schedule = f"{point.schedule} x {point.stages}" if point.stages > 1 else point.schedule
+            batch += f" by {point.microbatch}"
+        is_equal = number > 1 and variant.speed > fastest.speed * (1 - width(best, point))
+        recompute = f"every {point.recompute}nd" if point.recompute.isdecimal() else point.recompute
+        what = [
+            f"{number}{'=' if is_equal else ' '}",
+            degrees(variant.facts),
+            str(point.zero),
+            batch,
+        ]
+        also = " ".join(point.also) or "-"
+        rows.append([*what, schedule, recompute, also, *_figures(variant, base)])
     return "\n".join(columns(rows, left=(0, 1)))
+
+
+def _figures(variant: Variant, base: float) -> list[str]:
+    facts = variant.facts
+    gain = f"{variant.speed / base:.2f}x" if base else "-"
+    bubble = f"{facts['pipeline']['bubble_fraction']:.0%}"
+    memory = f"{variant.reserved_gib:.1f}" + ("" if variant.fits else " does not fit")
+    speed = [f"{variant.speed:,.0f}", gain, utilization(facts), f"{facts['step_time_s']:.3f}"]
+    return [*speed, bubble, memory]
+
+
+def _fixed(search: Search, also: Sequence[str]) -> str:
+    """Return what no candidate changes."""
+    config, training = search.config, search.config.training
+    on = {
+        "compile": config.compile.enable,
+        "float8": bool(config.model.converters),
+        "async_tp": config.parallelism.enable_async_tensor_parallel,
+    }
+    fixed = [f"{name} {'on' if on[name] else 'off'}" for name in on if name not in also]
+    return (
+        f"{config.model.name} {config.model.flavor}, {training.seq_len:,} tokens a sequence, global batch {search.global_batch:,} "
+        f"sequences, {training.mixed_precision_param}, {config.optimizer.name}, context parallelism by "
+        f"{config.parallelism.context_parallel_rotate_method}, {', '.join(fixed) or 'nothing else'}"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -388,6 +539,12 @@ def main(argv: list[str] | None = None) -> int:
         help=f"{', '.join(profile_names())}, or a profile's TOML file",
     )
     parser.add_argument("--simulate", type=int, default=24, metavar="C", help="candidates; 24")
+    parser.add_argument(
+        "--also",
+        default="",
+        metavar="A,B",
+        help=f"search with and without these, too: {', '.join(ALSO)}",
+    )
     parser.add_argument("--most", type=int, default=5, metavar="M", help="overlays; default: 5")
     parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/plan-1.toml, ...")
     parser.add_argument("--json", metavar="FILE", help="all that fit, as data; - for stdout")
@@ -397,17 +554,25 @@ def main(argv: list[str] | None = None) -> int:
     require_folders(options, "json")
     profile = load_profile(options.hardware)
     known = ["--world-size", "--hardware", "--simulate", "--most", "--output", "--json"]
-    config = load_from_argv(job, options=[*known, "--processes"])
-    search = Search(job, config, profile, world_size=options.world_size)
+    config = load_from_argv(job, options=[*known, "--processes", "--also"])
+    also = list(filter(None, options.also.split(",")))
+    for name in also:
+        if name not in ALSO:
+            raise mistake("--also", f"unknown: '{name}'{choose(name, ALSO)}")
+    if "float8" in also and config.model.converters:
+        raise mistake("--also", "the job has model.converters already; float8 would replace them")
+    search = Search(job, config, profile, world_size=options.world_size, also=also)
     start = time.monotonic()
-    variants = plan(
+    found = plan(
         search,
         budget=options.simulate,
         processes=options.processes,
         progress=lambda done, total: say(f"{done} of {total} candidates simulated"),
     )
     say("")
-    if put_json([asdict(variant) for variant in variants], options.json):
+    variants = [variant for _, variant in found.ranked]
+    data = {"job": asdict(found.job), "candidates": [asdict(variant) for variant in variants]}
+    if put_json(data, options.json):
         return 0 if variants else 1
     if not variants:
         print(
@@ -417,11 +582,13 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 1
     shown = variants[: options.most]
-    print(table(shown))
+    print(table(found, config, most=options.most))
     print(
-        f"\n{len(search.seen)} candidates simulated in {time.monotonic() - start:.0f} s, {len(variants)} fit; global batch "
-        f"{search.global_batch:,} sequences. '=': within {EQUAL:.0%} of the first, which the simulator cannot tell apart"
+        f"\n{len(search.seen)} candidates simulated in {time.monotonic() - start:.0f} s, {len(variants)} fit. '=': as fast as the "
+        f"first, as far as the simulator can tell: {min(WIDTHS.values()):.1%} where batch or recomputation differ, up to "
+        f"{WIDTH:.0%} where more does"
     )
+    print(f"held fixed: {_fixed(search, also)}")
     for number, variant in enumerate(shown, 1):
         name = f"plan-{number}.toml"
         command = f"titan train {' '.join(job)} {name}"
