@@ -14,10 +14,11 @@ import pytest
 from tests.support.ranks import Pool
 from tests.support.traces import in_turn, job, real_peak, trace_of, traced_peak
 from titan.config.load import load_from_argv
-from titan.sim.autosac import Block, Kept, autosac, choose, find_blocks, keep, main, solve, to_lines
+from titan.sim.autosac import autosac, main, to_lines
 from titan.sim.cost import Cost
 from titan.sim.memory import memory_report
 from titan.sim.profiles import load_profile
+from titan.sim.recomputation import Block, Kept, choose, find_blocks, keep, solve
 from titan.sim.replay import replay
 from titan.sim.simulate import simulate
 from titan.sim.trace import (

@@ -11,8 +11,9 @@ import pytest
 from titan.cli import main
 from titan.config.load import load_config, load_from_argv
 from titan.config.rules import check_to_run
-from titan.sim.plan import Point, Search, _bubble, width
+from titan.sim.plan import width
 from titan.sim.profiles import load_profile
+from titan.sim.search import Point, Search, _bubble
 
 JOB = ["train_configs/debug_model.toml", "--training.seq_len=64", "--training.global_batch_size=16"]
 FILE = Path("train_configs/llama3_8b.toml")

@@ -13,12 +13,16 @@ from typing import Any
 from titan.config.load import load_from_argv
 from titan.config.rules import load_to_run
 
-from .profiles import load_profile, profile_names
-from .report import mistake, page, put_json, require_folders, require_positive, say
-
-OPTIONS = (
-    *("--world-size", "--hardware", "--json", "--trace", "--html", "--processes"),
-    *("--sweep", "--whole", "--no-cache", "--calibrate", "--run", "--phase"),
+from .profiles import load_profile
+from .report import (
+    job_parser,
+    known_options,
+    mistake,
+    page,
+    put_json,
+    require_folders,
+    require_positive,
+    say,
 )
 
 
@@ -41,23 +45,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="titan sim",
-        usage="titan sim JOB.toml [OVERLAY.toml ...] [--section.key=value ...] --world-size N --hardware H "
+    parser = job_parser(
+        "sim",
         "[--json FILE] [--trace FILE] [--html FILE] [--sweep KEY=A,B,...]",
-        description="Simulate a training step: time, exposed communication, memory. Needs no GPU and starts no process group.",
-        allow_abbrev=False,
+        "Simulate a training step: time, exposed communication, memory. Needs no GPU and starts no process group.",
+        required=False,
     )
-    parser.add_argument("--world-size", type=int, metavar="N", help="ranks in all")
-    parser.add_argument(
-        "--hardware",
-        metavar="H",
-        help=f"{', '.join(profile_names())}, or a profile's TOML file",
-    )
-    parser.add_argument("--json", metavar="FILE", help="everything as data; - for standard output")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="a trace for ui.perfetto.dev")
     parser.add_argument("--html", type=Path, metavar="FILE", help="a page: timeline, memory")
-    parser.add_argument("--processes", type=int, metavar="P", help="at once; default: all cores")
     parser.add_argument(
         "--sweep",
         action="append",
@@ -96,7 +91,7 @@ def _simulate(options: argparse.Namespace, job: list[str]) -> int:
     if options.phase and not options.run:
         raise mistake("--phase", "is for --run")
     config, *later = (
-        load_to_run([*job, *overlay], world_size=size, options=list(OPTIONS))[0]
+        load_to_run([*job, *overlay], world_size=size, options=known_options(_parser()))[0]
         for overlay in ([], *([file] for file in options.phase))
     )
 
@@ -158,12 +153,12 @@ def _sweep(options: argparse.Namespace, job: list[str]) -> int:
         axes[key] = list(dict.fromkeys(values.split(",")))
         # A wrong key or value is a mistake of the user, not a variant that cannot run.
         for value in axes[key]:
-            load_from_argv([*job, f"--{key}={value}"], options=list(OPTIONS))
+            load_from_argv([*job, f"--{key}={value}"], options=known_options(_parser()))
     named = (load_profile(name) for name in options.hardware.split(","))
     # The same for profiles, by their names.
     profiles = [*{profile.name: profile for profile in named}.values()]
     # Report mistakes of the job itself before thousands of variants.
-    load_from_argv(job, options=list(OPTIONS))
+    load_from_argv(job, options=known_options(_parser()))
     start = time.monotonic()
     variants = simulate_variants(
         job,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from titan.config.errors import ConfigError, Problem
 
+from .profiles import profile_names
 from .simulate import Facts
 
 # Characters of a bar that stands for the whole.
@@ -24,6 +25,29 @@ def say(text: str) -> None:
     # Carriage return and "erase to the end of the line": in a pipe or a log they would be noise.
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def job_parser(name: str, usage: str, description: str, *, required: bool = True) -> ArgumentParser:
+    """Return the parser of a command that simulates a job, with the options that all of them have."""
+    parser = ArgumentParser(
+        prog=f"titan {name}",
+        usage=f"titan {name} JOB.toml [OVERLAY.toml ...] [--section.key=value ...] --world-size N --hardware H {usage}",
+        description=description,
+        allow_abbrev=False,
+    )
+    hardware = f"{', '.join(profile_names())}, or a profile's TOML file"
+    parser.add_argument(
+        "--world-size", type=int, required=required, metavar="N", help="ranks in all"
+    )
+    parser.add_argument("--hardware", required=required, metavar="H", help=hardware)
+    parser.add_argument("--json", metavar="FILE", help="everything as data; - for standard output")
+    parser.add_argument("--processes", type=int, metavar="P", help="at once; default: all cores")
+    return parser
+
+
+def known_options(parser: ArgumentParser) -> list[str]:
+    """Return a parser's options, so that what looks like a wrong one of them is no key of the config."""
+    return [option for action in parser._actions for option in action.option_strings]
 
 
 def mistake(option: str, message: str) -> ConfigError:
