@@ -78,7 +78,7 @@ class Point:
 
     def settings(self, global_batch: int, *, num_layers: int) -> dict[str, str]:
         """Return the point as overrides of a job."""
-        degrees = {
+        degrees: dict[str, int | str] = {
             "data_parallel_replicate_degree": self.replicate,
             "data_parallel_shard_degree": self.shard,
             "tensor_parallel_degree": self.tp,
