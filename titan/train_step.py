@@ -371,7 +371,7 @@ def build_train_step(config: JobConfig, *, device: torch.device, mesh: DeviceMes
 
 def build_whole_model(
     config: JobConfig, layout: dict[str, Any]
-) -> tuple[nn.Module, list[Conversion]]:
+) -> tuple[Any, list[Conversion]]:
     """Return the model of all stages, on meta and not laid out, and its layers that compute in 8 bits.
 
     layout: arguments of `parallelize`.
