@@ -369,9 +369,7 @@ def build_train_step(config: JobConfig, *, device: torch.device, mesh: DeviceMes
     )
 
 
-def build_whole_model(
-    config: JobConfig, layout: dict[str, Any]
-) -> tuple[Any, list[Conversion]]:
+def build_whole_model(config: JobConfig, layout: dict[str, Any]) -> tuple[Any, list[Conversion]]:
     """Return the model of all stages, on meta and not laid out, and its layers that compute in 8 bits.
 
     layout: arguments of `parallelize`.

@@ -248,18 +248,20 @@ def _check_backend(config: JobConfig) -> Iterator[RuleViolation]:
 def _check_operations(config: JobConfig) -> Iterator[RuleViolation]:
     """Check that torch has the operations that "op" keeps. Only torch knows names beyond aten; it reports them later."""
     section = config.activation_checkpoint
+    if section.mode == "none" or not (known := operations()):
+        return
     try:
-        by_block = [parse_blocks(line)[1] or () for line in section.op_keep_by_block]
-        rules = [parse_rule(entry) for entry in chain(section.op_keep, *by_block)]
+        by_block = chain(*(parse_blocks(line)[1] or () for line in section.op_keep_by_block))
+        entries = {"op_keep": section.op_keep, "op_keep_by_block": list(by_block)}
+        rules = [(key, parse_rule(entry)) for key, of_key in entries.items() for entry in of_key]
     except KeepError:
         return  # section_rules.py reports it
     # A group names operations of several versions of torch.
-    names = {r.names[0] for r in rules if len(r.names) == 1 and r.names[0].startswith("aten.")}
-    if section.mode == "none" or not names or not (known := operations()):
-        return
-    for name in sorted(names - known):
-        hint = did_you_mean(name, known)
-        yield "activation_checkpoint.op_keep", f"torch has no operation '{name}'{hint}"
+    named = {(key, r.names[0]) for key, r in rules if len(r.names) == 1}
+    for key, name in sorted(named):
+        if name.startswith("aten.") and name not in known:
+            hint = did_you_mean(name, known)
+            yield f"activation_checkpoint.{key}", f"torch has no operation '{name}'{hint}"
 
 
 def operations() -> set[str]:

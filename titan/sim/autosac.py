@@ -250,6 +250,8 @@ def main(argv: list[str] | None = None) -> int:
     text = overlay(choice, command=f"titan train {' '.join(job)} autosac.toml")
     if options.output:
         options.output.write_text(text, encoding="utf-8")
+    if not choice.simulation.fits:
+        print("the job does not fit, even if its blocks keep nothing", file=sys.stderr)
     if not put_json({"op_keep_by_block": choice.lines, "results": results}, options.json):
         print(table(results))
         print(f"wrote {options.output}" if options.output else f"\n{text.rstrip()}")
