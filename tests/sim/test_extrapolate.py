@@ -18,7 +18,7 @@ from titan.sim.memory import memory_report
 from titan.sim.profiles import load_profile
 from titan.sim.replay import replay
 from titan.sim.trace import Trace
-from titan.sim.trace_cache import TraceRequest, _Plan, distinct_ranks, shallow
+from titan.sim.trace_cache import TraceRequest, _Plan, distinct_ranks, get_traces, shallow
 from titan.sim.trace_jobs import Job, trace_jobs
 
 JOBS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -202,3 +202,20 @@ def test_blocks_that_are_not_alike_are_refused() -> None:
     [together] = _Plan(request, [Depth(0, 15)], None, lambda *_: None).jobs(1)
     [(_, result)] = trace_jobs([together], 1)
     assert isinstance(result, CannotExtrapolate)
+
+
+def test_depths_may_have_a_process_each() -> None:
+    config = job({})
+    request = TraceRequest(config, resolve_layout(config, 2))
+    events = []
+    for processes in (1, 2):
+        results: list[Any] = []
+        get_traces(
+            [request],
+            processes=processes,
+            use_cache=False,
+            done=lambda _, traces, results=results: results.append(traces),
+        )
+        numbers = defaultdict[str, dict[int, int]](dict)
+        events.append(list(canonical(results[0][0], "step", numbers)))
+    assert events[0] == events[1] != []

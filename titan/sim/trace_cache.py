@@ -151,6 +151,8 @@ class _Plan:
         self.request, self.depths, self.path, self.done = request, depths, path, done
         self.ranks = distinct_ranks(request.config, request.layout)
         self.traces: dict[int, Trace] = {}
+        self.programs: tuple[JobConfig, ...] = ()  # of the depths
+        self.by_program: dict[int, Trace] = {}  # by id, where each depth has a process
         self.ended = False
 
     def jobs(self, parts: int) -> list[Job]:
@@ -167,9 +169,12 @@ class _Plan:
         )
         if self.depths:
             depth = shallow_depth(request)
-            programs = tuple(at_depth(request, n) for n in (depth, depth + 1))
-            join = partial(_extended, depth=depth, stages=self.depths)
-            job = replace(job, programs=programs, join=join)
+            self.programs = tuple(at_depth(request, n) for n in (depth, depth + 1))
+            self.join = partial(_extended, depth=depth, stages=self.depths)
+            # What is compiled at one depth serves the other one. Else each has a process, if there are enough.
+            if parts > 1 == len(self.ranks) and not request.config.compile.enable:
+                return [replace(job, programs=(p,), ranks=(*self.ranks,)) for p in self.programs]
+            job = replace(job, programs=self.programs, join=self.join)
         dealt = [tuple(self.ranks[part::parts]) for part in range(min(parts, len(self.ranks)))]
         return [replace(job, ranks=ranks) for ranks in dealt]
 
@@ -178,6 +183,14 @@ class _Plan:
         # Another part of the job has failed already, and reported it.
         if self.ended:
             return False
+        if len(job.programs) < len(self.programs) and not isinstance(result, Exception):
+            [self.by_program[id(job.programs[0])]] = result
+            if len(self.by_program) < len(self.programs):
+                return False
+            try:
+                result = [self.join([self.by_program[id(p)] for p in self.programs])]
+            except CannotExtrapolate as error:
+                result = error
         if isinstance(result, Exception):
             self.ended = True
             if isinstance(result, CannotExtrapolate):
