@@ -24,7 +24,7 @@ JOBS = ROOT / "train_configs" / "published"
 SMALL = [str(JOBS / "R1.toml"), "--world-size", "8", "--hardware", "h100-96g-500w"]
 PIPELINE = [
     *(str(ROOT / "train_configs" / "llama3_8b.toml"), "--world-size", "8"),
-    *("--hardware", "h100-sxm", "--model.overrides", "{n_layers = 16}"),
+    *("--hardware", "h100-sxm", "--model.overrides", "{n_layers = 14}"),
     *("--parallelism.pipeline_parallel_degree", "2", "--parallelism.data_parallel_shard_degree"),
     *("4", "--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"),
     *("--parallelism.pipeline_parallel_layers_per_stage", "4", "--training.local_batch_size"),
