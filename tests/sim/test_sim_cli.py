@@ -73,6 +73,8 @@ def test_page_json_trace_and_html(tmp_path: Path, capsys: pytest.CaptureFixture[
         time["compute_s"] + time["copies_s"] + time["host_s"] + time["peers_s"] + comm["exposed_s"]
     )
     assert parts == pytest.approx(facts["step_time_s"])
+    assert sum(time["by_module_s"].values()) == pytest.approx(time["compute_s"])
+    assert "  compute by module\n" in printed and "layers.*.feed_forward.w1" in time["by_module_s"]
     assert comm["exposed_s"] == pytest.approx(sum(a["exposed_s"] for a in comm["by_axis"].values()))
     assert comm["by_axis"]["dp_shard"]["bytes"] > 0 < comm["by_axis"]["pp"]["count"]
 
@@ -87,6 +89,13 @@ def test_page_json_trace_and_html(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert all(end <= start + 1e-6 for (_, end), (start, _) in pairwise(spans))
     compute = [e for e in events if e["ph"] == "X" and e["pid"] == 0 and e["tid"] == 0]
     assert compute and all(e["dur"] >= 0 and e["ts"] < 2 * step_us for e in compute)
+    gathers = {e["name"] for e in events if e["name"].startswith("all_gather ")}
+    assert "all_gather dp_shard layers.1" in gathers
+    # The counter misses only the cuBLAS workspace and the rounding of blocks.
+    for rank in (0, 2):
+        counted = [sum(e["args"].values()) for e in events if e["ph"] == "C" and e["pid"] == rank]
+        [peak] = [r["peak_active_gib"] for r in facts["per_rank"] if r["rank"] == rank]
+        assert 0 <= peak - 1 / 32 - max(counted) < 0.01 * peak
     page = files["html"].read_text()
     assert "/*DATA*/null" not in page and "https://" not in page and "rank" in page
 

@@ -1,4 +1,5 @@
-"""Write a simulated step as a trace for https://ui.perfetto.dev or chrome://tracing: a process for each rank, a lane for each stream.
+"""Write a simulated step as a trace for https://ui.perfetto.dev or chrome://tracing: a process for each rank, a lane for each stream,
+and the memory in use by category.
 
 The format is that of the Trace Event document (Google, 2016), which torch.profiler writes too.
 """
@@ -6,12 +7,14 @@ The format is that of the Trace Event document (Google, 2016), which torch.profi
 from __future__ import annotations
 
 import json
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .simulate import Simulation
-from .timeline import Interval
-from .trace import Launch
+from .simulate import GIB, Simulation
+from .timeline import Interval, axis_of
+from .trace import CATEGORIES, Allocate, Free, Launch, Trace, Transfer
 
 
 def write_trace(simulation: Simulation, path: Path) -> None:
@@ -27,8 +30,46 @@ def write_trace(simulation: Simulation, path: Path) -> None:
             if lane not in lanes:
                 lanes[lane] = len(lanes)
                 events.append(_name("thread_name", rank, lanes[lane], lane))
-            events.append(_event(interval, rank, lanes[lane]))
+            event = _event(interval, rank, lanes[lane])
+            if isinstance(interval.event, Transfer):
+                # What it carries: the axis, and the module whose parameters or activations these are.
+                axis = axis_of(simulation.traces[rank].groups[interval.event.group])
+                event["name"] = " ".join(
+                    filter(None, (event["name"], axis, event["args"].get("module")))
+                )
+            events.append(event)
+        events += _memory(simulation.traces[rank], timeline.intervals)
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+
+
+def _memory(trace: Trace, intervals: Sequence[Interval]) -> Iterator[dict[str, Any]]:
+    """Yield the bytes in use whenever a kernel starts. The host allocates ahead of that, in the same order."""
+    starts: defaultdict[int, deque[float]] = defaultdict(deque)
+    for interval in intervals:
+        starts[id(interval.event)].append(interval.start)
+    alive: dict[int, Allocate] = {}
+    used = Counter(dict.fromkeys(CATEGORIES, 0))
+    latest, first = -1.0, len(trace.setup) + len(trace.first_step)
+    for number, event in enumerate((*trace.setup, *trace.first_step, *trace.step)):
+        if isinstance(event, Allocate):
+            alive[event.block] = event
+            used[event.category] += event.size_bytes
+        elif isinstance(event, Free) and event.block in alive:
+            freed = alive.pop(event.block)
+            used[freed.category] -= freed.size_bytes
+        elif number >= first and starts.get(id(event)):
+            start = starts[id(event)].popleft()
+            if start > latest:
+                # "C": a counter, drawn as stacked areas.
+                gib = {name: size / GIB for name, size in used.items()}
+                yield {
+                    "ph": "C",
+                    "pid": trace.rank,
+                    "ts": start * 1e6,
+                    "name": "memory, GiB",
+                    "args": gib,
+                }
+                latest = start
 
 
 def _name(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:

@@ -138,7 +138,7 @@ def _machine(facts: Facts) -> Iterator[str]:
     yield f"  assumed   {', '.join(assumed)}"
     for name, speed in facts["hardware_kin"].items():
         change = speed / facts["tokens_per_s_per_gpu"] - 1
-        yield f"            if it is {name}: {speed:,.0f} tokens/s/GPU ({change:+.0%}); --calibrate on it tells"
+        yield f"            if it is {name}: {speed:,.0f} tokens/s/GPU ({change:+.0%}); `titan sim --calibrate` there measures which"
 
 
 def _speed(facts: Facts) -> Iterator[str]:
@@ -162,6 +162,8 @@ def _time(facts: Facts) -> Iterator[str]:
     rows["waiting for the host"] = time["host_s"]
     yield "  where the time goes" + ("" if len(facts["per_rank"]) == 1 else " (mean over stages)")
     yield from _bars(rows, total=total, unit=duration)
+    yield "  compute by module"
+    yield from _bars(_by_part(time["by_module_s"]), total=total, unit=duration)
     hidden = {
         axis: seconds for axis, row in comm["by_axis"].items() if (seconds := row["overlapped_s"])
     }

@@ -182,6 +182,7 @@ def facts(simulation: Simulation) -> Facts:
             "compute_s": timeline.mean("compute_s"),
             "by_phase_s": timeline.mean_by("by_phase_s"),
             "by_kind_s": timeline.mean_by("by_kind_s"),
+            "by_module_s": timeline.mean_by("by_module_s"),
             "span_s": timeline.mean_by("span_s"),
             "copies_s": timeline.mean("copies_s"),
             "host_s": timeline.mean("host_s"),

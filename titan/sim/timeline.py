@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from .segments import any_layer
 from .trace import Group, Launch, Transfer
 
 Cause: TypeAlias = "Lane | Literal['host', 'peers']"
@@ -65,7 +66,7 @@ class RankTimeline:
     compute_s: kernels on the compute stream. exposed_s: it is idle, waiting for a transfer that runs, by axis. peers_s: for
     ranks that have not come to a transfer yet, or for the slowest at the end of the step. copies_s: for kernels of other
     streams. host_s: for the host. overlapped_s: transfers behind whose back it computed, by axis. span_s: by phase, with the
-    waiting after each kernel.
+    waiting after each kernel. by_module_s: kernels by module ("layers.*.attention.wq"), or by phase outside of modules.
     """
 
     rank: int
@@ -77,6 +78,7 @@ class RankTimeline:
     host_s: float = 0.0
     by_phase_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     by_kind_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    by_module_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     span_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     intervals: list[Interval] = field(default_factory=list)
 
@@ -104,7 +106,8 @@ class Timeline:
         return sum(getattr(rank, part) for rank in self.ranks.values()) / len(self.ranks)
 
     def mean_by(self, part: str) -> dict[str, float]:
-        """Return the mean over ranks of exposed_s, overlapped_s, span_s, by_phase_s or by_kind_s."""
+        """Return the mean over ranks of exposed_s, overlapped_s, span_s, by_phase_s, by_kind_s or
+        by_module_s."""
         total: dict[str, float] = defaultdict(float)
         for rank in self.ranks.values():
             for key, seconds in getattr(rank, part).items():
@@ -134,6 +137,8 @@ def summarise(
             result.compute_s += stop - start
             result.by_phase_s[what.scope.phase] += stop - start
             result.by_kind_s[what.kernel.kind] += stop - start
+            # Equal blocks count together; the update of all parameters belongs to none.
+            result.by_module_s[any_layer(what.scope.module) or what.scope.phase] += stop - start
         else:
             _attribute(result, what, start, stop, axes)
     # With one step, it ends with the last stream. In consecutive steps, the rest runs beside the next one.
