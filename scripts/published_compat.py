@@ -77,7 +77,7 @@ def emulate_torch_2_6(config: JobConfig, layout: Layout) -> None:
 
 def _norm_in_operations(self: nn.RMSNorm, x: Tensor) -> Tensor:
     whole = x.float()
-    scale = torch.rsqrt(whole.pow(2).mean(-1, keepdim=True) + self.eps)
+    scale = torch.rsqrt(whole.pow(2).mean(-1, keepdim=True) + (self.eps or 0.0))
     return (whole * scale).type_as(x) * self.weight
 
 

@@ -8,10 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.published_compat import _forward_qwen3, emulate, emulate_torch_2_6
+from scripts.published_compat import (
+    _forward_qwen3,
+    _norm_in_operations,
+    _rotate_complex,
+    emulate,
+    emulate_torch_2_6,
+)
 from tests.support.traces import job, left_behind
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
+from titan.models.llama3.model import rotate
 from titan.models.qwen3.config import FLAVORS
 from titan.models.qwen3.model import Attention
 from titan.sim.trace import AwaitWork, Launch, Trace, Transfer
@@ -117,3 +124,19 @@ def test_qwen3_computes_the_same() -> None:
         results.append([output, *(p.grad for p in attention.parameters())])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
+
+
+def test_norms_in_operations_compute_the_same() -> None:
+    norm = torch.nn.RMSNorm(32, eps=1e-5)
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(4, 32)
+    torch.testing.assert_close(_norm_in_operations(norm, x), norm(x))
+
+
+def test_complex_rotation_turns_neighbours() -> None:
+    """Channels 2i and 2i + 1 by the angle by which titan turns channels i and i + K/2."""
+    x, angles = torch.randn(2, 16, 3, 8), torch.randn(16, 4)
+    turned = _rotate_complex(x, torch.polar(torch.ones(16, 4), angles)[:, None])
+    apart = torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1).transpose(1, 2)
+    ours = rotate(apart, (angles.cos(), angles.sin())).transpose(1, 2)
+    torch.testing.assert_close(torch.cat([turned[..., 0::2], turned[..., 1::2]], dim=-1), ours)
