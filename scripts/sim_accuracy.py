@@ -313,7 +313,7 @@ def _experts(rows: list[Row]) -> list[str]:
         "## Mixtures of experts",
         "",
         "No figure of the simulator was set with these. The jobs are run as they are, on the installed torch, without the imitation of torch 2.6. Memory is within 5% where it is published.",
-        "Speed is not comparable: none of M2 to M5 is a run of the kernels that are simulated, and no factor was invented for that. Attention with values of another size than keys (M2) is priced as",
+        "Speed is not comparable: none of M2 to M4 is a run of the kernels that are simulated, and no factor was invented for that. Attention with values of another size than keys (M2) is priced as",
         "flash attention, which that run did not have. TransformerEngine's kernels and DeepEP (M3) are not simulated. Why M4 runs at an MFU of 11.8% is not known:",
         "its step grows from 2.57 s to 3.55 s if it has 16 experts, of which a token still takes two. M1 is the one complete row. Its 16 stages of four blocks are too short to stand for others, so that all 61 blocks of all 8 pipeline ranks are traced,",
         "with few of the 16 microbatches. Why it is 44% too fast is not known.",
@@ -324,7 +324,7 @@ def _experts(rows: list[Row]) -> list[str]:
         "",
         "Not expressed: torchtitan's DeepSeek-V3 16B with selective recomputation and Nous's Qwen3 30B on B200 (their batch is not published), 671B on 256 B200 (nor their degrees), 671B on one",
         "GB300 with communication left out (graph_trainer, with a recomputation of its own; no such profile); AutoModel's gpt-oss (not a model of titan) and DeepSeek-V3 on 256 GPUs (DeepEP, 32 stages of",
-        "two blocks); all rows of Megatron (TransformerEngine's kernels, FP8); DeepSeek's report (H800, FP8 by blocks, a whole run's goodput); DGX Cloud's Grok-1 (not a model of titan).",
+        "two blocks); KempnerForge's EP 2 x TP 4 (TP splits its experts, and not ours); all rows of Megatron (TransformerEngine's kernels, FP8); DeepSeek's report (H800, FP8 by blocks, a whole run's goodput); DGX Cloud's Grok-1 (not a model of titan).",
         "",
     ]
 
