@@ -61,8 +61,8 @@ JOBS: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 
 def _job(name: str) -> tuple[JobConfig, int]:
-    schedule, world, sections = JOBS[name]
-    sections = MANY | sections
+    schedule, world, own = JOBS[name]
+    sections: dict[str, Any] = MANY | own
     parallelism = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": schedule}
     sections["parallelism"] = parallelism | sections.get("parallelism", {})
     config = job(layers=4, **sections)

@@ -86,7 +86,7 @@ class Microbatches:
             tuple[int, str], list[int]
         ] = {}  # microbatches in order, by stage and part
         for action in order:
-            for part in {"F": "FL"}.get(action.kind, action.kind):
+            for part in "FL" if action.kind == "F" else action.kind:
                 self.turns.setdefault((action.stage, part), []).append(action.microbatch)
         self._first_step = True
         self._counted: dict[tuple[int, int], dict[tuple[str, int], int]] = {}
@@ -220,7 +220,7 @@ class Microbatches:
             tracer.storages.mark_made("activations")
         scopes: dict[Any, Any] = {None: None}
         for event, count in recorded.events:
-            scope = getattr(event, "scope", None)
+            scope: Any = getattr(event, "scope", None)
             if scope not in scopes:
                 scopes[scope] = tracer.scopes.in_action(scope)
             self._emit(event, count, own, scopes[scope])

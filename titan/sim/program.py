@@ -53,16 +53,19 @@ def record_program(
         trace.setup = _left(tracer.events)
         batches = [_fake_batch(config) for _ in range(layout.accumulation)]
         tracer.microbatches = None
-        schedule = train_step.pipeline and train_step.pipeline.schedule
-        if schedule and tracer.remembers and repeats and not schedule.splits_backward:
-            stages = {*train_step.pipeline.stages}
-            orders = (o for o in schedule.order if {action.stage for action in o} == stages)
+        pipeline = train_step.pipeline
+        repeats = repeats and tracer.remembers
+        if pipeline is not None and repeats and not pipeline.schedule.splits_backward:
+            stages = {*pipeline.stages}
+            orders = (
+                o for o in pipeline.schedule.order if {action.stage for action in o} == stages
+            )
             tracer.microbatches = Microbatches(tracer, next(orders))
         gc.collect()
         gc.disable()  # as the trainer does: garbage in cycles is not freed within a step
         # A pipeline learns shapes in its first step, and an early update makes states in the backward pass.
-        needs_two = schedule or train_step.early_step is not None
-        shortcut = repeats and tracer.remembers and steps == 2 and not needs_two
+        needs_two = pipeline is not None or train_step.early_step is not None
+        shortcut = repeats and steps == 2 and not needs_two
         made: list[Event] = []
         with _watched(train_step, module, tracer) as without_gradient:
             if shortcut:
