@@ -96,7 +96,10 @@ def test_page_json_trace_and_html(tmp_path: Path, capsys: pytest.CaptureFixture[
         counted = [sum(e["args"].values()) for e in events if e["ph"] == "C" and e["pid"] == rank]
         [peak] = [r["peak_active_gib"] for r in facts["per_rank"] if r["rank"] == rank]
         assert 0 <= peak - 1 / 32 - max(counted) < 0.01 * peak
+    names = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert any(": all_gather dp_shard" in name for name in names) and "compute" in names
     page = files["html"].read_text()
+    assert "GiB: 1 x temporary of cuBLAS workspace, made in forward" in page
     assert "/*DATA*/null" not in page and "https://" not in page and "rank" in page
 
 

@@ -12,9 +12,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from .memory import tensors_behind
 from .report import page
 from .simulate import GIB, Facts, Simulation
-from .timeline import Interval
+from .timeline import Interval, lane_labels
 from .trace import CATEGORIES, Launch
 
 _PIXELS = 6000  # an interval shorter than a part of the step in so many is joined with the next
@@ -39,14 +40,21 @@ def _rank(simulation: Simulation, rank: int) -> dict[str, Any]:
     lanes: dict[str, list[Interval]] = {}
     for interval in timeline.intervals:
         lanes.setdefault(interval.lane, []).append(interval)
+    labels = lane_labels(timeline.intervals, simulation.traces[rank].groups)
     # Seconds for which one pixel stands.
     least = simulation.timeline.step_s / _PIXELS
+    behind = tensors_behind(simulation.traces[rank], simulation.profile, memory.timeline)
     return {
         "rank": rank,
-        "lanes": [[name, _joined(lane, least)] for name, lane in lanes.items()],
+        "lanes": [[labels[name], _joined(lane, least)] for name, lane in lanes.items()],
         "memory": [
-            [p.position, p.phase, [round(p.by_category[c] / GIB, 4) for c in CATEGORIES]]
-            for p in memory.timeline
+            [
+                p.position,
+                p.phase,
+                [round(p.by_category[c] / GIB, 4) for c in CATEGORIES],
+                [f"{size / GIB:.2f} GiB: {count} x {name}" for name, count, size in tensors],
+            ]
+            for p, tensors in zip(memory.timeline, behind, strict=True)
         ],
         "reserved_gib": memory.peak_reserved_bytes / GIB,
     }
@@ -69,7 +77,9 @@ def _joined(lane: Sequence[Interval], least: float) -> list[list[Any]]:
             bars[-1][1] = round(interval.end * 1e3, 4)
             bars[-1][3] = bars[-1][3].split(" and ")[0] + " and others"
             continue
-        name = event.kernel.name if isinstance(event, Launch) else event.kind
+        name = (
+            event.kernel.name if isinstance(event, Launch) else f"{event.kind} over {interval.lane}"
+        )
         where = " ".join(filter(None, (event.scope.action, event.scope.module)))
         bars.append(
             [

@@ -12,9 +12,11 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from heapq import nlargest
 
 from .allocator import Allocator, OutOfMemory
 from .profiles import Profile
+from .segments import any_layer
 from .trace import CATEGORIES, Allocate, Category, Event, Free, Scope, Trace, Transfer
 
 # Parts into which the timeline divides a step, enough for a chart.
@@ -36,8 +38,9 @@ class AliveBlock:
 @dataclass(frozen=True)
 class MemoryPoint:
     """Hold the memory in use at a moment of a step. position: 0 to 1, by the order in which the
-    host allocates."""
+    host allocates. number: of the event among all."""
 
+    number: int
     position: float
     phase: str
     by_category: dict[Category, int]
@@ -116,6 +119,34 @@ def _unlimited(
     )
     _tell_peak(report, events[: run.peak_at + 1], run.sizes, num_largest)
     return report
+
+
+def tensors_behind(
+    trace: Trace, profile: Profile, points: Sequence[MemoryPoint], *, most: int = 6
+) -> list[list[tuple[str, int, int]]]:
+    """Return what is in use at each of these points, the largest first: what it is, how many blocks, and their bytes.
+
+    Blocks of one category, of one module in all layers, made in one phase, count together.
+    """
+    wanted = {point.number for point in points}
+    groups: defaultdict[str, Counter[int]] = defaultdict(Counter)  # sizes of the blocks in use
+    alive: dict[int, tuple[str, int]] = {}
+    found = []
+    for number, event in enumerate(_events(trace, int(profile.workspace_mib * 2**20))):
+        if isinstance(event, Allocate):
+            where = any_layer(event.scope.module) or "no module"
+            name = f"{event.category} of {where}, made in {event.scope.phase}"
+            alive[event.block] = name, event.size_bytes
+            groups[name][event.size_bytes] += 1
+        else:
+            name, size = alive.pop(event.block)
+            groups[name][size] -= 1
+        if number in wanted:
+            sums = [
+                (n, g.total(), sum(k * count for k, count in g.items())) for n, g in groups.items()
+            ]
+            found.append(nlargest(most, sums, key=lambda entry: entry[2]))
+    return found
 
 
 def _try_within(
@@ -305,7 +336,7 @@ def _timeline(
         # points.
         if now == part and total <= highest:
             continue
-        point = MemoryPoint((number - first) / length, phase, dict(in_use))
+        point = MemoryPoint(number, (number - first) / length, phase, dict(in_use))
         if now == part:
             points[-1] = point
         else:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .simulate import GIB, Simulation
-from .timeline import Interval, axis_of
+from .timeline import Interval, axis_of, lane_labels
 from .trace import CATEGORIES, Allocate, Free, Launch, Trace, Transfer
 
 
@@ -23,8 +23,9 @@ def write_trace(simulation: Simulation, path: Path) -> None:
     for rank, timeline in simulation.timeline.ranks.items():
         events.append(_name("process_name", rank, 0, f"rank {rank}"))
         lanes: dict[str, int] = {}
+        labels = lane_labels(timeline.intervals, simulation.traces[rank].groups)
         for interval in timeline.intervals:
-            lane = interval.lane
+            lane = labels[interval.lane]
             if not isinstance(interval.event, Launch) and interval.event.kind in ("send", "recv"):
                 lane += f", {interval.event.kind}"  # both at once
             if lane not in lanes:

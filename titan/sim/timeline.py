@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -118,6 +118,24 @@ class Timeline:
 def axis_of(group: Group) -> str:
     """Return a group's axes as one word, such as "dp_shard+cp"."""
     return "+".join(group.axes) or ("one rank" if len(group.ranks) == 1 else group.name)
+
+
+def lane_labels(intervals: Iterable[Interval], groups: Mapping[str, Group]) -> dict[str, str]:
+    """Return the names of a rank's lanes with what they carry: "stream 3: all_gather dp_shard"."""
+    carried: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for lane, start, end, event in intervals:
+        if isinstance(event, Launch):
+            what = event.kernel.name
+        else:
+            what = f"{event.kind} {axis_of(groups[event.group])}"
+        carried[lane][what] += end - start
+    # The two that take longest are enough to recognise it.
+    return {
+        lane: lane
+        if lane == "compute"
+        else f"{lane}: {', '.join(name for name, _ in names.most_common(2))}"
+        for lane, names in carried.items()
+    }
 
 
 def summarise(
