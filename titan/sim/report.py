@@ -162,8 +162,6 @@ def _time(facts: Facts) -> Iterator[str]:
     rows["waiting for the host"] = time["host_s"]
     yield "  where the time goes" + ("" if len(facts["per_rank"]) == 1 else " (mean over stages)")
     yield from _bars(rows, total=total, unit=duration)
-    yield "  compute by module"
-    yield from _bars(_by_part(time["by_module_s"]), total=total, unit=duration)
     hidden = {
         axis: seconds for axis, row in comm["by_axis"].items() if (seconds := row["overlapped_s"])
     }
@@ -172,6 +170,8 @@ def _time(facts: Facts) -> Iterator[str]:
         yield f"    communication hidden behind compute: {parts}"
     if len(facts["per_rank"]) > 1:
         yield f"    pipeline bubble: {facts['pipeline']['bubble_fraction']:.1%} of the step"
+    yield "  compute by module"
+    yield from _bars(_by_part(time["by_module_s"]), total=total, unit=duration)
 
 
 def _memory(memory: Facts, *, fits: bool) -> Iterator[str]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import nlargest
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from .segments import any_layer
@@ -122,20 +123,19 @@ def axis_of(group: Group) -> str:
 
 def lane_labels(intervals: Iterable[Interval], groups: Mapping[str, Group]) -> dict[str, str]:
     """Return the names of a rank's lanes with what they carry: "stream 3: all_gather dp_shard"."""
-    carried: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    carried: defaultdict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for lane, start, end, event in intervals:
         if isinstance(event, Launch):
             what = event.kernel.name
         else:
             what = f"{event.kind} {axis_of(groups[event.group])}"
         carried[lane][what] += end - start
-    # The two that take longest are enough to recognise it.
-    return {
-        lane: lane
-        if lane == "compute"
-        else f"{lane}: {', '.join(name for name, _ in names.most_common(2))}"
-        for lane, names in carried.items()
-    }
+    labels = {}
+    for lane, names in carried.items():
+        # The two that take longest are enough to recognise it.
+        most = nlargest(2, names, key=lambda name, names=names: names[name])
+        labels[lane] = lane if lane == "compute" else f"{lane}: {', '.join(most)}"
+    return labels
 
 
 def summarise(
