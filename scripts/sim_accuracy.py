@@ -323,7 +323,7 @@ def _experts(rows: list[Row]) -> list[str]:
         *(f"{_line(row).replace('| report |', '|')} {row.run['unlike']} |" for row in rows),
         "",
         "Not expressed: torchtitan's DeepSeek-V3 16B with selective recomputation and Nous's Qwen3 30B on B200 (their batch is not published), 671B on 256 B200 (nor their degrees), 671B on one",
-        "GB300 with communication left out (graph_trainer, with a recomputation of its own; no such profile); AutoModel's gpt-oss (not a model of titan) and DeepSeek-V3 on 256 GPUs (DeepEP, 32 stages of",
+        "GB300 with communication left out (graph_trainer, which recomputes differently; there is no such profile); AutoModel's gpt-oss (not a model of titan) and DeepSeek-V3 on 256 GPUs (DeepEP, 32 stages of",
         "two blocks); KempnerForge's EP 2 x TP 4 (TP splits its experts, and not ours); all rows of Megatron (TransformerEngine's kernels, FP8); DeepSeek's report (H800, FP8 by blocks, a whole run's goodput); DGX Cloud's Grok-1 (not a model of titan).",
         "",
     ]
@@ -441,7 +441,7 @@ def _scale() -> list[str]:
         f"| mean, worst | | | {mean(map(abs, errors)):.1%} | {max(errors, key=abs):+.1%} |",
         "",
         "Llama 3 405B on 8,192 and 16,384 GPUs, as its paper ran it, are rows L1 and L2: 16 pipeline ranks with one block a stage, no recomputation. Their memory does not fit here: the paper freed",
-        "activations early in ways of its own. The bubble depends on the number of stages, which is not published: with two blocks a stage L1 is 5% slower, and L2 9% (by the formula of such pipelines). By that formula L2 is 151 tokens/s (-0.7%) where L1 is 160.",
+        "some activations early, in ways that titan does not have. The bubble depends on the number of stages, which is not published: with two blocks a stage L1 is 5% slower, and L2 9% (by the formula of such pipelines). By that formula L2 is 151 tokens/s (-0.7%) where L1 is 160.",
         "The row of 16,384 GPUs with CP 16 and sequences of 131,072 (380) has document masks, of which no statistics are published.",
         "",
     ]

@@ -196,7 +196,7 @@ def test_a_slow_rank_beside_its_prediction(tmp_path: Path, pool: Pool) -> None:
     last = rows[-1]
     assert last["drift/part"] == "rank" and last["drift/ratio"] > 1
     assert last["drift/text"].startswith("rank 1 computes ")
-    # The phases are the step, but for the data and what is between steps.
+    # The phases add up to the step, without the data and the time between steps.
     measured = sum(last[f"measured/{name}_s"] for name in ("forward", "backward", "update", "host"))
     assert 0.5 * last["step_s"] < measured < 1.05 * last["step_s"]
     # Scaled to the first steps, since a CPU's profile is an order of magnitude.

@@ -32,7 +32,7 @@ Kept: TypeAlias = "frozenset[str] | None"
 _UNITS = 16384
 EXPENSIVE = [name for group in ("matmul", "attention", "network") for name in GROUPS[group]]
 _POINTWISE = ("aten._fused_rms_norm", "aten.silu", "aten.mul")
-"""Kept besides products, attention and what came over the network: no model writes into their results."""
+"""Other results that may be kept: no model writes into them."""
 
 
 @dataclass
@@ -263,7 +263,7 @@ def solve(
     """
     if not blocks:
         return {}
-    most = max(0, *limits.values())
+    most = max(0, max(limits.values(), default=0))
     total, unit = _UNITS, max(1, -(-most // _UNITS))
     best, bound = np.zeros(total + 1), total
     chosen: list[tuple[int, int, list[_Option], np.ndarray]] = []
