@@ -165,7 +165,7 @@ def _collectives(events: list[dict[str, Any]]) -> dict[str, list[Any]]:
     for event in events:
         details = event.get("args", {})
         if event["ph"] == "X" and "group" in details:
-            call = (event["name"], details["group"], details.get("bytes"), event.get("cat"))
+            call = (event["name"], details["group"], details.get("bytes"), details.get("phase"))
             order.setdefault(f"rank {event['pid']}, stream {event['tid']}", []).append(call)
     return {
         place: [len(calls), hashlib.sha256(repr(calls).encode()).hexdigest()[:16]]

@@ -51,7 +51,12 @@ def _parser() -> argparse.ArgumentParser:
         "Simulate a training step: time, exposed communication, memory. Needs no GPU and starts no process group.",
         required=False,
     )
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="a trace for ui.perfetto.dev")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="a trace for ui.perfetto.dev; into a folder, a file for each rank, as HTA reads them",
+    )
     parser.add_argument("--html", type=Path, metavar="FILE", help="a page: timeline, memory")
     parser.add_argument(
         "--sweep",

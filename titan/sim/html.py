@@ -16,7 +16,7 @@ from .memory import tensors_behind
 from .report import page
 from .simulate import GIB, Facts, Simulation
 from .timeline import Interval, lane_labels
-from .trace import CATEGORIES, Launch
+from .trace import CATEGORIES, Launch, Transfer
 
 _PIXELS = 6000  # an interval shorter than a part of the step in so many is joined with the next
 
@@ -38,15 +38,17 @@ def write_page(simulation: Simulation, facts: Facts, path: Path) -> None:
 def _rank(simulation: Simulation, rank: int) -> dict[str, Any]:
     timeline, memory = simulation.timeline.ranks[rank], simulation.memory[rank]
     lanes: dict[str, list[Interval]] = {}
-    for interval in timeline.intervals:
-        lanes.setdefault(interval.lane, []).append(interval)
+    issued = (Interval("host", *span) for span in timeline.host)
+    for interval in (*issued, *timeline.intervals):
+        if isinstance(interval.event, Launch | Transfer):  # else the host waits
+            lanes.setdefault(interval.lane, []).append(interval)
     labels = lane_labels(timeline.intervals, simulation.traces[rank].groups)
     # Seconds for which one pixel stands.
     least = simulation.timeline.step_s / _PIXELS
     behind = tensors_behind(simulation.traces[rank], simulation.profile, memory.timeline)
     return {
         "rank": rank,
-        "lanes": [[labels[name], _joined(lane, least)] for name, lane in lanes.items()],
+        "lanes": [[labels.get(name, name), _joined(lane, least)] for name, lane in lanes.items()],
         "memory": [
             [
                 p.position,

@@ -72,7 +72,7 @@ def _timeline(ranks: list[_Rank], steps: int) -> Timeline:
     for rank in ranks:
         lanes = [*rank.streams.values()]
         by_rank[rank.number] = summarise(
-            rank.number, lanes, rank.transfers, step_s=step_s, origin=origin
+            rank.number, lanes, rank.transfers, rank.host, step_s=step_s, origin=origin
         )
     return Timeline(step_s, by_rank)
 
@@ -309,6 +309,7 @@ class _Rank:
         # The host's place in the program, and its own clock, which runs ahead of the device's.
         self.position, self.clock = 0, 0.0
         self.waits_for: _Point | None = None
+        self.host = Lane("host", steps_before=0)
         self.streams: dict[int | str, _Stream] = {}
         self.stream(COMPUTE_STREAM)
         self.events: dict[int, _Point] = {}
@@ -344,9 +345,10 @@ class _Rank:
 
     def advance(self, now: float) -> None:
         """Issue work until the trace stops the host, or ends."""
-        self.waits_for = None
         # A host that waited goes on when the device says. One that did not is ahead of it already.
-        self.clock = max(self.clock, now)
+        if self.waits_for is not None and now > self.clock:
+            self._spend(now, self.waits_for.stream)
+        self.waits_for = None
         while self.step < self.steps:
             while self.position < len(self.program):
                 operation, *arguments = self.program[self.position]
@@ -357,6 +359,7 @@ class _Rank:
                     point.waiters.append(self)
                     return self._wake_idle()
             self.step, self.position = self.step + 1, 0
+            self.host.cuts.append((self.clock, len(self.host.segments)))
             # Every stream gets the mark, also one that was idle: `end_of` takes the slowest.
             for stream in self.streams.values():
                 stream.queue.append((_STEP,))
@@ -373,12 +376,17 @@ class _Rank:
             if s.queue and not s.busy and not isinstance(s.cause, _Stream)
         )
 
+    def _spend(self, until: float, what: Launch | Transfer | Lane) -> None:
+        """Move the host's clock, while it issues or computes this, or waits for a stream."""
+        self.host.segments.append((self.clock, until, what))
+        self.clock = until
+
     # The host computes: the device does not notice, unless it runs out of work.
-    def compute(self, seconds: float) -> None:
-        self.clock += seconds
+    def compute(self, seconds: float, event: Launch) -> None:
+        self._spend(self.clock + seconds, event)
 
     def launch(self, seconds: float, host_s: float, event: Launch, copies: bool) -> _Point | None:
-        self.clock += host_s
+        self._spend(self.clock + host_s, event)
         stream = self.stream(event.stream)
         stream.queue.append((_RUN, self.clock, seconds, event, copies))
         stream.launched += 1
@@ -389,7 +397,7 @@ class _Rank:
         return stream.lead.popleft() if len(stream.lead) * _LEAD_UNIT > _LEAD else None
 
     def transfer(self, event: Transfer, group: Group, host_s: float) -> None:
-        self.clock += host_s
+        self._spend(self.clock + host_s, event)
         key = event.group if event.detached else event.stream
         stream = self.stream(key)
         # Add to the batch that was issued last, if this transfer belongs to the same work.
@@ -500,7 +508,7 @@ def _program(trace: Trace, cost: Cost) -> Iterator[tuple[Any, ...]]:
         if isinstance(event, Launch):
             kernel = event.kernel
             if event.stream == HOST:
-                yield _Rank.compute, cost.host_s(kernel)
+                yield _Rank.compute, cost.host_s(kernel), event
                 continue
             # By identity: equal kernels are one object within a trace (trace.Kernel).
             price = prices.get(id(kernel))

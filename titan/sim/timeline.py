@@ -68,6 +68,8 @@ class RankTimeline:
     ranks that have not come to a transfer yet, or for the slowest at the end of the step. copies_s: for kernels of other
     streams. host_s: for the host. overlapped_s: transfers behind whose back it computed, by axis. span_s: by phase, with the
     waiting after each kernel. by_module_s: kernels by module ("layers.*.attention.wq"), or by phase outside of modules.
+    intervals: what ran on the device. host: what the host did, as a Lane's segments, on the clock of the intervals. It is ahead of
+    the device, so it begins before 0.
     """
 
     rank: int
@@ -82,6 +84,7 @@ class RankTimeline:
     by_module_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     span_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     intervals: list[Interval] = field(default_factory=list)
+    host: list[tuple[float, float, Any]] = field(default_factory=list)
 
     @property
     def bubble_s(self) -> float:
@@ -139,7 +142,13 @@ def lane_labels(intervals: Iterable[Interval], groups: Mapping[str, Group]) -> d
 
 
 def summarise(
-    rank: int, lanes: Sequence[Lane], transfers: Sequence[Ran], *, step_s: float, origin: float
+    rank: int,
+    lanes: Sequence[Lane],
+    transfers: Sequence[Ran],
+    host: Lane,
+    *,
+    step_s: float,
+    origin: float,
 ) -> RankTimeline:
     """Sum up the last step of a rank. step_s: of all ranks together. origin: the time from which intervals count."""
     result = RankTimeline(rank)
@@ -175,6 +184,8 @@ def summarise(
             result.overlapped_s[ran.axis] += ran.end - ran.start
             interval = Interval(ran.lane, ran.start - origin, ran.end - origin, ran.transfer)
             result.intervals.append(interval)
+    (_, first), (_, last) = host.cuts[-2:]
+    result.host = [(a - origin, b - origin, what) for a, b, what in host.segments[first:last]]
     # So far all time of transfers. Hidden is what did not hold up the compute stream.
     for axis, seconds in result.exposed_s.items():
         result.overlapped_s[axis] = max(0.0, result.overlapped_s[axis] - seconds)
