@@ -59,6 +59,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="a page: timeline, memory")
     parser.add_argument(
+        "--measured",
+        type=Path,
+        metavar="RUN",
+        help="set this run of the job beside it: time, memory",
+    )
+    parser.add_argument(
         "--sweep",
         action="append",
         default=[],
@@ -95,6 +101,8 @@ def _simulate(options: argparse.Namespace, job: list[str]) -> int:
     profile, size = load_profile(options.hardware), options.world_size
     if options.phase and not options.run:
         raise mistake("--phase", "is for --run")
+    if (run := options.measured) and not (run / "metrics.jsonl").is_file():
+        raise mistake("--measured", f"{run} has no metrics.jsonl, as the folder of a run has")
     config, *later = (
         load_to_run([*job, *overlay], world_size=size, options=known_options(_parser()))[0]
         for overlay in ([], *([file] for file in options.phase))
@@ -102,6 +110,7 @@ def _simulate(options: argparse.Namespace, job: list[str]) -> int:
 
     # torch comes with these imports, so the config's mistakes are reported before.
     from .imbalance import simulate_with_limit
+    from .measured import compare
     from .replay import ReplayError
     from .simulate import HardwareError, facts, simulate
     from .trace_jobs import TraceError
@@ -113,6 +122,8 @@ def _simulate(options: argparse.Namespace, job: list[str]) -> int:
     try:
         simulation = simulate_with_limit(config, **how)
         figures = facts(simulation)
+        if run:
+            figures["measured"] = compare(simulation, run)
         if options.run:
             figures["run"] = whole_run([simulation, *(simulate(phase, **how) for phase in later)])
         say("")
@@ -145,7 +156,7 @@ def _sweep(options: argparse.Namespace, job: list[str]) -> int:
     """Simulate all variants: print a table, or with --json everything."""
     from .variants import combinations, simulate_variants, table
 
-    for name in ("trace", "html", "whole", "no_cache", "run"):
+    for name in ("trace", "html", "measured", "whole", "no_cache", "run"):
         if getattr(options, name):
             raise mistake(f"--{name.replace('_', '-')}", "is for one job, not for a sweep")
     axes: dict[str, list[str]] = {}

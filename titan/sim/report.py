@@ -114,6 +114,7 @@ def page(facts: Facts) -> str:
             *_memory(facts["memory"], fits=facts["fits"]),
             *([f"  experts   {line}"] if (line := uneven_routing(facts)) else []),
             *_ranks(facts["per_rank"]),
+            *_measured(facts.get("measured", ())),
             "",
             f"  simulated in {facts['wall_s']:.1f} s",
         ]
@@ -221,6 +222,17 @@ def _ranks(ranks: Iterable[Facts]) -> Iterator[str]:
             f"{duration(rank['bubble_s']):>9}   {rank['peak_active_gib']:>10.1f}   {rank['peak_reserved_gib']:>12.1f}"
             + ("" if rank["fits"] else "   does not fit")
         )
+
+
+def _measured(rows: Iterable[Facts]) -> Iterator[str]:
+    table = [["", "predicted", "measured", "difference"]]
+    for row in rows:
+        unit, predicted, measured = row["unit"], row["predicted"], row["measured"]
+        shown = duration if unit == "s" else _gib
+        change = f"{predicted / measured - 1:+.1%}" if measured else "-"
+        table.append([row["name"], shown(predicted), shown(measured), change])
+    if len(table) > 1:
+        yield from ("", *(f"  {line}" for line in columns(table, left=(0,))))
 
 
 def _bars(rows: Mapping[str, float], *, total: float, unit: object) -> Iterator[str]:
