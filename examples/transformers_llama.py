@@ -89,7 +89,13 @@ def train(folder: str, steps: int = 50, backend: str = "inductor") -> float:
     parallel.apply_compile(
         model, container="model.layers", backend=backend, preserve_rng_state=False
     )
-    parallel.apply_fsdp(model, mesh=data, blocks=model.model.layers)
+    parallel.apply_fsdp(
+        model,
+        mesh=data,
+        blocks=model.model.layers,
+        first=[model.model.embed_tokens],
+        last=[model.model.norm, model.lm_head],
+    )
     parallel.materialize(model, device=device, fill_buffers=model._init_weights)
     parallel.initialize(model, seed=0, std_of=lambda name: None if "norm" in name else 0.02)
     optimizer, loss = torch.optim.AdamW(model.parameters(), lr=3e-3), torch.zeros(())

@@ -11,6 +11,7 @@ else uses it. Differences, by the sources of torch 2.6 and of TorchTitan at the 
     models/llama/model.py        Keys and values are copied to every query head before attention. The numbers are the
                                  same, but need more memory and, under context parallelism, more bytes. Queries and keys
                                  are rotated as complex numbers, which Inductor fuses with nothing.
+    parallelize_llama.py         Until July 2025 (83e6941) embedding, norm and output were one unit, the root's.
     models/norms.py              RMSNorm in single operations: "rmsnorm" from July 2024 (9dec370 in December) to March
                                  2025 (#985). The page of April 2024 (A) had "fused_rmsnorm", one kernel.
     experiments/qwen3            In September 2025 (d66b72a), norms of queries and keys are `NoParallel` under TP: what
@@ -35,7 +36,7 @@ from torch.distributed.tensor import DTensor
 from titan.config.layout import Layout
 from titan.config.schema import JobConfig
 from titan.models.llama3 import model
-from titan.parallel import ring
+from titan.parallel import fsdp, ring
 from titan.sim.torch_compat import find, replace
 from titan.sim.trace_jobs import Prepare
 
@@ -59,6 +60,9 @@ def emulate(
 
     single_norms: RMSNorm is made of single operations. grouped: keys and values are not copied, as since 2026.
     """
+    if not grouped and config.model.name != "qwen3":  # those are of September 2025 and later
+        units_of = fsdp.units_of
+        fsdp.units_of = lambda blocks, **_: units_of(blocks, first=(), last=())
     llama = _forward_grouped if grouped else _forward_llama
     model.Attention.forward = _forward_qwen3 if config.model.name == "qwen3" else llama
     if single_norms:

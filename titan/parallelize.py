@@ -207,8 +207,11 @@ def _apply_data_parallel(
     replicas = submesh(mesh, "dp_replicate")
     offload = training.enable_cpu_offload
     casts = training.mixed_precision_param != training.dtype
+    # A pipeline stage may lack some of them.
+    ends = {"first": ["tok_embeddings"], "last": ["norm", "output"]}
     options = {
         "blocks": list(model.get_submodule("layers").children()),
+        **{end: [m for n in names if (m := getattr(model, n))] for end, names in ends.items()},
         "param_dtype": torch_dtype(training.mixed_precision_param) if casts else None,
         "reduce_dtype": torch_dtype(training.mixed_precision_reduce),
         "cast_forward_inputs": False,

@@ -90,9 +90,9 @@ def test_states_of_each_optimizer() -> None:
     # Two codes of a byte, and two scales of four bytes for 256 of them.
     assert kept(AdamW8bitSection()) == pytest.approx((2 + 8 / 256) * model.num_params)
     assert kept(MuonSection()) == pytest.approx(4 * blocks + 8 * rest)
-    # Gradients of the largest FSDP unit: the root, with embedding and output layer.
+    # Gradients of the largest FSDP unit: the embedding, or the output layer.
     early = gib(AdamWSection(early_step_in_backward=True))
-    assert early["gradients"] == pytest.approx(4 * rest)
+    assert early["gradients"] == pytest.approx(4 * model.num_embedding_params)
 
 
 def test_activations_counted_by_hand() -> None:
@@ -163,7 +163,8 @@ def test_zero2_keeps_every_block_gathered() -> None:
         estimate_memory(job(policy=policy), model, layout(dp_shard=8))["unsharded"]
         for policy in ("never", "always")
     )
-    assert zero2 - zero3 == pytest.approx((model.n_layers - 2) * model.num_block_params * 2 / GIB)
+    freed = (model.n_layers - 2) * model.num_block_params + model.num_embedding_params
+    assert zero2 - zero3 == pytest.approx(freed * 2 / GIB)
 
 
 def test_ddp_accumulates_whole_gradients() -> None:

@@ -53,6 +53,17 @@ class DictNet(Net):
         return self.head(x)
 
 
+class EndsNet(Net):
+    """The same with ends that are units: one that needs its weights in the backward pass, and one of two modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Linear(7, 7), nn.LayerNorm(7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(torch.tanh(self.blocks[1](self.blocks[0](self.stem(x))))))
+
+
 def _gradients(kind: str, net: type[Net] = Net) -> dict[str, torch.Tensor]:
     """Whole gradients of a sum over a batch of 8 split over ranks, under one kind of data parallelism."""
     degrees = {
@@ -64,14 +75,17 @@ def _gradients(kind: str, net: type[Net] = Net) -> dict[str, torch.Tensor]:
     }[kind]
     mesh = build_mesh("cpu", **degrees)
     with torch.device("meta"):
-        model = net()
+        model: Any = net()
+    units = {"blocks": model.blocks}
+    if net is EndsNet:
+        units |= {"first": [model.stem], "last": [model.norm, model.head]}
     if kind == "ddp":
-        apply_ddp(model, mesh=mesh["dp_replicate"], blocks=model.blocks)
+        apply_ddp(model, mesh=mesh["dp_replicate"], **units)
     elif kind != "plain":
-        apply_fsdp(model, mesh=mesh, blocks=model.blocks, reshard_after_forward=kind != "zero2")
+        apply_fsdp(model, mesh=mesh, reshard_after_forward=kind != "zero2", **units)
     materialize(model, device="cpu")
     initialize(model, seed=3, std_of=lambda name: 0.3)
-    x = torch.randn(8, 7, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(8, 7, generator=torch.Generator().manual_seed(0)).requires_grad_()
     world, rank = (
         axis_size(mesh, "dp_replicate", "dp_shard"),
         axis_rank(mesh, "dp_replicate", "dp_shard"),
@@ -82,15 +96,18 @@ def _gradients(kind: str, net: type[Net] = Net) -> dict[str, torch.Tensor]:
 
 
 def test_gradients_are_sums_over_ranks(pool) -> None:
-    (expected,) = pool.run(1, _gradients, "plain")
-    assert len(expected) == 6
+    (plain,) = pool.run(1, _gradients, "plain")
+    (ends,) = pool.run(1, _gradients, "plain", EndsNet)
+    assert len(plain) == 6 and len(ends) == 10
     for kind, world, net in (
         ("fsdp", 2, Net),
         ("fsdp", 2, DictNet),
         ("zero2", 2, Net),
         ("ddp", 2, DictNet),
         ("hsdp", 4, Net),
+        *((kind, 2, EndsNet) for kind in ("fsdp", "zero2", "ddp")),
     ):
+        expected = ends if net is EndsNet else plain
         for grads in pool.run(world, _gradients, kind, net):
             for name, value in expected.items():
                 torch.testing.assert_close(

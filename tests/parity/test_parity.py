@@ -32,7 +32,12 @@ from tests.support.ranks import Pool
     ],
 )
 def test_equals_one_process(layout: Layout, references, pool: Pool, parity_table) -> None:
-    reference = references.run(documents=layout.documents, blocks=layout.blocks)
+    reference = references.run(
+        documents=layout.documents,
+        blocks=layout.blocks,
+        overrides=layout.overrides,
+        optimizer=layout.optimizer,
+    )
     parity_table.expected = len(LAYOUTS)
     found = differences(pool.run(layout.ranks, train, layout), reference)
     assert max(found.values()) < BOUND, found

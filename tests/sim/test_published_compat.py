@@ -41,7 +41,7 @@ def both(config: JobConfig, *, world: int, rank: int) -> list[Trace]:
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_pipelines_held_more(stage: int) -> None:
-    """From one step to the next: all outputs, and the fp32 gradients of the stage's last block."""
+    """From one step to the next: all outputs, and the fp32 gradients of the stage's last unit."""
     pipeline = {"pipeline_parallel_degree": 2}
     config = job(training=BF16, parallelism=pipeline, loss={"chunk_output": False})
     held = [
@@ -51,7 +51,8 @@ def test_pipelines_held_more(stage: int) -> None:
     model = model_config(config.model)
     tokens = config.training.local_batch_size * config.training.seq_len
     outputs = tokens * (model.vocab_size if stage else model.dim) * 2
-    assert held[1] - held[0] == outputs + 4 * model.num_block_params
+    last = model.num_embedding_params + model.dim if stage else model.num_block_params
+    assert held[1] - held[0] == outputs + 4 * last
 
 
 @pytest.mark.parametrize("method", ["allgather", pytest.param("ring", marks=pytest.mark.slow)])

@@ -178,12 +178,16 @@ def test_places() -> None:
         if e.kind == "all_gather"
     )
     assert gathers["forward", "layers.0"] == 1
-    # All but the last block's.
+    # Not the last block's, nor the embedding's and the output layer's.
     assert sum(n for (phase, _), n in gathers.items() if phase == "backward") == 3
     scatters = [
         e.scope.module for e in events_of(trace.step, Transfer) if e.kind == "reduce_scatter"
     ]
-    assert scatters[:3] == ["layers.3", "layers.2", "layers.1"]
+    assert scatters[:3] == [
+        "norm",
+        "layers.3",
+        "layers.2",
+    ]  # the output layer is in the norm's unit
 
 
 def test_pipeline_actions() -> None:

@@ -72,6 +72,8 @@ def fsdp(n: int) -> tuple[tuple[str, int], ...]:
 
 
 UNBALANCED = (("context_parallel_load_balancer", "none"),)
+# It begins by predicting the token that it sees, and has to forget that.
+TIED: Any = {"overrides": (("tied_embeddings", True),), "optimizer": (("lr", 2e-3),)}
 NEVER = (("fsdp_reshard_after_forward", "never"),)
 RING = (("context_parallel_rotate_method", "ring"),)
 ULYSSES = (("context_parallel_rotate_method", "ulysses"),)
@@ -93,6 +95,9 @@ LAYOUTS = [
     Layout("FSDP2, ZeRO-2", fsdp(4), settings=NEVER, repeats=True),
     Layout("FSDP2, two blocks ahead", fsdp(2), settings=(("fsdp_prefetch", 2),)),
     Layout("FSDP2, parameters on the host", fsdp(2), offload=True),
+    Layout("FSDP2, tied embeddings", fsdp(2), **TIED),
+    Layout("DDP, tied embeddings", REPLICAS, repeats=True, **TIED),
+    Layout("FSDP2 x TP+SP, tied embeddings", (*fsdp(2), *tp(2)), repeats=True, **TIED),
     Layout("DDP", REPLICAS),
     Layout("DDP", REPLICAS, accumulation=2),
     Layout("DDP", REPLICAS, accumulation=4, repeats=True),

@@ -86,7 +86,7 @@ class ParallelismSection(Section):
     "never" keeps them for the backward pass (ZeRO-2), which saves a second gathering and costs
     memory. "default" is "always", and "never" with pipeline parallelism."""
     fsdp_prefetch: NonNegative = 0
-    """Blocks whose parameters FSDP gathers ahead, at the cost of their memory. 0: one, as soon as
+    """Units (blocks) whose parameters FSDP gathers ahead, at the cost of their memory. 0: one, as soon as
     the host reaches it. Raise it if communication is exposed."""
     tensor_parallel_degree: Positive = 1
     """Ranks that split each layer's matrices. Keep it within a node."""

@@ -58,7 +58,8 @@ def estimate_memory(
     # An early step frees each gradient at once, so only one FSDP unit's exist.
     at_once = 1.0
     if getattr(config.optimizer, "early_step_in_backward", False) and layout.accumulation == 1:
-        at_once = max(model_config.num_block_params, params - in_blocks) / params  # one FSDP unit's
+        ends = model_config.num_embedding_params  # a unit at each end, as large
+        at_once = max(model_config.num_block_params, ends) / params
     # Of one forward pass on one rank, before tensor parallelism.
     tokens = config.training.local_batch_size * config.training.seq_len / layout.cp
     kept, recomputed = activation_elements(config, model_config, layout, layers=layers)
@@ -208,10 +209,10 @@ def _logits_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, token
 
 
 def _unsharded_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, layers: int) -> float:
-    """Return the bytes that exist outside the shards as the backward pass begins, with FSDP2 units of one block and a root.
+    """Return the bytes that exist outside the shards as the backward pass begins, with FSDP2 units of one block and of each end.
 
-    Gathered (or cast) parameters: the root's, and with ZeRO-3 those of the block at work and of the next,
-    with ZeRO-2 and DDP those of all blocks. Gradients not yet reduced: of one block and of the output layer;
+    Gathered (or cast) parameters: with ZeRO-3 those of the output layer, of the block at work and of the next,
+    with ZeRO-2 and DDP all. Gradients not yet reduced: of one block and of the output layer;
     of everything while replicas accumulate. A single rank in the master precision uses parameters as they lie.
     """
     training = config.training
@@ -223,14 +224,15 @@ def _unsharded_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, la
     # Nothing is gathered, cast or reduced in buckets.
     if not (is_sharded or is_cast or is_replicated):
         return 0.0
-    blocks = layers if is_replicated or keeps_gathered(config, layout) else min(2, layers)
-    # What is in no block: embedding, last norm, output layer.
-    root = model.num_params - _in_blocks(model, model.n_layers)
-    root = root if layout.pp == 1 else model.num_embedding_params
+    keeps_all = is_replicated or keeps_gathered(config, layout)
+    blocks = layers if keeps_all else min(2, layers)
+    # What is in no block: embedding, last norm, output layer. The embedding is freed, unless it is the output layer.
+    ends = model.num_params - _in_blocks(model, model.n_layers)
+    ends = ends if layout.pp == 1 and keeps_all else model.num_embedding_params
     # Expert parallelism splits experts, and tensor parallelism all else: of a block, as much as would be left of a dense one.
     stacked, ep = stacked_params(model), config.parallelism.expert_parallel_degree
     block = model.num_block_params - stacked + stacked * layout.tp / ep
-    gathered = param_bytes * (root + blocks * block)
+    gathered = param_bytes * (ends + blocks * block)
     if not (is_sharded or is_cast):
         gathered = 0  # torch computes with the parameters themselves
     unreduced = (param_bytes + reduce_bytes) * block

@@ -1,8 +1,9 @@
 """Apply data parallelism: FSDP2 (ZeRO-2 and ZeRO-3), HSDP and DDP, on any nn.Module.
 
 FSDP2 (torch.distributed.fsdp.fully_shard; ZeRO, arXiv:1910.02054; PyTorch FSDP, arXiv:2304.11277) shards
-parameters, gradients and optimizer state over a mesh axis and gathers one unit's parameters at a time. Each block
-is a unit; what is left (embedding, norm, output) is the root's. A mesh of two axes replicates over the first and
+parameters, gradients and optimizer state over a mesh axis and gathers one unit's parameters at a time. Units are what
+comes before the blocks (the embedding), each block, and what comes after them (norm and output). What is left is the
+root's: embedding and output, where they share a weight. A mesh of two axes replicates over the first and
 shards over the second (HSDP). DDP is torch's `replicate`, which runs on FSDP2's machinery and so composes with
 tensor parallelism and casts to a lower precision in the same way.
 
@@ -13,7 +14,7 @@ as ranks hold different numbers of valid tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,17 +44,20 @@ def apply_fsdp(
     cast_forward_inputs: bool = True,
     prefetch: int = 0,
     own_mesh: Mapping[nn.Module, DeviceMesh] | None = None,
+    first: Sequence[nn.Module] = (),
+    last: Sequence[nn.Module] = (),
 ) -> None:
     """Shard `model` in place over `mesh`: one axis (FSDP) or two (replicate, shard: HSDP).
 
     blocks: modules that are gathered one at a time, in forward order. reshard_after_forward: free a block's
-    gathered parameters until its backward pass (ZeRO-3), or keep them (ZeRO-2); the last block is kept in
-    any case, since its backward pass comes next. param_dtype: what parameters are gathered and computed in;
+    gathered parameters until its backward pass (ZeRO-3), or keep them (ZeRO-2); the last block and what comes
+    after it are kept in any case, since their backward pass comes next. param_dtype: what parameters are gathered and computed in;
     None: as they are. reduce_dtype is always set: torch's own default changed in 2.15. cast_forward_inputs:
     cast floating-point inputs of each unit to param_dtype; a model that passes fp32 tables to its blocks
-    wants False. prefetch: blocks gathered ahead, in the forward and in the backward pass; 0: as FSDP does by itself,
+    wants False. prefetch: units gathered ahead, in the forward and in the backward pass; 0: as FSDP does by itself,
     the next one when the host gets there. own_mesh: modules within blocks that are units by themselves, over another mesh: experts,
-    whose stacked parameters are cut between experts, or within each where ranks outnumber them.
+    whose stacked parameters are cut between experts, or within each where ranks outnumber them. first, last: modules that
+    run before and after the blocks, one unit each; without them they are the root's, gathered during all of the step.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=cast_forward_inputs
@@ -62,13 +66,16 @@ def apply_fsdp(
         CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
     )
     # Inner units first, so that what is left belongs to the root.
-    units = list(blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks)
+    units = units_of(blocks, first=first, last=last)
+    # A loss in chunks has done the output layer's part of the backward pass. What follows, the norm, is too short to
+    # gather the last block behind it.
+    kept = units[-2:] if units[-1:] == [[*last]] else units[-1:]
     options: Any = {"mp_policy": precision, "offload_policy": offload}
     for unit in units:
-        # Not after the last one's forward pass, whose backward pass comes next.
-        reshard = reshard_after_forward and unit is not units[-1]
+        # Not after the last ones' forward pass, whose backward pass comes next.
+        reshard = reshard_after_forward and unit not in kept
         for inner, inner_mesh in (own_mesh or {}).items():
-            if inner in {*unit.modules()}:
+            if any(inner in {*module.modules()} for module in unit):
                 dim = _shard_dimension(inner, inner_mesh)
                 fully_shard(
                     inner,
@@ -78,17 +85,45 @@ def apply_fsdp(
                     **options,
                 )
                 _run_hooks_outside_selection(inner)
-        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, **options)
-    # The root's parameters are used at both ends of the forward pass, so they stay gathered.
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, **options)  # pyright: ignore
+    # What is left is used at both ends of the forward pass (tied embeddings), so it stays gathered.
     fully_shard(model, mesh=mesh, reshard_after_forward=False, **options)
     sum_gradients(model)
-    for place, unit in enumerate(units if prefetch else ()):
+    if units[:1] == [[*first]] and _only_embeddings(first):
+        units[0][0].set_unshard_in_backward(False)  # pyright: ignore
+    if prefetch:
+        _prefetch([unit[0] for unit in units], prefetch)
+
+
+def units_of(
+    blocks: Iterable[nn.Module] | nn.ModuleDict,
+    *,
+    first: Sequence[nn.Module],
+    last: Sequence[nn.Module],
+) -> list[list[nn.Module]]:
+    """Return the modules of each unit, in forward order. Ends that share a parameter are left to the root."""
+    middle = blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks
+    ends = [{p for module in end for p in module.parameters()} for end in (first, last)]
+    if ends[0] & ends[1]:
+        first = last = ()
+    return [unit for unit in ([*first], *([block] for block in middle), [*last]) if unit]
+
+
+def _only_embeddings(modules: Iterable[nn.Module]) -> bool:
+    """Return whether a backward pass needs none of the modules' parameters: that of an embedding needs the ids."""
+    inner = (part for module in modules for part in module.modules())
+    return all(isinstance(part, nn.Embedding) for part in inner if part._parameters)
+
+
+def _prefetch(units: Sequence[nn.Module], depth: int) -> None:
+    """Gather `depth` units ahead, in the forward and in the backward pass."""
+    for place, unit in enumerate(units):
         assert isinstance(unit, FSDPModule)
-        unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + prefetch])  # pyright: ignore
+        unit.set_modules_to_forward_prefetch([*units[place + 1 : place + 1 + depth]])  # pyright: ignore
         # In the order in which the backward pass needs them: the nearest block before this one
         # first.
-        behind = units[max(0, place - prefetch) : place]
-        unit.set_modules_to_backward_prefetch(behind[::-1])  # pyright: ignore
+        behind = units[max(0, place - depth) : place]
+        unit.set_modules_to_backward_prefetch([*behind[::-1]])  # pyright: ignore
 
 
 def _run_hooks_outside_selection(unit: nn.Module) -> None:
@@ -115,6 +150,8 @@ def apply_ddp(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype = torch.float32,
     cast_forward_inputs: bool = True,
+    first: Sequence[nn.Module] = (),
+    last: Sequence[nn.Module] = (),
 ) -> None:
     """Replicate `model` in place over the one axis of `mesh`; gradients of each block are reduced as a bucket.
 
@@ -124,8 +161,7 @@ def apply_ddp(
     precision = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=cast_forward_inputs
     )
-    units = blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks
-    for unit in [*units, model]:
+    for unit in [*units_of(blocks, first=first, last=last), model]:
         replicate(unit, mesh=mesh, mp_policy=precision)
     sum_gradients(model)
 
