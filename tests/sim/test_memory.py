@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.synthetic import transfer
-from titan.sim.memory import memory_report
+from titan.sim.memory import memory_report, tensors_behind
 from titan.sim.profiles import Profile, load_profile
 from titan.sim.trace import Allocate, Category, Event, Free, Group, Scope, Trace
 
@@ -55,9 +55,11 @@ def test_peak_and_what_is_alive_then() -> None:
     }
     assert report.by_module == {"": 200 * MIB, "layers.1": 160 * MIB, "layers.0": 140 * MIB}
     assert report.at == Scope("forward", "layers.1")
-    sizes = [block.size_bytes // MIB for block in report.largest]
-    assert sizes == [200, 100, 100, 60, 40]
-    assert report.largest[0].category == "optimizer"
+    peak = max(report.timeline, key=lambda point: sum(point.by_category.values()))
+    [behind] = tensors_behind(training(), profile(), [peak])
+    assert [size // MIB for _, _, size in behind] == [200, 100, 100, 100]
+    assert behind[0][0] == "optimizer of no module, made in forward"
+    assert ("activations of layers.*, made in forward", 2, 100 * MIB) in behind
     assert 500 * MIB <= report.peak_reserved_bytes <= 560 * MIB
     assert report.fits and not report.failure and report.num_retries == 0
 

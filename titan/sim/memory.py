@@ -17,22 +17,13 @@ from heapq import nlargest
 from .allocator import Allocator, OutOfMemory
 from .profiles import Profile
 from .segments import any_layer
-from .trace import CATEGORIES, Allocate, Category, Event, Free, Scope, Trace, Transfer
+from .trace import CATEGORIES, Allocate, Category, Free, Scope, Trace, Transfer
 
 # Parts into which the timeline divides a step, enough for a chart.
 _NUM_POINTS = 400
 _NOWHERE = Scope("setup")
 _WORKSPACE = -1
 """Number of the block that cuBLAS allocates with the first matrix product; a trace has none below 0."""
-
-
-@dataclass(frozen=True)
-class AliveBlock:
-    """Describe a block in use at the peak."""
-
-    size_bytes: int
-    category: str
-    scope: Scope
 
 
 @dataclass(frozen=True)
@@ -50,8 +41,8 @@ class MemoryPoint:
 class MemoryReport:
     """Say what one rank needs.
 
-    Sizes as the allocator rounds them. at: what was going on at the peak of active memory. by_category, by_module and
-    largest describe what was in use then and add up to it. outside_bytes: beside the allocator. capacity_bytes: of the device.
+    Sizes as the allocator rounds them. at: what was going on at the peak of active memory. by_category and by_module
+    describe what was in use then and add up to it. outside_bytes: beside the allocator. capacity_bytes: of the device.
     fits: whether the run goes through. With num_retries above 0 it does only because the allocator gives back its cache
     again and again, which is slow. failure: where it runs out of memory, if it does.
     """
@@ -62,7 +53,6 @@ class MemoryReport:
     at: Scope
     by_category: dict[Category, int]
     by_module: dict[str, int]
-    largest: list[AliveBlock]
     timeline: list[MemoryPoint]
     outside_bytes: int
     capacity_bytes: int
@@ -71,9 +61,7 @@ class MemoryReport:
     failure: str = ""
 
 
-def memory_report(
-    trace: Trace, profile: Profile, *, expandable: bool = True, num_largest: int = 20
-) -> MemoryReport:
+def memory_report(trace: Trace, profile: Profile, *, expandable: bool = True) -> MemoryReport:
     """Replay a rank's memory on a device. `expandable` stands for
     `training.expandable_segments`."""
     workspace = int(profile.workspace_mib * 2**20)
@@ -83,7 +71,7 @@ def memory_report(
     communicators = sum(len(trace.groups[name].ranks) > 1 for name in used)
     outside = int((profile.context_gib + communicators * profile.communicator_gib) * 2**30)
     # First without a limit: that answer depends on the trace alone, and most jobs fit.
-    report = _unlimited(trace, workspace, expandable, num_largest)
+    report = _unlimited(trace, workspace, expandable)
     fits = report.peak_reserved_bytes + outside <= capacity
     report = replace(report, outside_bytes=outside, capacity_bytes=capacity, fits=fits)
     # The peak may hold cached blocks that the allocator would give back, so only a second run with
@@ -95,29 +83,58 @@ def memory_report(
 
 
 @lru_cache(maxsize=16)  # a sweep asks for one device after the other
-def _unlimited(
-    trace: Trace, workspace_bytes: int, expandable: bool, num_largest: int
-) -> MemoryReport:
+def _unlimited(trace: Trace, workspace_bytes: int, expandable: bool) -> MemoryReport:
     """Report on a device that has any amount of memory."""
     events = list(_events(trace, workspace_bytes))
-    # The last of the steps is the timeline's: as many events at the end of the list.
-    of_step = sum(isinstance(event, (Allocate, Free)) for event in trace.step)
     run = _Run(Allocator(expandable=expandable))
     run.all(events)
+    # The last of the steps is the timeline's: as many events at the end of the list.
+    of_step = sum(isinstance(event, (Allocate, Free)) for event in trace.step)
+    first = max(0, len(events) - of_step)
     report = MemoryReport(
         rank=trace.rank,
         peak_active_bytes=run.allocator.peak_active_bytes,
         peak_reserved_bytes=run.allocator.peak_reserved_bytes,
-        at=Scope("setup"),
-        by_category={},
+        at=_NOWHERE,
+        # Every category appears, also with 0 bytes, so that tables keep their rows.
+        by_category=dict.fromkeys(CATEGORIES, 0),
         by_module={},
-        largest=[],
-        timeline=_timeline(events, run.sizes, first=max(0, len(events) - of_step)),
+        timeline=[],
         outside_bytes=0,
         capacity_bytes=0,
         fits=True,
     )
-    _tell_peak(report, events[: run.peak_at + 1], run.sizes, num_largest)
+    in_use = dict.fromkeys(CATEGORIES, 0)
+    alive: dict[int, Allocate] = {}
+    highest, part, total = -1, -1, 0
+    phase = "setup"
+    for number, event in enumerate(events):
+        size = run.sizes[event.block]
+        if isinstance(event, Allocate):
+            alive[event.block], phase = event, event.scope.phase
+        else:
+            event, size = alive.pop(event.block), -size
+        in_use[event.category] += size
+        total += size
+        if number == run.peak_at:
+            by_module: Counter[str] = Counter()
+            for block, of_block in alive.items():
+                by_module[of_block.scope.module] += run.sizes[block]
+            report.at, report.by_category = event.scope, dict(in_use)
+            report.by_module = dict(by_module.most_common())
+        # Steps before the last count for what is in use, and make no points.
+        if number < first:
+            continue
+        # Of each part only the highest moment is kept, so that a short peak cannot fall between
+        # points.
+        now = (number - first) * _NUM_POINTS // max(1, len(events) - first)
+        if now == part and total <= highest:
+            continue
+        if now == part:
+            report.timeline.pop()
+        position = (number - first) / max(1, len(events) - first)
+        report.timeline.append(MemoryPoint(number, position, phase, dict(in_use)))
+        part, highest = now, total
     return report
 
 
@@ -179,7 +196,7 @@ class _Run:
     allocator: Allocator
     sizes: dict[int, int] = field(default_factory=dict)
     peak_at: int = 0
-    scope: Scope = Scope("setup")  # noqa: RUF009  frozen
+    scope: Scope = _NOWHERE
 
     def all(self, events: Iterable[Allocate | Free]) -> None:
         allocator, highest = self.allocator, -1
@@ -197,10 +214,7 @@ class _Run:
 def _events(trace: Trace, workspace_bytes: int) -> Iterator[Allocate | Free]:
     """Yield all allocations of building, of the first step and of later ones. Every block has a
     separate number."""
-    allocations: dict[int, Allocate] = {}
-    # Building the model.
-    for event in trace.setup:
-        yield from _noted(event, allocations)
+    yield from (e for e in trace.setup if isinstance(e, Allocate | Free))
     # cuBLAS keeps one workspace for each handle and stream from its first product to the end of the
     # process.
     if workspace_bytes:
@@ -213,14 +227,10 @@ def _events(trace: Trace, workspace_bytes: int) -> Iterator[Allocate | Free]:
     # The optimizer's state is made while gradients and other temporary memory of the update exist,
     # which may be the peak. So it waits for the optimizer's phase of the first step.
     yield from (e for e in lasting if e.category != "optimizer")
-    states = [e for e in lasting if e.category == "optimizer"]
-    for event in trace.first_step:
-        if isinstance(event, Allocate):
-            allocations[event.block] = event
     # Three steps: the first makes the states, and each later one frees what the one before has
     # left.
-    steps = _Steps(trace, allocations)
-    yield from steps.once(states)
+    steps = _Steps(trace)
+    yield from steps.once([e for e in lasting if e.category == "optimizer"])
     yield from steps.once()
     yield from steps.once()
 
@@ -232,16 +242,17 @@ class _Steps:
     block of equal size and module that the repetition before has left.
     """
 
-    def __init__(self, trace: Trace, allocations: dict[int, Allocate]) -> None:
+    def __init__(self, trace: Trace) -> None:
         # Blocks that existed before the step, the step's own blocks, and those of them that it
         # leaves behind.
         self.events = trace.step
-        self.before = dict(allocations)
+        before = (*trace.setup, *trace.first_step)
+        self.before = {e.block: e for e in before if isinstance(e, Allocate)}
         self.own = {e.block: e for e in trace.step if isinstance(e, Allocate)}
         freed = {e.block for e in trace.step if isinstance(e, Free)}
         self.kept = [e for block, e in self.own.items() if block not in freed]
         # Numbers of the n-th repetition are shifted by n strides, so they never collide.
-        self.stride = max([*allocations, *self.own], default=0) + 1
+        self.stride = max([*self.before, *self.own], default=0) + 1
         self.offset = 0
         # Blocks that the previous repetition left, by size and module, oldest first.
         self.left: dict[tuple[int, str], deque[int]] = defaultdict(deque)
@@ -275,71 +286,3 @@ class _Steps:
         # Only now may the next repetition free what this one leaves.
         for event in self.kept:
             self.left[event.size_bytes, event.scope.module].append(event.block + self.offset)
-
-
-def _noted(event: Event, allocations: dict[int, Allocate]) -> Iterator[Allocate | Free]:
-    if isinstance(event, Allocate):
-        allocations[event.block] = event
-        yield event
-    elif isinstance(event, Free):
-        yield event
-
-
-def _tell_peak(
-    report: MemoryReport, events: list[Allocate | Free], sizes: dict[int, int], num_largest: int
-) -> None:
-    """Describe in the report what is in use after these events, of which the last makes the
-    peak."""
-    alive: dict[int, Allocate] = {}
-    for event in events:
-        if isinstance(event, Allocate):
-            alive[event.block] = event
-        else:
-            del alive[event.block]
-    # Every category appears, also with 0 bytes, so that tables keep their rows.
-    by_category: Counter[Category] = Counter(dict.fromkeys(CATEGORIES, 0))
-    by_module: Counter[str] = Counter()
-    for block, event in alive.items():
-        by_category[event.category] += sizes[block]
-        by_module[event.scope.module] += sizes[block]
-    largest = sorted(alive, key=lambda block: -sizes[block])[:num_largest]
-    report.by_category, report.by_module = dict(by_category), dict(by_module.most_common())
-    report.largest = [AliveBlock(sizes[b], alive[b].category, alive[b].scope) for b in largest]
-    if events and isinstance(events[-1], Allocate):
-        report.at = events[-1].scope
-
-
-def _timeline(
-    events: list[Allocate | Free], sizes: dict[int, int], *, first: int
-) -> list[MemoryPoint]:
-    """Return the memory of the last step, which begins at event `first`: its highest moment in each
-    of several hundred equal parts."""
-    in_use: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
-    alive: dict[int, Category] = {}
-    points: list[MemoryPoint] = []
-    length = max(1, len(events) - first)
-    highest, part, total = -1, -1, 0
-    phase = "setup"
-    for number, event in enumerate(events):
-        size = sizes[event.block]
-        if isinstance(event, Allocate):
-            alive[event.block], phase = event.category, event.scope.phase
-        else:
-            size = -size
-        in_use[alive[event.block]] += size
-        total += size
-        # Steps before the last count for what is in use, and make no points.
-        if number < first:
-            continue
-        now = (number - first) * _NUM_POINTS // length
-        # Of each part only the highest moment is kept, so that a short peak cannot fall between
-        # points.
-        if now == part and total <= highest:
-            continue
-        point = MemoryPoint(number, (number - first) / length, phase, dict(in_use))
-        if now == part:
-            points[-1] = point
-        else:
-            points.append(point)
-        part, highest = now, total
-    return points
