@@ -25,7 +25,7 @@ from typing import Any
 
 from .cost import Cost
 from .network import LINKS, TransferPrice
-from .timeline import Cause, Lane, Ran, Timeline, axis_of, summarise
+from .timeline import Cause, Interval, Lane, Timeline, axis_of, summarise
 from .trace import (
     COMPUTE_STREAM,
     HOST,
@@ -70,9 +70,9 @@ def _timeline(ranks: list[_Rank], steps: int) -> Timeline:
     origin = min(rank.streams[COMPUTE_STREAM].cuts[-2][0] for rank in ranks)
     by_rank = {}
     for rank in ranks:
-        lanes = [*rank.streams.values()]
+        lanes, groups = [*rank.streams.values()], rank.trace.groups
         by_rank[rank.number] = summarise(
-            rank.number, lanes, rank.transfers, rank.host, step_s=step_s, origin=origin
+            rank.number, lanes, rank.transfers, rank.host, groups, step_s=step_s, origin=origin
         )
     return Timeline(step_s, by_rank)
 
@@ -255,12 +255,11 @@ class _Flow:
         self._retime_neighbours(now)
 
     def _finish(self, now: float) -> None:
-        for batch, transfer, group, price in self.sides:
+        for batch, transfer, _, price in self.sides:
             rank = batch.stream.rank
             lane = batch.stream
-            rank.transfers.append(
-                Ran(lane.num_steps, lane.name, axis_of(group), self.begin, now, transfer)
-            )
+            if lane.num_steps == rank.steps - 1:
+                rank.transfers.append(Interval(lane.name, self.begin, now, transfer))
             if self.with_volume:
                 rank.release(self, price.links)
             rank.count_flows(-1, now)
@@ -321,7 +320,7 @@ class _Rank:
         self.num_flows = 0
         self.flows: list[_Flow] = []
         self.links = [0] * len(LINKS)
-        self.transfers: list[Ran] = []
+        self.transfers: list[Interval] = []  # of the last step
 
     def stream(self, key: int | str) -> _Stream:
         """Return the stream with a number, or that of a group by the group's name; make it when it is first used."""

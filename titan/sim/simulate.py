@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,8 +19,8 @@ from .cost import Cost
 from .memory import MemoryReport, memory_report
 from .profiles import Profile, load_profile
 from .replay import replay
-from .timeline import Timeline, axis_of
-from .trace import Launch, Trace, Transfer, no_garbage_collection
+from .timeline import Timeline
+from .trace import Launch, Trace, no_garbage_collection
 from .trace_cache import TraceRequest, get_traces
 from .trace_jobs import DeviceKind, Prepare
 
@@ -234,17 +234,9 @@ def _experts(simulation: Simulation) -> Facts:
 
 
 def _communication(simulation: Simulation) -> Facts:
-    exposed = simulation.timeline.mean_by("exposed_s")
-    overlapped = simulation.timeline.mean_by("overlapped_s")
-    volume: defaultdict[str, float] = defaultdict(float)
-    count: defaultdict[str, float] = defaultdict(float)
-    for trace in simulation.traces.values():
-        for event in trace.step:
-            if isinstance(event, Transfer):
-                axis = axis_of(trace.groups[event.group])
-                # The mean over the traced ranks, one of each stage, as for all times on the page.
-                volume[axis] += event.size_bytes / len(simulation.traces)
-                count[axis] += 1 / len(simulation.traces)
+    # Means over the traced ranks, one of each stage, as for all times on the page.
+    mean_by = simulation.timeline.mean_by
+    exposed, overlapped, volume = map(mean_by, ("exposed_s", "overlapped_s", "sent_bytes"))
     return {
         "exposed_s": sum(exposed.values()),
         "overlapped_s": sum(overlapped.values()),
@@ -253,9 +245,9 @@ def _communication(simulation: Simulation) -> Facts:
                 "exposed_s": exposed.get(axis, 0.0),
                 "overlapped_s": overlapped.get(axis, 0.0),
                 "bytes": round(volume[axis]),
-                "count": round(count[axis]),
+                "count": round(count),
             }
-            for axis in sorted(count)
+            for axis, count in sorted(mean_by("num_sent").items())
         },
     }
 

@@ -37,17 +37,6 @@ class Lane:
         return len(self.cuts) - 1
 
 
-class Ran(NamedTuple):
-    """Describe a transfer that ran. step: counted from 0. lane: its name."""
-
-    step: int
-    lane: str
-    axis: str
-    start: float
-    end: float
-    transfer: Transfer
-
-
 class Interval(NamedTuple):
     """Describe something that ran. lane: "compute", "stream 3", "group pp". Seconds count from the
     beginning of the step."""
@@ -66,7 +55,8 @@ class RankTimeline:
 
     compute_s: kernels on the compute stream. exposed_s: it is idle, waiting for a transfer that runs, by axis. peers_s: for
     ranks that have not come to a transfer yet, or for the slowest at the end of the step. copies_s: for kernels of other
-    streams. host_s: for the host. overlapped_s: transfers behind whose back it computed, by axis. span_s: by phase, with the
+    streams. host_s: for the host. overlapped_s: transfers behind whose back it computed, by axis. sent_bytes, num_sent: of the
+    transfers, by axis. span_s: by phase, with the
     waiting after each kernel. by_module_s: kernels by module ("layers.*.attention.wq"), or by phase outside of modules.
     intervals: what ran on the device. host: what the host did, as a Lane's segments, on the clock of the intervals. It is ahead of
     the device, so it begins before 0.
@@ -76,6 +66,8 @@ class RankTimeline:
     compute_s: float = 0.0
     exposed_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     overlapped_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    sent_bytes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    num_sent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     peers_s: float = 0.0
     copies_s: float = 0.0
     host_s: float = 0.0
@@ -110,12 +102,11 @@ class Timeline:
         return sum(getattr(rank, part) for rank in self.ranks.values()) / len(self.ranks)
 
     def mean_by(self, part: str) -> dict[str, float]:
-        """Return the mean over ranks of exposed_s, overlapped_s, span_s, by_phase_s, by_kind_s or
-        by_module_s."""
+        """Return the mean over ranks of a part that is a dict, such as exposed_s or by_phase_s."""
         total: dict[str, float] = defaultdict(float)
         for rank in self.ranks.values():
-            for key, seconds in getattr(rank, part).items():
-                total[key] += seconds / len(self.ranks)
+            for key, value in getattr(rank, part).items():
+                total[key] += value / len(self.ranks)
         return dict(total)
 
 
@@ -144,16 +135,15 @@ def lane_labels(intervals: Iterable[Interval], groups: Mapping[str, Group]) -> d
 def summarise(
     rank: int,
     lanes: Sequence[Lane],
-    transfers: Sequence[Ran],
+    transfers: Sequence[Interval],
     host: Lane,
+    groups: Mapping[str, Group],
     *,
     step_s: float,
     origin: float,
 ) -> RankTimeline:
     """Sum up the last step of a rank. step_s: of all ranks together. origin: the time from which intervals count."""
     result = RankTimeline(rank)
-    # A wait names the transfer, and the axis is known of those that ran.
-    axes = {id(ran.transfer): ran.axis for ran in transfers}
     (begin, first), (end, last) = lanes[0].cuts[-2:]
     # The compute stream decides where the time went: it ran a kernel, or it waited for something.
     phase = "forward"
@@ -167,11 +157,11 @@ def summarise(
             # Equal blocks count together; the update of all parameters belongs to none.
             result.by_module_s[any_layer(what.scope.module) or what.scope.phase] += stop - start
         else:
-            _attribute(result, what, start, stop, axes)
+            _attribute(result, what, start, stop, groups)
     # With one step, it ends with the last stream. In consecutive steps, the rest runs beside the next one.
     if lanes[0].num_steps == 1:
         slowest = max(lanes, key=lambda lane: lane.cuts[-1][0])
-        _attribute(result, slowest, end, slowest.cuts[-1][0], axes)
+        _attribute(result, slowest, end, slowest.cuts[-1][0], groups)
         end = slowest.cuts[-1][0]
     result.peers_s += step_s - (end - begin)  # the slowest rank is still busy
     # For charts: everything that ran on any stream.
@@ -179,11 +169,13 @@ def summarise(
         for start, stop, what in lane.segments[lane.cuts[-2][1] : lane.cuts[-1][1]]:
             if isinstance(what, Launch):
                 result.intervals.append(Interval(lane.name, start - origin, stop - origin, what))
-    for ran in transfers:
-        if ran.step == lanes[0].num_steps - 1:
-            result.overlapped_s[ran.axis] += ran.end - ran.start
-            interval = Interval(ran.lane, ran.start - origin, ran.end - origin, ran.transfer)
-            result.intervals.append(interval)
+    for lane, start, stop, transfer in transfers:
+        assert isinstance(transfer, Transfer)
+        axis = axis_of(groups[transfer.group])
+        result.overlapped_s[axis] += stop - start
+        result.sent_bytes[axis] += transfer.size_bytes
+        result.num_sent[axis] += 1
+        result.intervals.append(Interval(lane, start - origin, stop - origin, transfer))
     (_, first), (_, last) = host.cuts[-2:]
     result.host = [(a - origin, b - origin, what) for a, b, what in host.segments[first:last]]
     # So far all time of transfers. Hidden is what did not hold up the compute stream.
@@ -194,13 +186,13 @@ def summarise(
 
 
 def _attribute(
-    result: RankTimeline, what: Any, start: float, stop: float, axes: Mapping[int, str]
+    result: RankTimeline, what: Any, start: float, stop: float, groups: Mapping[str, Group]
 ) -> None:
     """Charge idle time to what was waited for, following streams that waited themselves."""
     if stop <= start:
         return
     if isinstance(what, Transfer):
-        result.exposed_s[axes[id(what)]] += stop - start
+        result.exposed_s[axis_of(groups[what.group])] += stop - start
     elif isinstance(what, Launch):
         result.copies_s += stop - start
     elif what == "peers":
@@ -216,7 +208,7 @@ def _attribute(
             begin, end, inner = segments[index]
             if end > at:
                 result.host_s += max(0.0, begin - at)  # the stream had nothing to do yet
-                _attribute(result, inner, max(at, begin), min(end, stop), axes)
+                _attribute(result, inner, max(at, begin), min(end, stop), groups)
                 at = min(end, stop)
             index += 1
         # The rest of the time the stream had ended all of its work.

@@ -8,10 +8,11 @@ receive that is issued alone goes through a communicator of its two ranks, becau
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
+from typing import Any, get_args
 
 import torch.distributed as dist
 from torch import Tensor
@@ -21,48 +22,22 @@ from . import torch_compat
 from .operators import tensors_in
 from .trace import AwaitWork, CollectiveKind, Event, Group, Scope, Transfer
 
-# Operator: kind, and the argument (None: the result) whose bytes count.
-# Of an all-gather the whole output counts, of a reduce-scatter the whole input.
-_KINDS: dict[str, tuple[CollectiveKind, str | None]] = {
-    "c10d::allreduce_": ("all_reduce", "tensors"),
-    "c10d::allreduce_coalesced_": ("all_reduce", "tensors"),
-    "c10d::broadcast_": ("broadcast", "tensors"),
-    "c10d::_allgather_base_": ("all_gather", "output_tensor"),
-    "c10d::allgather_": ("all_gather", "output_tensors"),
-    "c10d::allgather_into_tensor_coalesced_": ("all_gather", "outputs"),
-    "c10d::_reduce_scatter_base_": ("reduce_scatter", "input_tensor"),
-    "c10d::reduce_scatter_": ("reduce_scatter", "input_tensors"),
-    "c10d::reduce_scatter_tensor_coalesced_": ("reduce_scatter", "inputs"),
-    "c10d::alltoall_base_": ("all_to_all", "input"),
-    "c10d::alltoall_": ("all_to_all", "input_tensors"),
-    "c10d::send": ("send", "tensors"),
-    "c10d::recv_": ("recv", "tensors"),
-    "_c10d_functional::all_reduce": ("all_reduce", "input"),
-    "_c10d_functional::all_reduce_": ("all_reduce", "input"),
-    "_c10d_functional::all_reduce_coalesced": ("all_reduce", "inputs"),
-    "_c10d_functional::all_reduce_coalesced_": ("all_reduce", "inputs"),
-    "_c10d_functional::broadcast": ("broadcast", "input"),
-    "_c10d_functional::broadcast_": ("broadcast", "input"),
-    "_c10d_functional::all_gather_into_tensor": ("all_gather", None),
-    "_c10d_functional::all_gather_into_tensor_out": ("all_gather", None),
-    "_c10d_functional::all_gather_into_tensor_coalesced": ("all_gather", None),
-    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", "input"),
-    "_c10d_functional::reduce_scatter_tensor_out": ("reduce_scatter", "input"),
-    "_c10d_functional::reduce_scatter_tensor_coalesced": ("reduce_scatter", "inputs"),
-    "_c10d_functional::all_to_all_single": ("all_to_all", "input"),
-    "_dtensor::shard_dim_alltoall": ("all_to_all", "input"),
-}
+# c10d's operators and functional ones, without their namespace. c10d's have an underscore at the end, and some at the beginning.
+_NAME = re.compile(
+    r"_?(shard_dim_)?(?P<kind>all_?gather|all_?reduce|all_?to_?all|reduce_scatter|broadcast|send|recv)"
+    r"(_base|_into_tensor|_tensor|_single)?(_coalesced|_out)?_?"
+)
 _WAIT = "_c10d_functional::wait_tensor"
 _NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
 
 
 class UnknownCollective(RuntimeError):
-    """Report a collective that is not in the table above."""
+    """Report a collective with a name that is not known."""
 
 
 @dataclass
 class Collective:
-    """Say how to read a call: the indices of the operator's arguments, -1 for one that it lacks."""
+    """Say how to read a call: the indices of the operator's arguments, -1 for one that it lacks. data: whose bytes count; -1: the result's."""
 
     kind: CollectiveKind | None  # None: wait_tensor
     data: int
@@ -78,18 +53,23 @@ def collective_of(func: Any) -> Collective | None:
         return None
     name, names = func._schema.name, [a.name for a in func._schema.arguments]
 
-    def index(*candidates: str) -> int:
+    def index(*beginnings: str) -> int:
         # c10d's operators and the functional ones name their arguments differently.
-        return next((i for i, n in enumerate(names) if n in candidates), -1)
+        return next((i for i, n in enumerate(names) if n.startswith(beginnings)), -1)
 
     if name == _WAIT:
         return Collective(None, 0, -1, -1, -1, True)
-    if name not in _KINDS:
+    match = _NAME.fullmatch(func._opname)
+    if match is None:
         raise UnknownCollective(f"{name} is not among the collectives that the simulator knows")
-    kind, data = _KINDS[name]
+    plain = match["kind"].replace("_", "")
+    kind = next(kind for kind in get_args(CollectiveKind) if kind.replace("_", "") == plain)
     return Collective(
         kind,
-        data=-1 if data is None else index(data),
+        # Of an all-gather the whole output counts, of a reduce-scatter the whole input. Functional ones return the output.
+        data=index("output_tensor", "outputs")
+        if kind == "all_gather"
+        else index("tensor", "input"),
         group=index("process_group", "group_name"),
         asynchronous=index("asyncOp", "async_op"),
         peer=index("dst", "src") if kind in ("send", "recv") else -1,
@@ -163,11 +143,9 @@ class Transfers:
         work = self._batch or next(self._works)
         # What runs beside the current stream: functional collectives, batches, point-to-point, and
         # what is asked to.
-        detached = collective.functional or bool(self._batch)
-        if collective.peer >= 0:
-            detached = True
-        elif collective.asynchronous >= 0:
-            detached = detached or bool(argument(collective.asynchronous))
+        detached = collective.functional or bool(self._batch) or peer >= 0
+        if collective.asynchronous >= 0:
+            detached |= bool(argument(collective.asynchronous))
         self.record(
             Transfer(
                 collective.kind,
@@ -233,11 +211,10 @@ class Transfers:
         self.record(AwaitWork(self.stream(), work))
 
     def _group(self, group: Any) -> Group:
-        group = (
-            torch_compat.resolve_group(group)
-            if isinstance(group, str)
-            else self._process_group(group)
-        )
+        if isinstance(group, str):
+            group = torch_compat.resolve_group(group)
+        elif not isinstance(group, dist.ProcessGroup):
+            group = dist.ProcessGroup.unbox(group)
         name = group.group_name
         if name not in self.groups:
             ranks = tuple(dist.get_process_group_ranks(group))
@@ -253,9 +230,6 @@ class Transfers:
         first, second = sorted((dist.get_rank() + self.shift, peer))
         name = f"{group.name}: {first} and {second}"
         return self.groups.setdefault(name, Group(name, group.axes, (first, second)))
-
-    def _process_group(self, group: Any) -> Any:
-        return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
 
     def _axes_of(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
         """Return the axes along which ranks differ. The mesh holds ranks row by row."""
