@@ -17,14 +17,12 @@ tests/sim/test_extrapolate.py compares it with whole traces. Imports no torch.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypeAlias
+from dataclasses import dataclass, is_dataclass, replace
+from typing import Any, NamedTuple
 
 from .segments import (
     LAYER,
-    SECTIONS,
     EventId,
     ParsedTrace,
     Segment,
@@ -33,18 +31,17 @@ from .segments import (
     parse_trace,
 )
 from .trace import (
+    BEGINS,
     Allocate,
-    AwaitEvent,
-    AwaitWork,
     Event,
-    Free,
     Kernel,
     Launch,
-    RecordEvent,
     Scope,
     Trace,
     Transfer,
+    compared_fields,
     list_launches,
+    number_of,
 )
 
 
@@ -61,14 +58,23 @@ class Depth:
     count: int
 
 
-Reference: TypeAlias = tuple[str, int, int, int]
-"""What an event refers to: how its part is found, its segment, a distance, and its number within the part. How:
+class Reference(NamedTuple):
+    """Say what an event refers to: a segment, a block of it (or of a series, a part), and a number within the block.
 
-    "block"    the distance in blocks, from the block of the event that refers
-    "start"    that block, counted from the first
-    "end"      that block, counted from the last
-    "mirror"   in a series that frees another one in reverse: the distance from the mirrored part
-"""
+    The block is that at a distance from the first one or, counted backwards, from the last one (`from_end`): by itself, or on top
+    of the number of the block that the event is in (`relative`), as where a series is freed in order or in reverse.
+    """
+
+    segment: int
+    number: int
+    from_end: bool
+    relative: bool
+    distance: int
+
+
+# Ways to say where the block is, in the order in which they are tried: by (from_end, relative).
+_IN_PASS = ((False, True), (False, False), (True, False), (True, True))
+_IN_SERIES = ((False, True), (True, True))
 
 
 def extrapolate(small: Trace, big: Trace, *, depth: int, stages: Sequence[Depth]) -> Trace:
@@ -81,7 +87,7 @@ def extrapolate(small: Trace, big: Trace, *, depth: int, stages: Sequence[Depth]
         stages: all stages of the whole model, each with at least `depth` + 1 blocks.
     """
     few, more = parse_trace(small, depth), parse_trace(big, depth + 1)
-    if len(few.segments) != len(more.segments) or few.sections != more.sections:
+    if [s.section for s in few.segments] != [s.section for s in more.segments]:
         raise CannotExtrapolate(
             f"{len(few.segments)} parts with {depth} blocks, {len(more.segments)} with one more"
         )
@@ -112,6 +118,8 @@ class _Extrapolation:
         for number, segment in enumerate(more.segments):
             if segment.direction:
                 segment.template = self._find_template(number, segment)
+            elif any(part != self.references[number][0] for part in self.references[number]):
+                raise self._fail(number, "refers to blocks in no regular order")
 
     def _fail(self, number: int, why: str, event_id: EventId | None = None) -> CannotExtrapolate:
         parts = self.more.segments[number].parts
@@ -159,54 +167,26 @@ class _Extrapolation:
         target = self.more.targets.get(event_id)
         if target is None:
             return None
-        own, other = self.more.segments[event_id.segment], self.more.segments[target.segment]
-        block, last = self.more.block(target), len(other.parts) - 1
-        # Both are series: gradients that are freed as a list, in the order of their allocation or
-        # against it.
-        if own.series and other.series:
-            if self._is_even(event_id.segment, lambda s, t: t.part - s.part):
-                return ("block", target.segment, block - event_id.part, target.number)
-            if self._is_even(event_id.segment, lambda s, t: t.part + s.part):
-                return ("mirror", target.segment, last - block - event_id.part, target.number)
-            raise self._fail(event_id.segment, "frees blocks in no regular order")
-        # A single event has no distance to keep.
-        if last == 0:
-            return ("start", target.segment, 0, target.number)
+        own, few = self.more.segments[event_id.segment], self.few.segments[event_id.segment]
         # The same event in the shallower trace: parts near the end keep their distance from the end.
-        few = self.few.segments[event_id.segment]
         removed = len(own.parts) - len(few.parts)
-        same = EventId(
-            event_id.segment,
-            event_id.part if event_id.part < len(own.parts) / 2 else event_id.part - removed,
-            event_id.number,
-        )
-        # What the same event refers to in the shallower trace decides how the distance is stored.
+        near_end = event_id.part >= len(own.parts) / 2
+        same = event_id._replace(part=event_id.part - removed * near_end)
         twin = self.few.targets.get(same)
         if twin is None or twin.segment != target.segment:
             raise self._fail(
                 event_id.segment, "refers to different things at different depths", event_id
             )
-        was, its_last = self.few.block(twin), len(self.few.segments[twin.segment].parts) - 1
-        # Of the ways to say where the target is, take one that says the same at both depths.
-        if own.direction and block - self.more.block(event_id) == was - self.few.block(same):
-            return ("block", target.segment, block - self.more.block(event_id), target.number)
-        if block == was:
-            return ("start", target.segment, block, target.number)
-        if last - block == its_last - was:
-            return ("end", target.segment, last - block, target.number)
+        for from_end, relative in _IN_SERIES if own.series else _IN_PASS:
+            distances = {
+                parsed.distance(a, b, from_end=from_end, relative=relative)
+                for parsed, a, b in ((self.more, event_id, target), (self.few, same, twin))
+            }
+            if len(distances) == 1:
+                return Reference(target.segment, target.number, from_end, relative, *distances)
         raise self._fail(
             event_id.segment, "refers to different blocks at different depths", event_id
         )
-
-    def _is_even(self, number: int, relation: Callable[[EventId, EventId], int]) -> bool:
-        """Return whether all parts of a series refer to the same segment, in the same relation."""
-        # One event in each part, so its number is 0.
-        relations = set()
-        for p in range(len(self.more.segments[number].parts)):
-            event_id = EventId(number, p, 0)
-            target = self.more.targets.get(event_id)
-            relations.add(None if target is None else (target.segment, relation(event_id, target)))
-        return len(relations) == 1
 
     def _find_template(self, number: int, segment: Segment) -> int:
         """Return a part in the middle that equals the next one, and that the shallower trace has one less of."""
@@ -232,13 +212,8 @@ class _Extrapolation:
         self.scopes: dict[tuple[Scope, int], Scope] = {}
         self.kernels: dict[Kernel, Kernel] = {}
         result = Trace(big.rank, big.world_size, groups=big.groups)
-        # Where each section's segments begin, and where the last one ends.
-        bounds = [*self.more.sections, len(self.more.segments)]
-        for section, first, end in zip(SECTIONS, bounds, bounds[1:], strict=False):
-            events: list[Event] = []
-            for number in range(first, end):
-                self._emit(number, events)
-            setattr(result, section, events)
+        for number, segment in enumerate(self.more.segments):
+            self._emit(number, getattr(result, segment.section))
         return result
 
     def _emit(self, number: int, events: list[Event]) -> None:
@@ -254,29 +229,24 @@ class _Extrapolation:
                 # An event of a series beyond those traced refers as the last one of them does.
                 reference = self.references[number][source][n]
                 target = None if reference is None else self._resolve(reference, event_id)
-                grown = event if segment.direction else self._grow(number, source, n, event)
                 # Only what belongs to no layer pass grows: within a pass, sizes belong to a block.
-                events.append(self._copy(grown, event_id, target, self._layer(segment, part)))
+                if not segment.direction:
+                    # The shallower trace may have a shorter series, whose last event stands for the rest.
+                    few = self.few.segments[number].parts
+                    event = self._grow(few[min(source, len(few) - 1)][n], event)
+                events.append(self._copy(event, event_id, target, self._layer(segment, part)))
 
     def _resolve(self, reference: Reference, event_id: EventId) -> EventId:
-        # The inverse of `_reference`, with the lengths of the whole model.
-        kind, number, distance, n = reference
-        segment, length = self.more.segments[number], self.lengths[number]
-        if kind == "start":
-            block = distance
-        elif kind == "end":
-            block = length - 1 - distance
-        elif kind == "mirror":
-            block = length - 1 - distance - event_id.part
-        else:
-            own = self.more.segments[event_id.segment]
-            block = distance + (
-                event_id.part
-                if own.direction >= 0
-                else self.lengths[event_id.segment] - 1 - event_id.part
-            )
+        # The inverse of `ParsedTrace.distance`, with the lengths of the whole model.
+        own, segment = self.more.segments[event_id.segment], self.more.segments[reference.segment]
+        last = self.lengths[reference.segment] - 1
+        block = reference.distance
+        if reference.relative:
+            own_last = self.lengths[event_id.segment] - 1
+            block += event_id.part if own.direction >= 0 else own_last - event_id.part
         # In a downward pass the first part is the last block.
-        return EventId(number, block if segment.direction >= 0 else length - 1 - block, n)
+        from_end = reference.from_end != (segment.direction < 0)
+        return EventId(reference.segment, last - block if from_end else block, reference.number)
 
     def _layer(self, segment: Segment, part: int) -> Callable[[int], int]:
         """Return the map from a block's number in the deeper trace to that in the whole model."""
@@ -299,75 +269,45 @@ class _Extrapolation:
         # A part may name other blocks, such as the next one, whose parameters it gathers.
         return lambda layer: stage.first + is_at + (layer - was_at)
 
-    def _grow(self, number: int, part: int, n: int, event: Event) -> Event:
-        # An event outside the passes may handle all blocks at once, such as one update of every
-        # parameter.
-        few = self.few.segments[number].parts
-        # The shallower trace may have a shorter series, whose last event stands for the rest.
-        twin = few[min(part, len(few) - 1)][n]
-        if type(twin) is not type(event):
-            raise self._fail(number, "depths differ")
-        if isinstance(event, Launch) and isinstance(twin, Launch):
-            return replace(event, kernel=self._grow_kernel(twin.kernel, event.kernel))
-        if isinstance(event, (Allocate, Transfer)) and isinstance(twin, (Allocate, Transfer)):
-            return replace(event, size_bytes=self._grown(twin.size_bytes, event.size_bytes))
-        return event
-
-    def _grow_kernel(self, few: Kernel, more: Kernel) -> Kernel:
+    def _grow(self, few: Any, more: Any) -> Any:
+        """Extrapolate the numbers in which events, kernels or shapes of the two depths differ."""
         if few == more:
             return more
-        if few.name != more.name or [*map(len, few.shapes)] != [*map(len, more.shapes)]:
-            raise CannotExtrapolate(f"{few.name} where the deeper trace has {more.name}")
-        shapes = tuple(
-            tuple(self._grown(x, y) for x, y in zip(a, b, strict=True))
-            for a, b in zip(few.shapes, more.shapes, strict=True)
-        )
-        kernel = replace(
-            more,
-            shapes=shapes,
-            **{
-                name: self._grown(getattr(few, name), getattr(more, name))
-                for name in ("flops", "read_bytes", "write_bytes")
-            },
-        )
+        if type(few) is not type(more) or (isinstance(more, tuple) and len(few) != len(more)):
+            raise CannotExtrapolate(f"{few} where the deeper trace has {more}")
+        if isinstance(more, int):
+            return self._grown(few, more)
+        if isinstance(more, tuple):
+            return tuple(map(self._grow, few, more))
+        if not is_dataclass(more):
+            raise CannotExtrapolate(f"{few} where the deeper trace has {more}")
+        values = {
+            name: self._grow(getattr(few, name), getattr(more, name))
+            for name in compared_fields(type(more))
+        }
+        if not isinstance(more, Kernel):
+            return replace(more, **values)
         # One update of many tensors takes more launches for more of them.
         if more.kind == "optimizer":
-            kernel = replace(kernel, num_launches=list_launches(shapes))
+            values["num_launches"] = list_launches(values["shapes"])
+        kernel = replace(more, **values)
         return self.kernels.setdefault(kernel, kernel)
 
     def _copy(
         self, event: Event, event_id: EventId, target: EventId | None, layer: Callable[[int], int]
     ) -> Event:
         """Return the event with the numbers and scopes of the whole model."""
-        # Numbers of blocks, events and works come from one counter: the new trace needs them only
-        # to be distinct.
-        numbers = self.numbers
-        # -1: it refers to something from before the trace began.
-        refers = -1 if target is None else numbers[target]
-        match event:
-            case Launch():
-                return Launch(event.kernel, event.stream, self._renumbered(event.scope, layer))
-            case Allocate():
-                numbers[event_id] = len(numbers)
-                scope = self._renumbered(event.scope, layer)
-                return Allocate(
-                    numbers[event_id], event.size_bytes, event.stream, event.category, scope
-                )
-            case Free():
-                return Free(refers)
-            case Transfer():
-                if target is None:  # the first of its work, which has a new number
-                    refers = numbers[event_id] = len(numbers)
-                return replace(event, work=refers, scope=self._renumbered(event.scope, layer))
-            case RecordEvent():
-                numbers[event_id] = len(numbers)
-                return RecordEvent(event.stream, numbers[event_id])
-            case AwaitEvent():
-                return AwaitEvent(event.stream, refers)
-            case AwaitWork():
-                return AwaitWork(event.stream, refers, event.host)
-            case _:
-                return event
+        changes: dict[str, Any] = {}
+        if (key := number_of(event)) is not None:
+            # What others refer to gets a number, of works the first transfer. Numbers of blocks, events and works come from one
+            # counter: the new trace needs them only to be distinct. -1: it refers to something from before the trace began.
+            if target is None and isinstance(event, BEGINS):
+                target = event_id
+                self.numbers[event_id] = len(self.numbers)
+            changes[key[0]] = -1 if target is None else self.numbers[target]
+        if isinstance(event, Launch | Allocate | Transfer):
+            changes["scope"] = self._renumbered(event.scope, layer)
+        return replace(event, **changes) if changes else event
 
     def _renumbered(self, scope: Scope, layer: Callable[[int], int]) -> Scope:
         traced = block_of(scope)
@@ -388,16 +328,6 @@ def _shapes(part: Sequence[Event]) -> list[Any]:
 
 def _shape(event: Event) -> Any:
     """Return what neighbouring blocks must have in common: all but references and the number of the block."""
-    kind = type(event)
-    values: list[Any] = [kind]
-    for name in _compared(kind):
-        value = getattr(event, name)
-        if name == "scope":
-            value = (value.phase, any_layer(value.module), value.action, value.call)
-        values.append(value)
-    return values
-
-
-@functools.cache
-def _compared(kind: type) -> list[str]:
-    return [f.name for f in fields(kind) if f.name not in ("block", "event", "work")]
+    kind, scope = type(event), getattr(event, "scope", None)
+    where = scope and (scope.phase, any_layer(scope.module), scope.action, scope.call)
+    return [kind, where, *(getattr(event, name) for name in compared_fields(kind))]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +25,7 @@ from . import device, torch_compat
 from .compiled_replay import Shape
 from .torch_compat import FakeTensor
 from .trace import (
+    BEGINS,
     Allocate,
     AwaitEvent,
     AwaitWork,
@@ -33,6 +34,8 @@ from .trace import (
     Launch,
     RecordEvent,
     Transfer,
+    compared_fields,
+    number_of,
 )
 
 if TYPE_CHECKING:
@@ -152,23 +155,19 @@ class Microbatches:
         events: list[tuple[Event, int]] = []
         described: list[Any] = []
         for event in self.tracer.events[start:]:
-            values: list[Any] = [type(event)]
-            count = -1
-            for f in fields(event):
-                value: Any = getattr(event, f.name)
-                if f.name == "scope":
-                    value = (value.phase, value.module, value.call)
-                elif f.name in ("block", "event", "work"):
-                    key = (f.name, value)
-                    # -1: it refers to what was before the microbatch.
-                    is_new = not isinstance(event, Free | AwaitEvent | AwaitWork)
-                    value = count = counted.setdefault(key, len(counted)) if is_new else counted.get(key, -1)  # fmt: skip
-                    if isinstance(event, Free) and count >= 0:
-                        counted["freed", key[1]] = counted.pop(key)
-                if f.name != "category":  # which is known late
-                    values.append(value)
+            key, count = number_of(event), -1  # -1: it refers to what was before the microbatch
+            if key is not None:
+                is_new = isinstance(event, BEGINS)
+                count = counted.setdefault(key, len(counted)) if is_new else counted.get(key, -1)
+                if isinstance(event, Free) and count >= 0:
+                    counted["freed", key[1]] = counted.pop(key)
+            scope = getattr(event, "scope", None)
+            where = scope and (scope.phase, scope.module, scope.call)
+            names = compared_fields(type(event))
+            # The category is known late.
+            values = [getattr(event, name) for name in names if name != "category"]
             events.append((event, count))
-            described.append(values)
+            described.append([type(event), count, where, *values])
 
         def output(value: Any) -> Any:
             if not isinstance(value, Tensor):

@@ -22,7 +22,7 @@ from titan.optim.adam import local
 from titan.parallel.init_weights import canonical_name
 
 from .microbatches import Microbatches, repeating
-from .trace import Allocate, AwaitEvent, AwaitWork, Event, Free, RecordEvent, Trace, Transfer
+from .trace import BEGINS, Allocate, Event, Free, Trace, number_of
 
 
 def record_program(
@@ -103,13 +103,10 @@ def _make_states(train_step: Any) -> None:
 
 def _is_closed(events: list[Event]) -> bool:
     """Return whether a step ends what it begins, and refers to nothing else."""
-    made = {e.block for e in events if isinstance(e, Allocate)}
-    ended = {e.block for e in events if isinstance(e, Free)}
-    recorded = {e.event for e in events if isinstance(e, RecordEvent)}
-    awaited = {e.event for e in events if isinstance(e, AwaitEvent)}
-    works = {e.work for e in events if isinstance(e, Transfer)}
-    waits = {e.work for e in events if isinstance(e, AwaitWork)}
-    return made == ended and awaited <= recorded and waits <= works
+    begun = {number_of(e) for e in events if isinstance(e, BEGINS)}
+    used = {number_of(e) for e in events if not isinstance(e, BEGINS)} - {None}
+    blocks = {key for key in begun if key and key[0] == "block"}
+    return used <= begun and blocks <= used
 
 
 def once_for_each(programs: Sequence[JobConfig], build: Callable[..., Any]) -> Callable[..., Any]:

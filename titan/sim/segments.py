@@ -10,18 +10,18 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from .trace import (
+    BEGINS,
     Allocate,
     AwaitEvent,
-    AwaitWork,
     Event,
     Free,
     RecordEvent,
     Scope,
     Trace,
-    Transfer,
+    number_of,
 )
 
 # "layers.3" as a whole component of a module path.
@@ -36,18 +36,18 @@ class Segment:
     """Hold a layer pass, a series or a single event.
 
     parts: the events of each block, in the order in which they come. Outside layer passes, one event each.
-    stage, direction: of a layer pass, its pipeline stage, and 1 upwards or -1 downwards. Else -1 and 0.
+    section: of the trace. stage, direction: of a layer pass, its pipeline stage, and 1 upwards or -1 downwards. Else -1 and 0.
     """
 
     parts: list[list[Event]]
+    section: str = ""
     stage: int = -1
     direction: int = 0
     series: bool = False
     template: int = 0  # of a layer pass: the part that is repeated
 
 
-@dataclass(frozen=True)
-class EventId:
+class EventId(NamedTuple):
     """Name an event by its segment, its part, and its number within the part."""
 
     segment: int
@@ -61,13 +61,19 @@ class ParsedTrace:
 
     depth: int
     segments: list[Segment] = field(default_factory=list)
-    sections: list[int] = field(default_factory=list)  # segments before each section
     targets: dict[EventId, EventId] = field(default_factory=dict)
 
     def block(self, event_id: EventId) -> int:
         """Return the number of an event's block within its stage, or of an event within its series."""
         segment = self.segments[event_id.segment]
         return event_id.part if segment.direction >= 0 else len(segment.parts) - 1 - event_id.part
+
+    def distance(self, event: EventId, target: EventId, *, from_end: bool, relative: bool) -> int:
+        """Return how far the block that an event refers to is from an end of its segment, less the event's own if `relative`."""
+        block = self.block(target)
+        if from_end:
+            block = len(self.segments[target.segment].parts) - 1 - block
+        return block - self.block(event) * relative
 
 
 def parse_trace(trace: Trace, depth: int) -> ParsedTrace:
@@ -81,7 +87,7 @@ def parse_trace(trace: Trace, depth: int) -> ParsedTrace:
             if isinstance(event, Allocate):
                 allocations[event.block] = event
         # Sections are cut separately, so no segment crosses from one into the next.
-        parsed.sections.append(len(parsed.segments))
+        first = len(parsed.segments)
         labels = _labels(events, allocations, depth)
         labelled = zip(events, labels, strict=True)
         # Events of one group have phase, pipeline action and stage in common.
@@ -90,6 +96,8 @@ def parse_trace(trace: Trace, depth: int) -> ParsedTrace:
                 parsed.segments += (Segment([[event]]) for event, _ in run)
             else:
                 parsed.segments += _segments(run, depth)
+        for segment in parsed.segments[first:]:
+            segment.section = section
     # References need the final segments, so they are found after series were joined.
     _find_targets(parsed)
     return parsed
@@ -197,60 +205,31 @@ def _layer_pass(runs: Sequence[tuple[int, list[Event]]], depth: int) -> Iterator
             yield Segment([[event]])
 
 
-def _alike(event: Allocate | RecordEvent) -> Any:
-    """Return a key that is equal for events that may form a series."""
-    if isinstance(event, RecordEvent):
-        return event.stream
-    return (event.size_bytes, event.stream, event.category, event.scope)
-
-
 def _join_series(parsed: ParsedTrace) -> None:
     """Join equal single events that follow each other: allocations, records of events, and what frees such a series."""
-    # Of a block that a single event allocated: the event's segment, and its index among the parts.
-    home: dict[int, tuple[Segment, int]] = {}
+    # Of a block that a single event allocated: the event's segment.
+    home: dict[int, Segment] = {}
     joined: list[Segment] = []
-    starts: list[int] = []
     last: Any = None
-    for number, segment in enumerate(parsed.segments):
-        # A series does not continue in the next section.
-        if number in parsed.sections:
-            starts += [len(joined)] * parsed.sections.count(number)
-            last = None
+    for segment in parsed.segments:
         event, key = None if segment.direction else segment.parts[0][0], None
-        # Outside layer passes: an allocation joins the series of equal ones before it.
-        if isinstance(event, Allocate | RecordEvent):
-            key = _alike(event)
-            if key != last:
-                joined.append(segment)
-            else:
-                joined[-1].parts.append(segment.parts[0])
-                joined[-1].series = True
-            if isinstance(event, Allocate):
-                home[event.block] = (joined[-1], len(joined[-1].parts) - 1)
-        # A free joins where it continues the order, upwards or downwards, in which its series was
-        # allocated.
-        elif isinstance(event, Free) and event.block in home:
-            taken, index = home[event.block]
-            key = (id(taken), index)
-            # A list frees its tensors from the end, a loop from the beginning. The third item of
-            # `last` is the direction, known from the second event on.
-            if taken.series and last in [
-                (id(taken), index - 1, 1),
-                (id(taken), index + 1, -1),
-                (id(taken), index - 1),
-                (id(taken), index + 1),
-            ]:
-                joined[-1].parts.append(segment.parts[0])
-                joined[-1].series = True
-                key = (id(taken), index, index - last[1])
-            else:
-                joined.append(segment)
+        # Outside layer passes, an event joins the series of equal ones before it.
+        if isinstance(event, Allocate):
+            key = (event.size_bytes, event.stream, event.category, event.scope)
+        elif isinstance(event, RecordEvent):
+            key = (event.stream,)
+        # In which order it frees another series is the references' matter.
+        elif isinstance(event, Free) and event.block in home and home[event.block].series:
+            key = id(home[event.block])
+        if key is not None and (segment.section, key) == last:
+            joined[-1].parts += segment.parts
+            joined[-1].series = True
         else:
             joined.append(segment)
-        last = key
-    # Sections at the end may be empty.
-    starts += [len(joined)] * (len(parsed.sections) - len(starts))
-    parsed.segments, parsed.sections = joined, starts
+        if isinstance(event, Allocate):
+            home[event.block] = joined[-1]
+        last = (segment.section, key)
+    parsed.segments = joined
 
 
 def _find_targets(parsed: ParsedTrace) -> None:
@@ -259,24 +238,17 @@ def _find_targets(parsed: ParsedTrace) -> None:
     _join_series(parsed)
     known: dict[tuple[str, int], EventId] = {}
     for event_id, event in _all(parsed.segments):
-        match event:
-            case Allocate():
-                known["block", event.block] = event_id
-            case RecordEvent():
-                known["event", event.event] = event_id
-            case Transfer():
-                # Transfers of one work refer to the first of them.
-                # An event's number is unique within its kind only.
-                first = known.setdefault(("work", event.work), event_id)
-                if first is not event_id:
-                    parsed.targets[event_id] = first
-            case Free():
-                parsed.targets[event_id] = known["block", event.block]
-            # What was recorded before the trace is done, and needs no reference.
-            case AwaitEvent() if ("event", event.event) in known:
-                parsed.targets[event_id] = known["event", event.event]
-            case AwaitWork() if ("work", event.work) in known:
-                parsed.targets[event_id] = known["work", event.work]
+        key = number_of(event)
+        if key is None:
+            continue
+        if isinstance(event, BEGINS):
+            first = known.setdefault(key, event_id)
+            # Transfers of one work refer to the first of them.
+            if first is not event_id:
+                parsed.targets[event_id] = first
+        # What was recorded before the trace is done, and needs no reference.
+        elif key in known:
+            parsed.targets[event_id] = known[key]
 
 
 def _all(segments: Sequence[Segment]) -> Iterator[tuple[EventId, Event]]:

@@ -10,10 +10,11 @@ Imports no torch.
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal, TypeAlias
 
 KernelKind = Literal[
@@ -225,6 +226,24 @@ Event: TypeAlias = (
     | Allocate
     | Free
 )
+
+
+BEGINS = (Allocate, RecordEvent, Transfer)
+"""What gives a block, an event or a work its number. Others refer to it by that."""
+
+
+def number_of(event: Event) -> tuple[str, int] | None:
+    """Return which block, event or work an event begins, ends or waits for: its field, and the number."""
+    for name in ("block", "event", "work"):
+        if hasattr(event, name):
+            return name, getattr(event, name)
+    return None
+
+
+@functools.cache
+def compared_fields(kind: type) -> list[str]:
+    """Return the fields of an event or a kernel but its number and its scope."""
+    return [f.name for f in fields(kind) if f.name not in ("block", "event", "work", "scope")]
 
 
 @dataclass(eq=False)
