@@ -176,6 +176,7 @@ def _recompute_and_compile(model: nn.Module, config: JobConfig) -> None:
             mode=compile_section.mode,
             memory_budget=section.memory_budget if section.mode == "memory_budget" else 1.0,
             preserve_rng_state=section.preserve_rng_state,
+            kinds=len(kept),
         )
     if every and from_outside:
         recompute()

@@ -58,6 +58,28 @@ def test_equal_blocks_are_compiled_once(recomputed: str) -> None:
     assert list(log.warnings()) == []
 
 
+def test_models_that_keep_the_same_share_programs() -> None:
+    log = CompileLog("2 models")
+    for _ in range(2):
+        model = debug_model(layers=1)
+        apply_ac(model, keep=["aten.mm"])
+        apply_compile(model, backend="aot_eager")
+        step(model)
+    assert log.summary().startswith("compiled 2 models: 1 program,")
+
+
+def test_each_kind_of_block_is_compiled() -> None:
+    """Nine kinds, one more than torch's limit."""
+    model = debug_model(layers=9)
+    log = CompileLog("9 blocks")
+    for layer in range(9):
+        keep = [f"aten.mm@{n}" for n in range(layer % 5)] + ["aten.silu"] * (layer // 5)
+        apply_ac(model, blocks=[layer], keep=keep, by_op=True)
+    apply_compile(model, backend="aot_eager", kinds=9)
+    step(model)
+    assert log.summary().startswith("compiled 9 blocks: 9 programs,")
+
+
 def test_a_recompilation_is_told_once_with_its_reason() -> None:
     model = debug_model(layers=2)
     log = CompileLog("2 blocks")

@@ -18,7 +18,16 @@ from titan.sim.autosac import autosac, main, to_lines
 from titan.sim.cost import Cost
 from titan.sim.memory import memory_report
 from titan.sim.profiles import load_profile
-from titan.sim.recomputation import Block, Kept, choose, find_blocks, keep, solve
+from titan.sim.recomputation import (
+    Block,
+    Kept,
+    choose,
+    find_blocks,
+    keep,
+    measure,
+    samples,
+    solve,
+)
 from titan.sim.replay import replay
 from titan.sim.simulate import simulate
 from titan.sim.trace import (
@@ -29,6 +38,7 @@ from titan.sim.trace import (
     Free,
     Launch,
     RecordEvent,
+    Trace,
     Transfer,
 )
 from titan.sim.trace_jobs import trace_ranks
@@ -188,6 +198,46 @@ def test_no_other_choice_of_a_real_job_is_faster() -> None:
         peak, seconds = results[chosen[0], chosen[1]]
         assert peak <= limit
         assert seconds == pytest.approx(min(s for p, s in results.values() if p <= limit), rel=1e-9)
+
+
+def _held(trace: Trace) -> int:
+    """Return the bytes of the two middle blocks that are in use when the first backward pass of a block begins."""
+    alive: dict[int, int] = {}
+    for event in trace.step:
+        scope = getattr(event, "scope", None)
+        module = scope.module if scope is not None else ""
+        if scope is not None and scope.phase != "forward" and "layers." in module:
+            break
+        if isinstance(event, Allocate) and module.startswith(("layers.2", "layers.3")):
+            alive[event.block] = event.size_bytes
+        if isinstance(event, Free):
+            alive.pop(event.block, None)
+    return sum(alive.values())
+
+
+@pytest.mark.slow
+def test_measured_choices_of_compiled_blocks_add_up() -> None:
+    """What one job measured of a choice is what a whole job of it saves, and what its middle blocks hold, to the byte."""
+    compile = {"enable": True, "components": ["model"]}
+    sections = {"layers": 6, "batch": 8, "training": {"seq_len": 512}}
+    cost = Cost(H100)
+    blocks = find_blocks(trace_of(by_op(["0:"], **sections)), cost)
+    chosen = samples(blocks)
+    sampled = trace_of(by_op(to_lines(chosen), compile=compile, **sections), steps=1)
+    measure(blocks, [sampled], chosen, cost)
+    nothing = trace_of(by_op(["0:"], compile=compile, **sections), steps=1)
+    assert len(blocks[0].measured) == 4
+    for kept, (size, seconds) in blocks[0].measured.items():
+        if not kept:
+            continue
+        [line] = to_lines(dict.fromkeys(blocks, kept))
+        whole = trace_of(by_op([line], compile=compile, **sections), steps=1)
+        held, busy = (
+            [f(trace) for trace in (whole, nothing)]
+            for f in (_held, lambda trace: replay({0: trace}, cost).ranks[0].compute_s)
+        )
+        assert held[0] - held[1] == 2 * size
+        assert busy[1] - busy[0] == pytest.approx(6 * seconds, rel=0.02)
 
 
 @pytest.mark.parametrize("name", in_turn(["one rank", "FSDP2, TP"], slow=["FSDP2, TP"]))

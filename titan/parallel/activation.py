@@ -17,7 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ def apply_ac(
         raise ValueError(f"every is {every}: 1 is each block, 2 every second one")
     # torch.compile would warn, in five lines, that in-place operations must not be recomputed; blocks have none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
-    selection = _Selection(keep, keep_modules)
+    selection = _selection(tuple(keep), tuple(keep_modules))
     # One for all blocks, or torch.compile would compile each by itself; and a partial of a function, for it takes no method.
     context_fn = partial(_contexts, selection)
     parent = model.get_submodule(container)
@@ -160,6 +160,12 @@ class _Selection:
 
         host = self.offloader.run() if self.offloader else None
         return selective_checkpoint_contexts(decide, host=host)
+
+
+@cache
+def _selection(keep: tuple[str, ...], keep_modules: tuple[str, ...]) -> _Selection:
+    """Return one selection for all models of a process that keep the same: compiled code is valid for one object alone."""
+    return _Selection(keep, keep_modules)
 
 
 def keeps_some(block: nn.Module) -> bool:

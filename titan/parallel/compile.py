@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from .torch_compat import (
     CompileEvent,
+    allow_programs,
     compile_events,
     keep_random_state_in_graphs,
     set_memory_budget,
@@ -36,6 +37,7 @@ def apply_compile(
     memory_budget: float = 1.0,
     fullgraph: bool = False,
     preserve_rng_state: bool = True,
+    kinds: int = 1,
 ) -> None:
     """Compile every block in `model.<container>` (a ModuleDict or ModuleList), in place; names do not change. Of a block with a
     method `compiled_parts`, compile the functions that it returns as (module, attribute), if it returns any; one whose first argument
@@ -46,9 +48,10 @@ def apply_compile(
     pass; the compiler chooses what to recompute; it applies to all that this process compiles from now on. fullgraph: an error, rather
     than slower code, where a block cannot be compiled whole. preserve_rng_state: graphs of this process restore the state of random
     generators for what they recompute; False where blocks draw no random numbers, and under tensor parallelism, where torch up to
-    2.13 cannot. Compilation happens in the first forward and backward pass. After `apply_tp`, before FSDP.
+    2.13 cannot. kinds: blocks that differ in what they keep; beyond torch's limit of programs, blocks would run uncompiled. Compilation happens in the first forward and backward pass. After `apply_tp`, before FSDP.
     """
     keep_random_state_in_graphs(preserve_rng_state)
+    allow_programs(kinds)
     settings: dict[str, Any] = {"backend": backend, "fullgraph": fullgraph}
     if mode != "default":
         settings["mode"] = mode

@@ -191,6 +191,16 @@ def selective_checkpoint_contexts(
     return contexts
 
 
+def allow_programs(kinds: int) -> None:
+    """Let torch.compile make a program for each of so many kinds of blocks, beside those for other shapes.
+
+    All blocks run the same code, of which torch compiles 8 versions by default and runs the others uncompiled.
+    """
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, 7 + kinds)
+
+
 @dataclass(frozen=True)
 class _Moved:
     """Hold a tensor that went to the host. Opaque to pytrees, unlike the tuples that `pack` returns."""

@@ -3,7 +3,8 @@ so that the job fits in G GiB and takes the least time (selective activation che
 
 The job is traced once, with blocks that go through their operations one by one and keep nothing. recomputation.py chooses from that
 trace, and makes the trace of the choice, which is replayed like any other: if memory is left or lacking, the bytes are corrected and
-chosen again. Compiled blocks, and what goes to the host, are traced for each choice.
+chosen again. What goes to the host is traced for each choice. Compiled blocks are, too: their choices are measured in one job,
+since what a compiler fuses does not add up.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from titan.config.rules import check_to_run
 
 from .cost import Cost
 from .profiles import Profile, load_profile
-from .recomputation import EXPENSIVE, Block, Kept, choose, find_blocks, keep
+from .recomputation import Block, Kept, choose, find_blocks, keep, measure, samples
 from .replay import ReplayError
 from .report import (
     columns,
@@ -115,10 +116,9 @@ def autosac(
     cost = Cost(profile)
     blocks = {rank: find_blocks(trace, cost) for rank, trace in base.traces.items()}
     if is_compiled:
-        # The compiler fuses everything else, and runs it again at next to no cost.
-        for block in (b for of_rank in blocks.values() for b in of_rank.values()):
-            block.sizes = {c: n for c, n in block.sizes.items() if c.partition("@")[0] in EXPENSIVE}
-            block.whole = block.whole[0], sum(block.seconds[call] for call in block.sizes)
+        every = {layer: block for of_rank in blocks.values() for layer, block in of_rank.items()}
+        chosen = samples(every)
+        measure(every, run(to_lines(chosen)).traces.values(), chosen, cost)
     to_host = _host_bytes(base, profile) if host and not is_compiled else 0
     first = run(["0:"]) if is_compiled else base
     limit = int(profile.memory_gib * GIB)

@@ -15,7 +15,7 @@ it moves allocations and leaves out what is not recomputed. Imports no torch.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -50,16 +50,25 @@ class Block:
     """Hold a block's calls that are recomputed. runs: forward and repeated, of each microbatch.
 
     sizes: bytes that the results of a call that may be kept hold, of one microbatch. seconds: of each call's recomputation, in a
-    step. whole: the bytes and seconds of keeping everything.
+    step. whole: the bytes and seconds of keeping everything. measured: the bytes and seconds of the choices that a compiled
+    block has.
     """
 
     runs: dict[str, list[tuple[_Run, _Run]]] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     whole: tuple[int, float] = (0, 0.0)
+    measured: dict[Kept, tuple[int, float]] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> Any:
+        """Return what equal blocks have in common."""
+        return (*self.sizes.items(), *self.seconds.items(), self.whole)
 
     def cost(self, kept: Kept) -> tuple[int, float]:
         """Return the bytes held and the seconds saved."""
+        if self.measured:
+            return self.measured[kept]
         if kept is None:
             return self.whole
         return sum(self.sizes[c] for c in kept), sum(self.seconds[c] for c in kept)
@@ -271,7 +280,7 @@ def solve(
     alike: defaultdict[Any, list[int]] = defaultdict(list)
     for layer in sorted(blocks):
         block, count = blocks[layer], flying[layer]
-        key = (*block.sizes.items(), *block.seconds.items(), block.whole, count)
+        key = (block.kind, count)
         alike[key].append(layer)
         front = fronts.setdefault(key, _front(block) if key not in fronts else [])
         now, at = np.full(total + 1, -1.0), np.zeros(total + 1, dtype=int)
@@ -294,8 +303,10 @@ def solve(
         left = min(left, bound)
         size, _, kept[layer] = front[at[left]]
         left -= -(-size * flying[layer] // unit)
+    # The last of equal blocks keep the most: their backward passes come first. The bytes of all are the same.
     for layers in alike.values():
-        _sort(layers, kept)
+        by_size = sorted((kept[layer] for layer in layers), key=blocks[layers[0]].cost)
+        kept |= zip(layers, by_size, strict=True)
     return dict(sorted(kept.items()))
 
 
@@ -305,6 +316,8 @@ _Option: TypeAlias = "tuple[int, float, Kept]"
 
 def _front(block: Block) -> list[_Option]:
     """Return what is worth keeping, by rising bytes: each saves more than all that need less."""
+    if block.measured:
+        return _best([(*cost, kept) for kept, cost in block.measured.items()])
     options: list[_Option] = [(0, 0.0, frozenset())]
     for call, size in block.sizes.items():
         more = [
@@ -322,10 +335,64 @@ def _best(options: list[_Option]) -> list[_Option]:
     return front
 
 
-def _sort(layers: Sequence[int], kept: dict[int, Kept]) -> None:
-    """Let the last of equal blocks keep the most, in place: their backward passes come first. The bytes of all are the same."""
-    whole = sum(kept[layer] is None for layer in layers)
-    counts = Counter(call for layer in layers for call in kept[layer] or ())
-    for place, layer in enumerate(reversed(layers)):
-        calls = frozenset(call for call, n in counts.items() if place - whole < n)
-        kept[layer] = None if place < whole else calls
+# ---- compiled blocks -----------------------------------------------------------------------------
+
+
+def samples(blocks: Mapping[int, Block], most: int = 14) -> dict[int, Kept]:
+    """Return a choice to be measured for each block: equal blocks take turns, from nothing to everything.
+
+    What a compiled block keeps changes what is fused, so that bytes and seconds of operations do not add up. Equal blocks have
+    equal costs, so one job whose blocks all keep something else measures many choices. The first and the last of
+    equal blocks measure nothing, since their neighbours differ.
+    """
+    chosen: dict[int, Kept] = dict.fromkeys(blocks, frozenset())
+    for inner in _kinds(blocks):
+        # The compiler fuses everything else, and runs it again at next to no cost.
+        block = blocks[inner[0]]
+        expensive = {c: n for c, n in block.sizes.items() if c.partition("@")[0] in EXPENSIVE}
+        front = [kept for *_, kept in _front(replace(block, sizes=expensive)) if kept is not None]
+        steps = min(most, len(inner), len(front) + 1) - 2
+        ladder = [None, front[0], *(front[n * (len(front) - 1) // steps] for n in range(1, steps + 1))]  # fmt: skip
+        chosen |= {layer: ladder[n % len(ladder)] for n, layer in enumerate(inner)}
+    return chosen
+
+
+def measure(
+    blocks: Mapping[int, Block], traces: Iterable[Trace], chosen: Mapping[int, Kept], cost: Cost
+) -> None:
+    """Give each block the costs of the choices that were measured. traces: of a compiled job with the choices of `samples`."""
+    num_bytes, seconds = Counter[int](), Counter[int]()
+    for trace in traces:
+        made: dict[int, tuple[int, int]] = {}
+        phase = "forward"
+        for event in trace.step:
+            if isinstance(event, Free) and phase != "forward" and event.block in made:
+                layer, size = made[event.block]
+                num_bytes[layer] += size // max(map(len, blocks[layer].runs.values()))
+            scope = getattr(event, "scope", None)
+            if scope is None:
+                continue
+            phase = scope.phase
+            if (layer := block_of(scope)) is None:
+                continue
+            seconds[layer] += _seconds(event, trace, cost)
+            if isinstance(event, Allocate) and phase == "forward":
+                made[event.block] = layer, event.size_bytes
+    for inner in _kinds(blocks):
+        base = next(layer for layer in inner if chosen[layer] == frozenset())
+        measured = {
+            chosen[n]: (max(0, num_bytes[n] - num_bytes[base]), seconds[base] - seconds[n])
+            for n in inner
+        }
+        kind = blocks[base].kind
+        for block in blocks.values():
+            if block.kind == kind:
+                block.measured = measured
+
+
+def _kinds(blocks: Mapping[int, Block]) -> list[list[int]]:
+    """Return the numbers of equal blocks, without the first and the last one."""
+    alike: defaultdict[Any, list[int]] = defaultdict(list)
+    for layer, block in sorted(blocks.items()):
+        alike[block.kind].append(layer)
+    return [layers[1:-1] for layers in alike.values() if len(layers) > 3]

@@ -72,9 +72,9 @@ class Point:
 
     @property
     def kind(self) -> tuple[int, ...]:
-        """Return how the point splits the model, whatever its batch and recomputation."""
-        # Candidates of one kind compete with each other first.
-        return self.tp, self.cp, self.pp, int(self.replicate > 1), self.ep
+        """Return how the point splits the model, whatever its batch, recomputation and replicas."""
+        # Candidates of one kind compete with each other first. Replicas of a good one are its neighbours.
+        return self.tp, self.cp, self.pp, self.ep
 
     def settings(self, global_batch: int, *, num_layers: int) -> dict[str, str]:
         """Return the point as overrides of a job."""

@@ -222,6 +222,8 @@ def _extended(traces: Sequence[Trace], *, depth: int, stages: Sequence[Depth]) -
 def shallow(request: TraceRequest) -> list[Depth] | None:
     """Return the stages of a model if it is worth tracing shallower ones instead, else None."""
     config, layout = request.config, request.layout
+    if len(config.activation_checkpoint.op_keep_by_block) > 1:  # blocks differ
+        return None
     if layout.pp == 1:
         depths = [Depth(0, model_config(config.model).n_layers)]
     else:

@@ -267,9 +267,10 @@ def _outcome(job: Job, answers: dict[int, Trace | Exception], exit_code: int) ->
 
 
 def _child(connection: Connection, job: Job, options: dict[str, Any]) -> None:
-    # Nothing is compiled to the end, so no pool of compilers. torch's warnings are about a run, not a recording.
+    # Nothing is compiled to the end, so no pool of compilers. torch's warnings are about a run, not a recording, and
+    # its errors come with an exception, which is sent.
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    logging.disable(logging.WARNING)
+    logging.disable(logging.ERROR)
     warnings.simplefilter("ignore")
     ranks = iter(job.ranks)
     rank = next(ranks)
