@@ -314,6 +314,10 @@ COMMANDS: dict[str, tuple[str, Run | str]] = {
         check,
     ),
     "sim": ("predict time and memory of a step on some hardware, without a GPU", "titan.sim.cli"),
+    "autofsdp": (
+        "choose what FSDP gathers together, keeps and gathers ahead",
+        "titan.sim.autofsdp",
+    ),
     "autosac": ("choose what each block keeps and what it recomputes", "titan.sim.autosac"),
     "plan": ("find the fastest layouts of a job that fit, as TOML overlays", "titan.sim.plan"),
     "slurm": ("check a job, write its script for sbatch, and submit it", "titan.cluster.slurm"),

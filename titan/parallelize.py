@@ -235,6 +235,8 @@ def _apply_data_parallel(
             model,
             mesh=fsdp_mesh,
             reshard_after_forward=reshard,
+            kept_blocks=parallel.fsdp_kept_blocks,
+            blocks_per_unit=parallel.fsdp_blocks_per_unit,
             cpu_offload=offload,
             prefetch=parallel.fsdp_prefetch,
             own_mesh=own_mesh,

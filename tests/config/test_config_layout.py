@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.jobs import ROOT
 from titan.config.errors import ConfigError
 from titan.config.load import load_config
 from titan.config.model import model_config
@@ -163,3 +164,31 @@ def test_what_a_split_backward_pass_rules_out(
 def test_what_a_split_backward_pass_allows(tmp_path: Path) -> None:
     job = "[activation_checkpoint]\nmode = 'selective'\nselective_ac_option = '2'"
     assert pipeline_problems(job, csv=SPLIT, folder=tmp_path) == []
+
+
+def unit_problems(*overrides: str, world: int) -> list[str]:
+    settings = [f"parallelism.{override}" for override in overrides]
+    config = load_config(ROOT / "train_configs" / "debug_model.toml", overrides=settings)
+    return [p.message for p in (*check(config), *check_layout(config, world_size=world))]
+
+
+@pytest.mark.parametrize("key", ["fsdp_blocks_per_unit", "fsdp_kept_blocks"])
+def test_units_that_there_cannot_be(key: str) -> None:
+    ddp = ("data_parallel_replicate_degree=2", "data_parallel_shard_degree=1")
+    assert unit_problems(f"{key}=8", world=2) == []
+    assert unit_problems(f"{key}=2", world=1) == []  # a choice for many ranks runs on one
+    assert unit_problems(f"{key}=9", world=2) == [
+        "9 are more than the model's 8 blocks; use at most 8"
+    ]
+    [problem] = unit_problems(
+        f"{key}=5", "pipeline_parallel_degree=2", "fsdp_reshard_after_forward=always", world=4
+    )
+    assert problem == "5 are more than the model's 4 blocks on each pipeline rank; use at most 4"
+    [problem] = unit_problems(f"{key}=2", *ddp, world=2)
+    assert problem.startswith("DDP gathers no parameters")
+
+
+def test_all_blocks_are_kept_already() -> None:
+    for policy in ("fsdp_reshard_after_forward=never", "pipeline_parallel_degree=2"):
+        [problem] = unit_problems("fsdp_kept_blocks=2", policy, world=4)
+        assert 'keeps all blocks; use 1, or "always"' in problem

@@ -11,6 +11,7 @@ from tests.support.jobs import ROOT
 from tests.support.layouts import (
     BOUND,
     CUT,
+    IN_UNITS,
     NEVER,
     REPLICAS,
     RING,
@@ -58,6 +59,7 @@ LAYOUTS = [
     Layout("one process", accumulation=2),
     Layout("FSDP2, EP 1", fsdp(2)),
     Layout("FSDP2, EP 2", fsdp(2), settings=ep(2)),
+    Layout("FSDP2, EP 2, two blocks in a unit", fsdp(2), settings=(*ep(2), *IN_UNITS)),
     Layout("FSDP2, EP 2", fsdp(4), settings=ep(2), accumulation=2),
     Layout("FSDP2, EP 4", fsdp(4), settings=ep(4), **SLOW),
     Layout("FSDP2, EP 8", fsdp(8), settings=ep(8), **SLOW),

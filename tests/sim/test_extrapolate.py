@@ -30,6 +30,17 @@ JOBS: dict[str, tuple[int, dict[str, Any]]] = {
             "activation_checkpoint": {"mode": "full"},
         },
     ),
+    "FSDP2, units of three and seven blocks kept": (
+        4,
+        {
+            "model": {"flavor": "tiny", "overrides": {"n_layers": 62}},
+            "parallelism": {
+                "fsdp_blocks_per_unit": 3,
+                "fsdp_kept_blocks": 7,
+                "fsdp_prefetch": 2,
+            },
+        },
+    ),
     "DDP, plain loss": (
         4,
         {

@@ -74,7 +74,9 @@ def fsdp(n: int) -> tuple[tuple[str, int], ...]:
 UNBALANCED = (("context_parallel_load_balancer", "none"),)
 # It begins by predicting the token that it sees, and has to forget that.
 TIED: Any = {"overrides": (("tied_embeddings", True),), "optimizer": (("lr", 2e-3),)}
+ALWAYS = (("fsdp_reshard_after_forward", "always"),)
 NEVER = (("fsdp_reshard_after_forward", "never"),)
+IN_UNITS = (("fsdp_blocks_per_unit", 2),)
 RING = (("context_parallel_rotate_method", "ring"),)
 ULYSSES = (("context_parallel_rotate_method", "ulysses"),)
 ZERO_BUBBLE = (("pipeline_parallel_schedule", "InterleavedZeroBubble"),)
@@ -94,6 +96,10 @@ LAYOUTS = [
     Layout("FSDP2, ZeRO-2", fsdp(2), settings=NEVER),
     Layout("FSDP2, ZeRO-2", fsdp(4), settings=NEVER, repeats=True),
     Layout("FSDP2, two blocks ahead", fsdp(2), settings=(("fsdp_prefetch", 2),)),
+    Layout("FSDP2, two blocks in a unit", fsdp(2), settings=IN_UNITS, blocks=5),
+    Layout("FSDP2, two blocks in a unit", fsdp(2), 2, settings=IN_UNITS, blocks=5, repeats=True),
+    Layout("FSDP2, two blocks in a unit, ZeRO-2", fsdp(2), settings=(*IN_UNITS, *NEVER), blocks=5),
+    Layout("FSDP2, three blocks kept", fsdp(2), settings=(("fsdp_kept_blocks", 3),), blocks=5),
     Layout("FSDP2, parameters on the host", fsdp(2), offload=True),
     Layout("FSDP2, tied embeddings", fsdp(2), **TIED),
     Layout("DDP, tied embeddings", REPLICAS, repeats=True, **TIED),
@@ -157,8 +163,10 @@ LAYOUTS = [
     Layout("one process, full AC", recompute="full"),
     Layout("one process, selective AC", recompute="selective"),
     Layout("FSDP2, full AC", fsdp(2), recompute="full"),
+    Layout("FSDP2, full AC, two blocks in a unit", fsdp(2), settings=IN_UNITS, recompute="full"),
     Layout("FSDP2 x TP+SP, selective AC", (*fsdp(2), *tp(2)), recompute="selective"),
     Layout("CP x TP+SP, full AC", (*cp(2), *tp(2)), recompute="full"),
+    Layout("PP x FSDP2, two blocks in a unit", (*pp(2), *fsdp(2)), settings=(*IN_UNITS, *ALWAYS)),
     Layout("PP x FSDP2, selective AC", (*pp(2), *fsdp(2)), recompute="selective"),
     Layout("PP zero bubble, full AC", pp(2), settings=ZERO_BUBBLE, recompute="full"),
     Layout(
@@ -188,6 +196,7 @@ LAYOUTS = [
     # Compiled blocks: by inductor once, elsewhere by the tracer alone, which has the same traps and is quick
     Layout("one process, compiled by inductor", compiled="inductor"),
     Layout("FSDP2, compiled", fsdp(2), compiled=TRACED),
+    Layout("FSDP2, compiled, two blocks in a unit", fsdp(2), settings=IN_UNITS, compiled=TRACED),
     Layout("FSDP2 x TP+SP, compiled", (*fsdp(2), *tp(2)), compiled=TRACED),
     Layout("TP+SP, compiled, full AC", tp(2), compiled=TRACED, recompute="full"),
     Layout(

@@ -99,7 +99,7 @@ def check_layout(config: JobConfig, *, world_size: int) -> list[Problem]:
 
     # If the degrees themselves are wrong, what follows from them is no help.
     violations = check(_check_world) or check(_check_batch, _check_sequence, _check_stages)
-    violations += check(_check_matrices, _check_experts, _check_graphs)
+    violations += check(_check_matrices, _check_experts, _check_units, _check_graphs)
     return [config.source_map.problem(key, message) for key, message in violations]
 
 
@@ -219,6 +219,20 @@ def _check_experts(config: JobConfig, model: Any, world_size: int) -> Iterator[R
         axes = f"dp_shard {shard} x cp {parallel.context_parallel_degree} x tp {parallel.tensor_parallel_degree}"
         fix = either(neighbours(ep, divisors(lent)))
         yield key, f"{ep} does not divide {axes} = {lent}; use {fix}"
+
+
+def _check_units(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:
+    parallel = config.parallelism
+    shards = _shard_degree(config, world_size) * parallel.context_parallel_degree
+    blocks = getattr(model, "n_layers", 0) // parallel.pipeline_parallel_degree
+    for name in ("fsdp_blocks_per_unit", "fsdp_kept_blocks"):
+        number = getattr(parallel, name)
+        if number > 1 and shards == 1 < parallel.data_parallel_replicate_degree:
+            yield f"parallelism.{name}", "DDP gathers no parameters; use 1, or shard them"
+        elif number > 1 and model is not None and number > blocks:
+            each = " on each pipeline rank" if parallel.pipeline_parallel_degree > 1 else ""
+            reason = f"{number} are more than the model's {blocks} blocks{each}"
+            yield f"parallelism.{name}", f"{reason}; use at most {blocks}"
 
 
 def _check_graphs(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:

@@ -85,6 +85,12 @@ class ParallelismSection(Section):
     """Whether gathered parameters are freed after the forward pass. "always" frees them (ZeRO-3).
     "never" keeps them for the backward pass (ZeRO-2), which saves a second gathering and costs
     memory. "default" is "always", and "never" with pipeline parallelism."""
+    fsdp_kept_blocks: Positive = 1
+    """Last blocks of each stage that stay gathered until their backward pass all the same. The last one
+    always does. Each more saves one gathering and costs its memory. `titan autofsdp` chooses."""
+    fsdp_blocks_per_unit: Positive = 1
+    """Neighbouring blocks that FSDP gathers and reduces as one. More of them make fewer and larger
+    messages, which pays where messages are small, and cost memory. `titan autofsdp` chooses."""
     fsdp_prefetch: NonNegative = 0
     """Units (blocks) whose parameters FSDP gathers ahead, at the cost of their memory. 0: one, as soon as
     the host reaches it. Raise it if communication is exposed."""

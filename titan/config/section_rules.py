@@ -150,6 +150,15 @@ def _early_step(config: JobConfig) -> Iterator[RuleViolation]:
             yield "early_step_in_backward", f"needs {need}; set that, or use false"
 
 
+def _kept_blocks(config: JobConfig) -> Iterator[RuleViolation]:
+    parallel = config.parallelism
+    policy = parallel.fsdp_reshard_after_forward
+    keeps_all = {"never": True, "always": False}.get(policy, parallel.pipeline_parallel_degree > 1)
+    if parallel.fsdp_kept_blocks > 1 and keeps_all:
+        reason = f'fsdp_reshard_after_forward = "{policy}" keeps all blocks'
+        yield "fsdp_kept_blocks", f'{reason}; use 1, or "always"'
+
+
 def _compiles_model(config: JobConfig) -> bool:
     return config.compile.enable and "model" in config.compile.components
 
@@ -400,6 +409,7 @@ RULES: tuple[tuple[str, Callable[[JobConfig], Iterator[RuleViolation]]], ...] = 
     ("optimizer", _early_step),
     ("model", check_converters),
     ("parallelism", _schedule),
+    ("parallelism", _kept_blocks),
     ("parallelism", _tensor),
     ("parallelism", _context),
     ("parallelism", _experts),

@@ -59,7 +59,8 @@ def estimate_memory(
     at_once = 1.0
     if getattr(config.optimizer, "early_step_in_backward", False) and layout.accumulation == 1:
         ends = model_config.num_embedding_params  # a unit at each end, as large
-        at_once = max(model_config.num_block_params, ends) / params
+        unit = model_config.num_block_params * config.parallelism.fsdp_blocks_per_unit
+        at_once = max(unit, ends) / params
     # Of one forward pass on one rank, before tensor parallelism.
     tokens = config.training.local_batch_size * config.training.seq_len / layout.cp
     kept, recomputed = activation_elements(config, model_config, layout, layers=layers)
@@ -209,9 +210,9 @@ def _logits_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, token
 
 
 def _unsharded_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, layers: int) -> float:
-    """Return the bytes that exist outside the shards as the backward pass begins, with FSDP2 units of one block and of each end.
+    """Return the bytes that exist outside the shards as the backward pass begins, with FSDP2 units of blocks and of each end.
 
-    Gathered (or cast) parameters: with ZeRO-3 those of the output layer, of the block at work and of the next,
+    Gathered (or cast) parameters: with ZeRO-3 those of the output layer, of the blocks that are kept and of the next unit,
     with ZeRO-2 and DDP all. Gradients not yet reduced: of one block and of the output layer;
     of everything while replicas accumulate. A single rank in the master precision uses parameters as they lie.
     """
@@ -225,7 +226,10 @@ def _unsharded_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, la
     if not (is_sharded or is_cast or is_replicated):
         return 0.0
     keeps_all = is_replicated or keeps_gathered(config, layout)
-    blocks = layers if keeps_all else min(2, layers)
+    # The last ones, and with them the unit that comes next.
+    per_unit = config.parallelism.fsdp_blocks_per_unit
+    kept = ceil(config.parallelism.fsdp_kept_blocks / per_unit) * per_unit
+    blocks = layers if keeps_all else min(kept + per_unit, layers)
     # What is in no block: embedding, last norm, output layer. The embedding is freed, unless it is the output layer.
     ends = model.num_params - _in_blocks(model, model.n_layers)
     ends = ends if layout.pp == 1 and keeps_all else model.num_embedding_params
@@ -235,7 +239,7 @@ def _unsharded_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, la
     gathered = param_bytes * (ends + blocks * block)
     if not (is_sharded or is_cast):
         gathered = 0  # torch computes with the parameters themselves
-    unreduced = (param_bytes + reduce_bytes) * block
+    unreduced = (param_bytes + reduce_bytes) * block * per_unit
     unreduced += param_bytes * model.num_embedding_params
     if not is_sharded and layout.accumulation > 1:
         unreduced = reduce_bytes * model.num_params

@@ -40,6 +40,8 @@ def apply_fsdp(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype = torch.float32,
     reshard_after_forward: bool = True,
+    kept_blocks: int = 1,
+    blocks_per_unit: int = 1,
     cpu_offload: bool = False,
     cast_forward_inputs: bool = True,
     prefetch: int = 0,
@@ -49,9 +51,9 @@ def apply_fsdp(
 ) -> None:
     """Shard `model` in place over `mesh`: one axis (FSDP) or two (replicate, shard: HSDP).
 
-    blocks: modules that are gathered one at a time, in forward order. reshard_after_forward: free a block's
-    gathered parameters until its backward pass (ZeRO-3), or keep them (ZeRO-2); the last block and what comes
-    after it are kept in any case, since their backward pass comes next. param_dtype: what parameters are gathered and computed in;
+    blocks: modules in forward order, gathered `blocks_per_unit` at a time. reshard_after_forward: free a unit's
+    gathered parameters until its backward pass (ZeRO-3), or keep them (ZeRO-2). The last `kept_blocks`, the
+    others of their unit and what comes after them are kept in any case, since their backward pass comes next. param_dtype: what parameters are gathered and computed in;
     None: as they are. reduce_dtype is always set: torch's own default changed in 2.15. cast_forward_inputs:
     cast floating-point inputs of each unit to param_dtype; a model that passes fp32 tables to its blocks
     wants False. prefetch: units gathered ahead, in the forward and in the backward pass; 0: as FSDP does by itself,
@@ -66,14 +68,14 @@ def apply_fsdp(
         CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
     )
     # Inner units first, so that what is left belongs to the root.
-    units = units_of(blocks, first=first, last=last)
+    blocks = [*(blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks)]
+    units = units_of(blocks, first=first, last=last, blocks_per_unit=blocks_per_unit)
     # A loss in chunks has done the output layer's part of the backward pass. What follows, the norm, is too short to
     # gather the last block behind it.
-    kept = units[-2:] if units[-1:] == [[*last]] else units[-1:]
+    kept = {*last, *blocks[-kept_blocks:]}
     options: Any = {"mp_policy": precision, "offload_policy": offload}
     for unit in units:
-        # Not after the last ones' forward pass, whose backward pass comes next.
-        reshard = reshard_after_forward and unit not in kept
+        reshard = reshard_after_forward and kept.isdisjoint(unit)
         for inner, inner_mesh in (own_mesh or {}).items():
             if any(inner in {*module.modules()} for module in unit):
                 dim = _shard_dimension(inner, inner_mesh)
@@ -96,17 +98,20 @@ def apply_fsdp(
 
 
 def units_of(
-    blocks: Iterable[nn.Module] | nn.ModuleDict,
+    blocks: Sequence[nn.Module],
     *,
     first: Sequence[nn.Module],
     last: Sequence[nn.Module],
+    blocks_per_unit: int = 1,
 ) -> list[list[nn.Module]]:
     """Return the modules of each unit, in forward order. Ends that share a parameter are left to the root."""
-    middle = blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks
+    # What is left over comes first: the shorter the first unit, the less is exposed at both ends of a step.
+    starts = range(len(blocks) % blocks_per_unit, len(blocks), blocks_per_unit)
+    middle = [[*blocks[: starts.start]], *([*blocks[n : n + blocks_per_unit]] for n in starts)]
     ends = [{p for module in end for p in module.parameters()} for end in (first, last)]
     if ends[0] & ends[1]:
         first = last = ()
-    return [unit for unit in ([*first], *([block] for block in middle), [*last]) if unit]
+    return [unit for unit in ([*first], *middle, [*last]) if unit]
 
 
 def _only_embeddings(modules: Iterable[nn.Module]) -> bool:
@@ -161,6 +166,7 @@ def apply_ddp(
     precision = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=cast_forward_inputs
     )
+    blocks = [*(blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks)]
     for unit in [*units_of(blocks, first=first, last=last), model]:
         replicate(unit, mesh=mesh, mp_policy=precision)
     sum_gradients(model)

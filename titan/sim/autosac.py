@@ -28,7 +28,7 @@ from .report import (
     duration,
     job_parser,
     known_options,
-    mistake,
+    memory_limit,
     put_json,
     require_folders,
     require_positive,
@@ -217,12 +217,7 @@ def main(argv: list[str] | None = None) -> int:
     options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     require_positive(options, "world_size", "processes")
     require_folders(options, "json", "output")
-    profile = load_profile(options.hardware)
-    if options.memory is not None:
-        if not 0 < options.memory <= profile.memory_gib:
-            what = f"more than 0 and at most {profile.memory_gib:g} GiB, which {profile.name} has"
-            raise mistake("--memory", f"expected {what}")
-        profile = profile.model_copy(update={"memory_gib": options.memory})
+    profile = memory_limit(load_profile(options.hardware), options.memory)
     compile = load_from_argv(job, options=known_options(parser)).compile
     how: dict[str, Any] = {"world_size": options.world_size, "processes": options.processes}
     others = _OTHERS | (_COMPILED if compile.enable and "model" in compile.components else {})

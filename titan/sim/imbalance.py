@@ -53,7 +53,9 @@ def _largest_that_fits(simulation: Simulation, at: Callable[[float], Simulation]
     for _ in range(_TRIES):
         share = missing[fitting] / (missing[fitting] - missing[too_much])
         guess = floor(_STEPS * (fitting + share * (too_much - fitting))) / _STEPS
-        if guess <= fitting:
+        # Reserved memory grows in steps of whole segments, so equals may follow.
+        guess = max(guess, round(fitting + 1 / _STEPS, 1))
+        if guess >= too_much:
             break
         tried = at(guess)
         missing[guess] = _missing_bytes(tried)

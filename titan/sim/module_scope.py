@@ -138,7 +138,8 @@ class ScopeTracker:
             def communicate(group: Any, *args: Any, **kwargs: Any) -> Any:
                 before = self._fsdp
                 reduces = method.__name__ == "post_backward"
-                self._fsdp = (canonical_name(f"{group._module_fqn or ''}.").rstrip("."), reduces)
+                first = (group._module_fqn or "").partition(",")[0]  # of the unit's modules
+                self._fsdp = (canonical_name(f"{first}.").rstrip("."), reduces)
                 try:
                     return method(group, *args, **kwargs)
                 finally:

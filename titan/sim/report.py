@@ -12,7 +12,7 @@ from pathlib import Path
 
 from titan.config.errors import ConfigError, Problem
 
-from .profiles import profile_names
+from .profiles import Profile, profile_names
 from .simulate import Facts
 
 # Characters of a bar that stands for the whole.
@@ -62,6 +62,16 @@ def require_positive(options: Namespace, *names: str) -> None:
         if number is not None and number < 1:
             option = f"--{name.replace('_', '-')}"
             raise mistake(option, f"expected a whole number of at least 1, got {number}")
+
+
+def memory_limit(profile: Profile, gib: float | None) -> Profile:
+    """Return the devices with as much memory as --memory allows. Raises ConfigError if they have not so much."""
+    if gib is None:
+        return profile
+    if not 0 < gib <= profile.memory_gib:
+        what = f"more than 0 and at most {profile.memory_gib:g} GiB, which {profile.name} has"
+        raise mistake("--memory", f"expected {what}")
+    return profile.model_copy(update={"memory_gib": gib})
 
 
 def require_folders(options: Namespace, *names: str) -> None:

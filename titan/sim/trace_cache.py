@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import pickle
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -28,6 +29,7 @@ from titan.config.schema import JobConfig
 
 from . import trace as events
 from .extrapolate import CannotExtrapolate, Depth, extrapolate
+from .segments import LAYER
 from .trace import Group, Trace, Transfer
 from .trace_jobs import DeviceKind, Job, Prepare, distinct_ranks, trace_jobs
 
@@ -170,7 +172,11 @@ class _Plan:
         if self.depths:
             depth = shallow_depth(request)
             self.programs = tuple(at_depth(request, n) for n in (depth, depth + 1))
-            self.join = partial(_extended, depth=depth, stages=self.depths)
+            size = request.config.parallelism.fsdp_blocks_per_unit
+            missing = -model_config(request.config.model).n_layers % size
+            self.join = partial(
+                _extended, depth=depth, stages=self.depths, size=size, missing=missing
+            )
             # What is compiled at one depth serves the other one. Else each has a process, if there are enough.
             if parts > 1 == len(self.ranks) and not request.config.compile.enable:
                 return [replace(job, programs=(p,), ranks=(*self.ranks,)) for p in self.programs]
@@ -211,21 +217,42 @@ class _Plan:
         return False
 
 
-def _extended(traces: Sequence[Trace], *, depth: int, stages: Sequence[Depth]) -> Trace:
-    small, big = traces
-    return extrapolate(small, big, depth=depth, stages=stages)
+def _extended(
+    traces: Sequence[Trace], *, depth: int, stages: Sequence[Depth], size: int, missing: int
+) -> Trace:
+    """Return the trace of the whole model. size: blocks of an FSDP unit, of which the first one has `missing` less."""
+
+    def to_unit(number: re.Match[str]) -> str:
+        unit, place = divmod(int(number[1]) + missing, size)
+        return f"layers.{unit}.block {place}"
+
+    def to_block(number: re.Match[str]) -> str:
+        return f"layers.{int(number[1]) * size + int(number[2]) - missing}"
+
+    if size == 1:
+        return extrapolate(*traces, depth=depth, stages=stages)
+    # Units repeat where blocks do not, so they are what is counted meanwhile.
+    small, big = (_renamed(trace, LAYER, to_unit) for trace in traces)
+    whole = extrapolate(small, big, depth=depth, stages=stages)
+    return _renamed(whole, _IN_UNIT, to_block)
+
+
+_IN_UNIT = re.compile(LAYER.pattern + r"\.block (\d+)")
 
 
 # ---- shallow models ------------------------------------------------------------------------------
 
 
 def shallow(request: TraceRequest) -> list[Depth] | None:
-    """Return the stages of a model if it is worth tracing shallower ones instead, else None."""
+    """Return the stages of a model, in FSDP units, if it is worth tracing shallower ones instead, else None."""
     config, layout = request.config, request.layout
     if len(config.activation_checkpoint.op_keep_by_block) > 1:  # blocks differ
         return None
+    size = config.parallelism.fsdp_blocks_per_unit
     if layout.pp == 1:
-        depths = [Depth(0, model_config(config.model).n_layers)]
+        depths = [Depth(0, -(-model_config(config.model).n_layers // size))]
+    elif size > 1:  # stages begin anywhere within a unit
+        return None
     else:
         plan = stage_split(config, num_layers=model_config(config.model).n_layers)
         depths = []
@@ -242,12 +269,16 @@ def shallow(request: TraceRequest) -> list[Depth] | None:
 
 
 def shallow_depth(request: TraceRequest) -> int:
-    """Return the blocks of a stage in the shallower model: enough of equal ones after those that have no experts."""
-    return _DEPTH + getattr(model_config(request.config.model), "n_dense_layers", 0)
+    """Return the units of a stage in the shallower model: enough of equal ones between those that have no experts, are gathered
+    ahead, or stay gathered."""
+    parallel = request.config.parallelism
+    kept = -(-parallel.fsdp_kept_blocks // parallel.fsdp_blocks_per_unit)
+    dense = getattr(model_config(request.config.model), "n_dense_layers", 0)
+    return _DEPTH + kept - 1 + parallel.fsdp_prefetch + -(-dense // parallel.fsdp_blocks_per_unit)
 
 
 def at_depth(request: TraceRequest, depth: int) -> JobConfig:
-    """Return the job with `depth` blocks in every pipeline stage."""
+    """Return the job with `depth` blocks, or FSDP units of several, in every pipeline stage."""
     config, num_stages = request.config, 1
     parallelism = config.parallelism
     if request.layout.pp > 1:
@@ -265,7 +296,9 @@ def at_depth(request: TraceRequest, depth: int) -> JobConfig:
             update={"module_fqns_per_model_part": names, "pipeline_parallel_layers_per_stage": None}
         )
     # The depth is a setting of the model like any other: nothing else of the job changes.
-    overrides = config.model.overrides | {"n_layers": depth * num_stages}
+    size = parallelism.fsdp_blocks_per_unit
+    missing = -model_config(config.model).n_layers % size  # in the first unit
+    overrides = config.model.overrides | {"n_layers": depth * num_stages * size - missing}
     model = config.model.model_copy(update={"overrides": overrides})
     return config.model_copy(update={"model": model, "parallelism": parallelism})
 
@@ -310,6 +343,22 @@ def remap_ranks(trace: Trace, layout: Layout) -> Trace:
         with_peers(trace.first_step),
         with_peers(trace.step),
     )
+
+
+def _renamed(trace: Trace, pattern: re.Pattern[str], name: Callable[..., str]) -> Trace:
+    """Return a trace with other names of modules."""
+    scopes: dict[events.Scope, events.Scope] = {}
+
+    def rename(event: events.Event) -> events.Event:
+        scope = getattr(event, "scope", None)
+        if scope is None:
+            return event
+        if scope not in scopes:
+            scopes[scope] = replace(scope, module=pattern.sub(name, scope.module))
+        return replace(event, scope=scopes[scope])  # pyright: ignore
+
+    sections = ([*map(rename, part)] for part in (trace.setup, trace.first_step, trace.step))
+    return Trace(trace.rank, trace.world_size, trace.groups, *sections)
 
 
 def _place(rank: int, layout: Layout) -> dict[str, int]:
