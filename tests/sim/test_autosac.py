@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 
 from tests.support.ranks import Pool
-from tests.support.traces import in_turn, job, real_peak, trace_of, traced_peak
+from tests.support.traces import (
+    in_turn,
+    job,
+    real_peak,
+    trace_of,
+    trace_ranks,
+    traced_peak,
+)
 from titan.config.load import load_from_argv
 from titan.sim.autosac import autosac, main, to_lines
 from titan.sim.cost import Cost
@@ -41,7 +48,6 @@ from titan.sim.trace import (
     Trace,
     Transfer,
 )
-from titan.sim.trace_jobs import trace_ranks
 
 H100 = load_profile("h100-sxm")
 BF16 = {"mixed_precision_param": "bfloat16"}

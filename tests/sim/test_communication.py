@@ -8,12 +8,19 @@ import pytest
 import torch
 
 from tests.support.ranks import Pool
-from tests.support.traces import bytes_of, count_real_transfers, counts_of, events_of, in_turn, job
+from tests.support.traces import (
+    bytes_of,
+    count_real_transfers,
+    counts_of,
+    events_of,
+    in_turn,
+    job,
+    trace_ranks,
+)
 from titan.sim.cost import Cost
 from titan.sim.profiles import load_profile
 from titan.sim.replay import replay
 from titan.sim.trace import Transfer
-from titan.sim.trace_jobs import trace_ranks
 
 REPLICAS, SHARDS, TP, CP, PP = (
     "data_parallel_replicate_degree",

@@ -14,6 +14,7 @@ from tests.support.traces import (
     in_turn,
     job,
     real_peak,
+    trace_ranks,
     traced_peak,
 )
 from titan.config.schema import JobConfig
@@ -23,7 +24,6 @@ from titan.sim.memory import memory_report
 from titan.sim.profiles import load_profile
 from titan.sim.simulate import simulate
 from titan.sim.trace import Launch, Synchronize
-from titan.sim.trace_jobs import trace_ranks
 
 EP, TP, CP, PP = (f"{axis}_parallel_degree" for axis in ("expert", "tensor", "context", "pipeline"))
 REPLICAS = "data_parallel_replicate_degree"

@@ -15,14 +15,13 @@ from scripts.published_compat import (
     emulate,
     emulate_torch_2_6,
 )
-from tests.support.traces import job, left_behind
+from tests.support.traces import job, left_behind, trace_ranks
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
 from titan.models.llama3.model import rotate
 from titan.models.qwen3.config import FLAVORS
 from titan.models.qwen3.model import Attention
 from titan.sim.trace import AwaitWork, Launch, Trace, Transfer
-from titan.sim.trace_jobs import trace_ranks
 
 # To the byte and to the event with these; scripts/published_compat.py says what is other since.
 pytestmark = pytest.mark.skipif(

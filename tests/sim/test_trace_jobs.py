@@ -18,6 +18,7 @@ from tests.support.traces import (
     left_behind,
     real_peak,
     trace_of,
+    trace_ranks,
     traced_peak,
 )
 from titan.config.model import model_config
@@ -34,7 +35,7 @@ from titan.sim.trace import (
     Launch,
     Transfer,
 )
-from titan.sim.trace_jobs import TraceError, distinct_ranks, trace_ranks
+from titan.sim.trace_jobs import TraceError, distinct_ranks
 
 SELECTIVE = {"mode": "selective"}
 SPLIT_HEADS = {"overrides": {"n_layers": 4, "n_kv_heads": 4}}  # CPU attention copies grouped heads

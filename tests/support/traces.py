@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import weakref
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from titan.config.schema import JobConfig
 from titan.data.packing import Batch
 from titan.parallel import build_mesh
 from titan.sim.trace import Allocate, Event, Free, Trace, Transfer
-from titan.sim.trace_jobs import trace_ranks
+from titan.sim.trace_jobs import DeviceKind, Job, Prepare, distinct_ranks, trace_jobs
 from titan.train_step import TrainStep, build_train_step
 
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -39,6 +40,32 @@ def job(*, batch: int = 4, layers: int = 4, **sections: dict[str, Any]) -> JobCo
     for name, section in sections.items():
         base[name] = {**base.get(name, {}), **section}
     return JobConfig.model_validate(base)
+
+
+def trace_ranks(
+    config: JobConfig,
+    *,
+    world_size: int,
+    ranks: Sequence[int] | None = None,
+    processes: int | None = None,
+    device_kind: DeviceKind = "cuda",
+    prepare: Prepare | None = None,
+    **options: Any,
+) -> dict[int, Trace]:
+    """Trace ranks, by default one of each pipeline stage (`distinct_ranks`). options: those of titan.sim.trace_jobs.trace_job.
+
+    Raises ConfigError for a layout that does not fit `world_size`, and TraceError.
+    """
+    layout = resolve_layout(config, world_size)
+    if ranks is None:
+        ranks = distinct_ranks(config, layout)
+    jobs = [Job((config,), world_size, (rank,), device_kind, prepare=prepare) for rank in ranks]
+    traces: dict[int, Trace] = {}
+    for number, result in trace_jobs(jobs, processes or os.cpu_count() or 1, **options):
+        if isinstance(result, Exception):
+            raise result
+        [traces[ranks[number]]] = result
+    return {rank: traces[rank] for rank in ranks}
 
 
 def trace_of(config: JobConfig, *, world: int = 1, **settings: Any) -> Trace:

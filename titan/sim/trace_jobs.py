@@ -1,6 +1,5 @@
 """Record what the ranks of a job do, by running the trainer's own program on a fake device.
 
-    trace_ranks    one trace for each rank that does something different, each in its own process
     trace_jobs     several programs and ranks in a process, which compiles once for all of them
     trace_job      in this process, which is of no other use afterwards
 
@@ -56,32 +55,6 @@ class Job:
     device_kind: DeviceKind = "cuda"
     join: Callable[[Sequence[Trace]], Trace] = operator.itemgetter(0)
     prepare: Prepare | None = None
-
-
-def trace_ranks(
-    config: JobConfig,
-    *,
-    world_size: int,
-    ranks: Sequence[int] | None = None,
-    processes: int | None = None,
-    device_kind: DeviceKind = "cuda",
-    prepare: Prepare | None = None,
-    **options: Any,
-) -> dict[int, Trace]:
-    """Trace ranks, by default one of each pipeline stage (`distinct_ranks`). options: those of `trace_job`.
-
-    Raises ConfigError for a layout that does not fit `world_size`, and TraceError.
-    """
-    layout = resolve_layout(config, world_size)
-    if ranks is None:
-        ranks = distinct_ranks(config, layout)
-    jobs = [Job((config,), world_size, (rank,), device_kind, prepare=prepare) for rank in ranks]
-    traces: dict[int, Trace] = {}
-    for number, result in trace_jobs(jobs, processes or os.cpu_count() or 1, **options):
-        if isinstance(result, Exception):
-            raise result
-        [traces[ranks[number]]] = result
-    return {rank: traces[rank] for rank in ranks}
 
 
 def distinct_ranks(config: JobConfig, layout: Layout) -> list[int]:
