@@ -20,6 +20,7 @@ from torch import Tensor
 from . import device
 from .torch_compat import no_memory_of_calls
 from .trace import (  # fmt: skip
+    BEGINS,
     Allocate,
     AwaitEvent,
     AwaitWork,
@@ -29,6 +30,7 @@ from .trace import (  # fmt: skip
     RecordEvent,
     Scope,
     Transfer,
+    number_of,
 )
 
 if TYPE_CHECKING:
@@ -76,6 +78,46 @@ class Shape:
             # would.
             empty = torch.empty(0, dtype=self.dtype, device=device.NAME)
             return empty.set_(memory.untyped_storage(), self.offset, self.shape, self.stride)  # pyright: ignore
+
+
+class Repetition:
+    """Record events again, with new numbers. shift: distance of the rank that recorded them from this process's rank.
+
+    made, numbers: the blocks, and the events and works, by the keys that `emit` gets for the recorded ones.
+    """
+
+    def __init__(self, tracer: Tracer, shift: int) -> None:
+        self.tracer, self.shift = tracer, shift
+        self.made: dict[Any, Allocate] = {}
+        self.numbers: dict[Any, int] = {}
+
+    def emit(self, event: Event, key: Any, scope: Scope) -> None:
+        """Record an event in a scope. key: stands for the block, event or work that it names."""
+        tracer, transfers = self.tracer, self.tracer.transfers
+        match event:
+            case Launch():
+                tracer.record(Launch(event.kernel, event.stream, scope))
+            case Allocate():
+                size, stream, category = event.size_bytes, event.stream, event.category
+                self.made[key] = tracer.storages.allocate(size, stream, category, scope)
+            case Free():
+                tracer.record(Free(self.made[key].block))
+            case Transfer():
+                work = self._number(key, transfers.number_of_work)
+                transfers.again(event, work=work, scope=scope, shift=self.shift)
+            case AwaitWork():
+                work = self._number(key, transfers.number_of_work)
+                tracer.record(replace(event, work=work))
+            case RecordEvent() | AwaitEvent():
+                number = self._number(key, device.number_of_event)
+                tracer.record(replace(event, event=number))
+            case _:
+                tracer.record(replace(event))
+
+    def _number(self, key: Any, new: Callable[[], int]) -> int:
+        if key not in self.numbers:
+            self.numbers[key] = new()
+        return self.numbers[key]
 
 
 @dataclass
@@ -191,15 +233,12 @@ class RecordedProgram:
 
     def _replay(self, run: _Run, inputs: list[Any]) -> list[Any]:
         """Emit the events of an earlier run with new numbers, for other inputs of the same kind."""
-        tracer = self.tracer
-        storages, scopes = tracer.storages, tracer.scopes
+        tracer, scopes = self.tracer, self.tracer.scopes
         # Inputs that come back as outputs must survive the releases in the log.
         kept = {
             o[0][1]: inputs[o[0][1]] for o in run.outputs if _is_tensor(o) and o[0][0] != "made"
         }
-        # From the numbers of the recorded run to those of this one.
-        allocated_here: dict[int, Allocate] = {}
-        numbers: dict[tuple[str, int], int] = {}
+        repetition = Repetition(tracer, run.shift)
         here = scopes.current()
         known: dict[tuple[str, bool], Scope] = {}
         for entry in run.log:
@@ -215,26 +254,8 @@ class RecordedProgram:
                     # that.
                     for i in entry:
                         inputs[i] = None
-                case Launch():
-                    tracer.record(Launch(entry.kernel, entry.stream, here))
-                case Allocate():
-                    allocated_here[entry.block] = storages.allocate(
-                        entry.size_bytes, entry.stream, entry.category, here
-                    )
-                case Free():
-                    tracer.record(Free(allocated_here[entry.block].block))
-                case Transfer():
-                    work = self._work(numbers, entry.work)
-                    tracer.transfers.again(entry, work=work, scope=here, shift=run.shift)
-                case AwaitWork():
-                    tracer.record(replace(entry, work=self._work(numbers, entry.work)))
-                case RecordEvent() | AwaitEvent():
-                    key = ("event", entry.event)
-                    if key not in numbers:
-                        numbers[key] = device.number_of_event()
-                    tracer.record(replace(entry, event=numbers[key]))
                 case _:
-                    tracer.record(replace(entry))
+                    repetition.emit(entry, number_of(entry), here)
         # Outputs: of each new memory one tensor without a record, adopted as the block allocated
         # above. Others in it become parts.
         outputs: list[Any] = []
@@ -250,7 +271,7 @@ class RecordedProgram:
             else:
                 with tracer.pause():
                     memories[memory] = output[1].allocated()
-                storages.adopt(memories[memory], allocated_here[memory[1]])
+                tracer.storages.adopt(memories[memory], repetition.made["block", memory[1]])
                 outputs.append(memories[memory])
         return outputs
 
@@ -260,12 +281,6 @@ class RecordedProgram:
             return inputs[number]
         with self.tracer.pause():
             return shape.within(inputs[number])
-
-    def _work(self, numbers: dict[tuple[str, int], int], work: int) -> int:
-        key = ("work", work)
-        if key not in numbers:
-            numbers[key] = self.tracer.transfers.number_of_work()
-        return numbers[key]
 
 
 def _is_tensor(output: Any) -> bool:
@@ -311,13 +326,9 @@ def _in_order(
 
 def _refers_outside(run: _Run) -> bool:
     """Return whether a run waits for something that began before it."""
-    works = {e.work for e in run.log if isinstance(e, Transfer)}
-    events = {e.event for e in run.log if isinstance(e, RecordEvent)}
-    return any(
-        (isinstance(e, AwaitWork) and e.work not in works)
-        or (isinstance(e, AwaitEvent) and e.event not in events)
-        for e in run.log
-    )
+    events = [e for e in run.log if not isinstance(e, tuple | list)]
+    begun = {number_of(e) for e in events if isinstance(e, BEGINS)}
+    return any(number_of(e) not in begun for e in events if isinstance(e, AwaitWork | AwaitEvent))
 
 
 def _plain(output: Any) -> Any:

@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from . import device, torch_compat
-from .compiled_replay import Shape
+from . import torch_compat
+from .compiled_replay import Repetition, Shape
 from .torch_compat import FakeTensor
 from .trace import (
     BEGINS,
@@ -31,9 +30,6 @@ from .trace import (
     AwaitWork,
     Event,
     Free,
-    Launch,
-    RecordEvent,
-    Transfer,
     compared_fields,
     number_of,
 )
@@ -66,14 +62,13 @@ class _Part(NamedTuple):
     outputs: Any
 
 
-class _Repeated:
-    """Hold a microbatch that repeats another. made, numbers: its blocks, and its events and works, by the number counted from
-    the beginning. held: what autograd would keep for the backward pass, with what follows its memory.
+class _Repeated(Repetition):
+    """Hold a microbatch that repeats another, by numbers counted from the beginning. held: what autograd would keep for the
+    backward pass, with what follows its memory.
     """
 
-    def __init__(self) -> None:
-        self.made: dict[int, Allocate] = {}
-        self.numbers: dict[int, int] = {}
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__(tracer, tracer.transfers.shift)
         self.held: dict[int, tuple[Any, Tensor]] = {}
 
 
@@ -108,7 +103,7 @@ class Microbatches:
         if part == "F":
             self._repeated.pop((stage, number), None)
             if not self._runs(stage, number) and not self._difference(stage, part):
-                self._repeated[stage, number] = _Repeated()
+                self._repeated[stage, number] = _Repeated(self.tracer)
         if (stage, number) in self._repeated:
             if self._difference(stage, part):
                 raise self._failed(self._difference(stage, part))
@@ -222,7 +217,13 @@ class Microbatches:
             scope: Any = getattr(event, "scope", None)
             if scope not in scopes:
                 scopes[scope] = tracer.scopes.in_action(scope)
-            self._emit(event, count, own, scopes[scope])
+            if (
+                isinstance(event, Free) and count in own.held
+            ):  # its tensor's memory ends here, whoever has it
+                own.held.pop(count)[0].event = None
+            own.emit(event, count, scopes[scope])
+            if isinstance(event, Allocate):
+                self._categories.append((own.made[count], event))
         if part == "B":
             own.held.clear()
 
@@ -237,33 +238,6 @@ class Microbatches:
             return made.requires_grad_() if output.requires_grad else made
 
         return tree_map(tensor, recorded.outputs, is_leaf=_is_output)
-
-    def _emit(self, event: Event, count: int, own: _Repeated, scope: Any) -> None:
-        tracer, numbers = self.tracer, own.numbers
-        match event:
-            case Launch():
-                tracer.record(Launch(event.kernel, event.stream, scope))
-            case Allocate():
-                copy = tracer.storages.allocate(event.size_bytes, event.stream, event.category, scope)  # fmt: skip
-                own.made[count] = copy
-                self._categories.append((copy, event))
-            case Free():
-                if count in own.held:  # its tensor's memory ends here, whoever has it
-                    own.held.pop(count)[0].event = None
-                tracer.record(Free(own.made[count].block))
-            case Transfer():
-                if count not in numbers:
-                    numbers[count] = tracer.transfers.number_of_work()
-                tracer.record(replace(event, work=numbers[count], scope=scope))
-            case AwaitWork():
-                tracer.record(replace(event, work=numbers[count]))
-            case RecordEvent():
-                numbers[count] = device.number_of_event()
-                tracer.record(RecordEvent(event.stream, numbers[count]))
-            case AwaitEvent():
-                tracer.record(AwaitEvent(event.stream, numbers[count]))
-            case _:
-                tracer.record(replace(event))
 
 
 def _is_output(value: Any) -> bool:
