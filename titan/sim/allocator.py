@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
+from typing import Any
 
 # kMinBlockSize, kSmallSize, kSmallBuffer, kLargeBuffer, kMinLargeAlloc and kRoundLarge of
 # c10/core/AllocatorConfig.h.
@@ -112,19 +113,19 @@ class Allocator:
 
     # -- free blocks
 
-    def _insert(self, block: _Block) -> None:
+    def _listed(self, block: _Block) -> tuple[list[Any], tuple[int, ...]]:
+        """Return the list that a free block belongs into, and what it is sorted by."""
         if block.mapped:
-            insort(self._free[block.pool], (block.size, block.address, block))
-        else:
-            insort(self._unmapped[block.pool], (block.address, block))
+            return self._free[block.pool], (block.size, block.address)
+        return self._unmapped[block.pool], (block.address,)
+
+    def _insert(self, block: _Block) -> None:
+        blocks, key = self._listed(block)
+        insort(blocks, (*key, block))
 
     def _remove(self, block: _Block) -> None:
-        if block.mapped:
-            blocks = self._free[block.pool]
-            blocks.pop(bisect_left(blocks, (block.size, block.address)))
-        else:
-            unmapped = self._unmapped[block.pool]
-            unmapped.pop(bisect_left(unmapped, (block.address,)))
+        blocks, key = self._listed(block)
+        blocks.pop(bisect_left(blocks, key))
 
     def _best_fit(self, pool: _Pool, size: int) -> _Block | None:
         """Take out the smallest free block that is large enough. One that can grow counts with what

@@ -244,16 +244,18 @@ def _declare_cpu(library: Any) -> None:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        mask = attn_mask
-        if mask is not None and mask.dtype == torch.bool:
-            # The fused kernel adds its mask to the scores.
-            minus_infinity = torch.full((), -torch.inf, dtype=q.dtype, device=q.device)
-            mask = torch.where(mask, 0.0, minus_infinity)
-        settings: dict[str, Any] = {"attn_mask": mask, "scale": scale}
+        settings: dict[str, Any] = {"attn_mask": _added(attn_mask, q), "scale": scale}
         # The second result is the logsumexp, which only backward uses.
         return getattr(_aten, name)(q, k, v, dropout_p, is_causal, **settings)[0]
 
     library.impl("scaled_dot_product_attention", attention, "AutogradPrivateUse1")
+
+
+def _added(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    """Return a mask as fused kernels take it: they add it to the scores."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.where(mask, 0.0, torch.full((), -torch.inf, dtype=q.dtype, device=q.device))
 
 
 def _declare_cuda(library: Any) -> None:
@@ -291,9 +293,7 @@ def _attention(
         return _aten._scaled_dot_product_flash_attention(
             q, k, v, dropout_p, is_causal, scale=scale
         )[0]
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        minus_infinity = torch.full((), -torch.inf, dtype=q.dtype, device=q.device)
-        attn_mask = torch.where(attn_mask, 0.0, minus_infinity)
+    attn_mask = _added(attn_mask, q)
     # The kernel saves logsumexp for backward only where a gradient will be asked for.
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     settings = (attn_mask, needs_grad, dropout_p, is_causal)

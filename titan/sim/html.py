@@ -43,8 +43,8 @@ def _rank(simulation: Simulation, rank: int) -> dict[str, Any]:
         if isinstance(interval.event, Launch | Transfer):  # else the host waits
             lanes.setdefault(interval.lane, []).append(interval)
     labels = lane_labels(timeline.intervals, simulation.traces[rank].groups)
-    # Seconds for which one pixel stands.
-    least = simulation.timeline.step_s / _PIXELS
+    # Milliseconds for which one pixel stands.
+    least = simulation.timeline.step_s * 1e3 / _PIXELS
     behind = tensors_behind(simulation.traces[rank], simulation.profile, memory.timeline)
     return {
         "rank": rank,
@@ -66,29 +66,16 @@ def _joined(lane: Sequence[Interval], least: float) -> list[list[Any]]:
     """Return [start, end, class, text] of what can be seen. Times are milliseconds."""
     bars: list[list[Any]] = []
     for interval in sorted(lane, key=lambda i: i.start):
-        event = interval.event
-        kind = event.scope.phase if isinstance(event, Launch) else "transfer"
+        event, scope = interval.event, interval.event.scope
+        kind = scope.phase if isinstance(event, Launch) else "transfer"
+        start, end = round(interval.start * 1e3, 4), round(interval.end * 1e3, 4)
+        last = bars[-1] if bars else None
         # Joined only with a bar of the same colour that it touches, as far as the eye can tell.
-        short = interval.end - interval.start < least
-        if (
-            short
-            and bars
-            and bars[-1][2] == kind
-            and interval.start * 1e3 - bars[-1][1] < least * 1e3
-        ):
-            bars[-1][1] = round(interval.end * 1e3, 4)
-            bars[-1][3] = bars[-1][3].split(" and ")[0] + " and others"
+        if last and last[2] == kind and max(end - start, start - last[1]) < least:
+            last[1], last[3] = end, last[3].split(" and ")[0] + " and others"
             continue
-        name = (
+        what = (
             event.kernel.name if isinstance(event, Launch) else f"{event.kind} over {interval.lane}"
         )
-        where = " ".join(filter(None, (event.scope.action, event.scope.module)))
-        bars.append(
-            [
-                round(interval.start * 1e3, 4),
-                round(interval.end * 1e3, 4),
-                kind,
-                f"{name} {where}".strip(),
-            ]
-        )
+        bars.append([start, end, kind, " ".join(filter(None, (what, scope.action, scope.module)))])
     return bars

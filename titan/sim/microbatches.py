@@ -6,7 +6,7 @@ number and every reference, and the others repeat the third. In later steps, onl
 what others add to, such as gradients, and the last may finish it. Everything around the parts runs each time: torch's
 schedule, its sends and receives.
 
-Where microbatches differ, all of them run. Zero-bubble schedules are left out: torch goes through the two halves of a
+Where microbatches differ, the program is recorded again, and all of them run. Zero-bubble schedules are left out: torch goes through the two halves of a
 backward pass in the order of sets, which are ordered by addresses.
 """
 
@@ -89,9 +89,8 @@ class Microbatches:
         self._first_step = True
         self._counted: dict[tuple[int, int], dict[tuple[str, int], int]] = {}
         self._parts: dict[tuple[int, int, str], _Part] = {}  # by stage, microbatch, part
-        self._differences: dict[tuple[int, str], str] = {}  # by stage and part
+        self._alike: set[tuple[int, str]] = set()  # stages and parts that were compared
         self._repeated: dict[tuple[int, int], _Repeated] = {}
-        self._used: set[int] = set()  # stages of which something was repeated
         self._categories: list[tuple[Allocate, Allocate]] = []
 
     def run(self, part: str, function: Callable[[], Any]) -> Any:
@@ -102,11 +101,10 @@ class Microbatches:
         stage, number = int(match[1]), int(match[2])
         if part == "F":
             self._repeated.pop((stage, number), None)
-            if not self._runs(stage, number) and not self._difference(stage, part):
+            if not self._runs(stage, number):
                 self._repeated[stage, number] = _Repeated(self.tracer)
         if (stage, number) in self._repeated:
-            if self._difference(stage, part):
-                raise self._failed(self._difference(stage, part))
+            self._compare(stage, part)
             return self._repeat(stage, number, part)
         start = len(self.tracer.events)
         result = function()
@@ -133,15 +131,16 @@ class Microbatches:
             return
         self._first_step = False
         for stage, part in self.turns:
-            why = self._difference(stage, part) if (stage, part) != (stage, "L") else ""
-            if why and stage in self._used:
-                raise self._failed(why)
-            if why:  # so that all of its microbatches run
-                self._differences[stage, "F"] = why
+            if part != "L":  # only the last stage has one
+                self._compare(stage, part)
 
-    def _failed(self, why: str) -> CannotRepeat:
-        self.failure = why
-        return CannotRepeat(why)
+    def _compare(self, stage: int, part: str) -> None:
+        """Raise CannotRepeat where this part of a stage cannot be repeated."""
+        if (stage, part) not in self._alike:
+            self.failure = self._difference(stage, part)
+            if self.failure:
+                raise CannotRepeat(self.failure)
+            self._alike.add((stage, part))
 
     # ---- what ran
 
@@ -177,11 +176,6 @@ class Microbatches:
 
     def _difference(self, stage: int, part: str) -> str:
         """Return why this part of a stage cannot be repeated, or nothing."""
-        if (stage, part) not in self._differences:
-            self._differences[stage, part] = self._compared(stage, part)
-        return self._differences[stage, part]
-
-    def _compared(self, stage: int, part: str) -> str:
         if len(self.turns[stage, part]) < 4:  # all run
             return ""
         before, like = self.turns[stage, part][1:3]
@@ -209,7 +203,6 @@ class Microbatches:
     def _repeat(self, stage: int, number: int, part: str) -> Any:
         tracer, own = self.tracer, self._repeated[stage, number]
         recorded = self._parts[stage, self.turns[stage, part][2], part]
-        self._used.add(stage)
         if part == "B":  # as at the beginning of a real one
             tracer.storages.mark_made("activations")
         scopes: dict[Any, Any] = {None: None}

@@ -251,7 +251,8 @@ class _Flow:
         self.with_volume, self.left, self.since = True, self.volume_s, now
         # Links are occupied by the volume only, so a small message slows no neighbour.
         for batch, _, _, price in self.sides:
-            batch.stream.rank.claim(self, price.links)
+            batch.stream.rank.use(price.links, +1)
+            batch.stream.rank.flows.append(self)
         self._retime_neighbours(now)
 
     def _finish(self, now: float) -> None:
@@ -261,7 +262,8 @@ class _Flow:
             if lane.num_steps == rank.steps - 1:
                 rank.transfers.append(Interval(lane.name, self.begin, now, transfer))
             if self.with_volume:
-                rank.release(self, price.links)
+                rank.use(price.links, -1)
+                rank.flows.remove(self)
             rank.count_flows(-1, now)
         if self.with_volume:
             self._retime_neighbours(now)
@@ -280,21 +282,12 @@ class _Flow:
     # Every flow that begins or ends changes the number of sharers for all others on its ranks.
     def _retime_neighbours(self, now: float) -> None:
         """Set the rates of all flows that share a rank with this one, itself included if it still runs."""
-        first = self.sides[0][0].stream.rank
-        if len(self.sides) == 1 and len(first.flows) <= 1:  # nobody to share with
-            flows: list[_Flow] = first.flows
-        else:
-            ranks = [batch.stream.rank for batch, *_ in self.sides]
-            flows = [*{id(flow): flow for rank in ranks for flow in rank.flows}.values()]
-        for flow in flows:
+        ranks = [batch.stream.rank for batch, *_ in self.sides]
+        for flow in {id(flow): flow for rank in ranks for flow in rank.flows}.values():
             # A flow is as slow as on the busiest of its links, on any side.
-            sharers = 1
-            for batch, _, _, price in flow.sides:
-                links = batch.stream.rank.links
-                for link in price.links:
-                    if links[link] > sharers:
-                        sharers = links[link]
-            first.simulation.settle(flow, now, 1 / sharers)
+            uses = ((batch.stream.rank.links, p.links) for batch, _, _, p in flow.sides)
+            sharers = max((taken[link] for taken, links in uses for link in links), default=1)
+            ranks[0].simulation.settle(flow, now, 1 / sharers)
 
 
 class _Rank:
@@ -484,15 +477,9 @@ class _Rank:
         if self.kernels and not (before and self.num_flows):
             self.retime(self.kernels, now)
 
-    def claim(self, flow: _Flow, links: tuple[int, ...]) -> None:
-        self.flows.append(flow)
+    def use(self, links: tuple[int, ...], change: int) -> None:
         for link in links:
-            self.links[link] += 1
-
-    def release(self, flow: _Flow, links: tuple[int, ...]) -> None:
-        self.flows.remove(flow)
-        for link in links:
-            self.links[link] -= 1
+            self.links[link] += change
 
 
 def _program(trace: Trace, cost: Cost) -> Iterator[tuple[Any, ...]]:
@@ -646,8 +633,8 @@ def _awaited(rank: _Rank) -> str:
 
 def _describe(transfer: Transfer, group: Group) -> str:
     where = transfer.scope.action or transfer.scope.module or transfer.scope.phase
-    if transfer.kind == "send":
-        return f"a send to rank {transfer.peer} in group {axis_of(group)} ({where})"
-    if transfer.kind == "recv":
-        return f"a receive from rank {transfer.peer} in group {axis_of(group)} ({where})"
-    return f"{transfer.kind} in group {axis_of(group)} ({where})"
+    ways = {
+        "send": f"a send to rank {transfer.peer}",
+        "recv": f"a receive from rank {transfer.peer}",
+    }
+    return f"{ways.get(transfer.kind, transfer.kind)} in group {axis_of(group)} ({where})"

@@ -67,7 +67,7 @@ class Storages:
         self._made[event.block] = event
         return entry
 
-    def _watch(self, storage: Any) -> _Storage:
+    def _watch(self, storage: Any, done: Callable[[int], None] | None = None) -> _Storage:
         address = storage._cdata
 
         # The address may already belong to a newer storage, whose predecessor's reference ends
@@ -75,21 +75,16 @@ class Storages:
         def end(_: Any) -> None:
             if self._live.get(address) is entry:
                 self._release(self._live.pop(address))
+                if done is not None:
+                    done(address)
 
         entry = self._live[address] = _Storage(None, weakref.ref(storage, end))
         return entry
 
     def stand_in(self, memory: Tensor, done: Callable[[int], None]) -> int:
         """Watch memory that does not count. Return its address, with which `done` is called when it ends."""
-        storage = memory.untyped_storage()
-        address = storage._cdata
-
-        def end(_: Any) -> None:
-            del self._live[address]
-            done(address)
-
-        self._live[address] = _Storage(None, weakref.ref(storage, end))
-        return address
+        self._watch(memory.untyped_storage(), done)
+        return memory.untyped_storage()._cdata
 
     def block_of(self, tensor: Tensor) -> int:
         """Return the block of a tensor's memory, or -1 if it has none here."""

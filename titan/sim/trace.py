@@ -15,7 +15,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 KernelKind = Literal[
     "matmul",  # aten.mm, bmm, _scaled_mm: shapes are those of the operands
@@ -45,14 +45,7 @@ Host = Literal[
 Phase = Literal["setup", "forward", "backward", "recompute", "clip", "optimizer"]
 # Whose memory it is; storages.py says when which category holds.
 Category = Literal["parameters", "gradients", "optimizer", "activations", "unsharded", "temporary"]
-CATEGORIES: tuple[Category, ...] = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "activations",
-    "unsharded",
-    "temporary",
-)
+CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 COMPUTE_STREAM = 0
 """The device's default stream; other streams are numbered as they are made."""
