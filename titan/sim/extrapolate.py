@@ -114,12 +114,8 @@ class _Extrapolation:
             number: self._references(number, segment)
             for number, segment in enumerate(more.segments)
         }
-        # Only layer passes have a template. A series repeats its last event.
         for number, segment in enumerate(more.segments):
-            if segment.direction:
-                segment.template = self._find_template(number, segment)
-            elif any(part != self.references[number][0] for part in self.references[number]):
-                raise self._fail(number, "refers to blocks in no regular order")
+            segment.template = self._find_template(number, segment)
 
     def _fail(self, number: int, why: str, event_id: EventId | None = None) -> CannotExtrapolate:
         parts = self.more.segments[number].parts
@@ -189,8 +185,13 @@ class _Extrapolation:
         )
 
     def _find_template(self, number: int, segment: Segment) -> int:
-        """Return a part in the middle that equals the next one, and that the shallower trace has one less of."""
+        """Return the part to repeat: of a series the last, else one in the middle that equals the next one, and that the
+        shallower trace has one less of."""
         references = self.references[number]
+        if not segment.direction:
+            if any(part != references[0] for part in references):
+                raise self._fail(number, "refers to blocks in no regular order")
+            return len(references) - 1
         few, more = ([*map(_shapes, s.parts)] for s in (self.few.segments[number], segment))
         # The ends must not depend on the depth, or they would not hold at the whole model's.
         if few[0] != more[0] or few[-1] != more[-1]:
@@ -219,11 +220,7 @@ class _Extrapolation:
     def _emit(self, number: int, events: list[Event]) -> None:
         segment, length = self.more.segments[number], self.lengths[number]
         for part in range(length):
-            source = (
-                self._source(segment, part, length)
-                if segment.direction
-                else min(part, len(segment.parts) - 1)
-            )
+            source = self._source(segment, part, length)
             for n, event in enumerate(segment.parts[source]):
                 event_id = EventId(number, part, n)
                 # An event of a series beyond those traced refers as the last one of them does.
@@ -239,14 +236,12 @@ class _Extrapolation:
     def _resolve(self, reference: Reference, event_id: EventId) -> EventId:
         # The inverse of `ParsedTrace.distance`, with the lengths of the whole model.
         own, segment = self.more.segments[event_id.segment], self.more.segments[reference.segment]
-        last = self.lengths[reference.segment] - 1
-        block = reference.distance
+        length, block = self.lengths[reference.segment], reference.distance
         if reference.relative:
-            own_last = self.lengths[event_id.segment] - 1
-            block += event_id.part if own.direction >= 0 else own_last - event_id.part
-        # In a downward pass the first part is the last block.
-        from_end = reference.from_end != (segment.direction < 0)
-        return EventId(reference.segment, last - block if from_end else block, reference.number)
+            block += own.block(event_id.part, self.lengths[event_id.segment])
+        if reference.from_end:
+            block = length - 1 - block
+        return EventId(reference.segment, segment.block(block, length), reference.number)
 
     def _layer(self, segment: Segment, part: int) -> Callable[[int], int]:
         """Return the map from a block's number in the deeper trace to that in the whole model."""
@@ -264,8 +259,8 @@ class _Extrapolation:
             return of_single_event
         stage = self.stages[segment.stage]
         source = self._source(segment, part, stage.count)
-        is_at = part if segment.direction > 0 else stage.count - 1 - part
-        was_at = segment.stage * depth + (source if segment.direction > 0 else depth - 1 - source)
+        is_at = segment.block(part, stage.count)
+        was_at = segment.stage * depth + segment.block(source, depth)
         # A part may name other blocks, such as the next one, whose parameters it gathers.
         return lambda layer: stage.first + is_at + (layer - was_at)
 

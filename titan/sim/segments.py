@@ -44,7 +44,11 @@ class Segment:
     stage: int = -1
     direction: int = 0
     series: bool = False
-    template: int = 0  # of a layer pass: the part that is repeated
+    template: int = 0  # the part that is repeated
+
+    def block(self, part: int, length: int) -> int:
+        """Return the number of a part's block among `length` ones, or the other way round. Downwards, the first part is the last."""
+        return part if self.direction >= 0 else length - 1 - part
 
 
 class EventId(NamedTuple):
@@ -63,17 +67,16 @@ class ParsedTrace:
     segments: list[Segment] = field(default_factory=list)
     targets: dict[EventId, EventId] = field(default_factory=dict)
 
-    def block(self, event_id: EventId) -> int:
-        """Return the number of an event's block within its stage, or of an event within its series."""
-        segment = self.segments[event_id.segment]
-        return event_id.part if segment.direction >= 0 else len(segment.parts) - 1 - event_id.part
-
     def distance(self, event: EventId, target: EventId, *, from_end: bool, relative: bool) -> int:
-        """Return how far the block that an event refers to is from an end of its segment, less the event's own if `relative`."""
-        block = self.block(target)
+        """Return how far the block that an event refers to is from an end of its segment, less the event's own if `relative`.
+
+        Of a block its number within its stage counts, of an event outside blocks that within its series.
+        """
+        own, other = self.segments[event.segment], self.segments[target.segment]
+        block = other.block(target.part, len(other.parts))
         if from_end:
-            block = len(self.segments[target.segment].parts) - 1 - block
-        return block - self.block(event) * relative
+            block = len(other.parts) - 1 - block
+        return block - own.block(event.part, len(own.parts)) * relative
 
 
 def parse_trace(trace: Trace, depth: int) -> ParsedTrace:
