@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from titan.sim.network import NIC_IN, NIC_OUT, NVLINK_IN, NVLINK_OUT, price_transfer, transfer_s
+from titan.sim.network import NIC_IN, NIC_OUT, NVLINK_IN, NVLINK_OUT, price_transfer
 from titan.sim.profiles import Profile, Tier, load_profile
 from titan.sim.trace import CollectiveKind, Group, Scope, Transfer
 
@@ -20,6 +20,11 @@ def transfer_of(kind: CollectiveKind, size: int, *, peer: int = -1) -> Transfer:
 
 def group(ranks: range) -> Group:
     return Group("g", ("dp_shard",), tuple(ranks))
+
+
+def transfer_s(transfer: Transfer, group: Group, profile: Profile) -> float:
+    """Return the seconds of a transfer with no other on its links."""
+    return price_transfer(transfer, group, profile, rank=0).seconds
 
 
 @pytest.mark.parametrize(

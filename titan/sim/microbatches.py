@@ -262,11 +262,8 @@ def watch_actions(tracer: Tracer) -> None:
     def action(letter: Callable[..., str]) -> Callable[[Any], Any]:
         def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
             def acting(stage: Any, chunk: int, *args: Any, **kwargs: Any) -> Any:
-                scopes.action = f"{stage.stage_index}{letter(kwargs)}{chunk}"
-                try:
+                with scopes.within(action=f"{stage.stage_index}{letter(kwargs)}{chunk}"):
                     return method(stage, chunk, *args, **kwargs)
-                finally:
-                    scopes.action = ""
 
             return acting
 
@@ -282,11 +279,8 @@ def watch_actions(tracer: Tracer) -> None:
 
     def with_loss(method: Callable[..., Any]) -> Callable[..., Any]:
         def losing(self: Any, s: Any, output: Any, targets: Any, chunk: int, *rest: Any) -> Any:
-            scopes.action = f"{s.stage_index}F{chunk}"
-            try:
+            with scopes.within(action=f"{s.stage_index}F{chunk}"):
                 return method(self, s, output, targets, chunk, *rest)
-            finally:
-                scopes.action = ""
 
         return losing
 

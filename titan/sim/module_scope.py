@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import nn
@@ -38,7 +38,7 @@ class ScopeTracker:
         self._modules: list[str] = []  # the module that makes those from there on
         self._in_backward = False
         self._compiled = ("", False)
-        self._fsdp: tuple[str, bool] | None = None
+        self.fsdp: tuple[str, bool] | None = None
         self._backward_module = ""
         self._scopes: dict[tuple[Phase, str, str, str], Scope] = {}
 
@@ -61,8 +61,8 @@ class ScopeTracker:
                 module = self._module_of_backward()
         # FSDP works for a module that does not run itself: prefetches, and what a pipeline leaves
         # between actions.
-        if self._fsdp is not None and not (in_backward or module):
-            module, reduces = self._fsdp
+        if self.fsdp is not None and not (in_backward or module):
+            module, reduces = self.fsdp
             if reduces and phase == "forward":  # a pipeline leaves it for the end
                 phase = "backward"
         # Compiled code reports its inner modules by itself (`enter_compiled`).
@@ -76,7 +76,7 @@ class ScopeTracker:
     @property
     def gathers(self) -> bool:
         """Return whether FSDP gathers parameters now."""
-        return self._fsdp is not None and not self._fsdp[1]
+        return self.fsdp is not None and not self.fsdp[1]
 
     def in_action(self, scope: Scope) -> Scope:
         """Return a scope as it would be in the current pipeline action."""
@@ -106,14 +106,9 @@ class ScopeTracker:
         """Note the module, within the running one, that compiled code has reached, and whether it recomputes there."""
         self._compiled = (inner, recomputes)
 
-    @contextmanager
-    def calling(self, operation: str, place: int) -> Iterator[None]:
+    def calling(self, operation: str, place: int) -> AbstractContextManager[None]:
         """Set the operation of a block that is recomputed operation by operation."""
-        self.call = f"{operation}@{place}"
-        try:
-            yield
-        finally:
-            self.call = ""
+        return self.within(call=f"{operation}@{place}")
 
     def begin_step(self) -> None:
         """Begin a step: nothing has run, and the forward pass comes first."""
@@ -123,27 +118,24 @@ class ScopeTracker:
         self._modules.clear()
 
     @contextmanager
-    def during(self, phase: Phase) -> Iterator[None]:
-        """Set the phase within the context."""
-        before, self.phase = self.phase, phase
+    def within(self, **values: Any) -> Iterator[None]:
+        """Set attributes within the context: phase, action, call, or fsdp."""
+        before = {name: getattr(self, name) for name in values}
+        self.__dict__.update(values)
         try:
             yield
         finally:
-            self.phase = before
+            self.__dict__.update(before)
 
     def watch_fsdp(self) -> None:
         """Know for which module FSDP communicates when no module runs: between a pipeline's actions."""
 
         def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
             def communicate(group: Any, *args: Any, **kwargs: Any) -> Any:
-                before = self._fsdp
-                reduces = method.__name__ == "post_backward"
                 first = (group._module_fqn or "").partition(",")[0]  # of the unit's modules
-                self._fsdp = (canonical_name(f"{first}.").rstrip("."), reduces)
-                try:
+                module = canonical_name(f"{first}.").rstrip(".")
+                with self.within(fsdp=(module, method.__name__ == "post_backward")):
                     return method(group, *args, **kwargs)
-                finally:
-                    self._fsdp = before
 
             return communicate
 

@@ -63,11 +63,6 @@ _TREE_SHARE = 0.85
 """Bandwidth of trees against rings between nodes (treeCorrectionFactor for large messages)."""
 
 
-def transfer_s(transfer: Transfer, group: Group, profile: Profile, *, rank: int = 0) -> float:
-    """Return the seconds that a transfer takes with no other on its links."""
-    return price_transfer(transfer, group, profile, rank=rank).seconds
-
-
 def price_transfer(
     transfer: Transfer, group: Group, profile: Profile, *, rank: int
 ) -> TransferPrice:

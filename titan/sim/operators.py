@@ -42,15 +42,13 @@ _LAUNCHES = {"_scaled_dot_product_flash_attention_backward": 3, "embedding_dense
 @dataclass
 class Operator:
     """Describe an operator. kind: None where nothing runs. makes: whether what it returns may be
-    new memory. written: names of the arguments that are written to. causal_at: index of the
-    argument that says whether attention is causal; -1: it has none."""
+    new memory. written: names of the arguments that are written to."""
 
     func: Any
     name: str
     kind: KernelKind | None
     makes: bool
     written: tuple[str, ...]
-    causal_at: int
 
 
 def classify(func: Any) -> Operator:
@@ -59,7 +57,6 @@ def classify(func: Any) -> Operator:
     name = func._opname
     arguments = schema.arguments
     written = tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
-    causal = [i for i, a in enumerate(arguments) if a.name == "is_causal"]
     return Operator(
         func,
         schema.name,
@@ -68,7 +65,6 @@ def classify(func: Any) -> Operator:
         else _kind(name),
         makes=not func.is_view,
         written=written,
-        causal_at=causal[0] if causal else -1,
     )
 
 
@@ -119,9 +115,10 @@ def kernel_of(
     # A factory such as `full` has no inputs: its result tells the dtype.
     first = inputs[0] if inputs else outputs[0]
     shapes = _lists(name, args) if kind == "optimizer" else _shapes(name, kind, inputs, outputs)
-    flops = _flops(op, args, kwargs, outputs)
+    flops, causal = _flops(op, args, kwargs, outputs), False
     if kind in ("attention", "attention_backward"):
         flops = _attention_flops(kind, shapes)
+        causal = bool(argument_of(op.func, "is_causal", args, kwargs))
     elif name == "_grouped_mm":
         # Either the rows or, of weights' gradients, the sums are dealt out to the groups.
         flops = 2 * inputs[0].numel() * inputs[1].shape[-1]
@@ -135,7 +132,7 @@ def kernel_of(
         write_bytes=write_bytes,
         host=host,
         num_launches=_launches(name, args),
-        causal=op.causal_at >= 0 and bool(_argument(op, op.causal_at, args, kwargs)),
+        causal=causal,
     )
 
 
@@ -152,21 +149,21 @@ def size_bytes(tensor: Tensor) -> int:
 
 
 def _written(op: Operator, args: Any, kwargs: Any) -> list[Tensor]:
-    if not op.written:
-        return []
-    values = []
-    for i, argument in enumerate(op.func._schema.arguments):
-        # Fused Adam's schema says that gradients are written to: they are where it also unscales them.
-        if argument.name in op.written and argument.name != "grads":
-            values.append(args[i] if i < len(args) else kwargs.get(argument.name))
-    return list(tensors_in(values))
+    # Fused Adam's schema says that gradients are written to: they are where it also unscales them.
+    names = (name for name in op.written if name != "grads")
+    return list(tensors_in(argument_of(op.func, name, args, kwargs) for name in names))
 
 
-def _argument(op: Operator, index: int, args: Any, kwargs: Any) -> Any:
-    if index < len(args):
-        return args[index]
-    argument = op.func._schema.arguments[index]
-    return kwargs.get(argument.name, argument.default_value)
+def argument_of(func: Any, which: int | str, args: Any, kwargs: Any) -> Any:
+    """Return an argument of a call by its index or name, also where it is left out. None: the operator has none of that name."""
+    for index, argument in enumerate(func._schema.arguments):
+        if which in (index, argument.name):
+            return (
+                args[index]
+                if index < len(args)
+                else kwargs.get(argument.name, argument.default_value)
+            )
+    return None
 
 
 def _shapes(

@@ -157,11 +157,8 @@ class Profile(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Profile:
-        # A figure without a source could be a guess, and predictions would rest on it.
-        for figure in type(self).model_fields.keys() - _NOT_FIGURES:
-            if not self.sources.get(figure):
-                raise ValueError(f"[sources] does not say where '{figure}' comes from")
-        for share in (*self.matmul_share.values(), self.nic_share, *_values(self.memory_share)):
+        memory = (share for _, share in self.memory_share)
+        for share in (*self.matmul_share.values(), self.nic_share, *memory):
             if not 0 < share <= 1:
                 raise ValueError(f"a share is above 0 and at most 1, not {share}")
         if "bfloat16" not in self.matmul_share or "bfloat16" not in self.peak_tflops:
@@ -193,10 +190,6 @@ class Profile(BaseModel):
         """
         ranks = max(world_size, self.gpus_per_node)
         return 1 + self.speed_deviation * (_slowest_of(ranks) - _slowest_of(self.gpus_per_node))
-
-
-def _values(curve: Curve) -> list[float]:
-    return [value for _, value in curve]
 
 
 def _slowest_of(count: int) -> float:
@@ -274,7 +267,8 @@ def _merged(file: Path, *, below: Sequence[Path] = ()) -> tuple[dict[str, Any], 
     stated = values.pop("sources", {})
     # In ascending order of weight: the base, the device's datasheet, the file itself.
     figures |= _of_device(values["device"], sources) if "device" in values else {}
-    unsourced = values.keys() - stated.keys() - _NOT_FIGURES
+    # A figure without a source could be a guess, and predictions would rest on it.
+    unsourced = values.keys() - set(filter(stated.get, stated)) - _NOT_FIGURES
     if unsourced:
         problems = [
             Problem(str(file), lines.get((key,), 0), key, "[sources] does not say where it is from")

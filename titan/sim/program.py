@@ -164,14 +164,14 @@ def _watched(train_step: Any, module: Any, tracer: Any) -> Iterator[list[Any]]:
 
     def clip_gradients(*args: Any, **kwargs: Any) -> Any:
         mark_gradients()
-        with scopes.during("clip"):
+        with scopes.within(phase="clip"):
             return clip(*args, **kwargs)
 
     def optimizer_step(*args: Any, **kwargs: Any) -> Any:
         mark_gradients()
         without_gradient.extend(p for p in parameters if p.requires_grad and p.grad is None)
         storages.begin()
-        with scopes.during("optimizer"):
+        with scopes.within(phase="optimizer"):
             result = step(*args, **kwargs)
         storages.mark_made("optimizer")
         attribute_states()

@@ -28,6 +28,7 @@ from .module_scope import ScopeTracker
 from .operators import (
     EXPANDED,
     Operator,
+    argument_of,
     classify,
     kernel_of,
     tensors_in,
@@ -228,7 +229,7 @@ class Tracer(TorchDispatchMode):
         for block in workspace:
             self.storages.give_back(block)
         # A copy that blocks makes the host wait until the device has done all that came before.
-        if kernel.kind == "host_copy" and not _may_run_on(op, args, kwargs):
+        if kernel.kind == "host_copy" and not argument_of(op.func, "non_blocking", args, kwargs):
             self.record(Synchronize(device.current_stream(), f"{op.name} between device and host"))
 
     def launch_on_host(self, kernel: Kernel) -> None:
@@ -300,11 +301,3 @@ class Tracer(TorchDispatchMode):
             return resize(storage, size)
 
         torch.UntypedStorage.resize_ = resized  # pyright: ignore
-
-
-def _may_run_on(op: Operator, args: Any, kwargs: Any) -> bool:
-    """Return whether the host goes on during a copy."""
-    for i, argument in enumerate(op.func._schema.arguments):
-        if argument.name == "non_blocking":
-            return bool(args[i] if i < len(args) else kwargs.get("non_blocking", False))
-    return False

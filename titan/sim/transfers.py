@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import torch_compat
-from .operators import tensors_in
+from .operators import argument_of, tensors_in
 from .trace import AwaitWork, CollectiveKind, Event, Group, Scope, Transfer
 
 # c10d's operators and functional ones, without their namespace. c10d's have an underscore at the end, and some at the beginning.
@@ -126,10 +126,7 @@ class Transfers:
             return 0
 
         def argument(index: int) -> Any:
-            schema = func._schema.arguments[index]
-            return (
-                args[index] if index < len(args) else kwargs.get(schema.name, schema.default_value)
-            )
+            return argument_of(func, index, args, kwargs)
 
         data = list(tensors_in([result] if collective.data < 0 else [argument(collective.data)]))
         # Tensors of the host only: nothing goes over the accelerator's network.
