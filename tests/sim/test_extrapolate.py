@@ -41,6 +41,14 @@ JOBS: dict[str, tuple[int, dict[str, Any]]] = {
             },
         },
     ),
+    "FSDP2, all blocks kept in units of two": (
+        4,
+        {
+            "model": {"flavor": "tiny", "overrides": {"n_layers": 27}},
+            "parallelism": {"fsdp_blocks_per_unit": 2, "fsdp_kept_blocks": 27}
+            | {"fsdp_reshard_after_forward": "always"},
+        },
+    ),
     "DDP, plain loss": (
         4,
         {

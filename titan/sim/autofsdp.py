@@ -18,6 +18,7 @@ from pathlib import Path
 
 from titan.config.load import load_from_argv
 from titan.config.model import model_config
+from titan.config.rules import check_to_run
 
 from .profiles import Profile, load_profile
 from .report import (
@@ -108,6 +109,7 @@ def autofsdp(
     Raises ConfigError.
     """
     config = load_from_argv(job)
+    check_to_run(config, world_size=world_size)
     # Without a limit the allocator never gives memory back, which would be slow and hide what is needed.
     roomy = profile.model_copy(update={"memory_gib": 2.0**20})
 

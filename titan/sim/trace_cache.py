@@ -271,10 +271,12 @@ def shallow(request: TraceRequest) -> list[Depth] | None:
 def shallow_depth(request: TraceRequest) -> int:
     """Return the units of a stage in the shallower model: enough of equal ones between those that have no experts, are gathered
     ahead, or stay gathered."""
-    parallel = request.config.parallelism
-    kept = -(-parallel.fsdp_kept_blocks // parallel.fsdp_blocks_per_unit)
-    dense = getattr(model_config(request.config.model), "n_dense_layers", 0)
-    return _DEPTH + kept - 1 + parallel.fsdp_prefetch + -(-dense // parallel.fsdp_blocks_per_unit)
+    parallel, model = request.config.parallelism, model_config(request.config.model)
+    size, kept = parallel.fsdp_blocks_per_unit, parallel.fsdp_kept_blocks
+    # Where all stay, they are alike. The first that stays is not like the one before it.
+    kept = 0 if kept >= model.n_layers else -(-kept // size) - 1
+    dense = -(-getattr(model, "n_dense_layers", 0) // size)
+    return _DEPTH + kept + parallel.fsdp_prefetch + dense
 
 
 def at_depth(request: TraceRequest, depth: int) -> JobConfig:
