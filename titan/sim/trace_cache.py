@@ -300,7 +300,10 @@ def at_depth(request: TraceRequest, depth: int) -> JobConfig:
     # The depth is a setting of the model like any other: nothing else of the job changes.
     size = parallelism.fsdp_blocks_per_unit
     missing = -model_config(config.model).n_layers % size  # in the first unit
-    overrides = config.model.overrides | {"n_layers": depth * num_stages * size - missing}
+    num_blocks = depth * num_stages * size - missing
+    overrides = config.model.overrides | {"n_layers": num_blocks}
+    kept = min(parallelism.fsdp_kept_blocks, num_blocks)
+    parallelism = parallelism.model_copy(update={"fsdp_kept_blocks": kept})
     model = config.model.model_copy(update={"overrides": overrides})
     return config.model_copy(update={"model": model, "parallelism": parallelism})
 
