@@ -1,6 +1,6 @@
 """How fast the simulator is: cold on a small and on large jobs, on pipelines, warm, and on a sweep.
 
-    python scripts/bench/simulator.py [8b] [pipeline] [405b] [16384] [sweep]     default: all of them
+    python scripts/bench/simulator.py [8b] [pipeline] [405b] [16384] [few] [sweep]     default: all of them
 
 Every case is a process of its own, timed from its start to its end, with an empty trace cache (cold) or the one it left (warm).
 CPU time and memory are those of all its processes together (Linux).
@@ -31,14 +31,18 @@ PIPELINE = [
 ]
 LARGEST = [str(ROOT / "train_configs" / "llama3_405b.toml"), "--world-size", "16384", "--hardware", "h100-sxm"]  # fmt: skip
 LARGE = [str(JOBS / "R9.toml"), "--world-size", "512", "--hardware", "h100-96g-500w"]
-# 1,152 variants of one model: 288 programs on four kinds of hardware.
-SWEEP = [
+# 72 variants of one model: 18 programs on four kinds of hardware.
+FEW = [
     *(str(ROOT / "train_configs" / "llama3_8b.toml"), "--world-size", "64"),
-    *("--hardware", "h100-sxm,h200-sxm,b200,a100-80g"),
+    *("--compile.enable=false", "--hardware", "h100-sxm,h200-sxm,b200,a100-80g"),
     *("--sweep", "parallelism.tensor_parallel_degree=1,2,4"),
-    *("--sweep", "parallelism.data_parallel_replicate_degree=1,2,4,8"),
     *("--sweep", "training.local_batch_size=1,2"),
     *("--sweep", "activation_checkpoint.mode=none,selective,full"),
+]
+# 1,152 variants: 288 programs.
+SWEEP = [
+    *FEW,
+    *("--sweep", "parallelism.data_parallel_replicate_degree=1,2,4,8"),
     *("--sweep", "training.seq_len=4096,8192"),
     *("--sweep", "parallelism.fsdp_reshard_after_forward=default,never"),
 ]
@@ -98,7 +102,8 @@ def main(wanted: list[str]) -> None:
         ("pipeline", "8B, 4 stages, 64 microbatches", [*PIPELINE, "64"]),
         ("405b", "405B, 512 GPUs, 8 stages, compiled", LARGE),
         ("16384", "405B, 16,384 GPUs, compiled", LARGEST),
-        ("sweep", "sweep of 8B", SWEEP),
+        ("few", "72 variants of 8B", FEW),
+        ("sweep", "1,152 variants of 8B", SWEEP),
     ):
         if wanted and name not in wanted:
             continue

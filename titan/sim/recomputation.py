@@ -361,7 +361,7 @@ def measure(
     blocks: Mapping[int, Block], traces: Iterable[Trace], chosen: Mapping[int, Kept], cost: Cost
 ) -> None:
     """Give each block the costs of the choices that were measured. traces: of a compiled job with the choices of `samples`."""
-    num_bytes, seconds = Counter[int](), Counter[int]()
+    num_bytes, seconds = Counter[int](), defaultdict[int, float](float)
     for trace in traces:
         made: dict[int, tuple[int, int]] = {}
         phase = "forward"
