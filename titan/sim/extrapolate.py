@@ -274,7 +274,7 @@ class _Extrapolation:
             return self._grown(few, more)
         if isinstance(more, tuple):
             return tuple(map(self._grow, few, more))
-        if not is_dataclass(more):
+        if isinstance(more, type) or not is_dataclass(more):
             raise CannotExtrapolate(f"{few} where the deeper trace has {more}")
         values = {
             name: self._grow(getattr(few, name), getattr(more, name))
