@@ -18,7 +18,7 @@ tests/sim/test_extrapolate.py compares it with whole traces. Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from .segments import (
@@ -274,7 +274,7 @@ class _Extrapolation:
             return self._grown(few, more)
         if isinstance(more, tuple):
             return tuple(map(self._grow, few, more))
-        if isinstance(more, type) or not is_dataclass(more):
+        if not isinstance(more, Kernel | Event):
             raise CannotExtrapolate(f"{few} where the deeper trace has {more}")
         values = {
             name: self._grow(getattr(few, name), getattr(more, name))
