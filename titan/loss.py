@@ -188,7 +188,7 @@ def cross_entropy_sum(
 ) -> Tensor:
     """Sum of the cross entropy in nats over the valid labels, a scalar in fp32, the same on every rank of a shard.
 
-    chunk_tokens: 0 for all at once, which without `weight` is torch's own cross entropy on an fp32 copy of the logits.
+    chunk_tokens: 0 for all at once. A single chunk is torch's own cross entropy on an fp32 copy of the logits.
     input (..., D) of an output layer whose weight is (V, D), or without `weight` the logits (..., V), in any floating
     dtype; with `shard`, weight and logits are this rank's rows (V/tp, D) and columns (..., V/tp), and the gradient of
     `input` is this rank's part of a sum over the ranks. A weight that tensor parallelism split may be given as the DTensor it
@@ -204,12 +204,13 @@ def cross_entropy_sum(
     if isinstance(weight, DTensor):
         weight = _local_rows(weight, shard)
     input_ND, labels_N = input.reshape(-1, input.shape[-1]), labels.reshape(-1)
-    # Two cases that torch does as a whole. Otherwise everything goes through chunks, perhaps one.
-    if not chunk_tokens and shard is None and weight is None:
-        return F.cross_entropy(input_ND.float(), labels_N, ignore_index=IGNORED, reduction="sum")
+    num_chunks = -(-len(input_ND) // (chunk_tokens or len(input_ND)))
+    # A single chunk gains nothing from the code for several, unless ranks share the vocabulary or a compiler fuses it.
+    if num_chunks == 1 and shard is None and (kernels is None or not chunk_tokens):
+        logits_NV = input_ND if weight is None else F.linear(input_ND, weight)
+        return F.cross_entropy(logits_NV.float(), labels_N, ignore_index=IGNORED, reduction="sum")
     if not chunk_tokens and shard is not None and shard.mesh is not None and weight is None:
         return _plain_over_vocabulary(input_ND, labels_N, shard.mesh, start=shard.start)
-    num_chunks = -(-len(input_ND) // (chunk_tokens or len(input_ND)))
     settings = _Settings(num_chunks, shard, kernels or Kernels())
     return _ChunkedCrossEntropy.apply(input_ND, weight, labels_N, settings)  # pyright: ignore[reportReturnType]
 
@@ -276,7 +277,7 @@ class LossSum:
     chunk_tokens: int
     shard: VocabularyShard | None = None
     output: nn.Module | None = None
-    kernels: Kernels = Kernels()
+    kernels: Kernels | None = None
 
     def __call__(self, input: Tensor, labels_BS: Tensor) -> Tensor:
         # FSDP's root, which the output layer is part of, stays gathered after its forward pass.

@@ -337,7 +337,7 @@ def build_train_step(config: JobConfig, *, device: torch.device, mesh: DeviceMes
         if config.parallelism.disable_loss_parallel
         else _vocabulary_shard(mesh, sizes.vocab_size),
         output=getattr(stages[max(stages)], "output", None) if has_output_in_loss(config) else None,
-        kernels=Kernels.compiled(config.compile.backend) if compiles_loss else Kernels(),
+        kernels=Kernels.compiled(config.compile.backend) if compiles_loss else None,
     )
     pipeline = None
     if pp is not None and schedule is not None:

@@ -73,6 +73,7 @@ MODELS = {
     "3B": Model("3B", 1),
     "8B-blocks": Model("8B", 2, {"n_layers": 8}),  # 8B's blocks, as many as fit with AdamW in fp32
     "tiny": Model("tiny", 2),
+    "debugmodel": Model("debugmodel", 4),
 }
 PARTS: dict[str, dict[str, dict[str, Any]]] = {
     "eager": {},

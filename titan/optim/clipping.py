@@ -16,6 +16,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 
+_SMALL = 2**16  # elements
+
+
 @torch.no_grad()
 def clip_gradients(
     parameters: Iterable[Tensor], *, max_norm: float, stages: dist.ProcessGroup | None = None
@@ -67,8 +70,12 @@ def reduce_squares(local_by_groups: dict[tuple[dist.ProcessGroup, ...], Tensor])
 def local_sum_of_squares(grads: list[Tensor]) -> Tensor:
     """Return the sum of squares of this rank's parts, in fp32."""
     if grads[0].device.type == "cpu":
-        # torch's norm kernel on a CPU adds up one by one: off by 1e-5 at a million elements. sum() adds pairwise.
-        return torch.stack([grad.float().square().sum() for grad in grads]).sum()
+        # torch's norm kernel on a CPU adds up one by one: off by 1e-5 at a million elements. sum() adds pairwise. Small
+        # gradients are joined, for in a small model a call costs more than its work.
+        small = [grad.reshape(-1) for grad in grads if grad.numel() < _SMALL]
+        rest = [grad for grad in grads if grad.numel() >= _SMALL]
+        parts = [torch.cat(small), *rest] if small else rest
+        return torch.stack([part.float().square().sum() for part in parts]).sum()
     return torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).square().sum()
 
 
