@@ -114,6 +114,7 @@ def torchtitan(size: str, steps: int) -> None:
     from types import SimpleNamespace
 
     import torch
+    from torch.distributed.fsdp import FSDPModule
 
     torch._utils._get_available_device_type = lambda: "cpu"
     answers: dict[str, Any] = {
@@ -131,6 +132,10 @@ def torchtitan(size: str, steps: int) -> None:
 
     arguments = ["--job.config_file=job.toml", "--experimental.custom_import=torchtitan_spec"]
     trainer = program.Trainer(ConfigManager().parse_args(arguments))
+    for part in trainer.model_parts:
+        for module in part.modules():
+            if isinstance(module, FSDPModule):  # gloo cannot scale within a sum
+                module.set_force_sum_reduction_for_comms(True)
     trainer.train()
     trainer.close()
 
@@ -182,10 +187,11 @@ def measure(args: argparse.Namespace, contestant: str, size: str, *, ranks: int,
         (Path(folder) / "job.toml").write_text(job_toml(size, steps=steps, rank_count=ranks))
         path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(args.threads)}
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
         launch = [sys.executable]
         if ranks > 1:
             launch += ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-            launch += ["--master-addr=127.0.0.1", "--master-port=0"]
+            launch += ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
         else:
             one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
             environment |= one | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
