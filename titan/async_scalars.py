@@ -1,4 +1,4 @@
-"""Copy numbers from the device to the host without making either wait. The training loop reads the device only here."""
+"""Copy numbers between the host and the device without making either wait. The training loop reads the device only here."""
 
 from __future__ import annotations
 
@@ -29,3 +29,12 @@ class AsyncScalars:
         if self._event is not None:
             self._event.synchronize()
         return self._host.tolist()
+
+
+def to_device(numbers: Sequence[float], device: torch.device) -> Tensor:
+    """Return numbers as an fp32 tensor on the device, without waiting for it.
+
+    Only a copy from pinned memory is asynchronous (pytorch#120996).
+    """
+    row = torch.tensor(numbers, dtype=torch.float32, pin_memory=device.type != "cpu")
+    return row.to(device, non_blocking=True)

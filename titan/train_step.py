@@ -207,16 +207,19 @@ class TrainStep:
         positions_BS = batch.positions_BS
         # A model part that holds a part of the sequence, or begins past the embedding, cannot count positions itself.
         if positions_BS is None and (self.context is not None or self.pipeline is not None):
-            positions_BS = torch.arange(batch.tokens_BS.shape[1]).expand(batch.tokens_BS.shape)
+            length = batch.tokens_BS.shape[1]
+            positions_BS = torch.arange(length, device=self.device).expand(batch.tokens_BS.shape)
 
         def part(tensor_BS: Tensor | None) -> Any:
-            if tensor_BS is not None and self.context is not None:
-                rank, size = self.context.get_local_rank(), self.context.size()
-                balanced = self.config.parallelism.splits_from_both_ends
-                tensor_BS = shard_sequence(
-                    tensor_BS, dim=1, rank=rank, size=size, balanced=balanced
-                )
-            return None if tensor_BS is None else tensor_BS.to(self.device, non_blocking=True)
+            if tensor_BS is None:
+                return None
+            # Whole, and cut on the device: a cut copy would not be in pinned memory, and the host would wait for it.
+            tensor_BS = tensor_BS.to(self.device, non_blocking=True)
+            if self.context is None:
+                return tensor_BS
+            rank, size = self.context.get_local_rank(), self.context.size()
+            balanced = self.config.parallelism.splits_from_both_ends
+            return shard_sequence(tensor_BS, dim=1, rank=rank, size=size, balanced=balanced)
 
         return Batch(
             tokens_BS=part(batch.tokens_BS),

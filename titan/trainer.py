@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan.async_scalars import AsyncScalars
+from titan.async_scalars import AsyncScalars, to_device
 from titan.config.layout import AXES
 from titan.config.machine import open_tokenizer
 from titan.config.model import model_config
@@ -169,7 +169,7 @@ class Trainer:
         """Return the maximum over ranks of "stop", then of all flags."""
         numbers = [self.stop.requested, *(flag for of_hook in flags.values() for flag in of_hook)]
         # One all-reduce for all hooks, whatever their number.
-        agreed = torch.tensor(numbers, dtype=torch.float32, device=self.device)
+        agreed = to_device(numbers, self.device)
         if self.world_size > 1:
             dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
         return agreed

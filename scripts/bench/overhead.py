@@ -195,12 +195,19 @@ def measure(args: argparse.Namespace, contestant: str, size: str, *, ranks: int,
         else:
             one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
             environment |= one | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        command = [*launch, __file__, "--contestant", contestant, "--sizes", size, "--steps", str(steps)]
+        command = [
+            *launch,
+            __file__,
+            "--contestant",
+            contestant,
+            "--sizes",
+            size,
+            "--steps",
+            str(steps),
+        ]
         with (Path(folder) / "log.txt").open("w+") as log:
             begin = time.perf_counter()
-            process = subprocess.Popen(
-                command, cwd=folder, env=environment, stdout=log, stderr=log
-            )
+            process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
             _, status, usage = os.wait4(process.pid, 0)
             wall_s = time.perf_counter() - begin
             if status:
@@ -224,7 +231,9 @@ def compare(args: argparse.Namespace, size: str, ranks: int) -> None:
         for name, turns in figures.items()
     }
     print(f"\n{size}, {ranks} rank(s), medians of {args.rounds}\n")
-    print("| | step, ms | CPU of a step, ms | first step, s | CPU to it, s |\n|---|--:|--:|--:|--:|")
+    print(
+        "| | step, ms | CPU of a step, ms | first step, s | CPU to it, s |\n|---|--:|--:|--:|--:|"
+    )
     for name, row in rows.items():
         base = rows.get("bare", row)
         cells = [f"{x:.2f} ({x / b:.2f})" for x, b in zip(row, base, strict=True)]

@@ -119,3 +119,34 @@ def test_resume_is_bit_identical(tmp_path: Path) -> None:
         (r["loss"], r["grad_norm"]) for r in whole
     ]
     assert whole[-1]["memory_kind"] == "device" and whole[-1]["memory_gib"] > 0
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_no_step_waits_for_the_device(tmp_path: Path, accumulation: int) -> None:
+    """From the second step on, until a step logs, nothing synchronises the host with the device."""
+    config = JobConfig.model_validate(
+        {
+            "job": {"dump_folder": str(tmp_path)},
+            "model": {"flavor": "tiny"},
+            "training": {
+                "seq_len": 128,
+                "local_batch_size": 2,
+                "global_batch_size": 2 * accumulation,
+                "steps": 20,
+                "dataset": "synthetic",
+            },
+            "metrics": {"log_freq": 20},
+            "checkpoint": {"enable": False},
+        }
+    )
+    trainer = Trainer(config)
+    try:
+        for _ in range(4):
+            trainer.train_one_step()
+        torch.cuda.set_sync_debug_mode("error")
+        for _ in range(4):
+            trainer.train_one_step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        trainer.close()
+    assert trainer.step == 8

@@ -33,6 +33,7 @@ from titan.sim.trace import (
     Allocate,
     Event,
     Launch,
+    Synchronize,
     Transfer,
 )
 from titan.sim.trace_jobs import TraceError, distinct_ranks
@@ -390,3 +391,25 @@ import os; os._exit(0)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]", done.stdout
+
+
+# ---- the host ------------------------------------------------------------------------------------
+
+
+WITHOUT_WAITS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, {}),
+    "accumulation": (2, {"training": {"global_batch_size": 32}}),
+    "CP": (2, {"parallelism": {"context_parallel_degree": 2}}),
+    "TP": (2, {"parallelism": {"tensor_parallel_degree": 2}}),
+    "document masks": (1, {"data": {"document_mask": True, "add_eos": True}}),
+    "Muon": (2, {"optimizer": {"name": "Muon"}}),
+    "8-bit Adam": (2, {"optimizer": {"name": "AdamW8bit", "implementation": "for-loop"}}),
+    "PP": (2, {"parallelism": {"pipeline_parallel_degree": 2}}),
+}
+
+
+@pytest.mark.parametrize(("world_size", "sections"), WITHOUT_WAITS.values(), ids=WITHOUT_WAITS)
+def test_the_host_never_waits_for_the_device(world_size: int, sections: dict[str, Any]) -> None:
+    """Copies of a step are asynchronous, and nothing is read back."""
+    traces = trace_ranks(job(**sections), world_size=world_size, ranks=[0])
+    assert [e for e in traces[0].step if isinstance(e, Synchronize)] == []

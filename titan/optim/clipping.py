@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-
 _SMALL = 2**16  # elements
 
 
