@@ -11,7 +11,8 @@ clock is read. The first steps are not counted; a run's figure is the median of 
     torchtitan    `python -m torchtitan.train` on the same job file, its step untouched; torchtitan_spec.py says what is put in
     bare          bare_loop.py, what one would write without a framework
 
-A variant is made of parts: eager, or compile, and with it ac (full) or sac (selective), and float8 (tensorwise). OUT.json gathers the runs
+A variant is made of parts: eager, or compile, and with it ac (full) or sac (selective), and float8 (tensorwise); for titan
+alone also documents (masks) and muon. OUT.json gathers the runs
 of several calls and those in it are not repeated, so that a long table can be measured in short calls; no run
 is begun that would probably not end within --limit-s.
 
@@ -81,6 +82,9 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
     "ac": {"activation_checkpoint": {"mode": "full"}},
     "sac": {"activation_checkpoint": {"mode": "selective"}},
     "float8": {"model": {"converters": ["quantize.linear.float8"]}},
+    # titan's alone
+    "documents": {"data": {"document_mask": True, "add_eos": True}},
+    "muon": {"optimizer": {"name": "Muon"}},
 }
 COMMANDS = {
     "titan": ["-m", "titan.train", "job.toml", "titan.toml"],
@@ -118,7 +122,7 @@ def write_job(folder: Path, args: argparse.Namespace, variant: str) -> None:
     }
     for part in variant.split("+"):
         for section, keys in PARTS[part].items():
-            sections[section] |= keys
+            sections[section] = sections.get(section, {}) | keys
     own = {"model": MODELS[args.model].section, "tokenizer": {"name": "bytes"}}
     for name, content in (("job.toml", sections), ("titan.toml", own)):
         lines = []
@@ -245,6 +249,7 @@ def measure(args: argparse.Namespace, results: dict[str, Any], folder: Path) -> 
             print(f"{name}, and what follows: no time left; run the same command again")
             return
         where = folder / f"{variant}-{number}-{contestant}"
+        shutil.rmtree(where, ignore_errors=True)  # of a call that was stopped
         where.mkdir(parents=True)
         write_job(where, args, variant)
         try:
