@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 
 from titan.config.layout import Layout
+from titan.config.model import model_config
+from titan.config.rules import resolve_layout
 from titan.config.schema import (
     ActivationCheckpointSection,
     AdamW8bitSection,
@@ -20,6 +22,8 @@ from titan.config.schema import (
 from titan.models.llama3.config import FLAVORS, LlamaConfig
 from titan.models.qwen3.config import FLAVORS as QWEN3
 from titan.observe.estimate import activation_elements, estimate_memory
+from titan.sim.profiles import load_profile
+from titan.sim.simulate import simulate
 
 GIB = 2**30
 
@@ -180,3 +184,23 @@ def test_every_axis_saves() -> None:
         assert (
             estimate_memory(job(), FLAVORS["70B"], layout(**degrees))["total"] < whole["total"]
         ), axis
+
+
+@pytest.mark.parametrize(
+    ("schedule", "microbatches"), [("1F1B", 8), ("1F1B", 4), ("Interleaved1F1B", 8)]
+)
+def test_a_pipeline_adds_up_whole_gradients(schedule: str, microbatches: int) -> None:
+    """The first rank of a simulated pipeline needs what the formula says, within a fifth."""
+    config = JobConfig.model_validate(
+        {
+            "model": {"flavor": "1B", "overrides": {"n_layers": 8, "tied_embeddings": False}},
+            "training": {"seq_len": 2048, "local_batch_size": microbatches},
+            "activation_checkpoint": {"mode": "full"},
+            "parallelism": {"pipeline_parallel_degree": 4, "pipeline_parallel_schedule": schedule},
+        }
+    )
+    sizes = model_config(config.model)
+    estimate = estimate_memory(config, sizes, resolve_layout(config, 8))
+    simulation = simulate(config, world_size=8, profile=load_profile("h100-sxm"))
+    simulated = simulation.memory[0].peak_active_bytes / GIB
+    assert estimate["total"] == pytest.approx(simulated, rel=0.2)

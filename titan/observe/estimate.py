@@ -64,6 +64,7 @@ def estimate_memory(
     # Of one forward pass on one rank, before tensor parallelism.
     tokens = config.training.local_batch_size * config.training.seq_len / layout.cp
     kept, recomputed = activation_elements(config, model_config, layout, layers=layers)
+    recomputed /= _num_microbatches(config, layout)  # one at a time
     compute_bytes = _BYTES[config.training.mixed_precision_param]
     estimate_bytes = {
         "parameters": params_bytes,
@@ -173,15 +174,26 @@ def _kept_by_op(op_keep: Sequence[str], model: ModelSizes) -> float:
     return kept
 
 
+def _num_microbatches(config: JobConfig, layout: Layout) -> int:
+    """Return how many parts a pipeline cuts the local batch into; 1 without a pipeline."""
+    if layout.pp == 1:
+        return 1
+    return ceil(
+        config.training.local_batch_size / config.parallelism.pipeline_parallel_microbatch_size
+    )
+
+
 def _in_flight(config: JobConfig, layout: Layout) -> float:
-    """Return the share of the local batch whose activations the first stage holds at once."""
-    size = config.parallelism.pipeline_parallel_microbatch_size
-    num_microbatches = ceil(config.training.local_batch_size / size)
+    """Return the share of the local batch whose activations the first rank holds at once."""
+    num_microbatches = _num_microbatches(config, layout)
+    schedule = config.parallelism.pipeline_parallel_schedule
     # GPipe runs all forward passes first. Without a pipeline there is one.
-    if layout.pp == 1 or config.parallelism.pipeline_parallel_schedule == "GPipe":
+    if layout.pp == 1 or schedule == "GPipe":
         return 1.0
-    # 1F1B and its relatives: one microbatch for each rank.
-    return min(layout.pp, num_microbatches) / num_microbatches
+    # 1F1B: one microbatch for each rank. Schedules of two stages on a rank that go around in turn hold more of them before
+    # the first backward pass: 3 pp - 1, of half the blocks each (arXiv:2104.04473, section 2.2).
+    held = 1.5 * layout.pp - 0.5 if schedule.startswith("Interleaved") else layout.pp
+    return min(held, num_microbatches) / num_microbatches
 
 
 def _logits_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, tokens: float) -> float:
@@ -214,7 +226,7 @@ def _unsharded_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, la
 
     Gathered (or cast) parameters: with ZeRO-3 those of the output layer, of the blocks that are kept and of the next unit,
     with ZeRO-2 and DDP all. Gradients not yet reduced: of one block and of the output layer;
-    of everything while replicas accumulate. A single rank in the master precision uses parameters as they lie.
+    of everything while replicas accumulate, and in a pipeline. A single rank in the master precision uses parameters as they lie.
     """
     training = config.training
     param_bytes = _BYTES[training.mixed_precision_param]
