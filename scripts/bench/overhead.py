@@ -116,7 +116,7 @@ def torchtitan(size: str, steps: int) -> None:
     import torch
     from torch.distributed.fsdp import FSDPModule
 
-    torch._utils._get_available_device_type = lambda: "cpu"
+    torch._utils._get_available_device_type = lambda: "cpu"  # pyright: ignore
     answers: dict[str, Any] = {
         "get_device_name": "CPU",
         "get_device_properties": SimpleNamespace(total_memory=2**34),
