@@ -255,6 +255,9 @@ def _unsharded_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, la
     unreduced += param_bytes * model.num_embedding_params
     if not is_sharded and layout.accumulation > 1:
         unreduced = reduce_bytes * model.num_params
+    # A pipeline adds up whole gradients, and reduces them after the last microbatch.
+    if _num_microbatches(config, layout) > 1:
+        unreduced = reduce_bytes * (layers * block + model.num_embedding_params)
     return (gathered + unreduced) / layout.tp
 
 

@@ -17,7 +17,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from titan.config.errors import choose
@@ -86,8 +86,13 @@ def plan(
         )
 
     # Two thirds of the budget explore, the rest improves what was found.
+    own = search.own()
+    if own is not None:
+        search.seen.add(own)
     points = search.first(max(1, budget * 2 // 3))
     job, *variants = simulated([{}, *map(search.settings, points)])
+    if own is not None and job.facts:
+        results[own] = replace(job, settings=search.settings(own))
     while points:
         results |= zip(points, variants, strict=True)
         ranked = sorted((p for p in results if results[p].fits), key=lambda p: -results[p].speed)

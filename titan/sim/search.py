@@ -23,7 +23,7 @@ from titan.config.load import load_from_argv
 from titan.config.model import model_config
 from titan.config.rules import check_to_run, resolve_layout
 from titan.config.schema import JobConfig
-from titan.observe.estimate import estimate_memory, stacked_params
+from titan.observe.estimate import estimate_memory, keeps_gathered, stacked_params
 from titan.parallel.schedules import build_schedule, stages_per_rank
 
 from .profiles import Profile
@@ -140,6 +140,37 @@ class Search:
     def points(self) -> list[Point]:
         """Return all points that divide evenly and may fit, the most promising first."""
         return sorted(filter(self._may_fit, self._combinations()), key=self.seconds)
+
+    def own(self) -> Point | None:
+        """Return the job as it is; None: it cannot run, or has a setting that is not searched."""
+        try:
+            layout = resolve_layout(self.config, self.world_size)
+        except ConfigError:
+            return None
+        training = self.config.training
+        parallel, ac = self.config.parallelism, self.config.activation_checkpoint
+        recompute = ac.mode if ac.selective_ac_option == "op" else ac.selective_ac_option
+        recompute = recompute if ac.mode == "selective" else ac.mode
+        if recompute not in _RECOMPUTE or ac.op_keep_by_block:
+            return None
+        point = Point(
+            replicate=layout.dp_replicate,
+            shard=layout.dp_shard,
+            tp=layout.tp,
+            cp=layout.cp,
+            pp=layout.pp,
+            ep=parallel.expert_parallel_degree if getattr(self.model, "num_experts", 0) else 0,
+            batch=training.local_batch_size,
+            recompute=recompute,
+            zero=2 if keeps_gathered(self.config, layout) else 3,
+        )
+        if layout.pp == 1:
+            return point
+        schedule = parallel.pipeline_parallel_schedule
+        if schedule not in _SCHEDULES or parallel.pipeline_parallel_layers_per_stage:
+            return None
+        size, stages = parallel.pipeline_parallel_microbatch_size, stages_per_rank(schedule)
+        return replace(point, microbatch=size, schedule=schedule, stages=stages)
 
     def _combinations(self) -> Iterator[Point]:
         model, length = self.model, self.config.training.seq_len
