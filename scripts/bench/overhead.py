@@ -67,7 +67,7 @@ enable = false
 """
 
 
-# ---- the contestants, each in a process of its own -------------------------------------------------
+# ---- the contestants ---------------------------------------------------------------------------
 
 
 def bare(size: str, steps: int) -> None:

@@ -353,7 +353,7 @@ def test_replicas_of_experts_are_compared(pool: Pool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 def test_chunks_change_nothing(recompute: str, pool: Pool, tmp_path: Path) -> None:
-    # Adam divides a gradient by its own size, so that rounding in one that is all but 0 would be a whole step.
+    # Adam divides a gradient by its size. One of 2e-10, where others are 4e-4, is rounding, and would make a whole step.
     layout = {"dp": 2, "ep": 2}
     changes = {"activation_checkpoint": {"mode": recompute}, "optimizer": {"eps": 1e-5}}
     [whole, _] = pool.run(2, run, tmp_path / "whole", sections(layout, **changes))
