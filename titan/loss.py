@@ -280,7 +280,7 @@ class LossSum:
     kernels: Kernels | None = None
 
     def __call__(self, input: Tensor, labels_BS: Tensor) -> Tensor:
-        # FSDP's root, which the output layer is part of, stays gathered after its forward pass.
+        # FSDP keeps the unit of the output layer gathered after its forward pass.
         weight = None if self.output is None else self.output.get_parameter("weight")
         with torch.profiler.record_function("titan: loss"):  # a module's range, to `titan profile`
             return cross_entropy_sum(
