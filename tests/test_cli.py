@@ -17,12 +17,12 @@ from titan import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 DEBUG = "train_configs/debug_model.toml"
-# Runs the command, then says on the last line of stderr whether torch was imported.
-PROBE = "import sys; from titan.cli import main; code = main(); print('torch' in sys.modules, file=sys.stderr); sys.exit(code)"
+# Runs the command, then says on the last line of stderr whether torch or numpy was imported.
+PROBE = "import sys; from titan.cli import main; code = main(); print(not {'torch', 'numpy'}.isdisjoint(sys.modules), file=sys.stderr); sys.exit(code)"
 
 
 def titan(*argv: str) -> tuple[int, str, list[str]]:
-    """Exit code, stdout, and the lines of stderr; asserts that torch was not imported and no traceback shown."""
+    """Exit code, stdout, and the lines of stderr; asserts that torch and numpy were not imported and no traceback shown."""
     result = subprocess.run(
         [sys.executable, "-c", PROBE, *argv], capture_output=True, text=True, cwd=ROOT, timeout=60
     )

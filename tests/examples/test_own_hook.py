@@ -60,7 +60,7 @@ def test_a_hook_of_a_package_runs_before_the_row_is_written_and_is_resumed(
         load = staticmethod(lambda: Count)
 
     monkeypatch.setattr(
-        "titan.hooks.entry_points", lambda group: [Entry] if group == "titan.hooks" else []
+        "titan.hooks.plug_ins", lambda group: [Entry] if group == "titan.hooks" else []
     )
     for steps in (2, 5):
         trainer = Trainer(job(tmp_path, training={"steps": steps}), hooks=standard_hooks)

@@ -6,7 +6,8 @@ that is being imported.
 
 from __future__ import annotations
 
-from importlib.metadata import EntryPoint
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -68,6 +69,17 @@ class DocumentOptions(Section):
 
     weight: Annotated[float, Field(gt=0, le=1e12)] = 1.0
     """Share of the samples drawn from this source, relative to the other sources' weights."""
+
+
+@cache
+def installed_entry_points() -> Any:
+    """Return all entry points. To find them, Python reads a file of each installed package, so this does so once."""
+    return entry_points()
+
+
+def plug_ins(group: str) -> list[EntryPoint]:
+    """Return the entry points that packages register under a group, by name."""
+    return sorted(installed_entry_points().select(group=group), key=lambda entry: entry.name)
 
 
 def load_plug_in(entry: EntryPoint) -> Any:

@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -18,7 +17,6 @@ from pathlib import Path
 from titan.checkpoint.manifest import METADATA, NAME, list_steps
 from titan.checkpoint.storage import as_location, join, storage_of
 from titan.data import DataError
-from titan.data.samples import SampleOptions, build_samples
 from titan.data.sources import open_documents, resolve_sources
 from titan.data.special_tokens import SpecialTokens
 from titan.data.tokenizer import Tokenizer, build_tokenizer
@@ -26,6 +24,7 @@ from titan.hardware import count_accelerators
 from titan.parallel.kept_operations import KeepError, parse_blocks, parse_rule
 
 from . import schema as s
+from .base import plug_ins
 from .errors import Problem, RuleViolation, choose, did_you_mean, violations_of
 from .model import model_config, resolve_model
 from .quantize import eight_bit_sections
@@ -170,6 +169,8 @@ def _check_source(
         return
     try:
         if isinstance(source, s.ShardsSource) and tokenizer is not None:
+            from titan.data.samples import SampleOptions, build_samples  # imports numpy
+
             section = config.validation if split == "validation" else config.training
             options = SampleOptions(
                 tokenizer=tokenizer,
@@ -240,7 +241,7 @@ def _check_checkpoints(config: JobConfig) -> Iterator[RuleViolation]:
 
 def _check_backend(config: JobConfig) -> Iterator[RuleViolation]:
     backend = config.compile.backend
-    known = [*BACKENDS, *(entry.name for entry in entry_points(group="torch_dynamo_backends"))]
+    known = [*BACKENDS, *(entry.name for entry in plug_ins("torch_dynamo_backends"))]
     if config.compile.enable and backend not in known:
         yield "compile.backend", f'unknown backend "{backend}"{choose(backend, known[:9])}'
 

@@ -11,12 +11,12 @@ import pkgutil
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from inspect import signature
 from types import ModuleType
 from typing import Any, get_type_hints
 
-from .base import load_plug_in
+from .base import load_plug_in, plug_ins
 from .errors import ConfigError, Problem, RuleViolation, choose, divisors, either, neighbours
 from .schema import ModelSection
 from .toml import format_value
@@ -80,9 +80,8 @@ def families() -> list[str]:
     return sorted({*built_in, *_plug_ins()})
 
 
-@cache
 def _plug_ins() -> dict[str, EntryPoint]:
-    return {entry.name: entry for entry in entry_points(group="titan.models")}
+    return {entry.name: entry for entry in plug_ins("titan.models")}
 
 
 @cache

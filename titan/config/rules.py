@@ -77,7 +77,7 @@ def _problems(config: JobConfig, world_size: int | None, *, here: bool) -> list[
     if world_size is not None:
         problems += check_layout(config, world_size=world_size)
     if here:
-        from .machine import check_machine  # reads tokenizers, which imports numpy
+        from .machine import check_machine  # reads tokenizers and the folders of data
 
         problems += check_machine(config)
     return problems

@@ -14,7 +14,6 @@ module imports no torch.
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from pydantic import BeforeValidator, Field, PrivateAttr
@@ -29,6 +28,7 @@ from .base import (
     Section,
     StrList,
     load_plug_in,
+    plug_ins,
 )
 from .errors import SourceMap
 from .schema_run import (
@@ -317,7 +317,7 @@ _Sources = StdlibSource | SyntheticSource | _LocalSources | HuggingFaceSource
 
 def _members(group: str, built_in: Any) -> Any:
     """Return the union of the built-in sections and those registered under an entry-point group."""
-    return Union[(built_in, *(load_plug_in(entry) for entry in entry_points(group=group)))]
+    return Union[(built_in, *(load_plug_in(entry) for entry in plug_ins(group)))]
 
 
 if TYPE_CHECKING:

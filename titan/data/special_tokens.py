@@ -7,10 +7,12 @@ from. Legend: B rows, T tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from titan.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # `titan check` reads tokenizers and needs no arrays
+    import numpy as np
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,8 @@ class SpecialTokens:
 
     def starts(self, tokens_BT: np.ndarray) -> np.ndarray:
         """Return where a document begins, bool[B, T]: at its begin token, or after an end token."""
-        starts_BT = np.zeros(tokens_BT.shape, dtype=bool)
-        if self.bos_id is not None:
-            starts_BT |= tokens_BT == self.bos_id
+        # No token has the id -1.
+        starts_BT = tokens_BT == (-1 if self.bos_id is None else self.bos_id)
         if self.eos_id is not None:
             starts_BT[:, 1:] |= tokens_BT[:, :-1] == self.eos_id
         return starts_BT

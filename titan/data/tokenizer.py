@@ -16,15 +16,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import tiktoken
 
 from titan.config.schema import TokenizerSection
 from titan.data import DataError, require
 from titan.data.reading import pieces
 from titan.untrusted import printable, read_bytes, read_json, read_text
+
+if TYPE_CHECKING:
+    import numpy as np
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 # How Llama 3 cuts text before merging (its released tokenizer.py); also used by `titan tokenizer train`.
@@ -79,6 +81,8 @@ class Tokenizer(ABC):
     @cached_property
     def byte_lengths(self) -> np.ndarray:
         """Return the bytes of text of each token, int64[vocab_size], which turn a loss per token into one per byte."""
+        import numpy as np
+
         return np.array([len(self.token_bytes(t)) for t in range(self.vocab_size)], dtype=np.int64)
 
 

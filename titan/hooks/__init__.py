@@ -8,8 +8,7 @@ An installed package adds a hook through the entry point group "titan.hooks":
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
-
+from titan.config.base import plug_ins
 from titan.health.monitor import Monitor
 from titan.hook import Hook
 from titan.hooks.checkpointing import Checkpointing
@@ -53,6 +52,6 @@ def standard_hooks(trainer: Trainer, *, monitor: Monitor | None = None) -> list[
     ]
     # By name, since every rank must call hooks in the same order. Before Metrics, so that their
     # columns reach its row.
-    for entry in sorted(entry_points(group="titan.hooks"), key=lambda entry: entry.name):
+    for entry in plug_ins("titan.hooks"):
         hooks.insert(-1, entry.load()(trainer))
     return hooks
