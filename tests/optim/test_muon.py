@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.support.ranks import Pool
 from titan.config.schema import MuonSection
-from titan.optim.muon import Muon, collect, cuts_of, give_back, newton_schulz
+from titan.optim.muon import Exchange, Muon, collect, cuts_of, give_back, newton_schulz
 from titan.optim.optimizers import build_optimizer
 from titan.parallel import build_mesh
 
@@ -123,6 +124,17 @@ def test_goes_on_from_a_state_dict() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+def arrived(exchange: Exchange) -> Tensor:
+    """What an exchange returns in the end."""
+    result: list[Tensor] = []
+
+    def run() -> Iterator[None]:
+        result.append((yield from exchange))
+
+    list(run())
+    return result[0]
+
+
 def exchange(shape: tuple[int, int], placements: list[str], num: int) -> list[Tensor]:
     """How whole each rank's matrices are, and whether its shards come back as they were."""
     mesh = build_mesh("cpu", dp_shard=2, tp=2)
@@ -137,10 +149,10 @@ def exchange(shape: tuple[int, int], placements: list[str], num: int) -> list[Te
     for cut in cuts_of(shards[0]):
         n, ranks = len(x), cut.group.size()
         counts.append([n // ranks + (r < n % ranks) for r in range(ranks)])
-        x = collect(x, cut, counts=counts[-1])
+        x = arrived(collect(x, cut, counts=counts[-1]))
     whole = x.clone()
     for cut in reversed(cuts_of(shards[0])):
-        x = give_back(x, cut, counts=counts.pop())
+        x = arrived(give_back(x, cut, counts=counts.pop()))
     assert torch.equal(x, before)
     return list(whole)
 

@@ -10,14 +10,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.ranks import Pool
-from titan.config.schema import AdamSection, AdamW8bitSection, AdamWSection, OptimizerSection
+from titan.config.schema import (
+    AdamSection,
+    AdamW8bitSection,
+    AdamWSection,
+    MuonSection,
+    OptimizerSection,
+)
 from titan.optim.adam import CompactAdam
 from titan.optim.eightbit import block_size, dequantize, levels, quantize
 from titan.optim.muon import Muon
 from titan.optim.optimizers import build_optimizer
-from titan.optim.rounding import RoundingNoise, store
+from titan.optim.rounding import Dice, RoundingNoise, StepNoise, rounded
 from titan.parallel import build_mesh
 
 CPU = torch.device("cpu")
@@ -206,13 +213,15 @@ def test_a_closure_is_called() -> None:
 
 
 def _round(value: float, *, count: int, step: int = 1, seed: int = 0, name: str = "w") -> Tensor:
-    target = torch.zeros(count, dtype=torch.bfloat16)
-    store(
-        target,
-        torch.full((count,), value),
-        RoundingNoise(target, seed=seed, name=name).at_step(step),
-    )
-    return target.float()
+    target = torch.full((count,), value)
+    return rounded(target, noise_of(target, seed=seed, name=name, step=step))
+
+
+def noise_of(whole: Tensor, *, seed: int = 0, name: str = "w", step: int = 1) -> StepNoise:
+    dice = Dice({whole: RoundingNoise(whole, seed=seed, name=name)})
+    noise = dice.at_step(step, [(whole, 0, whole.numel())])
+    assert noise is not None
+    return noise
 
 
 @pytest.mark.parametrize("share", [0.001, 0.25, 0.5, 0.9])
@@ -227,14 +236,12 @@ def test_rounding_is_unbiased(share: float, sign: int) -> None:
 
 def test_what_bf16_holds_is_not_rounded() -> None:
     x = torch.randn(1000).bfloat16()
-    target = torch.zeros(1000, dtype=torch.bfloat16)
     x[0], x[1], x[2] = float("inf"), float("-inf"), float("nan")
-    store(target, x.float(), RoundingNoise(target, seed=0, name="w").at_step(1))
+    target = rounded(x.float(), noise_of(x)).bfloat16()
     assert torch.equal(target[:2], x[:2]) and target[2].isnan()
     assert torch.equal(target[3:], x[3:])
     not_canonical = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
-    store(target[:1], not_canonical, RoundingNoise(target[:1], seed=0, name="w").at_step(1))
-    assert target[0].isnan()
+    assert rounded(not_canonical, noise_of(not_canonical)).bfloat16().isnan()
 
 
 def test_dice_depend_on_seed_name_step_and_place_alone() -> None:
@@ -256,12 +263,13 @@ def test_small_updates_count_on_average() -> None:
     """2,000 updates of a thousandth of a gap: to the nearest they are all lost, rounded stochastically two gaps come about."""
     steps, gap = 2000, 2**-7
     moved = {}
-    for rounded in (True, False):
+    for random in (True, False):
         weight = torch.ones(2000, dtype=torch.bfloat16)
-        noise = RoundingNoise(weight, seed=0, name="w")
+        dice = Dice({weight: RoundingNoise(weight, seed=0, name="w")} if random else None)
         for step in range(steps):
-            store(weight, weight.float() + gap / 1000, noise.at_step(step) if rounded else None)
-        moved[rounded] = ((weight.float() - 1).mean() / gap).item()
+            noise = dice.at_step(step, [(weight, 0, 2000)])
+            weight.copy_(rounded(weight.float() + gap / 1000, noise))
+        moved[random] = ((weight.float() - 1).mean() / gap).item()
     assert moved[False] == 0
     assert moved[True] == pytest.approx(2, abs=0.1)
 
@@ -357,3 +365,61 @@ def test_compiled_is_the_same_and_once_for_all_shapes() -> None:
     run(build_optimizer(section(AdamW8bitSection), theirs.items()), theirs, steps=3)
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-6)
+
+
+# ---- vectors of many parameters ----------------------------------------------------------------
+
+KINDS = {
+    "eight": (AdamW8bitSection, {}, torch.float32),
+    "bf16": (AdamWSection, {"state_dtype": "bfloat16"}, torch.float32),
+    "rounded": (AdamWSection, {"stochastic_rounding": True}, torch.bfloat16),
+    "muon": (MuonSection, {"stochastic_rounding": True}, torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_joined_and_cut_the_bits_are_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters each by itself, all in one vector, and large ones in slices that end amid a row."""
+    option, settings, dtype = KINDS[kind]
+    results = []
+    for small, largest in ((0, 2**40), (2**40, 2**40), (2048, 2048), (2**40, 1)):
+        monkeypatch.setattr("titan.optim.adam.SMALL", small)
+        monkeypatch.setattr("titan.optim.adam.LARGEST", largest)
+        monkeypatch.setattr("titan.optim.muon.LARGEST", largest)
+        named = {f"layers.{n}": p for n, p in parameters(dtype).items()}
+        named["layers.same"] = nn.Parameter(named["layers.wide"].detach().clone() / 2)
+        run(build_optimizer(section(option, **settings), named.items()), named, steps=3)
+        results.append(list(named.values()))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+class Launches(TorchDispatchMode):
+    """Count operations on parameters that are no views: a launch each on an accelerator."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        first = result[0] if isinstance(result, list | tuple) and result else result
+        # Scalars are on the host. What works on lists in place returns nothing.
+        computes = first is None or (isinstance(first, Tensor) and first.ndim > 0)
+        self.count += computes and not func.is_view and "detach" not in str(func)
+        return result
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_parameters_launch_no_more(kind: str) -> None:
+    option, settings, dtype = KINDS[kind]
+    counts = []
+    for copies in (2, 12):
+        named = {
+            f"layers.{i}.{name}": p for i in range(copies) for name, p in parameters(dtype).items()
+        }
+        optimizer = build_optimizer(section(option, **settings), named.items())
+        run(optimizer, named, steps=1)
+        set_gradients(named, 1)
+        with Launches() as launches:
+            optimizer.step()
+        counts.append(launches.count)
+    assert counts[0] == counts[1] > 0

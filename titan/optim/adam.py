@@ -7,6 +7,9 @@ computed in fp32, and what is kept is small:
     8-bit moments         2 and a little (eightbit.py); vectors, and rows that make no blocks, keep fp32
     stochastic rounding   bf16 weights with no fp32 master (rounding.py)
 
+Small parameters are joined in one vector and large ones cut into slices, so that the number of kernels depends on bytes rather than on
+how many parameters there are, and so does the memory of what is computed in between.
+
 Everything is done element by element on this rank's shard, and depends on the element's place in the whole
 parameter, not on the layout: one process and any mesh compute the same bits from the same gradients. That is why this is not
 torchao.optim, whose blocks run over a rank's shard and whose random numbers are the rank's own: replicas that
@@ -16,7 +19,9 @@ against each other where they should agree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,9 +31,26 @@ from torch.distributed.tensor import DTensor
 from titan.parallel.float8 import plain
 
 from .eightbit import block_size, dequantize, levels, quantize
-from .rounding import RoundingNoise, StepNoise, store
+from .rounding import Dice, RoundingNoise, StepNoise, rounded
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+# Elements. A shard below the first limit is joined with others: copying it twice costs less than launching kernels for it. At most
+# as many as the second are updated at once: 32 MiB in fp32.
+SMALL, LARGEST = 2**20, 2**23
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Name elements of this rank's shard of a parameter, in the order of memory."""
+
+    parameter: Tensor
+    begin: int
+    length: int
+
+    def of(self, tensor: Tensor | None, *, per: int = 1) -> Tensor:
+        """Return the piece, as a view, of a contiguous tensor laid out like the parameter, or with one number for `per` elements."""
+        flat = local(tensor).view(-1)
+        return flat[self.begin // per : (self.begin + self.length) // per]
 
 
 class CompactAdam(torch.optim.Optimizer):
@@ -37,7 +59,7 @@ class CompactAdam(torch.optim.Optimizer):
     state_dtype: of the moments. uint8 means 8 bits in blocks. decoupled: AdamW's weight decay, else
     Adam's.
 
-    noise: for each parameter that is rounded stochastically. compiled: one kernel per update, by torch.compile (a shape
+    noise: for each parameter that is rounded stochastically. compiled: one kernel per vector, by torch.compile (its length
     changes nothing; the first step takes seconds); otherwise one kernel per operation.
     """
 
@@ -56,16 +78,21 @@ class CompactAdam(torch.optim.Optimizer):
         # Weight decay is each group's own (optimizers.py).
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.levels: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        self.state_dtype, self.decoupled, self.noise = state_dtype, decoupled, noise or {}
+        self.state_dtype, self.decoupled, self.dice = state_dtype, decoupled, Dice(noise)
         self.compute = torch.compile(_compute, dynamic=True) if compiled else _compute
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = torch.enable_grad()(closure)() if closure else None
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
+            parameters = [p for p in group["params"] if p.grad is not None]
+            for parameter in parameters:
+                if not self.state[parameter]:
+                    self.init_state(parameter)
+            if parameters:
+                torch._foreach_add_([self.state[p]["step"] for p in parameters], 1)
+            for chunk in self._chunks(parameters):
+                self._update(chunk, group)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -78,20 +105,60 @@ class CompactAdam(torch.optim.Optimizer):
         # On the host: it is read in every step.
         state["step"] = torch.tensor(0.0)
         for name in MOMENTS:
-            block = block_size(parameter.shape) if self.state_dtype == torch.uint8 else 0
-            if block:
+            if block := self._block(parameter):
                 state[f"{name}_codes"] = torch.zeros_like(parameter, dtype=torch.uint8)
                 state[f"{name}_scale"] = _zeros_of_blocks(parameter, block)
             else:
                 exact = torch.float32 if self.state_dtype == torch.uint8 else self.state_dtype
                 state[name] = torch.zeros_like(parameter, dtype=exact)
 
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        if not state:
-            self.init_state(parameter)
-        state["step"] += 1
-        step, (beta1, beta2) = state["step"].item(), group["betas"]  # a host tensor: nothing waits
+    def _chunks(self, parameters: Iterable[Tensor]) -> Iterator[tuple[Piece, ...]]:
+        """Yield pieces that are updated at once: a slice of a large shard, or small shards of one kind."""
+        joined: dict[Any, list[Piece]] = defaultdict(list)
+        for parameter in parameters:
+            size, state = local(parameter).numel(), self.state[parameter]
+            if size >= SMALL:
+                for begin in range(0, size, LARGEST):
+                    yield (Piece(parameter, begin, min(LARGEST, size - begin)),)
+            elif size:
+                dims = len(self.dice.sources[parameter].dims) if self.dice.sources else 0
+                step = state["step"].item()  # a host tensor: nothing waits
+                kind = step, parameter.device, parameter.dtype, self._block(parameter), dims
+                joined[kind].append(Piece(parameter, 0, size))
+                if sum(piece.length for piece in joined[kind]) >= LARGEST:
+                    yield tuple(joined.pop(kind))
+        yield from map(tuple, joined.values())
+
+    def _update(self, chunk: tuple[Piece, ...], group: dict[str, Any]) -> None:
+        first = chunk[0].parameter
+        step, block = self.state[first]["step"].item(), self._block(first)
+        # What is updated: the parameters under "", and each of their states.
+        tensors = {"": [piece.of(piece.parameter) for piece in chunk]}
+        for name in self.state[first]:
+            if name != "step":
+                per = block if name.endswith("_scale") else 1
+                tensors[name] = [p.of(self.state[p.parameter][name], per=per) for p in chunk]
+        grads = [piece.of(local(piece.parameter.grad).contiguous()) for piece in chunk]
+        single = len(chunk) == 1
+        vectors = {name: v[0] if single else torch.cat(v) for name, v in tensors.items()}
+        # With 8 bits, what keeps fp32 is small, and would be compiled again.
+        compute = self.compute if block or self.state_dtype != torch.uint8 else _compute
+        compute(
+            vectors[""],
+            grads[0] if single else torch.cat(grads),
+            {name: vector for name, vector in vectors.items() if name},
+            self._numbers(step, group),
+            decoupled=self.decoupled,
+            step_noise=self.dice.at_step(step, [(p.parameter, p.begin, p.length) for p in chunk]),
+            maps=self._maps(first.device),
+        )
+        if not single:
+            for name, pieces in tensors.items():
+                torch._foreach_copy_(pieces, vectors[name].split([len(x) for x in pieces]))
+
+    def _numbers(self, step: float, group: dict[str, Any]) -> dict[str, Tensor]:
+        """Return the factors of an update as tensors on the host, for numbers would be compiled in."""
+        beta1, beta2 = group["betas"]
         decay = group["weight_decay"]
         # Both bias corrections are folded into numbers, so that the kernel has fewer operations.
         numbers = {
@@ -102,19 +169,10 @@ class CompactAdam(torch.optim.Optimizer):
             "exp_avg": 1 - beta1,
             "exp_avg_sq": 1 - beta2,
         }
-        noise = self.noise.get(parameter)
-        # Vectors are small, and would be compiled again.
-        compute = self.compute if parameter.ndim > 1 else _compute
-        compute(
-            local(parameter),
-            local(parameter.grad),
-            {name: local(value) for name, value in state.items() if name != "step"},
-            # Tensors on the host, for numbers would be compiled in.
-            {name: torch.tensor(x, dtype=torch.float64) for name, x in numbers.items()},
-            decoupled=self.decoupled,
-            step_noise=None if noise is None else noise.at_step(int(step)),
-            maps=self._maps(parameter.device),
-        )
+        return {name: torch.tensor(x, dtype=torch.float64) for name, x in numbers.items()}
+
+    def _block(self, parameter: Tensor) -> int:
+        return block_size(parameter.shape) if self.state_dtype == torch.uint8 else 0
 
     def _maps(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
         if self.state_dtype != torch.uint8:
@@ -134,7 +192,7 @@ def _compute(
     step_noise: StepNoise | None,
     maps: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """Compute one update in fp32, of local tensors in place."""
+    """Compute one update in fp32, of vectors in place."""
     x, grad = parameter.float(), grad.float()
     if decoupled:
         x = x - numbers["decay"] * x
@@ -149,7 +207,7 @@ def _compute(
         _write(state, name, after, maps[i] if maps else None)
         moments.append(after)
     denominator = moments[1].sqrt() / numbers["correction"] + numbers["eps"]
-    store(parameter, x - numbers["lr"] * (moments[0] / denominator), step_noise)
+    parameter.copy_(rounded(x - numbers["lr"] * (moments[0] / denominator), step_noise))
 
 
 def _read(state: dict[str, Tensor], name: str, levels: Tensor | None) -> Tensor:
@@ -164,7 +222,7 @@ def _write(state: dict[str, Tensor], name: str, value: Tensor, levels: Tensor | 
         state[name].copy_(value)
         return
     assert levels is not None
-    codes, scale = quantize(value, state[f"{name}_scale"].shape[-1], levels)
+    codes, scale = quantize(value, len(state[f"{name}_scale"]), levels)
     state[f"{name}_codes"].copy_(codes)
     state[f"{name}_scale"].copy_(scale)
 

@@ -12,6 +12,9 @@ of them: per axis of the mesh that cuts matrices, one all-to-all makes shards of
 each, and another takes the updates back. No rank does what another does, except replicas (DDP, HSDP), whose
 shards nobody else's work could save sending.
 
+Batches follow each other as on a conveyor: while the matrices of one are orthogonalized, those of the next arrive, and the updates of
+the one before leave. A batch is as many matrices of one shape as fill a number of bytes, so small ones are multiplied together.
+
 N matrices of a batch, n of this rank; R rows, r of a shard; C columns
 """
 
@@ -19,8 +22,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -31,11 +35,17 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from titan.parallel.float8 import plain
 
-from .adam import load_as_saved, local
-from .rounding import RoundingNoise, store
+from .adam import LARGEST, load_as_saved, local
+from .rounding import Dice, RoundingNoise, rounded
 
 # a X + b (X X^T) X + c (X X^T)^2 X lifts small singular values fast and leaves those near 1 within 0.7 .. 1.2 (Jordan).
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+BATCH_BYTES = (
+    2**27
+)  # of a rank's matrices of a batch in `ns_dtype`, of which it holds about ten copies; a larger matrix comes alone
+
+# What exchanges matrices: it yields whenever something is under way, and returns what has arrived.
+Exchange = Generator[None, None, Tensor]
 
 
 class Muon(torch.optim.Optimizer):
@@ -59,7 +69,7 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay})
         self.momentum, self.nesterov = momentum, nesterov
-        self.ns_steps, self.ns_dtype, self.noise = ns_steps, ns_dtype, noise or {}
+        self.ns_steps, self.ns_dtype, self.dice = ns_steps, ns_dtype, Dice(noise)
         self.others = others
         # The groups are shared with `others`, so a learning rate is set once.
         self.param_groups += others.param_groups
@@ -74,48 +84,71 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = torch.enable_grad()(closure)() if closure else None
         group = self.param_groups[0]
-        for batch in _batches([p for p in group["params"] if p.grad is not None]):
-            self._update(batch, lr=group["lr"], weight_decay=group["weight_decay"])
-        self.others.step()
+        matrices = [p for p in group["params"] if p.grad is not None]
+        for matrix in matrices:
+            if not self.state[matrix]:
+                self.init_state(matrix)
+        if matrices:
+            torch._foreach_add_([self.state[p]["step"] for p in matrices], 1)
+        batches = _batches(matrices, itemsize=self.ns_dtype.itemsize)
+        updates = (
+            self._update(b, lr=group["lr"], weight_decay=group["weight_decay"]) for b in batches
+        )
+        rounds = _interleave(updates)
+        next(rounds, None)
+        self.others.step()  # behind the first exchange
+        for _ in rounds:
+            pass
         return loss
 
-    def _update(self, batch: list[Tensor], *, lr: float, weight_decay: float) -> None:
-        """Update matrices of one shape and layout."""
+    def _update(
+        self, batch: list[Tensor], *, lr: float, weight_decay: float
+    ) -> Generator[None, None, None]:
+        """Update matrices of one shape and layout. Yields while something is exchanged."""
         cuts = cuts_of(batch[0])
         # All matrices of the batch at once: they have one shape and layout.
-        x = torch.stack([self._momentum(p).to(self.ns_dtype) for p in batch])
+        x = self._momentum(batch)
         stacked = x.shape
         x = x.flatten(0, -3)  # experts of a stack are matrices as others
         counts = []
         # One exchange per mesh axis that splits the matrices; then each rank has whole ones.
         for cut in cuts:
             counts.append(_share_out(len(x), cut.group.size()))
-            x = collect(x, cut, counts=counts[-1])
+            x = yield from collect(x, cut, counts=counts[-1])
         x = newton_schulz(x, steps=self.ns_steps)
         for cut in reversed(cuts):
-            x = give_back(x, cut, counts=counts.pop())
+            x = yield from give_back(x, cut, counts=counts.pop())
+        x = x.view(stacked)
         # Makes the root mean square of an update like Adam's, 0.2, for any shape (arXiv:2502.16982).
         scale = 0.2 * math.sqrt(max(batch[0].shape[-2:]))
-        for parameter, update in zip(batch, x.view(stacked), strict=True):
-            noise, step = self.noise.get(parameter), self.state[parameter]["step"]
-            mine = local(parameter)
-            new = mine.float() * (1 - lr * weight_decay) - lr * scale * update.float()
-            store(mine, new, None if noise is None else noise.at_step(int(step)))
+        for part in _parts(batch):
+            mine = [local(p) for p in batch[part]]
+            new = torch.stack(mine).float().mul_(1 - lr * weight_decay)
+            new.sub_(x[part], alpha=lr * scale)
+            pieces = [(p, 0, mine[0].numel()) for p in batch[part]]
+            noise = self.dice.at_step(self.state[batch[0]]["step"].item(), pieces)
+            new = rounded(new.view(-1), noise).view_as(new)
+            torch._foreach_copy_(mine, list(new.unbind()))
 
     def init_state(self, matrix: Tensor) -> None:
         """Fill the state with zeros, laid out like the matrix."""
         self.state[matrix]["step"] = torch.tensor(0.0)  # on the host
         self.state[matrix]["momentum"] = torch.zeros_like(plain(matrix))
 
-    def _momentum(self, parameter: Tensor) -> Tensor:
-        """Return the local shard of what is to be orthogonalized."""
-        state, grad = self.state[parameter], local(parameter.grad)
-        if not state:
-            self.init_state(parameter)
-        state["step"] += 1
-        # In place: the kept moment. What is returned is a new tensor with `nesterov`.
-        average = local(state["momentum"]).lerp_(grad, 1 - self.momentum)
-        return grad.lerp(average, self.momentum) if self.nesterov else average
+    def _momentum(self, batch: list[Tensor]) -> Tensor:
+        """Return the local shards of what is to be orthogonalized, stacked."""
+        x = torch.empty(
+            len(batch), *local(batch[0]).shape, dtype=self.ns_dtype, device=batch[0].device
+        )
+        for part in _parts(batch):
+            grads = [local(p.grad) for p in batch[part]]
+            averages = [local(self.state[p]["momentum"]) for p in batch[part]]
+            # In place: the kept moment.
+            torch._foreach_lerp_(averages, grads, 1 - self.momentum)
+            if self.nesterov:
+                averages = torch._foreach_lerp(grads, averages, self.momentum)
+            torch._foreach_copy_(list(x[part].unbind()), averages)
+        return x
 
 
 def newton_schulz(x_NRC: Tensor, *, steps: int) -> Tensor:
@@ -168,34 +201,52 @@ def cuts_of(parameter: Tensor) -> list[Cut]:
     return cuts[::-1]
 
 
-def collect(x_NrC: Tensor, cut: Cut, *, counts: list[int]) -> Tensor:
+def collect(x_NrC: Tensor, cut: Cut, *, counts: list[int]) -> Exchange:
     """Exchange shards of N matrices for this rank's n whole ones. Rank k gets counts[k]. (Or
     columns instead of rows.)"""
     ranks, n = cut.group.size(), counts[cut.group.rank()]
     # Equal parts, since the exchange sends blocks of one size.
     sent = _pad(x_NrC, dim=cut.dim, size=cut.part)
-    received = sent.new_empty(ranks * n, *sent.shape[1:])
-    _all_to_all(received, sent, [n] * ranks, counts, cut.group)
+    received = yield from _all_to_all(sent, [n] * ranks, counts, cut.group)
     # (ranks x n, ...) -> (n, ..., ranks x part, ...): the parts side by side; the padding of the last ones goes.
     whole = received.unflatten(0, (ranks, n)).movedim(0, 1 + cut.dim)
     return whole.flatten(1 + cut.dim, 2 + cut.dim).narrow(1 + cut.dim, 0, cut.size)
 
 
-def give_back(x_nRC: Tensor, cut: Cut, *, counts: list[int]) -> Tensor:
+def give_back(x_nRC: Tensor, cut: Cut, *, counts: list[int]) -> Exchange:
     """Exchange this rank's n whole matrices for its shards of all N."""
     ranks, n = cut.group.size(), counts[cut.group.rank()]
     whole = _pad(x_nRC, dim=cut.dim, size=cut.part * ranks)
     parts = whole.unflatten(1 + cut.dim, (ranks, cut.part)).movedim(1 + cut.dim, 0)
-    sent = parts.flatten(0, 1)
-    received = sent.new_empty(sum(counts), *sent.shape[1:])
-    _all_to_all(received, sent, counts, [n] * ranks, cut.group)
+    received = yield from _all_to_all(parts.flatten(0, 1), counts, [n] * ranks, cut.group)
     return received.narrow(1 + cut.dim, 0, cut.length())
 
 
 def _all_to_all(
-    received: Tensor, sent: Tensor, ours: list[int], theirs: list[int], group: dist.ProcessGroup
-) -> None:
-    dist.all_to_all_single(received, sent.contiguous(), ours, theirs, group=group)
+    sent: Tensor, ours: list[int], theirs: list[int], group: dist.ProcessGroup
+) -> Exchange:
+    received = sent.new_empty(sum(ours), *sent.shape[1:])
+    work = dist.all_to_all_single(
+        received, sent.contiguous(), ours, theirs, group=group, async_op=True
+    )
+    assert work is not None
+    yield
+    work.wait()
+    return received
+
+
+def _interleave(updates: Iterator[Generator[None, None, None]]) -> Generator[None, None, None]:
+    """Run all updates: in each round one more is started, and those under way go a step further. Yields after each round."""
+    under_way: list[Generator[None, None, None]] = []
+    while True:
+        under_way += islice(updates, 1)
+        if not under_way:
+            return
+        # The newest first: its exchange must be under way before an older one computes.
+        for update in under_way[::-1]:
+            if next(update, "done") == "done":
+                under_way.remove(update)
+        yield
 
 
 def _pad(x_NRC: Tensor, *, dim: int, size: int) -> Tensor:
@@ -210,13 +261,22 @@ def _share_out(num: int, ranks: int) -> list[int]:
     return [num // ranks + (rank < num % ranks) for rank in range(ranks)]
 
 
-def _batches(matrices: list[Any]) -> Iterator[list[Any]]:
-    """Yield matrices of one shape and layout, as many at a time as ranks cut them: each has one to orthogonalize."""
+def _parts(batch: Sequence[Tensor]) -> list[slice]:
+    """Return the parts of a batch whose copies in fp32 are made at once."""
+    size = max(1, LARGEST // max(1, local(batch[0]).numel()))
+    return [slice(start, start + size) for start in range(0, len(batch), size)]
+
+
+def _batches(matrices: list[Any], *, itemsize: int) -> Iterator[list[Any]]:
+    """Yield matrices of one shape and layout, as many at a time as give each rank that cuts them BATCH_BYTES to orthogonalize, or one."""
     alike = defaultdict(list)
     for matrix in matrices:
         # Matrices of one batch are stacked, and cut along the same axes.
         alike[matrix.shape, getattr(matrix, "placements", ())].append(matrix)
     for same in alike.values():
-        size = math.prod(cut.group.size() for cut in cuts_of(same[0]))
+        # Of the whole, since ranks may hold shards of different sizes. Of a stack, a rank has some matrices only.
+        whole = math.prod(same[0].shape[-2:]) * math.prod(local(same[0]).shape[:-2])
+        ranks = math.prod(cut.group.size() for cut in cuts_of(same[0]))
+        size = ranks * max(1, BATCH_BYTES // (max(1, whole) * itemsize))
         for start in range(0, len(same), size):
             yield same[start : start + size]

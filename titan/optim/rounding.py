@@ -12,6 +12,7 @@ uninterrupted one does, and no generator's state needs saving.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,56 +25,91 @@ from titan.parallel.torch_compat import compute_local_shape_and_global_offset
 
 @dataclass(frozen=True)
 class StepNoise:
-    """Hold one step's random numbers for a parameter. They are scalars on the host, int64, so that
-    compiled code is the same for all.
+    """Draw one step's random numbers for a vector that joins pieces of several parameters.
 
-    key: 32 random bits. offset: of this rank's first element in the whole parameter. strides: in the whole parameter.
+    step: 32 random bits, a scalar int64 on the host, so that compiled code is the same for all steps. table: of the pieces, on the
+    device, by `Dice`.
     """
 
-    key: Tensor
-    offset: Tensor
-    strides: tuple[Tensor, ...]
+    step: Tensor
+    table: tuple[Tensor, ...]
 
     def sixteen_bits(self, like: Tensor) -> Tensor:
-        """Return uniform integers in 0 .. 65535, int32, in the shape of this rank's shard."""
-        place = self.offset  # a host scalar, which kernels take as an argument: nothing waits
-        # The element's place in the whole parameter, from its index in this shard.
-        for dim, (size, stride) in enumerate(zip(like.shape, self.strides, strict=True)):
-            along = torch.arange(size, device=like.device) * stride
-            place = along.view(-1, *[1] * (like.ndim - dim - 1)) + place
-        return (_hash32(place ^ self.key) >> 16).int()
+        """Return uniform integers in 0 .. 65535, int32, in the length of the vector."""
+        ends, seeds, *columns = self.table
+        index = torch.arange(len(like), device=like.device)
+        piece = torch.bucketize(index, ends, right=True)
+        keys = _hash32(seeds ^ self.step)  # equal shapes get different noise
+        key, first, place, outer, *inner = (column[piece] for column in (keys, *columns))
+        # From the index in the vector to that in this rank's shard, and to the place in the whole parameter.
+        index = index - first
+        for size, stride in zip(inner[::2], inner[1::2], strict=True):
+            rest = index // size
+            place = place + (index - rest * size) * stride
+            index = rest
+        return (_hash32((place + index * outer) ^ key) >> 16).int()
 
 
 class RoundingNoise:
-    """Draw the noise of one parameter, step by step."""
+    """Know where this rank's elements are in a whole parameter, and the parameter's seed."""
 
     def __init__(self, parameter: Tensor, *, seed: int, name: str) -> None:
         digest = hashlib.blake2b(f"rounding/{seed}/{name}".encode(), digest_size=4).digest()
         # A key from the parameter's name, so that equal shapes get different noise.
         self.seed = int.from_bytes(digest, "little")
-        strides, begin = parameter.stride(), [0] * parameter.ndim
+        strides, begin, shape = parameter.stride(), [0] * parameter.ndim, parameter.shape
         if isinstance(parameter, DTensor):
-            _, begin = compute_local_shape_and_global_offset(
+            shape, begin = compute_local_shape_and_global_offset(
                 parameter.shape, parameter.device_mesh, parameter.placements
             )
-        self.offset = torch.tensor(sum(b * s for b, s in zip(begin, strides, strict=True)))
-        self.strides = tuple(torch.tensor(stride) for stride in strides)
+        self.offset = sum(b * s for b, s in zip(begin, strides, strict=True))
+        # Sizes and strides, innermost first. Dimensions that follow each other without a gap are one.
+        self.dims: list[tuple[int, int]] = [] if shape else [(1, 1)]
+        for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+            if self.dims and stride == self.dims[-1][0] * self.dims[-1][1]:
+                self.dims[-1] = (self.dims[-1][0] * size, self.dims[-1][1])
+            else:
+                self.dims.append((size, stride))
 
-    def at_step(self, step: int) -> StepNoise:
-        """Return the noise of a step."""
-        key = _hash32(self.seed ^ _hash32(step))
-        return StepNoise(torch.tensor(key), self.offset, self.strides)
+
+class Dice:
+    """Draw the noise of an optimizer's parameters, step by step. sources: what each of them rounds with; None: to the nearest."""
+
+    def __init__(self, sources: Mapping[Tensor, RoundingNoise] | None) -> None:
+        self.sources = sources or {}
+        self._tables: dict[Any, tuple[Tensor, ...]] = {}
+
+    def at_step(self, step: float, pieces: Sequence[tuple[Tensor, int, int]]) -> StepNoise | None:
+        """Return the noise of a vector of pieces (parameter, begin, length) of shards with equally many `dims`; the same each step."""
+        if not self.sources:
+            return None
+        key = tuple((id(parameter), begin) for parameter, begin, _ in pieces)
+        if key not in self._tables:
+            self._tables[key] = self._table(pieces)
+        return StepNoise(torch.tensor(_hash32(int(step))), self._tables[key])
+
+    def _table(self, pieces: Sequence[tuple[Tensor, int, int]]) -> tuple[Tensor, ...]:
+        """Return what StepNoise looks up, on the device: int64 columns with a row for each piece."""
+        rows, end = [], 0
+        for parameter, begin, length in pieces:
+            noise = self.sources[parameter]
+            # Where the shard would begin in the vector, of which the piece may be a later part.
+            first, end = end - begin, end + length
+            inner = [number for dim in noise.dims[:-1] for number in dim]
+            rows.append([end, noise.seed, first, noise.offset, noise.dims[-1][1], *inner])
+        # One row more, which nobody looks up: a compiler would take a table of one row for another program.
+        rows.append([end + 1, *rows[-1][1:]])
+        return tuple(torch.tensor(rows).T.contiguous().to(pieces[0][0].device).unbind())
 
 
-def store(target: Tensor, value: Tensor, noise: StepNoise | None = None) -> None:
-    """Copy fp32 values into a tensor of any precision: to the nearest, or into bf16 stochastically."""
-    if noise is not None:
-        assert target.dtype == torch.bfloat16, "rules.py"
-        # Of fp32's 32 bits bf16 keeps the upper 16: adding noise to the lower ones carries with the right odds.
-        bits = value.view(torch.int32) + noise.sixteen_bits(value)
-        # -65536 clears the lower 16 bits. Infinities and nan must not carry into other values.
-        value = torch.where(value.isfinite(), (bits & -65536).view(torch.float32), value)
-    target.copy_(value)
+def rounded(value: Tensor, noise: StepNoise | None = None) -> Tensor:
+    """Return fp32 values, a vector, as they are, or stochastically rounded to what bf16 holds."""
+    if noise is None:
+        return value
+    # Of fp32's 32 bits bf16 keeps the upper 16: adding noise to the lower ones carries with the right odds.
+    bits = value.view(torch.int32) + noise.sixteen_bits(value)
+    # -65536 clears the lower 16 bits. Infinities and nan must not carry into other values.
+    return torch.where(value.isfinite(), (bits & -65536).view(torch.float32), value)
 
 
 def _hash32(x: Any) -> Any:
