@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from titan.parallel.float8 import plain
 
-from .eightbit import block_size, dequantize, levels, quantize
+from .eightbit import Levels, block_size, dequantize, levels, quantize
 from .rounding import Dice, RoundingNoise, StepNoise, rounded
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -47,10 +47,14 @@ class Piece:
     begin: int
     length: int
 
-    def of(self, tensor: Tensor | None, *, per: int = 1) -> Tensor:
-        """Return the piece, as a view, of a contiguous tensor laid out like the parameter, or with one number for `per` elements."""
+    def of(self, tensor: Tensor | None, block: int, *, width: int = 0) -> Tensor:
+        """Return the piece, as a view, of a contiguous tensor laid out like the parameter: a vector or, of a tensor in blocks, a row
+        for each of them. width: numbers for a block, if not the block's."""
         flat = local(tensor).view(-1)
-        return flat[self.begin // per : (self.begin + self.length) // per]
+        if not block:
+            return flat[self.begin : self.begin + self.length]
+        rows = flat.view(-1, width or block)
+        return rows[self.begin // block : (self.begin + self.length) // block]
 
 
 class CompactAdam(torch.optim.Optimizer):
@@ -77,7 +81,7 @@ class CompactAdam(torch.optim.Optimizer):
     ) -> None:
         # Weight decay is each group's own (optimizers.py).
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self.levels: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self.levels: dict[torch.device, tuple[Levels, Levels]] = {}
         self.state_dtype, self.decoupled, self.dice = state_dtype, decoupled, Dice(noise)
         self.compute = torch.compile(_compute, dynamic=True) if compiled else _compute
 
@@ -133,12 +137,13 @@ class CompactAdam(torch.optim.Optimizer):
         first = chunk[0].parameter
         step, block = self.state[first]["step"].item(), self._block(first)
         # What is updated: the parameters under "", and each of their states.
-        tensors = {"": [piece.of(piece.parameter) for piece in chunk]}
+        tensors = {"": [piece.of(piece.parameter, block) for piece in chunk]}
         for name in self.state[first]:
             if name != "step":
-                per = block if name.endswith("_scale") else 1
-                tensors[name] = [p.of(self.state[p.parameter][name], per=per) for p in chunk]
-        grads = [piece.of(local(piece.parameter.grad).contiguous()) for piece in chunk]
+                width = int(name.endswith("_scale"))
+                states = ((piece, self.state[piece.parameter][name]) for piece in chunk)
+                tensors[name] = [piece.of(state, block, width=width) for piece, state in states]
+        grads = [piece.of(local(piece.parameter.grad).contiguous(), block) for piece in chunk]
         single = len(chunk) == 1
         vectors = {name: v[0] if single else torch.cat(v) for name, v in tensors.items()}
         # With 8 bits, what keeps fp32 is small, and would be compiled again.
@@ -174,7 +179,7 @@ class CompactAdam(torch.optim.Optimizer):
     def _block(self, parameter: Tensor) -> int:
         return block_size(parameter.shape) if self.state_dtype == torch.uint8 else 0
 
-    def _maps(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    def _maps(self, device: torch.device) -> tuple[Levels, Levels] | None:
         if self.state_dtype != torch.uint8:
             return None
         if device not in self.levels:
@@ -190,9 +195,9 @@ def _compute(
     *,
     decoupled: bool,
     step_noise: StepNoise | None,
-    maps: tuple[Tensor, Tensor] | None,
+    maps: tuple[Levels, Levels] | None,
 ) -> None:
-    """Compute one update in fp32, of vectors in place."""
+    """Compute one update in fp32, in place: of vectors, or of blocks as rows, which a compiler sees as one loop."""
     x, grad = parameter.float(), grad.float()
     if decoupled:
         x = x - numbers["decay"] * x
@@ -210,19 +215,19 @@ def _compute(
     parameter.copy_(rounded(x - numbers["lr"] * (moments[0] / denominator), step_noise))
 
 
-def _read(state: dict[str, Tensor], name: str, levels: Tensor | None) -> Tensor:
+def _read(state: dict[str, Tensor], name: str, levels: Levels | None) -> Tensor:
     if name in state:
         return state[name].float()
     assert levels is not None
     return dequantize(state[f"{name}_codes"], state[f"{name}_scale"], levels)
 
 
-def _write(state: dict[str, Tensor], name: str, value: Tensor, levels: Tensor | None) -> None:
+def _write(state: dict[str, Tensor], name: str, value: Tensor, levels: Levels | None) -> None:
     if name in state:
         state[name].copy_(value)
         return
     assert levels is not None
-    codes, scale = quantize(value, len(state[f"{name}_scale"]), levels)
+    codes, scale = quantize(value, levels)
     state[f"{name}_codes"].copy_(codes)
     state[f"{name}_scale"].copy_(scale)
 

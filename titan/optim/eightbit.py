@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,9 +30,19 @@ def block_size(shape: Sequence[int]) -> int:
     return block if block >= SMALLEST_BLOCK else 0
 
 
-def levels(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the 256 levels of signed values (first moments) and of values from 0 (second moments), fp32, ascending."""
-    return _levels(True).to(device), _levels(False).to(device)
+@dataclass(frozen=True)
+class Levels:
+    """Hold the 256 levels of a code, ascending, and the 255 middles between them, fp32."""
+
+    values: Tensor
+    middles: Tensor
+
+
+def levels(device: torch.device) -> tuple[Levels, Levels]:
+    """Return the levels of signed values (first moments) and of values from 0 (second moments)."""
+    kinds = (_levels(signed).to(device) for signed in (True, False))
+    signed, positive = (Levels(x, (x[1:] + x[:-1]) / 2) for x in kinds)
+    return signed, positive
 
 
 def _levels(signed: bool) -> Tensor:
@@ -45,18 +56,15 @@ def _levels(signed: bool) -> Tensor:
     return torch.tensor(sorted(values), dtype=torch.float32)
 
 
-def quantize(x: Tensor, num_blocks: int, levels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes (shape of x, uint8) and scales (..., num_blocks) of an fp32 tensor."""
-    blocks = x.unflatten(-1, (num_blocks, -1))
+def quantize(x: Tensor, levels: Levels) -> tuple[Tensor, Tensor]:
+    """Return codes (blocks, size of a block) in uint8 and scales (blocks, 1) of fp32 blocks."""
     # Blocks of zeros would divide by 0.
-    scale = blocks.abs().amax(-1).clamp(min=1e-12)
+    scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-12)
     # The nearest level: bucketize finds between which middles a value is.
-    middles = (levels[1:] + levels[:-1]) / 2
-    codes = torch.bucketize(blocks / scale[..., None], middles, right=True, out_int32=True)
-    return codes.to(torch.uint8).flatten(-2), scale
+    codes = torch.bucketize(x / scale, levels.middles, right=True, out_int32=True)
+    return codes.to(torch.uint8), scale
 
 
-def dequantize(codes: Tensor, scale: Tensor, levels: Tensor) -> Tensor:
-    """Return fp32 values in the shape of codes."""
-    values = levels[codes.int()].unflatten(-1, (scale.shape[-1], -1))
-    return (values * scale[..., None]).flatten(-2)
+def dequantize(codes: Tensor, scale: Tensor, levels: Levels) -> Tensor:
+    """Return fp32 blocks in the shape of codes."""
+    return levels.values[codes.int()] * scale

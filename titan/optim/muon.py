@@ -127,8 +127,7 @@ class Muon(torch.optim.Optimizer):
             new.sub_(x[part], alpha=lr * scale)
             pieces = [(p, 0, mine[0].numel()) for p in batch[part]]
             noise = self.dice.at_step(self.state[batch[0]]["step"].item(), pieces)
-            new = rounded(new.view(-1), noise).view_as(new)
-            torch._foreach_copy_(mine, list(new.unbind()))
+            torch._foreach_copy_(mine, list(rounded(new, noise).unbind()))
 
     def init_state(self, matrix: Tensor) -> None:
         """Fill the state with zeros, laid out like the matrix."""

@@ -35,9 +35,9 @@ class StepNoise:
     table: tuple[Tensor, ...]
 
     def sixteen_bits(self, like: Tensor) -> Tensor:
-        """Return uniform integers in 0 .. 65535, int32, in the length of the vector."""
+        """Return uniform integers in 0 .. 65535, int32, in the shape of the vector, which may be cut into rows."""
         ends, seeds, *columns = self.table
-        index = torch.arange(len(like), device=like.device)
+        index = torch.arange(like.numel(), device=like.device).view(like.shape)
         piece = torch.bucketize(index, ends, right=True)
         keys = _hash32(seeds ^ self.step)  # equal shapes get different noise
         key, first, place, outer, *inner = (column[piece] for column in (keys, *columns))
@@ -103,7 +103,7 @@ class Dice:
 
 
 def rounded(value: Tensor, noise: StepNoise | None = None) -> Tensor:
-    """Return fp32 values, a vector, as they are, or stochastically rounded to what bf16 holds."""
+    """Return fp32 values as they are, or stochastically rounded to what bf16 holds."""
     if noise is None:
         return value
     # Of fp32's 32 bits bf16 keeps the upper 16: adding noise to the lower ones carries with the right odds.
