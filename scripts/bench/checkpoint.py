@@ -2,7 +2,8 @@
 
     python scripts/bench/checkpoint.py                    # the modes, side by side
     python scripts/bench/checkpoint.py --shares           # hashing, fsync and manifest as shares of a save
-    python scripts/bench/checkpoint.py --process          # DCP writing in a thread or in a process of its own
+    python scripts/bench/checkpoint.py --process          # DCP writing in a thread or in a separate process
+    python scripts/bench/checkpoint.py --peers --ranks 1,2,4,8 --tensors 100,1000    # against DCP and torch.save
 
 The same Llama in every mode, fp32 with AdamW, synthetic data, one process (the accelerator if there is one). Each mode is a run of
 its own, its saves far enough apart not to meet. Blocked: seconds of training lost at the save itself and, pinned, before the
@@ -20,18 +21,23 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.multiprocessing
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from titan.checkpoint import commit, manifest
 from titan.checkpoint.manager import CheckpointManager
 from titan.checkpoint.staging import Staging
 from titan.checkpoint.storage import LocalStorage
+from titan.checkpoint.tensors import load
 from titan.config.schema import CheckpointSection, JobConfig
 from titan.hooks import standard_hooks
 from titan.hooks.checkpointing import Checkpointing
@@ -209,6 +215,78 @@ def thread_or_process(args: argparse.Namespace) -> None:
         )
 
 
+def peers(args: argparse.Namespace) -> None:
+    """Compare saves and loads with DCP's and torch.save's, on each number of ranks and of tensors."""
+    print(
+        "| ranks | tensors | dcp.save, s | sync | async blocks | pinned blocks | torch.save | dcp.load, s | load | torch.load |"
+    )
+    print("|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
+    for ranks in map(int, args.ranks.split(",")):
+        for tensors in map(int, args.tensors.split(",")):
+            with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+                torch.multiprocessing.spawn(_peers_on, (ranks, tensors, folder, args), ranks)  # pyright: ignore
+
+
+def _peers_on(rank: int, ranks: int, tensors: int, folder: str, args: argparse.Namespace) -> None:
+    """Measure on one rank, in turns; rank 0 prints medians of the slowest rank's seconds. DCP syncs its files too."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=ranks)
+    mesh = init_device_mesh("cpu", (ranks,))
+    rows = max(args.mib * 2**20 // 4 // 64 // tensors // ranks, 1)
+    state: dict[str, Any] = {
+        f"model.{i}": DTensor.from_local(torch.randn(rows, 64), mesh, [Shard(0)], run_check=False)
+        for i in range(tensors)
+    }
+    plain, saved = {k: v.to_local() for k, v in state.items()}, Path(folder)
+    managers = {
+        mode: CheckpointManager(
+            CheckpointSection(async_mode=mode, keep_latest_k=1), run_dir=saved / mode
+        )
+        for mode in MODES
+    }
+
+    def ours(mode: str, step: int) -> None:
+        managers[mode].save(step, state, metadata={}, wait=False)
+
+    def torch_save(step: int) -> None:
+        torch.save(plain, saved / f"{rank}.pt")
+
+    def dcp_save(step: int) -> None:
+        # FileSystemWriter flushes each file to the disk, as titan's does.
+        dcp.save(state, checkpoint_id=str(saved / "dcp"))
+
+    def titan_load(step: int) -> None:
+        load(saved / "disabled" / "checkpoint" / f"step-{step}", state)
+
+    ways: dict[str, Callable[[int], Any]] = {"dcp.save": dcp_save}
+    ways |= {mode: partial(ours, mode) for mode in MODES}
+    ways |= {"torch.save": torch_save}
+    ways |= {"dcp.load": lambda step: dcp.load(state, checkpoint_id=str(saved / "dcp"))}
+    ways |= {"load": titan_load, "torch.load": lambda step: torch.load(saved / f"{rank}.pt")}
+    seconds: defaultdict[str, list[float]] = defaultdict(list)
+    for turn in range(args.saves + 1):
+        for name, work in ways.items():
+            dist.barrier()
+            start = time.perf_counter()
+            work(turn + 1)
+            took = torch.tensor(time.perf_counter() - start)
+            for manager in managers.values():
+                manager.staging.before_update()
+                manager.poll(wait=True)
+            dist.all_reduce(took, op=dist.ReduceOp.MAX)
+            if turn:  # the first turn allocates buffers
+                seconds[name].append(took.item())
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    if rank == 0:
+        sync, saving, loading = median["disabled"], median["dcp.save"], median["dcp.load"]
+        cells = [f"{saving:.3f}", f"{sync / saving:.2f}"]
+        cells += [f"{median[mode] / sync:.3f}" for mode in MODES[1:]]
+        cells += [f"{median['torch.save'] / saving:.2f}", f"{loading:.3f}"]
+        cells += [f"{median[name] / loading:.2f}" for name in ("load", "torch.load")]
+        print(f"| {ranks} | {tensors} | {' | '.join(cells)} |", flush=True)
+    dist.destroy_process_group()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -218,11 +296,16 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=64)
     parser.add_argument("--saves", type=int, default=6)
     parser.add_argument("--every", type=int, default=12, help="steps from save to save")
-    parser.add_argument("--mib", type=int, default=400, help="of the other two")
+    parser.add_argument("--mib", type=int, default=400, help="of the others")
     parser.add_argument("--folder", help="where to save; default: the system's temporary folder")
     parser.add_argument("--shares", action="store_true")
     parser.add_argument("--process", action="store_true")
+    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--ranks", default="1,2,4,8")
+    parser.add_argument("--tensors", default="100,1000", help="into how many tensors --mib are cut")
     args = parser.parse_args()
+    if args.peers:
+        return peers(args)
     (shares if args.shares else thread_or_process if args.process else compare_modes)(args)
 
 

@@ -10,10 +10,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from tests.support.ranks import Pool
 from tests.support.trainers import PoolTrainer
-from titan.checkpoint.manager import CheckpointManager, list_steps, load, stored_shapes
+from titan.checkpoint.manager import (
+    CheckpointManager,
+    SaveFailed,
+    list_steps,
+    load,
+    stored_shapes,
+)
 from titan.checkpoint.manifest import find_damage
 from titan.config.schema import CheckpointSection, JobConfig
 
@@ -103,3 +112,44 @@ def save_while_training(folder: Path) -> int:
 def test_training_goes_on_in_its_own_group(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(2, save_while_training, tmp_path) == [0, 0]
     assert list_steps(tmp_path / "checkpoint") == [3, 4, 5]
+
+
+def save_changing_tensors(folder: Path) -> None:
+    """Save the same tensors twice, others, and the first again; then fail while rank 1 plans, and save once more."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+    manager = CheckpointManager(CheckpointSection(keep_latest_k=0), run_dir=folder)
+
+    def state(step: int, *, rows: int = 2) -> dict[str, Any]:
+        local = torch.full((rows, 3), 10.0 * step + rank)
+        return {"model.x": DTensor.from_local(local, mesh, [Shard(0)]), "model.y": local[0] - rank}
+
+    for step in (1, 2):
+        manager.save(step, state(step), metadata={})
+    manager.save(3, state(3, rows=4) | {"model.z": torch.ones(5)}, metadata={})
+    manager.save(4, state(4), metadata={})
+    plan = DefaultSavePlanner.create_global_plan
+
+    def fail(*_: Any) -> Any:
+        raise OSError("no plan")
+
+    manager.group.forget_plans()
+    DefaultSavePlanner.create_global_plan = fail  # pyright: ignore
+    try:
+        with pytest.raises(SaveFailed, match="no plan"):
+            manager.save(5, state(5), metadata={})
+    finally:
+        DefaultSavePlanner.create_global_plan = plan
+    manager.save(6, state(6), metadata={})
+
+
+def test_plans_that_are_kept_describe_what_is_saved(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, save_changing_tensors, tmp_path)
+    assert list_steps(tmp_path / "checkpoint") == [1, 2, 3, 4, 6]
+    for step in (1, 2, 3, 4, 6):
+        path = tmp_path / "checkpoint" / f"step-{step}"
+        assert not find_damage(path)
+        found, rows = stored(path), 4 if step == 3 else 2
+        of_rank = [torch.full((rows, 3), 10.0 * step + rank) for rank in (0, 1)]
+        assert torch.equal(found["model.x"], torch.cat(of_rank))
+        assert torch.equal(found["model.y"], torch.full((3,), 10.0 * step))
+        assert ("model.z" in found) == (step == 3)

@@ -20,11 +20,13 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from titan.checkpoint import SaveFailed
 from titan.checkpoint.manifest import NAME as MANIFEST
@@ -37,6 +39,7 @@ T = TypeVar("T")
 TITAN_JSON = "titan.json"
 # Ranks wait for the slowest disk. A rank that dies closes its connections, so the others notice at once.
 TIMEOUT = timedelta(minutes=30)
+_numbers = count()
 
 
 class CheckpointGroup:
@@ -52,6 +55,11 @@ class CheckpointGroup:
         self.process_group: Any = (
             dist.new_group(backend="gloo", timeout=TIMEOUT) if self.size > 1 else None
         )
+        self.forget_plans()
+
+    def forget_plans(self) -> None:
+        """Let the next save be planned from the beginning: DCP keeps plans by this key, and for the life of the process."""
+        self.plans_key = f"titan {next(_numbers)}"
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, on every rank."""
@@ -123,6 +131,7 @@ def write_step(
         group.run_on_main(lambda: commit(entries))
     # RuntimeError is SaveFailed, and what gloo raises when another rank has died.
     except (RuntimeError, dcp.CheckpointException) as error:
+        group.forget_plans()  # a rank may have kept a plan that rank 0 has not
         # Other ranks have nothing to clean up: the folder is one.
         if group.rank == 0:
             with suppress(OSError):
@@ -138,8 +147,17 @@ def _write_files(
     """Write every file except the manifest. Return the manifest's entries for the files of all ranks."""
     writer = CheckpointWriter(target, state)
     alone = group.size == 1
+    # Ranks whose tensors are as in the save before send no plan, and get none.
+    planner = DefaultSavePlanner(enable_plan_caching=True)
+    planner._cached_plans_key = group.plans_key
     # DCP plans which rank writes what, and calls the writer's `finish` on rank 0.
-    dcp.save(state, storage_writer=writer, process_group=group.process_group, no_dist=alone)
+    dcp.save(
+        state,
+        storage_writer=writer,
+        planner=planner,
+        process_group=group.process_group,
+        no_dist=alone,
+    )
 
     def finish() -> dict[str, Any]:
         if group.rank == 0:

@@ -27,6 +27,7 @@ METADATA = (
     ".metadata"  # DCP's; the only mark of the steps that titan wrote before it wrote manifests
 )
 BLOCK_BYTES = 16 * 2**20
+_JOINED_BYTES = 2**20
 _MAX_VALUES = 1_000_000  # of a manifest: the blocks of 16 TB
 
 
@@ -69,14 +70,24 @@ class Damage:
 
 
 class HashingStream:
-    """Write to a stream and hash what is written."""
+    """Write to a stream and hash what is written. Small writes are joined: torch writes an archive of one tensor in about forty."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream, self._hash = stream, xxh3_128()
         self._bytes, self._blocks = 0, []
+        self._waiting = bytearray()
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
+        if len(self._waiting) + len(view) > _JOINED_BYTES:
+            self._write_waiting()
+        if len(view) < _JOINED_BYTES:
+            self._waiting += view
+        else:
+            self._write(view)
+        return len(view)
+
+    def _write(self, view: memoryview) -> None:
         self._stream.write(view)
         rest = view
         # A write may end in the middle of a block, or span several.
@@ -87,19 +98,24 @@ class HashingStream:
             self._bytes += len(part)
             if self._bytes % BLOCK_BYTES == 0:
                 self._end_block()
-        return len(view)
 
     def tell(self) -> int:
-        return self._bytes
+        return self._bytes + len(self._waiting)
 
     def flush(self) -> None:
+        self._write_waiting()
         self._stream.flush()
+
+    def _write_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, bytearray()
+        self._write(memoryview(waiting))
 
     def close(self) -> None:
         """Do nothing: the stream underneath belongs to whoever opened it."""
 
     def entry(self) -> FileEntry:
         """Return the manifest's entry. Call it once, after the last write."""
+        self._write_waiting()
         if self._bytes % BLOCK_BYTES:
             self._end_block()
         return FileEntry(self._bytes, self._blocks)

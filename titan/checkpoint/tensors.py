@@ -36,6 +36,7 @@ from titan.checkpoint.tensor_index import Chunk, StoredTensor, TensorIndex
 StateDict = dict[str, Tensor]
 # The end of a zip archive that lists its entries. torch's archive of one tensor has about four.
 _DIRECTORY_BYTES = 2**16
+_BUFFER_BYTES = 2**20
 # A single process saves and loads alone, which DCP warns of each time. The filter is permanent, because filters are
 # not thread-safe: a save in the background cannot set one for a moment.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -59,6 +60,7 @@ class _Folder(FileSystem):
             hashing = HashingStream(stream)
             try:
                 yield hashing
+                hashing.flush()
             except RuntimeError as error:
                 # A full disk cuts torch's zip writer short, which then raises its own error in place of the disk's.
                 if isinstance(error.__context__, OSError):
@@ -146,7 +148,9 @@ class CheckpointReader(dcp.FileSystemReader):
 
         Its archive must not be compressed, because a small one could then become a tensor of any size.
         """
-        part = super()._slice_file(file, sinfo)
+        part: Any = super()._slice_file(file, sinfo)
+        if sinfo.length <= _BUFFER_BYTES:  # one read, where torch takes about twenty
+            part = io.BytesIO(part.read(sinfo.length))
         # A zip's list of entries is at its end: read that much, and not the tensor.
         part.seek(max(sinfo.length - _DIRECTORY_BYTES, 0))
         try:
@@ -214,12 +218,23 @@ def load(location: Location, state: StateDict) -> None:
             f"{location} holds other shapes: {_some(other)}: saved from another model?",
             kind="checkpoint_differs",
         )
-    reader = CheckpointReader(location, metadata)
+    reader, cause, failure = CheckpointReader(location, metadata), None, ""
     try:
-        # DCP reads only the slices that this rank's placements need.
-        dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
+        # DCP reads only the slices that this rank's placements need. Each rank plans that alone, since all have the whole index.
+        dcp.load(state, storage_reader=reader, no_dist=True)
     except dcp.CheckpointException as error:  # a BaseException
-        raise CheckpointError(f"{location} cannot be read: {reason(error)}") from error
+        cause, failure = (
+            error,
+            reason(error).removeprefix("rank 0: "),
+        )  # DCP has planned for one rank
+    failures = [failure]
+    if dist.is_initialized():
+        failures *= dist.get_world_size()
+        dist.all_gather_object(failures, failure)
+    for rank, failure in enumerate(failures):
+        if failure:
+            text = f"{location} cannot be read: rank {rank}: {failure}"
+            raise CheckpointError(text) from cause
 
 
 def reason(error: BaseException) -> str:
