@@ -32,10 +32,13 @@ class RankShare:
 class Samples(ABC):
     """Give an endless sequence of numbered rows of tokens."""
 
-    num_samples: int | None = None
-    """Length of an epoch; None if it is unknown or endless."""
     special_tokens: SpecialTokens
     """The ids that begin and end a document in these samples."""
+
+    @property
+    def num_samples(self) -> int | None:
+        """Return the length of an epoch, or None if it is not known yet, or endless."""
+        return None
 
     @abstractmethod
     def get(self, indices: np.ndarray) -> np.ndarray:

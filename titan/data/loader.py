@@ -251,10 +251,16 @@ def build_loader(
 ) -> Loader:
     """Return the training data of data-parallel rank `rank` of `world`. Raises DataError.
 
-    The first process that needs a raw text source tokenises it into the cache. The others wait here.
+    The first process that needs a short text tokenises it into the cache. The others wait here. Longer text is tokenised
+    while the loader is used.
     """
     options = SampleOptions(
-        tokenizer=tokenizer, data=data, seq_len=training.seq_len, split="train", seed=seed
+        tokenizer=tokenizer,
+        data=data,
+        seq_len=training.seq_len,
+        split="train",
+        seed=seed,
+        by_shard=True,
     )
     return Loader(
         build_samples(_training_sources(training, data), options=options),

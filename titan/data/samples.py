@@ -2,7 +2,9 @@
 
 A sample has seq_len + 1 tokens, and begins seq_len tokens after the one before it, so that each token is predicted once an
 epoch. For finite text, sample i is row i mod N of epoch i // N, sent through that epoch's permutation, and nothing is kept
-between calls. A blend asks its sources for their own sample numbers (order.Blend).
+between calls. Raw text may still grow while it is read. So in its first epoch, the rows of each shard have a permutation, one
+shard after another, and the order does not depend on how fast the text is tokenised. A blend asks its sources for their own
+sample numbers (order.Blend).
 
 `build_samples` makes them from source sections, and loader.py reads them.
 """
@@ -19,10 +21,10 @@ import numpy as np
 from titan.config import schema as s
 from titan.data import DataError
 from titan.data.base import Samples
-from titan.data.cache import cached_shards
+from titan.data.cache import open_cached
 from titan.data.order import Blend, derive_key, permute
 from titan.data.shards import TokenShards
-from titan.data.sources import TextStream, open_documents
+from titan.data.sources import TextStream
 from titan.data.special_tokens import SpecialTokens
 from titan.data.streams import StreamSamples
 from titan.data.tokenizer import Tokenizer
@@ -30,28 +32,69 @@ from titan.data.writer import TokenizationSpec
 
 
 class ShardSamples(Samples):
-    """Give the samples of memory-mapped token shards."""
+    """Give the samples of memory-mapped token shards, cut at every `seq_len` tokens."""
 
-    def __init__(self, shards: TokenShards, *, seq_len: int, key: int | None) -> None:
-        """Read shards in the order that `key` names for each epoch. None reads them as they are stored."""
+    def __init__(
+        self, shards: TokenShards, *, seq_len: int, key: int | None, name: str, by_shard: bool
+    ) -> None:
+        """Read shards in the order that `key` names for each epoch. None reads them as they are stored.
+
+        Args:
+            name: the source's, for an error.
+            by_shard: shuffle the first epoch within each shard, and read it while the shards are growing. Otherwise all
+                shards are waited for when the first sample is read.
+        """
         self.special_tokens = shards.special_tokens
-        # One token more than the inputs, for the last label. What is left at the end makes no
-        # sample.
-        self.num_samples = self._length = (shards.num_tokens - 1) // seq_len
         self._shards, self._seq_len, self._key = shards, seq_len, key
+        self._name, self._by_shard = name, by_shard
+        if shards.is_complete:
+            self._checked_ends()
+
+    @property
+    def num_samples(self) -> int | None:
+        self._shards.look()
+        self._shards.wait(lambda: self._by_shard)
+        return int(self._checked_ends()[-1]) if self._shards.is_complete else None
+
+    def _ends(self) -> np.ndarray:
+        """Return how many rows there are up to the end of each shard, int64[shards]."""
+        # One token more than the inputs, for the last label. What is left at the end makes no sample.
+        return (self._shards.ends - 1) // self._seq_len
+
+    def _row(self, place: int) -> np.ndarray:
+        # Consecutive rows overlap in one token: the last label of one is the first input of the next.
+        return self._shards.read(place * self._seq_len, count=self._seq_len + 1)
+
+    def _checked_ends(self) -> np.ndarray:
+        """Return `_ends()`. Raises DataError if no row will come."""
+        ends, split = self._ends(), self._shards.split
+        if self._shards.is_complete and not ends[-1:].any():
+            fix = "give it more text or lower seq_len"
+            if split == "validation":
+                fix = "raise data.validation_fraction (for shards: prepare it again with --validation-fraction)"
+                fix += ", or set validation.dataset"
+            raise DataError(
+                f"the {split} split of {self._name} has {self._shards.num_tokens} tokens, but one sequence needs "
+                f"{self._seq_len + 1}; {fix}"
+            )
+        return ends
 
     def get(self, indices: np.ndarray) -> np.ndarray:
-        epochs, places = np.divmod(indices, self._length)
-        if self._key is not None:
-            for epoch in np.unique(epochs):
-                # A batch may span two epochs, which have different permutations.
-                now = epochs == epoch
-                key = derive_key(self._key, "epoch", int(epoch))
-                places[now] = permute(places[now], length=self._length, key=key)
-        read, size = self._shards.read, self._seq_len
-        # Consecutive samples overlap in one token: the last label of one is the first input of the
-        # next.
-        return np.stack([read(int(place) * size, count=size + 1) for place in places])
+        last = indices.max()
+        self._shards.wait(lambda: self._by_shard and (self._ends() > last).any())
+        ends = self._checked_ends()
+        # While text is growing, these are rows of the first epoch.
+        epochs, places = np.divmod(indices, ends[-1])
+        # A batch may span two epochs, or two shards, which have different permutations.
+        for epoch in np.unique(epochs) if self._key is not None else ():
+            ends_now = ends if self._by_shard and epoch == 0 else ends[-1:]
+            parts = np.where(epochs == epoch, np.searchsorted(ends_now, places, side="right"), -1)
+            for part in np.unique(parts[parts >= 0]).tolist():
+                begin, end = int(ends_now[part - 1]) if part else 0, int(ends_now[part])
+                key = derive_key(self._key or 0, "epoch", int(epoch), *([part] if part else []))
+                moved = permute(places[parts == part] - begin, length=end - begin, key=key)
+                places[parts == part] = begin + moved
+        return np.stack([self._row(int(place)) for place in places])
 
 
 class SyntheticSamples(Samples):
@@ -77,14 +120,18 @@ class BlendSamples(Samples):
     def __init__(self, parts: Sequence[Samples], *, weights: list[float], key: int) -> None:
         self._parts = parts
         self._blend = Blend(weights, key=key)
-        lengths = [part.num_samples for part in parts if part.num_samples is not None]
-        self.num_samples = sum(lengths) if len(lengths) == len(parts) else None
         # Synthetic ids have no marks, and text that does has the same ones.
         marks = [part.special_tokens for part in parts]
         self.special_tokens = SpecialTokens(
             next((m.bos_id for m in marks if m.bos_id is not None), None),
             next((m.eos_id for m in marks if m.eos_id is not None), None),
         )
+
+    @property
+    def num_samples(self) -> int | None:
+        lengths = [part.num_samples for part in self._parts]
+        known = [length for length in lengths if length is not None]
+        return sum(known) if len(known) == len(lengths) else None
 
     def seek(self, position: int, *, bookmark: Any = None) -> None:
         marks = (bookmark or {}).get("parts", [])
@@ -118,6 +165,8 @@ class SampleOptions:
     seq_len: int
     split: str
     seed: int
+    by_shard: bool = False
+    """Read raw text while it is tokenised. Not for validation: the first rows may not stand for all of the text."""
 
     @property
     def spec(self) -> TokenizationSpec:
@@ -148,11 +197,14 @@ def _open_source(section: s.Section, number: int, options: SampleOptions) -> Sam
     tokenizer, seq_len, data = options.tokenizer, options.seq_len, options.data
     # Decides the order of this source: another seed, split or place in the list gives another one.
     key = derive_key(options.seed, options.split, number)
+    order = key if data.shuffle else None
     if isinstance(section, s.SyntheticSource):
         return SyntheticSamples(vocab_size=tokenizer.vocab_size, seq_len=seq_len, key=key)
     if isinstance(section, s.ShardsSource):
         shards = TokenShards(Path(section.path).expanduser(), split=options.split)
-        return _shard_samples(shards, key, options, name=f"the shards in '{section.path}'")
+        _check_tokenizer(shards, tokenizer)
+        name = f"the shards in '{section.path}'"
+        return ShardSamples(shards, seq_len=seq_len, key=order, name=name, by_shard=False)
     if options.split == "validation" and not data.validation_fraction:
         raise DataError(
             "validation has no text: set data.validation_fraction (0.01 holds out every hundredth document) "
@@ -171,30 +223,18 @@ def _open_source(section: s.Section, number: int, options: SampleOptions) -> Sam
             keep=lambda text: spec.split_of(text) == options.split,
             identity=derive_key(key, *depends_on, str(data.validation_fraction), data.shuffle),
         )
-    documents = open_documents(section)
-    # All other text is finite: the first process tokenises it, and the others map its shards.
-    folder = cached_shards(documents, spec=spec, cache_folder=data.cache_folder)
-    shards = TokenShards(folder, split=options.split)
-    return _shard_samples(shards, key, options, name=documents.name)
+    # All other text is finite: one process tokenises it, and all map its shards.
+    shards, name = open_cached(
+        section, spec=spec, cache_folder=data.cache_folder, split=options.split
+    )
+    return ShardSamples(shards, seq_len=seq_len, key=order, name=name, by_shard=options.by_shard)
 
 
-def _shard_samples(
-    shards: TokenShards, key: int, options: SampleOptions, *, name: str
-) -> ShardSamples:
-    index, tokenizer = shards.index, options.tokenizer
+def _check_tokenizer(shards: TokenShards, tokenizer: Tokenizer) -> None:
+    index = shards.index
     if index.fingerprint != tokenizer.fingerprint:
         raise DataError(
             f"'{shards.folder}' was tokenised with another tokenizer ({index.tokenizer}, {index.vocab_size} ids, "
             f"{index.fingerprint}) than this job's ({tokenizer.kind}, {tokenizer.vocab_size} ids, "
             f"{tokenizer.fingerprint}); set [tokenizer] to that one or run `titan prepare` again"
         )
-    if shards.num_tokens <= options.seq_len:
-        fix = "give it more text or lower seq_len"
-        if options.split == "validation":
-            fix = "raise data.validation_fraction (for shards: prepare it again with --validation-fraction)"
-            fix += ", or set validation.dataset"
-        raise DataError(
-            f"the {options.split} split of {name} has {shards.num_tokens} tokens, but one sequence needs "
-            f"{options.seq_len + 1}; {fix}"
-        )
-    return ShardSamples(shards, seq_len=options.seq_len, key=key if options.data.shuffle else None)

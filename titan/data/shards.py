@@ -4,14 +4,15 @@ cache.
 A folder holds index.json and flat files of little-endian uint16 (uint32 above 65,536 ids): train-00000.bin ... and, if
 documents were held out, validation-00000.bin ... Documents are stored one after another, framed by begin and end ids. A
 shard ends at the end of a document, or of a piece of a long one. index.json is written last, so a folder that has one is
-complete. Until then progress.json, of the same form, lists the finished shards. The reader maps the files, so that
-processes on one machine share the pages and opening costs nothing.
+complete. Until then progress.json, of the same form, lists the finished shards, which may be read already (cache.py). The
+reader maps the files, so that processes on one machine share the pages and opening costs nothing.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -117,18 +118,35 @@ def read_index(file: Path) -> Index:
 
 
 class TokenShards:
-    """Read the tokens of one split as one long row, from the mapped files."""
+    """Read the tokens of one split as one long row, from the mapped files.
 
-    def __init__(self, folder: Path, *, split: str) -> None:
-        self.folder, self._split = folder, split
-        self.index = read_index(folder / INDEX)
+    ends: where each file ends in that row, int64[files]. num_tokens: of all files known so far.
+    """
+
+    is_complete = True
+
+    def __init__(self, folder: Path, *, split: str, index: Index | None = None) -> None:
+        self.folder, self.split = folder, split
+        self._maps: list[np.ndarray] = []
+        self.use(index or read_index(folder / INDEX))
         self.special_tokens = SpecialTokens(self.index.bos_id, self.index.eos_id)
         known = (self.index.vocab_size - 1, self.index.bos_id or 0, self.index.eos_id or 0)
         self._num_ids = max(known) + 1
-        self._maps = [self._map(shard) for shard in self.index.splits[split] if shard.tokens]
-        # Where each file ends in the row of all files.
-        self._ends = np.cumsum([len(tokens) for tokens in self._maps], dtype=np.int64)
-        self.num_tokens = self.index.total(split)
+
+    def use(self, index: Index) -> None:
+        """Map the files that `index` adds to those known so far."""
+        self.index = index
+        files = [shard for shard in index.splits[self.split] if shard.tokens]
+        # Files before their ends, since another thread may be reading.
+        self._maps = self._maps + [self._map(shard) for shard in files[len(self._maps) :]]
+        self.ends = np.cumsum([len(tokens) for tokens in self._maps], dtype=np.int64)
+        self.num_tokens = index.total(self.split)
+
+    def look(self) -> None:
+        """Learn what has been added, in a folder that may still grow."""
+
+    def wait(self, enough: Callable[[], bool]) -> None:
+        """Return once `enough()` is true or all text is there, as it always is in a complete folder."""
 
     def _map(self, shard: Shard) -> np.ndarray:
         file, dtype = self.folder / shard.file, token_dtype(self.index.vocab_size)
@@ -145,8 +163,8 @@ class TokenShards:
         """Return `count` tokens from `start` on as int64, from as many files as they are in."""
         assert start >= 0 and start + count <= self.num_tokens, "read past the last token"
         # The file that holds the first token, and how far into it that is.
-        number = int(np.searchsorted(self._ends, start, side="right"))
-        begin = start - (int(self._ends[number - 1]) if number else 0)
+        number = int(np.searchsorted(self.ends, start, side="right"))
+        begin = start - (int(self.ends[number - 1]) if number else 0)
         parts, missing = [], count
         while missing:
             parts.append(self._maps[number][begin : begin + missing])
@@ -157,7 +175,7 @@ class TokenShards:
         # Such an id would index past the embedding: on a GPU, an assertion without a word of the cause.
         if tokens.size and tokens.max() >= self._num_ids:
             raise DataError(
-                f"the {self._split} shards in '{self.folder}' hold the id {tokens.max()}, but their vocabulary has "
+                f"the {self.split} shards in '{self.folder}' hold the id {tokens.max()}, but their vocabulary has "
                 f"{self._num_ids}: they are damaged; delete the folder and prepare it again"
             )
         return tokens

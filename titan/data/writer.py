@@ -71,8 +71,8 @@ class TokenizationSpec:
         """Return the split that a document belongs to."""
         return SPLITS[in_validation(document, fraction=self.validation_fraction)]
 
-    def key(self, documents: Documents, *, shard_tokens: int) -> str:
-        """Return a hash of all that the shards depend on."""
+    def key(self, documents: Documents, *, shard_tokens: int | list[int]) -> str:
+        """Return a hash of all that the shards depend on. shard_tokens: their size, or the first one's and the largest."""
         # Everything that the bytes of the result depend on.
         parts = [
             FORMAT,
@@ -118,8 +118,11 @@ class _Encoded(NamedTuple):
 class _SplitWriter:
     """Write the shards of one split, and list them in `closed`. The open one has a temporary name until it is full."""
 
-    def __init__(self, folder: Path, *, split: str, limit: int, closed: list[Shard]) -> None:
-        self._folder, self._split, self._limit, self._closed = folder, split, limit, closed
+    def __init__(
+        self, folder: Path, *, split: str, limits: tuple[int, int], closed: list[Shard]
+    ) -> None:
+        """Begin after the shards in `closed`. limits: tokens of the first shard, of which each has twice as many, and of any."""
+        self._folder, self._split, self._limits, self._closed = folder, split, limits, closed
         self._file: BinaryIO | None = None
         self._shard = Shard(file=f"{split}-00000.bin")
 
@@ -127,7 +130,8 @@ class _SplitWriter:
         """Append a piece. Return whether the open shard had no room for it and was closed."""
         tokens = encoded.tokens
         # A piece longer than a shard gets one to itself.
-        full = self._file is not None and self._shard.tokens + len(tokens) > self._limit
+        limit = min(self._limits[0] << len(self._closed), self._limits[1])
+        full = self._file is not None and self._shard.tokens + len(tokens) > limit
         if full:
             self.close(piece.place)
         if self._file is None:
@@ -159,17 +163,21 @@ def write_shards(
     folder: Path,
     spec: TokenizationSpec,
     shard_tokens: int,
+    first_shard_tokens: int = 0,
     workers: int = 1,
     report: Callable[[Progress], None] = lambda progress: None,
 ) -> Index:
     """Tokenise `documents` into `folder`, or continue. The caller keeps other processes away.
 
     Args:
+        first_shard_tokens: size of the first shard, for a reader that waits for it. Each one after it may be twice as
+            large, up to shard_tokens. 0: all have that size.
         workers: processes that tokenise. With 1, this process tokenises, with threads.
         report: is called with the progress after each chunk.
     """
     # Refuses a folder of other text or options.
-    index = _open_index(folder, key=spec.key(documents, shard_tokens=shard_tokens), spec=spec)
+    sizes = [first_shard_tokens, shard_tokens] if first_shard_tokens else shard_tokens
+    index = open_index(folder, key=spec.key(documents, shard_tokens=sizes), spec=spec)
     if (folder / INDEX).is_file():
         return index
     logger.info("tokenising %s into %s", documents.name, folder)
@@ -181,8 +189,9 @@ def write_shards(
         split: (shards[-1].documents_read, shards[-1].pieces_read) if shards else (0, 0)
         for split, shards in index.splits.items()
     }
+    limits = (first_shard_tokens or shard_tokens, shard_tokens)
     writers = {
-        split: _SplitWriter(folder, split=split, limit=shard_tokens, closed=closed)
+        split: _SplitWriter(folder, split=split, limits=limits, closed=closed)
         for split, closed in index.splits.items()
     }
     progress = Progress()
@@ -203,7 +212,7 @@ def write_shards(
     return index
 
 
-def _open_index(folder: Path, *, key: str, spec: TokenizationSpec) -> Index:
+def open_index(folder: Path, *, key: str, spec: TokenizationSpec) -> Index:
     """Return the index of a complete folder, or what an interrupted run has left of it, or an empty one."""
     for file in (folder / INDEX, folder / PROGRESS):
         if file.is_file():
@@ -289,7 +298,7 @@ def _encode_all(
         for chunk in chunks:
             pending.append((chunk, pool.submit(encode, chunk)))
             # The oldest first: a bounded queue that keeps the order.
-            if len(pending) >= 3 * num_tasks:
+            while pending and (len(pending) >= 3 * num_tasks or pending[0][1].done()):
                 oldest, future = pending.popleft()
                 yield oldest, future.result()
         while pending:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ class Validation(Hook):
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.section = trainer, trainer.config.validation
         self.row: ValidationRow | None = None
+        self._unigram: float | None = None
 
     def needs_results(self) -> bool:
         step, last_step = self.trainer.step, self.trainer.last_step
@@ -63,8 +63,11 @@ class Validation(Hook):
             unigram_bits_per_byte=self.unigram_bits_per_byte if trainer.rank == 0 else None,
         )
 
-    @cached_property
+    @property
     def unigram_bits_per_byte(self) -> float | None:
         """Return the bits per byte that byte frequencies alone reach on the validation text, as a yardstick."""
-        assert self.trainer.validation_loader is not None
-        return unigram_bits_per_byte(self.trainer.loader, validation=self.trainer.validation_loader)
+        train, validation = self.trainer.loader, self.trainer.validation_loader
+        assert validation is not None
+        # None while the training text grows, so it is asked for again.
+        self._unigram = self._unigram or unigram_bits_per_byte(train, validation=validation)
+        return self._unigram
