@@ -8,9 +8,15 @@ B batch, S query positions, T key positions, H query heads, G key/value heads, K
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from titan.parallel.documents import DocumentMask, mask_of
+
+DocumentIds: TypeAlias = Tensor | DocumentMask
 
 
 class InnerAttention(nn.Module):
@@ -26,24 +32,26 @@ class InnerAttention(nn.Module):
         self.scale = scale
 
     def forward(
-        self, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, document_ids_BS: Tensor | None = None
+        self,
+        q_BHSK: Tensor,
+        k_BGSK: Tensor,
+        v_BGSK: Tensor,
+        document_ids_BS: DocumentIds | None = None,
     ) -> Tensor:
         """Return the attention output, (B, H, S, K) in the inputs' dtype; with values of another size than K, of that size.
 
         document_ids_BS (int64) numbers the documents packed into each sequence: a query sees only keys
-        of its own document. H must be a multiple of G; query head h reads key/value head h // (H // G).
+        of its own document. A `DocumentMask` made of them once serves all layers. H must be a multiple of G; query head h reads key/value head h // (H // G).
         """
-        mask_B1SS = None
         if document_ids_BS is not None:
-            # True where query and key are in one document, and the key is not after the query.
-            same_BSS = document_ids_BS[:, :, None] == document_ids_BS[:, None, :]
-            mask_B1SS = same_BSS.tril_()[:, None]
+            mask = document_ids_BS
+            mask = mask_of(mask) if isinstance(mask, Tensor) else mask
+            return mask.attend(q_BHSK, k_BGSK, v_BGSK, scale=self.scale)
         return F.scaled_dot_product_attention(
             q_BHSK,
             k_BGSK,
             v_BGSK,
-            attn_mask=mask_B1SS,
-            is_causal=mask_B1SS is None,
+            is_causal=True,
             scale=self.scale,
             enable_gqa=q_BHSK.shape[1] != k_BGSK.shape[1],
         )
@@ -63,7 +71,11 @@ class CachedAttention(nn.Module):
         self.v_BGTK: Tensor | None = None
 
     def forward(
-        self, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, document_ids_BS: Tensor | None = None
+        self,
+        q_BHSK: Tensor,
+        k_BGSK: Tensor,
+        v_BGSK: Tensor,
+        document_ids_BS: DocumentIds | None = None,
     ) -> Tensor:
         """Return the attention output, (B, H, S, K). Raises ValueError for several tokens after the first call."""
         if self.k_BGTK is None or self.v_BGTK is None:

@@ -15,12 +15,12 @@ ALLOWED = {
     "hardware": "",
     "async_scalars": "",
     "run_folder": "titan untrusted",
-    "models": "parallel",  # rows.py
+    "models": "parallel",  # rows.py, documents.py
     "parallel": "untrusted",
     "loss": "parallel",
     "config": "titan hardware untrusted parallel",
     "optim": "config models parallel",
-    "data": "config loss untrusted",
+    "data": "config loss parallel untrusted",
     "checkpoint": "config data health optim parallel untrusted",
     "health": "async_scalars config parallel run_folder untrusted",
     "observe": "async_scalars config hardware health optim parallel run_folder untrusted",

@@ -18,7 +18,7 @@ Offloading of activations goes around both: it moves what they leave.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -38,7 +38,8 @@ from titan.models.attention import InnerAttention
 from titan.models.moe import MoE
 from titan.parallel.activation import apply_ac
 from titan.parallel.compile import apply_compile
-from titan.parallel.context import Method, apply_cp
+from titan.parallel.context import Method, apply_cp, mask_over_ranks, sequence_part
+from titan.parallel.documents import DocumentMask, choose_form, mask_of, share_document_mask
 from titan.parallel.expert import RoundRobin, apply_ep, keep_routes
 from titan.parallel.float8 import Conversion, Float8Error, apply_float8
 from titan.parallel.fsdp import apply_ddp, apply_fsdp
@@ -89,14 +90,21 @@ def parallelize(
         )
     blocks = list(model.get_submodule("layers").children())
     cp = submesh(mesh, "cp")
+    method = _CONTEXT_METHODS[parallel.context_parallel_rotate_method]
+    balanced = parallel.splits_from_both_ends
     if cp is not None and blocks:  # a pipeline stage of the embedding alone has no attention
-        apply_cp(
-            model,
-            mesh=cp,
-            attention_type=InnerAttention,
-            method=_CONTEXT_METHODS[parallel.context_parallel_rotate_method],
-            balanced=parallel.splits_from_both_ends,
+        apply_cp(model, mesh=cp, attention_type=InnerAttention, method=method, balanced=balanced)
+    if config.data.document_mask:
+        make: Callable[..., DocumentMask] = mask_of
+        if cp is not None:
+            part = sequence_part(cp, balanced=balanced)
+            make = partial(mask_over_ranks, part=part, method=method)
+        form = choose_form(
+            mesh.device_type,
+            torch_dtype(config.training.mixed_precision_param),
+            whole=cp is None or method == "ulysses",
         )
+        share_document_mask(model, partial(make, form=form))
     # Experts are dealt out before FSDP shards what each rank keeps of them.
     if sparse_mesh is not None and (ep := submesh(sparse_mesh, "ep")) is not None:
         apply_ep(model, mesh=ep, moe_type=MoE)

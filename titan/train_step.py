@@ -221,11 +221,13 @@ class TrainStep:
             balanced = self.config.parallelism.splits_from_both_ends
             return shard_sequence(tensor_BS, dim=1, rank=rank, size=size, balanced=balanced)
 
+        ends = batch.document_ends_BN
         return Batch(
             tokens_BS=part(batch.tokens_BS),
             labels_BS=part(batch.labels_BS),
             positions_BS=part(positions_BS),
             document_ids_BS=part(batch.document_ids_BS),
+            document_ends_BN=None if ends is None else ends.to(self.device, non_blocking=True),
         )
 
     def _compute_scales(self) -> None:
@@ -404,8 +406,9 @@ def _count_valid(batches: Sequence[Batch]) -> Tensor:
     return torch.stack([(batch.labels_BS != IGNORED).sum() for batch in batches]).sum()
 
 
-def _inputs(batch: Batch) -> dict[str, Tensor | None]:
-    return {"positions_BS": batch.positions_BS, "document_ids_BS": batch.document_ids_BS}
+def _inputs(batch: Batch) -> dict[str, Tensor]:
+    names = ("positions_BS", "document_ids_BS", "document_ends_BN")
+    return {name: value for name in names if (value := getattr(batch, name)) is not None}
 
 
 def _sum(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:

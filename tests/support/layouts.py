@@ -243,6 +243,7 @@ def train(layout: Layout, precision: str = "float32") -> dict[str, Any]:
                 "local_batch_size": GLOBAL_BATCH
                 // (axis_size(mesh, "dp_replicate", "dp_shard") * layout.accumulation),
             },
+            "data": {"document_mask": layout.documents},
             "lr_scheduler": {"warmup_steps": 2},
             # AdamW divides a gradient by its own size: with the usual eps of 1e-8, an element whose gradient is next to
             # nothing takes its rounding error as a full step, on one process as well as on many.

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from titan.data.special_tokens import SpecialTokens
 from titan.loss import IGNORED
+from titan.parallel.documents import document_ends
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,8 @@ class Batch:
     """Positions counted from each document's beginning; None: from the sequence's."""
     document_ids_BS: Tensor | None = None
     """Number of the document within its sequence, for the attention mask; None: only the causal mask."""
+    document_ends_BN: Tensor | None = None
+    """Where each document of a row ends, of `titan.parallel.documents.document_ends`: int32, the same for all context parallel ranks."""
     first_sample: int = 0
     """Global number of the first row's sample. Those of the other rows follow."""
 
@@ -63,7 +66,7 @@ def pack(
     # The last token of a row is a label only.
     starts_BS = starts_BT[:, :-1].copy()
     starts_BS[:, 0] = False  # the first token of a sequence always begins document 0
-    positions_BS = document_ids_BS = None
+    positions_BS = document_ids_BS = document_ends_BN = None
     if reset_positions:
         place_S = np.arange(starts_BS.shape[1])
         # Place of the newest document start at or before each token.
@@ -71,6 +74,7 @@ def pack(
         positions_BS = torch.from_numpy(place_S - start_BS)
     if document_mask:
         document_ids_BS = torch.from_numpy(np.cumsum(starts_BS, axis=1))
+        document_ends_BN = document_ends(document_ids_BS)
         # The last token of a document must not predict the first one of the next.
         labels_BS[starts_BT[:, 1:]] = IGNORED
     return Batch(
@@ -78,5 +82,6 @@ def pack(
         labels_BS=torch.from_numpy(labels_BS),
         positions_BS=positions_BS,
         document_ids_BS=document_ids_BS,
+        document_ends_BN=document_ends_BN,
         first_sample=first_sample,
     )

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .collectives import all_gather, all_to_all
+from .documents import DocumentMask, MaskForm, mask_of
 from .ring import SequencePart, ring_attention
 
 Method = Literal["ring", "allgather", "ulysses"]
@@ -53,7 +54,7 @@ def apply_cp(
     if method not in get_args(Method):
         raise ValueError(f"context parallel method {method!r}: must be one of {get_args(Method)}")
     # Functional collectives know a group by its name, which a compiler can put into a graph.
-    part = SequencePart(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size(), balanced)
+    part = sequence_part(mesh, balanced=balanced)
     attentions = [
         (parent, name, child, f"{prefix}.{name}".lstrip("."))
         for prefix, parent in model.named_modules()
@@ -124,9 +125,14 @@ class ContextParallelAttention(nn.Module):
         self.method = method
 
     def forward(
-        self, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, document_ids_BS: Tensor | None = None
+        self,
+        q_BHSK: Tensor,
+        k_BGSK: Tensor,
+        v_BGSK: Tensor,
+        document_ids_BS: Tensor | DocumentMask | None = None,
     ) -> Tensor:
-        """Return the local output, (B, H, S, K), for local inputs; document_ids_BS are the local positions' too.
+        """Return the local output, (B, H, S, K), for local inputs; document_ids_BS are the local positions' too,
+        or the mask of `mask_over_ranks`.
 
         Values may be smaller than keys, and so is then the output. Raises ValueError for document ids with the ring
         method, heads of other sizes, and heads that Ulysses cannot deal out.
@@ -144,16 +150,25 @@ class ContextParallelAttention(nn.Module):
         return self._attend(q_BHSK, k_BGSK, v_BGSK, document_ids_BS)[..., :v_size]
 
     def _attend(
-        self, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, document_ids_BS: Tensor | None
+        self,
+        q_BHSK: Tensor,
+        k_BGSK: Tensor,
+        v_BGSK: Tensor,
+        document_ids_BS: Tensor | DocumentMask | None,
     ) -> Tensor:
+        mask = document_ids_BS
         if self.method == "ulysses":
-            return self._ulysses(q_BHSK, k_BGSK, v_BGSK, document_ids_BS)
-        if document_ids_BS is None:
+            # The wrapped attention may be anyone's, and want ids where it got ids.
+            mask = _whole_ids(mask, self.part) if isinstance(mask, Tensor) else mask
+            return self._ulysses(q_BHSK, k_BGSK, v_BGSK, mask)
+        if mask is None:
             gather = self.method == "allgather"
             options = {"part": self.part, "gather": gather, "scale": self.scale}
             return ring_attention(q_BHSK, k_BGSK, v_BGSK, **options)
         if self.method == "allgather":
-            return self._masked_allgather(q_BHSK, k_BGSK, v_BGSK, document_ids_BS)
+            if isinstance(mask, Tensor):
+                mask = mask_over_ranks(mask, part=self.part, method=self.method)
+            return self._masked_allgather(q_BHSK, k_BGSK, v_BGSK, mask)
         raise ValueError(
             "context parallelism by ring has no document mask: use the method 'allgather' or 'ulysses',"
             " or switch the mask off"
@@ -163,30 +178,17 @@ class ContextParallelAttention(nn.Module):
         return f"method={self.method}, {self.part.size} ranks, balanced={self.part.balanced}"
 
     def _masked_allgather(
-        self, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, document_ids_BS: Tensor
+        self, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: DocumentMask
     ) -> Tensor:
-        """Attend with an explicit mask over all keys, in the order in which ranks hold them: B x S x T bytes for each layer."""
-        part, length = self.part, q_BHSK.shape[2]
+        """Attend with a mask over all keys, in the order in which ranks hold them."""
         # (2, B, G, S, K) -> (C, 2, B, G, S, K)
-        kv = all_gather(torch.stack([k_BGSK, v_BGSK]), group=part.group, size=part.size)
+        kv = all_gather(torch.stack([k_BGSK, v_BGSK]), group=self.part.group, size=self.part.size)
         # Sources become part of the key dimension: (2, B, G, C x S, K), then keys and values apart.
         k_BGTK, v_BGTK = kv.permute(1, 2, 3, 0, 4, 5).flatten(3, 4).unbind(0)
-        ids_BT = self._gather_ids(document_ids_BS)
-        order = _chunks_held(part.size, part.balanced)
-        positions_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
-        positions_T = _pick(positions_T, 0, order, len(order))
-        positions_S = positions_T[part.rank * length : (part.rank + 1) * length]
-        # A key must be in the query's document, and not after the query.
-        mask_BST = document_ids_BS[:, :, None] == ids_BT[:, None, :]
-        mask_BST &= positions_S[:, None] >= positions_T
-        # One copy for each query head: with a mask, the kernels that save memory take no grouped heads.
-        copies = q_BHSK.shape[1] // k_BGTK.shape[1]
-        k_BHTK, v_BHTK = (x.repeat_interleave(copies, dim=1) for x in (k_BGTK, v_BGTK))
-        mask_B1ST = mask_BST[:, None]
-        return F.scaled_dot_product_attention(q_BHSK, k_BHTK, v_BHTK, mask_B1ST, scale=self.scale)
+        return mask.attend(q_BHSK, k_BGTK, v_BGTK, scale=self.scale)
 
     def _ulysses(
-        self, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, document_ids_BS: Tensor | None
+        self, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | DocumentMask | None
     ) -> Tensor:
         size, balanced = self.part.size, self.part.balanced
         heads, groups = q_BHSK.shape[1], k_BGSK.shape[1]
@@ -204,11 +206,7 @@ class ContextParallelAttention(nn.Module):
         parts = all_to_all(torch.cat(per_rank, dim=2).movedim(1, 0), group=self.part.group)
         whole = parts.movedim(0, 2).flatten(2, 3)
         whole = unshard_sequence(whole, dim=2, size=size, balanced=balanced)
-        ids_BT = None
-        if document_ids_BS is not None:
-            ids_BT = self._gather_ids(document_ids_BS)
-            ids_BT = unshard_sequence(ids_BT, dim=1, size=size, balanced=balanced)
-        out_BHTK = self.inner(*whole.split([x.shape[2] for x in per_rank], dim=1), ids_BT)
+        out_BHTK = self.inner(*whole.split([x.shape[2] for x in per_rank], dim=1), mask)
         # Back to the order in which ranks hold chunks, before the exchange.
         order = _chunks_held(size, balanced)
         out_BHTK = _pick(out_BHTK, 2, order, len(order))
@@ -216,10 +214,45 @@ class ContextParallelAttention(nn.Module):
         shares = all_to_all(out_BHTK.unflatten(2, (size, -1)).movedim(2, 0), group=self.part.group)
         return shares.movedim(0, 1).flatten(1, 2)
 
-    def _gather_ids(self, document_ids_BS: Tensor) -> Tensor:
-        """Return all ranks' ids, (B, T), in the order in which ranks hold them."""
-        ids_CBS = all_gather(document_ids_BS, group=self.part.group, size=self.part.size)
-        return ids_CBS.movedim(0, 1).flatten(1, 2)
+
+def sequence_part(mesh: DeviceMesh, *, balanced: bool) -> SequencePart:
+    """Return which part of each sequence this rank of the cp axis holds."""
+    # Functional collectives know a group by its name, which a compiler can put into a graph.
+    return SequencePart(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size(), balanced)
+
+
+def mask_over_ranks(
+    ids_BS: Tensor,
+    *,
+    part: SequencePart,
+    method: Method,
+    form: MaskForm = "dense",
+    ends_BN: Tensor | None = None,
+) -> DocumentMask:
+    """Return the mask of what a rank's attention computes, from the ids of its part of the sequence.
+
+    ends_BN: of whole sequences, for "varlen", which only Ulysses takes.
+    """
+    if method == "ulysses":
+        return mask_of(_whole_ids(ids_BS, part), form=form, ends_BN=ends_BN)
+    length, order = ids_BS.shape[1], _chunks_held(part.size, part.balanced)
+    ids_BT = _gather_ids(ids_BS, part)
+    positions_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
+    positions_T = _pick(positions_T, 0, order, len(order))
+    positions_S = positions_T[part.rank * length : (part.rank + 1) * length]
+    return mask_of(ids_BS, form=form, keys=(ids_BT, positions_S, positions_T))
+
+
+def _gather_ids(ids_BS: Tensor, part: SequencePart) -> Tensor:
+    """Return all ranks' ids, (B, T), in the order in which ranks hold them."""
+    ids_CBS = all_gather(ids_BS, group=part.group, size=part.size)
+    return ids_CBS.movedim(0, 1).flatten(1, 2)
+
+
+def _whole_ids(ids_BS: Tensor, part: SequencePart) -> Tensor:
+    """Return all ranks' ids, (B, T), in the order of the sequence."""
+    ids_BT = _gather_ids(ids_BS, part)
+    return unshard_sequence(ids_BT, dim=1, size=part.size, balanced=part.balanced)
 
 
 def _chunks_held(size: int, balanced: bool) -> list[int]:

@@ -23,6 +23,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "aten._scaled_dot_product_efficient_attention",
         "aten._scaled_dot_product_cudnn_attention",
         "aten._scaled_dot_product_attention_math",
+        "torch_attn._varlen_attn",
     ),
     # Not all-gathers: their results are large, and gathering again overlaps with what is recomputed before.
     "network": ("_c10d_functional.reduce_scatter_tensor", "_c10d_functional.all_to_all_single"),

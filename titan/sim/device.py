@@ -16,6 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from titan.parallel import torch_compat as parallel_compat
+
 from . import torch_compat
 from .trace import COMPUTE_STREAM, AwaitEvent, AwaitStream, RecordEvent, Synchronize
 
@@ -249,6 +251,7 @@ def _declare_cpu(library: Any) -> None:
         return getattr(_aten, name)(q, k, v, dropout_p, is_causal, **settings)[0]
 
     library.impl("scaled_dot_product_attention", attention, "AutogradPrivateUse1")
+    _module.get_device_capability = lambda device=None: (0, 0)
 
 
 def _added(mask: Tensor | None, q: Tensor) -> Tensor | None:
@@ -264,11 +267,20 @@ def _declare_cuda(library: Any) -> None:
     # Autograd would see the composite operation otherwise, and take it apart before the kernels
     # above are asked.
     library.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
+    parallel_compat.flex_attention = _flex_attention
     library.impl("rms_norm", _rms_norm, "AutogradPrivateUse1")
 
 
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:  # fmt: skip
     return _aten._fused_rms_norm(x, shape, weight, eps)[0]
+
+
+def _flex_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, **_: Any
+) -> Tensor:
+    """Stand for compiled FlexAttention, which is FlashAttention's algorithm over the blocks of its mask."""
+    out = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scale)[0]
+    return out[..., : v.shape[-1]]
 
 
 def _attention(

@@ -35,7 +35,7 @@ _FREE = {"detach", "detach_", "alias", "lift_fresh", "empty", "empty_strided", "
 _FREE_NAMESPACES = {"prim", "profiler", "sym"}
 # Kernels of one operation, where it is not one: FlashAttention's backward prepares, computes and converts; a sorted gather
 # of an embedding's gradient; CUTLASS's grouped product is set up on the device; a radix sort of 64 bits passes 8 times.
-_LAUNCHES = {"_scaled_dot_product_flash_attention_backward": 3, "embedding_dense_backward": 4, "_foreach_norm": 2, "_fused_rms_norm_backward": 2,
+_LAUNCHES = {"_scaled_dot_product_flash_attention_backward": 3, "_varlen_attn_backward": 3, "embedding_dense_backward": 4, "_foreach_norm": 2, "_fused_rms_norm_backward": 2,
              "_grouped_mm": 2, "sort": 10}  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def classify(func: Any) -> Operator:
 def _kind(name: str) -> KernelKind:
     if name in _MATMULS:
         return "matmul"
-    if "scaled_dot_product" in name or "flash_attention" in name:
+    if any(part in name for part in ("scaled_dot_product", "flash_attention", "varlen_attn")):
         return "attention_backward" if name.endswith("backward") else "attention"
     if name in _GATHERS:
         return "gather"
@@ -117,6 +117,10 @@ def kernel_of(
     shapes = _lists(name, args) if kind == "optimizer" else _shapes(name, kind, inputs, outputs)
     flops, causal = _flops(op, args, kwargs, outputs), False
     if kind in ("attention", "attention_backward"):
+        if name.startswith("_varlen_attn"):
+            length = argument_of(op.func, "max_q", args, kwargs)
+            # Packed documents are priced as if each filled its sequence: how long they are is in the data alone.
+            shapes = tuple((tokens // length, heads, length, k) for tokens, heads, k in shapes)
         flops = _attention_flops(kind, shapes)
         causal = bool(argument_of(op.func, "is_causal", args, kwargs))
     elif name == "_grouped_mm":
@@ -234,9 +238,13 @@ def workspace_bytes(op: Operator, args: Any) -> list[int]:
     FlashAttention's backward pass (flash_api.cpp) adds up the gradient of queries in fp32, and makes one of keys and
     values for each query head.
     """
-    if op.name != "aten::_scaled_dot_product_flash_attention_backward":
+    if op.name == "torch_attn::_varlen_attn_backward":  # (tokens, heads, size)
+        q, k = (x.transpose(0, 1)[None] for x in args[1:3])
+    elif op.name == "aten::_scaled_dot_product_flash_attention_backward":
+        q, k = args[1:3]
+    else:
         return []
-    (batch, heads, length, size), (_, groups, keys, _) = args[1].shape, args[2].shape
+    (batch, heads, length, size), (_, groups, keys, _) = q.shape, k.shape
     # Sequences are padded to 128 rows and heads to 32 channels: softmax_d and dq_accum, in fp32.
     rows = batch * heads * (length + -length % 128)
     sizes = [4 * rows, 4 * rows * (size + -size % 32)]

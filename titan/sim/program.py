@@ -200,9 +200,11 @@ def _fake_batch(config: JobConfig) -> Any:
         shape = (config.training.local_batch_size, config.training.seq_len)
         return torch.zeros(shape, dtype=torch.int64)
 
+    ids = numbers() if config.data.document_mask else None
     return Batch(
         tokens_BS=numbers(),
         labels_BS=numbers(),
         positions_BS=numbers() if config.data.reset_positions else None,
-        document_ids_BS=numbers() if config.data.document_mask else None,
+        document_ids_BS=ids,
+        document_ends_BN=None if ids is None else ids[:, : -(-ids.shape[1] // 256)].int(),
     )

@@ -1,0 +1,135 @@
+"""Document masks in their three forms against each other, and that a forward pass makes one."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titan.models.llama3 import FLAVORS, build_model
+from titan.parallel import initialize, torch_compat
+from titan.parallel.compile import apply_compile
+from titan.parallel.documents import choose_form, document_ends, mask_of, share_document_mask
+
+BATCH, LENGTH = 3, 300  # not a multiple of FlexAttention's 128
+
+
+def document_ids(rate: float = 0.03) -> Tensor:
+    starts = torch.rand(BATCH, LENGTH, generator=torch.Generator().manual_seed(1)) < rate
+    starts[:, 0] = False
+    starts[0] = False  # one document
+    return starts.cumsum(1)
+
+
+def heads(v_size: int = 16) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    shapes = ((BATCH, 4, LENGTH, 16), (BATCH, 2, LENGTH, 16), (BATCH, 2, LENGTH, v_size))
+    return [torch.randn(s, generator=generator).requires_grad_() for s in shapes]
+
+
+def by_sequence(q: Tensor, k: Tensor, v: Tensor, *, ends: Tensor, length: int, scale: float) -> Any:
+    """Compute what FlashAttention computes of packed sequences, on a CPU."""
+    assert max(b - a for a, b in pairwise(ends.tolist())) <= length
+    outs = [
+        F.scaled_dot_product_attention(
+            *(x[a:b].transpose(0, 1)[None] for x in (q, k, v)),
+            is_causal=True,
+            scale=scale,
+            enable_gqa=True,
+        )[0].transpose(0, 1)
+        for a, b in pairwise(ends.tolist())
+        if a < b
+    ]
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("v_size", [16, 8])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_documents_as_sequences_equal_a_dense_mask(
+    v_size: int, scale: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_compat, "varlen_attention", by_sequence)
+    ids = document_ids()
+    results = []
+    for mask in (mask_of(ids), mask_of(ids, form="varlen", ends_BN=document_ends(ids))):
+        inputs = heads(v_size)
+        out = mask.attend(*inputs, scale=scale)
+        out.square().sum().backward()
+        results.append([out, *(x.grad for x in inputs)])
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("rate", [0.0, 0.03])
+def test_blocks_equal_a_dense_mask(rate: float) -> None:
+    """Whole sequences, then keys and queries as ranks hold them: in another order, and fewer queries."""
+    ids = document_ids(rate)
+    q, k, v = (x.detach() for x in heads())
+    dense, flex = mask_of(ids), mask_of(ids, form="flex")
+    expected = dense.attend(q, k, v, scale=None)
+    torch.testing.assert_close(flex.attend(q, k, v, scale=None), expected, rtol=1e-5, atol=1e-5)
+    order = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(3))
+    mine = order[:140]
+    flex = mask_of(ids[:, mine], form="flex", keys=(ids[:, order], mine, order))
+    out = flex.attend(q[:, :, mine], k[:, :, order], v[:, :, order], scale=None)
+    torch.testing.assert_close(out, expected[:, :, mine], rtol=1e-5, atol=1e-5)
+
+
+def test_blocks_that_are_masked_are_left_out() -> None:
+    """Documents of 128 tokens: a block for each, all of them partly visible, and the diagonal alone."""
+    ids = (torch.arange(512) // 128)[None]
+    mask = mask_of(ids, form="flex").mask
+    assert mask.kv_num_blocks.tolist() == [[[1, 1, 1, 1]]]
+    assert mask.kv_indices[0, 0, :, 0].tolist() == [0, 1, 2, 3]
+    # One document of 512: below the diagonal, blocks need no mask.
+    mask = mask_of(0 * ids, form="flex").mask
+    assert mask.full_kv_num_blocks.tolist() == [[[0, 1, 2, 3]]]
+    assert mask.kv_num_blocks.tolist() == [[[1, 1, 1, 1]]]
+
+
+def test_ends_leave_room_and_grow_by_doubling() -> None:
+    ids = torch.tensor([[0, 0, 1, 1, 1, 2, 2, 2], [0] * 8])
+    assert document_ends(ids).tolist() == [[2, 5, 8, 8], [8, 8, 8, 8]]
+    assert document_ends(torch.zeros(1, 1024, dtype=torch.int64)).tolist() == [[1024] * 4]
+    # Rows begin where the rows before end.
+    mask = mask_of(ids, form="varlen", ends_BN=document_ends(ids))
+    assert mask.mask.tolist() == [0, 2, 5, 8, 8, 16, 16, 16, 16]
+    assert mask.mask.dtype == torch.int32
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_forward_pass_makes_one_mask(compiled: bool) -> None:
+    """The logits are those of ids alone."""
+    model = build_model(FLAVORS["tiny"])
+    initialize(model, seed=0, std_of=model.init_std)
+    ids = document_ids()
+    tokens = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % 256
+    expected = model(tokens, document_ids_BS=ids)
+    if compiled:
+        apply_compile(model, backend="eager", preserve_rng_state=False)
+    made = []
+    share_document_mask(model, lambda *a, **k: made.append(1) or mask_of(*a, **k))
+    assert torch.equal(model(tokens, document_ids_BS=ids, document_ends_BN=None), expected)
+    assert torch.equal(model(tokens, document_ids_BS=ids), expected)
+    assert len(made) == 2
+
+
+def test_flash_attention_takes_the_mask_on_a_gpu() -> None:
+    """By torch's descriptions of its kernels: shapes, layouts and gradients, with grouped heads and narrow values."""
+    inputs = [
+        torch.empty_like(x, device="meta", dtype=torch.bfloat16).requires_grad_() for x in heads(8)
+    ]
+    ends = torch.zeros(BATCH, 4, dtype=torch.int32, device="meta")
+    mask = mask_of(document_ids().to("meta"), form="varlen", ends_BN=ends)
+    out = mask.attend(*inputs, scale=None)
+    assert out.shape == (BATCH, 4, LENGTH, 8) and out.dtype == torch.bfloat16
+    out.sum().backward()
+    assert [x.grad.shape for x in inputs if x.grad is not None] == [x.shape for x in inputs]
+
+
+def test_a_cpu_has_dense_masks() -> None:
+    assert choose_form("cpu", torch.bfloat16) == "dense"

@@ -1,0 +1,169 @@
+"""Make the attention mask of packed documents once for a forward pass, in the form that the device's kernels want.
+
+    varlen  FlashAttention over documents as sequences: it computes nothing outside of them. In 16 bits on GPUs
+    flex    FlexAttention, compiled: it skips blocks of 128 x 128 that are masked as a whole, and takes any dtype and any layout
+    dense   one boolean for each query and key. On CPUs, and on GPUs that have neither
+
+`share_document_mask` has a model make its mask where its forward pass begins. All attention modules then get the same
+`DocumentMask` in place of the ids. An attention module that is called with ids makes a dense mask itself.
+
+The host never reads ids back: the number of documents is that of `document_ends`, which the loader computes.
+
+B batch, S queries, T keys, H query heads, G key/value heads, K head dim, N documents in a row, Q and C blocks of queries and keys
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import torch_compat
+
+MaskForm = Literal["varlen", "flex", "dense"]
+
+_BLOCK = 128  # FlexAttention's default, which its kernels' tiles divide
+# Rows have room for documents of this mean length. Room that is not used costs FlashAttention empty blocks of its grid.
+_MEAN_LENGTH = 256
+
+
+@dataclass(frozen=True)
+class DocumentMask:
+    """Let a query see the keys of its own document that are not after it.
+
+    mask: of "varlen", where each document ends in the flattened batch, int32 (B * N + 1,), beginning with 0; of "flex", a BlockMask; of
+    "dense", booleans (B, 1, S, T). length: S, which no document exceeds.
+    """
+
+    form: MaskForm
+    mask: Any
+    length: int
+
+    def attend(
+        self, q_BHSK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, *, scale: float | None
+    ) -> Tensor:
+        """Return the attention output, (B, H, S, size of a value). Query head h reads key/value head h // (H // G)."""
+        grouped = q_BHSK.shape[1] != k_BGTK.shape[1]
+        if self.form == "flex":
+            return torch_compat.flex_attention(
+                q_BHSK, k_BGTK, v_BGTK, block_mask=self.mask, scale=scale, enable_gqa=grouped
+            )
+        if self.form == "dense":
+            return F.scaled_dot_product_attention(
+                q_BHSK, k_BGTK, v_BGTK, attn_mask=self.mask, scale=scale, enable_gqa=grouped
+            )
+        size, v_size = q_BHSK.shape[-1], v_BGTK.shape[-1]
+        # FlashAttention wants one size of heads. Zeros beside the values make zeros beside the output.
+        v_BGTK = F.pad(v_BGTK, (0, size - v_size)) if v_size < size else v_BGTK
+        # (B, H, S, K) -> (B * S, H, K): a view of what projections wrote.
+        flat = [x.transpose(1, 2).flatten(0, 1) for x in (q_BHSK, k_BGTK, v_BGTK)]
+        scale = size**-0.5 if scale is None else scale
+        out = torch_compat.varlen_attention(*flat, ends=self.mask, length=self.length, scale=scale)
+        return out.unflatten(0, (-1, self.length)).transpose(1, 2)[..., :v_size]
+
+
+def choose_form(device_type: str, dtype: torch.dtype, *, whole: bool = True) -> MaskForm:
+    """Return the fastest form for a device and the dtype of queries. whole: each rank attends to whole sequences."""
+    module = torch.get_device_module(device_type)
+    # FlashAttention needs 8.0, as Triton, which FlexAttention is compiled to, does in all its features.
+    if getattr(module, "get_device_capability", lambda: (0, 0))() < (8, 0):
+        return "dense"
+    return "varlen" if whole and dtype in (torch.bfloat16, torch.float16) else "flex"
+
+
+def document_ends(ids_BS: Tensor) -> Tensor:
+    """Return where each document of a row ends, int32 (B, N), filled up with S. ids_BS, on the host, count up from 0.
+
+    N has room for documents of 256 tokens, or twice, four times ... that, so that it hardly ever changes and with it compiled code.
+    """
+    length = ids_BS.shape[1]
+    room = -(-length // _MEAN_LENGTH)
+    while room <= int(ids_BS.max()):
+        room *= 2
+    numbers = torch.arange(room).repeat(len(ids_BS), 1)
+    return torch.searchsorted(ids_BS.contiguous(), numbers, right=True, out_int32=True)
+
+
+def mask_of(
+    ids_BS: Tensor,
+    *,
+    form: MaskForm = "dense",
+    ends_BN: Tensor | None = None,
+    keys: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> DocumentMask:
+    """Return the mask of documents with these numbers, int64 (B, S), on their device.
+
+    Args:
+        ends_BN: of `document_ends`, for "varlen".
+        keys: where keys are others than queries, the documents of keys, (B, T), and the positions of queries and keys, (S,), (T,).
+    """
+    length = ids_BS.shape[1]
+    if form == "varlen":
+        assert ends_BN is not None and keys is None
+        starts_B1 = torch.arange(len(ends_BN), dtype=torch.int32, device=ends_BN.device)[:, None]
+        return DocumentMask(form, F.pad((starts_B1 * length + ends_BN).flatten(), (1, 0)), length)
+    if keys is None:
+        positions = torch.arange(length, device=ids_BS.device)
+        keys = ids_BS, positions, positions
+    ids_BT, at_S, at_T = keys
+    if form == "flex":
+        return DocumentMask(form, _block_mask(ids_BS, ids_BT, at_S, at_T), length)
+    mask_BST = ids_BS[:, :, None] == ids_BT[:, None, :]
+    mask_BST &= at_S[:, None] >= at_T
+    return DocumentMask(form, mask_BST[:, None], length)
+
+
+def _block_mask(ids_BS: Tensor, ids_BT: Tensor, at_S: Tensor, at_T: Tensor) -> Any:
+    """Return FlexAttention's mask from the ranges of ids and positions in each block, so that no S x T mask exists."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    def visible(b: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (ids_BS[b, query] == ids_BT[b, key]) & (at_S[query] >= at_T[key])
+
+    (low_BQ1, high_BQ1), (low_BC, high_BC) = _ranges(ids_BS), _ranges(ids_BT)
+    (first_Q1, last_Q1), (first_C, last_C) = _ranges(at_S), _ranges(at_T)
+    low_BQ1, high_BQ1, first_Q1, last_Q1 = (
+        x[..., None] for x in (low_BQ1, high_BQ1, first_Q1, last_Q1)
+    )
+    low_BC, high_BC = low_BC[:, None], high_BC[:, None]
+    # Ranges that meet may hold no pair that is visible: then the block is computed and masked, as any other in part visible.
+    some_BQC = (low_BQ1 <= high_BC) & (low_BC <= high_BQ1) & (last_Q1 >= first_C)
+    all_BQC = (low_BQ1 == high_BC) & (low_BC == high_BQ1) & (first_Q1 >= last_C)
+    blocks = [*_listed(some_BQC & ~all_BQC), *_listed(all_BQC)]
+    lengths = ids_BS.shape[1], ids_BT.shape[1]
+    return BlockMask.from_kv_blocks(
+        *blocks, BLOCK_SIZE=_BLOCK, mask_mod=visible, seq_lengths=lengths
+    )
+
+
+def _ranges(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the smallest and the largest value in each block of the last dimension, whose last block may be shorter."""
+    length = x.shape[-1]
+    places = torch.arange(-(-length // _BLOCK) * _BLOCK, device=x.device).clamp(max=length - 1)
+    low, high = torch.aminmax(x[..., places].unflatten(-1, (-1, _BLOCK)), dim=-1)
+    return low, high
+
+
+def _listed(is_in_BQC: Tensor) -> tuple[Tensor, Tensor]:
+    """Return for each block of queries how many blocks of keys there are, and their numbers, first in order: with a dimension for heads."""
+    order = is_in_BQC.int().argsort(dim=-1, descending=True, stable=True)
+    return is_in_BQC.sum(-1, dtype=torch.int32)[:, None], order.int()[:, None]
+
+
+def share_document_mask(model: nn.Module, make: Callable[..., DocumentMask] = mask_of) -> None:
+    """Have the forward pass of a model begin with the mask: `document_ids_BS=` reaches its modules as `make(ids, ends_BN=...)`.
+
+    A keyword argument `document_ends_BN` of the call is used up.
+    """
+
+    def before(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        ends_BN = kwargs.pop("document_ends_BN", None)
+        if isinstance(ids_BS := kwargs.get("document_ids_BS"), Tensor):
+            kwargs["document_ids_BS"] = make(ids_BS, ends_BN=ends_BN)
+        return args, kwargs
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
