@@ -126,7 +126,6 @@ ROTATE = "--parallelism.context_parallel_rotate_method"
 SAVE, STEPS, COMPILE = "--checkpoint.enable", "--training.steps", "--compile.enable"
 AC, OPTION = "--activation_checkpoint.mode", "--activation_checkpoint.selective_ac_option"
 FLOAT8, LOADER = "--quantize.linear.float8", "--training.dataloader"
-NO_FLEX = "model.flavor"  # FlexAttention and its document mask come from the flavor there; data.document_mask here
 NO_ETP = (
     "parallelism.expert_tensor_parallel_degree"  # FSDP shards experts over tensor-parallel ranks
 )
@@ -200,17 +199,14 @@ ENTRIES = [
     entry(
         "fsdp+flex_attn",
         f"{SHARD}=4 {AC}='full' --model.flavor=debugmodel_flex_attn",
-        refused=NO_FLEX,
     ),
     entry(
         "fsdp+flex_attn+per_op_sac",
         f"{SHARD}=4 {AC}=selective {OPTION}=op --model.flavor=debugmodel_flex_attn",
-        refused=NO_FLEX,
     ),
     entry(
         "fsdp+varlen_attn+per_op_sac",
         f"{SHARD}=4 {AC}=selective {OPTION}=op --model.flavor=debugmodel_varlen_attn",
-        refused=NO_FLEX,
     ),
     entry("cp_allgather", f"{CP}=4 {ROTATE}='allgather'"),
     entry("cp_alltoall", f"{CP}=4 {ROTATE}='alltoall'"),
@@ -290,7 +286,6 @@ ENTRIES = [
         f"--model.name deepseek_v3 --model.flavor debugmodel_flex_attn {SHARD} 4 {PP} 2 {SCHEDULE} Interleaved1F1B "
         f"{EP} 4 {AC} 'selective' {OPTION} 'op'",
         ranks=8,
-        refused=NO_FLEX,
     ),
     entry("qwen3_fsdp+tp", f"--model.name qwen3 {SHARD} 2 {TP} 2"),
     entry(

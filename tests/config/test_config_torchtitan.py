@@ -499,6 +499,7 @@ def test_deepseek_files_load_as_written(flavor: str, ep: int, tmp_path: Path) ->
 def test_how_experts_are_balanced_there(tmp_path: Path) -> None:
     text = DEEPSEEK.replace("FLAVOR", "16B").replace("EP", "1").replace("4096", "8192")
     assert differences(load_text(text, tmp_path)) == [
+        "data.document_mask: false; TorchTitan masks documents in 16B",
         "model.overrides.norm_eps: 1e-06; 16B has 1e-05 there",
         "model.overrides.rope_mscale: 0.707; 16B has 0.7 there",
         "model.overrides.load_balance_coeff: 0.0; 16B has 0.001 there",
@@ -517,3 +518,16 @@ def test_an_overlay_may_use_the_new_name(tmp_path: Path) -> None:
 
 def test_float8_switched_off_stays_off(tmp_path: Path) -> None:
     assert load_text("[float8]\nenable_float8_linear = false\n", tmp_path).model.converters == []
+
+
+def test_a_flavor_with_flexattention_is_the_flavor_and_the_mask(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text('[model]\nname = "llama3"\nflavor = "8B_flex"\n')
+    config = load_config(path)
+    assert (config.model.flavor, config.data.document_mask) == ("8B", True)
+    (warning,) = config.source_map.warnings
+    assert "job.toml:3: 8B_flex is 8B with data.document_mask = true" in warning
+    # What the job says itself stays.
+    config = load_config(path, overrides=["data.document_mask=false", "model.flavor=8B_varlen"])
+    assert (config.model.flavor, config.data.document_mask) == ("8B", False)
+    assert load_config(path, overrides=["model.flavor=9B_flex"]).model.flavor == "9B_flex"

@@ -7,12 +7,15 @@ may use a new name for what an older file calls by its old one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from .errors import Problem, SourceLocation, key_text, parent
-from .schema import ParallelismSection
+from .model import family
+from .schema import ModelSection, ParallelismSection
 
 # Old key (or section) and its new place. Before v0.2.2 most of these keys were in other sections.
 RENAMED: dict[str, str] = {
@@ -107,6 +110,8 @@ _CONVERTED: dict[str, Callable[[Any], Any]] = {
     "metrics.enable_color_printing": _unless_boolean(lambda on: not on),
     "metrics.rank_0_only": _unless_boolean(lambda on: not on),
 }
+# "8B_flex" and "debugmodel_varlen_attn" name the kernel of attention. Here the device decides on it (titan/parallel/documents.py).
+_MASKED_FLAVOR = re.compile(r"(.+)_(?:flex|varlen)(?:_attn)?")
 
 
 @dataclass
@@ -181,6 +186,22 @@ def apply_aliases(layer: ConfigLayer) -> tuple[list[str], list[Problem]]:
         message = f"titan has no such setting; {_INSTEAD.get(key, 'remove the key')}"
         problems += [layer.locations[k].problem(message) for k in keys]
     return warnings, problems
+
+
+def apply_flavor(data: dict[str, Any], locations: dict[str, SourceLocation]) -> list[str]:
+    """Turn a flavor that TorchTitan has twice, the second time with document masks, into the first and its mask. Return warnings."""
+    model, masks = data.get("model"), data.get("data", {})
+    if not isinstance(model, dict) or not isinstance(masks, dict):
+        return []
+    if not (match := _MASKED_FLAVOR.fullmatch(str(model.get("flavor")))):
+        return []
+    with suppress(KeyError):  # a family that does not exist is reported later
+        known = family(model.get("name", ModelSection.model_fields["name"].default)).FLAVORS
+        if model["flavor"] not in known and match[1] in known:
+            data["data"] = {"document_mask": True} | masks
+            where, name, model["flavor"] = locations["model.flavor"], model["flavor"], match[1]
+            return [f"{where}: {name} is {match[1]} with data.document_mask = true"]
+    return []
 
 
 def _is_off(value: Any) -> bool:

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from titan.untrusted import MAX_TEXT, printable
 
-from .aliases import ConfigLayer, apply_aliases
+from .aliases import ConfigLayer, apply_aliases, apply_flavor
 from .errors import (
     COMMAND_LINE,
     ConfigError,
@@ -88,6 +88,7 @@ def load_config(
         source_map.warnings += warnings
         problems += mistakes
         _merge(merged, layer.data, locations=source_map.locations, new=layer.locations)
+    source_map.warnings += apply_flavor(merged, source_map.locations)
     config, mistakes = _validate(merged, source_map)
     if problems := problems + mistakes:
         raise ConfigError(problems, partial=config)

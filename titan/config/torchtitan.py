@@ -36,6 +36,8 @@ _OTHERS: dict[tuple[str, str], dict[str, Any]] = {
     ("deepseek_v3", "236B"): {"norm_eps": 1e-5, "group_top_k": 2},
     ("deepseek_v3", "671B"): {"norm_eps": 1e-5},
 }
+# Flavors whose attention there ends at the end of a document.
+_MASKED = {("deepseek_v3", flavor) for flavor in ("16B", "236B", "671B")}
 # TorchTitan's defaults that differ from ours and change a run's numbers.
 DEFAULTS: dict[str, Any] = {
     "optimizer.weight_decay": 0.1,
@@ -57,6 +59,10 @@ def _in_model(config: JobConfig) -> Iterator[RuleViolation]:
     if model.flavor not in FLAVORS.get(model.name, ()):
         yield "model.flavor", f'TorchTitan has no {model.name} "{model.flavor}"'
         return
+    if config.data.document_mask:
+        yield "data.document_mask", "true ignores the label across a boundary; TorchTitan does not"
+    elif (model.name, model.flavor) in _MASKED:
+        yield "data.document_mask", f"false; TorchTitan masks documents in {model.flavor}"
     flavor = family(model.name).FLAVORS[model.flavor]
     others = dict(_OTHERS.get((model.name, model.flavor), {}))
     if getattr(flavor, "num_experts", 0):
