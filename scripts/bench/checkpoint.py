@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import shutil
 import statistics
 import tempfile
 import time
@@ -228,7 +229,7 @@ def peers(args: argparse.Namespace) -> None:
 
 
 def _peers_on(rank: int, ranks: int, tensors: int, folder: str, args: argparse.Namespace) -> None:
-    """Measure on one rank, in turns; rank 0 prints medians of the slowest rank's seconds. DCP syncs its files too."""
+    """Measure on one rank, in turns; rank 0 prints medians of the slowest rank's seconds."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=ranks)
     mesh = init_device_mesh("cpu", (ranks,))
@@ -252,8 +253,10 @@ def _peers_on(rank: int, ranks: int, tensors: int, folder: str, args: argparse.N
         torch.save(plain, saved / f"{rank}.pt")
 
     def dcp_save(step: int) -> None:
-        # FileSystemWriter flushes each file to the disk, as titan's does.
-        dcp.save(state, checkpoint_id=str(saved / "dcp"))
+        # As titan does: into a new folder, each file flushed to the disk, and then the older folder goes.
+        dcp.save(state, checkpoint_id=str(saved / f"dcp-{step}"))
+        if rank == 0:
+            shutil.rmtree(saved / f"dcp-{step - 1}", ignore_errors=True)
 
     def titan_load(step: int) -> None:
         load(saved / "disabled" / "checkpoint" / f"step-{step}", state)
@@ -261,7 +264,7 @@ def _peers_on(rank: int, ranks: int, tensors: int, folder: str, args: argparse.N
     ways: dict[str, Callable[[int], Any]] = {"dcp.save": dcp_save}
     ways |= {mode: partial(ours, mode) for mode in MODES}
     ways |= {"torch.save": torch_save}
-    ways |= {"dcp.load": lambda step: dcp.load(state, checkpoint_id=str(saved / "dcp"))}
+    ways |= {"dcp.load": lambda step: dcp.load(state, checkpoint_id=str(saved / f"dcp-{step}"))}
     ways |= {"load": titan_load, "torch.load": lambda step: torch.load(saved / f"{rank}.pt")}
     seconds: defaultdict[str, list[float]] = defaultdict(list)
     for turn in range(args.saves + 1):
