@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from titan.parallel.torch_compat import enable_loss_parallel
 
 IGNORED = -100  # torch's cross entropy leaves this label out
+_FLOAT8_ROWS = 128  # what the rows of products in 8 bits divide by, at most: those of each chunk but the last, as all rows do
 
 
 @dataclass(frozen=True)
@@ -74,11 +76,16 @@ class Kernels:
         return Kernels(torch.compile(_statistics, **options), torch.compile(_gradient, **options))
 
 
+# What computes logits of an input, differentiable in it and in a weight that it knows.
+Product = Callable[[Tensor], Tensor]
+
+
 @dataclass(frozen=True)
 class _Settings:
-    num_chunks: int
+    chunk_tokens: int
     shard: VocabularyShard | None
     kernels: Kernels
+    product: Product | None
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -93,16 +100,22 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         d_input_ND = torch.empty_like(input_ND) if differentiate else None
         d_weight_VD = None
         if weight_VD is not None and ctx.needs_input_grad[1]:  # a sum over chunks: in fp32
-            d_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
+            d_weight_VD = torch.zeros(weight_VD.shape, dtype=torch.float32, device=input_ND.device)
         # The last chunk may be shorter. Chunks are views, so results are written where they belong.
-        inputs = input_ND.chunk(settings.num_chunks)
-        d_inputs = inputs if d_input_ND is None else d_input_ND.chunk(settings.num_chunks)
+        size = settings.chunk_tokens
+        inputs = input_ND.split(size)
+        d_inputs = inputs if d_input_ND is None else d_input_ND.split(size)
         for input_CD, d_input_CD, labels_C in zip(
-            inputs, d_inputs, labels_N.chunk(settings.num_chunks), strict=True
+            inputs, d_inputs, labels_N.split(size), strict=True
         ):
-            logits_CV = input_CD if weight_VD is None else input_CD @ weight_VD.T
+            if settings.product is not None:
+                input_CD = input_CD.detach().requires_grad_()
+                with torch.set_grad_enabled(differentiate):
+                    logits_CV = settings.product(input_CD)
+            else:
+                logits_CV = input_CD if weight_VD is None else input_CD @ weight_VD.T
             chunk_loss, d_logits_CV = _one_chunk(
-                logits_CV, labels_C, settings=settings, differentiate=differentiate
+                logits_CV.detach(), labels_C, settings=settings, differentiate=differentiate
             )
             loss += chunk_loss
             if d_logits_CV is None:
@@ -111,6 +124,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 # The logits' gradient is the result: the caller's own backward pass goes on from
                 # it.
                 d_input_CD.copy_(d_logits_CV)
+                continue
+            if settings.product is not None:
+                wanted = [input_CD] if d_weight_VD is None else [input_CD, weight_VD]
+                d_input, *d_weight = torch.autograd.grad(logits_CV, wanted, d_logits_CV)
+                d_input_CD.copy_(d_input)
+                if d_weight_VD is not None:
+                    d_weight_VD += d_weight[0]
                 continue
             # Into the view: no second buffer of this size.
             torch.mm(d_logits_CV, weight_VD, out=d_input_CD)
@@ -185,6 +205,7 @@ def cross_entropy_sum(
     weight: Tensor | None = None,
     shard: VocabularyShard | None = None,
     kernels: Kernels | None = None,
+    product: Product | None = None,
 ) -> Tensor:
     """Sum of the cross entropy in nats over the valid labels, a scalar in fp32, the same on every rank of a shard.
 
@@ -194,6 +215,7 @@ def cross_entropy_sum(
     `input` is this rank's part of a sum over the ranks. A weight that tensor parallelism split may be given as the DTensor it
     is; under FSDP take it from the layer after the forward pass, when it is gathered. labels (...) int64 in the whole
     vocabulary, IGNORED where not trained on; others are not looked for, and the loss means nothing where there are some.
+    product: computes the logits of (N, D) in place of a product with `weight`, which it reads (a layer in 8 bits).
     Differentiable once in input and weight. Raises ValueError for labels of another shape and for a weight that is not gathered.
     """
     # Shapes are checked here: a broadcast would give a wrong loss without an error.
@@ -207,11 +229,15 @@ def cross_entropy_sum(
     num_chunks = -(-len(input_ND) // (chunk_tokens or len(input_ND)))
     # A single chunk gains nothing from the code for several, unless ranks share the vocabulary or a compiler fuses it.
     if num_chunks == 1 and shard is None and (kernels is None or not chunk_tokens):
-        logits_NV = input_ND if weight is None else F.linear(input_ND, weight)
+        linear = product or (lambda x: x if weight is None else F.linear(x, weight))
+        logits_NV = linear(input_ND)
         return F.cross_entropy(logits_NV.float(), labels_N, ignore_index=IGNORED, reduction="sum")
     if not chunk_tokens and shard is not None and shard.mesh is not None and weight is None:
         return _plain_over_vocabulary(input_ND, labels_N, shard.mesh, start=shard.start)
-    settings = _Settings(num_chunks, shard, kernels or Kernels())
+    size = -(-len(input_ND) // num_chunks)
+    if product is not None:
+        size = -(-size // _FLOAT8_ROWS) * _FLOAT8_ROWS
+    settings = _Settings(size, shard, kernels or Kernels(), product)
     return _ChunkedCrossEntropy.apply(input_ND, weight, labels_N, settings)  # pyright: ignore[reportReturnType]
 
 
@@ -262,6 +288,14 @@ def leave_output_to_loss(output: nn.Module) -> None:
     output.forward = _hand_on
 
 
+def product_of(output: nn.Module, *, backend: str = "") -> Product:
+    """Return what a layer that was left to the loss would compute, through torch.compile with a backend."""
+    product = partial(
+        type(output).forward, output
+    )  # the class's, as the layer itself hands its input on
+    return torch.compile(product, backend=backend) if backend else product
+
+
 def _hand_on(x: Tensor) -> Tensor:
     return x
 
@@ -271,13 +305,14 @@ class LossSum:
     """Map a model's output and labels to the summed loss.
 
     chunk_tokens: positions at a time. shard: where logits are split over the vocabulary. output: the layer that
-    was left to the loss; None: the model's output are logits.
+    was left to the loss; None: the model's output are logits. product: its own, if it multiplies in 8 bits.
     """
 
     chunk_tokens: int
     shard: VocabularyShard | None = None
     output: nn.Module | None = None
     kernels: Kernels | None = None
+    product: Product | None = None
 
     def __call__(self, input: Tensor, labels_BS: Tensor) -> Tensor:
         # FSDP keeps the unit of the output layer gathered after its forward pass.
@@ -290,4 +325,5 @@ class LossSum:
                 weight=weight,
                 shard=self.shard,
                 kernels=self.kernels,
+                product=self.product,
             )

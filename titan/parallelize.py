@@ -269,13 +269,14 @@ def convert_to_float8(
             f"torch {torch.__version__} cannot split the backward pass of float8 layers, as this pipeline schedule "
             "does; use 1F1B or Interleaved1F1B, or torch 2.13"
         )
-    in_loss = {"output": "the loss applies it (loss.chunk_output)"}
+    in_loss = {"output": "tensor-parallel ranks share it within the loss (loss.chunk_output)"}
+    shared = has_output_in_loss(config) and axis_size(mesh, "tp") > 1
     return apply_float8(
         model,
         recipe=section.recipe_name or "tensorwise",
         filter_fqns=section.filter_fqns,
         emulate=section.emulate,
-        keep=in_loss if has_output_in_loss(config) else {},
+        keep=in_loss if shared else {},
         fsdp_all_gather=gathers_float8(config, mesh),
         tensor_plan=tensor_plan,
         tp=axis_size(mesh, "tp"),

@@ -34,7 +34,7 @@ from titan.config.model import family as import_family
 from titan.config.model import model_config
 from titan.config.schema import CompileSection, JobConfig
 from titan.data.packing import Batch
-from titan.loss import IGNORED, Kernels, LossSum, VocabularyShard, leave_output_to_loss
+from titan.loss import IGNORED, Kernels, LossSum, VocabularyShard, leave_output_to_loss, product_of
 from titan.optim.balance import Balance
 from titan.optim.clipping import clip_gradients
 from titan.optim.early import EarlyStep
@@ -339,12 +339,16 @@ def build_train_step(config: JobConfig, *, device: torch.device, mesh: DeviceMes
         materialize(stage, device=torch.device("cpu") if training.enable_cpu_offload else device)
         initialize(stage, seed=config.debug.seed, std_of=model.init_std)
     compiles_loss = config.compile.enable and "loss" in config.compile.components
+    output = getattr(stages[max(stages)], "output", None) if has_output_in_loss(config) else None
     loss_sum = LossSum(
         config.loss.chunk_tokens,
         shard=None
         if config.parallelism.disable_loss_parallel
         else _vocabulary_shard(mesh, sizes.vocab_size),
-        output=getattr(stages[max(stages)], "output", None) if has_output_in_loss(config) else None,
+        output=output,
+        product=product_of(output, backend=config.compile.backend if compiles_loss else "")
+        if output is not None and any(c.name == "output" and not c.kept for c in float8)
+        else None,
         kernels=Kernels.compiled(config.compile.backend) if compiles_loss else None,
     )
     pipeline = None
@@ -386,10 +390,11 @@ def build_whole_model(config: JobConfig, layout: dict[str, Any]) -> tuple[Any, l
     # On meta a model of any size costs nothing; memory is allocated after it is sharded.
     with torch.device("meta"), _default_dtype(torch_dtype(config.training.dtype)):
         model = family.build_model(sizes)
+    # Before the split: which layers are converted is decided for the whole model.
+    float8 = convert_to_float8(model, **layout)
     if has_output_in_loss(config):
         leave_output_to_loss(model.output)
-    # Before the split: which layers are converted is decided for the whole model.
-    return model, convert_to_float8(model, **layout)
+    return model, float8
 
 
 def _balance(model_parts: Sequence[nn.Module], mesh: DeviceMesh) -> Balance:

@@ -134,6 +134,9 @@ def test_hardware_without_float8_is_refused(capsys: pytest.CaptureFixture[str]) 
     ):
         assert sim(*mx, "--hardware", hardware) == 2
         assert why in capsys.readouterr().err
+    blocks = ("--quantize.linear.float8.recipe_name=blockwise", "--hardware", "h100-sxm")
+    assert sim(*converted, *blocks) == 2
+    assert "products in blockwise are not simulated yet" in capsys.readouterr().err
     several = ("--hardware", "a100-80g,h100-sxm", "--sweep", "training.local_batch_size=2")
     assert sim(*converted, *several) == 0
     printed = capsys.readouterr().out

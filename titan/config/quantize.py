@@ -84,7 +84,9 @@ def check_converters(config: JobConfig) -> Iterator[RuleViolation]:
     if isinstance(section, Float8Section):
         yield from _check_float8(config, section)
     if section is not None:
-        yield from _check_tokens(config, multiple=32 if isinstance(section, MXSection) else 16)
+        recipe = section.recipe_name or "tensorwise"
+        multiple = 128 if recipe == "blockwise" else 32 if isinstance(section, MXSection) else 16
+        yield from _check_tokens(config, multiple=multiple)
 
 
 def _check_float8(config: JobConfig, section: Float8Section) -> Iterator[RuleViolation]:
@@ -93,7 +95,10 @@ def _check_float8(config: JobConfig, section: Float8Section) -> Iterator[RuleVio
     gather, scales, filters = (f"{FLOAT8[0]}.{name}" for name in (*_SWITCHES[:2], "filter_fqns"))
     if gathers and recipe != "tensorwise":
         fix = 'use false, or recipe_name = "tensorwise"'
-        yield gather, f"sends one scale with each weight, and {recipe} has one for each row; {fix}"
+        yield gather, f"sends one scale with each weight, and {recipe} has several; {fix}"
+    if recipe == "blockwise" and config.parallelism.tensor_parallel_degree > 1:
+        reason = "blockwise does not divide matrices over tensor-parallel ranks"
+        yield f"{FLOAT8[0]}.recipe_name", f'{reason}; use "rowwise", or a degree of 1'
     # Scales are precomputed for what FSDP gathers in float8, on the device.
     if section.precompute_float8_dynamic_scale_for_fsdp:
         if not gathers:
@@ -101,7 +106,10 @@ def _check_float8(config: JobConfig, section: Float8Section) -> Iterator[RuleVio
         if config.training.enable_cpu_offload:
             fix = "use false, or training.enable_cpu_offload = false"
             yield scales, f"scales of offloaded parameters stay on the host; {fix}"
-    if "auto_filter_small_kn" in section.filter_fqns and recipe == "rowwise_with_gw_hp":
+    if "auto_filter_small_kn" in section.filter_fqns and recipe not in (
+        "tensorwise",
+        "rowwise",
+    ):
         # torchao has measured when the other two recipes gain.
         fix = 'name the layers, or use recipe_name = "rowwise"'
         yield filters, f'"auto_filter_small_kn" does not know recipe {recipe}; {fix}'

@@ -251,13 +251,15 @@ class Float8Section(Section):
     precompute_float8_dynamic_scale_for_fsdp: bool = False
     """Compute the scales of all gathered parameters in one reduction in each step, not in one for
     each parameter. Tensor parallelism always does so."""
-    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise"] | None = None
     """What shares a scale. "tensorwise" (default): the tensor; fastest. "rowwise": each row and
-    column; more exact. "rowwise_with_gw_hp": and the weight's gradient in high precision."""
+    column; more exact. "rowwise_with_gw_hp": and the weight's gradient in high precision.
+    "blockwise": 1 x 128 of activations and 128 x 128 of weights, as in DeepSeek-V3."""
     filter_fqns: StrList = ["output"]
     """Layers that stay in high precision, by parts of their names. The default keeps the output
-    layer, whose rounding goes straight into the loss. [] converts all. "auto_filter_small_kn" keeps
-    layers that are too small to gain, by torchao's measurements."""
+    layer, whose rounding goes straight into the loss. [] converts all, also the output layer within
+    the chunked loss. "auto_filter_small_kn" keeps layers that are too small to gain, by torchao's
+    measurements."""
     emulate: bool = False
     """Compute the same numbers slowly on hardware without float8, such as a CPU."""
 

@@ -70,9 +70,13 @@ class Simulation:
 
 def not_simulated(config: JobConfig, profile: Profile) -> str:
     """Return why a job cannot be simulated on some hardware, or an empty text."""
-    mx = isinstance(section := quantize_section(config), MXSection) and not section.emulate
+    section, recipe = quantize_section(config), ""
+    # Their kernels need Triton, which has nothing to run on.
+    if section is not None and not section.emulate:
+        recipe = "MXFP8" if isinstance(section, MXSection) else section.recipe_name
     lacks = lacks_units(config, profile.name, profile.peak_tflops)
-    return lacks or ("products in MXFP8 are not simulated yet" if mx else "")
+    is_known = recipe not in ("MXFP8", "blockwise")
+    return lacks or ("" if is_known else f"products in {recipe} are not simulated yet")
 
 
 class HardwareError(ValueError):
