@@ -338,19 +338,8 @@ def build_train_step(config: JobConfig, *, device: torch.device, mesh: DeviceMes
         # Offloaded parameters live on the host.
         materialize(stage, device=torch.device("cpu") if training.enable_cpu_offload else device)
         initialize(stage, seed=config.debug.seed, std_of=model.init_std)
-    compiles_loss = config.compile.enable and "loss" in config.compile.components
     output = getattr(stages[max(stages)], "output", None) if has_output_in_loss(config) else None
-    loss_sum = LossSum(
-        config.loss.chunk_tokens,
-        shard=None
-        if config.parallelism.disable_loss_parallel
-        else _vocabulary_shard(mesh, sizes.vocab_size),
-        output=output,
-        product=product_of(output, backend=config.compile.backend if compiles_loss else "")
-        if output is not None and any(c.name == "output" and not c.kept for c in float8)
-        else None,
-        kernels=Kernels.compiled(config.compile.backend) if compiles_loss else None,
-    )
+    loss_sum = _loss_sum(config, mesh, output, sizes.vocab_size, float8)
     pipeline = None
     if pp is not None and schedule is not None:
         from titan.parallel.pipeline import Pipeline
@@ -423,6 +412,28 @@ def _sum(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if group is not None:
         dist.all_reduce(value, group=group)
     return value
+
+
+def _loss_sum(
+    config: JobConfig,
+    mesh: DeviceMesh,
+    output: nn.Module | None,
+    vocab_size: int,
+    float8: Sequence[Conversion],
+) -> LossSum:
+    backend = config.compile.backend if "loss" in config.compile.components else ""
+    backend = backend if config.compile.enable else ""
+    product = None
+    if output is not None and any(c.name == "output" and not c.kept for c in float8):
+        product = product_of(output, backend=backend)
+    shared = not config.parallelism.disable_loss_parallel
+    return LossSum(
+        config.loss.chunk_tokens,
+        shard=_vocabulary_shard(mesh, vocab_size) if shared else None,
+        output=output,
+        kernels=Kernels.compiled(backend) if backend else None,
+        product=product,
+    )
 
 
 def _vocabulary_shard(mesh: DeviceMesh, vocab_size: int) -> VocabularyShard | None:
