@@ -44,6 +44,14 @@ class VocabularyShard:
     start: int
     mesh: DeviceMesh | None = None  # of the group, one axis: for torch's own loss
 
+    @staticmethod
+    def of(tp: DeviceMesh | None, vocab_size: int) -> VocabularyShard | None:
+        """Return this rank's part of the logits, cut as DTensor cuts: equal parts rounded up, the last one shorter."""
+        if tp is None:
+            return None
+        start = tp.get_local_rank() * -(-vocab_size // tp.size())
+        return VocabularyShard(tp.get_group(), start=start, mesh=tp)
+
 
 def _statistics(logits_CV: Tensor, column_C: Tensor) -> tuple[Tensor, Tensor]:
     """Return the log-sum-exp of each row and the logit in its column, both in fp32."""

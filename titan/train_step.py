@@ -421,28 +421,19 @@ def _loss_sum(
     vocab_size: int,
     float8: Sequence[Conversion],
 ) -> LossSum:
-    backend = config.compile.backend if "loss" in config.compile.components else ""
-    backend = backend if config.compile.enable else ""
+    compiles = config.compile.enable and "loss" in config.compile.components
+    backend = config.compile.backend if compiles else ""
     product = None
     if output is not None and any(c.name == "output" and not c.kept for c in float8):
         product = product_of(output, backend=backend)
     shared = not config.parallelism.disable_loss_parallel
     return LossSum(
         config.loss.chunk_tokens,
-        shard=_vocabulary_shard(mesh, vocab_size) if shared else None,
+        shard=VocabularyShard.of(submesh(mesh, "tp"), vocab_size) if shared else None,
         output=output,
         kernels=Kernels.compiled(backend) if backend else None,
         product=product,
     )
-
-
-def _vocabulary_shard(mesh: DeviceMesh, vocab_size: int) -> VocabularyShard | None:
-    """Return this rank's part of the logits, cut as DTensor cuts: equal parts rounded up, the last one shorter."""
-    tp = submesh(mesh, "tp")
-    if tp is None:
-        return None
-    start = tp.get_local_rank() * -(-vocab_size // tp.size())
-    return VocabularyShard(tp.get_group(), start=start, mesh=tp)
 
 
 @contextmanager
