@@ -97,9 +97,7 @@ def _forward_grouped(self: Any, x_BSD: Tensor, cos_sin: Any, document_ids_BS: An
 
 def _rotated(self: Any, x_BSD: Tensor, cos_sin: Any) -> tuple[Tensor, Tensor, Tensor]:
     q_BSHK, k_BSGK, v_BSGK = self.heads(x_BSD)
-    # (S, K/2) angles, or (B, 1, S, K/2): both broadcast against (B, S, H, K/2) with heads last but one.
-    turns = torch.complex(*cos_sin)
-    turns = turns[:, None] if turns.dim() == 2 else turns.transpose(1, 2)
+    turns = torch.complex(*(x.chunk(2, dim=-1)[1] for x in cos_sin))
     return _rotate_complex(q_BSHK, turns), _rotate_complex(k_BSGK, turns), v_BSGK
 
 
@@ -121,7 +119,7 @@ def _repeat(x: Tensor, times: int) -> Tensor:
 def _forward_qwen3(self: Any, x_BSD: Tensor, cos_sin: Any, document_ids_BS: Any) -> Tensor:
     q_BSHK, k_BSGK, v_BSGK = self.heads(x_BSD)
     times = q_BSHK.shape[2] // k_BSGK.shape[2]
-    cos, sin = (torch.cat([x, x], dim=-1)[:, None].to(q_BSHK.dtype) for x in cos_sin)
+    cos, sin = (torch.cat(2 * x.chunk(2, dim=-1)[1:], dim=-1).to(q_BSHK.dtype) for x in cos_sin)
     q_BSHK, k_BSHK = (
         _Rotation.apply(x, cos, sin, self.q_norm.weight, times)
         for x, times in ((q_BSHK, 1), (k_BSGK, times))

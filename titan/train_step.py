@@ -379,6 +379,9 @@ def build_whole_model(config: JobConfig, layout: dict[str, Any]) -> tuple[Any, l
     # On meta a model of any size costs nothing; memory is allocated after it is sharded.
     with torch.device("meta"), _default_dtype(torch_dtype(config.training.dtype)):
         model = family.build_model(sizes)
+        # Rotations of all positions are computed once for the run, where the family can.
+        if (reserve := getattr(model, "reserve_positions", None)) is not None:
+            reserve(max(config.training.seq_len, config.validation.seq_len or 0))
     # Before the split: which layers are converted is decided for the whole model.
     float8 = convert_to_float8(model, **layout)
     if has_output_in_loss(config):

@@ -46,12 +46,12 @@ def yarn_frequencies(config: DeepSeekConfig, device: torch.device) -> Tensor:
     return (1 - stretch) * frequencies + stretch * frequencies / config.rope_factor
 
 
-def rotate_pairs(x_BHSR: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+def rotate_pairs(x_BSHR: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate channel 2i against channel 2i + 1, and return all first channels before all second ones.
 
     Queries and keys then have the same order, which leaves their products as they are.
     """
-    return rotate(torch.cat([x_BHSR[..., 0::2], x_BHSR[..., 1::2]], dim=-1), cos_sin)
+    return rotate(torch.cat([x_BSHR[..., 0::2], x_BSHR[..., 1::2]], dim=-1), cos_sin)
 
 
 class LatentAttention(nn.Module):
@@ -84,21 +84,22 @@ class LatentAttention(nn.Module):
         has_latent = config.q_lora_rank > 0
         q_BSE = self.wq_b(self.q_norm(self.wq_a(x_BSD))) if has_latent else self.wq(x_BSD)
         kv_BSL, k_BSR = self.wkv_a(x_BSD).split([config.kv_lora_rank, rope], dim=-1)
-        q_BHSN, q_BHSR = _heads(q_BSE, nope, rope)
-        k_BHSN, v_BHSK = _heads(self.wkv_b(self.kv_norm(kv_BSL)), nope, value)
-        k_BHSR = rotate_pairs(self.shared_keys(k_BSR)[:, None], cos_sin)
+        q_BSHN, q_BSHR = _heads(q_BSE, nope, rope)
+        k_BSHN, v_BSHK = _heads(self.wkv_b(self.kv_norm(kv_BSL)), nope, value)
+        k_BSHR = rotate_pairs(self.shared_keys(k_BSR)[:, :, None], cos_sin)
         # One rotated key for all heads: a view, which the concatenation below copies.
-        k_BHSR = k_BHSR.expand(-1, k_BHSN.shape[1], -1, -1)
-        q_BHSK = torch.cat([q_BHSN, rotate_pairs(q_BHSR, cos_sin)], dim=-1)
-        k_BHSK = torch.cat([k_BHSN, k_BHSR], dim=-1)
+        k_BSHR = k_BSHR.expand(-1, -1, k_BSHN.shape[2], -1)
+        q_BSHK = torch.cat([q_BSHN, rotate_pairs(q_BSHR, cos_sin)], dim=-1)
+        k_BSHK = torch.cat([k_BSHN, k_BSHR], dim=-1)
+        q_BHSK, k_BHSK, v_BHSK = (x.transpose(1, 2) for x in (q_BSHK, k_BSHK, v_BSHK))
         o_BHSK = self.inner_attention(q_BHSK, k_BHSK, v_BHSK, document_ids_BS)
         return self.wo(o_BHSK.transpose(1, 2).flatten(-2))
 
 
 def _heads(x_BSE: Tensor, *sizes: int) -> tuple[Tensor, ...]:
-    """Split E channels into heads (B, H, S, ...) and each head into parts of these sizes."""
+    """Split E channels into heads (B, S, H, ...) and each head into parts of these sizes."""
     # -1 for the number of heads: under tensor parallelism each rank holds some of them.
-    return x_BSE.unflatten(-1, (-1, sum(sizes))).transpose(1, 2).split(sizes, dim=-1)
+    return x_BSE.unflatten(-1, (-1, sum(sizes))).split(sizes, dim=-1)
 
 
 class DeepSeek(Llama):

@@ -42,11 +42,19 @@ def rope_frequencies(
     return keep * frequencies + (1 - keep) * frequencies / scaling.factor
 
 
-def rotate(x_BHSK: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+def rotation_table(positions: Tensor, frequencies: Tensor) -> Tensor:
+    """Return what `rotate` multiplies with, (..., 2K) fp32: the cosines of all channels, then their sines, negative in the first half."""
+    angles = positions[..., None].float() * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([cos, cos, -sin, sin], dim=-1)
+
+
+def rotate(x_BSHK: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate channel i against channel i + K/2 by the position's angle, in fp32; dtype as x."""
     cos, sin = cos_sin
-    a, b = x_BHSK.float().chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x_BHSK.dtype)
+    x = x_BSHK.float()
+    # Channel i + K/2 comes to place i, and the reverse.
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).to(x_BSHK.dtype)
 
 
 class Attention(nn.Module):
@@ -65,10 +73,12 @@ class Attention(nn.Module):
     def forward(
         self, x_BSD: Tensor, cos_sin: tuple[Tensor, Tensor], document_ids_BS: Tensor | None
     ) -> Tensor:
-        """Return the layer's output, (B, S, D). cos_sin: of the positions' angles, (S, K/2) or
-        (B, 1, S, K/2) each. document_ids_BS: None for one document in a row."""
-        q_BHSK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in self.heads(x_BSD))
-        q_BHSK, k_BGSK = rotate(q_BHSK, cos_sin), rotate(k_BGSK, cos_sin)
+        """Return the layer's output, (B, S, D). cos_sin: `rotation_table` of the positions, (S, 1, K)
+        or (B, S, 1, K) each. document_ids_BS: None for one document in a row."""
+        q_BSHK, k_BSGK, v_BSGK = self.heads(x_BSD)
+        rotated = rotate(q_BSHK, cos_sin), rotate(k_BSGK, cos_sin), v_BSGK
+        # Heads are moved last, and only as views: kernels of attention read them as they are.
+        q_BHSK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in rotated)
         o_BHSK = self.inner_attention(q_BHSK, k_BGSK, v_BGSK, document_ids_BS)
         return self.wo(o_BHSK.transpose(1, 2).flatten(-2))
 
@@ -142,6 +152,8 @@ def build_moe(config: LlamaConfig, layer: int) -> MoE | None:
 class Llama(nn.Module):
     """Turn token ids into logits."""
 
+    rotations: Tensor | None
+
     def __init__(self, config: LlamaConfig, *, attention: type[nn.Module] = Attention) -> None:
         super().__init__()
         self.config = config
@@ -154,6 +166,7 @@ class Llama(nn.Module):
         # One parameter, under both names.
         if config.tied_embeddings:
             self.output.weight = self.tok_embeddings.weight
+        self.register_buffer("rotations", None, persistent=False)
 
     def forward(
         self,
@@ -164,12 +177,10 @@ class Llama(nn.Module):
         """Return logits (B, S, V) in the dtype of the weights.
 
         tokens_BS: int64 ids, or on a later pipeline stage the activations (B, S, D) of the one before.
-        positions_BS: int64 positions for the rotation, (B, S) or (S,); None: 0 .. S-1.
+        positions_BS: int64 positions for the rotation, (B, S), below what was reserved, or any, (S,); None: 0 .. S-1.
         document_ids_BS: int64, see InnerAttention; None: one document.
         """
-        if positions_BS is None:
-            positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
-        cos_sin = self._rotations(positions_BS)
+        cos_sin = self._cos_sin(positions_BS, tokens_BS.shape[1], tokens_BS.device)
         x_BSD = tokens_BS if self.tok_embeddings is None else self.tok_embeddings(tokens_BS)
         for block in self.layers.values():
             x_BSD = block(x_BSD, cos_sin, document_ids_BS)
@@ -177,17 +188,34 @@ class Llama(nn.Module):
             x_BSD = self.norm(x_BSD)
         return x_BSD if self.output is None else self.output(x_BSD)
 
-    def _rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, (S, K/2) or (B, 1, S, K/2), fp32: computed here once for all blocks.
+    def reserve_positions(self, length: int) -> None:
+        """Keep the rotations of positions below `length`, so that forward passes compute none. Also on meta."""
+        width = 4 * len(self.frequencies(torch.device("meta")))
+        self.rotations = torch.empty(length, width, dtype=torch.float32)
+        if not self.rotations.is_meta:
+            self.reset_buffers()
 
-        Not a buffer: it depends on positions alone, and what is not stored cannot be sharded, cast or
-        forgotten when the model moves off meta.
-        """
-        angles = positions[..., None].float() * self.frequencies(positions.device)
-        if positions.ndim == 2:
-            # A dimension for the heads, over which angles are the same.
-            angles = angles[:, None]
-        return angles.cos(), angles.sin()
+    def reset_buffers(self) -> None:
+        """Fill the table of rotations, if there is one."""
+        if self.rotations is not None:
+            positions = torch.arange(len(self.rotations), device=self.rotations.device)
+            self.rotations.copy_(rotation_table(positions, self.frequencies(positions.device)))
+
+    def _cos_sin(
+        self, positions: Tensor | None, length: int, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Return cos and sin for all blocks, (S, 1, K) or (B, S, 1, K): from the table where it has them."""
+        table = self.rotations
+        if positions is None and table is not None and length <= len(table):
+            rows = table[:length]
+        elif positions is not None and positions.ndim == 2 and table is not None:
+            rows = F.embedding(positions, table)
+        else:
+            positions = torch.arange(length, device=device) if positions is None else positions
+            rows = rotation_table(positions, self.frequencies(device))
+        # A dimension for the heads, over which angles are the same.
+        cos, sin = rows[..., None, :].chunk(2, dim=-1)
+        return cos, sin
 
     def frequencies(self, device: torch.device) -> Tensor:
         """Return the rotation per position of each pair of channels, fp32, in radians."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from titan.config.model import family
 from titan.models.llama3 import FLAVORS, LlamaConfig, build_model
 from titan.models.llama3.huggingface import hf_name
 from titan.parallel import initialize, materialize
@@ -117,6 +118,34 @@ def test_document_mask_and_positions_equal_separate_documents() -> None:
     apart = torch.cat([model(first), model(second)], dim=1)
     torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-5)
     assert (model(packed) - apart).abs().max() > 0.1  # and the mask is what made them so
+
+
+@pytest.mark.parametrize("name", ["llama3", "deepseek_v3"])
+def test_reserved_rotations_are_those_of_each_forward_pass(name: str) -> None:
+    """On meta, in a model of bf16, for whole sequences and for given positions; any others are computed."""
+    package = family(name)
+    config = package.FLAVORS["tiny"]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            plain, kept = (package.build_model(config) for _ in range(2))
+            kept.reserve_positions(32)
+    finally:
+        torch.set_default_dtype(before)
+    for model in (plain, kept):
+        materialize(model, device="cpu")
+        model.float()
+    assert "rotations" not in kept.state_dict()
+    draw(plain)
+    draw(kept)
+    tokens = torch.randint(config.vocab_size, (2, 32))
+    positions = torch.stack([torch.arange(32).flip(0), torch.arange(32) // 2])
+    for given in (None, positions, torch.arange(40, 72)):
+        assert torch.equal(kept(tokens, given), plain(tokens, given))
+    assert torch.equal(
+        kept(tokens.repeat(1, 2)), plain(tokens.repeat(1, 2))
+    )  # longer than reserved
 
 
 def test_materialize_keeps_embeddings_tied() -> None:

@@ -160,7 +160,7 @@ def test_memory_budget() -> None:
     """All of what a block needs again is kept, some of it, or nothing but what came in."""
     saved = saved_bytes(1)
     block_input = 2 * 32 * 64 * 4
-    rotations = 2 * 32 * 8 * 4
+    rotations = 2 * 32 * 16 * 4
     assert saved[0.0] == block_input + rotations
     assert saved[0.0] < saved[0.5] < 0.7 * saved[1.0]
     assert saved[1.0] > 8 * block_input
@@ -168,8 +168,9 @@ def test_memory_budget() -> None:
 
 def test_memory_budget_under_tensor_parallelism(pool: Pool) -> None:
     """The graph holds the DeviceMesh of its weights, whose size torch does not know."""
+    block_input = 2 * 32 * 64 * 4
     for saved in pool.run(2, saved_bytes, 2):
-        assert saved[0.0] < saved[0.5] < 0.7 * saved[1.0]
+        assert saved[0.0] < saved[0.5] <= saved[1.0] - 2 * block_input
 
 
 def test_the_cache_s_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from scripts.published_compat import (
 from tests.support.traces import job, left_behind, trace_ranks
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
-from titan.models.llama3.model import rotate
+from titan.models.llama3.model import rotate, rotation_table
 from titan.models.qwen3.config import FLAVORS
 from titan.models.qwen3.model import Attention
 from titan.sim.trace import AwaitWork, Launch, Trace, Transfer
@@ -114,12 +114,13 @@ def test_qwen3_computes_the_same() -> None:
     torch.manual_seed(0)
     attention = Attention(FLAVORS["tiny"])
     x = torch.randn(2, 16, FLAVORS["tiny"].dim)
-    angles = torch.randn(16, FLAVORS["tiny"].head_dim // 2)
+    angles = torch.randn(FLAVORS["tiny"].head_dim // 2)
+    cos_sin = rotation_table(torch.arange(16), angles)[:, None].chunk(2, dim=-1)
     results = []
     for forward in (Attention.forward, partial(_forward_qwen3, attention)):
         attention.zero_grad()
         bound = forward if isinstance(forward, partial) else partial(forward, attention)
-        output = bound(x, (angles.cos(), angles.sin()), None)
+        output = bound(x, cos_sin, None)
         output.square().sum().backward()
         results.append([output, *(p.grad for p in attention.parameters())])
     for ours, theirs in zip(*results, strict=True):
@@ -135,8 +136,10 @@ def test_norms_in_operations_compute_the_same() -> None:
 
 def test_complex_rotation_turns_neighbours() -> None:
     """Channels 2i and 2i + 1 by the angle by which titan turns channels i and i + K/2."""
-    x, angles = torch.randn(2, 16, 3, 8), torch.randn(16, 4)
+    x, frequencies, positions = torch.randn(2, 16, 3, 8), torch.randn(4), torch.arange(16)
+    angles = positions[:, None] * frequencies
     turned = _rotate_complex(x, torch.polar(torch.ones(16, 4), angles)[:, None])
-    apart = torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1).transpose(1, 2)
-    ours = rotate(apart, (angles.cos(), angles.sin())).transpose(1, 2)
+    apart = torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)
+    cos, sin = rotation_table(positions, frequencies)[:, None].chunk(2, dim=-1)
+    ours = rotate(apart, (cos, sin))
     torch.testing.assert_close(torch.cat([turned[..., 0::2], turned[..., 1::2]], dim=-1), ours)
