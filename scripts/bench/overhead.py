@@ -109,12 +109,11 @@ def titan(size: str, steps: int) -> None:
     assert main(["job.toml", "--tokenizer.name=bytes"]) == 0
 
 
-def torchtitan(size: str, steps: int) -> None:
-    """Run TorchTitan's own main, on a CPU that answers to what it asks of an accelerator."""
+def answer_as_an_accelerator() -> None:
+    """Let a CPU answer to what TorchTitan asks of an accelerator."""
     from types import SimpleNamespace
 
     import torch
-    from torch.distributed.fsdp import FSDPModule
 
     torch._utils._get_available_device_type = lambda: "cpu"  # pyright: ignore
     answers: dict[str, Any] = {
@@ -127,6 +126,13 @@ def torchtitan(size: str, steps: int) -> None:
     }
     for name, answer in answers.items():
         setattr(torch.cpu, name, lambda *_, answer=answer: answer)
+
+
+def torchtitan(size: str, steps: int) -> None:
+    """Run TorchTitan's own main, on a CPU that answers to what it asks of an accelerator."""
+    from torch.distributed.fsdp import FSDPModule
+
+    answer_as_an_accelerator()
     import torchtitan.train as program
     from torchtitan.config import ConfigManager
 
