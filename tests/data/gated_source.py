@@ -18,10 +18,11 @@ class GatedSource(DocumentOptions):
 
     gate: str
     damaged_at: int = 400
+    num_bytes: int | None = 2**30
 
     def documents(self) -> Documents:
         identity: list[object] = ["gated", self.damaged_at]
-        return Documents(name="gated", identity=identity, read=self.read, num_bytes=2**30)
+        return Documents(name="gated", identity=identity, read=self.read, num_bytes=self.num_bytes)
 
     def read(self) -> Iterator[str]:
         gate, writer._CHUNK_PIECES = Path(self.gate), 4  # or it would read all before it writes

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from titan.data.prepare import main
 from titan.data.reading import PIECE_CHARS, pieces
 from titan.data.shards import TokenShards, read_index
 from titan.data.sources import in_validation, open_documents
-from titan.data.tokenizer import bytes_tokenizer
 
 ESCAPE = "\x1b]52;c;aGk=\x07"
 WORDS = "The quick brown fox, it's 1234 jumps\n\nover the lazy dog.\n    return x\n"
@@ -291,8 +289,9 @@ def test_ids_outside_the_vocabulary_are_damage(book: Path, tmp_path: Path) -> No
     tokens = np.fromfile(file, "<u2")
     tokens[100] = 999
     tokens.tofile(file)
+    shards = TokenShards(tmp_path / "out", split="train")
     with pytest.raises(DataError, match="hold the id 999, but their vocabulary has 258"):
-        TokenShards(tmp_path / "out", split="train").read(0, count=200)
+        shards.check(shards.read(0, count=200))
 
 
 def test_it_says_how_long_it_will_take() -> None:
@@ -300,26 +299,3 @@ def test_it_says_how_long_it_will_take() -> None:
     line = describe(done, 100_000_000, elapsed_s=10.0)
     assert line == "25% of 100 MB, 2.5 MB/s, 0:00:30 left; 3 documents, 7,000 tokens"
     assert describe(done, None, elapsed_s=10.0) == "3 documents, 7,000 tokens"
-
-
-def test_large_text_is_tokenised_on_every_core_and_small_text_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from titan.data import cache
-    from titan.data.sources import Documents
-    from titan.data.special_tokens import SpecialTokens
-
-    tokenizer, seen = bytes_tokenizer(), []
-    spec = writer.TokenizationSpec(
-        tokenizer=tokenizer, special_tokens=SpecialTokens.of(tokenizer), validation_fraction=0.0
-    )
-    monkeypatch.setattr(cache, "usable_cores", lambda: 5)
-    monkeypatch.setattr(cache, "write_shards", lambda *_, workers, **__: seen.append(workers))
-
-    def texts() -> Iterator[str]:
-        return iter(["x"])
-
-    for num_bytes in (10**6, 10**9, None):
-        documents = Documents(name="n", identity=[num_bytes], read=texts, num_bytes=num_bytes)
-        cache.cached_shards(documents, spec=spec, cache_folder=str(tmp_path))
-    assert seen == [1, 5, 1]

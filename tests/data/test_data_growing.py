@@ -25,7 +25,7 @@ from tests.data.test_data_loader import (
     validation_loader,
 )
 from titan.config import schema as s
-from titan.data import DataError, cache
+from titan.data import DataError, cache, writer
 from titan.data.loader import Loader, build_loader
 from titan.data.order import derive_key, permute
 
@@ -177,7 +177,7 @@ input()
     run.communicate()
     wait_until(lambda: not Path(f"/proc/{reader}").exists())
     open_gate(gate)
-    for expected in whole[1:20]:
+    for expected in whole[1:50]:
         np.testing.assert_array_equal(step_rows(beside), expected)
     assert len(readers(gate)) == 2
 
@@ -260,3 +260,19 @@ def test_text_without_a_single_sequence_is_an_error(gate: Path, tmp_path: Path) 
     loader = made.loader((1, 1, 1), 0, seq_len=10**6)
     with pytest.raises(DataError, match="but one sequence needs 1000001"):
         loader.next_step()
+
+
+@pytest.mark.parametrize("num_bytes", [10**7, None])
+def test_short_text_and_text_of_unknown_size_are_there_before_the_first_step(
+    gate: Path, tmp_path: Path, num_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "_CHUNK_PIECES", 256)  # which the source changes
+    monkeypatch.setattr(cache, "_SHARD_TOKENS", 2**26)
+    open_gate(gate)
+    made = job(gate, tmp_path / "cache")
+    short = GatedSource(gate=str(gate), num_bytes=num_bytes)
+    made.data = made.data.model_copy(update={"sources": [short]})
+    samples = made.loader((1, 1, 1), 0).samples
+    assert readers(gate) == {os.getpid()} and samples.num_samples
+    # One shard, so that all of it has one permutation.
+    assert len(list((tmp_path / "cache").glob("tokens/*/train-*.bin"))) == 1

@@ -23,6 +23,7 @@ _ROUNDS = 6
 _BLOCK = 1024
 
 
+@lru_cache(maxsize=256)  # a hash takes as long as copying a sample
 def derive_key(*parts: int | str) -> int:
     """Return a 64-bit key that depends on every part, and is the same on every machine."""
     text = "/".join(map(str, parts)).encode()

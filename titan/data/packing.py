@@ -62,7 +62,8 @@ def pack(
         document_mask: number the documents of a sequence from 0, and ignore a label that belongs to the next document.
     """
     labels_BS = rows_BT[:, 1:].copy()
-    starts_BT = special_tokens.starts(rows_BT)
+    none = np.zeros_like(rows_BT, dtype=bool)  # to look for them takes longer
+    starts_BT = special_tokens.starts(rows_BT) if reset_positions or document_mask else none
     # The last token of a row is a label only.
     starts_BS = starts_BT[:, :-1].copy()
     starts_BS[:, 0] = False  # the first token of a sequence always begins document 0

@@ -94,7 +94,7 @@ class ShardSamples(Samples):
                 key = derive_key(self._key or 0, "epoch", int(epoch), *([part] if part else []))
                 moved = permute(places[parts == part] - begin, length=end - begin, key=key)
                 places[parts == part] = begin + moved
-        return np.stack([self._row(int(place)) for place in places])
+        return self._shards.check(np.stack([self._row(place) for place in places.tolist()]))
 
 
 class SyntheticSamples(Samples):

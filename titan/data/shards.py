@@ -157,23 +157,26 @@ class TokenShards:
             raise DataError(
                 f"{file} has {size} bytes, {INDEX} says {expected}; delete the folder and prepare again"
             )
-        return np.memmap(file, dtype=dtype, mode="r")
+        # A plain array: slicing a memmap takes longer than copying a sample.
+        return np.memmap(file, dtype=dtype, mode="r").view(np.ndarray)
 
     def read(self, start: int, *, count: int) -> np.ndarray:
         """Return `count` tokens from `start` on as int64, from as many files as they are in."""
         assert start >= 0 and start + count <= self.num_tokens, "read past the last token"
         # The file that holds the first token, and how far into it that is.
-        number = int(np.searchsorted(self.ends, start, side="right"))
+        number = int(self.ends.searchsorted(start, side="right"))
         begin = start - (int(self.ends[number - 1]) if number else 0)
-        parts, missing = [], count
-        while missing:
-            parts.append(self._maps[number][begin : begin + missing])
-            missing -= len(parts[-1])
+        parts = [self._maps[number][begin : begin + count]]
+        while (missing := count - sum(map(len, parts))) > 0:
             # Whatever is still missing begins at the start of the next file.
-            number, begin = number + 1, 0
-        tokens = np.concatenate(parts, dtype=np.int64)
+            number += 1
+            parts.append(self._maps[number][:missing])
+        return np.concatenate(parts, dtype=np.int64) if parts[1:] else parts[0].astype(np.int64)
+
+    def check(self, tokens: np.ndarray) -> np.ndarray:
+        """Return the tokens. Raises DataError if they hold an id that the vocabulary does not have."""
         # Such an id would index past the embedding: on a GPU, an assertion without a word of the cause.
-        if tokens.size and tokens.max() >= self._num_ids:
+        if tokens.max() >= self._num_ids:
             raise DataError(
                 f"the {self.split} shards in '{self.folder}' hold the id {tokens.max()}, but their vocabulary has "
                 f"{self._num_ids}: they are damaged; delete the folder and prepare it again"
