@@ -127,7 +127,7 @@ def losses(file: Path) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
-def draw(ours: list[float], theirs: list[float]) -> None:
+def draw(ours: list[float], theirs: list[float], picture: Path) -> None:
     import matplotlib
 
     matplotlib.use("agg")
@@ -141,7 +141,7 @@ def draw(ours: list[float], theirs: list[float]) -> None:
     right.semilogy([abs(a - b) / b for a, b in zip(ours, theirs, strict=True)], linewidth=0.8)
     right.set(xlabel="step", ylabel="difference over TorchTitan's loss")
     figure.tight_layout()
-    figure.savefig(PICTURE, dpi=110)
+    figure.savefig(picture, dpi=110)
 
 
 def main() -> None:
@@ -154,6 +154,7 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--folder", type=Path, default=Path("outputs/convergence"))
+    parser.add_argument("--picture", type=Path, default=PICTURE)
     parser.add_argument("--contestant", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.contestant:
@@ -184,7 +185,7 @@ def main() -> None:
                 command, cwd=args.folder, env=environment, check=True, stdout=log, stderr=log
             )
     ours, theirs = (losses(args.folder / name / "metrics.jsonl") for name in files)
-    draw(ours, theirs)
+    draw(ours, theirs, args.picture)
     apart = [abs(a - b) / b for a, b in zip(ours, theirs, strict=True)]
     print("| step | titan | TorchTitan | apart |\n|--:|--:|--:|--:|")
     for step in sorted({1, 10, 100, args.steps // 2, args.steps}):

@@ -13,9 +13,9 @@ FOLDER=${1:-outputs/gpu}
 PYTHON=${PYTHON:-python3}
 LIMIT_S=${LIMIT_S:-540}
 HARDWARE=${HARDWARE:-h100-sxm}
-SMALL=1B BLOCKS=8B-blocks SIZE=()
+SMALL=1B BLOCKS=8B-blocks SIZE=() CURVE=(--flavor debugmodel --batch 8 --seq-len 2048 --dtype bfloat16)
 if [ -n "${TINY:-}" ]; then
-  SMALL=tiny BLOCKS=debugmodel HARDWARE=cpu SIZE=(--seq-len 64 --warm-up 2 --steps 4)
+  SMALL=tiny BLOCKS=debugmodel HARDWARE=cpu SIZE=(--seq-len 64 --warm-up 2 --steps 4) CURVE=(--steps 100)
 fi
 mkdir -p "$FOLDER"
 INCOMPLETE=
@@ -75,7 +75,7 @@ predict() {
 report() {
   local log
   echo "# One GPU: $(date -u +%F)"
-  for log in machine tests speed-1B speed-8B-blocks profile calibrate predict more-1B more-8B-blocks; do
+  for log in machine tests speed-1B speed-8B-blocks profile calibrate predict more-1B more-8B-blocks curve saves; do
     [ -f "$FOLDER/$log.done" ] || continue
     printf '\n## %s\n\n```text\n' "$(cat "$FOLDER/$log.done")"
     tail -n 60 "$FOLDER/$log.log"
@@ -93,6 +93,8 @@ part profile 60 bash -c profile
 part calibrate 90 "$PYTHON" -m titan.cli sim --calibrate "$FOLDER/profile.toml" --hardware "$HARDWARE"
 steps more-1B $SMALL ac,compile+ac,compile+sac,documents,muon titan 1
 steps more-8B-blocks $BLOCKS ac,compile+ac,muon titan 1
+part curve 120 "$PYTHON" scripts/bench/convergence.py "${CURVE[@]}" --folder "$FOLDER/curve" --picture "$FOLDER/curve.png"
+part saves 90 "$PYTHON" scripts/bench/checkpoint.py --dim 2048
 [ -f "$FOLDER/profile.toml" ] && part predict 60 bash -c predict
 report > "$FOLDER/report.md"
 [ -z "$INCOMPLETE" ] && echo "complete: $FOLDER/report.md"
