@@ -32,7 +32,8 @@ def paragraphs(text: str) -> list[tuple[int, str]]:
         if line.lstrip().startswith("```"):
             in_code, joined = not in_code, False
             continue
-        is_text = not in_code and line.strip() and not re.match(r"\s*(\||#|!\[|<)", line)
+        is_code = in_code or (line.startswith("    ") and not joined)
+        is_text = not is_code and line.strip() and not re.match(r"\s*(\||#|!\[|<)", line)
         if not is_text:
             joined = False
             continue
