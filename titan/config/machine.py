@@ -127,17 +127,23 @@ def _check_data(config: JobConfig) -> Iterator[RuleViolation]:
             yield key, _first_line(error)
     # What the job trains on, then what it validates on.
     sources = [*_sources(config, "training")]
-    if tokenizer is not None and (data.document_mask or data.reset_positions):
+    best_fit = data.packing == "best_fit"
+    if tokenizer is not None and (data.document_mask or data.reset_positions or best_fit):
         tokens = SpecialTokens.of(tokenizer, add_bos=data.add_bos, add_eos=data.add_eos)
         kinds = {type(source) for _, source in sources}
         # Shards know where their documents begin.
         if s.ShardsSource not in kinds and (
             not tokens.marks_boundaries or kinds == {s.SyntheticSource}
         ):
-            key = "data.document_mask" if data.document_mask else "data.reset_positions"
+            key = "data.packing" if best_fit else "data.document_mask"
             fix = "set data.add_bos or data.add_eos, with a tokenizer that has such a token"
             yield key, f"needs documents that begin or end with a token of that kind; {fix}"
     for key, source in sources:
+        if best_fit and getattr(source, "streaming", False):
+            yield (
+                "data.packing",
+                f'"best_fit" is not for streams, as {key} is; set streaming = false',
+            )
         yield from _check_source(config, tokenizer, key, source, split="train")
     if config.validation.enable and config.validation.dataset:
         for key, source in _sources(config, "validation"):
@@ -174,7 +180,7 @@ def _check_source(
             section = config.validation if split == "validation" else config.training
             options = SampleOptions(
                 tokenizer=tokenizer,
-                data=config.data,
+                data=config.data.model_copy(update={"packing": "cut"}),  # which plans no rows
                 seq_len=section.seq_len or config.training.seq_len,
                 split=split,
                 seed=0,

@@ -10,10 +10,11 @@ A document passes through these files, in this order. docs/data.md describes it 
     streams.py               packs text that is read while training
     order.py                 says which sample comes when
     samples.py               makes one endless numbered sequence of all sources
+    best_fit.py              fills its rows with whole documents, if asked
     packing.py               makes a batch of rows of tokens
     loader.py                does so ahead of time, in a background thread
 
-Only the last two import torch.
+Only best_fit.py and the last two import torch.
 """
 
 from __future__ import annotations

@@ -81,21 +81,22 @@ def open_cached(
         folder = cached_shards(documents, spec=spec, cache_folder=cache_folder)
         return TokenShards(folder, split=split), documents.name
     key = spec.key(documents, shard_tokens=[_FIRST_SHARD_TOKENS, _SHARD_TOKENS])
-    folder = _entry(cache_folder, key)
+    folder = cache_entry(cache_folder, key)
     options = {"first_shard_tokens": _FIRST_SHARD_TOKENS, "shard_tokens": _SHARD_TOKENS}
     options |= {"folder": folder, "spec": spec, "workers": usable_cores()}
     source = pickle.dumps((section, options))
     return GrowingShards(folder, split=split, key=key, spec=spec, source=source), documents.name
 
 
-def _entry(cache_folder: str, key: str) -> Path:
+def cache_entry(cache_folder: str, key: str) -> Path:
+    """Return the folder of an entry, in `data.cache_folder` or the default."""
     root = Path(cache_folder).expanduser() if cache_folder else default_cache_folder()
     return root / "tokens" / key
 
 
 def cached_shards(documents: Documents, *, spec: TokenizationSpec, cache_folder: str) -> Path:
     """Return the folder with the documents' tokens. Writes it first if it is missing."""
-    folder = _entry(cache_folder, spec.key(documents, shard_tokens=_SHARD_TOKENS))
+    folder = cache_entry(cache_folder, spec.key(documents, shard_tokens=_SHARD_TOKENS))
     # Complete entries are found without a lock.
     if not (folder / INDEX).is_file():
         title = f"tokenising {documents.name} into the cache, once"

@@ -57,11 +57,11 @@ class Loader:
         dataloader: s.DataloaderSection,
         accumulation: int = 1,
     ) -> None:
-        # Both options read document boundaries from the tokens themselves.
-        wants_boundaries = data.reset_positions or data.document_mask
+        # These options read document boundaries from the tokens themselves.
+        wants_boundaries = data.reset_positions or data.document_mask or data.packing == "best_fit"
         if wants_boundaries and not samples.special_tokens.marks_boundaries:
             raise DataError(
-                "data.reset_positions and data.document_mask need documents that begin or end with a token of "
+                "data.reset_positions, data.document_mask and data.packing = 'best_fit' need documents that begin or end with a token of "
                 "their own: set data.add_bos or data.add_eos, with a tokenizer that has such a token"
             )
         self.samples, self.share, self.tokenizer = samples, share, tokenizer

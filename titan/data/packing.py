@@ -54,7 +54,7 @@ def pack(
     document_mask: bool,
     first_sample: int = 0,
 ) -> Batch:
-    """Return inputs and labels of rows of S + 1 tokens.
+    """Return inputs and labels of rows of S + 1 tokens, of which the last may be padding, IGNORED.
 
     Args:
         reset_positions: count positions from the last document start in the sequence. A document that began in an
@@ -62,6 +62,10 @@ def pack(
         document_mask: number the documents of a sequence from 0, and ignore a label that belongs to the next document.
     """
     labels_BS = rows_BT[:, 1:].copy()
+    # Padding: ignored as a label, and a document of one token as an input.
+    if rows_BT.min() < 0:
+        mark = special_tokens.eos_id if special_tokens.bos_id is None else special_tokens.bos_id
+        rows_BT = np.where(rows_BT < 0, mark, rows_BT)
     none = np.zeros_like(rows_BT, dtype=bool)  # to look for them takes longer
     starts_BT = special_tokens.starts(rows_BT) if reset_positions or document_mask else none
     # The last token of a row is a label only.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import numpy as np
 from titan.config import schema as s
 from titan.data import DataError
 from titan.data.base import Samples
-from titan.data.cache import open_cached
+from titan.data.cache import cache_entry, open_cached
 from titan.data.order import Blend, derive_key, permute
 from titan.data.shards import TokenShards
 from titan.data.sources import TextStream
@@ -35,18 +36,28 @@ class ShardSamples(Samples):
     """Give the samples of memory-mapped token shards, cut at every `seq_len` tokens."""
 
     def __init__(
-        self, shards: TokenShards, *, seq_len: int, key: int | None, name: str, by_shard: bool
+        self,
+        shards: TokenShards,
+        *,
+        seq_len: int,
+        key: int,
+        name: str,
+        shuffle: bool,
+        moves: bool,
+        by_shard: bool,
     ) -> None:
-        """Read shards in the order that `key` names for each epoch. None reads them as they are stored.
+        """Read shards in the order that `key` names for each epoch.
 
         Args:
             name: the source's, for an error.
+            shuffle: False reads rows as they are stored.
+            moves: cut the text at other places in each epoch after the first.
             by_shard: shuffle the first epoch within each shard, and read it while the shards are growing. Otherwise all
                 shards are waited for when the first sample is read.
         """
         self.special_tokens = shards.special_tokens
         self._shards, self._seq_len, self._key = shards, seq_len, key
-        self._name, self._by_shard = name, by_shard
+        self._name, self._shuffle, self._moves, self._by_shard = name, shuffle, moves, by_shard
         if shards.is_complete:
             self._checked_ends()
 
@@ -61,9 +72,18 @@ class ShardSamples(Samples):
         # One token more than the inputs, for the last label. What is left at the end makes no sample.
         return (self._shards.ends - 1) // self._seq_len
 
-    def _row(self, place: int) -> np.ndarray:
+    def _row(self, place: int, epoch: int) -> np.ndarray:
         # Consecutive rows overlap in one token: the last label of one is the first input of the next.
-        return self._shards.read(place * self._seq_len, count=self._seq_len + 1)
+        shards, begin, count = self._shards, place * self._seq_len, self._seq_len + 1
+        if self._moves and epoch:
+            # The end of the text is followed by its beginning: a new document, as any other.
+            begin += derive_key(self._key, "move", epoch) % shards.num_tokens
+            begin %= shards.num_tokens
+        before = min(count, shards.num_tokens - begin)
+        tokens = shards.read(begin, count=before)
+        return (
+            tokens if before == count else np.append(tokens, shards.read(0, count=count - before))
+        )
 
     def _checked_ends(self) -> np.ndarray:
         """Return `_ends()`. Raises DataError if no row will come."""
@@ -86,15 +106,15 @@ class ShardSamples(Samples):
         # While text is growing, these are rows of the first epoch.
         epochs, places = np.divmod(indices, ends[-1])
         # A batch may span two epochs, or two shards, which have different permutations.
-        for epoch in np.unique(epochs) if self._key is not None else ():
+        for epoch in np.unique(epochs) if self._shuffle else ():
             ends_now = ends if self._by_shard and epoch == 0 else ends[-1:]
             parts = np.where(epochs == epoch, np.searchsorted(ends_now, places, side="right"), -1)
             for part in np.unique(parts[parts >= 0]).tolist():
                 begin, end = int(ends_now[part - 1]) if part else 0, int(ends_now[part])
-                key = derive_key(self._key or 0, "epoch", int(epoch), *([part] if part else []))
+                key = derive_key(self._key, "epoch", int(epoch), *([part] if part else []))
                 moved = permute(places[parts == part] - begin, length=end - begin, key=key)
                 places[parts == part] = begin + moved
-        return self._shards.check(np.stack([self._row(place) for place in places.tolist()]))
+        return self._shards.check(np.stack([*map(self._row, places.tolist(), epochs.tolist())]))
 
 
 class SyntheticSamples(Samples):
@@ -197,14 +217,13 @@ def _open_source(section: s.Section, number: int, options: SampleOptions) -> Sam
     tokenizer, seq_len, data = options.tokenizer, options.seq_len, options.data
     # Decides the order of this source: another seed, split or place in the list gives another one.
     key = derive_key(options.seed, options.split, number)
-    order = key if data.shuffle else None
     if isinstance(section, s.SyntheticSource):
         return SyntheticSamples(vocab_size=tokenizer.vocab_size, seq_len=seq_len, key=key)
     if isinstance(section, s.ShardsSource):
         shards = TokenShards(Path(section.path).expanduser(), split=options.split)
         _check_tokenizer(shards, tokenizer)
         name = f"the shards in '{section.path}'"
-        return ShardSamples(shards, seq_len=seq_len, key=order, name=name, by_shard=False)
+        return _shard_samples(shards, key, options, name=name, by_shard=False)
     if options.split == "validation" and not data.validation_fraction:
         raise DataError(
             "validation has no text: set data.validation_fraction (0.01 holds out every hundredth document) "
@@ -212,6 +231,10 @@ def _open_source(section: s.Section, number: int, options: SampleOptions) -> Sam
         )
     spec = options.spec
     if isinstance(section, s.HuggingFaceSource) and section.streaming:
+        if data.packing == "best_fit":
+            raise DataError(
+                f"data.packing = 'best_fit' packs finite text, and {section.path} is a stream; set streaming = false"
+            )
         depends_on = (repr(section), tokenizer.fingerprint, str(spec.special_tokens), seq_len)
         return StreamSamples(
             TextStream(section),
@@ -227,7 +250,19 @@ def _open_source(section: s.Section, number: int, options: SampleOptions) -> Sam
     shards, name = open_cached(
         section, spec=spec, cache_folder=data.cache_folder, split=options.split
     )
-    return ShardSamples(shards, seq_len=seq_len, key=order, name=name, by_shard=options.by_shard)
+    return _shard_samples(shards, key, options, name=name, by_shard=options.by_shard)
+
+
+def _shard_samples(
+    shards: TokenShards, key: int, options: SampleOptions, **described: Any
+) -> ShardSamples:
+    data, make = options.data, ShardSamples
+    if data.packing == "best_fit":
+        from titan.data.best_fit import BestFitSamples
+
+        make = partial(BestFitSamples, folder=cache_entry(data.cache_folder, "packing"))
+    described |= {"shuffle": data.shuffle, "moves": data.move_windows}
+    return make(shards, seq_len=options.seq_len, key=key, **described)
 
 
 def _check_tokenizer(shards: TokenShards, tokenizer: Tokenizer) -> None:

@@ -173,6 +173,10 @@ class TokenShards:
             parts.append(self._maps[number][:missing])
         return np.concatenate(parts, dtype=np.int64) if parts[1:] else parts[0].astype(np.int64)
 
+    def tokens_of(self, number: int) -> np.ndarray:
+        """Return the mapped tokens of a file."""
+        return self._maps[number]
+
     def check(self, tokens: np.ndarray) -> np.ndarray:
         """Return the tokens. Raises DataError if they hold an id that the vocabulary does not have."""
         # Such an id would index past the embedding: on a GPU, an assertion without a word of the cause.

@@ -33,7 +33,7 @@ def byte_counts(loader: Loader, *, max_tokens: int) -> np.ndarray:
     for number in range(loader.samples.num_samples or 0):
         # Labels, since a model predicts those.
         labels = loader.samples.get(np.array([number]))[0, 1:]
-        token_counts += np.bincount(labels, minlength=len(token_counts))
+        token_counts += np.bincount(labels[labels >= 0], minlength=len(token_counts))
         if token_counts.sum() >= max_tokens:
             break
     # From counts of tokens to counts of the bytes that they stand for.

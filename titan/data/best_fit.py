@@ -1,0 +1,127 @@
+"""Pack whole documents into rows: each into the row where it leaves the least room (best-fit decreasing, arXiv:2404.10830).
+
+Documents of one shard share rows. One that does not fit into a row is cut into full rows and a rest, which is packed like a
+document. Each token that follows another one in its document is predicted exactly once. What stays free at the end of a row
+is padding, whose labels are ignored. A plan per shard says where the pieces of each row lie. It depends on the shard and
+seq_len alone, and is mapped from a file in the cache, so that row i is found by its number on any number of ranks.
+
+samples.py makes these samples for `data.packing = "best_fit"`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titan.data.cache import exclusive
+from titan.data.order import derive_key
+from titan.data.samples import ShardSamples
+from titan.data.shards import TokenShards, temporary_name
+from titan.data.special_tokens import SpecialTokens
+from titan.loss import IGNORED
+
+_FORMAT = 1  # of the plans; another number makes them again
+_BLOCK_TOKENS = 2**22  # in which to look for documents at once
+
+
+class BestFitSamples(ShardSamples):
+    """Give the rows that whole documents of the shards were packed into."""
+
+    def __init__(self, shards: TokenShards, *, folder: Path, **options: Any) -> None:
+        """Keep the plans in `folder`. options: those of ShardSamples."""
+        self._folder, self._plans = folder, {}
+        super().__init__(shards, **options)
+
+    def _ends(self) -> np.ndarray:
+        shards = self._shards
+        for number in range(len(self._plans), len(shards.ends)):
+            self._plans[number] = self._plan(number)
+        return np.cumsum([plan[0, -1] + 1 if plan.size else 0 for plan in self._plans.values()])
+
+    def _plan(self, number: int) -> np.ndarray:
+        """Return the pieces of a shard's rows, int64[3, pieces]: row, start in the shard, length. Rows ascend."""
+        index, split = self._shards.index, self._shards.split
+        shard = [shard for shard in index.splits[split] if shard.tokens][number]
+        key = derive_key(_FORMAT, index.key, shard.file, shard.tokens, self._seq_len)
+        file = self._folder / f"{key:016x}.npy"
+        if not file.is_file():
+            with exclusive(self._folder):
+                if not file.is_file():  # another rank may have made it meanwhile
+                    tokens = self._shards.tokens_of(number)
+                    temporary = temporary_name(file)
+                    with temporary.open("wb") as opened:
+                        plan = plan_rows(tokens, self.special_tokens, seq_len=self._seq_len)
+                        np.save(opened, plan)
+                    temporary.replace(file)
+        return np.load(file, mmap_mode="r").view(np.ndarray)
+
+    def _row(self, place: int, epoch: int) -> np.ndarray:
+        ends = self._ends()
+        number = int(ends.searchsorted(place, side="right"))
+        plan, tokens = self._plans[number], self._shards.tokens_of(number)
+        local = place - (int(ends[number - 1]) if number else 0)
+        first, end = plan[0].searchsorted([local, local + 1])
+        row, filled = np.full(self._seq_len + 1, IGNORED, dtype=np.int64), 0
+        for start, length in plan[1:, first:end].T.tolist():
+            row[filled : filled + length] = tokens[start : start + length]
+            filled += length
+        return row
+
+
+def plan_rows(tokens: np.ndarray, marks: SpecialTokens, *, seq_len: int) -> np.ndarray:
+    """Return the plan of a shard's tokens, as `BestFitSamples._plan` does."""
+    mark, after = (marks.eos_id, 1) if marks.bos_id is None else (marks.bos_id, 0)
+    blocks = range(0, len(tokens), _BLOCK_TOKENS)
+    found = [np.flatnonzero(tokens[b : b + _BLOCK_TOKENS] == mark) + b + after for b in blocks]
+    # A shard may begin and end within a long document.
+    edges = np.unique(np.concatenate([[0], *found, [len(tokens)]]))
+    begins, num_labels = edges[:-1], np.diff(edges) - 1
+    # Full rows overlap in one token, as those of cut text do.
+    num_full, rest = np.divmod(num_labels, seq_len)
+    count = np.arange(num_full.sum()) - np.repeat(np.cumsum(num_full) - num_full, num_full)
+    full = np.repeat(begins, num_full) + count * seq_len
+    has_rest = rest > 0
+    starts, lengths = (begins + num_full * seq_len)[has_rest], rest[has_rest] + 1
+    # Where only begin tokens mark documents, the rest of one has to begin its row.
+    opens = (tokens[starts] != marks.bos_id) & (marks.eos_id is None)
+    # Nothing may follow a document that goes on in the next shard.
+    goes_on = (starts + lengths == len(tokens)) & (tokens[-1] != marks.eos_id)
+    order = np.lexsort((-lengths, ~(opens | goes_on)))
+    starts, lengths, opens = starts[order], lengths[order], (opens | goes_on)[order]
+    taken = np.where(goes_on[order] & (marks.eos_id is not None), seq_len + 1, lengths)
+    rows = best_fit(taken.tolist(), opens.tolist(), capacity=seq_len + 1)
+    # Rows are numbered in the order of the text.
+    rows = np.concatenate([np.array(rows, dtype=np.int64), np.arange(len(full)) + len(rows)])
+    starts = np.concatenate([starts, full])
+    lengths = np.concatenate([lengths, np.full(len(full), seq_len + 1)])
+    first = np.full(int(rows.max(initial=-1)) + 1, len(tokens))
+    np.minimum.at(first, rows, starts)
+    used = np.flatnonzero(first < len(tokens))
+    number = np.zeros(len(first), dtype=np.int64)
+    number[used[np.argsort(first[used], kind="stable")]] = np.arange(len(used))
+    order = np.argsort(number[rows], kind="stable")
+    return np.stack([number[rows], starts, lengths])[:, order]
+
+
+def best_fit(lengths: list[int], opens: list[bool], *, capacity: int) -> list[int]:
+    """Return the row of each piece, in order: the fullest one that has room for it, or a new one."""
+    by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
+    rooms = 0  # bit n is set if a row has room for n tokens
+    rows, num_rows = [], 0
+    for length, is_first in zip(lengths, opens, strict=True):
+        fitting = 0 if is_first else rooms >> length
+        if fitting:
+            # The lowest bit is the least room that is enough.
+            room = length + (fitting & -fitting).bit_length() - 1
+            row = by_room[room].pop()
+            if not by_room[room]:
+                rooms ^= 1 << room
+        else:
+            row, room, num_rows = num_rows, capacity, num_rows + 1
+        by_room[room - length].append(row)
+        if room > length:
+            rooms |= 1 << (room - length)
+        rows.append(row)
+    return rows
