@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ class CompactAdam(torch.optim.Optimizer):
     ) -> None:
         # Weight decay is each group's own (optimizers.py).
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self.levels: dict[torch.device, tuple[Levels, Levels]] = {}
+        self.levels = cache(levels)  # by device
         self.state_dtype, self.decoupled, self.dice = state_dtype, decoupled, Dice(noise)
         self.compute = torch.compile(_compute, dynamic=True) if compiled else _compute
 
@@ -89,13 +90,7 @@ class CompactAdam(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = torch.enable_grad()(closure)() if closure else None
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            for parameter in parameters:
-                if not self.state[parameter]:
-                    self.init_state(parameter)
-            if parameters:
-                torch._foreach_add_([self.state[p]["step"] for p in parameters], 1)
-            for chunk in self._chunks(parameters):
+            for chunk in self._chunks(begin_step(self, group)):
                 self._update(chunk, group)
         return loss
 
@@ -155,7 +150,7 @@ class CompactAdam(torch.optim.Optimizer):
             self._numbers(step, group),
             decoupled=self.decoupled,
             step_noise=self.dice.at_step(step, [(p.parameter, p.begin, p.length) for p in chunk]),
-            maps=self._maps(first.device),
+            maps=self.levels(first.device) if self.state_dtype == torch.uint8 else None,
         )
         if not single:
             for name, pieces in tensors.items():
@@ -178,13 +173,6 @@ class CompactAdam(torch.optim.Optimizer):
 
     def _block(self, parameter: Tensor) -> int:
         return block_size(parameter.shape) if self.state_dtype == torch.uint8 else 0
-
-    def _maps(self, device: torch.device) -> tuple[Levels, Levels] | None:
-        if self.state_dtype != torch.uint8:
-            return None
-        if device not in self.levels:
-            self.levels[device] = levels(device)
-        return self.levels[device]
 
 
 def _compute(
@@ -230,6 +218,17 @@ def _write(state: dict[str, Tensor], name: str, value: Tensor, levels: Levels | 
     codes, scale = quantize(value, levels)
     state[f"{name}_codes"].copy_(codes)
     state[f"{name}_scale"].copy_(scale)
+
+
+def begin_step(optimizer: Any, group: dict[str, Any]) -> list[Tensor]:
+    """Return a group's parameters that have gradients. They have a state from now on, and their steps are counted."""
+    parameters = [p for p in group["params"] if p.grad is not None]
+    for parameter in parameters:
+        if not optimizer.state[parameter]:
+            optimizer.init_state(parameter)
+    if parameters:
+        torch._foreach_add_([optimizer.state[p]["step"] for p in parameters], 1)
+    return parameters
 
 
 def load_as_saved(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:

@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from titan.parallel.float8 import plain
 
-from .adam import LARGEST, load_as_saved, local
+from .adam import LARGEST, begin_step, load_as_saved, local
 from .rounding import Dice, RoundingNoise, rounded
 
 # a X + b (X X^T) X + c (X X^T)^2 X lifts small singular values fast and leaves those near 1 within 0.7 .. 1.2 (Jordan).
@@ -84,26 +84,15 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = torch.enable_grad()(closure)() if closure else None
         group = self.param_groups[0]
-        matrices = [p for p in group["params"] if p.grad is not None]
-        for matrix in matrices:
-            if not self.state[matrix]:
-                self.init_state(matrix)
-        if matrices:
-            torch._foreach_add_([self.state[p]["step"] for p in matrices], 1)
-        batches = _batches(matrices, itemsize=self.ns_dtype.itemsize)
-        updates = (
-            self._update(b, lr=group["lr"], weight_decay=group["weight_decay"]) for b in batches
-        )
-        rounds = _interleave(updates)
+        batches = _batches(begin_step(self, group), itemsize=self.ns_dtype.itemsize)
+        rounds = _interleave(self._update(batch, group) for batch in batches)
         next(rounds, None)
         self.others.step()  # behind the first exchange
         for _ in rounds:
             pass
         return loss
 
-    def _update(
-        self, batch: list[Tensor], *, lr: float, weight_decay: float
-    ) -> Generator[None, None, None]:
+    def _update(self, batch: list[Tensor], group: dict[str, Any]) -> Generator[None, None, None]:
         """Update matrices of one shape and layout. Yields while something is exchanged."""
         cuts = cuts_of(batch[0])
         # All matrices of the batch at once: they have one shape and layout.
@@ -120,11 +109,11 @@ class Muon(torch.optim.Optimizer):
             x = yield from give_back(x, cut, counts=counts.pop())
         x = x.view(stacked)
         # Makes the root mean square of an update like Adam's, 0.2, for any shape (arXiv:2502.16982).
-        scale = 0.2 * math.sqrt(max(batch[0].shape[-2:]))
+        scale = group["lr"] * 0.2 * math.sqrt(max(batch[0].shape[-2:]))
         for part in _parts(batch):
             mine = [local(p) for p in batch[part]]
-            new = torch.stack(mine).float().mul_(1 - lr * weight_decay)
-            new.sub_(x[part], alpha=lr * scale)
+            new = torch.stack(mine).float().mul_(1 - group["lr"] * group["weight_decay"])
+            new.sub_(x[part], alpha=scale)
             pieces = [(p, 0, mine[0].numel()) for p in batch[part]]
             noise = self.dice.at_step(self.state[batch[0]]["step"].item(), pieces)
             torch._foreach_copy_(mine, list(rounded(new, noise).unbind()))
