@@ -12,6 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.support.ranks import Pool
 from titan.config.schema import MuonSection
+from titan.optim import muon
 from titan.optim.muon import Exchange, Muon, collect, cuts_of, give_back, newton_schulz
 from titan.optim.optimizers import build_optimizer
 from titan.parallel import build_mesh
@@ -176,3 +177,33 @@ def test_every_matrix_is_whole_on_one_rank(
 
 def exchange_each(shape: tuple[int, int], placements: str) -> dict[int, list[Tensor]]:
     return {num: exchange(shape, list(placements), num) for num in (1, 3, 4)}
+
+
+def shares(kinds: list[tuple[int, int]]) -> int:
+    """How many matrices this rank orthogonalizes of some kinds of three each."""
+    mesh = build_mesh("cpu", dp_shard=4)
+    named = {
+        f"layers.{i}.{shape}": nn.Parameter(
+            distribute_tensor(torch.ones(shape), mesh, [Shard(0)], src_data_rank=None)
+        )
+        for i in range(3)
+        for shape in kinds
+    }
+    optimizer = build_optimizer(MuonSection(ns_dtype="float32"), named.items())
+    for p in named.values():
+        p.grad = torch.ones_like(p)
+    done: list[int] = []
+    whole = muon.newton_schulz
+    muon.newton_schulz = lambda x, **options: done.append(len(x)) or whole(x, **options)
+    try:
+        optimizer.step()
+    finally:
+        muon.newton_schulz = whole
+    assert len(done) == len(kinds)  # a batch for each
+    return sum(done)
+
+
+def test_ranks_take_turns(pool: Pool) -> None:
+    """Twelve matrices, three of a kind, are three for each of four ranks: not four for the first three."""
+    kinds = [(4, 8), (8, 8), (8, 16), (16, 16)]
+    assert pool.run(4, shares, kinds) == [3, 3, 3, 3]

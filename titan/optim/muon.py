@@ -85,15 +85,18 @@ class Muon(torch.optim.Optimizer):
         loss = torch.enable_grad()(closure)() if closure else None
         group = self.param_groups[0]
         batches = _batches(begin_step(self, group), itemsize=self.ns_dtype.itemsize)
-        rounds = _interleave(self._update(batch, group) for batch in batches)
+        turns: dict[dist.ProcessGroup, int] = defaultdict(int)
+        rounds = _interleave(self._update(batch, group, turns) for batch in batches)
         next(rounds, None)
         self.others.step()  # behind the first exchange
         for _ in rounds:
             pass
         return loss
 
-    def _update(self, batch: list[Tensor], group: dict[str, Any]) -> Generator[None, None, None]:
-        """Update matrices of one shape and layout. Yields while something is exchanged."""
+    def _update(
+        self, batch: list[Tensor], group: dict[str, Any], turns: dict[dist.ProcessGroup, int]
+    ) -> Generator[None, None, None]:
+        """Update matrices of one shape and layout. Yields while something is exchanged. turns: the rank whose turn it is, by group."""
         cuts = cuts_of(batch[0])
         # All matrices of the batch at once: they have one shape and layout.
         x = self._momentum(batch)
@@ -102,7 +105,8 @@ class Muon(torch.optim.Optimizer):
         counts = []
         # One exchange per mesh axis that splits the matrices; then each rank has whole ones.
         for cut in cuts:
-            counts.append(_share_out(len(x), cut.group.size()))
+            counts.append(_share_out(len(x), cut.group.size(), first=turns[cut.group]))
+            turns[cut.group] += len(x)
             x = yield from collect(x, cut, counts=counts[-1])
         x = newton_schulz(x, steps=self.ns_steps)
         for cut in reversed(cuts):
@@ -244,9 +248,9 @@ def _pad(x_NRC: Tensor, *, dim: int, size: int) -> Tensor:
     return F.pad(x_NRC, (0, 0, 0, missing) if dim == 0 else (0, missing))
 
 
-def _share_out(num: int, ranks: int) -> list[int]:
-    # The first ranks take one more where the matrices do not divide.
-    return [num // ranks + (rank < num % ranks) for rank in range(ranks)]
+def _share_out(num: int, ranks: int, *, first: int) -> list[int]:
+    """Return how many matrices each rank gets, evenly: those left over go to the ranks from `first` on, where the batch before ended."""
+    return [num // ranks + ((rank - first) % ranks < num % ranks) for rank in range(ranks)]
 
 
 def _parts(batch: Sequence[Tensor]) -> list[slice]:
@@ -261,7 +265,8 @@ def _batches(matrices: list[Any], *, itemsize: int) -> Iterator[list[Any]]:
     for matrix in matrices:
         # Matrices of one batch are stacked, and cut along the same axes.
         alike[matrix.shape, getattr(matrix, "placements", ())].append(matrix)
-    for same in alike.values():
+    # The largest first, for ranks share each kind evenly.
+    for same in sorted(alike.values(), key=lambda same: -same[0].numel()):
         # Of the whole, since ranks may hold shards of different sizes. Of a stack, a rank has some matrices only.
         whole = math.prod(same[0].shape[-2:]) * math.prod(local(same[0]).shape[:-2])
         ranks = math.prod(cut.group.size() for cut in cuts_of(same[0]))

@@ -1,0 +1,168 @@
+"""Optimizers, 8-bit products and CUDA graphs on a GPU: the numbers of the CPU, and as few launches as promised."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titan.config.schema import AdamW8bitSection, AdamWSection, JobConfig, MuonSection
+from titan.data.loader import Batch
+from titan.optim.optimizers import build_optimizer
+from titan.parallel import apply_float8, build_mesh
+from titan.train_step import build_train_step
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+KINDS: dict[str, tuple[Any, dict[str, Any], torch.dtype]] = {
+    "eight": (AdamW8bitSection, {}, torch.float32),
+    "bf16": (AdamWSection, {"state_dtype": "bfloat16"}, torch.float32),
+    "rounded": (AdamWSection, {"stochastic_rounding": True}, torch.bfloat16),
+    "muon": (MuonSection, {"ns_dtype": "float32"}, torch.float32),
+}
+
+
+def parameters(dtype: torch.dtype, *, copies: int, device: str) -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"wide": (6, 2048), "narrow": (10, 64), "vector": (64,)}
+    return {
+        f"layers.{i}.{name}": nn.Parameter(
+            torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
+        )
+        for i in range(copies)
+        for name, shape in shapes.items()
+    }
+
+
+def set_gradients(named: dict[str, nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for parameter in named.values():
+        grad = torch.randn(parameter.shape, generator=generator)
+        parameter.grad = grad.to(device=parameter.device, dtype=parameter.dtype)
+
+
+def update(kind: str, device: str, implementation: str) -> list[Tensor]:
+    section, settings, dtype = KINDS[kind]
+    named = parameters(dtype, copies=3, device=device)
+    options = {"lr": 0.01, "implementation": implementation, **settings}
+    optimizer = build_optimizer(section.model_validate(options), named.items())
+    for step in range(5):
+        set_gradients(named, step)
+        optimizer.step()
+    return [p.detach().float().cpu() for p in named.values()]
+
+
+@pytest.mark.parametrize("implementation", ["for-loop", "fused"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_updates_equal_the_cpu(kind: str, implementation: str) -> None:
+    """Of what is rounded, a few elements next to a boundary fall on its other side."""
+    expected = torch.cat([x.flatten() for x in update(kind, "cpu", "for-loop")])
+    found = torch.cat([x.flatten() for x in update(kind, "cuda", implementation)])
+    apart = (found - expected).abs()
+    assert (apart > 1e-5).float().mean() < (1e-4 if kind == "muon" else 1e-3)
+    # A gap of bf16 at 4, or a level of a moment: a hundredth of the five updates of 0.01.
+    assert apart.max() < (2**-5 if kind == "rounded" else 1e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_parameters_launch_hardly_more(kind: str) -> None:
+    section, settings, dtype = KINDS[kind]
+    counts = []
+    for copies in (2, 12):
+        named = parameters(dtype, copies=copies, device="cuda")
+        options = section.model_validate({"implementation": "for-loop", **settings})
+        optimizer = build_optimizer(options, named.items())
+        for step in range(2):
+            set_gradients(named, step)
+            with torch.profiler.profile() as profile:
+                optimizer.step()
+        events = profile.events()
+        counts.append(sum(e.name in ("cudaLaunchKernel", "cuLaunchKernel") for e in events))
+    # Multi-tensor kernels take a limited number of tensors each.
+    assert 0 < counts[1] <= counts[0] + 6
+
+
+# ---- 8 bits ------------------------------------------------------------------------------------
+
+
+def needs(capability: tuple[int, int]) -> None:
+    pytest.importorskip("torchao")
+    if torch.cuda.get_device_capability() < capability:
+        pytest.skip(f"needs compute capability {capability}")
+
+
+def test_blockwise_equals_its_emulation() -> None:
+    """To the rounding of outputs to bf16."""
+    needs((9, 0))
+    results = []
+    for emulate in (True, False):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"w": nn.Linear(256, 384, bias=False)}).to("cuda", torch.bfloat16)
+        apply_float8(model, recipe="blockwise", emulate=emulate, filter_fqns=[])
+        x = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        out = model["w"](x)
+        out.backward(torch.randn_like(out))
+        assert x.grad is not None and model["w"].weight.grad is not None
+        results.append([t.float() for t in (out, x.grad, model["w"].weight.grad)])
+    for found, expected in zip(*results, strict=True):
+        norm = torch.linalg.vector_norm
+        assert norm(found - expected) / norm(expected) < 5e-3
+
+
+@pytest.fixture
+def group() -> Any:
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def losses(**sections: Any) -> list[float]:
+    config = JobConfig.model_validate(
+        {
+            "model": {"flavor": "tiny", **sections.pop("model", {})},
+            "training": {"steps": 5, **sections.pop("training", {})},
+            "lr_scheduler": {"warmup_steps": 1},
+            **sections,
+        }
+    )
+    step = build_train_step(config, device=torch.device("cuda:0"), mesh=build_mesh("cuda"))
+    results = []
+    for number in range(1, 6):
+        generator = torch.Generator().manual_seed(number)
+        rows = torch.randint(2048, (4, 129), generator=generator)
+        batch = Batch(tokens_BS=rows[:, :-1], labels_BS=rows[:, 1:])
+        results.append(step.train([batch], step=number).loss.item())
+    return results
+
+
+def test_the_output_layer_in_float8_equals_its_emulation(group: None) -> None:
+    needs((8, 9))
+
+    def run(*, emulate: bool) -> list[float]:
+        return losses(
+            model={"converters": ["quantize.linear.float8"]},
+            quantize={"linear": {"float8": {"filter_fqns": [], "emulate": emulate}}},
+            loss={"chunk_tokens": 256},
+        )
+
+    assert run(emulate=False) == pytest.approx(run(emulate=True), rel=2e-3)
+
+
+# ---- CUDA graphs -------------------------------------------------------------------------------
+
+
+def test_replayed_blocks_compute_the_same(group: None) -> None:
+    one_precision = {"mixed_precision_param": "float32"}
+    runs = {}
+    for mode in ("default", "reduce-overhead"):
+        with torch.profiler.profile() as profile:
+            runs[mode] = losses(training=one_precision, compile={"enable": True, "mode": mode})
+        replays = sum("cudaGraphLaunch" in event.name for event in profile.events())
+        assert (replays > 0) == (mode == "reduce-overhead")
+    assert runs["reduce-overhead"] == pytest.approx(runs["default"], rel=1e-5)
