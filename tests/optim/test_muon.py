@@ -189,6 +189,7 @@ def shares(kinds: list[tuple[int, int]]) -> int:
         for i in range(3)
         for shape in kinds
     }
+    named["norm.weight"] = nn.Parameter(torch.ones(4))
     optimizer = build_optimizer(MuonSection(ns_dtype="float32"), named.items())
     for p in named.values():
         p.grad = torch.ones_like(p)
