@@ -10,14 +10,13 @@ samples.py makes these samples for `data.packing = "best_fit"`.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from titan.data.cache import exclusive
+from titan.data.cache import cache_entry, exclusive
 from titan.data.order import derive_key
-from titan.data.samples import ShardSamples
+from titan.data.samples import SampleOptions, ShardSamples
 from titan.data.shards import TokenShards, temporary_name
 from titan.data.special_tokens import SpecialTokens
 from titan.loss import IGNORED
@@ -29,32 +28,27 @@ _BLOCK_TOKENS = 2**22  # in which to look for documents at once
 class BestFitSamples(ShardSamples):
     """Give the rows that whole documents of the shards were packed into."""
 
-    def __init__(self, shards: TokenShards, *, folder: Path, **options: Any) -> None:
-        """Keep the plans in `folder`. options: those of ShardSamples."""
-        self._folder, self._plans = folder, {}
-        super().__init__(shards, **options)
+    def __init__(self, shards: TokenShards, options: SampleOptions, **named: Any) -> None:
+        self._folder = cache_entry(options.data.cache_folder, "packing")
+        self._plans: dict[int, np.ndarray] = {}
+        super().__init__(shards, options, **named)
 
     def _ends(self) -> np.ndarray:
-        shards = self._shards
-        for number in range(len(self._plans), len(shards.ends)):
+        for number in range(len(self._plans), len(self._shards.ends)):
             self._plans[number] = self._plan(number)
         return np.cumsum([plan[0, -1] + 1 if plan.size else 0 for plan in self._plans.values()])
 
     def _plan(self, number: int) -> np.ndarray:
         """Return the pieces of a shard's rows, int64[3, pieces]: row, start in the shard, length. Rows ascend."""
-        index, split = self._shards.index, self._shards.split
-        shard = [shard for shard in index.splits[split] if shard.tokens][number]
-        key = derive_key(_FORMAT, index.key, shard.file, shard.tokens, self._seq_len)
+        index, tokens = self._shards.index, self._shards.tokens_of(number)
+        key = derive_key(_FORMAT, index.key, self._shards.split, number, len(tokens), self._seq_len)
         file = self._folder / f"{key:016x}.npy"
-        if not file.is_file():
-            with exclusive(self._folder):
-                if not file.is_file():  # another rank may have made it meanwhile
-                    tokens = self._shards.tokens_of(number)
-                    temporary = temporary_name(file)
-                    with temporary.open("wb") as opened:
-                        plan = plan_rows(tokens, self.special_tokens, seq_len=self._seq_len)
-                        np.save(opened, plan)
-                    temporary.replace(file)
+        with exclusive(self._folder):
+            if not file.is_file():
+                plan = plan_rows(tokens, self.special_tokens, seq_len=self._seq_len)
+                with temporary_name(file).open("wb") as opened:
+                    np.save(opened, plan)
+                temporary_name(file).replace(file)
         return np.load(file, mmap_mode="r").view(np.ndarray)
 
     def _row(self, place: int, epoch: int) -> np.ndarray:
@@ -84,25 +78,23 @@ def plan_rows(tokens: np.ndarray, marks: SpecialTokens, *, seq_len: int) -> np.n
     full = np.repeat(begins, num_full) + count * seq_len
     has_rest = rest > 0
     starts, lengths = (begins + num_full * seq_len)[has_rest], rest[has_rest] + 1
-    # Where only begin tokens mark documents, the rest of one has to begin its row.
-    opens = (tokens[starts] != marks.bos_id) & (marks.eos_id is None)
-    # Nothing may follow a document that goes on in the next shard.
-    goes_on = (starts + lengths == len(tokens)) & (tokens[-1] != marks.eos_id)
-    order = np.lexsort((-lengths, ~(opens | goes_on)))
-    starts, lengths, opens = starts[order], lengths[order], (opens | goes_on)[order]
-    taken = np.where(goes_on[order] & (marks.eos_id is not None), seq_len + 1, lengths)
+    # Where only begin tokens mark documents, the rest of one has to begin its row. Elsewhere, nothing may follow a document
+    # that goes on in the next shard, so it takes all of a row.
+    ends_open = (starts + lengths == len(tokens)) & (tokens[-1] != marks.eos_id)
+    opens = tokens[starts] != marks.bos_id if marks.eos_id is None else ends_open
+    order = np.lexsort((-lengths, ~opens))
+    starts, lengths, opens = starts[order], lengths[order], opens[order]
+    taken = lengths if marks.eos_id is None else np.where(opens, seq_len + 1, lengths)
     rows = best_fit(taken.tolist(), opens.tolist(), capacity=seq_len + 1)
-    # Rows are numbered in the order of the text.
-    rows = np.concatenate([np.array(rows, dtype=np.int64), np.arange(len(full)) + len(rows)])
+    rows = np.concatenate([np.array(rows, dtype=np.int64), -1 - np.arange(len(full))])
     starts = np.concatenate([starts, full])
     lengths = np.concatenate([lengths, np.full(len(full), seq_len + 1)])
-    first = np.full(int(rows.max(initial=-1)) + 1, len(tokens))
+    # Rows are numbered in the order of the text, and keep the order of their pieces.
+    _, rows = np.unique(rows, return_inverse=True)
+    first = np.full(rows.max(initial=-1) + 1, len(tokens))
     np.minimum.at(first, rows, starts)
-    used = np.flatnonzero(first < len(tokens))
-    number = np.zeros(len(first), dtype=np.int64)
-    number[used[np.argsort(first[used], kind="stable")]] = np.arange(len(used))
-    order = np.argsort(number[rows], kind="stable")
-    return np.stack([number[rows], starts, lengths])[:, order]
+    rows = first.argsort().argsort()[rows]
+    return np.stack([rows, starts, lengths])[:, np.argsort(rows, kind="stable")]
 
 
 def best_fit(lengths: list[int], opens: list[bool], *, capacity: int) -> list[int]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ import numpy as np
 from titan.config import schema as s
 from titan.data import DataError
 from titan.data.base import Samples
-from titan.data.cache import cache_entry, open_cached
+from titan.data.cache import open_cached
 from titan.data.order import Blend, derive_key, permute
 from titan.data.shards import TokenShards
 from titan.data.sources import TextStream
@@ -36,28 +35,18 @@ class ShardSamples(Samples):
     """Give the samples of memory-mapped token shards, cut at every `seq_len` tokens."""
 
     def __init__(
-        self,
-        shards: TokenShards,
-        *,
-        seq_len: int,
-        key: int,
-        name: str,
-        shuffle: bool,
-        moves: bool,
-        by_shard: bool,
+        self, shards: TokenShards, options: SampleOptions, *, key: int, name: str, by_shard: bool
     ) -> None:
         """Read shards in the order that `key` names for each epoch.
 
         Args:
             name: the source's, for an error.
-            shuffle: False reads rows as they are stored.
-            moves: cut the text at other places in each epoch after the first.
             by_shard: shuffle the first epoch within each shard, and read it while the shards are growing. Otherwise all
                 shards are waited for when the first sample is read.
         """
-        self.special_tokens = shards.special_tokens
-        self._shards, self._seq_len, self._key = shards, seq_len, key
-        self._name, self._shuffle, self._moves, self._by_shard = name, shuffle, moves, by_shard
+        self.special_tokens, self._seq_len = shards.special_tokens, options.seq_len
+        self._shards, self._data, self._key = shards, options.data, key
+        self._name, self._by_shard = name, by_shard
         if shards.is_complete:
             self._checked_ends()
 
@@ -74,16 +63,14 @@ class ShardSamples(Samples):
 
     def _row(self, place: int, epoch: int) -> np.ndarray:
         # Consecutive rows overlap in one token: the last label of one is the first input of the next.
-        shards, begin, count = self._shards, place * self._seq_len, self._seq_len + 1
-        if self._moves and epoch:
-            # The end of the text is followed by its beginning: a new document, as any other.
-            begin += derive_key(self._key, "move", epoch) % shards.num_tokens
-            begin %= shards.num_tokens
-        before = min(count, shards.num_tokens - begin)
-        tokens = shards.read(begin, count=before)
-        return (
-            tokens if before == count else np.append(tokens, shards.read(0, count=count - before))
-        )
+        begin, length = place * self._seq_len, self._shards.num_tokens
+        if self._data.move_windows and epoch:
+            begin = (begin + derive_key(self._key, "move", epoch) % length) % length
+        # After the end of the text comes its beginning: a new document, as any other.
+        count = min(self._seq_len + 1, length - begin)
+        tokens = self._shards.read(begin, count=count)
+        rest = self._seq_len + 1 - count
+        return np.append(tokens, self._shards.read(0, count=rest)) if rest else tokens
 
     def _checked_ends(self) -> np.ndarray:
         """Return `_ends()`. Raises DataError if no row will come."""
@@ -106,7 +93,7 @@ class ShardSamples(Samples):
         # While text is growing, these are rows of the first epoch.
         epochs, places = np.divmod(indices, ends[-1])
         # A batch may span two epochs, or two shards, which have different permutations.
-        for epoch in np.unique(epochs) if self._shuffle else ():
+        for epoch in np.unique(epochs) if self._data.shuffle else ():
             ends_now = ends if self._by_shard and epoch == 0 else ends[-1:]
             parts = np.where(epochs == epoch, np.searchsorted(ends_now, places, side="right"), -1)
             for part in np.unique(parts[parts >= 0]).tolist():
@@ -223,7 +210,7 @@ def _open_source(section: s.Section, number: int, options: SampleOptions) -> Sam
         shards = TokenShards(Path(section.path).expanduser(), split=options.split)
         _check_tokenizer(shards, tokenizer)
         name = f"the shards in '{section.path}'"
-        return _shard_samples(shards, key, options, name=name, by_shard=False)
+        return _shard_samples(shards, options, key=key, name=name, by_shard=False)
     if options.split == "validation" and not data.validation_fraction:
         raise DataError(
             "validation has no text: set data.validation_fraction (0.01 holds out every hundredth document) "
@@ -250,19 +237,15 @@ def _open_source(section: s.Section, number: int, options: SampleOptions) -> Sam
     shards, name = open_cached(
         section, spec=spec, cache_folder=data.cache_folder, split=options.split
     )
-    return _shard_samples(shards, key, options, name=name, by_shard=options.by_shard)
+    return _shard_samples(shards, options, key=key, name=name, by_shard=options.by_shard)
 
 
-def _shard_samples(
-    shards: TokenShards, key: int, options: SampleOptions, **described: Any
-) -> ShardSamples:
-    data, make = options.data, ShardSamples
-    if data.packing == "best_fit":
-        from titan.data.best_fit import BestFitSamples
+def _shard_samples(shards: TokenShards, options: SampleOptions, **named: Any) -> ShardSamples:
+    if options.data.packing == "cut":
+        return ShardSamples(shards, options, **named)
+    from titan.data.best_fit import BestFitSamples
 
-        make = partial(BestFitSamples, folder=cache_entry(data.cache_folder, "packing"))
-    described |= {"shuffle": data.shuffle, "moves": data.move_windows}
-    return make(shards, seq_len=options.seq_len, key=key, **described)
+    return BestFitSamples(shards, options, **named)
 
 
 def _check_tokenizer(shards: TokenShards, tokenizer: Tokenizer) -> None:
