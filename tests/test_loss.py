@@ -121,6 +121,50 @@ def test_with_the_output_layer_equals_plain(chunk: int, compiled: bool) -> None:
         assert ((a.grad - b.grad).norm() / b.grad.norm()).item() < 1e-6
 
 
+def test_products_into_fp32_equal_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA: logits and the weight's gradient, which adds up in place, come out of products of bf16 in fp32."""
+
+    def product(function: Any) -> Any:
+        def call(*tensors: torch.Tensor, out_dtype: Any = None, out: Any = None) -> torch.Tensor:
+            if out_dtype is None:
+                return function(*tensors, out=out)
+            assert tensors[-1].dtype == tensors[-2].dtype == torch.bfloat16
+            assert out_dtype == torch.float32 and (out is None or out is tensors[0])
+            return function(*(x.float() for x in tensors), out=out)
+
+        return call
+
+    monkeypatch.setattr("titan.loss._multiplies_into_fp32", lambda _: True)
+    monkeypatch.setattr(torch, "mm", product(torch.mm))
+    monkeypatch.setattr(torch, "addmm", product(torch.addmm))
+    torch.manual_seed(0)
+    tensors = torch.randn(24, 16).bfloat16(), (torch.randn(50, 16) * 0.3).bfloat16()
+    ours = [x.clone().requires_grad_() for x in tensors]
+    plain = [x.float().requires_grad_() for x in tensors]
+    labels = torch.randint(50, (24,))
+    labels[3:8] = IGNORED
+    loss = cross_entropy_sum(ours[0], labels, chunk_tokens=7, weight=ours[1])
+    expected = F.cross_entropy(plain[0] @ plain[1].T, labels, reduction="sum")
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    for a, b in zip(
+        torch.autograd.grad(loss, ours), torch.autograd.grad(expected, plain), strict=True
+    ):
+        assert a.dtype == torch.bfloat16
+        # The gradient of logits, and the results, are rounded to 8 bits.
+        assert ((a.float() - b).norm() / b.norm()).item() < 4e-3
+
+
+def test_a_probability_next_to_one_keeps_its_gradient() -> None:
+    """In bf16 it would round to 1, and its gradient to 0."""
+    logits = torch.zeros(1, 64, dtype=torch.bfloat16)
+    logits[0, 5] = 12.0
+    logits.requires_grad_()
+    cross_entropy_sum(logits, torch.tensor([5]), chunk_tokens=1, kernels=Kernels()).backward()
+    assert logits.grad is not None
+    expected = logits.detach().double().softmax(-1)[0, 5] - 1
+    assert logits.grad[0, 5].item() == pytest.approx(expected.item(), rel=4e-3)
+
+
 def test_the_backward_pass_may_come_in_two_parts() -> None:
     """As zero-bubble schedules do: for the input, and later for the weight."""
     h, w = torch.randn(6, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from titan.parallel.torch_compat import enable_loss_parallel
+from titan.parallel.torch_compat import compute_capability, enable_loss_parallel
 
 IGNORED = -100  # torch's cross entropy leaves this label out
 _FLOAT8_ROWS = 128  # what the rows of products in 8 bits divide by, at most: those of each chunk but the last, as all rows do
@@ -53,35 +53,65 @@ class VocabularyShard:
         return VocabularyShard(tp.get_group(), start=start, mesh=tp)
 
 
-def _statistics(logits_CV: Tensor, column_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log-sum-exp of each row and the logit in its column, both in fp32."""
-    lse_C = torch.logsumexp(logits_CV.float(), dim=-1)
-    return lse_C, logits_CV.gather(1, column_C[:, None])[:, 0].float()
+# The elementwise parts, as few kernels of torch's own. `statistics` returns the log-sum-exp of each row and the logit in its column, in
+# fp32, and what `gradient` then uses up. `gradient` returns that of the summed loss in the logits: softmax, less one where the target
+# is. lse_C is this rank's, whole_lse_C that of the whole vocabulary, and inf in rows that are not valid.
+
+
+def _statistics(logits_CV: Tensor, column_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    log_p_CV = logits_CV.float().log_softmax(dim=-1)
+    target_C = logits_CV.gather(1, column_C[:, None])[:, 0].float()
+    return target_C - log_p_CV.gather(1, column_C[:, None])[:, 0], target_C, log_p_CV
 
 
 def _gradient(
-    logits_CV: Tensor, lse_C: Tensor, column_C: Tensor, is_valid_C: Tensor, is_mine_C: Tensor
+    log_p_CV: Tensor,
+    lse_C: Tensor,
+    whole_lse_C: Tensor,
+    column_C: Tensor,
+    is_mine_C: Tensor,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Return the gradient of the summed loss in the logits, in their dtype: softmax, less one where the target is; no row that is not valid."""
+    log_p_CV.sub_((whole_lse_C - lse_C)[:, None])
+    target_C1 = log_p_CV.gather(1, column_C[:, None])
+    # exp(x) - 1 in fp32: a probability next to 1 would be 1 in bf16.
+    target_C1 = torch.where(is_mine_C[:, None], target_C1.expm1(), target_C1.exp())
+    p_CV = log_p_CV if dtype == log_p_CV.dtype else torch.empty_like(log_p_CV, dtype=dtype)
+    return torch.exp(log_p_CV, out=p_CV).scatter_(1, column_C[:, None], target_C1.to(dtype))
+
+
+def _fused_statistics(logits_CV: Tensor, column_C: Tensor) -> tuple[Tensor, Tensor]:
+    target_C = logits_CV.gather(1, column_C[:, None])[:, 0].float()
+    return torch.logsumexp(logits_CV.float(), dim=-1), target_C
+
+
+def _fused_gradient(
+    logits_CV: Tensor,
+    _: Tensor,
+    whole_lse_C: Tensor,
+    column_C: Tensor,
+    is_mine_C: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
     # Compare instead of scatter, so that a compiler fuses it with the exponential.
-    p_CV = (logits_CV - lse_C[:, None]).exp_().mul_(is_valid_C[:, None])  # in fp32, as lse is
     columns_V = torch.arange(logits_CV.shape[1], device=logits_CV.device)
     is_target_CV = (columns_V == column_C[:, None]) & is_mine_C[:, None]
-    return p_CV.add_(is_target_CV, alpha=-1).to(logits_CV.dtype)
+    return ((logits_CV - whole_lse_C[:, None]).exp() - is_target_CV.float()).to(dtype)
 
 
 @dataclass(frozen=True)
 class Kernels:
     """Hold the two elementwise parts, which a compiler may fuse."""
 
-    statistics: Callable[..., tuple[Tensor, Tensor]] = _statistics
+    statistics: Callable[..., tuple[Tensor, Tensor, Tensor]] = _statistics
     gradient: Callable[..., Tensor] = _gradient
 
     @staticmethod
     def compiled(backend: str) -> Kernels:
-        """Return both through torch.compile; compilation happens at the first call."""
-        options: dict[str, Any] = {"backend": backend, "fullgraph": True}
-        return Kernels(torch.compile(_statistics, **options), torch.compile(_gradient, **options))
+        """Return both through torch.compile: two passes over the logits. Compilation happens at the first call."""
+        compiled = partial(torch.compile, backend=backend, fullgraph=True)
+        statistics = compiled(_fused_statistics)
+        return Kernels(lambda *args: (*statistics(*args), args[0]), compiled(_fused_gradient))
 
 
 # What computes logits of an input, differentiable in it and in a weight that it knows.
@@ -109,6 +139,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         d_weight_VD = None
         if weight_VD is not None and ctx.needs_input_grad[1]:  # a sum over chunks: in fp32
             d_weight_VD = torch.zeros(weight_VD.shape, dtype=torch.float32, device=input_ND.device)
+        # Logits in fp32 from the product itself, where the device can: exact to the inputs, and no cast of them.
+        into_fp32 = {"out_dtype": torch.float32} if _multiplies_into_fp32(input_ND) else {}
         # The last chunk may be shorter. Chunks are views, so results are written where they belong.
         size = settings.chunk_tokens
         inputs = input_ND.split(size)
@@ -121,9 +153,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 with torch.set_grad_enabled(differentiate):
                     logits_CV = settings.product(input_CD)
             else:
-                logits_CV = input_CD if weight_VD is None else input_CD @ weight_VD.T
+                logits_CV = (
+                    input_CD if weight_VD is None else torch.mm(input_CD, weight_VD.T, **into_fp32)
+                )
             chunk_loss, d_logits_CV = _one_chunk(
-                logits_CV.detach(), labels_C, settings=settings, differentiate=differentiate
+                logits_CV.detach(),
+                labels_C,
+                settings=settings,
+                gradient_dtype=input_CD.dtype if differentiate else None,
             )
             loss += chunk_loss
             if d_logits_CV is None:
@@ -142,7 +179,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 continue
             # Into the view: no second buffer of this size.
             torch.mm(d_logits_CV, weight_VD, out=d_input_CD)
-            if d_weight_VD is not None:
+            if d_weight_VD is None:
+                continue
+            if into_fp32:
+                torch.addmm(d_weight_VD, d_logits_CV.T, input_CD, out=d_weight_VD, **into_fp32)
+            else:
                 d_weight_VD += d_logits_CV.T @ input_CD
         ctx.weight_dtype = None if weight_VD is None else weight_VD.dtype
         if weight_VD is None:
@@ -166,10 +207,21 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return d_input_ND * grad_output, d_weight_VD, None, None
 
 
+def _multiplies_into_fp32(tensor: Tensor) -> bool:
+    """Return whether torch.mm and addmm of such tensors take `out_dtype`: CUDA's do, for 16 bits."""
+    if tensor.dtype not in (torch.bfloat16, torch.float16) or torch.version.hip:
+        return False
+    return compute_capability(tensor.device.type) >= (8, 0)
+
+
 def _one_chunk(
-    logits_CV: Tensor, labels_C: Tensor, *, settings: _Settings, differentiate: bool
+    logits_CV: Tensor,
+    labels_C: Tensor,
+    *,
+    settings: _Settings,
+    gradient_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the summed loss of a chunk, a scalar in fp32, and its gradient in the logits."""
+    """Return the summed loss of a chunk, a scalar in fp32, and its gradient in the logits, if that is wanted."""
     shard, kernels = settings.shard, settings.kernels
     is_valid_C = labels_C != IGNORED
     column_C, is_mine_C = labels_C.clamp(min=0), is_valid_C
@@ -179,14 +231,17 @@ def _one_chunk(
         is_mine_C = is_valid_C & (column_C >= 0) & (column_C < logits_CV.shape[1])
         # Any valid column will do for labels of other ranks: the mask leaves them out.
         column_C = column_C.clamp(0, logits_CV.shape[1] - 1)
-    lse_C, target_logit_C = kernels.statistics(logits_CV, column_C)
+    lse_C, target_logit_C, state = kernels.statistics(logits_CV, column_C)
+    whole_lse_C = lse_C
     if shard is not None:
-        lse_C, target_logit_C = _across_ranks(lse_C, target_logit_C, is_mine_C, shard.group)
+        whole_lse_C, target_logit_C = _across_ranks(lse_C, target_logit_C, is_mine_C, shard.group)
     # Masked by filling, since a product would keep the nan of an ignored row.
-    loss = (lse_C - target_logit_C).masked_fill(~is_valid_C, 0.0).sum()
-    if not differentiate:
+    loss = (whole_lse_C - target_logit_C).masked_fill(~is_valid_C, 0.0).sum()
+    if gradient_dtype is None:
         return loss, None
-    return loss, kernels.gradient(logits_CV, lse_C, column_C, is_valid_C, is_mine_C)
+    # Rows that are not valid get probabilities of exp(-inf).
+    whole_lse_C = whole_lse_C.masked_fill(~is_valid_C, torch.inf)
+    return loss, kernels.gradient(state, lse_C, whole_lse_C, column_C, is_mine_C, gradient_dtype)
 
 
 def _across_ranks(

@@ -336,7 +336,8 @@ def build_train_step(config: JobConfig, *, device: torch.device, mesh: DeviceMes
     for stage in stages.values():
         parallelize(stage, **layout)
         # Offloaded parameters live on the host.
-        materialize(stage, device=torch.device("cpu") if training.enable_cpu_offload else device)
+        home = torch.device("cpu") if training.enable_cpu_offload else device
+        materialize(stage, device=home, buffers_on=device)
         initialize(stage, seed=config.debug.seed, std_of=model.init_std)
     output = getattr(stages[max(stages)], "output", None) if has_output_in_loss(config) else None
     loss_sum = _loss_sum(config, mesh, output, sizes.vocab_size, float8)

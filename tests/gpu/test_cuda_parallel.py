@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from titan.loss import cross_entropy_sum
+from titan.loss import Kernels, cross_entropy_sum
 from titan.models.attention import InnerAttention
 from titan.models.llama3 import FLAVORS, build_model
 from titan.parallel import Pipeline, build_mesh, extract_stages, initialize, split_stages
@@ -120,3 +120,22 @@ def test_document_masks_equal_a_dense_one(form: MaskForm, compiled: bool) -> Non
     ):
         assert a is not None and b is not None
         assert (a - b.cpu().float()).abs().max() <= 0.02 * a.abs().max()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_loss_multiplies_into_fp32(compiled: bool) -> None:
+    """The chunked loss of bf16 inputs against fp32 on a CPU: only the gradient of logits, and results, are rounded to 8 bits."""
+    torch.manual_seed(0)
+    tensors = torch.randn(300, 64).bfloat16(), (torch.randn(1000, 64) * 0.3).bfloat16()
+    labels = torch.randint(1000, (300,))
+    ours = [x.cuda().requires_grad_() for x in tensors]
+    plain = [x.float().requires_grad_() for x in tensors]
+    kernels = Kernels.compiled("inductor") if compiled else None
+    loss = cross_entropy_sum(
+        ours[0], labels.cuda(), chunk_tokens=128, weight=ours[1], kernels=kernels
+    )
+    expected = cross_entropy_sum(plain[0], labels, chunk_tokens=0, weight=plain[1])
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    gradients = torch.autograd.grad(loss, ours), torch.autograd.grad(expected, plain)
+    for a, b in zip(*gradients, strict=True):
+        assert ((a.cpu().float() - b).norm() / b.norm()).item() < 4e-3

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan.models.llama3 import FLAVORS, build_model
-from titan.parallel import initialize, torch_compat
+from titan.parallel import documents, initialize
 from titan.parallel.compile import apply_compile
 from titan.parallel.documents import choose_form, document_ends, mask_of, share_document_mask
 
@@ -52,7 +52,7 @@ def by_sequence(q: Tensor, k: Tensor, v: Tensor, *, ends: Tensor, length: int, s
 def test_documents_as_sequences_equal_a_dense_mask(
     v_size: int, scale: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_compat, "varlen_attention", by_sequence)
+    monkeypatch.setattr(documents, "varlen_attention", by_sequence)
     ids = document_ids()
     results = []
     for mask in (mask_of(ids), mask_of(ids, form="varlen", ends_BN=document_ends(ids))):

@@ -221,7 +221,8 @@ def test_categories() -> None:
     for event in left_behind(trace):
         left[event.category] += event.size_bytes
     shard = 4 * sizes.num_params // 2
-    assert left["parameters"] == shard
+    rotations = 4 * job().training.seq_len * 2 * sizes.head_dim
+    assert left["parameters"] == shard + rotations
     assert left["optimizer"] == pytest.approx(2 * shard, rel=0.001)  # and the numbers of steps
     assert set(left) == {"parameters", "optimizer"}
     gradients = sum(

@@ -16,13 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from inspect import signature
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import torch_compat
+from .torch_compat import compute_capability
 
 MaskForm = Literal["varlen", "flex", "dense"]
 
@@ -49,7 +51,7 @@ class DocumentMask:
         """Return the attention output, (B, H, S, size of a value). Query head h reads key/value head h // (H // G)."""
         grouped = q_BHSK.shape[1] != k_BGTK.shape[1]
         if self.form == "flex":
-            return torch_compat.flex_attention(
+            return flex_attention(
                 q_BHSK, k_BGTK, v_BGTK, block_mask=self.mask, scale=scale, enable_gqa=grouped
             )
         if self.form == "dense":
@@ -62,15 +64,14 @@ class DocumentMask:
         # (B, H, S, K) -> (B * S, H, K): a view of what projections wrote.
         flat = [x.transpose(1, 2).flatten(0, 1) for x in (q_BHSK, k_BGTK, v_BGTK)]
         scale = size**-0.5 if scale is None else scale
-        out = torch_compat.varlen_attention(*flat, ends=self.mask, length=self.length, scale=scale)
+        out = varlen_attention(*flat, ends=self.mask, length=self.length, scale=scale)
         return out.unflatten(0, (-1, self.length)).transpose(1, 2)[..., :v_size]
 
 
 def choose_form(device_type: str, dtype: torch.dtype, *, whole: bool = True) -> MaskForm:
     """Return the fastest form for a device and the dtype of queries. whole: each rank attends to whole sequences."""
-    module = torch.get_device_module(device_type)
     # FlashAttention needs 8.0, as Triton, which FlexAttention is compiled to, does in all its features.
-    if getattr(module, "get_device_capability", lambda: (0, 0))() < (8, 0):
+    if compute_capability(device_type) < (8, 0):
         return "dense"
     return "varlen" if whole and dtype in (torch.bfloat16, torch.float16) else "flex"
 
@@ -167,3 +168,39 @@ def share_document_mask(model: nn.Module, make: Callable[..., DocumentMask] = ma
         return args, kwargs
 
     model.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def flex_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Call FlexAttention compiled, since the scores would exist as a whole otherwise. On a CPU, where it has no backward pass, as it is."""
+    from torch.nn.attention import flex_attention as module
+
+    # Within a compiled block it becomes a part of that.
+    as_is = torch.compiler.is_compiling() or q.device.type == "cpu"
+    return (module.flex_attention if as_is else _compiled_flex())(q, k, v, **options)
+
+
+@cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)
+
+
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, ends: Tensor, length: int, scale: float
+) -> Tensor:
+    """Compute causal FlashAttention of sequences one after the other, (all tokens, heads, size), that begin and end at `ends`."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    options = {"enable_gqa": True} if _varlen_names_grouped_heads() else {}
+    return varlen_attn(
+        q, k, v, ends, ends, length, length, scale=scale, window_size=(-1, 0), **options
+    )
+
+
+@torch.compiler.assume_constant_result
+def _varlen_names_grouped_heads() -> bool:
+    """Return whether grouped heads must be asked for, as since 2.12. Before, the kernel took them without a word."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in signature(varlen_attn).parameters

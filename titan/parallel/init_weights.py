@@ -38,8 +38,10 @@ def materialize(
     *,
     device: torch.device | str,
     fill_buffers: Callable[[nn.Module], Any] | None = None,
+    buffers_on: torch.device | str | None = None,
 ) -> None:
     """Give meta parameters and buffers uninitialised memory on `device`, in place, and move other buffers there.
+    Buffers go to `buffers_on` if that is given: those of offloaded parameters' modules are used on the accelerator.
 
     Unlike nn.Module.to_empty, parameters that are shared (tied embeddings) stay shared. Then each module with buffers from meta fills
     them: in its method `reset_buffers()`, or, where it has none, in `fill_buffers(module)`. A model whose buffers were built on the
@@ -73,9 +75,9 @@ def materialize(
             module._parameters[name] = moved[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device=device)
+                module._buffers[name] = torch.empty_like(buffer, device=buffers_on or device)
             elif buffer is not None:
-                module._buffers[name] = buffer.to(device)
+                module._buffers[name] = buffer.to(buffers_on or device)
     # Only now: a buffer's values may be computed on the device.
     for module in dict.fromkeys(module for _, module in on_meta):
         if hasattr(module, "reset_buffers"):

@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial, wraps
-from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -51,12 +50,12 @@ __all__ = [
     "can_split_custom_functions",
     "checkpoint_wrapper",
     "compile_events",
+    "compute_capability",
     "compute_local_shape_and_global_offset",
     "dump_memory_history",
     "enable_loss_parallel",
     "enable_symmetric_memory",
     "enclose_calls",
-    "flex_attention",
     "keep_random_state_in_graphs",
     "limit_gloo",
     "micro_pipeline_module",
@@ -68,7 +67,6 @@ __all__ = [
     "set_memory_budget",
     "set_timeout",
     "traced_module_path",
-    "varlen_attention",
     "waited",
 ]
 
@@ -194,40 +192,10 @@ def selective_checkpoint_contexts(
     return contexts
 
 
-def flex_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Call FlexAttention compiled, since the scores would exist as a whole otherwise. On a CPU, where it has no backward pass, as it is."""
-    from torch.nn.attention import flex_attention as module
-
-    # Within a compiled block it becomes a part of that.
-    as_is = torch.compiler.is_compiling() or q.device.type == "cpu"
-    return (module.flex_attention if as_is else _compiled_flex())(q, k, v, **options)
-
-
-@cache
-def _compiled_flex() -> Callable[..., Tensor]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention)
-
-
-def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, ends: Tensor, length: int, scale: float
-) -> Tensor:
-    """Compute causal FlashAttention of sequences one after the other, (all tokens, heads, size), that begin and end at `ends`."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    options = {"enable_gqa": True} if _varlen_names_grouped_heads() else {}
-    return varlen_attn(
-        q, k, v, ends, ends, length, length, scale=scale, window_size=(-1, 0), **options
-    )
-
-
-@torch.compiler.assume_constant_result
-def _varlen_names_grouped_heads() -> bool:
-    """Return whether grouped heads must be asked for, as since 2.12. Before, the kernel took them without a word."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in signature(varlen_attn).parameters
+def compute_capability(device_type: str) -> tuple[int, int]:
+    """Return a device's compute capability, such as (9, 0); (0, 0) for devices that have none, such as CPUs."""
+    module = getattr(torch, device_type, None)  # torch.cuda; there is none for "meta"
+    return getattr(module, "get_device_capability", lambda: (0, 0))()
 
 
 def allow_programs(kinds: int) -> None:

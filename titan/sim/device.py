@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from titan.parallel import torch_compat as parallel_compat
+from titan.parallel import documents
 
 from . import torch_compat
 from .trace import COMPUTE_STREAM, AwaitEvent, AwaitStream, RecordEvent, Synchronize
@@ -267,7 +267,7 @@ def _declare_cuda(library: Any) -> None:
     # Autograd would see the composite operation otherwise, and take it apart before the kernels
     # above are asked.
     library.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
-    parallel_compat.flex_attention = _flex_attention
+    documents.flex_attention = _flex_attention
     library.impl("rms_norm", _rms_norm, "AutogradPrivateUse1")
 
 

@@ -112,8 +112,8 @@ def kernel_of(
         # Both cross the host's bus if the two sides differ.
         devices = {t.fake_device.type for t in (*inputs, *outputs)}  # pyright: ignore
         kind = "host_copy" if len(devices) > 1 else "copy"
-    # A factory such as `full` has no inputs: its result tells the dtype.
-    first = inputs[0] if inputs else outputs[0]
+    # A factory such as `full` has no inputs: its result tells the dtype. An addend may be in fp32, where factors are not.
+    first = inputs[name in _WITH_ADDEND] if inputs else outputs[0]
     shapes = _lists(name, args) if kind == "optimizer" else _shapes(name, kind, inputs, outputs)
     flops, causal = _flops(op, args, kwargs, outputs), False
     if kind in ("attention", "attention_backward"):
@@ -206,7 +206,8 @@ def _flops(op: Operator, args: Any, kwargs: Any, outputs: list[Tensor]) -> int:
     formula: Callable[..., int] | None = flop_registry.get(op.func._overloadpacket)
     if formula is None:
         return 0
-    # FLOP formulas take the call's arguments, and know no `out`.
+    # FLOP formulas take the call's arguments, and know no `out` and no dtype of the result.
+    args = [value for value in args if not isinstance(value, torch.dtype)]
     known = {k: v for k, v in kwargs.items() if k != "out"}
     return int(formula(*args, **known, out_val=outputs[0] if len(outputs) == 1 else outputs))
 
