@@ -45,6 +45,7 @@ from titan.observe.console import Console
 from titan.observe.run_log import EventLog
 from titan.observe.startup import startup_page
 from titan.parallel import build_mesh
+from titan.parallel.block_attention import prefer_backend
 from titan.parallel.float8 import require_hardware, table
 from titan.parallel.init_distributed import start_process_group
 from titan.parallel.mesh import axis_rank
@@ -220,6 +221,7 @@ class Trainer:
         for recipe, section in eight_bit_sections(self.config):
             if not section.emulate:
                 require_hardware(recipe, self.device)
+        prefer_backend(self.config.model.attention_backend, self.device.type)
         self.layout = resolve_layout(self.config, self.world_size)
         degrees = {axis: getattr(self.layout, axis) for axis in AXES}
         self.mesh = build_mesh(self.device.type, **degrees)

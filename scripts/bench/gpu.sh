@@ -91,7 +91,7 @@ steps speed-1B $SMALL eager,compile,compile+float8 titan,torchtitan,bare 2
 steps speed-8B-blocks $BLOCKS eager,compile,compile+sac,compile+float8 titan,torchtitan,bare 2
 part profile 60 bash -c profile
 part calibrate 90 "$PYTHON" -m titan.cli sim --calibrate "$FOLDER/profile.toml" --hardware "$HARDWARE"
-steps more-1B $SMALL ac,compile+ac,compile+sac,documents,muon titan 1
+steps more-1B $SMALL ac,compile+ac,compile+sac,documents,compile+documents,muon,compile+cudnn,compile+flash titan 1
 steps more-8B-blocks $BLOCKS ac,compile+ac,muon titan 1
 part curve 120 "$PYTHON" scripts/bench/convergence.py "${CURVE[@]}" --folder "$FOLDER/curve" --picture "$FOLDER/curve.png"
 part saves 90 "$PYTHON" scripts/bench/checkpoint.py --dim 2048

@@ -12,7 +12,7 @@ clock is read. The first steps are not counted; a run's figure is the median of 
     bare          bare_loop.py, what one would write without a framework
 
 A variant is made of parts: eager, or compile, and with it ac (full) or sac (selective), and float8 (tensorwise); for titan
-alone also documents (masks) and muon. OUT.json gathers the runs
+alone also documents (masks), muon, and the kernels of attention, cudnn, flash and fa3. OUT.json gathers the runs
 of several calls and those in it are not repeated, so that a long table can be measured in short calls; no run
 is begun that would probably not end within --limit-s.
 
@@ -85,6 +85,7 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
     # titan's alone
     "documents": {"data": {"document_mask": True, "add_eos": True}},
     "muon": {"optimizer": {"name": "Muon"}},
+    **{name: {"model": {"attention_backend": name}} for name in ("cudnn", "flash", "fa3")},
 }
 COMMANDS = {
     "titan": ["-m", "titan.train", "job.toml", "titan.toml"],

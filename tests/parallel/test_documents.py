@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any
 
@@ -11,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan.models.llama3 import FLAVORS, build_model
-from titan.parallel import documents, initialize
+from titan.parallel import block_attention, documents, initialize
 from titan.parallel.compile import apply_compile
 from titan.parallel.documents import choose_form, document_ends, mask_of, share_document_mask
+from titan.untrusted import InputError
 
 BATCH, LENGTH = 3, 300  # not a multiple of FlexAttention's 128
 
@@ -133,3 +135,35 @@ def test_flash_attention_takes_the_mask_on_a_gpu() -> None:
 
 def test_a_cpu_has_dense_masks() -> None:
     assert choose_form("cpu", torch.bfloat16) == "dense"
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed"),
+    [
+        ("auto", None),
+        ("cudnn", {"cudnn", "flash", "mem_efficient", "math"}),
+        ("flash", {"flash", "mem_efficient", "math"}),
+        ("efficient", {"mem_efficient", "math"}),
+        ("math", {"math"}),
+    ],
+)
+def test_a_chosen_kernel_comes_first(
+    name: str, allowed: set[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_attention, "compute_capability", lambda _: (9, 0))
+    switches = ("cudnn", "flash", "mem_efficient", "math")
+    before = {s: getattr(torch.backends.cuda, f"{s}_sdp_enabled")() for s in switches}
+    with ExitStack() as chosen:
+        monkeypatch.setattr(block_attention, "_chosen", chosen)
+        block_attention.prefer_backend(name, "cuda")
+        now = {s for s in switches if getattr(torch.backends.cuda, f"{s}_sdp_enabled")()}
+        assert now == (allowed or {s for s, on in before.items() if on})
+    assert {s: getattr(torch.backends.cuda, f"{s}_sdp_enabled")() for s in switches} == before
+
+
+def test_a_kernel_that_is_not_there_is_the_users_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match='"flash" is a kernel of GPUs, and this is "cpu"'):
+        block_attention.prefer_backend("flash", "cpu")
+    monkeypatch.setattr(block_attention, "compute_capability", lambda _: (9, 0))
+    with pytest.raises(InputError, match=r'"fa3": torch .* cannot load it .*; install it, or use'):
+        block_attention.prefer_backend("fa3", "cuda")

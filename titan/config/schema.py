@@ -70,6 +70,11 @@ class ModelSection(Section):
     hf_assets_path: str = ""
     """Folder with the tokenizer (tokenizer.json or tokenizer.model) and, for conversion from and to
     Hugging Face, safetensors and config.json."""
+    attention_backend: Literal["auto", "cudnn", "flash", "efficient", "math", "fa3", "fa4"] = "auto"
+    """Kernels of attention on a GPU. "auto": torch's order, which is cuDNN, FlashAttention-2, the
+    memory-efficient kernel, plain operations on Hopper and Blackwell, and the same without cuDNN first
+    elsewhere. Another name: that one, and those after it where it cannot compute something. "fa3" and
+    "fa4" are FlashAttention-3 and -4, which must be installed."""
     converters: StrList = []
     """Low-precision conversion of linear layers: "quantize.linear.float8" (or "float8") or
     "quantize.linear.mx". The section of the same name has its settings."""

@@ -62,12 +62,14 @@ def pack(
         document_mask: number the documents of a sequence from 0, and ignore a label that belongs to the next document.
     """
     labels_BS = rows_BT[:, 1:].copy()
-    # Padding: ignored as a label, and a document of one token as an input.
-    if rows_BT.min() < 0:
+    # Padding: ignored as a label, and one document as an input.
+    is_padding_BT = rows_BT < 0
+    if is_padding_BT.any():
         mark = special_tokens.eos_id if special_tokens.bos_id is None else special_tokens.bos_id
-        rows_BT = np.where(rows_BT < 0, mark, rows_BT)
+        rows_BT = np.where(is_padding_BT, mark, rows_BT)
     none = np.zeros_like(rows_BT, dtype=bool)  # to look for them takes longer
     starts_BT = special_tokens.starts(rows_BT) if reset_positions or document_mask else none
+    starts_BT[:, 1:] &= ~(is_padding_BT[:, 1:] & is_padding_BT[:, :-1])
     # The last token of a row is a label only.
     starts_BS = starts_BT[:, :-1].copy()
     starts_BS[:, 0] = False  # the first token of a sequence always begins document 0

@@ -14,11 +14,18 @@ B batch, S queries, T keys, H query heads, G key/value heads, K head dim
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from titan.untrusted import InputError
+
+from .torch_compat import compute_capability
 
 _aten = torch.ops.aten
 
@@ -100,6 +107,34 @@ def attend_backward(
     # Copies of a key/value head add their gradients up.
     groups = k_BGTK.shape[1]
     return dq_BHSK, _sum_groups(dk_BHTK, groups), _sum_groups(dv_BHTK, groups)
+
+
+_chosen = ExitStack()  # torch's choice comes back where the context ends, so it is kept
+
+
+def prefer_backend(name: str, device_type: str) -> None:
+    """Have torch's attention use these kernels for the rest of the process, and of others only those that come after them in its order.
+
+    Args:
+        name: "cudnn", "flash", "efficient" or "math"; "fa3" or "fa4": FlashAttention-3 or -4 in place of 2, where it is installed; "auto": torch's order.
+
+    Raises InputError for what the device or the installation lacks.
+    """
+    if name == "auto":
+        return
+    problem = f'model.attention_backend: "{name}"'
+    if compute_capability(device_type) == (0, 0):
+        raise InputError(f'{problem} is a kernel of GPUs, and this is "{device_type}"; use "auto"')
+    if name in ("fa3", "fa4"):
+        try:
+            attention.activate_flash_attention_impl(name.upper())
+        except (AttributeError, ImportError, ValueError, RuntimeError) as error:
+            why = f"torch {torch.__version__} cannot load it ({error})"
+            raise InputError(f'{problem}: {why}; install it, or use "auto"') from error
+        name = "flash"
+    order = ("cudnn", "flash", "efficient", "math")
+    backends = [getattr(SDPBackend, f"{n}_attention".upper(), SDPBackend.MATH) for n in order]
+    _chosen.enter_context(sdpa_kernel(backends[order.index(name) :], set_priority=True))
 
 
 def _choose_kernel(q_BHSK: Tensor) -> Literal["cpu", "flash", "cudnn", "efficient"]:
