@@ -290,11 +290,11 @@ def test_what_a_block_keeps() -> None:
                 i0, j0 = i // rows * rows, j // columns * columns
                 block = slice(i0, i0 + rows), slice(j0, j0 + columns)
                 assert torch.equal(found[block], one(x[block]))
-    layer = nn.ModuleDict({"w": nn.Linear(384, 128, bias=False)})
-    report = apply_float8(layer, recipe="blockwise", emulate=True, filter_fqns=[])
+    model = nn.ModuleDict({"w": nn.Linear(384, 128, bias=False)})
+    report = apply_float8(model, recipe="blockwise", emulate=True, filter_fqns=[])
     assert [c.kept for c in report] == [""]
-    weight, x = layer["w"].weight, x.requires_grad_()
-    out = layer["w"](x)
+    weight, x = model["w"].get_parameter("weight"), x.requires_grad_()
+    out = model["w"](x)
     out.backward(grad[:, :128])
     grad = grad[:, :128].contiguous()
     expected = cast(x, 1, 128) @ cast(weight, 128, 128).T
@@ -335,7 +335,8 @@ def test_the_chunked_loss_multiplies_as_the_layer_does(recipe: str) -> None:
             )
         else:
             parts = zip(x.split(128), labels.split(128), strict=True)
-            loss = sum(nn.functional.cross_entropy(output(a), b, reduction="sum") for a, b in parts)
+            each = [nn.functional.cross_entropy(output(a), b, reduction="sum") for a, b in parts]
+            loss = torch.stack(each).sum()
         results.append([loss.detach(), *torch.autograd.grad(loss, [x, weight])])
     for found, expected in zip(*results, strict=True):
         norm = torch.linalg.vector_norm
