@@ -66,7 +66,7 @@ def pack(
     is_padding_BT = rows_BT < 0
     if is_padding_BT.any():
         mark = special_tokens.eos_id if special_tokens.bos_id is None else special_tokens.bos_id
-        rows_BT = np.where(is_padding_BT, mark, rows_BT)
+        rows_BT = np.where(is_padding_BT, mark or 0, rows_BT)
     none = np.zeros_like(rows_BT, dtype=bool)  # to look for them takes longer
     starts_BT = special_tokens.starts(rows_BT) if reset_positions or document_mask else none
     starts_BT[:, 1:] &= ~(is_padding_BT[:, 1:] & is_padding_BT[:, :-1])

@@ -1,0 +1,177 @@
+"""What it costs to read a long run: `titan watch`, `titan plot`, `titan profile`, and a resume.
+
+    python scripts/bench/readers.py --rows 10000,100000,1000000 --checkpoints 10000 --rounds 3
+
+A run folder is generated with that many rows of metrics, a hundredth as many events, and empty step folders of checkpoints; a
+trace gets as many events as the metrics have rows. Each reader runs in a process that has imported what it needs, and
+measures itself: CPU seconds, bytes read from files, and how far the peak of its memory grew. "json, line by line" parses all of
+metrics.jsonl with the standard library, and "json" the trace. Medians of the rounds, which take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+STREAMS, STEP_US = 3, 100_000
+
+
+def write_run(folder: Path, *, rows: int, checkpoints: int) -> None:
+    """Write a run folder, and a trace beside it."""
+    generator = random.Random(0)
+    folder.mkdir()
+    (folder / "status.json").write_text("{}")
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(1, rows + 1):
+            row = {"step": step, "loss": 2 + generator.random() + 100 / step, "grad_norm": 1.0}
+            row |= {"lr": 3e-4, "tokens": step * 524288, "tokens_per_s": 1e6 * generator.random()}
+            row |= {"step_s": 0.5, "eta_s": 1.0 * (rows - step), "data_wait_s": 1e-4, "mfu": 0.4}
+            row |= {"memory_gib": 60.1, "memory_kind": "reserved", "tflops": 400.5, "loss_z": 0.1}
+            row |= {"validation_s": 0.0, "checkpoint_s": 0.0, "num_skipped": 0, "goodput": 0.9}
+            row |= {"slowest_rank": 3, "slowest_rank_s": 0.51, "median_rank_s": 0.5}
+            row |= {"unix_s": 1.7e9 + step / 2, "time_s": step / 2}
+            file.write(json.dumps(row) + "\n")
+    with (folder / "events.jsonl").open("w") as file:
+        for step in range(0, rows, 100):
+            event = {"event": "checkpoint", "step": step, "unix_s": 1.7e9 + step / 2}
+            event |= {"seconds": {"trained": step / 2}, "restarts": 0, "lost_steps": 0}
+            file.write(json.dumps(event) + "\n")
+    for step in range(checkpoints):
+        place = folder / "checkpoint" / f"step-{step + 1}"
+        place.mkdir(parents=True)
+        (place / "manifest.json").touch()
+    traces = folder / "traces" / "step-10"
+    traces.mkdir(parents=True)
+    span = {"ph": "X", "pid": 0, "cat": "user_annotation", "name": "ProfilerStep#10", "tid": 1}
+    events = [span | {"ts": 0, "dur": STEP_US}]
+    for number in range(rows):
+        begin = number * STEP_US // rows
+        args = {"stream": number % STREAMS, "correlation": number}
+        kernel = {"ph": "X", "cat": "kernel", "name": f"gemm_{number % 97}", "tid": args["stream"]}
+        events.append(kernel | {"pid": 0, "ts": begin, "dur": STEP_US / rows, "args": args})
+    # As torch's profiler writes it, an event on several lines.
+    (traces / "rank-0.json").write_text(json.dumps({"traceEvents": events}, indent=1))
+
+
+# ---- the readers: each returns the work, when its imports are done -----------------------------
+
+
+def watch(folder: Path) -> Callable[[], object]:
+    from titan.watch.reading import RunReader
+
+    return lambda: json.dumps(RunReader(folder, name="run").data())
+
+
+def watch_again(folder: Path) -> Callable[[], object]:
+    from titan.watch.reading import RunReader
+
+    reader = RunReader(folder, name="run")
+    answer = reader.data()
+    line = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)[-1]
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(line)
+    return lambda: reader.data(generation=answer["generation"], since=answer["total"])
+
+
+def plot(folder: Path) -> Callable[[], object]:
+    from titan.observe.plot import read_metrics
+
+    return lambda: read_metrics(folder / "metrics.jsonl")
+
+
+def json_lines(folder: Path) -> Callable[[], object]:
+    return lambda: [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+
+
+def resume(folder: Path) -> Callable[[], object]:
+    from titan.checkpoint.manifest import list_steps
+    from titan.observe.rows import cut_after
+    from titan.observe.run_log import read_events
+
+    # A resume from the last checkpoint but one: the newest rows go.
+    step = sum(1 for _ in (folder / "metrics.jsonl").open("rb")) - 10
+
+    def work() -> None:
+        list_steps(str(folder / "checkpoint"))
+        cut_after(folder / "metrics.jsonl", step=step)
+        read_events(folder / "events.jsonl")
+
+    return work
+
+
+def profile(folder: Path) -> Callable[[], object]:
+    from titan.observe.trace_report import read_report
+
+    return lambda: read_report(next(folder.glob("traces/*/*.json")))
+
+
+def json_trace(folder: Path) -> Callable[[], object]:
+    return lambda: json.loads(next(folder.glob("traces/*/*.json")).read_bytes())
+
+
+READERS = (watch, watch_again, plot, resume, json_lines, profile, json_trace)
+
+
+def measure_here(name: str, folder: Path) -> None:
+    """Print CPU seconds, bytes read and growth of the peak, in MiB, of one reader in this process."""
+
+    def bytes_read() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    def peak_mib() -> float:
+        # Not getrusage's, which begins at the parent's.
+        [line] = (x for x in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in x)
+        return int(line.split()[1]) / 1024
+
+    work = globals()[name](folder)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak becomes what is in memory now
+    peak, num_bytes, begin = peak_mib(), bytes_read(), time.process_time()
+    work()
+    cpu_s = time.process_time() - begin
+    print(json.dumps([cpu_s, (bytes_read() - num_bytes) / 1e6, peak_mib() - peak]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--rows", default="10000,100000,1000000")
+    add("--checkpoints", type=int, default=10_000)
+    add("--rounds", type=int, default=3)
+    add("--reader", help=argparse.SUPPRESS)
+    add("--folder", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.reader:
+        return measure_here(args.reader, args.folder)
+    print("| rows | reader | CPU s | MB read | peak grows, MiB |\n|--:|---|--:|--:|--:|")
+    for rows in map(int, args.rows.split(",")):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name) / "run"
+            write_run(folder, rows=rows, checkpoints=args.checkpoints)
+            figures: dict[str, list[list[float]]] = {}
+            for _ in range(args.rounds):
+                for reader in READERS:
+                    command = [sys.executable, __file__, "--reader", reader.__name__]
+                    done = subprocess.run(
+                        [*command, "--folder", str(folder)], capture_output=True, env=os.environ
+                    )
+                    if done.returncode:
+                        sys.exit(f"{reader.__name__} failed:\n{done.stderr.decode()[-2000:]}")
+                    figures.setdefault(reader.__name__, []).append(json.loads(done.stdout))
+            for reader, turns in figures.items():
+                cpu, read, peak = (statistics.median(column) for column in zip(*turns, strict=True))
+                print(f"| {rows:,} | {reader} | {cpu:.3f} | {read:.2f} | {peak:.1f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
