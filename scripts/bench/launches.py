@@ -82,7 +82,7 @@ def main() -> None:
         batch = Batch(tokens_BS=rows[:, :-1], labels_BS=rows[:, 1:])
         for number in (1, 2):
             step.train([batch], step=number)
-        step.optimizer.step = counted
+        step.optimizer.step = counted  # pyright: ignore[reportAttributeAccessIssue]
         with Launches() as all_of_it:
             step.train([batch], step=3)
         if not rank:

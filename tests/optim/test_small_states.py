@@ -347,7 +347,8 @@ def offsets(strided: bool) -> list[Tensor]:
     fully_shard(model, mesh=mesh["dp_shard"])
     weight = model.weight
     assert isinstance(weight, DTensor) and hasattr(weight.placements[0], "split_factor") == strided
-    return [weight.to_local().detach()[0, 0], RoundingNoise(weight, seed=0, name="w").offset]
+    noise = RoundingNoise(weight, seed=0, name="w")
+    return [weight.to_local().detach()[0, 0], torch.tensor(noise.offset)]
 
 
 def test_places_of_rows_cut_twice(pool: Pool) -> None:
