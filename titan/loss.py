@@ -140,7 +140,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if weight_VD is not None and ctx.needs_input_grad[1]:  # a sum over chunks: in fp32
             d_weight_VD = torch.zeros(weight_VD.shape, dtype=torch.float32, device=input_ND.device)
         # Logits in fp32 from the product itself, where the device can: exact to the inputs, and no cast of them.
-        into_fp32 = {"out_dtype": torch.float32} if _multiplies_into_fp32(input_ND) else {}
+        into_fp32: Any = {"out_dtype": torch.float32} if _multiplies_into_fp32(input_ND) else {}
         # The last chunk may be shorter. Chunks are views, so results are written where they belong.
         size = settings.chunk_tokens
         inputs = input_ND.split(size)

@@ -33,19 +33,16 @@ def heads(v_size: int = 16) -> list[Tensor]:
     return [torch.randn(s, generator=generator).requires_grad_() for s in shapes]
 
 
-def by_sequence(q: Tensor, k: Tensor, v: Tensor, *, ends: Tensor, length: int, scale: float) -> Any:
+def by_sequence(
+    q: Tensor, k: Tensor, v: Tensor, *, ends: Tensor, length: int, **options: Any
+) -> Tensor:
     """Compute what FlashAttention computes of packed sequences, on a CPU."""
     assert max(b - a for a, b in pairwise(ends.tolist())) <= length
-    outs = [
-        F.scaled_dot_product_attention(
-            *(x[a:b].transpose(0, 1)[None] for x in (q, k, v)),
-            is_causal=True,
-            scale=scale,
-            enable_gqa=True,
-        )[0].transpose(0, 1)
-        for a, b in pairwise(ends.tolist())
-        if a < b
-    ]
+    outs = []
+    for a, b in pairwise(ends.tolist()):
+        one_q, one_k, one_v = (x[a:b].transpose(0, 1)[None] for x in (q, k, v))
+        out = F.scaled_dot_product_attention(one_q, one_k, one_v, is_causal=True, **options)
+        outs.append(out[0].transpose(0, 1))
     return torch.cat(outs)
 
 

@@ -49,22 +49,18 @@ class DocumentMask:
         self, q_BHSK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, *, scale: float | None
     ) -> Tensor:
         """Return the attention output, (B, H, S, size of a value). Query head h reads key/value head h // (H // G)."""
-        grouped = q_BHSK.shape[1] != k_BGTK.shape[1]
+        qkv, grouped = (q_BHSK, k_BGTK, v_BGTK), q_BHSK.shape[1] != k_BGTK.shape[1]
+        options: dict[str, Any] = {"scale": scale, "enable_gqa": grouped}
         if self.form == "flex":
-            return flex_attention(
-                q_BHSK, k_BGTK, v_BGTK, block_mask=self.mask, scale=scale, enable_gqa=grouped
-            )
+            return flex_attention(*qkv, block_mask=self.mask, **options)
         if self.form == "dense":
-            return F.scaled_dot_product_attention(
-                q_BHSK, k_BGTK, v_BGTK, attn_mask=self.mask, scale=scale, enable_gqa=grouped
-            )
+            return F.scaled_dot_product_attention(*qkv, attn_mask=self.mask, **options)
         size, v_size = q_BHSK.shape[-1], v_BGTK.shape[-1]
         # FlashAttention wants one size of heads. Zeros beside the values make zeros beside the output.
         v_BGTK = F.pad(v_BGTK, (0, size - v_size)) if v_size < size else v_BGTK
         # (B, H, S, K) -> (B * S, H, K): a view of what projections wrote.
         flat = [x.transpose(1, 2).flatten(0, 1) for x in (q_BHSK, k_BGTK, v_BGTK)]
-        scale = size**-0.5 if scale is None else scale
-        out = varlen_attention(*flat, ends=self.mask, length=self.length, scale=scale)
+        out = varlen_attention(*flat, ends=self.mask, length=self.length, **options)
         return out.unflatten(0, (-1, self.length)).transpose(1, 2)[..., :v_size]
 
 
@@ -187,15 +183,15 @@ def _compiled_flex() -> Callable[..., Tensor]:
 
 
 def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, ends: Tensor, length: int, scale: float
+    q: Tensor, k: Tensor, v: Tensor, *, ends: Tensor, length: int, **options: Any
 ) -> Tensor:
     """Compute causal FlashAttention of sequences one after the other, (all tokens, heads, size), that begin and end at `ends`."""
     from torch.nn.attention.varlen import varlen_attn
 
-    options = {"enable_gqa": True} if _varlen_names_grouped_heads() else {}
-    return varlen_attn(
-        q, k, v, ends, ends, length, length, scale=scale, window_size=(-1, 0), **options
-    )
+    varlen: Any = varlen_attn
+    if not _varlen_names_grouped_heads():
+        del options["enable_gqa"]
+    return varlen(q, k, v, ends, ends, length, length, window_size=(-1, 0), **options)
 
 
 @torch.compiler.assume_constant_result

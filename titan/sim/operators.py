@@ -120,7 +120,7 @@ def kernel_of(
         if name.startswith("_varlen_attn"):
             length = argument_of(op.func, "max_q", args, kwargs)
             # Packed documents are priced as if each filled its sequence: how long they are is in the data alone.
-            shapes = tuple((tokens // length, heads, length, k) for tokens, heads, k in shapes)
+            shapes = tuple((tokens // length, h, length, *k) for tokens, h, *k in shapes)
         flops = _attention_flops(kind, shapes)
         causal = bool(argument_of(op.func, "is_causal", args, kwargs))
     elif name == "_grouped_mm":
