@@ -3,7 +3,7 @@
     python scripts/bench/launches.py                                  # one process
     torchrun --nproc-per-node 2 scripts/bench/launches.py             # FSDP2 on two ranks
 
-The debug model (8 blocks, 75 parameters), eager, the third step. On a GPU each operation is a kernel or more. Optimizers with
+The debug model (6 blocks, 57 parameters), eager, the third step. On a GPU each operation is a kernel or more. Optimizers with
 moments in a precision other than the weights' are not compiled here (implementation = "for-loop").
 """
 
