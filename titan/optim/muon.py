@@ -84,19 +84,24 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = torch.enable_grad()(closure)() if closure else None
         group = self.param_groups[0]
-        batches = _batches(begin_step(self, group), itemsize=self.ns_dtype.itemsize)
-        turns: dict[dist.ProcessGroup, int] = defaultdict(int)
-        rounds = _interleave(self._update(batch, group, turns) for batch in batches)
+        rounds = _interleave(self._updates(group))
         next(rounds, None)
         self.others.step()  # behind the first exchange
         for _ in rounds:
             pass
         return loss
 
+    def _updates(self, group: dict[str, Any]) -> Iterator[Generator[None, None, None]]:
+        turn = 0
+        for batch in _batches(begin_step(self, group), itemsize=self.ns_dtype.itemsize):
+            yield self._update(batch, group, turn)
+            turn += len(batch)
+
     def _update(
-        self, batch: list[Tensor], group: dict[str, Any], turns: dict[dist.ProcessGroup, int]
+        self, batch: list[Tensor], group: dict[str, Any], turn: int
     ) -> Generator[None, None, None]:
-        """Update matrices of one shape and layout. Yields while something is exchanged. turns: the rank whose turn it is, by group."""
+        """Update matrices of one shape and layout. Yields while something is exchanged. turn: the parameters in batches before, which
+        every rank counts alike: groups that cut one batch after the other must agree on who gets what."""
         cuts = cuts_of(batch[0])
         # All matrices of the batch at once: they have one shape and layout.
         x = self._momentum(batch)
@@ -105,8 +110,8 @@ class Muon(torch.optim.Optimizer):
         counts = []
         # One exchange per mesh axis that splits the matrices; then each rank has whole ones.
         for cut in cuts:
-            counts.append(_share_out(len(x), cut.group.size(), first=turns[cut.group]))
-            turns[cut.group] += len(x)
+            counts.append(_share_out(len(x), cut.group.size(), first=turn))
+            turn //= cut.group.size()
             x = yield from collect(x, cut, counts=counts[-1])
         x = newton_schulz(x, steps=self.ns_steps)
         for cut in reversed(cuts):
