@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from tests.support.ranks import Pool
 from titan.config.schema import MuonSection
@@ -208,3 +215,37 @@ def test_ranks_take_turns(pool: Pool) -> None:
     """Twelve matrices, three of a kind, are three for each of four ranks: not four for the first three."""
     kinds = [(4, 8), (8, 8), (8, 16), (16, 16)]
     assert pool.run(4, shares, kinds) == [3, 3, 3, 3]
+
+
+def update_twice(sharded: bool) -> dict[str, Tensor]:
+    """Weights of three layers of each kind after two updates. FSDP is joined first where TP cut the same dimension, last elsewhere."""
+    torch.manual_seed(0)
+    kinds = {"wide": (8, 16), "col": (8, 8), "row": (8, 8)}
+    model = nn.Sequential(
+        OrderedDict(
+            (f"{name}{i}", nn.Linear(*sizes, bias=False))
+            for i in range(3)
+            for name, sizes in kinds.items()
+        )
+    )
+    if sharded:
+        mesh = build_mesh("cpu", dp_shard=2, tp=2)
+        names = dict(model.named_children())
+        plan = {n: RowwiseParallel() if "row" in n else ColwiseParallel() for n in names}
+        parallelize_module(model, mesh["tp"], plan)
+        fully_shard(model, mesh=mesh["dp_shard"])
+    named = [(f"layers.{n}", p) for n, p in model.named_parameters()]
+    rest = ("norm.weight", nn.Parameter(torch.ones(4)))
+    optimizer = build_optimizer(MuonSection(ns_dtype="float32", lr=0.1), [*named, rest])
+    for _ in range(2):
+        for _, p in named:
+            p.grad = p.detach().clone().pow_(3)  # of the weight, so it is laid out like it
+        optimizer.step()
+    return {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for n, p in named}
+
+
+def test_groups_that_cut_in_another_order_agree(pool: Pool) -> None:
+    expected = update_twice(False)
+    for weights in pool.run(4, update_twice, True):
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-6)
