@@ -32,6 +32,7 @@ from titan.sim.trace import (
     HOST,
     Allocate,
     Event,
+    Kernel,
     Launch,
     Synchronize,
     Transfer,
@@ -414,3 +415,33 @@ def test_the_host_never_waits_for_the_device(world_size: int, sections: dict[str
     """Copies of a step are asynchronous, and nothing is read back."""
     traces = trace_ranks(job(**sections), world_size=world_size, ranks=[0])
     assert [e for e in traces[0].step if isinstance(e, Synchronize)] == []
+
+
+# ---- document masks ------------------------------------------------------------------------------
+
+
+def test_documents_cost_what_causal_attention_costs() -> None:
+    """FlashAttention in 16 bits, by blocks under CP, and no mask of S x S: how long documents are is not known."""
+
+    length = 96  # no other size of the model
+
+    def kernels(world_size: int = 1, **sections: Any) -> list[Kernel]:
+        config = job(batch=4, training={**BF16, "seq_len": length}, **sections)
+        step = trace_ranks(config, world_size=world_size, ranks=[0])[0].step
+        return [e.kernel for e in step if isinstance(e, Launch)]
+
+    def attention(found: list[Kernel]) -> Counter[Any]:
+        kinds = ("attention", "attention_backward")
+        return Counter((k.kind, k.shapes, k.flops, k.causal) for k in found if k.kind in kinds)
+
+    masked = {"document_mask": True, "add_eos": True}
+    documents = kernels(data=masked)
+    assert {k.name for k in documents if k.kind == "attention"} == {"torch_attn::_varlen_attn"}
+    assert attention(documents) == attention(kernels())
+    context = {"context_parallel_degree": 2, "context_parallel_rotate_method": "allgather"}
+    split = kernels(2, data=masked, parallelism=context)
+    assert {(k.shapes[0][2], k.shapes[1][2]) for k in split if k.kind == "attention"} == {
+        (length // 2, length)
+    }
+    for found in (documents, split):
+        assert not [k for k in found if any(s[-2:] == (length, length) for s in k.shapes)]
