@@ -223,7 +223,7 @@ class TrainStep:
             balanced = self.config.parallelism.splits_from_both_ends
             return shard_sequence(tensor_BS, dim=1, rank=rank, size=size, balanced=balanced)
 
-        ends = batch.document_ends_BN
+        ends = getattr(batch, "document_ends_BN", None)  # another loader may lack them
         return Batch(
             tokens_BS=part(batch.tokens_BS),
             labels_BS=part(batch.labels_BS),

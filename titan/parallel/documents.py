@@ -95,12 +95,14 @@ def mask_of(
     """Return the mask of documents with these numbers, int64 (B, S), on their device.
 
     Args:
-        ends_BN: of `document_ends`, for "varlen".
+        ends_BN: of `document_ends`, for "varlen". None: the host waits for the ids, to compute them.
         keys: where keys are others than queries, the documents of keys, (B, T), and the positions of queries and keys, (S,), (T,).
     """
     length = ids_BS.shape[1]
     if form == "varlen":
-        assert ends_BN is not None and keys is None
+        assert keys is None, "sequences are whole"
+        if ends_BN is None:
+            ends_BN = document_ends(ids_BS.cpu()).to(ids_BS.device)
         starts_B1 = torch.arange(len(ends_BN), dtype=torch.int32, device=ends_BN.device)[:, None]
         return DocumentMask(form, F.pad((starts_B1 * length + ends_BN).flatten(), (1, 0)), length)
     if keys is None:
