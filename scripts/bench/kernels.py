@@ -1,20 +1,27 @@
 """Count the operations of one step on a CPU, views left out: what an accelerator would launch, more or less.
 
-    python scripts/bench/kernels.py            # in the checkouts to compare
+    python scripts/bench/kernels.py                                  # in the checkouts to compare
+    torchrun --nproc-per-node 2 scripts/bench/kernels.py             # FSDP2, and its collectives
 
-Each case trains Llama of width 64 with 8 blocks, two sequences of 128 tokens, in one process.
+Each case trains Llama of width 64 with 8 blocks on two sequences of 128 tokens a rank. An operation on a list of tensors
+counts once. Optimizers whose moments have another precision than the weights are not compiled here.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import tempfile
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+COLLECTIVE = "collectives"
+LOOP = {"implementation": "for-loop"}
 CASES: dict[str, dict[str, Any]] = {
     "AdamW": {},
     "AdamW, 4 microbatches": {"training": {"global_batch_size": 8}},
@@ -24,8 +31,12 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "loss in chunks": {"loss": {"chunk_tokens": 64}},
     "Muon": {"optimizer": {"name": "Muon"}},
-    "AdamW8bit": {"optimizer": {"name": "AdamW8bit"}},
-    "AdamW, bf16 moments": {"optimizer": {"name": "AdamW", "state_dtype": "bfloat16"}},
+    "AdamW8bit": {"optimizer": {"name": "AdamW8bit", **LOOP}},
+    "AdamW, bf16 moments": {"optimizer": {"name": "AdamW", "state_dtype": "bfloat16", **LOOP}},
+    "bf16 weights, stochastic rounding": {
+        "optimizer": {"name": "AdamW", "stochastic_rounding": True, **LOOP},
+        "training": {"dtype": "bfloat16"},
+    },
 }
 
 
@@ -38,7 +49,9 @@ class Count(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Views and allocations launch nothing.
-        if not func.is_view and not func.__name__.startswith(("empty", "detach")):
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.by_name[COLLECTIVE] += "wait" not in func.__name__
+        elif not func.is_view and not func.__name__.startswith(("empty", "new_empty", "detach")):
             self.by_name[func.__name__] += 1
         return func(*args, **(kwargs or {}))
 
@@ -57,8 +70,10 @@ def count(changes: dict[str, Any]) -> dict[str, Counter[str]]:
     }
     for section, values in changes.items():
         job[section] = job.get(section, {}) | values
-    with tempfile.TemporaryDirectory() as folder:
-        job["job"] = {"dump_folder": folder}
+    with tempfile.TemporaryDirectory() as mine:
+        # Ranks share a folder, which rank 0 removes.
+        folder = Path(mine).with_name(f"kernels-{os.environ.get('MASTER_PORT', os.getpid())}")
+        job["job"] = {"dump_folder": str(folder)}
         trainer = Trainer(JobConfig.model_validate(job))
         step, parts, counter = trainer.train_step, {}, Count()
 
@@ -74,6 +89,8 @@ def count(changes: dict[str, Any]) -> dict[str, Counter[str]]:
                 step.train(trainer.loader.next_step(), step=number)
             mark("update")
         trainer.close()
+        if not trainer.rank:
+            shutil.rmtree(folder)
     return parts
 
 
@@ -84,15 +101,18 @@ def main() -> None:
     parser.add_argument("--cases", default=";".join(CASES), help="separated by semicolons")
     parser.add_argument("--names", type=int, default=0, help="most frequent operations to list")
     args = parser.parse_args()
-    print("| case | forward | backward | update | in all |\n|---|--:|--:|--:|--:|")
+    is_first = os.environ.get("RANK", "0") == "0"
+    if is_first:
+        print("| case | forward | backward | update | in all | collectives of each |")
+        print("|---|--:|--:|--:|--:|--:|")
     for case in args.cases.split(";"):
-        try:
-            parts = count(CASES[case])
-        except Exception as error:
-            print(f"| {case} | {type(error).__name__}: {str(error).splitlines()[0]} |")
+        parts = count(CASES[case])
+        of = [parts.get(name, Counter()) for name in ("forward", "backward", "update")]
+        calls = [counts.pop(COLLECTIVE, 0) for counts in of]
+        sums = [counts.total() for counts in of]
+        if not is_first:
             continue
-        sums = [parts.get(name, Counter()).total() for name in ("forward", "backward", "update")]
-        print(f"| {case} | {' | '.join(map(str, sums))} | {sum(sums)} |", flush=True)
+        print(f"| {case} | {' | '.join(map(str, [*sums, sum(sums)]))} | {calls} |", flush=True)
         for name, of_part in parts.items():
             if args.names:
                 print(f"    {name}: {of_part.most_common(args.names)}")
