@@ -38,6 +38,7 @@ _FIRST_SHARD_TOKENS = 2**20  # a second of work or less
 _SHORT_BYTES = 2**24  # two seconds of work: starting a process and its workers takes as long
 _INTERVAL_S, _RARE_INTERVAL_S = 10.0, 60.0  # between two lines of progress, waiting and not
 _LOOK_S = 0.05  # between two looks at what the writer has finished
+_NICENESS = 10  # of tokenising after the first shard
 _WRITERS = 3  # of which all but the last are replaced when they are killed
 
 
@@ -164,12 +165,20 @@ def fill() -> None:
         signal.signal(number, signal.SIG_IGN)  # the process that started this one handles them
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is no answer
+    os.setpgrp()  # the workers' too
     section, options = pickle.load(sys.stdin.buffer)
     try:
         documents = open_documents(section)
         title = f"tokenising {documents.name} into the cache, once, while training"
         shown = display(documents, title=title, interval_s=_RARE_INTERVAL_S)
-        with shown as report, explained(options["folder"]):
+        with shown as show, explained(options["folder"]):
+
+            def report(progress: Progress) -> None:
+                # Training goes on, so the rest is done in the time that it leaves.
+                if progress.tokens > options["first_shard_tokens"]:
+                    os.setpriority(os.PRIO_PGRP, 0, _NICENESS)
+                show(progress)
+
             write_shards(documents, report=report, **options)
     except InputError as error:
         print(error, file=answers, end="", flush=True)
