@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     RowwiseParallel,
     parallelize_module,
 )
@@ -231,7 +232,9 @@ def update_twice(sharded: bool) -> dict[str, Tensor]:
     if sharded:
         mesh = build_mesh("cpu", dp_shard=2, tp=2)
         names = dict(model.named_children())
-        plan = {n: RowwiseParallel() if "row" in n else ColwiseParallel() for n in names}
+        plan: dict[str, ParallelStyle] = {
+            n: RowwiseParallel() if "row" in n else ColwiseParallel() for n in names
+        }
         parallelize_module(model, mesh["tp"], plan)
         fully_shard(model, mesh=mesh["dp_shard"])
     named = [(f"layers.{n}", p) for n, p in model.named_parameters()]
