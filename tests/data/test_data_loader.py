@@ -233,7 +233,7 @@ def test_prefetch_changes_nothing_and_state_is_of_what_was_handed_out(job: Job) 
 class _Failing(Samples):
     """Samples that end with an error at the third step."""
 
-    num_samples, special_tokens = 1000, SpecialTokens(None, None)
+    special_tokens = SpecialTokens(None, None)
 
     def get(self, indices: np.ndarray) -> np.ndarray:
         if indices[0] >= 2:
