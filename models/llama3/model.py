@@ -53,8 +53,8 @@ def rotate(x_BSHK: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate channel i against channel i + K/2 by the position's angle, in fp32; dtype as x."""
     cos, sin = cos_sin
     x = x_BSHK.float()
-    # Channel i + K/2 comes to place i, and the reverse.
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).to(x_BSHK.dtype)
+    # Channel i + K/2 comes to place i, and the reverse. Not addcmul, which rounds once less than transformers does.
+    return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x_BSHK.dtype)
 
 
 class Attention(nn.Module):
