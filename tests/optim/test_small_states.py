@@ -391,7 +391,7 @@ def test_joined_and_cut_the_bits_are_the_same(kind: str, monkeypatch: pytest.Mon
     option, settings, dtype = KINDS[kind]
     results = []
     for small, largest in ((0, 2**40), (2**40, 2**40), (2048, 2048), (2**40, 1)):
-        monkeypatch.setattr("titan.optim.adam.SMALL", small)
+        monkeypatch.setattr("titan.optim.adam.SMALL_ON_HOST", small)
         monkeypatch.setattr("titan.optim.adam.LARGEST", largest)
         monkeypatch.setattr("titan.optim.muon.LARGEST", largest)
         named = {f"layers.{n}": p for n, p in parameters(dtype).items()}

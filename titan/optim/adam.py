@@ -35,9 +35,9 @@ from .eightbit import Levels, block_size, dequantize, levels, quantize
 from .rounding import Dice, RoundingNoise, StepNoise, rounded
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-# Elements. A shard below the first limit is joined with others: copying it twice costs less than launching kernels for it. At most
-# as many as the second are updated at once: 32 MiB in fp32.
-SMALL, LARGEST = 2**20, 2**23
+# Elements. A shard below the first limit is joined with others: copying it twice costs less than launching kernels for it. Hosts
+# launch sooner and copy later. At most as many as the last are updated at once: 32 MiB in fp32.
+SMALL, SMALL_ON_HOST, LARGEST = 2**20, 2**14, 2**23
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class CompactAdam(torch.optim.Optimizer):
         joined: dict[Any, list[Piece]] = defaultdict(list)
         for parameter in parameters:
             size, state = local(parameter).numel(), self.state[parameter]
-            if size >= SMALL:
+            if size >= (SMALL_ON_HOST if parameter.device.type == "cpu" else SMALL):
                 for begin in range(0, size, LARGEST):
                     yield (Piece(parameter, begin, min(LARGEST, size - begin)),)
             elif size:
