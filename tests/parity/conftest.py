@@ -31,15 +31,15 @@ another order; AdamW's eps is 1e-6, since with less it takes the rounding error 
 
 _COMPOSITION_HEAD = f"""# Composition: 30 layouts again, compiled, recomputed, in float8
 
-Written by the test run (`pytest tests/parity/test_composition.py -m "slow or not slow"`, torch {torch.__version__.split("+")[0]}, CPU, gloo, fp32 but for float8's
-products). As docs/parity.md: ten AdamW
-steps against one process, relative differences, rounded up. "Compiled, selective AC" are compared with plain fp32 on one process, by the same bound.
+Written by the test run (`pytest tests/parity/test_composition.py -m "slow or not slow"`, torch {torch.__version__.split("+")[0]}, CPU, gloo).
+As docs/parity.md: ten AdamW steps against one process, with relative differences, rounded up. All compute in fp32, except float8's
+products. "Compiled, selective AC" is compared with plain fp32 on one process, by the same bound.
 
-"float8" (emulated, docs/float8.md) is compared with float8 on one process that takes as many sequences at a time as a rank does: with tensorwise scaling a scale
-is the largest value of what is multiplied at once. Under FSDP2 weights are gathered in float8. The bound is that of the gradients; loss and norm must
-agree to 1e-4 and 1e-3, weights after ten steps to 2e-2. Where no partial sums are added up before a cast (data parallelism, pipelines), the
-numbers are the same to fp32 rounding. TP and CP add up parts in another order, and a value next to the middle of two of float8's then falls on the
-other side.
+"float8" is emulated (docs/float8.md). It is compared with float8 on one process that takes as many sequences at a time as a rank does,
+since a tensorwise scale is the largest value of what is multiplied at once. FSDP2 gathers weights in float8. The bound is that of the
+gradients. Loss and norm must agree to 1e-4 and 1e-3, and weights after ten steps to 2e-2. Data parallelism and pipelines add up no
+partial sums before a cast, so their numbers are the same to fp32 rounding. TP and CP add up parts in another order. A value in the middle
+between two of float8's may then fall on the other side.
 
 """
 
