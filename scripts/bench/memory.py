@@ -129,7 +129,7 @@ def _more_on_a_cpu(config: JobConfig, sizes: Any) -> float:
     whole_layers = {"none": sizes.n_layers, "full": 0}.get(
         section.mode, sizes.n_layers * (every - 1) // every
     )
-    return sizes.dim + whole_layers * (3 * sizes.dim + sizes.n_heads)
+    return sizes.dim + whole_layers * (2 * sizes.dim + sizes.n_heads)
 
 
 def main() -> None:

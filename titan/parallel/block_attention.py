@@ -23,8 +23,6 @@ from torch import Tensor
 from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from titan.untrusted import InputError
-
 from .torch_compat import compute_capability
 
 _aten = torch.ops.aten
@@ -122,6 +120,8 @@ def prefer_backend(name: str, device_type: str) -> None:
     """
     if name == "auto":
         return
+    from titan.untrusted import InputError  # needs pydantic, which helpers alone do not
+
     problem = f'model.attention_backend: "{name}"'
     if compute_capability(device_type) == (0, 0):
         raise InputError(f'{problem} is a kernel of GPUs, and this is "{device_type}"; use "auto"')
