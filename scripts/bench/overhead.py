@@ -182,6 +182,8 @@ def hf(size: str, steps: int) -> None:
     rows = [{"input_ids": tokens, "labels": tokens}] * (batch * steps * 2)
     model = transformers.LlamaForCausalLM(config)
     transformers.Trainer(model=model, args=arguments, train_dataset=rows).train()  # pyright: ignore
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # gloo's threads would abort the process as it ends
 
 
 # ---- measuring ---------------------------------------------------------------------------------
