@@ -46,7 +46,7 @@ def test_wheel(users_folder: Path, tmp_path: Path) -> None:
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
     ).stdout.split()
     for name in files:
-        if name.startswith(("titan/", "models/", "pyproject.toml", "README.md")):
+        if name.startswith(("titan/", "models/", "train_configs/", "pyproject.toml", "README.md")):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
     subprocess.run([*pip, "install", "--no-deps", "--target", site, source], check=True)
@@ -58,3 +58,10 @@ def test_wheel(users_folder: Path, tmp_path: Path) -> None:
     ours = {p.relative_to(ROOT / "titan") for p in (ROOT / "titan").rglob("*.py")}
     zoo = {Path("models") / p.relative_to(ROOT / "models") for p in (ROOT / "models").rglob("*.py")}
     assert installed == ours | zoo  # pyproject.toml lists every package
+    # The shipped jobs come along: a first run needs no checkout.
+    for arguments in (["init"], ["check", "job.toml", "--world-size", "2"]):
+        command = [sys.executable, "-m", "titan.cli", *arguments]
+        environment = {**os.environ, "PYTHONPATH": str(site)}
+        subprocess.run(command, cwd=users_folder, env=environment, check=True)
+    jobs = {file.name for file in (site / "titan" / "train_configs").glob("*.toml")}
+    assert jobs == {file.name for file in (ROOT / "train_configs").glob("*.toml")}

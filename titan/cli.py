@@ -88,6 +88,11 @@ def _parser(name: str, arguments: str = JOB) -> argparse.ArgumentParser:
     return command_parser(name, arguments, summary=COMMANDS[name][0])
 
 
+def init(argv: list[str]) -> int:
+    """Run `titan init`."""
+    return import_module("titan.config.shipped").init(argv)
+
+
 def train(argv: list[str]) -> int:
     """Run `titan train`: this process alone, or as the launcher of several."""
     parser = _parser("train", f"{JOB} [--nproc N] [--max-restarts R]")
@@ -310,6 +315,8 @@ def _page(facts: dict[str, Any], judged: dict[str, Any]) -> str:
 Run = Callable[[list[str]], int]
 COMMANDS: dict[str, tuple[str, Run | str]] = {
     # name: its line in `titan --help`, and the function, or the module whose `main` is imported when it runs
+    "init": ("write a commented job file to start from", init),
+    "configs": ("list the jobs that come with titan, or copy one", "titan.config.shipped"),
     "train": ("train a model: one process per accelerator, one on a CPU, or --nproc N", train),
     "check": (
         "check a job for a number of ranks: layout and memory; with --hardware also if it fits",

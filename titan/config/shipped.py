@@ -1,0 +1,80 @@
+"""Run `titan configs` and `titan init`: list, show and copy the job files that come with titan."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from pathlib import Path
+
+import titan
+
+STARTER = "starter"
+
+
+def folder() -> Path:
+    """Return the folder of the shipped jobs: inside the package, or beside it in a checkout."""
+    package = Path(titan.__file__).parent
+    installed = package / "train_configs"
+    return installed if installed.is_dir() else package.parent / "train_configs"
+
+
+def jobs() -> dict[str, Path]:
+    """Return the shipped jobs by name, such as "llama3_8b"."""
+    return {file.stem: file for file in sorted(folder().glob("*.toml"))}
+
+
+def about(file: Path) -> str:
+    """Return the first comment of a job file, which says what the job is."""
+    lines = (line for line in file.read_text().splitlines() if line.startswith("# "))
+    return next(lines, "# ")[2:]
+
+
+def copy(name: str, target: Path) -> int:
+    """Write a shipped job to a file that does not exist yet. Return the exit code."""
+    # The first line points an editor at the schema in the checkout.
+    text = jobs()[name].read_text().removeprefix("#:schema ../docs/schema.json\n")
+    try:
+        with target.open("x") as file:
+            file.write(text)
+    except OSError as error:
+        reason = "it exists already" if isinstance(error, FileExistsError) else error.strerror
+        print(f"{target}: cannot be written: {reason}", file=sys.stderr)
+        return 2
+    print(f"wrote {target}; train it with: titan train {target}")
+    return 0
+
+
+def main(argv: list[str]) -> int:
+    """Run `titan configs`."""
+    parser = argparse.ArgumentParser(
+        prog="titan configs", description="List the jobs that come with titan, or copy one."
+    )
+    parser.add_argument("name", nargs="?", help="the job to print; without it, list them all")
+    parser.add_argument("--output", type=Path, metavar="FILE.toml", help="copy the job there")
+    args = parser.parse_args(argv)
+    known = jobs()
+    if args.name is None:
+        width = max(map(len, known))
+        print("\n".join(f"{name:{width}}  {about(file)}" for name, file in known.items()))
+        return 0
+    if args.name not in known:
+        match = difflib.get_close_matches(args.name, known, n=1)
+        hint = f"did you mean '{match[0]}'?" if match else "`titan configs` lists them"
+        print(f"titan configs: there is no job '{args.name}'; {hint}", file=sys.stderr)
+        return 2
+    if args.output is not None:
+        return copy(args.name, args.output)
+    print(known[args.name].read_text(), end="")
+    return 0
+
+
+def init(argv: list[str]) -> int:
+    """Run `titan init`."""
+    parser = argparse.ArgumentParser(
+        prog="titan init", description="Write a commented job file to start from."
+    )
+    parser.add_argument(
+        "file", nargs="?", type=Path, default=Path("job.toml"), help="default: job.toml"
+    )
+    return copy(STARTER, parser.parse_args(argv).file)
