@@ -332,6 +332,7 @@ COMMANDS: dict[str, tuple[str, Run | str]] = {
     "slurm": ("check a job, write its script for sbatch, and submit it", "titan.cluster.slurm"),
     "config": ("print the resolved job as TOML", config),
     "schema": ("print the JSON schema of job files, for editors", schema),
+    "download": ("fetch models, tokenizers and datasets from the hub", "titan.data.download"),
     "prepare": ("tokenize text into memory-mapped shards", "titan.data.prepare"),
     "tokenizer": ("train or inspect a tokenizer", "titan.data.tokenizer_cli"),
     "plot": ("draw loss and throughput curves of runs", "titan.observe.plot"),
