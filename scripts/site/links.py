@@ -7,4 +7,8 @@ from typing import Any
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    return re.sub(r"\[([^\]]*)\]\((?:\.\./)+([^)#]*\.(?:py|yaml|toml|sbatch)|examples/[^)]*)[^)]*\)", r"`\2`", markdown)
+    return re.sub(
+        r"\[([^\]]*)\]\((?:\.\./)+([^)#]*\.(?:py|yaml|toml|sbatch)|examples/[^)]*)[^)]*\)",
+        r"`\2`",
+        markdown,
+    )

@@ -1,0 +1,100 @@
+"""Write the README's table of figures from the pages that hold them: docs/parity.md, simulator_accuracy.md, benchmarks.md.
+
+python scripts/readme_figures.py            # a test fails if the table is stale
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+BEGIN, END = "<!-- figures: written by scripts/readme_figures.py -->", "<!-- end of figures -->"
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text()
+
+
+def rows(text: str, width: int) -> list[list[str]]:
+    """Return the cells of all table rows with so many columns, without heads."""
+    lines = (
+        line.strip().strip("|").split("|") for line in text.splitlines() if line.startswith("|")
+    )
+    found = [[cell.strip() for cell in line] for line in lines if len(line) == width]
+    return [row for row in found if not set("".join(row)) <= set("-: ")]
+
+
+def parity() -> str:
+    """Count the layouts, and find the largest difference of their weights."""
+    layouts = [
+        row
+        for name in ("parity.md", "parity_moe.md")
+        for row in rows(page(name), 8)
+        if row[0] != "layout"
+    ]
+    # A moment of 8 bits may round to its neighbour; the page explains it.
+    plain = [float(row[6]) for row in layouts if "8-bit" not in row[0]]
+    return f"{len(layouts)} layouts against one process; weights after ten steps are within {max(plain):.0e} in fp32"
+
+
+def accuracy(row: str) -> str:
+    match = re.search(
+        rf"^\| {row} \| ([\d.]+%) \| ([+-][\d.]+%) \|", page("simulator_accuracy.md"), re.MULTILINE
+    )
+    assert match, row
+    return f"{match[1]} off on average, {match[2]} at worst"
+
+
+def search(pattern: str) -> re.Match[str]:
+    match = re.search(pattern, page("benchmarks.md"), re.DOTALL)
+    assert match, pattern
+    return match
+
+
+def table() -> str:
+    """Return the table, between its marks."""
+    loss = search(r"losses differ by at most ([\d.e-]+) of\s+their value")[1]
+    small = search(
+        r"Width 64[^\n]*one rank.*?\| titan \|[^|]*\(([\d.]+)\)[^|]*\|[^|]*\|[^|]*\(([\d.]+)\).*?"
+        r"\| TorchTitan \|[^|]*\(([\d.]+)\)[^|]*\|[^|]*\|[^|]*\(([\d.]+)\).*?"
+        r"\| HF Trainer \|[^|]*\(([\d.]+)\)[^|]*\|[^|]*\|[^|]*\(([\d.]+)\)"
+    )
+    count = re.search(r"Over (\d+) report rows", page("simulator_accuracy.md"))
+    assert count
+    lines = [
+        ("Same loss as TorchTitan over 1,000 steps", f"to {loss}", "benchmarks.md"),
+        ("Same numbers in every layout", parity(), "parity.md"),
+        (
+            f"Predicted speed of {count[1]} published TorchTitan runs",
+            accuracy("tokens/s/GPU"),
+            "simulator_accuracy.md",
+        ),
+        ("Predicted memory of these runs", accuracy("reserved memory"), "simulator_accuracy.md"),
+        (
+            "Step of a tiny model on a CPU, over a bare PyTorch loop",
+            f"{small[1]}; TorchTitan {small[3]}, HF Trainer {small[5]}",
+            "benchmarks.md",
+        ),
+        (
+            "Command to first step, over a bare loop's",
+            f"{small[2]}; TorchTitan {small[4]}, HF Trainer {small[6]}",
+            "benchmarks.md",
+        ),
+    ]
+    body = "\n".join(
+        f"| {what} | {figure} | [{name.removesuffix('.md')}](docs/{name}) |"
+        for what, figure, name in lines
+    )
+    return f"{BEGIN}\n| | measured | page |\n|---|---|---|\n{body}\n{END}"
+
+
+def updated(text: str) -> str:
+    """Return the README with today's table."""
+    before, rest = text.split(BEGIN)
+    return before + table() + rest.split(END)[1]
+
+
+if __name__ == "__main__":
+    README.write_text(updated(README.read_text()))

@@ -1,0 +1,29 @@
+"""The README is short, and its figures are those of the pages; all pages are written in plain sentences."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+sys.path.insert(0, str(ROOT / "scripts"))
+
+
+def test_the_figures_are_those_of_the_pages() -> None:
+    from readme_figures import updated
+
+    assert updated(README.read_text()) == README.read_text(), "run scripts/readme_figures.py"
+
+
+def test_it_fits_a_screen_and_a_half() -> None:
+    text = re.sub(r"```.*?```", "", README.read_text(), flags=re.DOTALL)
+    assert len(text.split()) <= 1000
+
+
+def test_all_pages_are_in_plain_sentences() -> None:
+    command = [sys.executable, "scripts/check_prose.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
