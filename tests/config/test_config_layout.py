@@ -29,6 +29,7 @@ FITTING = {
     "deepseek_v3_16b": 8,
     "mixtral_8x7b": 16,
     "olmoe_1b_7b": 8,
+    "starter": 2,
 }
 
 
