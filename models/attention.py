@@ -41,7 +41,7 @@ class InnerAttention(nn.Module):
         """Return the attention output, (B, H, S, K) in the inputs' dtype; with values of another size than K, of that size.
 
         document_ids_BS (int64) numbers the documents packed into each sequence: a query sees only keys
-        of its own document. A `DocumentMask` made of them once serves all layers. H must be a multiple of G; query head h reads key/value head h // (H // G).
+        of the same document. A `DocumentMask` made of them once serves all layers. H must be a multiple of G; query head h reads key/value head h // (H // G).
         """
         if document_ids_BS is not None:
             mask = document_ids_BS

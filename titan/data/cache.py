@@ -160,7 +160,7 @@ class GrowingShards(TokenShards):
 
 
 def fill() -> None:
-    """Write the cache entry that standard input describes, in a process of its own."""
+    """Write the cache entry that standard input describes. Runs in a separate process."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # the process that started this one handles them
     answers = os.fdopen(os.dup(1), "w")

@@ -35,7 +35,7 @@ _MEAN_LENGTH = 256
 
 @dataclass(frozen=True)
 class DocumentMask:
-    """Let a query see the keys of its own document that are not after it.
+    """Let a query see earlier keys, and the one at its position, of the same document.
 
     mask: of "varlen", where each document ends in the flattened batch, int32 (B * N + 1,), beginning with 0; of "flex", a BlockMask; of
     "dense", booleans (B, 1, S, T). length: S, which no document exceeds.
