@@ -154,7 +154,7 @@ def test_rank_0_is_stopped_and_the_store_with_it(start: Start) -> None:
 def test_a_slow_rank(start: Start) -> None:
     run = begin(start, "slow")
     assert run.end() == 0, run.said()
-    assert re.match(r"rank 1 is slow: 0\.\d\d s of its own per step", cause(run, "slow_rank"))
+    assert re.match(r"rank 1 is slow: 0\.\d\d s of work per step", cause(run, "slow_rank"))
 
 
 @pytest.mark.slow

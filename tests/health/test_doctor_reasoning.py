@@ -200,7 +200,7 @@ def test_a_slow_rank(folder: Folder) -> None:
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder.path / "logs" / f"rank-{rank}.times.jsonl").write_text(text)
     [found] = folder.diagnosis().findings
-    assert found.cause == "rank 2 is slow: 0.90 s of its own per step, against 0.30 s of the others"
+    assert found.cause == "rank 2 is slow: 0.90 s of work per step, against 0.30 s on the others"
 
 
 def test_a_drift_that_the_twin_has_seen(folder: Folder) -> None:

@@ -328,7 +328,7 @@ def _slow(run: Evidence) -> list[Finding]:
             continue
         wait = median(row.data_wait_s for row in run.times[rank])
         why = f", {wait:.2f} s of it for data" if wait > seconds / 4 else ""
-        cause = f"rank {rank} is slow: {seconds:.2f} s of its own per step{why}, against {median(others):.2f} s of the others"
+        cause = f"rank {rank} is slow: {seconds:.2f} s of work per step{why}, against {median(others):.2f} s on the others"
         findings.append(Finding("slow_rank", cause, [f"logs/rank-{rank}.times.jsonl"]))
     return findings
 
