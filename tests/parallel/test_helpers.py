@@ -203,17 +203,17 @@ class NormedNet(Net):
         self.norm = nn.LayerNorm(3)
 
 
-def _run_readme() -> dict[str, torch.Tensor]:
-    """Weights of the model in README's snippet; on four ranks and a CPU."""
-    text = (Path(__file__).parents[2] / "README.md").read_text()
+def _run_snippet() -> dict[str, torch.Tensor]:
+    """Weights of the model in the first snippet of docs/parallelism.md; on four ranks and a CPU."""
+    text = (Path(__file__).parents[2] / "docs" / "parallelism.md").read_text()
     code = text.partition("```python\n")[2].partition("```")[0]
     names: dict[str, Any] = {"MyModel": NormedNet}
     exec(code.replace('"cuda"', '"cpu"').replace("dp_shard=8", "dp_shard=2"), names)
     return {n: p.detach().full_tensor() for n, p in names["model"].named_parameters()}
 
 
-def test_readme_s_snippet_runs_and_sets_biases_to_zero(pool) -> None:
-    for weights in pool.run(4, _run_readme):
+def test_the_snippet_of_the_docs_runs_and_sets_biases_to_zero(pool) -> None:
+    for weights in pool.run(4, _run_snippet):
         assert not any(value.any() for name, value in weights.items() if "bias" in name)
         assert (weights["norm.weight"] == 1).all() and weights["head.weight"].std() < 0.03
 
