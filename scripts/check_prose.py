@@ -1,4 +1,4 @@
-"""Measure the sentences of README.md and docs/: words on average and at most, and words that no reader should meet.
+"""Measure the sentences of README.md, CHANGELOG.md and docs/: words on average and at most, and words to avoid.
 
     python scripts/check_prose.py [FILE...]      exit code 1 if a page is above a limit
 
@@ -78,6 +78,7 @@ def check(file: Path) -> tuple[float, int, list[str]]:
 def main() -> int:
     files = [Path(name).resolve() for name in sys.argv[1:]] or [
         ROOT / "README.md",
+        ROOT / "CHANGELOG.md",
         *sorted(file for file in (ROOT / "docs").glob("**/*.md") if file.name not in GENERATED),
     ]
     code = 0
