@@ -20,12 +20,17 @@ BUILD = Path(__file__).parents[2] / "build"
 _HEAD = f"""# Parity: every layout computes the same numbers
 
 Written by the test run (`pytest tests/parity -m "slow or not slow"`, torch {torch.__version__.split("+")[0]}, CPU, gloo, fp32).
-Each row trains four blocks of the tiny model (eight where stages or the choice of blocks need them) for ten AdamW steps
-on the same global batches, some of whose tokens are masked so that ranks hold different numbers of valid ones, and is compared with one process without accumulation. Differences are relative, the largest over all steps
-(loss, gradient norm) or all parameters (||a - b|| / ||b||), rounded up to one digit. The tests fail above the bound.
-Axes of the mesh are pipeline (pp), replicas (dp_replicate), FSDP shards (dp_shard), context (cp), tensor (tp); sequences hold two
-documents with no attention between them, except in the ring, which has no document mask. Differences are those of fp32 sums taken in
-another order; AdamW's eps is 1e-6, since with less it takes the rounding error of a gradient next to zero for a full step.
+Each row is a layout that trained the tiny model for ten AdamW steps. The same steps on one process, without accumulation,
+are the reference.
+
+- The model has four blocks, or eight where stages or the choice of blocks need them. All layouts see the same global
+  batches. Some tokens are masked, so ranks hold different numbers of valid ones.
+- Differences are relative and rounded up to one digit. For loss and gradient norm they are the largest over all steps,
+  and for gradients and weights the largest over all parameters (||a - b|| / ||b||). A test fails above the bound.
+- The axes of the mesh are pipeline (pp), replicas (dp_replicate), FSDP shards (dp_shard), context (cp) and tensor (tp).
+- Sequences hold two documents with no attention between them. The ring is the exception, since it has no document mask.
+- The differences come from the order of fp32 sums. AdamW's eps is 1e-6. A smaller eps would turn the rounding error of a
+  gradient near zero into a full step.
 
 """
 
@@ -47,16 +52,19 @@ between two of float8's may then fall on the other side.
 _MOE_HEAD = f"""# Parity of experts: every layout computes the same numbers
 
 Written by the test run (`pytest tests/parity/test_moe.py -m "slow or not slow"`, torch {torch.__version__.split("+")[0]}, CPU, gloo, fp32).
-As docs/parity.md: ten AdamW steps of four blocks against one process, relative differences, rounded up. Each block has eight experts, two for
-a token. The routing bias, the sequence and the global balance loss and the z-loss are on, each with a coefficient of 0.01. "latent" rows train
-the tiny DeepSeek-V3 (a dense block first, latent attention, groups, a shared expert), the others the tiny Qwen3-MoE, "wide norms" OLMoE.
+The method is that of docs/parity.md: ten AdamW steps of four blocks against one process, with relative differences,
+rounded up. Each block has eight experts, two for a token.
 
-Beyond what the columns show, the tests compare integers: in each of the ten steps each expert of each layer got **the same number of tokens**
-as on one process, and the routing bias at the end is **the same to the last bit**. tests/parallel/test_expert.py compares the routes of every
-token as sets. tests/support/planted.py plants faults that other frameworks had; each turns this comparison red.
-
-Weights of the rows with 8-bit moments differ more (bound 5e-4): a moment next to the middle of two of its 256 levels takes the other one
-after any rounding. An early step leaves no gradients to compare; its column says 0.
+- The routing bias, both balance losses (sequence and global batch) and the z-loss are on, each with a coefficient of 0.01.
+- Rows with "latent" train the tiny DeepSeek-V3: a dense block first, latent attention, groups and a shared expert. Rows
+  with "wide norms" train OLMoE, and all others the tiny Qwen3-MoE.
+- The tests also compare integers. In each of the ten steps, each expert of each layer gets **the same number of tokens** as
+  on one process. The final routing bias is **the same to the last bit**.
+- tests/parallel/test_expert.py compares the routes of every token as sets. tests/support/planted.py plants faults that other
+  frameworks had, and each of them makes this comparison fail.
+- Weights of the rows with 8-bit moments differ more (bound 5e-4). A moment midway between two of its 256 levels may take
+  the other one after any rounding.
+- An early step leaves no gradients to compare, so its column says 0.
 
 """
 
