@@ -3,7 +3,7 @@
 # TITAN_VENV names another folder than .venv.
 
 prepare_environment() {
-  local extra=$1 venv=${TITAN_VENV:-.venv} lock base stamp sum
+  local extra=$1 venv=${TITAN_VENV:-.venv} lock base stamp sum began=$SECONDS
   PYTHON=$venv/bin/python
   lock=scripts/requirements-$extra.lock
   stamp=$venv/.titan-$extra
@@ -20,10 +20,15 @@ prepare_environment() {
   echo "environment: 1 of 3, the packages of $lock, checked against their hashes (one to three minutes, once)"
   install --require-hashes --no-deps --requirement "$lock"
   echo "environment: 2 of 3, torch (200 MB for CPUs, 3 GB with CUDA; the longest)"
-  install --constraint constraints.txt torch
+  if [ -t 1 ]; then # pip's own progress bar
+    "$PYTHON" -m pip install --disable-pip-version-check --constraint constraints.txt torch
+  else
+    install --constraint constraints.txt torch
+  fi
   echo "environment: 3 of 3, titan itself, editable"
   install --no-deps --no-build-isolation --editable .
   echo "$sum" > "$stamp"
+  echo "environment: $venv is ready after $((SECONDS - began)) s; to use it: source $venv/bin/activate"
 }
 
 # pip, with a line for each file that it fetches and none for what is there already.
