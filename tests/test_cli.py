@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -247,6 +248,35 @@ def test_other_commands_reach_their_modules(monkeypatch: pytest.MonkeyPatch) -> 
         )
         assert cli.main([command, "--help"]) == 3
         assert seen == [["--help"]]
+
+
+def test_quiet_reaches_whatever_reports_progress(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from titan.config.options import is_quiet
+    from titan.data.cache import display
+    from titan.data.writer import Progress
+    from titan.sim.report import say
+
+    monkeypatch.setenv("TITAN_QUIET", "")  # and as it was, after the test
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    seen: list[bool] = []
+    main = SimpleNamespace(main=lambda argv: seen.append(is_quiet()) or 0)
+    monkeypatch.setitem(sys.modules, "titan.train", main)
+    monkeypatch.setenv("RANK", "0")
+    for options in ((), ("--quiet",), ("-q",)):
+        monkeypatch.setenv("TITAN_QUIET", "")
+        assert cli.main(["train", DEBUG, *options]) == 0
+        say("7 of 9")
+        text: Any = SimpleNamespace(num_bytes=100)
+        with display(text, title="tokenising") as report:
+            report(Progress(documents=3, tokens=20, num_bytes=50))
+        shown = capsys.readouterr().err
+        assert ("7 of 9" in shown, "3 documents" in shown) == (not options, not options), shown
+    assert seen == [False, True, True]
+    for command in ("train", "sim", "plan", "autosac", "prepare", "download"):
+        assert cli.main([command, "--help"]) == 0
+        assert "-q, --quiet" in capsys.readouterr().out, command
 
 
 def test_one_process_trains_in_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,8 +44,12 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     stopped = json.loads((folder / "status.json").read_text())
     assert stopped["state"] == "stopped" and 1 < stopped["step"] < 60
     assert (folder / "checkpoint" / f"step-{stopped['step']}").is_dir()
-    finished = titan(*command)
+    finished = titan(*command, "--quiet")
     assert finished.returncode == 0, finished.stderr
+    # Of two ranks and their launcher only the last step and the account are heard.
+    assert [line.split()[0] for line in finished.stdout.splitlines()] == ["step", "goodput"], (
+        finished.stdout
+    )
     return folder
 
 

@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from titan.config.options import JOB, command_parser, positive, whole
+from titan.config.options import JOB, add_quiet, command_parser, positive, whole
 
 if TYPE_CHECKING:
     from titan.config.layout import Layout
@@ -95,7 +95,7 @@ def init(argv: list[str]) -> int:
 
 def train(argv: list[str]) -> int:
     """Run `titan train`: this process alone, or as the launcher of several."""
-    parser = _parser("train", f"{JOB} [--nproc N] [--max-restarts R]")
+    parser = _parser("train", f"{JOB} [--nproc N] [--max-restarts R] [--quiet]")
     parser.add_argument(
         "--nproc",
         type=positive,
@@ -109,6 +109,7 @@ def train(argv: list[str]) -> int:
         metavar="R",
         help="times to go on from the newest checkpoint after a process has failed; default: 0",
     )
+    add_quiet(parser)
     options, job = parser.parse_known_args(argv)
     # torchrun sets RANK. Then this process is a rank already, and starts no others.
     if "RANK" not in os.environ:
@@ -116,7 +117,7 @@ def train(argv: list[str]) -> int:
         from titan.health.launch import launch
 
         num_processes = options.nproc or max(1, count_accelerators())
-        options_here = ["--nproc", "--max-restarts"]
+        options_here = ["--nproc", "--max-restarts", "--quiet"]
         config, _ = _load_to_run(
             job, world_size=num_processes, options=options_here, here=True, warn=False
         )  # rank 0 warns

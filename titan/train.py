@@ -1,4 +1,4 @@
-"""Run one rank: `torchrun -m titan.train JOB.toml [OVERLAY.toml ...] [--section.key=value ...]`.
+"""Run one rank: `torchrun -m titan.train JOB.toml [OVERLAY.toml ...] [--section.key=value ...] [--quiet]`.
 
 The config is read and checked before torch is imported, so that a mistake in it is reported within a second. So is
 everything else that can be known by then: that the run is finished, or already going on in another process.
@@ -6,6 +6,7 @@ everything else that can be known by then: that the run is finished, or already 
 
 from __future__ import annotations
 
+import argparse
 import faulthandler
 import os
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from titan.config.environment import check_environment
 from titan.config.errors import ConfigError
+from titan.config.options import add_quiet
 from titan.config.rules import load_to_run
 from titan.config.schema import JobConfig
 from titan.health import flight_recorder
@@ -41,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train; returns the exit code (docs/architecture.md lists them)."""
     stop = StopRequest().install()
     try:
-        code = _train(sys.argv[1:] if argv is None else argv, stop)
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        add_quiet(parser)  # as `titan train` has, for ranks that torchrun starts
+        code = _train(parser.parse_known_args(argv)[1], stop)
     finally:
         stop.disarm()
     return for_agent(code) if stop.requested else code

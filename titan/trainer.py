@@ -298,7 +298,8 @@ class Trainer:
         if config.job.print_config:
             self.console.message(to_toml(config))
         if self.step >= self.last_step:
-            self.console.message(f"nothing to do: step {self.step:,} of {self.last_step:,} is done")
+            text = f"nothing to do: step {self.step:,} of {self.last_step:,} is done"
+            self.console.message(text, always=True)
         self.timer = StepTimer(total_steps=self.last_step, step=self.step)
         for hook in self.hooks:
             hook.start()
@@ -320,13 +321,13 @@ class Trainer:
                 text = reason = f"{text}. {self._why_unsaved()}"
             else:
                 text += "; run the same command to continue"
-            self.console.message(text)
+            self.console.message(text, always=True)
         self.events.end(state, step=self.step, spent=self.timer.total_s, exit_code=code)
         # Nothing was saved since this start, so its steps count as lost.
         if is_lost:
             self.events.discard(self.step, kept=self.first_step - 1)
         if self.rank == 0:
-            self.console.message(self.events.summary())
+            self.console.message(self.events.summary(), always=True)
             write_status(self.run_dir, state=state, exit_code=code, step=self.step, reason=reason)
         # The grace time may still end the process, and should then leave with this code.
         self.stop.exit_code = code

@@ -2,13 +2,15 @@
 
 import io
 import logging
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.metrics import step_row
+from tests.support.metrics import Clock, step_row
 from titan.config.layout import Layout
 from titan.config.model import model_config
 from titan.config.schema import (
@@ -35,7 +37,7 @@ def printed(
     section: MetricsSection | None = None,
     **options: Any,
 ) -> str:
-    out = io.StringIO()
+    out = options.pop("file", None) or io.StringIO()
     console = Console(section or MetricsSection(), total_steps=total_steps, file=out, **options)
     speak(console)
     console.close()
@@ -73,22 +75,22 @@ def test_the_page_shows_the_schedule_that_is_run() -> None:
 def test_step_line_in_a_log_file() -> None:
     text = printed(lambda console: console.step(step_row(120, loss=3.45214, mfu=0.431)))
     assert text == (
-        "step    120/10,000  loss  3.4521  gnorm  1.234  lr 3.00e-04    131,072 tok/s"
-        "  mfu 43.1% full-attn  gpu 61.20 GiB  data   0.3ms  eta  3:19:48\n"
+        "step    120/10,000  loss  3.4521  gnorm  1.234  lr 3.00e-04     131,072 tok/s"
+        "  mfu 43.1% full-attn  gpu  61.20 GiB  data   0.3ms  eta  3:19:48\n"
     )
 
 
 def test_a_mixture_of_experts_shows_its_imbalance() -> None:
     text = printed(lambda console: console.step(step_row(1, mfu=0.4, expert_imbalance=1.4249)))
-    assert "  gpu 61.20 GiB  moe  1.42x  eta" in text  # in the place of data
+    assert text.endswith("  data   0.3ms  eta  3:19:48  moe  1.42x\n")
 
 
 def test_cpu_says_rss_and_no_mfu() -> None:
     text = printed(lambda console: console.step(step_row(1, memory_kind="rss", memory_gib=0.87)))
-    assert "  mfu n/a  rss  0.87 GiB  " in text
+    assert "  mfu n/a  rss   0.87 GiB  " in text
 
 
-def test_lines_are_a_table_no_wider_than_140() -> None:
+def test_lines_are_a_table_no_wider_than_160() -> None:
     section = MetricsSection(mfu_convention="causal")
 
     def speak(console: Console) -> None:
@@ -96,7 +98,7 @@ def test_lines_are_a_table_no_wider_than_140() -> None:
         console.step(step_row(99_999, mfu=0.431, tokens_per_s=7_131_072.0, data_wait_s=0.4))
 
     first, second = printed(speak, total_steps=100_000, section=section).splitlines()
-    assert len(first) == len(second) <= 140
+    assert len(first) == len(second) <= 160
     for column in ("loss", "gnorm", "lr", "tok/s", "mfu", "causal-attn", "gpu", "GiB", "eta"):
         assert first.index(column) == second.index(column), column
 
@@ -237,3 +239,99 @@ def test_a_z_score_does_not_shift_the_columns() -> None:
         plain.rstrip("\n"),
         "step      7/10,000  loss z 12.3  gnorm z 99.0",
     ]
+
+
+def test_columns_stay_where_they_are_over_a_whole_run() -> None:
+    """Steps of one digit to six, a loss that diverges, throughput of any size; MoE and validations come and go."""
+    rows = [
+        step_row(1, loss=12.0, tokens_per_s=912.0, eta_s=273_600.0, expert_imbalance=1.5),
+        step_row(20, loss=999.99996, grad_norm=99.9999, tokens_per_s=1_234_567.0, memory_gib=139.7),
+        step_row(300, loss=float("nan"), grad_norm=float("nan"), eta_s=5.0, data_wait_s=12.5),
+        step_row(40_000, loss=98_765.4321, grad_norm=1e12, tokens_per_s=45_000_000.0),
+        step_row(500_000, loss=0.0, grad_norm=float("inf"), eta_s=0.0, memory_kind="rss"),
+    ]
+    rows[1:] = [replace(row, mfu=mfu) for row in rows[1:] for mfu in (0.4, None)]
+    rows[0] = replace(rows[0], mfu=1.1)
+
+    def speak(console: Console) -> None:
+        for row in rows:
+            console.step(row)
+            console.validation(ValidationRow(step=row.step, validation_loss=2.5))
+
+    for width in (None, 80, 100, 120):
+        lines = printed(speak, total_steps=900_000, width=width).splitlines()
+        shown = [line for line in lines if "validation" not in line]
+        assert len(shown) == len(rows)
+        for end in ("/900,000", "loss", "gnorm", "lr", "tok/s", "mfu", "GiB", "data", "ms", "eta"):
+            places = {line.index(end) for line in shown if end in line}
+            everywhere = all(end in line for line in shown)
+            assert len(places) == everywhere, (end, width)  # in all lines, or left out of all
+        # The numbers too: each ends where the others do.
+        ends = {re.search(r"loss +\S+", line).end() for line in shown}  # pyright: ignore
+        ends_of_rate = {line.index(" tok/s") for line in shown}
+        assert len(ends) == len(ends_of_rate) == 1
+        if width is None:
+            assert [line[line.index("eta") :].split()[1:3] for line in shown[:2]] == [
+                ["3d", "04:00"],
+                ["3:19:48"],
+            ]
+
+
+def test_the_bar_counts_down_between_logged_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("titan.observe.console.time.monotonic", clock)
+
+    def speak(console: Console) -> None:
+        bar = console._bar
+        assert bar is not None
+        console.advance(1)
+        assert bar.tasks[0].fields["eta"] == "-"  # no step was logged
+        console.step(step_row(10, eta_s=100.0))
+        for later_s, eta in ((40, "1:00"), (50, "0:10"), (20, "0:00")):
+            clock.now_s += later_s
+            console.advance(11)
+            assert bar.tasks[0].fields["eta"] == eta
+        assert (bar.tasks[0].completed, bar.tasks[0].total) == (11, 10_000)
+
+    printed(speak, is_terminal=True, width=80)
+
+
+@pytest.mark.parametrize("variable", ["NO_COLOR", "TERM"])
+def test_no_escapes_and_no_bar(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a terminal whose user wants no colours, or which has none."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    def speak(console: Console) -> None:
+        console.step(step_row(1))
+        logging.getLogger("titan").warning("careful")
+
+    assert ESCAPE in printed(speak, width=140, file=Terminal())
+    monkeypatch.setenv(variable, "dumb" if variable == "TERM" else "1")
+    assert ESCAPE not in printed(speak, width=140, file=Terminal())
+
+
+def test_quiet_keeps_warnings_and_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TITAN_QUIET", "1")
+
+    def speak(console: Console) -> None:
+        console.startup(page_of())
+        console.step(step_row(9, loss_z=50.0))
+        console.message("saved")
+        logging.getLogger("titan").warning("careful")
+        console.step(step_row(10))
+        console.validation(ValidationRow(step=10, validation_loss=2.5))
+        console.message("goodput", always=True)
+
+    for terminal in (True, False):
+        lines = printed(speak, total_steps=10, is_terminal=terminal, width=80).splitlines()
+        plain = [re.sub(r"\x1b\[[0-9;]*m", "", line)[:28] for line in lines]
+        assert plain == [
+            "warning: careful",
+            "step 10/10  loss  1.0000  gn",
+            "step 10/10  validation loss ",
+            "goodput",
+        ]

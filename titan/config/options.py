@@ -7,8 +7,11 @@ Imports no torch.
 from __future__ import annotations
 
 import argparse
+import os
 import re
+from typing import Any
 
+_QUIET = "TITAN_QUIET"
 JOB = "JOB.toml [OVERLAY.toml ...] [--section.key=value ...]"
 
 
@@ -42,3 +45,21 @@ def whole(text: str, least: int = 0) -> int:
 def positive(text: str) -> int:
     """Return an option's whole number of at least 1."""
     return whole(text, least=1)
+
+
+def add_quiet(parser: argparse.ArgumentParser) -> None:
+    """Add `-q`, `--quiet` to a command that reports its progress. `is_quiet` then returns True."""
+    parser.add_argument("-q", "--quiet", nargs=0, action=_Quiet, help=_Quiet.__doc__)
+
+
+def is_quiet() -> bool:
+    """Return whether this process, or the one that started it, was called with --quiet."""
+    return os.environ.get(_QUIET, "0") not in ("", "0")
+
+
+class _Quiet(argparse.Action):
+    """print only warnings, errors and the result"""
+
+    def __call__(self, *_: Any) -> None:
+        # The ranks, and processes in the background, inherit the environment.
+        os.environ[_QUIET] = "1"

@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from titan.config.base import Section
+from titan.config.options import is_quiet
 from titan.data import DataError
 from titan.data.shards import INDEX, TokenShards
 from titan.data.sources import Documents, open_documents
@@ -204,7 +205,7 @@ def display(
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    is_bar = console.is_terminal and not interval_s
+    is_bar = console.is_terminal and not (interval_s or console.no_color or is_quiet())
     with Bar(*columns, console=console, disable=not is_bar) as bar:
         task = bar.add_task(title, total=documents.num_bytes)
         begin = printed = time.monotonic()
@@ -215,7 +216,7 @@ def display(
             now = time.monotonic()
             line = describe(progress, documents.num_bytes, elapsed_s=now - begin)
             bar.update(task, description=line, completed=progress.num_bytes)
-            if bar.disable and now - printed >= (interval_s or _INTERVAL_S):
+            if bar.disable and not is_quiet() and now - printed >= (interval_s or _INTERVAL_S):
                 printed = now
                 print(f"{title}: {line}", file=sys.stderr, flush=True)
 

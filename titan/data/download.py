@@ -15,6 +15,7 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from titan.config.options import add_quiet, is_quiet
 from titan.data import DataError, require
 from titan.untrusted import printable
 
@@ -54,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--revision", help="branch, tag or commit; default: main")
     parser.add_argument("--output", type=Path, metavar="DIR", help="default: assets/NAME")
+    add_quiet(parser)
     args = parser.parse_args(argv)
     target = args.output or Path("assets") / args.repo.split("/")[-1]
     patterns = args.include or (("*",) if args.dataset else PATTERNS[args.only or "all"])
@@ -92,10 +94,11 @@ def download(
         ]
         _require(files, repo, [file.rfilename for file in info.siblings], patterns)
         size = sum(file.size or 0 for file in files)
-        print(
-            f"{len(files)} files, {size / 1e9:.2f} GB, of {repo} at {info.sha[:10]} into {target}",
-            flush=True,
-        )
+        if is_quiet():
+            hub.utils.disable_progress_bars()
+        else:
+            size_text = f"{len(files)} files, {size / 1e9:.2f} GB"
+            print(f"{size_text}, of {repo} at {info.sha[:10]} into {target}", flush=True)
         names = [file.rfilename for file in files]
         # By commit, so that all files belong together even if the branch moves meanwhile.
         hub.snapshot_download(**what, revision=info.sha, allow_patterns=names, local_dir=target)

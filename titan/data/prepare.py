@@ -13,6 +13,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from titan.config.options import add_quiet
 from titan.data import DataError
 from titan.data.cache import display, exclusive, usable_cores
 from titan.data.shards import Index
@@ -40,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--validation-fraction", type=_fraction, default=0.0, help="share of documents held out")
     add("--no-bos", action="store_true", help="no begin token before a document")
     add("--no-eos", action="store_true", help="no end token after a document")
+    add_quiet(parser)
     return parser
 
 

@@ -11,6 +11,7 @@ import json
 import sys
 from pathlib import Path
 
+from titan.config.options import add_quiet, is_quiet
 from titan.data import DataError, require
 from titan.data.prepare import INPUT_HELP
 from titan.data.reading import pieces_of
@@ -26,7 +27,9 @@ _SMALLEST = 256 + len((BOS, EOS))
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="titan tokenizer", description="Train or inspect one.")
     commands = parser.add_subparsers(dest="command", required=True)
-    add = commands.add_parser("train", help="learn a byte-level BPE vocabulary").add_argument
+    learn = commands.add_parser("train", help="learn a byte-level BPE vocabulary")
+    add_quiet(learn)
+    add = learn.add_argument
     add("--input", nargs="+", required=True, metavar="PATH", help=INPUT_HELP)
     add("--vocab-size", type=int, required=True, help=f"ids in all, at least {_SMALLEST}")
     add("--output", required=True, metavar="DIR", type=Path, help="folder for tokenizer.json")
@@ -63,7 +66,7 @@ def train(documents: Documents, *, vocab_size: int, output: Path) -> int:
         special_tokens=[BOS, EOS],
         # All 256 bytes have a token, so that no text is unknown.
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=sys.stderr.isatty(),
+        show_progress=sys.stderr.isatty() and not is_quiet(),
     )
     # In pieces, so that a document of any size needs little memory.
     texts = (piece for document in documents.read() for piece in pieces_of(document))

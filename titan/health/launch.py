@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from titan.config.options import is_quiet
 from titan.health.errors import count_oom_kills
 from titan.health.signals import (
     ASKING,
@@ -46,7 +47,8 @@ def launch(
     command = [sys.executable, "-m", "titan.health.launch", "--standalone"]
     command += [f"--nproc-per-node={num_processes}", f"--max-restarts={max_restarts}"]
     command += ["-m", "titan.train", *argv]
-    print(f"titan: starting {num_processes} processes; each imports torch first", flush=True)
+    if not is_quiet():
+        print(f"titan: starting {num_processes} processes; each imports torch first", flush=True)
     # Its own session: a Ctrl-C reaches this process alone, which passes it on once.
     agent = subprocess.Popen(command, env=environment(num_processes), start_new_session=True)
     handlers = {number: signal.signal(number, _forwarder(agent)) for number in FORWARDED}

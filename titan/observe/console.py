@@ -1,28 +1,33 @@
 """Print what a person sees during a run: the start-up page, a line for each logged step, and on a terminal a bar.
 
 Lines are columns of fixed width, so that a log file reads as a table. If a terminal is too narrow, whole columns are left
-out, the least important first. Without a terminal, or without colours, the output is plain text. Only rank 0 prints; the
-messages of other ranks go to their logs (titan/run_folder.py).
+out, the least important first. Without a terminal, with NO_COLOR, or without colours, the output is plain text and has no
+bar. With --quiet only warnings and the last lines are printed. Only rank 0 prints; the messages of other ranks go to their
+logs (titan/run_folder.py).
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import TextIO
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from titan.config.options import is_quiet
 from titan.config.schema import MetricsSection
 from titan.observe.metrics import StepRow, ValidationRow
 from titan.observe.startup import StartupPage
 
 _LOG = logging.getLogger("titan")
-_MAX_WIDTH = 140
+_MAX_WIDTH = 160  # of a log file: room for every column
 _REFRESH_PER_S = 2  # redrawing takes Python time from the training loop
 _GAP = "  "
 LARGE_Z = 6.0  # a robust z-score that ordinary steps do not reach
@@ -64,7 +69,8 @@ class Console(logging.Handler):
         self._is_rank_0 = rank == 0
         self._total_steps = total_steps
         # The bar needs a terminal that can move its cursor, and colours mark what moves.
-        live = is_terminal and not section.disable_color_printing
+        is_plain = section.disable_color_printing or os.environ.get("NO_COLOR")
+        live = is_terminal and not is_plain
         self._console = RichConsole(
             file=out,
             force_terminal=live,
@@ -76,7 +82,10 @@ class Console(logging.Handler):
             markup=False,
             emoji=False,
         )
-        self._bar = self._make_bar() if live and self._is_rank_0 else None
+        self._is_quiet = is_quiet()
+        self._bar = self._make_bar() if live and self._is_rank_0 and not self._is_quiet else None
+        self._end_s = math.nan  # when training will end, by time.monotonic
+        self._widths: list[int] = []  # of the columns of a step's line
         # Warnings of any part of titan appear between the lines, above the bar.
         _LOG.addHandler(self)
 
@@ -87,11 +96,14 @@ class Console(logging.Handler):
     def advance(self, step: int, *, eta_s: float | None = None) -> None:
         """Move the bar to `step`. Call it for every step."""
         if self._bar is not None:
-            # Between logged steps the time left is not known: keep the one shown.
-            task = self._bar.tasks[0]
-            eta = task.fields["eta"] if eta_s is None else duration(eta_s)
+            now_s = time.monotonic()
+            if eta_s is not None:
+                self._end_s = now_s + eta_s
+            # Between logged steps, what was left at the last one runs down.
+            left_s = self._end_s - now_s
+            eta = "-" if math.isnan(left_s) else duration(max(left_s, 0.0))
             self._bar.start()  # appears with the first step
-            self._bar.update(task.id, completed=step, eta=eta)
+            self._bar.update(self._bar.tasks[0].id, completed=step, eta=eta)
 
     def step(self, row: StepRow) -> None:
         """Print a line for a logged step."""
@@ -100,19 +112,20 @@ class Console(logging.Handler):
         memory = "rss" if row.memory_kind == "rss" else "gpu"
         imbalance = row.expert_imbalance
         # Rows of the busiest expert-parallel rank, or of the busiest expert, over the mean.
-        experts = [] if imbalance is None else [_Column(f"moe {imbalance:5.2f}x", order=2)]
-        self._print_columns(
+        experts = "" if imbalance is None else f"moe {_fit(imbalance, 5, 2)}x"
+        columns = [
             _Column(self._step_column(row.step), style="cyan"),
-            _Column(f"loss {row.loss:7.4f}", style="bold"),
-            _Column(f"gnorm {_short(row.grad_norm):>6}", order=2),
-            _Column(f"lr {row.lr:.2e}", order=4),
-            _Column(f"{row.tokens_per_s:>9,.0f} tok/s"),
-            _Column(f"mfu {mfu}", order=3),
-            _Column(f"{memory} {row.memory_gib:5.2f} GiB", order=5),
-            _Column(f"data {row.data_wait_s * 1e3:5.1f}ms", order=6),
-            *experts,
-            _Column(f"eta {duration(row.eta_s):>8}", order=1),
-        )
+            _Column(f"loss {_fit(row.loss, 7, 4)}", style="bold"),
+            _Column(f"gnorm {_fit(row.grad_norm, 6, 3)}", order=3),
+            _Column(f"lr {row.lr:.2e}", order=5),
+            _Column(f"{row.tokens_per_s:>10,.0f} tok/s", order=1),
+            _Column(f"mfu {mfu}", order=4),
+            _Column(f"{memory} {_fit(row.memory_gib, 6, 2)} GiB", order=6),
+            _Column(f"data {_fit(row.data_wait_s * 1e3, 5, 1)}ms", order=7),
+            _Column(f"eta {duration(row.eta_s):>8}", order=2),
+            _Column(experts, order=3),
+        ]
+        self._print_columns(*self._aligned(columns), always=row.step == self._total_steps)
         if spikes := self._spikes(row):  # a line below, so that the columns stay where they are
             self._print_columns(_Column(self._step_column(row.step), style="cyan"), *spikes)
         self.advance(row.step, eta_s=row.eta_s)
@@ -127,17 +140,18 @@ class Console(logging.Handler):
             columns.append(_Column(f"{row.bits_per_byte:.4f} bits/byte", style="green"))
         if row.unigram_bits_per_byte is not None:
             columns.append(_Column(f"(byte frequencies alone: {row.unigram_bits_per_byte:.4f})"))
-        self._print_columns(*columns)
+        self._print_columns(*columns, always=row.step == self._total_steps)
 
-    def message(self, text: str) -> None:
-        """Print a line, and write it to the log of every rank."""
+    def message(self, text: str, *, always: bool = False) -> None:
+        """Print a line, and write it to the log of every rank. `always`: with --quiet, too."""
         _LOG.info(text)
-        self._print(Text(text))
+        self._print(Text(text), always=always)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a warning or an error of the logger "titan". The last error of a run goes to standard error instead."""
         if not getattr(record, "last_words", False):
-            self._print(Text(f"{record.levelname.lower()}: {record.getMessage()}", style="yellow"))
+            text = f"{record.levelname.lower()}: {record.getMessage()}"
+            self._print(Text(text, style="yellow"), always=True)
 
     def close(self) -> None:
         """Remove the bar; the lines stay. More may be printed afterwards."""
@@ -147,20 +161,29 @@ class Console(logging.Handler):
         _LOG.removeHandler(self)
         super().close()
 
-    def _print(self, text: Text) -> None:
-        if self._is_rank_0:
+    def _print(self, text: Text, *, always: bool = False) -> None:
+        if self._is_rank_0 and (always or not self._is_quiet):
             # A log file keeps long lines whole, so that they can be searched.
             self._console.print(text, soft_wrap=not self._console.is_terminal)
             # A log file of a batch job is read while the job runs.
             self._console.file.flush()
 
-    def _print_columns(self, *columns: _Column) -> None:
+    def _aligned(self, columns: list[_Column]) -> list[_Column]:
+        """Return the columns of a step's line, each as wide as its widest text so far."""
+        pairs = zip_longest((len(c.text) for c in columns), self._widths, fillvalue=0)
+        self._widths = [max(pair) for pair in pairs]
+        sized = zip(columns, self._widths, strict=True)
+        return [replace(c, text=c.text.ljust(width)) for c, width in sized if width]
+
+    def _print_columns(self, *columns: _Column, always: bool = False) -> None:
         """Print a line, without the columns of the highest orders if they do not fit."""
         shown = list(columns)
         # Order 0 stays, however narrow the terminal is.
         while any(c.order for c in shown) and _width(shown) > self._console.width:
             shown.remove(max(shown, key=lambda c: c.order))
-        self._print(Text(_GAP).join(Text(c.text, style=c.style) for c in shown))
+        line = Text(_GAP).join(Text(c.text, style=c.style) for c in shown)
+        line.rstrip()
+        self._print(line, always=always)
 
     def _spikes(self, row: StepRow) -> list[_Column]:
         """Return a column for each score that is large."""
@@ -186,6 +209,8 @@ class Console(logging.Handler):
             TimeElapsedColumn(),
             TextColumn("eta {task.fields[eta]}", style="cyan"),
             console=self._console,
+            # rich shows what is printed above the bar, but would take errors out of `2> FILE`.
+            redirect_stderr=sys.stderr.isatty(),
             refresh_per_second=_REFRESH_PER_S,
             transient=True,
             expand=True,
@@ -203,9 +228,11 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"
 
 
-def _short(value: float) -> str:
-    """Format a number in six characters, unless it is huge."""
-    return f"{value:.3f}" if value < 100 else f"{value:.5g}" if value < 99_999 else f"{value:.0e}"
+def _fit(value: float, width: int, decimals: int) -> str:
+    """Format a number in `width` characters, with fewer decimals or as a power of ten if it is large."""
+    texts = [f"{value:.{n}f}" for n in range(decimals, -1, -1)]
+    fits = (text for text in texts if len(text) <= width)
+    return next(fits, f"{value:.0e}").rjust(width)
 
 
 def _width(columns: list[_Column]) -> int:

@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = job_parser(
         "sim",
-        "[--json FILE] [--trace FILE] [--html FILE] [--sweep KEY=A,B,...]",
+        "[--json FILE] [--trace FILE] [--html FILE] [--sweep KEY=A,B,...] [--quiet]",
         "Simulate a training step: time, exposed communication, memory. Needs no GPU and starts no process group.",
         required=False,
     )

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from titan.config.errors import ConfigError, Problem
+from titan.config.options import add_quiet, is_quiet
 
 from .profiles import Profile, profile_names
 from .simulate import Facts
@@ -23,7 +24,7 @@ _SMALL = 0.005  # of the whole: not worth a line
 def say(text: str) -> None:
     """Show what is being done, on one line of a terminal that the next text replaces."""
     # Carriage return and "erase to the end of the line": in a pipe or a log they would be noise.
-    if sys.stderr.isatty():
+    if sys.stderr.isatty() and not is_quiet():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
@@ -42,6 +43,7 @@ def job_parser(name: str, usage: str, description: str, *, required: bool = True
     parser.add_argument("--hardware", required=required, metavar="H", help=hardware)
     parser.add_argument("--json", metavar="FILE", help="everything as data; - for standard output")
     parser.add_argument("--processes", type=int, metavar="P", help="at once; default: all cores")
+    add_quiet(parser)
     return parser
 
 
