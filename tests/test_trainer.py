@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -54,6 +55,24 @@ def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path) -> None:
     assert numbers(parts) == numbers(whole)
     assert [r["step"] for r in rows(whole)] == list(range(1, 9))
     assert rows(parts)[-1]["tokens"] == 8 * 2 * 32
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_rows_have_the_mean_loss_of_the_steps_since_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: int
+) -> None:
+    """Also where, as on a device, the host reads a step's loss one step late; and over a resume."""
+    every, some = tmp_path / "every", tmp_path / "some"
+    run(job(every))
+    monkeypatch.setattr(Trainer, "max_pending", property(lambda _: late, lambda *_: None), False)
+    run(job(some, training={"steps": 5}, metrics={"log_freq": 3}))
+    run(job(some, metrics={"log_freq": 3}))
+    losses = {row["step"]: row["loss"] for row in rows(every)}
+    assert [row["loss_mean"] for row in rows(every)] == list(losses.values())
+    expected = {1: [1], 3: [2, 3], 5: [4, 5], 6: [6], 8: [7, 8]}
+    assert {row["step"]: (row["loss"], row["loss_mean"]) for row in rows(some)} == {
+        step: (losses[step], fmean(losses[s] for s in steps)) for step, steps in expected.items()
+    }
 
 
 def test_a_resumed_run_tells_what_has_changed(

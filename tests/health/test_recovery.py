@@ -141,6 +141,8 @@ def test_a_rewound_run_never_saw_the_samples(
     assert same_tensors(step_folder(clean, 14), step_folder(struck, 14))
     assert [row["step"] for row in rows(struck)] == list(range(1, 15))
     assert [row["loss"] for row in rows(struck)] == [row["loss"] for row in rows(clean)]
+    # The mean forgets steps that were taken back.
+    assert [row["loss_mean"] for row in rows(struck)] == [row["loss"] for row in rows(clean)]
     assert rows(struck)[-1]["num_rewinds"] == 1
     metadata = json.loads((struck / "checkpoint" / "step-14" / "titan.json").read_text())
     assert metadata["data"]["skipped"] == [[first, 44]]

@@ -8,7 +8,8 @@ class El { constructor(tag) { this.tag = tag; this.children = []; this.style = {
   append(...x) { this.children.push(...x); } replaceChildren(...x) { this.children = x; } addEventListener(n, f) { this.handlers[n] = f; } getContext() { return ctx; } getBoundingClientRect() { return { left: 0, top: 0 }; } }
 const byId = {}, document = { getElementById: id => byId[id] ||= new El(id), createElement: t => new El(t), documentElement: {}, hidden: false };
 const all = (e, f, out = []) => { if (e instanceof El) { if (f(e)) out.push(e); e.children.forEach(c => all(c, f, out)); } return out; };
-vm.runInNewContext(script, { document, getComputedStyle: () => ({ getPropertyValue: () => "#000" }), devicePixelRatio: 1, addEventListener() {}, matchMedia: () => ({ addEventListener() {} }), innerWidth: 1000, innerHeight: 800, console, setTimeout() {}, isFinite });
+const page = vm.createContext({ document, getComputedStyle: () => ({ getPropertyValue: () => "#000" }), devicePixelRatio: 1, addEventListener() {}, matchMedia: () => ({ addEventListener() {} }), innerWidth: 1000, innerHeight: 800, console, setTimeout() {}, isFinite });
+vm.runInContext(script, page);
 const charts = byId.charts, canvas = all(charts, e => e.tag == "canvas")[0], log = all(charts, e => e.tag == "button")[0];
 const legends = all(charts, e => e.className == "legend").map(l => all(l, e => e.tag == "span").map(s => s.textContent || s.children[1]).join("|"));
 console.log(JSON.stringify({ strokes: calls.stroke, cells: calls.fillRect, dashes: calls.setLineDash, legend: legends[0] }));
@@ -16,3 +17,5 @@ labels = []; log.handlers.click(); console.log("log", JSON.stringify(labels.slic
 canvas.handlers.pointerdown({ clientX: 100 }); canvas.handlers.pointerup({ clientX: 300 }); console.log("zoom", byId.zoom.textContent);
 canvas.handlers.pointermove({ clientX: 200, clientY: 5 }); console.log("tip", JSON.stringify(byId.tip.textContent));
 canvas.handlers.dblclick(); console.log("zoom", byId.zoom.textContent);
+const marks = `Object.keys(AXES).map(name => { axis = name; return runs.map(run => run.starts.map(start => startAt(run, start))); })`;
+console.log(JSON.stringify(vm.runInContext(marks, page)));

@@ -2,11 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from titan.cli import main
-from titan.observe.plot import points, read_metrics, running_mean
+from titan.observe.plot import loss_curves, points, read_metrics, running_mean
 from titan.observe.rows import run_names
 
 
@@ -60,6 +61,53 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert main(["plot", str(tmp_path / folder)]) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and message in error
+
+
+def test_curves_and_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lines of the picture: steps, means, where the run went on; the names of what occurs."""
+    figure = pytest.importorskip("matplotlib.figure")
+    run = tmp_path / "run"
+    run.mkdir()
+    rows = [{"step": s, "loss": 9.0 / s, "loss_mean": 10.0 / s} for s in range(10, 60, 10)]
+    rows = [row | {"tokens": 8 * row["step"], "tokens_per_s": 1.0} for row in rows]
+    rows = [row | {"time_s": 36.0 * row["step"], "unix_s": 1e9 + row["step"]} for row in rows]
+    events = [("start", 0), ("resume", 25), ("save", 30), ("rewind", 40), ("resume", 45)]
+    for name, content in (
+        ("metrics", rows),
+        ("events", [{"event": e, "step": s, "unix_s": 1e9 + s} for e, s in events]),
+    ):
+        text = "".join(json.dumps(row) + "\n" for row in content)
+        (run / f"{name}.jsonl").write_text(text)
+    drawn: list[Any] = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    began_s = 36.0 * 50 - 50  # time_s when unix_s was 1e9, by the last row
+    for x, starts in {
+        "step": [25, 40, 45],
+        "tokens": [200, 320, 360],
+        "time": [(began_s + step) / 3600 for step in (25, 40, 45)],
+    }.items():
+        assert main(["plot", str(run), "--x", x]) == 0
+        upper, lower = drawn[-1].axes
+        own, mean, *marks = upper.lines
+        assert list(own.get_ydata()) == [9.0 / s for s in range(10, 60, 10)]
+        assert list(mean.get_ydata()) == [10.0 / s for s in range(10, 60, 10)]
+        assert [line.get_xdata()[0] for line in marks] == pytest.approx(starts)
+        assert [line.get_xdata()[0] for line in lower.lines[1:]] == pytest.approx(starts)
+        assert [line.get_linestyle() for line in marks] == ["--", ":", "--"]
+        names = [text.get_text() for text in upper.get_legend().get_texts()]
+        assert names == ["run", "each logged step", "mean since the last row", "restart", "rewind"]
+
+
+def test_curves_of_a_long_run() -> None:
+    rows = [{"step": s, "loss": float(s % 7), "loss_mean": float(s % 2)} for s in range(100)]
+    names = [name for name, *_ in loss_curves(rows, "step")]
+    assert names == ["each logged step", "mean since the last row", "running mean"]
+    assert loss_curves(rows, "step")[2][3] == running_mean([float(s % 2) for s in range(100)])
+    # With a row for each step, or without means, there is nothing else to show.
+    for change in ({"loss_mean": 1.0, "loss": 1.0}, {"loss_mean": None}):
+        curves = loss_curves([row | change for row in rows], "step")
+        assert curves[0][3] == [row["loss"] if "loss" not in change else 1.0 for row in rows]
+        assert "mean since the last row" not in [name for name, *_ in curves]
 
 
 def test_running_mean_is_centred() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from titan.cli import main
+from titan.observe.plot import mark, read_metrics, read_starts
 from titan.observe.rows import MAX_ROWS
 from titan.watch.cli import open_runs
 from titan.watch.reading import COLUMNS, RunReader, read_all
@@ -165,7 +166,7 @@ def test_a_hundred_thousand_rows(tmp_path: Path) -> None:
 
 
 def test_where_a_run_started_again_is_sent(get: Get) -> None:
-    assert poll(get)["starts"] == [[1, "resume"]]
+    assert poll(get)["starts"] == [[1, "resume", 2.0]]
 
 
 @pytest.mark.parametrize(
@@ -262,17 +263,32 @@ def test_charts_have_a_legend_marks_of_restarts_zoom_and_a_log_axis(
 ) -> None:
     other = tmp_path / "other"
     other.mkdir()
-    metrics(other, range(1, 100))
+    for step in range(10, 100, 10):
+        metrics(other, range(step, step + 1), tokens=100 * step, time_s=50.0 + step, loss_mean=2.0)
+    again = [("start", 0, 40.0), ("resume", 15, 3700.0), ("rewind", 40, 141.5), ("resume", 95, 0)]
+    rows = [{"event": event, "step": step, "unix_s": unix_s} for event, step, unix_s in again]
+    lines(other / "events.jsonl", *rows)
     file = tmp_path / "page.html"
     assert main(["watch", str(run_dir), str(other), "--once", str(file)]) == 0
     command = ["node", str(Path(__file__).with_name("page.js")), str(file)]
     shown = subprocess.check_output(command, text=True, timeout=60).splitlines()
-    assert '"legend":"run|other|thin: each row, bold: running mean' in shown[0]
-    assert "dashes: restarts" in shown[0] and json.loads(shown[0])["dashes"] > 0
+    assert (
+        '"legend":"run|other|faint: each logged step, thin: mean since the last row, b' in shown[0]
+    )
+    assert "dashes: restart, dotted: rewind" in shown[0] and json.loads(shown[0])["dashes"] > 0
     # Of two layers and two experts, the last one is damaged.
     assert json.loads(shown[0])["cells"] == 3
     assert shown[1].startswith("log [") and shown[2].startswith("zoom step ")
-    assert "other  loss  " in shown[3] and shown[4] == "zoom drag over a chart to zoom"
+    assert "other  loss  " in shown[3] and "other  loss_mean  2" in shown[3]
+    assert shown[4] == "zoom drag over a chart to zoom"
+    # By step, tokens and hours, of the two runs, where `titan plot` puts them too. The first run has no tokens.
+    rows = read_metrics(other / "metrics.jsonl")
+    starts = read_starts(other / "events.jsonl")
+    for axis, places in zip(("step", "tokens", "time"), json.loads(shown[5]), strict=True):
+        assert places[1] == pytest.approx([mark(start, rows, axis) for start in starts])
+    assert json.loads(shown[5])[0] == [[1], [15, 40, 95]]
+    assert json.loads(shown[5])[1][1] == [1500, 4000, 9000]
+    assert json.loads(shown[5])[2][1] == pytest.approx([3650 / 3600, 91.5 / 3600, -50 / 3600])
 
 
 @pytest.mark.slow

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from statistics import fmean
 from typing import Any
 
-from titan.hook import Hook
+from titan.hook import Hook, StepResult
 from titan.hooks.validation import Validation
 from titan.observe.memory import peak_memory
 from titan.observe.metrics import MetricsLog, StepRow, model_tflops
@@ -17,6 +19,7 @@ class Metrics(Hook):
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.log: MetricsLog | None = None
+        self.losses: list[float] = []  # finite ones since the last row
         config = trainer.config
         self.flops_per_token = trainer.sizes.flops_per_token(
             config.training.seq_len, causal=config.metrics.mfu_convention == "causal"
@@ -25,6 +28,7 @@ class Metrics(Hook):
     def start(self) -> None:
         trainer = self.trainer
         self.since_step = trainer.step
+        self.losses.clear()
         self.log = MetricsLog(
             trainer.run_dir,
             section=trainer.config.metrics,
@@ -40,6 +44,11 @@ class Metrics(Hook):
 
     def needs_results(self) -> bool:
         return self.trainer.logs_this_step
+
+    def result(self, result: StepResult) -> None:
+        # A step that was skipped may have any loss.
+        if math.isfinite(result.loss):
+            self.losses.append(result.loss)
 
     def step_end(self) -> None:
         trainer = self.trainer
@@ -66,6 +75,8 @@ class Metrics(Hook):
         # The window covers all steps since the last row.
         num_steps = trainer.step - self.since_step
         self.since_step = trainer.step
+        loss_mean = fmean(self.losses) if self.losses else math.nan
+        self.losses.clear()
         window = trainer.timer.window(step=trainer.step, tokens=num_steps * trainer.tokens_per_step)
         tflops = model_tflops(
             tokens_per_s=window.tokens_per_s,
@@ -84,6 +95,7 @@ class Metrics(Hook):
         row = StepRow(
             step=trainer.step,
             loss=result.loss,
+            loss_mean=loss_mean,
             grad_norm=result.grad_norm,
             lr=trainer.train_step.optimizer.param_groups[0]["lr"],
             tokens=trainer.tokens_seen,

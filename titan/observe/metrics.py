@@ -43,6 +43,7 @@ class StepRow:
     eta_s: float
     data_wait_s: float
     memory_gib: float
+    loss_mean: float | None = None
     memory_active_gib: float | None = None
     memory_kind: str = "device"
     tflops: float | None = None

@@ -1,19 +1,31 @@
 """Draw curves of one or several runs in one picture: `titan plot RUN... [--output FILE.png] [--x step|tokens|time]`.
 
-The upper panel shows the loss: training thin, its running mean bold, validations as markers. The lower panel shows the
-throughput. Reads only metrics.jsonl; rows.py thins a long one. Needs the extra `plot` (matplotlib).
+The upper panel shows the loss: faint the logged steps' own, thin the mean since the last row, bold its running mean, and
+validations as markers. The lower panel shows the throughput. Vertical lines mark where a run continued from a checkpoint,
+after a restart (dashed) or a rewind (dotted). Reads metrics.jsonl, which rows.py thins if it is long, and events.jsonl.
+Needs the extra `plot` (matplotlib).
 """
 
 from __future__ import annotations
 
 import argparse
+from bisect import bisect_left
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from titan.observe.rows import Row, RowFile, number, run_names, runs_near
+from titan.observe.rows import Row, RowFile, number, read_rows, run_names, runs_near
 from titan.observe.sinks import require
 from titan.untrusted import InputError
+
+Style = dict[str, Any]
+BOLD: Style = {"linewidth": 2}
+# Events after which a run continues from a checkpoint: their names in the legend, and their marks.
+MARKS: dict[str, tuple[str, Style]] = {
+    "resume": ("restart", {"linewidth": 0.9, "linestyle": "--"}),
+    "rewind": ("rewind", {"linewidth": 0.9, "linestyle": ":"}),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -27,9 +39,10 @@ def main(argv: list[str] | None = None) -> int:
     require("matplotlib", extra="plot", asked_by="titan plot")
     files = [run if run.is_file() else run / "metrics.jsonl" for run in arguments.runs]
     runs = dict(zip(run_names(arguments.runs), map(read_metrics, files), strict=True))
+    starts = [read_starts(file.with_name("events.jsonl")) for file in files]
     output = arguments.output or files[0].with_name("curves.png")
     try:
-        draw(runs, output=output, x=arguments.x)
+        draw(runs, starts, output=output, x=arguments.x)
     except OSError as error:
         raise InputError(f"titan plot: {error}") from None
     print(f"wrote {output}")
@@ -51,12 +64,52 @@ def read_metrics(file: Path) -> list[Row]:
     return rows
 
 
+def read_starts(file: Path) -> list[Row]:
+    """Return the events of a run after which it continued from a checkpoint; none if it has no such file."""
+    with suppress(OSError):
+        return [row for row in read_rows(file) if row.get("event") in MARKS]
+    return []
+
+
+def mark(start: Row, rows: list[Row], x: str) -> float | None:
+    """Return where on the horizontal axis a run continued, or None if its rows do not say."""
+    step, unix_s, last = number(start.get("step")), number(start.get("unix_s")), rows[-1]
+    end_unix_s, end_s = number(last.get("unix_s")), number(last.get("time_s"))
+    if step is None or x == "step":
+        return step
+    if x == "time":
+        known = unix_s is not None and end_unix_s is not None and end_s is not None
+        return (unix_s - (end_unix_s - end_s)) / 3600 if known else None
+    # Between two rows the tokens grow evenly. Before the first one, they grow from zero.
+    steps, tokens = ([0.0, *values] for values in points(rows, "step", x))
+    after = bisect_left(steps, step)
+    if after in (0, len(steps)):
+        return tokens[after - 1] if after else 0.0
+    share = (step - steps[after - 1]) / (steps[after] - steps[after - 1])
+    return tokens[after - 1] + share * (tokens[after] - tokens[after - 1])
+
+
 def points(rows: list[Row], x: str, key: str) -> tuple[list[float], list[float]]:
     """Return x and y of the rows that have the key. Time is in hours."""
     x_key, unit = ("time_s", 3600) if x == "time" else (x, 1)
     pairs = ((number(row.get(x_key)), number(row.get(key))) for row in rows)
     known = [(a / unit, b) for a, b in pairs if a is not None and b is not None]
     return [a for a, _ in known], [b for _, b in known]
+
+
+def loss_curves(rows: list[Row], x: str) -> list[tuple[str, Style, list[float], list[float]]]:
+    """Return name, style, x and y of each curve of the training loss; the last one is bold."""
+    single, mean = points(rows, x, "loss"), points(rows, x, "loss_mean")
+    # Of every step a row, or rows of a version without means: the losses are all there is.
+    at, loss = mean if mean[1] else single
+    curves = [("each logged step", {"linewidth": 0.8, "alpha": 0.35}, *single)]
+    name = "mean since the last row" if loss != single[1] else "each logged step"
+    smooth = running_mean(loss)
+    if smooth != loss:
+        if loss != single[1]:
+            curves.append((name, {"linewidth": 0.9, "alpha": 0.8}, at, loss))
+        name = "running mean"
+    return [*curves, (name, BOLD, at, smooth)]
 
 
 def running_mean(values: list[float]) -> list[float]:
@@ -67,6 +120,8 @@ def running_mean(values: list[float]) -> list[float]:
     sums = [0.0, *accumulate(values)]
     # Prefix sums make this linear for any window.
     half = len(values) // 60
+    if not half:
+        return values
     means = []
     for i in range(len(values)):
         reach = min(half, i, len(values) - 1 - i)
@@ -74,25 +129,33 @@ def running_mean(values: list[float]) -> list[float]:
     return means
 
 
-def draw(runs: dict[str, list[Row]], *, output: Path, x: str) -> None:
-    """Draw the rows of runs, by their names in the legend."""
+def draw(runs: dict[str, list[Row]], starts: list[list[Row]], *, output: Path, x: str) -> None:
+    """Draw the rows of runs, by their names in the legend, and where each run started again."""
     from matplotlib.figure import Figure  # not pyplot: it would look for a display
+    from matplotlib.lines import Line2D
     from matplotlib.ticker import EngFormatter
 
     figure = Figure(figsize=(10, 7.5), layout="constrained", dpi=120)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    for i, (name, rows) in enumerate(runs.items()):
-        line: dict[str, Any] = {"color": f"C{i % 10}"}  # matplotlib's ten colours
-        at, loss = points(rows, x, "loss")
-        # Single steps are noisy: show them faintly, and the mean on top.
-        upper.plot(at, loss, **line, linewidth=0.8, alpha=0.35)
-        upper.plot(at, running_mean(loss), **line, linewidth=2, label=f"{name}: training")
+    styles: dict[str, Style] = {}  # of the lines that occur, by their names in the legend
+    for i, ((name, rows), again) in enumerate(zip(runs.items(), starts, strict=True)):
+        line: Style = {"color": f"C{i % 10}"}  # matplotlib's ten colours
+        for text, style, at, loss in loss_curves(rows, x):
+            # The run's name belongs to the last one, which is bold.
+            upper.plot(at, loss, **line, **style, label=name if style is BOLD else None)
+            styles[text] = style
         at, validation = points(rows, x, "validation_loss")
         if at:
             label = f"{name}: validation (last {validation[-1]:.4f})"
-            marker: dict[str, Any] = {"markersize": 6, "markeredgecolor": "white"}
+            marker: Style = {"markersize": 6, "markeredgecolor": "white"}
             upper.plot(at, validation, "o", **line, **marker, label=label)
         lower.plot(*points(rows, x, "tokens_per_s"), **line, linewidth=1.2)
+        for start in again:
+            text, style = MARKS[start["event"]]
+            if (place := mark(start, rows, x)) is not None:
+                styles[text] = style
+                for axes in (upper, lower):
+                    axes.axvline(place, **line, **style)
     upper.set_ylabel("loss (nats per token)")
     lower.set_ylabel("tokens per second")
     lower.set_xlabel("hours since the first start" if x == "time" else x)
@@ -104,6 +167,8 @@ def draw(runs: dict[str, list[Row]], *, output: Path, x: str) -> None:
     for axes in (upper, lower):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    upper.legend(frameon=False)
+    # Lines mean the same in every run, so their styles are explained once, in grey.
+    grey = [Line2D([], [], color="grey", **style, label=text) for text, style in styles.items()]
+    upper.legend(handles=[*upper.get_legend_handles_labels()[0], *grey], frameon=False)
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, format="png")

@@ -34,6 +34,7 @@ def require(package: str, *, extra: str, asked_by: str) -> None:
 # Names of the curves, in groups. A key that is not here, and has no group, is not drawn.
 _CURVES = {
     "loss": "loss/train",
+    "loss_mean": "loss/train_mean",
     "validation_loss": "loss/validation",
     "bits_per_byte": "loss/validation_bits_per_byte",
     "grad_norm": "optimizer/grad_norm",

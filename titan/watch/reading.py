@@ -28,7 +28,18 @@ else:
     import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
 COLUMNS = (
-    *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "mfu", "memory_gib", "time_s"),
+    *(
+        "step",
+        "loss",
+        "loss_mean",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "tokens_per_s",
+        "mfu",
+        "memory_gib",
+        "time_s",
+    ),
     *("step_s", "data_wait_s", "validation_loss", "bits_per_byte", "loss_z", "grad_norm_z"),
     *("slowest_rank", "slowest_rank_s", "median_rank_s", "goodput", "unix_s", "eta_s"),
     *("expert_imbalance", "predicted/step_s", "drift/ratio"),
@@ -195,7 +206,7 @@ class EventFile(LineFile):
             self.slow.clear()
             self.drift = ""
         if event in ("resume", "rewind") and step is not None:
-            self.starts.append([step, event])
+            self.starts.append([step, event, number(row.get("unix_s"))])
         if event in ("straggler", "recovered") and isinstance(rank, int):
             (self.slow.add if event == "straggler" else self.slow.discard)(rank)
         if event in ("drift", "drift_over"):
