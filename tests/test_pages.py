@@ -1,0 +1,100 @@
+"""What the pages say is there: links, files, the options of commands, the keys of jobs. tests/test_page_commands.py runs them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs import ROOT
+from tests.support.pages import (
+    PRESENT,
+    Refused,
+    blocks,
+    check_command,
+    inline_commands,
+    links,
+    page_commands,
+    pages,
+    slugs,
+)
+from titan.config.load import load_config
+from titan.config.toml import read_toml
+from titan.sim.profiles import load_profile
+
+
+@pytest.mark.parametrize("page", pages())
+def test_links_resolve(page: str) -> None:
+    """Relative links to files and to headings, under GitHub's names of headings and under the site's."""
+    broken = []
+    for link in links(page):
+        path, _, heading = link.partition("#")
+        file = ROOT / page if not path else ROOT / Path(page).parent / path
+        if not file.resolve().exists():
+            broken.append(link)
+        elif heading and heading not in slugs(str(file.resolve().relative_to(ROOT))):
+            broken.append(link)
+    assert not broken
+
+
+def test_pages_name_files_that_exist() -> None:
+    pattern = re.compile(
+        r"(?:tests|titan|scripts|examples|models|docs|train_configs)/[\w./-]+\.(?:py|md|sh|toml|yaml|html)"
+    )
+    missing = {
+        (page, name)
+        for page in PRESENT
+        for name in pattern.findall(pages()[page])
+        if not (ROOT / name).exists()
+    }
+    # A placeholder, and nanochat's script.
+    assert missing == {
+        ("docs/simulator_accuracy.md", "train_configs/published/ID.toml"),
+        ("docs/architecture.md", "scripts/base_train.py"),
+    }
+
+
+def test_commands_are_labelled() -> None:
+    """A block whose lines begin with a program is one of commands, so that it runs in a test."""
+    unlabelled = {
+        (block.page, block.line)
+        for page in PRESENT
+        for block in blocks(page)
+        if block.language not in ("bash", "console", "python", "toml")
+        and re.search(r"^(\$ )?(titan|python|torchrun|pip|scripts/\S+\.sh) ", block.text, re.MULTILINE)
+    }
+    assert not unlabelled
+
+
+@pytest.mark.parametrize("page", PRESENT)
+def test_commands_have_known_options(page: str) -> None:
+    """Of blocks and of the text; the real parsers read them."""
+    refused = []
+    written = page_commands(page)
+    for command in written + inline_commands(page):
+        try:
+            check_command(command, whole=command in written)
+        except Refused as error:
+            refused.append(str(error))
+    assert not refused, "\n".join(refused)
+
+
+@pytest.mark.parametrize("page", PRESENT)
+def test_toml_blocks_are_valid(page: str, tmp_path: Path) -> None:
+    """As overlays of the debug job, or as profiles of machines."""
+    for block in blocks(page, "toml"):
+        file = tmp_path / f"{block.line}.toml"
+        file.write_text(block.text)
+        table = read_toml(file)[0]
+        if "base" in table:  # a machine
+            load_profile(str(file))
+        elif "project" not in table and table.get("optimizer", {}).get("name") != "SGD":
+            # A package and its optimizer are installed by tests/test_cli.py. All else is of a job.
+            load_config(ROOT / "train_configs" / "debug_model.toml", overlays=[file])
+
+
+@pytest.mark.parametrize("page", PRESENT)
+def test_python_blocks_compile(page: str) -> None:
+    for block in blocks(page, "python"):
+        compile(block.text, f"{page}:{block.line}", "exec")
