@@ -1,9 +1,8 @@
-"""Limits of the source: lengths, one meaning for each public type, and pages that name files that exist."""
+"""Limits of the source: lengths, and one meaning for each public type."""
 
 from __future__ import annotations
 
 import ast
-import re
 from collections import defaultdict
 
 from tests.test_imports import SOURCES
@@ -47,23 +46,3 @@ def test_a_public_type_has_one_meaning() -> None:
     assert {
         name: where for name, where in modules.items() if len(where) > 1 and name not in SHARED
     } == {}
-
-
-def test_pages_name_files_that_exist() -> None:
-    root = SOURCES["titan.train"].parents[1]
-    pattern = re.compile(
-        r"(?:tests|titan|scripts|examples|models|docs|train_configs)/[\w./-]+\.(?:py|md|sh|toml|yaml|html)"
-    )
-    pages = [*root.glob("*.md"), *(root / "docs").glob("*.md")]
-    missing = {
-        (page.name, name)
-        for page in pages
-        if page.name not in ("CHANGELOG.md", "log.md")  # which tell of the past
-        for name in pattern.findall(page.read_text(encoding="utf-8"))
-        if not (root / name).exists()
-    }
-    # A placeholder, and nanochat's script.
-    assert missing == {
-        ("simulator_accuracy.md", "train_configs/published/ID.toml"),
-        ("architecture.md", "scripts/base_train.py"),
-    }

@@ -24,7 +24,11 @@ from titan.config.toml import read_toml
 STAND_INS: dict[str, dict[str, Any]] = read_toml(Path(__file__).with_name("page_commands.toml"))[0]
 KEYS = {"why", "before", "replace", "append", "run", "slow", "quick", "prints"}
 WITH_COMMANDS = [page for page in PRESENT if page_commands(page)]
-SLOW = [page for page, rows in STAND_INS.items() if any({"slow", "quick"} & set(row) for row in rows.values() if isinstance(row, dict))]
+SLOW = [
+    page
+    for page, rows in STAND_INS.items()
+    if any({"slow", "quick"} & set(row) for row in rows.values() if isinstance(row, dict))
+]
 # sbatch and kubectl check that the files which they are given exist, and answer as they would.
 STUBS = {
     "sbatch": """for word; do case $word in -*|[0-9]*) ;; *) [ -f "$word" ] || exit 1; echo "Submitted batch job 1"; exit; esac; done; exit 1""",

@@ -24,7 +24,9 @@ def test_every_page_is_rendered_and_in_the_menu(tmp_path: Path) -> None:
         text=True,
     )
     assert result.returncode == 0, result.stderr
-    pages = {file.relative_to(ROOT / "docs").with_suffix(".html") for file in ROOT.glob("docs/**/*.md")}
+    pages = {
+        file.relative_to(ROOT / "docs").with_suffix(".html") for file in ROOT.glob("docs/**/*.md")
+    }
     menu = (tmp_path / "index.html").read_text().partition('<nav class="md-nav md-nav--primary')[2]
     for page in pages:
         assert (tmp_path / page).exists() and f'href="{page}"' in menu, page

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.test_manifests import hostile_texts
+from tests.support.pages import blocks, commands, runnable
 from tests.support.runs import logged_rows, logged_steps, same_tensors, saved_tensors
 from tests.support.slurm import KILL_WAIT_S, Slurm, why_no_slurm
 from titan.cli import main
@@ -203,15 +204,22 @@ def test_a_mistake_is_not_repeated(slurm: Slurm, tmp_path: Path) -> None:
     assert said.count("unknown key; did you mean 'steps'?") == 1, said
 
 
-def test_the_readme(slurm: Slurm, tmp_path: Path) -> None:
-    """The commands of its cluster section, letter by letter."""
-    section = (ROOT / "README.md").read_text().partition("On a cluster with Slurm")[2]
-    block = re.search(r"```bash\n(.*?)```", section, re.DOTALL)
-    assert block, "README.md: no commands after 'On a cluster with Slurm'"
-    for name in ("scripts", "train_configs"):  # its outputs/ is not the checkout's
-        (tmp_path / name).symlink_to(ROOT / name)
+def test_the_page(slurm: Slurm, tmp_path: Path) -> None:
+    """The commands of docs/cluster.md, for the two nodes and the partition that there are."""
+    [block] = [b for b in blocks("docs/cluster.md", "bash") if "sbatch" in b.text]
+    batch, checked = (
+        runnable(command).replace("--nodes 16", "--nodes 2") for command in commands(block)
+    )
+    assert "--gpus-per-node 8" in batch and "--partition gpu" in checked
+    batch = batch.replace("--gpus-per-node 8", "--gpus-per-node 2")
+    checked = checked.replace("--partition gpu", "--partition low --gpus-per-node 2 --submit")
+    script = (
+        f"{batch} --job.dump_folder=outputs/on_slurm\n{checked} --job.dump_folder=outputs/checked"
+    )
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    assert main(["configs", "debug_model", "--output", str(tmp_path / "job.toml")]) == 0
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    said = slurm.run("bash", "-ec", block[1], cwd=tmp_path, PATH=path, GLOO_SOCKET_IFNAME="eth0")
+    said = slurm.run("bash", "-ec", script, cwd=tmp_path, PATH=path, GLOO_SOCKET_IFNAME="eth0")
     jobs = re.findall(r"Submitted batch job (\d+)", said)
     assert len(jobs) == 2, said
     for job, folder in zip(jobs, ("on_slurm", "checked"), strict=True):

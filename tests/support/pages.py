@@ -103,9 +103,7 @@ def commands(block: Block) -> Iterator[str]:
 
 def page_commands(page: str) -> list[str]:
     """Return all commands of a page's blocks, in order."""
-    return [
-        command for block in blocks(page, "bash", "console") for command in commands(block)
-    ]
+    return [command for block in blocks(page, "bash", "console") for command in commands(block)]
 
 
 def _without_comment(line: str) -> str:
@@ -120,7 +118,9 @@ def prose(page: str) -> str:
 def links(page: str) -> list[str]:
     """Return the targets of a page's links and pictures, except those on other hosts."""
     text = re.sub(r"`[^`\n]*`", "`", prose(page))
-    found = re.findall(r"\]\(([^)\s]+)\)|^\[[^\]]+\]:\s*(\S+)|(?:src|href)=\"([^\"]+)\"", text, re.MULTILINE)
+    found = re.findall(
+        r"\]\(([^)\s]+)\)|^\[[^\]]+\]:\s*(\S+)|(?:src|href)=\"([^\"]+)\"", text, re.MULTILINE
+    )
     return [link for groups in found for link in groups if link and not re.match(r"\w+:", link)]
 
 
@@ -176,8 +176,8 @@ class Refused(AssertionError):
     """A real parser does not take a command of a page."""
 
 
-def check_command(command: str, *, whole: bool) -> None:
-    """Parse each program call of a command with its real parser. Raises `Refused`.
+def refusal(command: str, *, whole: bool) -> str:
+    """Parse each program call of a command with its real parser. Return what is wrong, or nothing.
 
     Args:
         whole: whether the command would run as it is; otherwise it may lack arguments.
@@ -190,7 +190,8 @@ def check_command(command: str, *, whole: bool) -> None:
         try:
             _check_call(words, whole=whole)
         except (Refused, ConfigError) as error:
-            raise Refused(f"{command}\n{error}") from None
+            return f"{command}\n{error}"
+    return ""
 
 
 def _calls(text: str) -> Iterator[list[str]]:
