@@ -25,6 +25,9 @@ def test_a_job_is_copied_once(
     monkeypatch.chdir(tmp_path)
     assert main(["init"]) == 0
     assert load_config("job.toml").model.flavor == "demo"
+    assert load_config("job.toml").job.dump_folder == "outputs/job"
+    assert main(["init", "it's mine.toml"]) == 0
+    assert load_config("it's mine.toml").job.dump_folder == "outputs/first"
     (tmp_path / "job.toml").write_text("mine")
     assert main(["init"]) == 2
     assert (tmp_path / "job.toml").read_text() == "mine"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import sys
 from pathlib import Path
 
@@ -34,6 +35,10 @@ def copy(name: str, target: Path) -> int:
     """Write a shipped job to a file that does not exist yet. Return the exit code."""
     # The first line points an editor at the schema in the checkout.
     text = jobs()[name].read_text().removeprefix("#:schema ../docs/schema.json\n")
+    if name == STARTER and re.fullmatch(r"[\w.-]+", target.stem):
+        # A second job does not find the first one's checkpoints in its run folder.
+        text = text.replace("outputs/first", f"outputs/{target.stem}")
+        text = text.replace(" job.toml", f" {target.name}")
     try:
         with target.open("x") as file:
             file.write(text)
