@@ -306,4 +306,4 @@ def test_in_a_browser(run_dir: Path) -> None:
     assert "<img" not in body and "&lt;img src=x" in body  # shown as text
     assert "2.6667" in body and "75.0 % (3.0 s)" in body and "2 restarts, 7 steps lost" in body
     assert body.count('<div class="slow">') == 1
-    assert body.count("<canvas") == 10  # nine charts, and a heat map
+    assert body.count("<canvas") == 11  # ten charts, and a heat map

@@ -69,8 +69,8 @@ class Console(logging.Handler):
         self._is_rank_0 = rank == 0
         self._total_steps = total_steps
         # The bar needs a terminal that can move its cursor, and colours mark what moves.
-        is_plain = section.disable_color_printing or os.environ.get("NO_COLOR")
-        live = is_terminal and not is_plain
+        no_color = section.disable_color_printing or os.environ.get("NO_COLOR")
+        live = is_terminal and not no_color
         self._console = RichConsole(
             file=out,
             force_terminal=live,

@@ -28,21 +28,10 @@ else:
     import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
 COLUMNS = (
-    *(
-        "step",
-        "loss",
-        "loss_mean",
-        "grad_norm",
-        "lr",
-        "tokens",
-        "tokens_per_s",
-        "mfu",
-        "memory_gib",
-        "time_s",
-    ),
-    *("step_s", "data_wait_s", "validation_loss", "bits_per_byte", "loss_z", "grad_norm_z"),
-    *("slowest_rank", "slowest_rank_s", "median_rank_s", "goodput", "unix_s", "eta_s"),
-    *("expert_imbalance", "predicted/step_s", "drift/ratio"),
+    *("step", "loss", "loss_mean", "grad_norm", "lr", "tokens", "tokens_per_s", "mfu", "time_s"),
+    *("memory_gib", "step_s", "data_wait_s", "validation_loss", "bits_per_byte", "loss_z"),
+    *("grad_norm_z", "slowest_rank", "slowest_rank_s", "median_rank_s", "goodput", "unix_s"),
+    *("eta_s", "expert_imbalance", "predicted/step_s", "drift/ratio"),
 )
 MAX_EVENTS = 500
 # Limits, so that no file of a run, whoever wrote it, makes the page or this process large.
