@@ -1,4 +1,4 @@
-"""Measure the sentences of README.md, CHANGELOG.md and docs/: words on average and at most, and words to avoid.
+"""Measure the sentences of the pages in the root and in docs/: words on average and at most, and words to avoid.
 
     python scripts/check_prose.py [FILE...]      exit code 1 if a page is above a limit
 
@@ -77,6 +77,8 @@ def main() -> int:
     files = [Path(name).resolve() for name in sys.argv[1:]] or [
         ROOT / "README.md",
         ROOT / "CHANGELOG.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "AGENTS.md",
         *sorted((ROOT / "docs").glob("**/*.md")),
     ]
     code = 0

@@ -67,10 +67,10 @@ def hf_name(name: str, *, block: dict[str, str] = BLOCK) -> str:
     """
     if name in _TOP:
         return _TOP[name]
-    match = re.fullmatch(r"layers\.(\d+)\.(.+?)(\.weight)?", name)
+    match = re.fullmatch(r"layers\.(\d+)\.(.+?)(\.weight|\.bias)?", name)
     if match is None:
         raise KeyError(name)
-    return f"model.layers.{match[1]}.{block[match[2]]}.weight"
+    return f"model.layers.{match[1]}.{block[match[2]]}{match[3] or '.weight'}"
 
 
 def hf_config(config: LlamaConfig) -> dict[str, Any]:

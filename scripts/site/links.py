@@ -8,7 +8,7 @@ from typing import Any
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     return re.sub(
-        r"\[([^\]]*)\]\((?:\.\./)+([^)#]*\.(?:py|yaml|toml|sbatch)|examples/[^)]*)[^)]*\)",
+        r"\[([^\]]*)\]\((?:\.\./)+([^)#]*\.(?:py|yaml|toml|sbatch)|examples/[^)]*|AGENTS\.md)[^)]*\)",
         r"`\2`",
         markdown,
     )

@@ -1,9 +1,10 @@
 """The memory formula against counts by hand."""
 
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import pytest
 
+from titan.config.base import Section
 from titan.config.layout import Layout
 from titan.config.model import model_config
 from titan.config.rules import resolve_layout
@@ -94,6 +95,13 @@ def test_states_of_each_optimizer() -> None:
     # Two codes of a byte, and two scales of four bytes for 256 of them.
     assert kept(AdamW8bitSection()) == pytest.approx((2 + 8 / 256) * model.num_params)
     assert kept(MuonSection()) == pytest.approx(4 * blocks + 8 * rest)
+
+    class Custom(Section):  # of another package
+        moments: ClassVar[int] = 3
+        name: Literal["Custom"] = "Custom"
+
+    own: Any = Custom()
+    assert kept(own) == pytest.approx(12 * model.num_params)
     # Gradients of the largest FSDP unit: the embedding, or the output layer.
     early = gib(AdamWSection(early_step_in_backward=True))
     assert early["gradients"] == pytest.approx(4 * model.num_embedding_params)

@@ -72,7 +72,7 @@ PRESENT = [page for page in pages() if page not in HISTORY]
 
 def blocks(page: str, *languages: str) -> list[Block]:
     """Return the fenced blocks of a page in these languages, in order; without any, all blocks."""
-    found = re.finditer(r"^```(\w*)\n(.*?)^```$", pages()[page], re.MULTILINE | re.DOTALL)
+    found = re.finditer(r"^```(\w*)[^`\n]*\n(.*?)^```$", pages()[page], re.MULTILINE | re.DOTALL)
     every = [
         Block(page, pages()[page].count("\n", 0, match.start()) + 2, match[1], match[2])
         for match in found

@@ -101,7 +101,8 @@ def _moment_bytes(config: JobConfig, *, in_blocks: bool) -> float:
     # Momentum alone.
     if optimizer.name == "Muon" and in_blocks:
         return _BYTES[dtype]
-    return 2 * _BYTES[getattr(optimizer, "state_dtype", None) or dtype]
+    moments = getattr(optimizer, "moments", 2)  # sections of other packages may say
+    return moments * _BYTES[getattr(optimizer, "state_dtype", None) or dtype]
 
 
 def activation_elements(
