@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from difflib import get_close_matches
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan.config.options import JOB, add_quiet, command_parser, positive, whole
@@ -137,7 +138,8 @@ def train(argv: list[str]) -> int:
 
 def check(argv: list[str]) -> int:
     """Run `titan check`."""
-    parser = _parser("check", f"{JOB} [--world-size N] [--hardware H] [--formula] [--json]")
+    usage = f"{JOB} [--world-size N] [--hardware H] [--formula] [--json]\n       titan check --hf CONFIG"
+    parser = _parser("check", f"{usage} [--seq-len S] [--world-size N] [--json]")
     parser.add_argument(
         "--world-size", type=positive, default=1, metavar="N", help="ranks in all; default: 1"
     )
@@ -153,7 +155,29 @@ def check(argv: list[str]) -> int:
         action="store_true",
         help="with --hardware: do not simulate, which takes seconds",
     )
+    parser.add_argument(
+        "--hf",
+        type=Path,
+        metavar="CONFIG",
+        help="instead of a job: a transformers config.json, or a folder with one. Print parameters, FLOPs and memory "
+        "of its model, and which model of titan it is",
+    )
+    parser.add_argument(
+        "--seq-len",
+        type=positive,
+        metavar="S",
+        help="with --hf: tokens in a sequence; default: the model's, up to 4096",
+    )
     options, job = parser.parse_known_args(argv)
+    if options.hf:
+        if job or options.hardware or options.formula:
+            parser.error("--hf goes with --seq-len, --world-size and --json, and with no job")
+        import titan.check_hf
+
+        ranks, as_json = options.world_size, options.json
+        return titan.check_hf.main(
+            options.hf, seq_len=options.seq_len, world_size=ranks, as_json=as_json
+        )
     from titan.config.errors import ConfigError
 
     profile = None
@@ -163,7 +187,7 @@ def check(argv: list[str]) -> int:
         elif options.hardware:
             job.append(f"--hardware.name={options.hardware}")
         # The names are for the error of a misspelled option.
-        names = ["--world-size", "--hardware", "--json", "--formula"]
+        names = ["--world-size", "--hardware", "--json", "--formula", "--hf"]
         # With --hardware the question is about another machine, which has the files, or will have.
         here = options.hardware is None
         config, layout = _load_to_run(job, world_size=options.world_size, options=names, here=here)
@@ -320,7 +344,7 @@ COMMANDS: dict[str, tuple[str, Run | str]] = {
     "configs": ("list the jobs that come with titan, or copy one", "titan.config.shipped"),
     "train": ("train a model: one process per accelerator, one on a CPU, or --nproc N", train),
     "check": (
-        "check a job for a number of ranks: layout and memory; with --hardware also if it fits",
+        "check a job for a number of ranks: layout and memory; with --hardware also if it fits; --hf: any model of transformers",
         check,
     ),
     "sim": ("predict time and memory of a step on some hardware, without a GPU", "titan.sim.cli"),

@@ -49,6 +49,8 @@ _YARN: tuple[llama3.Field, ...] = (
     ("original_context", "original_max_position_embeddings", ...),
 )
 _YARN_ONLY = {"rope_type": "yarn", "beta_fast": 32, "beta_slow": 1}
+# Settings of YaRN that released models leave at these defaults.
+_YARN_DEFAULTS = {"truncate": True, "attention_factor": None}
 
 
 def hf_name(name: str) -> str:
@@ -102,7 +104,9 @@ def read_config(hf: dict[str, Any]) -> DeepSeekConfig:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         same = {**_YARN_ONLY, "mscale_all_dim": rope.get("mscale")}
-        if any(rope.get(key, kind) != value for key, value in same.items()):
+        changed = any(rope.get(key, value) != value for key, value in _YARN_DEFAULTS.items())
+        if changed or any(rope.get(key, kind) != value for key, value in same.items()):
+            same |= _YARN_DEFAULTS
             raise ValueError(f"rope_scaling is {rope}; titan's model has YaRN with {same}")
         sizes |= llama3.read_fields(rope, DeepSeekConfig, _YARN)
     if sizes["num_groups"] <= 1 or hf.get("topk_method") == "greedy":

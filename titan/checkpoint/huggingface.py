@@ -172,6 +172,12 @@ def read_sizes(folder: HFFolder) -> tuple[str, Any]:
             f"{folder.path / CONFIG}: architecture {printable(str(architecture), 80)} is none of {', '.join(known)}"
         )
     name, hooks = known[architecture]
+    # transformers takes the config's class and its defaults from the type.
+    if config.get("model_type") not in (None, type_ := hooks.ARCHITECTURES[architecture]):
+        kind = printable(str(config["model_type"]), 80)
+        raise CheckpointError(
+            f"{folder.path / CONFIG}: model_type {kind} does not go with {architecture}, whose is {type_}"
+        )
     try:
         return name, hooks.read_config(config)
     # Any family's code may raise these, because the values may be of any type and size.
@@ -209,7 +215,7 @@ def check_folder(path: Path, model: HFModel) -> HFFolder:
         fix = ", ".join(f"model.{key} = {format_value(value)}" for key, value in keys)
         raise CheckpointError(f"{path / CONFIG}: {what}; set {fix}")
     # At most five: a folder of another model differs in every tensor.
-    if problems := list(_problems(folder, model)):
+    if problems := list(tensor_problems(folder, model)):
         rest = f"\n{len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError("\n".join(problems[:5]) + rest)
     return folder
@@ -332,7 +338,7 @@ def _unscaled(values: Tensor, factors: Tensor, where: tuple[slice, ...]) -> Tens
     return values.float() * factors
 
 
-def _problems(folder: HFFolder, model: HFModel) -> Iterator[str]:
+def tensor_problems(folder: HFFolder, model: HFModel) -> Iterator[str]:
     """Yield what is wrong with the tensors of a folder, each with its file."""
     wanted = {name: list(tensor.shape) for name, tensor in model.on_disk.items()}
     source = folder.path / (INDEX if (folder.path / INDEX).is_file() else SINGLE)
