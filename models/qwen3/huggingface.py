@@ -48,6 +48,4 @@ def read_config(hf: dict[str, Any]) -> Qwen3Config:
     if "moe" not in str(hf.get("model_type") or hf.get("architectures")).lower():
         return llama3.read_sizes(hf, Qwen3Config, n_kv_heads=32, head_dim=128)
     hf = {"num_experts": hf.get("num_local_experts"), **hf}  # as transformers 5 writes it
-    return llama3.read_sizes(
-        hf, Qwen3Config, n_kv_heads=4, head_dim=0, fields=_EXPERTS, only=_ONLY
-    )
+    return llama3.read_sizes(hf, Qwen3Config, n_kv_heads=4, head_dim=0, fields=_EXPERTS, only=_ONLY)
