@@ -1,4 +1,4 @@
-"""Time a stranger's path: from a clone to a step, to text, to one's text, to a Hugging Face model, to a family of another package.
+"""Time a stranger's path: from a clone to a step, to text, to text of yours, to a Hugging Face model, to another package's family.
 
     python scripts/bench/stranger.py [--folder FOLDER] [--output table.md]
 
@@ -29,7 +29,7 @@ def parts() -> list[tuple[str, list[str]]]:
     tour, own_text = blocks("README.md", "bash")[:2]
     return [
         ("The tour", list(commands(tour))[:1]),
-        ("Own text", ["cp -r docs my_text", *commands(own_text)]),
+        ("Own text", ["mkdir my_text; cp docs/*.md my_text", *commands(own_text)]),
         ("First tutorial", _of("docs/tutorials/first_run.md", "titan init")),
         ("Own Hugging Face model", _of("docs/tutorials/hugging_face.md", "pip install")),
         ("Own family of models", _of("docs/architecture.md", "cp -r examples")),
