@@ -296,6 +296,54 @@ def test_the_bar_counts_down_between_logged_steps(monkeypatch: pytest.MonkeyPatc
     printed(speak, is_terminal=True, width=80)
 
 
+def screen(text: str) -> list[str]:
+    """Return the lines that a terminal shows after it was sent the text, without those that are empty."""
+    lines, row, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[[?\d;]*[a-zA-Z]|\r|\n|[^\x1b\r\n]+", text):
+        if part == "\r":
+            column = 0
+        elif part == "\n":
+            row, column = row + 1, 0
+            lines += [""] * (row + 1 - len(lines))
+        elif part.endswith("A"):
+            row -= int(part[2:-1] or 1)
+        elif part == "\x1b[2K":
+            lines[row] = ""
+        elif part[0] != ESCAPE:
+            lines[row] = lines[row][:column].ljust(column) + part + lines[row][column + len(part) :]
+            column += len(part)
+    return [line.rstrip() for line in lines if line.strip()]
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_nothing_garbles_the_bar_and_the_bar_garbles_nothing(width: int) -> None:
+    shown: list[list[str]] = []
+    out = io.StringIO()
+
+    def speak(console: Console) -> None:
+        for step in (1, 2):
+            console.step(step_row(step))
+            logging.getLogger("titan").warning(f"careful {step}")
+            print(f"printed {step}")
+            console.message(f"saved {step}")
+            assert console._bar is not None
+            console._bar.refresh()
+            shown.append(screen(out.getvalue()))
+
+    printed(speak, is_terminal=True, width=width, file=out)
+    shown.append(screen(out.getvalue()))
+    for lines, steps in zip(shown, (1, 2, 2), strict=True):
+        if lines is not shown[-1]:  # after the end the bar is gone
+            bar = lines.pop()
+            assert bar.startswith("training ") and f"step {steps}/10,000" in bar
+            assert "eta 3:19:48" in bar and len(bar) <= width
+        assert len(lines) == 4 * steps
+        for step in range(1, steps + 1):
+            row, *others = lines[4 * step - 4 : 4 * step]
+            assert row.startswith(f"step      {step}/10,000  loss")
+            assert others == [f"warning: careful {step}", f"printed {step}", f"saved {step}"]
+
+
 @pytest.mark.parametrize("variable", ["NO_COLOR", "TERM"])
 def test_no_escapes_and_no_bar(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a terminal whose user wants no colours, or which has none."""

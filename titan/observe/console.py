@@ -28,6 +28,7 @@ from titan.observe.startup import StartupPage
 
 _LOG = logging.getLogger("titan")
 _MAX_WIDTH = 160  # of a log file: room for every column
+_WIDE = 60  # of a terminal whose bar has room for the time that has passed
 _REFRESH_PER_S = 2  # redrawing takes Python time from the training loop
 _GAP = "  "
 LARGE_Z = 6.0  # a robust z-score that ordinary steps do not reach
@@ -206,7 +207,8 @@ class Console(logging.Handler):
             BarColumn(bar_width=None),
             TextColumn("{task.percentage:>3.0f}%"),
             TextColumn("step {task.completed:,.0f}/{task.total:,.0f}"),
-            TimeElapsedColumn(),
+            # rich would cut the columns of a narrow terminal short.
+            *([TimeElapsedColumn()] if self._console.width >= _WIDE else []),
             TextColumn("eta {task.fields[eta]}", style="cyan"),
             console=self._console,
             # rich shows what is printed above the bar, but would take errors out of `2> FILE`.
