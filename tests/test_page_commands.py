@@ -37,6 +37,8 @@ STUBS = {
     "sbatch": """for word; do case $word in -*|[0-9]*) ;; *) [ -f "$word" ] || exit 1; echo "Submitted batch job 1"; exit; esac; done; exit 1""",
     "kubectl": """for word; do case $word in --from-file=*) [ -f "${word#*=}" ] || exit 1;; *.yaml) [ -f "$word" ] || exit 1;; esac; done""",
 }
+# What a shell knows: the checkout, and what docs/cluster.md names.
+VARIABLES = {"ROOT": str(ROOT), "NODES": "1", "NODE": "0", "HEAD": "127.0.0.1"}
 
 
 def entry_of(page: str, command: str) -> dict[str, Any]:
@@ -73,7 +75,7 @@ class Reader:
             (stubs / name).chmod(0o755)
         self.environment = os.environ | {
             "PATH": f"{stubs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "ROOT": str(ROOT),
+            **VARIABLES,
             "XDG_CACHE_HOME": str(cache),
             "HF_HUB_OFFLINE": "1",
             "WANDB_MODE": "offline",
@@ -94,8 +96,10 @@ class Reader:
                 assert old in text, f"{self.page}: {command}: nothing to replace: {old}"
                 text = text.replace(old, new)
             text = f"{runnable(text)} {entry['append']}" if "append" in entry else runnable(text)
-            script = f"{entry.get('before', '')}\n{entry.get('run', text)}"
-            output = self.run(script, said=f"{self.page}:{block.line}: {command}")
+            where = f"{self.page}:{block.line}: {command}"
+            if "before" in entry:
+                self.run(entry["before"], said=where)
+            output = self.run(entry.get("run", text), said=where)
             expects = entry.get("prints", [])
             if block.language == "console":  # one command; all below it
                 expects = [block.text.split("\n", 1)[1].strip()]
