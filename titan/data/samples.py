@@ -79,7 +79,7 @@ class ShardSamples(Samples):
             fix = "give it more text or lower seq_len"
             if split == "validation":
                 fix = "raise data.validation_fraction (for shards: prepare it again with --validation-fraction)"
-                fix += ", or set validation.dataset"
+                fix += ", set validation.dataset, or set validation.enable = false"
             raise DataError(
                 f"the {split} split of {self._name} has {self._shards.num_tokens} tokens, but one sequence needs "
                 f"{self._seq_len + 1}; {fix}"
