@@ -7,12 +7,11 @@ job. For any other, titan/hf_reference.py has transformers build its class witho
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
-from importlib.util import find_spec
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from titan import hf_reference
 from titan.checkpoint import CheckpointError
@@ -30,9 +29,9 @@ from titan.checkpoint.huggingface import (
     root_of,
     tensor_problems,
 )
-from titan.config.errors import ConfigError
+from titan.config.errors import ConfigError, Problem
 from titan.config.layout import resolve_layout
-from titan.config.model import families, family, model_config
+from titan.config.model import model_config
 from titan.config.schema import JobConfig
 from titan.config.toml import format_value
 from titan.observe.estimate import estimate_memory
@@ -42,17 +41,10 @@ _GIB = 2**30
 # A run's default precision: fp32 parameters, gradients, and AdamW's two moments.
 _STATE_BYTES = 4 + 4 + 8
 _SHOWN = 5
+_UNKNOWN = "nothing, but no family of titan was compared with this class"
 # The longest sequence under the names that model types give it, and what to take without one.
 _LONGEST = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length")
 _SEQ_LEN = 4096
-
-
-class Tensors(NamedTuple):
-    """Say whether the weights would load. loads: None if nothing could be compared. problems: a line for each tensor."""
-
-    loads: bool | None
-    compared_with: str
-    problems: list[str]
 
 
 def describe(path: Path, *, seq_len: int | None = None, world_size: int = 1) -> dict[str, Any]:
@@ -67,40 +59,33 @@ def describe(path: Path, *, seq_len: int | None = None, world_size: int = 1) -> 
     hf = read_json(file, dict[str, Any], limit=2**20, within=root_of(file.parent))
     hf_reference.check_values(file, hf)
     keys, sizes, reason = _family(file, hf)
-    names, missing = hf.get("architectures"), []
+    names, missing, tensors = hf.get("architectures"), [], (False, "", [reason])
     architecture = names[0] if isinstance(names, list) and names else str(hf.get("model_type"))
     if sizes is None:
         model = hf_reference.build(file, hf)
         seq_len = seq_len or _default_seq_len(vars(model.config.get_text_config()))
         facts, architecture = hf_reference.counts(file, model, seq_len), type(model).__name__
-        missing = [*hf_reference.features(model), *_nearest(hf_reference.on_disk(file, model))]
-        tensors = Tensors(False, "", [reason])
+        missing = [*hf_reference.features(model)]
     else:
         seq_len = seq_len or _default_seq_len(hf)
         facts, tensors = _counts(sizes, seq_len), _compare(file, hf, keys["name"], sizes)
-    return {
-        "config": str(file),
-        "architecture": architecture,
-        **facts,
-        "world_size": world_size,
-        "memory_gib": _memory(facts["parameters"], keys, seq_len, world_size),
-        "family": keys or None,
-        **tensors._asdict(),
-        "missing": missing,
-    }
+    memory_gib = _memory(facts["parameters"], keys, seq_len, world_size)
+    facts |= {"world_size": world_size, "memory_gib": memory_gib, "family": keys or None}
+    facts |= dict(zip(("loads", "compared_with", "problems"), tensors, strict=True))
+    return {"config": str(file), "architecture": architecture, **facts, "missing": missing}
 
 
-def main(path: Path, *, seq_len: int | None, world_size: int, as_json: bool) -> int:
+def main(options: Namespace) -> int:
     """Run `titan check --hf`. Return the exit code."""
     try:
-        facts = describe(path, seq_len=seq_len, world_size=world_size)
-    except (InputError, ConfigError) as error:
-        if not as_json:
+        facts = describe(options.hf, seq_len=options.seq_len, world_size=options.world_size)
+    except InputError as error:
+        if not options.json:
             raise
-        problem = {"file": str(path), "line": 0, "key": "", "message": str(error)}
-        print(json.dumps({"problems": [problem]}, indent=2))
+        problem = Problem(str(options.hf), 0, "", str(error))
+        print(json.dumps({"problems": [asdict(problem)]}, indent=2))
         return 2
-    print(json.dumps(facts, indent=2) if as_json else page(facts))
+    print(json.dumps(facts, indent=2) if options.json else page(facts))
     return 0
 
 
@@ -124,25 +109,20 @@ def page(facts: dict[str, Any]) -> str:
 
 def _memory_rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     memory, ranks = facts["memory_gib"], facts["world_size"]
-    yield (
-        "weights",
-        f"{memory['bfloat16']:,.2f} GiB in bfloat16, {memory['float32']:,.2f} GiB in float32",
-    )
+    bf16, fp32 = memory["bfloat16"], memory["float32"]
+    yield "weights", f"{bf16:,.2f} GiB in bfloat16, {fp32:,.2f} GiB in float32"
     state = "GiB of fp32 parameters, gradients and AdamW moments"
     yield "training", f"{memory['training_state']:,.2f} {state}"
     if ranks > 1:
-        yield (
-            "",
-            f"{memory['training_state_per_rank']:,.2f} GiB of it on each of {ranks:,} ranks (FSDP)",
-        )
-    if not (estimate := memory["estimate_per_rank"]):
+        share = memory["training_state_per_rank"]
+        yield "", f"{share:,.2f} GiB of it on each of {ranks:,} ranks (FSDP)"
+    if estimate := memory["estimate_per_rank"]:
+        rest = (f"{estimate[key]:,.2f} {key}" for key in ("activations", "logits", "unsharded"))
+        total = f"{estimate['total']:,.2f} GiB on each rank in all, by formula"
+        yield "", f"{total}: also {', '.join(rest)}"
+        yield "", "(a sequence on each rank; [activation_checkpoint] as a job has it by default)"
+    else:
         yield "", "activations are not included"
-        return
-    others = ", ".join(
-        f"{estimate[key]:,.2f} {key}" for key in ("activations", "logits", "unsharded")
-    )
-    yield "", f"{estimate['total']:,.2f} GiB on each rank in all, by formula: also {others}"
-    yield "", "(a sequence on each rank; [activation_checkpoint] as a job has it by default)"
 
 
 def _family_rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -159,9 +139,9 @@ def _family_rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     else:
         yield "loads", "not compared" if facts["loads"] is None else "no"
     yield from [("", line) for line in [*problems[:_SHOWN], *more]]
-    if facts["missing"]:
+    if not keys:
         yield "missing", "in titan, as far as config and tensors show:"
-        yield from [("", f"    {line}") for line in facts["missing"]]
+        yield from [("", f"    {line}") for line in facts["missing"] or [_UNKNOWN]]
 
 
 # ---- a model of titan's families -------------------------------------------------------------------
@@ -190,8 +170,8 @@ def _counts(sizes: Any, seq_len: int) -> dict[str, Any]:
 
 
 def _default_seq_len(config: dict[str, Any]) -> int:
-    lengths = [config[key] for key in _LONGEST if isinstance(config.get(key), int)]
-    return min(_SEQ_LEN, *(n for n in lengths[:1] if n > 0), _SEQ_LEN)
+    lengths = (config.get(key) for key in _LONGEST)
+    return min(next((n for n in lengths if isinstance(n, int) and n > 0), _SEQ_LEN), _SEQ_LEN)
 
 
 def _memory(parameters: int, keys: dict[str, Any], seq_len: int, ranks: int) -> dict[str, Any]:
@@ -210,66 +190,35 @@ def _memory(parameters: int, keys: dict[str, Any], seq_len: int, ranks: int) -> 
     }
 
 
-def _compare(file: Path, hf: dict[str, Any], name: str, sizes: Any) -> Tensors:
-    """Compare our tensors with those of the files beside config.json or, without any, of transformers' class."""
+def _compare(
+    file: Path, hf: dict[str, Any], name: str, sizes: Any
+) -> tuple[bool | None, str, list[str]]:
+    """Compare our tensors with those of the files beside config.json or, without any, of transformers' class.
+
+    Return whether the weights would load, None if nothing could be compared; with what; and a line for each that differs.
+    """
     folder = file.parent
     has_weights = file.name == CONFIG and (is_there(folder / INDEX) or is_there(folder / SINGLE))
-    if not has_weights and not find_spec("transformers"):
-        why = "no weights are here, and transformers is not installed"
-        return Tensors(None, "", [f"{why} (pip install 'titan-pretrain[huggingface]')"])
-    if sizes.n_layers * max(1, getattr(sizes, "num_experts", 0)) > MAX_VALUES:
-        return Tensors(None, "", ["too many tensors"])
     try:
+        if sizes.n_layers * max(1, getattr(sizes, "num_experts", 0)) > MAX_VALUES:
+            raise InputError("these are too many tensors to compare")
         if has_weights:
             opened = open_folder(folder)
             require_weights_for(sizes, opened)
             problems = [*tensor_problems(opened, HFModel.of(name, sizes))]
-            return Tensors(not problems, f"the {len(opened.files):,} tensors here", problems)
+            return not problems, f"the {len(opened.files):,} tensors here", problems
         theirs = hf_reference.on_disk(file, hf_reference.build(file, hf))
     except CheckpointError as error:
-        return Tensors(False, "", [str(error)])
-    except InputError as error:  # a package is missing, or too old for the model
-        return Tensors(None, "", [str(error)])
+        return False, "", [str(error)]
+    except InputError as error:  # transformers is not installed, or older than the model
+        return None, "", [str(error)]
     model = HFModel.of(name, sizes)
     ours = {tensor: list(part.shape) for tensor, part in model.on_disk.items()}
     if sizes.tied_embeddings:
         theirs.pop(model.hooks.hf_name("output.weight"), None)
     problems = [
-        f"tensor {tensor} is {theirs.get(tensor, 'missing')} in transformers, {ours.get(tensor, 'missing')} in titan"
-        for tensor in {**ours, **theirs}
-        if ours.get(tensor) != theirs.get(tensor)
+        f"tensor {key} is {theirs.get(key, 'missing')} in transformers, {ours.get(key, 'missing')} in titan"
+        for key in {**ours, **theirs}
+        if ours.get(key) != theirs.get(key)
     ]
-    return Tensors(not problems, f"the {len(theirs):,} tensors of transformers' class", problems)
-
-
-def _nearest(theirs: dict[str, list[int]]) -> Iterator[str]:
-    """Yield in which tensors a foreign model differs from the family whose names are most like its own."""
-    wanted, known = _patterns(theirs), {}
-    for name in families():
-        with suppress(CheckpointError):  # a package's family without Hugging Face names
-            smallest = next(iter(family(name).FLAVORS.values()))
-            known[name] = _patterns(HFModel.of(name, smallest).on_disk)
-    name = min(known, key=lambda name: len(wanted ^ known[name]))
-    if 2 * len(wanted & known[name]) < len(wanted):
-        yield f"such names of tensors: {_some(wanted)}"
-        return
-    if wanted == known[name]:
-        yield f"a test against transformers: tensors are named as {name}'s, but the code may differ"
-    for what, names in (
-        ("beyond", wanted - known[name]),
-        ("without some of", known[name] - wanted),
-    ):
-        if names:
-            yield f"tensors {what} {name}'s: {_some(names)}"
-
-
-def _patterns(names: Iterable[str]) -> set[str]:
-    """Return names of the tensors of text models with * for the numbers of layers and experts, without the output layer."""
-    texts = (name.removeprefix("language_model.") for name in names)
-    texts = (text for text in texts if not hf_reference.TOWER.search(text))
-    return {re.sub(r"\.\d+(?=\.)", ".*", text) for text in texts} - {"lm_head.weight"}
-
-
-def _some(names: set[str]) -> str:
-    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{', '.join(sorted(names)[:_SHOWN])}{rest}"
+    return not problems, f"the {len(theirs):,} tensors of transformers' class", problems

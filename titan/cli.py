@@ -172,12 +172,7 @@ def check(argv: list[str]) -> int:
     if options.hf:
         if job or options.hardware or options.formula:
             parser.error("--hf goes with --seq-len, --world-size and --json, and with no job")
-        import titan.check_hf
-
-        ranks, as_json = options.world_size, options.json
-        return titan.check_hf.main(
-            options.hf, seq_len=options.seq_len, world_size=ranks, as_json=as_json
-        )
+        return import_module("titan.check_hf").main(options)
     from titan.config.errors import ConfigError
 
     profile = None

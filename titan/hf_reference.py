@@ -9,6 +9,7 @@ and whatever transformers raises becomes one line.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import signal
@@ -28,46 +29,58 @@ from titan.untrusted import InputError, printable
 Model: TypeAlias = Any
 """A PreTrainedModel of transformers."""
 
-# Limits on numbers of a stranger's file: a loop over a billion layers takes for ever, even on meta.
+# Limits on a stranger's numbers and lists: a loop over a billion layers takes for ever, even on meta.
 _COUNTED = re.compile(r"(layers?|blocks?|experts?|heads|depth|stages)$")
-_MAX_COUNT, _MAX_NUMBER, _MAX_LENGTH = 10_000, 2**40, 10_000
+_MAX_COUNT, _MAX_NUMBER = 10_000, 2**40
 # transformers would fetch code, kernels or weights for these, or needs packages for them.
 _ACTIVE = re.compile(
     r"auto_map|_?(attn|experts)_implementation.*|quantization_config|.*pretrained.*"
 )
 _SECONDS = 180
-_TASKS = (
-    "ForCausalLM",
-    "ForImageTextToText",
-    "ForSeq2SeqLM",
-    "",
-)  # the class of a config that names none
-# What names of tensors and config keys say about a model that none of titan's families is.
-_RECURRENT = re.compile(
-    r"A_log|conv1d|time_decay|mlstm|rg_lru|\.conv\.|mamba|linear_attention|recurrent"
-)
-TOWER = re.compile(r"vision|visual|image|audio|speech|multi_modal")
-_SCALED = re.compile(r".*_multiplier|.*logits?_scal(e|ing)|scale_(emb|depth)")
+# The auto classes to try for a config that names no class.
+_TASKS = ("ForCausalLM", "ForImageTextToText", "ForSeq2SeqLM", "")
+_TOWER = re.compile(r"vision|visual|image|audio|speech|multi_modal")
+# What no family of titan has, and where it shows in `_lines`. A group becomes a part of the message.
+_SIGNS = {
+    "an encoder beside the decoder": r"^is_encoder_decoder True",
+    "inputs other than text (multi-modal)": r"^sub \w*(?:vision|image|audio)",
+    "state-space or other recurrent layers": r"^tensor .*(?:A_log|conv1d|time_decay|mlstm|rg_lru|\.conv\.)|"
+    r"^layer_types (?:mamba|linear_att|conv|recurrent)",
+    "sliding-window attention": r"^(?:layer_types|attention_layers) .*(?:sliding|chunked|local)|^sliding_window \d",
+    "attention sinks": r"^tensor .*sinks$",
+    "biases": r"^biased (\w+)",
+    "learned positions": r"^tensor .*(?:wpe|embed_pos|position_emb)",
+    "LayerNorm in place of RMSNorm": r"^class (?!.*(?:RMS|T5)LayerNorm).*LayerNorm",
+    "the activation": r"^\w*(?:act|activation|activation_function) (?!silu|swish)([a-z]\w*)",
+    "rotary scaling": r"^rope_type (?!default|llama3)(\w+)",
+    "layers without rotation": r"^no_rope_layers 0",
+    "rotation of a part of each head": r"^partial_rotary_factor (?!1$|1\.0$)",
+    "norms in other places": r"^tensor .*(?:post_feedforward|post_mlp|pre_feedforward|query_layernorm|post_\w*_norm)",
+    "one matrix for several projections": r"^tensor (?!.*expert).*(?:qkv|query_key_value|c_attn|gate_up_proj)",
+    "attention beside the feed-forward layer": r"^(?:use_parallel_residual|parallel_attn) True",
+    "soft-capped logits": r"softcap",
+    "scaling by": r"^(\w+_multiplier|\w*logits?_scal(?:e|ing)|scale_(?:emb|depth)) (?!1$|1\.0$|False)",
+}
 
 
-def check_values(file: Path, value: Any, key: str = "config") -> None:
+def check_values(file: Path, hf: dict[str, Any]) -> None:
     """Raise InputError for a number, list or text that no model has."""
-    if isinstance(value, dict):
-        for name, item in value.items():
-            check_values(file, item, name)
-        return
-    problem = None
-    if isinstance(value, int | float) and not -_MAX_NUMBER <= value <= _MAX_NUMBER:
-        problem = f"{value:.3g}"
-    elif isinstance(value, int) and _COUNTED.search(key) and not 0 <= value <= _MAX_COUNT:
-        problem = f"{value:,}"
-    elif isinstance(value, list | str) and len(value) > _MAX_LENGTH:
-        problem = f"{len(value):,} elements long"
-    if problem:
-        raise InputError(f"{file}: {printable(key, 80)} is {problem}, which no model has")
-    if isinstance(value, list):
-        for item in value:
-            check_values(file, item, key)
+    for key, value in _flat(hf):
+        is_long = isinstance(value, list | str)
+        size = len(value) if is_long else value
+        is_count = is_long or _COUNTED.search(key)
+        low, high = (0, _MAX_COUNT) if is_count else (-_MAX_NUMBER, _MAX_NUMBER)
+        if isinstance(size, int | float) and not low <= size <= high:
+            what = f"has {size:,} elements" if is_long else f"is {size:.6g}"
+            raise InputError(f"{file}: {printable(key, 80)} {what}, which no model has")
+
+
+def _flat(value: Any, key: str = "config") -> Iterator[tuple[str, Any]]:
+    """Yield the values of tables and lists at any depth, each with its nearest key."""
+    yield key, value
+    inner = ((key, item) for item in value) if isinstance(value, list) else ()
+    for name, item in value.items() if isinstance(value, dict) else inner:
+        yield from _flat(item, str(name))
 
 
 def build(file: Path, hf: dict[str, Any]) -> Model:
@@ -78,27 +91,29 @@ def build(file: Path, hf: dict[str, Any]) -> Model:
     with _contained(file):
         import transformers
 
-        model_class = getattr(transformers, name, None)
-        is_model = isinstance(model_class, type) and issubclass(model_class, nn.Module)
+        # transformers has many names that are no models.
+        model_class: Any = getattr(transformers, name, None)
+        is_model = isinstance(model_class, type) and issubclass(
+            model_class, transformers.PreTrainedModel
+        )
         if is_model and "model_type" not in hf:
             kind = model_class.config_class.model_type
         if kind not in transformers.CONFIG_MAPPING:
             code = "; Python code that comes with it is never run" if "auto_map" in hf else ""
             have = f"is none of transformers {transformers.__version__}{code}"
             raise InputError(f"model_type {printable(kind, 80)} of {printable(name, 80)} {have}")
-        config_class = transformers.CONFIG_MAPPING[kind]
-        # transformers 5 writes Infinity as a table.
-        decode = getattr(config_class, "_decode_special_floats", _passive)
-        config = config_class.from_dict(decode(_passive(hf)))
+        passive = json.loads(json.dumps(hf), object_hook=_passive)
+        config = transformers.CONFIG_MAPPING[kind].from_dict(passive)
         # In this form of experts, shapes do not depend on where tokens go.
         config._experts_implementation = "batched_mm"
-        if not is_model or not isinstance(config, model_class.config_class or ()):
+        with torch.device("meta"):
+            if is_model and isinstance(config, model_class.config_class or ()):
+                return model_class._from_config(config).eval()
             # config.json names no class, or one of another package.
             auto = (getattr(transformers, f"AutoModel{task}") for task in _TASKS)
-            model_class = next(a for a in auto if type(config) in a._model_mapping)
-        build = getattr(model_class, "_from_config", None) or model_class.from_config
-        with torch.device("meta"):
-            return build(config).eval()
+            return (
+                next(a for a in auto if type(config) in a._model_mapping).from_config(config).eval()
+            )
 
 
 def on_disk(file: Path, model: Model) -> dict[str, list[int]]:
@@ -138,63 +153,30 @@ def counts(file: Path, model: Model, seq_len: int) -> dict[str, Any]:
     }
 
 
-def features(model: Model) -> list[str]:
-    """Return in words what the config and the tensors of a model show that no family of titan has."""
+def features(model: Model) -> Iterator[str]:
+    """Yield in words what the config and the tensors of a model show that no family of titan has."""
+    lines = "\n".join(_lines(model))
+    for what, sign in _SIGNS.items():
+        pattern = re.compile(sign, re.MULTILINE)
+        if found := {match[pattern.groups] for match in pattern.finditer(lines)}:
+            yield f"{what} {', '.join(sorted(found)[:6])}" if pattern.groups else what
+
+
+def _lines(model: Model) -> Iterator[str]:
+    """Yield keys with their values, classes and tensors of a model's part for text, a line each."""
     config, text = model.config, model.config.get_text_config()
     values = {key: value for key, value in vars(text).items() if value is not None}
-    dims = {name: p.dim() for name, p in model.named_parameters() if not TOWER.search(name)}
-    kinds = {
-        type(module).__name__ for name, module in model.named_modules() if not TOWER.search(name)
-    }
-    layers = [
-        str(kind) for key in ("layer_types", "attention_layers") for kind in values.get(key) or ()
-    ]
-    slides = re.search("sliding|chunked|local", " ".join(layers))
-    # Models whose layers have no types have one window for all of them.
-    slides = slides or (
-        not layers
-        and text.__dict__.get("sliding_window")
-        and values.get("use_sliding_window", True)
-    )
-    texts = {key: value for key, value in values.items() if isinstance(value, str)}
-    act = [
-        v
-        for k, v in texts.items()
-        if re.search("act$|activation", k) and v not in ("silu", "swish")
-    ]
-    rope = values.get("rope_parameters") or {}
-    ropes = [table for table in (rope, *rope.values()) if isinstance(table, dict)]
-    biased = [n[: -len(".bias")] for n in dims if n.endswith(".bias")]
-    biased = {n.split(".")[-1] for n in biased if dims.get(f"{n}.weight") == 2}
-    found = {
-        "an encoder beside the decoder": config.is_encoder_decoder,
-        "inputs other than text (multi-modal)": any(map(TOWER.search, config.sub_configs)),
-        "state-space or other recurrent layers": any(map(_RECURRENT.search, [*dims, *layers])),
-        "sliding-window attention": slides,
-        "attention sinks": any(name.endswith("sinks") for name in dims),
-        "biases": biased,
-        "learned positions": {n for n in dims if re.search(r"wpe|embed_pos|position_emb", n)},
-        "LayerNorm in place of RMSNorm": any(
-            re.search("(?<!RMS)(?<!T5)LayerNorm", k) for k in kinds
-        ),
-        "the activation": act[:1],
-        "rotary scaling": {str(r.get("rope_type", "default")) for r in ropes}
-        - {"default", "llama3"},
-        "rotation of a part of each head": any(
-            r.get("partial_rotary_factor", 1) != 1 for r in ropes
-        ),
-        "soft-capped logits": any("softcap" in key for key in values),
-        "scaling by": {
-            key for key, v in values.items() if _SCALED.fullmatch(key) and v not in (1, False)
-        },
-    }
-    return [
-        what
-        if isinstance(value, bool | re.Match | int)
-        else f"{what} {', '.join(sorted(value)[:6])}"
-        for what, value in found.items()
-        if value
-    ]
+    if values.get("layer_types"):  # these say which layers have the window
+        values.pop("sliding_window", None)
+    values |= {"is_encoder_decoder": config.is_encoder_decoder, "sub": [*config.sub_configs]}
+    yield from (f"{key} {value}" for key, value in _flat(values))
+    parts = [(n, m) for n, m in model.named_modules() if not _TOWER.search(n)]
+    yield from (f"class {type(module).__name__}" for _, module in parts)
+    for name, module in parts:
+        dims = {key: p.dim() for key, p in module.named_parameters(recurse=False)}
+        yield from (f"tensor {name}.{key}" for key in dims)
+        if "bias" in dims and dims.get("weight") == 2:
+            yield f"biased {name.split('.')[-1]}"
 
 
 # ---- counting --------------------------------------------------------------------------------------
@@ -268,13 +250,11 @@ def _idle(model: Model, flops_of: dict[str, float]) -> tuple[int, float]:
 # ---- transformers' code ----------------------------------------------------------------------------
 
 
-def _passive(value: Any) -> Any:
-    """Return a part of config.json without what transformers would act on."""
-    if isinstance(value, list):
-        return [_passive(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    return {key: _passive(item) for key, item in value.items() if not _ACTIVE.fullmatch(key)}
+def _passive(table: dict[str, Any]) -> Any:
+    """Return a table of config.json without what transformers would act on."""
+    if "__float__" in table:  # as transformers 5 writes infinity
+        return float(table["__float__"])
+    return {key: value for key, value in table.items() if not _ACTIVE.fullmatch(key)}
 
 
 @contextmanager
