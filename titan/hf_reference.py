@@ -97,7 +97,7 @@ def build(file: Path, hf: dict[str, Any]) -> Model:
             model_class, transformers.PreTrainedModel
         )
         if is_model and "model_type" not in hf:
-            kind = model_class.config_class.model_type
+            kind = getattr(model_class.config_class, "model_type", "")
         if kind not in transformers.CONFIG_MAPPING:
             code = "; Python code that comes with it is never run" if "auto_map" in hf else ""
             have = f"is none of transformers {transformers.__version__}{code}"
