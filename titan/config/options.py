@@ -49,7 +49,8 @@ def positive(text: str) -> int:
 
 def add_quiet(parser: argparse.ArgumentParser) -> None:
     """Add `-q`, `--quiet` to a command that reports its progress. `is_quiet` then returns True."""
-    parser.add_argument("-q", "--quiet", nargs=0, action=_Quiet, help=_Quiet.__doc__)
+    help_text = "print only warnings, errors and the result"
+    parser.add_argument("-q", "--quiet", nargs=0, action=_Quiet, help=help_text)
 
 
 def is_quiet() -> bool:
@@ -58,8 +59,7 @@ def is_quiet() -> bool:
 
 
 class _Quiet(argparse.Action):
-    """print only warnings, errors and the result"""
+    """Remember the option in the environment, which ranks and processes in the background inherit."""
 
     def __call__(self, *_: Any) -> None:
-        # The ranks, and processes in the background, inherit the environment.
         os.environ[_QUIET] = "1"

@@ -9,7 +9,6 @@ Needs the extra `plot` (matplotlib).
 from __future__ import annotations
 
 import argparse
-from bisect import bisect_left
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
@@ -67,7 +66,7 @@ def read_metrics(file: Path) -> list[Row]:
 def read_starts(file: Path) -> list[Row]:
     """Return the events of a run after which it continued from a checkpoint; none if it has no such file."""
     with suppress(OSError):
-        return [row for row in read_rows(file) if row.get("event") in MARKS]
+        return [row for row in read_rows(file) if str(row.get("event")) in MARKS]
     return []
 
 
@@ -80,13 +79,11 @@ def mark(start: Row, rows: list[Row], x: str) -> float | None:
     if x == "time":
         known = unix_s is not None and end_unix_s is not None and end_s is not None
         return (unix_s - (end_unix_s - end_s)) / 3600 if known else None
+    from numpy import interp  # beside matplotlib it costs no time
+
     # Between two rows the tokens grow evenly. Before the first one, they grow from zero.
-    steps, tokens = ([0.0, *values] for values in points(rows, "step", x))
-    after = bisect_left(steps, step)
-    if after in (0, len(steps)):
-        return tokens[after - 1] if after else 0.0
-    share = (step - steps[after - 1]) / (steps[after] - steps[after - 1])
-    return tokens[after - 1] + share * (tokens[after] - tokens[after - 1])
+    steps, tokens = points(rows, "step", x)
+    return float(interp(step, [0.0, *steps], [0.0, *tokens]))
 
 
 def points(rows: list[Row], x: str, key: str) -> tuple[list[float], list[float]]:
