@@ -77,8 +77,9 @@ def mark(start: Row, rows: list[Row], x: str) -> float | None:
     if step is None or x == "step":
         return step
     if x == "time":
-        known = unix_s is not None and end_unix_s is not None and end_s is not None
-        return (unix_s - (end_unix_s - end_s)) / 3600 if known else None
+        if unix_s is None or end_unix_s is None or end_s is None:
+            return None
+        return (unix_s - (end_unix_s - end_s)) / 3600
     from numpy import interp  # beside matplotlib it costs no time
 
     # Between two rows the tokens grow evenly. Before the first one, they grow from zero.
