@@ -16,6 +16,7 @@ import signal
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -23,7 +24,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan.data import require
 from titan.untrusted import InputError, printable
 
 Model: TypeAlias = Any
@@ -31,12 +31,12 @@ Model: TypeAlias = Any
 
 # Limits on a stranger's numbers and lists: a loop over a billion layers takes for ever, even on meta.
 _COUNTED = re.compile(r"(layers?|blocks?|experts?|heads|depth|stages)$")
-_MAX_COUNT, _MAX_NUMBER = 10_000, 2**40
+_MAX_COUNT, _MAX_NUMBER = 4096, 2**40
 # transformers would fetch code, kernels or weights for these, or needs packages for them.
 _ACTIVE = re.compile(
     r"auto_map|_?(attn|experts)_implementation.*|quantization_config|.*pretrained.*"
 )
-_SECONDS = 180
+_SECONDS = 120
 # The auto classes to try for a config that names no class.
 _TASKS = ("ForCausalLM", "ForImageTextToText", "ForSeq2SeqLM", "")
 _TOWER = re.compile(r"vision|visual|image|audio|speech|multi_modal")
@@ -84,10 +84,12 @@ def _flat(value: Any, key: str = "config") -> Iterator[tuple[str, Any]]:
 
 
 def build(file: Path, hf: dict[str, Any]) -> Model:
-    """Return the model of a config.json on meta. Raises InputError; DataError where transformers is missing."""
+    """Return the model of a config.json on meta. Raises InputError."""
     names, kind = hf.get("architectures"), str(hf.get("model_type"))
     name = str(names[0]) if isinstance(names, list) and names else "None"
-    require("transformers", purpose=f"describing {printable(name, 80)}")
+    if not find_spec("transformers"):
+        what = f"{printable(name, 80)} cannot be built without 'transformers'"
+        raise InputError(f"{file}: {what}; install it with: pip install transformers")
     with _contained(file):
         import transformers
 
