@@ -22,6 +22,7 @@ LONGEST = [
     "parity/test_composition.py",
     "parallel/test_float8.py",
     "optim/test_layouts.py",
+    "tests/test_agents.py",
 ]
 
 

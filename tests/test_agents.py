@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -91,6 +92,12 @@ def run(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_recipe_does_what_it_says(name: str, tree: Path) -> None:
     before = apply(RECIPES[name], tree)
     try:
+        if find_spec("ruff"):
+            files = [str(path) for path in before if path.suffix == ".py"]
+            for check in (["check"], ["format", "--check"]):
+                command = [sys.executable, "-m", "ruff", *check, *files]
+                result = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+                assert result.returncode == 0, result.stdout + result.stderr
         [command] = [block.text for block in RECIPES[name] if block.language == "sh"]
         program, *arguments = shlex.split(command)
         assert program == ".venv/bin/pytest"
