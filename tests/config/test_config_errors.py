@@ -25,6 +25,8 @@ from titan.config.rules import advise, check, check_layout
 from titan.untrusted import printable
 
 SAVED = json.loads(golden.SAVED.read_text())
+# At a misspelt option: each command has other options.
+_HINT = r"; did you mean '--[a-z-]+'\?"
 # One message of each kind: of the scanner, of types, names and ranges, of rules, of a layout, of an old key.
 PHRASES = {
     "[training]\nsteps = ten\n": 'write steps = "ten"',
@@ -100,8 +102,8 @@ def test_check_and_train_refuse_alike(
         assert time.process_time() - start < 1.0
         assert code == 2
         assert cli.main(["train", *golden.argv(job), f"--nproc={ranks}"]) == 2
-    # They understand other options, which the hint at a misspelt one names.
-    assert capsys.readouterr().err.replace("; did you mean '--nproc'?", "") == report
+    refused = capsys.readouterr().err
+    assert re.sub(_HINT, "", refused) == re.sub(_HINT, "", report)
     assert not (folder / "outputs").exists()
 
 
