@@ -69,7 +69,7 @@ def run(command: str, folder: Path, began: float) -> tuple[float, list[tuple[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--folder", type=Path, help="where to clone to; a temporary folder without it"
     )
