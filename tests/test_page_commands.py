@@ -168,6 +168,7 @@ def test_commands_run(page: str, tmp_path: Path, cache: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("page", SLOW)
 def test_slow_commands_run(page: str, tmp_path: Path, cache: Path) -> None:
     follow(page, tmp_path, cache, slow=True)

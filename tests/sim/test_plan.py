@@ -187,6 +187,17 @@ def test_overlays_make_the_ranked_jobs(
         assert f"{variant['facts']['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU" in file.read_text()
 
 
+def test_the_job_is_a_candidate_even_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A budget of one leaves no other: the plan is the job, which fits."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    options = ["--world-size", "2", "--hardware", "h100-sxm", "--simulate", "1"]
+    assert main(["plan", *JOB, *options, "--output", str(tmp_path)]) == 0
+    assert "1 candidates simulated" in capsys.readouterr().out
+    assert (tmp_path / "plan-1.toml").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

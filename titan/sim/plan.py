@@ -93,7 +93,8 @@ def plan(
     job, *variants = simulated([{}, *map(search.settings, points)])
     if own is not None and job.facts:
         results[own] = replace(job, settings=search.settings(own))
-    while points:
+    # The job may be all that there is: the only point, or the whole of a small budget.
+    while True:
         results |= zip(points, variants, strict=True)
         ranked = sorted((p for p in results if results[p].fits), key=lambda p: -results[p].speed)
         # A sixth of the budget in each round, so that later rounds start from better centres.
@@ -104,6 +105,8 @@ def plan(
         points = (
             search.neighbours(ranked[:3], count) if ranked else search.first(len(results) + count)
         )
+        if not points:
+            break
         variants = simulated([*map(search.settings, points)])
     return Plan(job, [(point, results[point]) for point in ranked])
 
