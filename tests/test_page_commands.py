@@ -77,6 +77,7 @@ class Reader:
             "PATH": f"{stubs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
             **VARIABLES,
             "XDG_CACHE_HOME": str(cache),
+            "COLUMNS": "120",  # of the terminal; some commands fold what they print
             "HF_HUB_OFFLINE": "1",
             "WANDB_MODE": "offline",
         }
