@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from titan.cli import main
-from titan.health.doctor.diagnosis import Diagnosis, diagnose
+from titan.health.doctor.diagnosis import _ADVICE, Diagnosis, diagnose
 from titan.health.doctor.evidence import Evidence
 from titan.health.errors import Failure
 from titan.health.run_lock import LOCK_FILE, ProcessId
@@ -263,3 +263,8 @@ def test_a_fault_in_native_code_outranks_what_its_victims_say(folder: Folder) ->
     assert folder.diagnosis().findings[0].kind == "error"
     stacks.write_text("Fatal Python error: Aborted\n\nFatal Python error: Segmentation fault\n")
     assert folder.diagnosis().findings[0].kind == "error"  # the monitor ended a silent rank
+
+
+def test_the_page_lists_every_kind() -> None:
+    page = (Path(__file__).parents[2] / "docs/troubleshooting.md").read_text()
+    assert [kind for kind in _ADVICE if f"`{kind}`" not in page] == []
