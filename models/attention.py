@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titan.parallel.block_attention import match_heads
 from titan.parallel.documents import DocumentMask, mask_of
 
 DocumentIds: TypeAlias = Tensor | DocumentMask
@@ -47,6 +48,7 @@ class InnerAttention(nn.Module):
             mask = document_ids_BS
             mask = mask_of(mask) if isinstance(mask, Tensor) else mask
             return mask.attend(q_BHSK, k_BGSK, v_BGSK, scale=self.scale)
+        k_BGSK, v_BGSK = match_heads(q_BHSK, k_BGSK, v_BGSK)
         return F.scaled_dot_product_attention(
             q_BHSK,
             k_BGSK,
@@ -58,8 +60,7 @@ class InnerAttention(nn.Module):
 
 
 class CachedAttention(nn.Module):
-    """Wrap an inner attention for generation: keep the keys and values of the positions seen so
-    far.
+    """Wrap an inner attention for generation: keep the keys and values of the positions seen so far.
 
     The first call takes the whole prompt, each later call the one next token.
     """

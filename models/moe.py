@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from titan.parallel.products import linear_in_fp32
 from titan.parallel.rows import host_counts, permute
 
 from .moe_config import MoEConfig
@@ -36,24 +37,19 @@ class RouteSource(Protocol):
 
     def put(self, moe: MoE, ids_TK: Tensor) -> None: ...
 
-    def forget(self) -> None:
-        """Forget the calls so far: a pipeline made them to learn shapes."""
-        ...
-
 
 class Gate(nn.Module):
-    """Apply the router's matrix. It computes in fp32 at least, since rounding decides where a token
-    goes."""
+    """Apply the router's matrix. It computes in fp32 at least, since rounding decides where a token goes."""
 
     def __init__(self, dim: int, num_experts: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, dim))
+        self.into_fp32 = True  # see linear_in_fp32
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Return the router's logits, (B, S, E), in fp32 or better."""
         # bf16 would make scores equal that are not.
-        dtype = torch.promote_types(x_BSD.dtype, torch.float32)
-        return F.linear(x_BSD.to(dtype), self.weight.to(dtype))
+        return linear_in_fp32(x_BSD, self.weight, into_fp32=self.into_fp32)
 
 
 class Router(nn.Module):
@@ -157,6 +153,7 @@ def grouped_products(
 
 
 grouped_products.has_varying_rows = True  # pyright: ignore[reportFunctionMemberAccess]
+grouped_products.is_recomputed_whole = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def looped_products(
@@ -175,9 +172,16 @@ def looped_products(
     )
 
 
-def run_experts(rows_ND: Tensor, counts_E: Tensor, experts: Callable[..., Tensor]) -> Tensor:
+def run_experts(
+    rows_ND: Tensor,
+    counts_E: Tensor,
+    experts: Callable[..., Tensor],
+    meanwhile: Callable[[], None],
+) -> Tensor:
     """Run rows sorted by expert through them: the exchange of a rank that has all experts."""
-    return experts(rows_ND, counts_E)
+    rows_ND = experts(rows_ND, counts_E)
+    meanwhile()
+    return rows_ND
 
 
 class MoE(nn.Module):
@@ -202,9 +206,9 @@ class MoE(nn.Module):
         self.register_buffer("loads", torch.empty(E, dtype=torch.int64), persistent=False)
         is_state = config.global_balance_coeff > 0
         self.register_buffer("last_loads", torch.empty(E, dtype=torch.int64), persistent=is_state)
-        self.exchange: Callable[[Tensor, Tensor, nn.Module], Tensor] = run_experts
+        self.exchange: Callable[..., Tensor] = run_experts
         self.route_sources: list[RouteSource] = []
-        # Of the global batch, set before each step.
+        # The global batch's, set before each step.
         self.num_sequences, self.num_tokens = 1, 1
         # Adds up (B, E) over the ranks that share the sequences of a batch.
         self.sum_over_sequence: Callable[[Tensor], Tensor] | None = None
@@ -233,11 +237,18 @@ class MoE(nn.Module):
         place_N[order_N] = torch.arange(len(order_N), device=order_N.device)
         counts_E = count(ids_TK.view(1, -1), self.config.num_experts)[0]
         rows_ND = _Spread.apply(x_TD, order_N, place_N, ids_TK.shape[1])
-        rows_ND = self.exchange(rows_ND, counts_E, self.experts)
+        shared: list[Tensor] = []
+
+        def run_shared_experts() -> None:
+            if self.shared_experts is not None:
+                shared.append(self.shared_experts(x_BSD))
+
+        # They need no other rank: an exchange runs them while it waits for the others.
+        rows_ND = self.exchange(rows_ND, counts_E, self.experts, run_shared_experts)
         # Added up in the order of K: on a GPU, adding into tokens would have no fixed order.
         rows_TKD = permute(rows_ND, place_N, order_N).view(*ids_TK.shape, -1)
         y_BSD = self.combine(rows_TKD, weights_TK).view(x_BSD.shape)
-        return y_BSD if self.shared_experts is None else y_BSD + self.shared_experts(x_BSD)
+        return y_BSD + shared[0] if shared else y_BSD
 
     def compiled_parts(self) -> list[tuple[nn.Module, str]]:
         """Return the functions that can be compiled, as attributes: all but the exchange, which waits for the device."""
@@ -251,6 +262,9 @@ class MoE(nn.Module):
         """Return the weighted sum of each token's rows, (T, D) in their dtype, added up in the order of K."""
         y_TD = (rows_TKD.to(weights_TK.dtype) * weights_TK[..., None]).sum(1)
         return y_TD.to(rows_TKD.dtype)
+
+    # Read when parts are compiled. What it keeps has a row for each expert of a token.
+    combine.is_recomputed_whole = True  # pyright: ignore[reportFunctionMemberAccess]
 
     def term_gradients(
         self, ids_TK: Tensor, log_sum_T: Tensor, batch: int

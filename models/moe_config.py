@@ -1,5 +1,4 @@
-"""Define the sizes of a mixture of experts, as fields that families add to Llama's. Imports no
-torch."""
+"""Define the sizes of a mixture of experts, as fields that families add to Llama's. Imports no torch."""
 
 from __future__ import annotations
 

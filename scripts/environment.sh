@@ -1,13 +1,13 @@
 # Sourced by the other scripts: makes a virtual environment with titan in it, or reuses it; sets $PYTHON.
 #   prepare_environment EXTRA     installs titan, editable, with an extra that has a lock file: demo or dev (scripts/lock.sh)
-# TITAN_VENV names another folder than .venv.
+# TITAN_VENV names another folder than .venv, TITAN_CONSTRAINTS another file than constraints.txt (with another torch).
 
 prepare_environment() {
-  local extra=$1 venv=${TITAN_VENV:-.venv} lock base stamp sum began=$SECONDS
+  local extra=$1 venv=${TITAN_VENV:-.venv} constraints=${TITAN_CONSTRAINTS:-constraints.txt} lock base stamp sum began=$SECONDS
   PYTHON=$venv/bin/python
   lock=scripts/requirements-$extra.lock
   stamp=$venv/.titan-$extra
-  sum=$(cksum pyproject.toml constraints.txt "$lock")
+  sum=$(cat pyproject.toml "$constraints" "$lock" | cksum)
   if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$sum" ]; then
     echo "environment: $venv (ready)"
     return
@@ -21,9 +21,9 @@ prepare_environment() {
   install --require-hashes --no-deps --requirement "$lock"
   echo "environment: 2 of 3, torch (200 MB for CPUs, 3 GB with CUDA; the longest)"
   if [ -t 1 ]; then # pip's own progress bar
-    "$PYTHON" -m pip install --disable-pip-version-check --constraint constraints.txt torch
+    "$PYTHON" -m pip install --disable-pip-version-check --constraint "$constraints" torch
   else
-    install --constraint constraints.txt torch
+    install --constraint "$constraints" torch
   fi
   echo "environment: 3 of 3, titan itself, editable"
   install --no-deps --no-build-isolation --editable .

@@ -37,8 +37,8 @@ from titan.config.layout import Layout
 from titan.config.schema import JobConfig
 from titan.models.llama3 import model
 from titan.parallel import fsdp, ring
-from titan.sim.torch_compat import find, replace
-from titan.sim.trace_jobs import Prepare
+from titan.sim.record.torch_compat import find, replace
+from titan.sim.record.trace_jobs import Prepare
 
 _SINGLE_OPERATIONS = ("torchtitan-2024-08", "torchtitan-2024-12", "paper-2410.06511", "torchtitan-pr-822", "torchtitan-pr-833")  # fmt: skip
 """Sources of the time when TorchTitan's RMSNorm was made of single operations."""

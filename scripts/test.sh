@@ -1,8 +1,16 @@
 #!/usr/bin/env bash
-# Lint, type check and tests, in an environment of its own.   scripts/test.sh [pytest arguments]
+# Lint, type check and tests, in an environment of its own.
+#   scripts/test.sh [pytest arguments]     the default lane, or the tests that are named
+#   scripts/test.sh --quick                for every save: lint, and the tests without ranks and processes
+#   scripts/test.sh --full                 every test that needs no accelerator and is not marked slow
+# tests/lanes.toml says which test is in which lane.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/environment.sh
+lane=()
+case ${1:-} in
+  --quick | --full) lane=(--lane "${1#--}"); shift ;;
+esac
 prepare_environment dev
 
 bin=$(dirname "$PYTHON")
@@ -11,14 +19,21 @@ echo "lint: ruff"
 "$bin/ruff" format --check .
 # Types are checked beside the tests, which mostly wait for ranks.
 types=$(mktemp)
-trap 'kill "$checker" 2> /dev/null || true; rm -f "$types"' EXIT
-"$bin/pyright" --pythonpath "$PYTHON" > "$types" &
-checker=$!
+checker=
+trap '[ -z "$checker" ] || kill "$checker" 2> /dev/null || true; rm -f "$types"' EXIT
+if [ "${lane[*]}" != "--lane quick" ]; then
+  "$bin/pyright" --pythonpath "$PYTHON" > "$types" &
+  checker=$!
+fi
 echo "tests: pytest"
 # More workers than the two cores, since ranks wait for each other. The tests of a file stay on one worker: they share
 # fixtures. tests/conftest.py puts long files first.
 failed=0
-"$PYTHON" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@" || failed=$?
-echo "types: pyright"
-wait "$checker" || { cat "$types"; exit 1; }
+workers=3
+[ "${lane[*]}" != "--lane quick" ] || workers=0 # each worker imports torch
+"$PYTHON" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder "${lane[@]}" "$@" || failed=$?
+if [ -n "$checker" ]; then
+  echo "types: pyright"
+  wait "$checker" || { cat "$types"; exit 1; }
+fi
 exit "$failed"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -14,7 +16,7 @@ from tests.support.ranks import Pool
 # more than it does, above all beside another worker.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-pytest_plugins = ["tests.support.not_run"]
+pytest_plugins = ["tests.support.lanes", "tests.support.not_run"]
 
 # The files that take longest come first: the workers of scripts/test.sh then end together.
 LONGEST = [
@@ -24,6 +26,20 @@ LONGEST = [
     "optim/test_layouts.py",
     "tests/test_agents.py",
 ]
+
+
+CACHE = pytest.StashKey[str]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give the run an empty cache of its traces and texts: every worker records a program once for all tests."""
+    if not hasattr(config, "workerinput"):
+        config.stash[CACHE] = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="titan-tests-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if CACHE in config.stash:
+        shutil.rmtree(config.stash[CACHE], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

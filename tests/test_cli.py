@@ -119,7 +119,7 @@ def test_check_knows_the_profiles_of_the_simulator(tmp_path: Path) -> None:
     ):
         code, out, _ = titan("check", DEBUG, f"--hardware={hardware}", "--formula")
         assert code == 0 and answer in out
-    assert "unknown hardware" in titan("check", DEBUG, "--hardware=h999")[2][0]
+    assert "no profile 'h999'" in titan("check", DEBUG, "--hardware=h999")[2][0]
 
 
 def test_answers_take_less_than_a_second(tmp_path: Path) -> None:
@@ -236,9 +236,9 @@ def test_a_plug_in_that_cannot_be_imported_is_named(
 
 def test_other_commands_reach_their_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     for command, module in {
-        "prepare": "titan.data.prepare",
-        "plot": "titan.observe.plot",
-        "generate": "titan.generate",
+        "prepare": "titan.tools.prepare",
+        "plot": "titan.tools.plot",
+        "generate": "titan.tools.generate",
     }.items():
         seen: list[list[str]] = []
         monkeypatch.setitem(
@@ -256,7 +256,7 @@ def test_quiet_reaches_whatever_reports_progress(
     from titan.config.options import is_quiet
     from titan.data.cache import display
     from titan.data.writer import Progress
-    from titan.sim.report import say
+    from titan.sim.report.text import say
 
     monkeypatch.setenv("TITAN_QUIET", "")  # and as it was, after the test
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
@@ -269,12 +269,12 @@ def test_quiet_reaches_whatever_reports_progress(
         assert cli.main(["train", DEBUG, *options]) == 0
         say("7 of 9")
         text: Any = SimpleNamespace(num_bytes=100)
-        with display(text, title="tokenising") as report:
+        with display(text, title="tokenizing") as report:
             report(Progress(documents=3, tokens=20, num_bytes=50))
         shown = capsys.readouterr().err
         assert ("7 of 9" in shown, "3 documents" in shown) == (not options, not options), shown
     assert seen == [False, True, True]
-    for command in ("train", "sim", "plan", "autosac", "prepare", "download"):
+    for command in ("train", "sim", "plan", "autosac", "prepare"):
         assert cli.main([command, "--help"]) == 0
         assert "-q, --quiet" in capsys.readouterr().out, command
 
@@ -297,12 +297,31 @@ def test_one_process_trains_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_check_says_whether_it_fits() -> None:
     job = ["check", "train_configs/llama3_1b.toml", "--formula", "--hardware"]
     code, out, _ = titan(*job, "h200-sxm")
-    assert code == 0 and any(line.startswith("fits: 46") for line in out.splitlines()), out
+    assert code == 0 and any(line.startswith("fits: 47") for line in out.splitlines()), out
     code, out, _ = titan(*job, "a100-40g", "--json")
     facts = json.loads(out)
     assert code == 0 and facts["fits"] is False and facts["hardware"] == "a100-40g"
     code, _, err = titan(*job, "h200")
     assert code == 2
     assert err[0].startswith(
-        "command line: hardware.name: unknown hardware \"h200\"; did you mean 'h200-sxm'?"
+        "hardware: no profile 'h200'; did you mean 'h200-sxm'? There are a100-80g, "
     )
+    # One list of names for both commands.
+    assert titan("sim", job[1], "--world-size=1", "--hardware=h200")[2] == err
+
+
+def test_check_reads_the_first_lines_of_jsonl(tmp_path: Path) -> None:
+    """Not JSON at all, and another field: the lines that name it."""
+    data = tmp_path / "data.jsonl"
+    job = ["check", DEBUG, "--training.dataset=jsonl", f"--training.dataset_path={data}"]
+    data.write_text("Once upon a time\n")
+    code, _, err = titan(*job)
+    assert code == 2 and f"training.dataset_path: {data}:1: not a line of JSON" in err[0]
+    data.write_text('{"content": "Once upon a time"}\n')
+    code, _, err = titan(*job)
+    assert code == 2 and err[1:5] == [
+        "    [[data.sources]]",
+        '    type = "jsonl"',
+        f'    path = "{data}"',
+        '    text_key = "content"',
+    ]

@@ -1,16 +1,21 @@
-"""Limits of the source: lengths, and one meaning for each public type."""
+"""Limits of the source: lengths, budgets of folders, and one meaning for each public type."""
 
 from __future__ import annotations
 
 import ast
-from collections import defaultdict
+import io
+import re
+import tokenize
+from collections import Counter, defaultdict
+from pathlib import Path
 
-from tests.test_imports import SOURCES
+from tests.support.lanes import tomllib
+from tests.test_imports import ROOT, SOURCES
 
 MAX_FUNCTION, MAX_CLASS, MAX_FILE = 80, 300, 450
 # What is longer today. Delete a row when it is not needed any more: the test fails for it then.
 LONGER = {
-    "titan.sim.replay",
+    "titan.sim.replay.queues",
 }
 # A family's modules have the names that its papers give them.
 SHARED = {"Attention", "Block", "Transformer"}
@@ -46,3 +51,104 @@ def test_a_public_type_has_one_meaning() -> None:
     assert {
         name: where for name, where in modules.items() if len(where) > 1 and name not in SHARED
     } == {}
+
+
+# Modules that look for several words in a text, since its author gives them nothing else.
+READS_WORDS = {
+    "titan.config.toml": "the place of a mistake in the message of tomllib",
+    "titan.health.errors": "a counter's name in the kernel's file",
+    "titan.tools.doctor.diagnosis": "the name that the flight recorder gives to the axis of all ranks",
+    "titan.tools.doctor.evidence": "the heading of a thread in a stack that Python wrote",
+}
+
+
+def _has_words(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and " " in str(node.value).strip()
+
+
+def test_nothing_decides_by_a_sentence() -> None:
+    """Errors and findings have a kind, so that a better sentence changes nothing."""
+    found = set()
+    for module in SOURCES:
+        for node in ast.walk(_tree(module)):
+            if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
+                if _has_words(node.left):
+                    found.add(module)
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                asks = node.func.attr in ("startswith", "endswith", "find", "search", "match")
+                if asks and any(_has_words(part) for arg in node.args for part in ast.walk(arg)):
+                    found.add(module)
+    assert found == {*READS_WORDS}
+
+
+# ---- budgets -------------------------------------------------------------------------------------
+
+_NO_CODE = {
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
+    *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
+}
+
+
+def code_lines(text: str) -> int:
+    """Return the number of lines with code: no blanks, comments or docstrings."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in _NO_CODE:
+            lines |= {*range(token.start[0], token.end[0] + 1)}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body else None
+            if isinstance(first, ast.Expr) and ast.get_docstring(node, clean=False) is not None:
+                lines -= {*range(first.lineno, (first.end_lineno or 0) + 1)}
+    return len(lines)
+
+
+def _sizes() -> Counter[str]:
+    """Return the code lines of each row of the table."""
+    sizes: Counter[str] = Counter()
+    for top in ("titan", "models", "tests"):
+        for path in (ROOT / top).rglob("*.py"):
+            folder = "/".join(path.relative_to(ROOT).parts[: 2 if top == "titan" else 1])
+            size = code_lines(path.read_text(encoding="utf-8"))
+            sizes[folder] += size
+            if top != "tests" and folder not in ("titan/sim", "titan/tools"):
+                sizes["core"] += size
+    return sizes
+
+
+def _menu() -> set[Path]:
+    text = (ROOT / "scripts/site/mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    return {ROOT / "docs" / page for page in re.findall(r": (\S+\.md)$", text, re.MULTILINE)}
+
+
+def test_no_folder_grows_beyond_its_budget() -> None:
+    table = tomllib.loads((ROOT / "tests/budgets.toml").read_text(encoding="utf-8"))
+    sizes = _sizes()
+    words = {
+        page: len(page.read_text(encoding="utf-8").split()) for page in ROOT.glob("docs/**/*.md")
+    }
+    sizes["docs"], sizes["menu"] = sum(words.values()), sum(words[page] for page in _menu())
+    over = [
+        f"{row}: {sizes[row]} of {most}; name what this replaces, or raise the budget in tests/budgets.toml with a reason"
+        for row, most in (table["code"] | table["words"]).items()
+        if not 0 < sizes[row] <= most
+    ]
+    assert not over, "\n".join(over)
+
+
+def test_code_lines_are_counted() -> None:
+    text = '"""A module.\n\nIts text."""\n\nx = 1  # one\n\n# none\ndef f():\n    """Two."""\n    return """\n    a"""\n'
+    assert code_lines(text) == 4
+
+
+def test_functions_with_many_keywords_explain_them() -> None:
+    silent = [
+        f"{module}.{node.name}"
+        for module in SOURCES
+        for node in ast.walk(_tree(module))
+        if isinstance(node, ast.FunctionDef)
+        and not node.name.startswith("_")
+        and len(node.args.kwonlyargs) > 5
+        and "Args:" not in (ast.get_docstring(node) or "")
+    ]
+    assert silent == []

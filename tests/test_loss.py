@@ -18,6 +18,7 @@ from tests.support.ranks import Pool
 from titan.loss import (
     IGNORED,
     Kernels,
+    LossSum,
     VocabularyShard,
     cross_entropy_sum,
     leave_output_to_loss,
@@ -134,7 +135,7 @@ def test_products_into_fp32_equal_plain(monkeypatch: pytest.MonkeyPatch) -> None
 
         return call
 
-    monkeypatch.setattr("titan.loss._multiplies_into_fp32", lambda _: True)
+    monkeypatch.setattr("titan.loss.multiplies_into_fp32", lambda *_: True)
     monkeypatch.setattr(torch, "mm", product(torch.mm))
     monkeypatch.setattr(torch, "addmm", product(torch.addmm))
     torch.manual_seed(0)
@@ -278,6 +279,55 @@ def test_a_weight_may_be_given_as_tensor_parallelism_leaves_it(pool: Pool) -> No
     expected.backward()
     for loss, gradient in pool.run(2, _split_weight):
         torch.testing.assert_close((loss, gradient), (expected.detach(), w.grad))
+
+
+def _smoothed(logits_CV: torch.Tensor, labels_C: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits_CV, labels_C, reduction="sum", label_smoothing=0.1)
+
+
+def _custom_over_vocabulary(with_weight: bool) -> list[torch.Tensor]:
+    """Loss and gradients of a package's loss, of 19 columns of which this rank has 10 or 9."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    h, w = torch.randn(24, 4), torch.randn(19, 4)
+    labels = torch.arange(24) % 19
+    labels[5:9] = IGNORED
+    shard = VocabularyShard.of(mesh, 19)
+    w = w[rank * 10 : (rank + 1) * 10].clone().requires_grad_()
+    h.requires_grad_()
+    input, weight = (h, w) if with_weight else (h @ w.T, None)
+    loss = cross_entropy_sum(
+        input, labels, chunk_tokens=7, weight=weight, shard=shard, custom=_smoothed
+    )
+    loss.backward()
+    assert h.grad is not None and w.grad is not None
+    return [loss.detach(), h.grad, w.grad]
+
+
+@pytest.mark.parametrize("with_weight", [False, True])
+def test_a_packages_loss_over_a_split_vocabulary(with_weight: bool, pool: Pool) -> None:
+    (loss, h0, w0), (other, h1, w1) = pool.run(2, _custom_over_vocabulary, with_weight)
+    torch.manual_seed(0)
+    h, w = torch.randn(24, 4, requires_grad=True), torch.randn(19, 4, requires_grad=True)
+    labels = torch.arange(24) % 19
+    labels[5:9] = IGNORED
+    expected = _smoothed(h @ w.T, labels)
+    expected.backward()
+    assert loss == other
+    # Of the input, each rank has its part of a sum.
+    torch.testing.assert_close(
+        (loss, h0 + h1, torch.cat([w0, w1])), (expected.detach(), h.grad, w.grad)
+    )
+
+
+def test_validation_reports_the_cross_entropy() -> None:
+    """So that runs with other losses compare, and bits per byte mean what they say."""
+    logits, labels = torch.randn(12, 50), torch.randint(50, (12,))
+    loss_sum = LossSum(5, custom=_smoothed)
+    torch.testing.assert_close(loss_sum(logits, labels), _smoothed(logits, labels))
+    with torch.no_grad():
+        found = loss_sum(logits, labels)
+    torch.testing.assert_close(found, F.cross_entropy(logits, labels, reduction="sum"))
 
 
 def test_mistakes_that_would_compute_another_loss() -> None:

@@ -46,7 +46,8 @@ def test_wheel(users_folder: Path, tmp_path: Path) -> None:
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
     ).stdout.split()
     for name in files:
-        if name.startswith(("titan/", "models/", "train_configs/", "pyproject.toml", "README.md")):
+        parts = ("titan/", "models/", "train_configs/", "docs/", "pyproject.toml", "README.md")
+        if name.startswith(parts):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
     subprocess.run([*pip, "install", "--no-deps", "--target", site, source], check=True)
@@ -58,6 +59,7 @@ def test_wheel(users_folder: Path, tmp_path: Path) -> None:
     ours = {p.relative_to(ROOT / "titan") for p in (ROOT / "titan").rglob("*.py")}
     zoo = {Path("models") / p.relative_to(ROOT / "models") for p in (ROOT / "models").rglob("*.py")}
     assert installed == ours | zoo  # pyproject.toml lists every package
+    assert [file.name for file in (site / "titan" / "docs").iterdir()] == ["schema.json"]
     # The shipped jobs come along: a first run needs no checkout.
     for arguments in (["init"], ["check", "job.toml", "--world-size", "2"]):
         command = [sys.executable, "-m", "titan.cli", *arguments]
@@ -65,3 +67,12 @@ def test_wheel(users_folder: Path, tmp_path: Path) -> None:
         subprocess.run(command, cwd=users_folder, env=environment, check=True)
     jobs = {file.name for file in (site / "titan" / "train_configs").glob("*.toml")}
     assert jobs == {file.name for file in (ROOT / "train_configs").glob("*.toml")}
+    published = ROOT / "train_configs" / "published"
+    installed = {*(file.name for file in (site / "titan/train_configs/published").glob("*.toml"))}
+    assert installed == {file.name for file in published.glob("*.toml")}
+    # One of the published runs is simulated in an empty folder.
+    (empty := tmp_path / "empty").mkdir()
+    command = [sys.executable, "-m", "titan.cli", "reproduce", "R4"]
+    environment = {**os.environ, "PYTHONPATH": str(site), "XDG_CACHE_HOME": str(tmp_path)}
+    result = subprocess.run(command, cwd=empty, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0 and "5,605" in result.stdout, result.stderr

@@ -21,7 +21,7 @@ from tests.support.pages import (
 )
 from titan.config.load import load_config
 from titan.config.toml import read_toml
-from titan.sim.profiles import load_profile
+from titan.sim.price.profiles import load_profile
 
 
 @pytest.mark.parametrize("page", pages())

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import titan
+
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -16,6 +18,14 @@ def test_the_figures_are_those_of_the_pages() -> None:
     from readme_figures import updated
 
     assert updated(README.read_text()) == README.read_text(), "run scripts/readme_figures.py"
+
+
+def test_its_first_screen_says_what_a_stranger_asks() -> None:
+    first = README.read_text().split("## ")[0]
+    assert f"version {titan.__version__}" in " ".join(first.split()) and "`git clone " in first
+    # What ran on GPUs, and what did not.
+    said = " ".join(next(x for x in first.split("\n\n") if x.startswith("**On GPUs**")).split())
+    assert "on one H200 with torch 2.11; nothing has run on two or more GPUs" in said
 
 
 def test_it_fits_a_screen_and_a_half() -> None:

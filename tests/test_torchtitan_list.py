@@ -21,11 +21,11 @@ import torch.distributed as dist
 
 from tests.support.ranks import Pool
 from tests.support.trainers import PoolTrainer
+from titan.checks.rules import load_to_run
 from titan.config.errors import ConfigError
 from titan.config.load import parse_args
-from titan.config.rules import load_to_run
-from titan.data.tokenizer_cli import main as tokenizer_main
-from titan.generate import main as generate
+from titan.tools.generate import main as generate
+from titan.tools.tokenizer import main as tokenizer_main
 
 # The keys of TorchTitan's base_config.toml. Sizes are small, and in fp32 so that bf16 hides no mistake; all sizes are given, so
 # that the flavor does not matter. Compiled by the tracer alone: inductor would take minutes for the same graphs.

@@ -1,4 +1,4 @@
-"""titan/train.py: what is known before torch is imported."""
+"""titan/train.py: what is known before torch is imported, and names that only torch knows."""
 
 from __future__ import annotations
 
@@ -43,6 +43,34 @@ def test_a_stopped_rank_ends_with_0_if_torchrun_would_start_it_again(
     assert for_agent(EXIT_STOPPED) == EXIT_STOPPED
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     assert for_agent(EXIT_STOPPED) == for_agent(EXIT_FAILED) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (
+            ["--compile.enable", "--compile.backend=induktor"],
+            'torch has no compiler backend "induktor"; there are cudagraphs, inductor, ',
+        ),
+        (
+            [
+                "--activation_checkpoint.mode=selective",
+                "--activation_checkpoint.selective_ac_option=op",
+                "--activation_checkpoint.op_keep=aten.mmm",
+            ],
+            "torch has no operation 'aten.mmm'; use a name like aten.mm, or one of ",
+        ),
+    ],
+)
+def test_a_name_that_torch_does_not_know_ends_the_command_in_one_line(
+    options: list[str], line: str, tmp_path: Path
+) -> None:
+    job_file = Path(__file__).parents[1] / "train_configs" / "demo.toml"
+    command = [sys.executable, "-m", "titan.cli", "train", str(job_file), *options]
+    folder = f"--job.dump_folder={tmp_path}"
+    done = subprocess.run([*command, folder], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1].startswith(line) and "Traceback" not in done.stderr
 
 
 STOPPED = """

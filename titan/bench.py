@@ -136,7 +136,7 @@ def links_s(
         if 0 <= peer < world:
             swap = partial(_there_and_back, block, ranks[peer], is_first, group)
             took_s = min(rounds_s(swap, device, rounds=rounds))
-            # Of two ranks both phases measure the same link.
+            # With two ranks, both phases measure the same link.
             seconds[ranks[peer]] = min(took_s, seconds.get(ranks[peer], took_s))
     return seconds
 

@@ -21,7 +21,7 @@ from titan.config.options import JOB, add_quiet, command_parser, positive, whole
 if TYPE_CHECKING:
     from titan.config.layout import Layout
     from titan.config.schema import JobConfig
-    from titan.sim.profiles import Profile
+    from titan.sim.price.profiles import Profile
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,10 +35,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"titan {__version__}")
         return 0
-    # Commands of older versions say where their work is done now.
-    if name in REMOVED:
-        print(f"command line: {name}: {REMOVED[name]}", file=sys.stderr)
-        return 2
     if name not in COMMANDS:
         # The nearest name, or all of them.
         match = get_close_matches(name, COMMANDS, n=1)
@@ -138,8 +134,8 @@ def train(argv: list[str]) -> int:
 
 def check(argv: list[str]) -> int:
     """Run `titan check`."""
-    usage = f"{JOB} [--world-size N] [--hardware H] [--formula] [--json]\n       titan check --hf CONFIG"
-    parser = _parser("check", f"{usage} [--seq-len S] [--world-size N] [--json]")
+    usage = f"{JOB} [--world-size N] [--hardware H] [--formula] [--json]\n       titan check --hf FOLDER [--json]"
+    parser = _parser("check", usage)
     parser.add_argument(
         "--world-size", type=positive, default=1, metavar="N", help="ranks in all; default: 1"
     )
@@ -147,8 +143,8 @@ def check(argv: list[str]) -> int:
     parser.add_argument(
         "--hardware",
         metavar="H",
-        help="will it fit another machine? As --hardware.name=H, or a profile of titan sim, by name or file. "
-        "Files and folders of the job are then not looked for on this one",
+        help=f"will it fit another machine? {_profiles().hardware_names()}. Files and folders of the job are then not "
+        "looked for on this one",
     )
     parser.add_argument(
         "--formula",
@@ -158,44 +154,40 @@ def check(argv: list[str]) -> int:
     parser.add_argument(
         "--hf",
         type=Path,
-        metavar="CONFIG",
-        help="instead of a job: a transformers config.json, or a folder with one. Print parameters, FLOPs and memory "
-        "of its model, and which model of titan it is",
-    )
-    parser.add_argument(
-        "--seq-len",
-        type=positive,
-        metavar="S",
-        help="with --hf: tokens in a sequence; default: the model's, up to 4096",
+        metavar="FOLDER",
+        help="instead of a job: a Hugging Face folder, or its config.json. Print which model of titan it is, and whether "
+        "its weights load",
     )
     options, job = parser.parse_known_args(argv)
     if options.hf:
         if job or options.hardware or options.formula:
-            parser.error("--hf goes with --seq-len, --world-size and --json, and with no job")
-        return import_module("titan.check_hf").main(options)
+            parser.error("--hf goes with --json, and with no job")
+        return import_module("titan.tools.check_hf").main(options)
     from titan.config.errors import ConfigError
 
     profile = None
     try:
         if options.hardware and not _is_datasheet(options.hardware):
-            profile = import_module("titan.sim.profiles").load_profile(options.hardware)
+            profile = _profiles().load_profile(options.hardware)
         elif options.hardware:
             job.append(f"--hardware.name={options.hardware}")
         # The names are for the error of a misspelled option.
         names = ["--world-size", "--hardware", "--json", "--formula", "--hf"]
         # With --hardware the question is about another machine, which has the files, or will have.
         here = options.hardware is None
-        config, layout = _load_to_run(job, world_size=options.world_size, options=names, here=here)
+        how = {"here": here, "device": profile.device_kind if profile else None}
+        config, layout = _load_to_run(job, world_size=options.world_size, options=names, **how)
     except ConfigError as error:
         if not options.json:
             raise
         print(json.dumps({"problems": [asdict(problem) for problem in error.problems]}, indent=2))
         return 2
+    config = config.on_device(import_module("titan.checks.rules").device_of(config))
     facts = _facts(config, layout, profile)
     judged: dict[str, Any] = {}
     if options.hardware and not options.formula:
         # Only this part imports torch.
-        judged = import_module("titan.sim.fit_advisor").suggest(
+        judged = import_module("titan.sim.search.fit_advisor").suggest(
             job, config, layout, hardware=options.hardware
         )
         if "simulation" in judged:
@@ -212,9 +204,9 @@ def config(argv: list[str]) -> int:
     parser = _parser("config", f"{JOB} [--comments]")
     parser.add_argument("--comments", action="store_true", help="with the meaning of every key")
     options, job = parser.parse_known_args(argv)
+    from titan.checks.rules import check as check_rules
     from titan.config.errors import ConfigError
     from titan.config.render import to_toml
-    from titan.config.rules import check as check_rules
 
     # Report broken rules beside wrong keys: the config is checked as far as it could be read.
     problems = []
@@ -246,26 +238,27 @@ def _load(argv: Sequence[str], *, options: Sequence[str]) -> JobConfig:
 
 
 def _load_to_run(argv: Sequence[str], **how: Any) -> tuple[JobConfig, Layout]:
-    from titan.config.rules import load_to_run
+    from titan.checks.rules import load_to_run
 
     return load_to_run(argv, **how)
 
 
-def _is_datasheet(hardware: str) -> bool:
-    """Return whether `hardware.name` may have this value. A name that nobody knows is reported as a mistake of the job."""
-    from titan.hardware import HARDWARE
-    from titan.sim.profiles import profile_names
+def _profiles() -> Any:
+    return import_module("titan.sim.price.profiles")
 
-    known = {row.name for row in HARDWARE}
-    is_profile = hardware.endswith(".toml") or hardware.lower() in profile_names()
-    return hardware.lower() in known or not is_profile
+
+def _is_datasheet(hardware: str) -> bool:
+    """Return whether `hardware.name` may have this value; otherwise it is a profile, or a name that nobody knows."""
+    from titan.hardware import HARDWARE
+
+    return hardware.lower() in {row.name for row in HARDWARE}
 
 
 def _facts(config: JobConfig, layout: Layout, profile: Profile | None) -> dict[str, Any]:
     """Return the answer of `titan check` as data. A profile of the simulator replaces the job's hardware."""
     from titan.config.model import model_config
     from titan.config.torchtitan import differences
-    from titan.hardware import by_name
+    from titan.hardware import MARGIN, by_name
     from titan.observe.estimate import estimate_memory
 
     model, training = model_config(config.model), config.training
@@ -273,7 +266,8 @@ def _facts(config: JobConfig, layout: Layout, profile: Profile | None) -> dict[s
     named = config.hardware.name != "auto"
     hardware = profile or (by_name(config.hardware.name) if named else None)
     available_gib = hardware.memory_gib if hardware else None
-    # Of all ranks and all micro-batches of a step.
+    usable_gib = (available_gib or 0) * (1 - getattr(hardware, "margin", MARGIN))
+    # Counts all ranks and all micro-batches of a step.
     sequences = training.local_batch_size * layout.dp * layout.accumulation
     return {
         "world_size": layout.world_size,
@@ -288,31 +282,36 @@ def _facts(config: JobConfig, layout: Layout, profile: Profile | None) -> dict[s
         "global_batch_size": sequences,
         "seq_len": training.seq_len,
         "tokens_per_step": sequences * training.seq_len,
+        "precision": training.compute_dtype,
         "differences": differences(config),
         "memory_gib": memory_gib,
         "memory_method": "formula",
         "hardware": hardware.name if hardware else None,
         "hardware_memory_gib": available_gib,
-        "fits": None if available_gib is None else memory_gib["total"] <= available_gib,
+        "fits": None if available_gib is None else memory_gib["total"] <= usable_gib,
     }
 
 
 def _page(facts: dict[str, Any], judged: dict[str, Any]) -> str:
     """Return the answer of `titan check` for people. `judged` is the simulator's part, if it was asked."""
+    from titan.hardware import MARGIN
+
     model, layout = facts["model"], facts["layout"]
     axes = " x ".join(f"{axis} {n}" for axis, n in layout.items() if axis != "accumulation")
     batch = (
         f"{facts['local_batch_size']} sequences x {facts['seq_len']:,} tokens x "
         f"{layout['dp_replicate'] * layout['dp_shard']} data-parallel ranks x {layout['accumulation']} accumulation"
     )
-    verdict = import_module("titan.sim.fit_advisor").describe(judged) if judged else []
+    verdict = import_module("titan.sim.search.fit_advisor").describe(judged) if judged else []
     if facts["fits"] is not None and "simulation" not in judged:
         total, available = facts["memory_gib"]["total"], facts["hardware_memory_gib"]
-        answer = "fits" if facts["fits"] else "DOES NOT FIT"
-        verdict += [f"{answer}: {total:.1f} of {available:.1f} GiB on {facts['hardware']}"]
-    # Of the experts, those that a token goes to.
+        answer = "fits" if facts["fits"] else "TIGHT" if total <= available else "DOES NOT FIT"
+        what = f"{total:.1f} of {available:.1f} GiB on {facts['hardware']}, by formula"
+        verdict += [f"{answer}: {what}; a job that fits leaves {MARGIN:.0%}"]
+    # Counts only the experts that a token goes to.
     num_active = model["active_parameters"]
     active = "" if num_active == model["parameters"] else f", {num_active:,} of them active"
+    holds = "the simulation below holds" if "simulation" in judged else "not measured"
     differs = [f"    {line}" for line in facts["differences"]]
     memory = [f"    {name:<12} {gib:10.3f}" for name, gib in facts["memory_gib"].items()]
     return "\n".join(
@@ -320,12 +319,12 @@ def _page(facts: dict[str, Any], judged: dict[str, Any]) -> str:
             f"model    {model['name']} {model['flavor']}, {model['parameters']:,} parameters{active}",
             f"layout   {facts['world_size']} ranks = {axes}",
             f"step     {batch} = {facts['tokens_per_step']:,} tokens",
-            "memory   GiB on the fullest rank, by formula (not measured)",
+            f"memory   GiB on the fullest rank, in {facts['precision']}, by formula ({holds})",
             *memory,
             *(["differs  from TorchTitan v0.2.2 with the same file:"] if differs else []),
             *differs,
             *verdict,
-            "no mistakes in the job, but it does not fit"
+            "no mistakes in the job, but it does not fit with room to spare"
             if facts["fits"] is False
             else "no problems",
         ]
@@ -339,47 +338,56 @@ COMMANDS: dict[str, tuple[str, Run | str]] = {
     "configs": ("list the jobs that come with titan, or copy one", "titan.config.shipped"),
     "train": ("train a model: one process per accelerator, one on a CPU, or --nproc N", train),
     "check": (
-        "check a job for a number of ranks: layout and memory; with --hardware also if it fits; --hf: any model of transformers",
+        "check a job for a number of ranks: layout and memory; with --hardware also if it fits; --hf: a Hugging Face folder",
         check,
     ),
     "sim": ("predict time and memory of a step on some hardware, without a GPU", "titan.sim.cli"),
     "autofsdp": (
         "choose what FSDP gathers together, keeps and gathers ahead",
-        "titan.sim.autofsdp",
+        "titan.sim.search.autofsdp",
     ),
-    "autosac": ("choose what each block keeps and what it recomputes", "titan.sim.autosac"),
-    "plan": ("find the fastest layouts of a job that fit, as TOML overlays", "titan.sim.plan"),
-    "slurm": ("check a job, write its script for sbatch, and submit it", "titan.cluster.slurm"),
+    "autosac": ("choose what each block keeps and what it recomputes", "titan.sim.search.autosac"),
+    "plan": (
+        "find the fastest layouts of a job that fit, as TOML overlays",
+        "titan.sim.search.plan",
+    ),
+    "slurm": (
+        "check a job, write its script for sbatch, and submit it",
+        "titan.tools.cluster.slurm",
+    ),
+    "reproduce": (
+        "list published runs; simulate one, submit it, compare what was measured",
+        "titan.tools.reproduce",
+    ),
     "config": ("print the resolved job as TOML", config),
     "schema": ("print the JSON schema of job files, for editors", schema),
-    "download": ("fetch models, tokenizers and datasets from the hub", "titan.data.download"),
-    "prepare": ("tokenize text into memory-mapped shards", "titan.data.prepare"),
-    "tokenizer": ("train or inspect a tokenizer", "titan.data.tokenizer_cli"),
-    "plot": ("draw loss and throughput curves of runs", "titan.observe.plot"),
+    "prepare": ("tokenize text into memory-mapped shards", "titan.tools.prepare"),
+    "tokenizer": ("train or inspect a tokenizer", "titan.tools.tokenizer"),
+    "plot": ("draw loss and throughput curves of runs", "titan.tools.plot"),
     "profile": (
         "read a profiler trace: where a step's time went, by kind of work and by module",
-        "titan.observe.trace_report",
+        "titan.tools.profile",
     ),
     "pipeline": (
         "draw a job's pipeline schedule, with its bubble and activations in flight",
-        "titan.observe.pipeline_chart",
+        "titan.tools.pipeline",
     ),
     "doctor": (
         "explain what happened to a run: which rank, which collective, which line, what to do",
-        "titan.health.doctor.cli",
+        "titan.tools.doctor.cli",
     ),
     "preflight": (
         "before a run: check devices, links, disks and versions of all ranks, then try a step",
-        "titan.preflight.cli",
+        "titan.tools.preflight.cli",
     ),
-    "watch": ("serve a live page of runs: curves, throughput, ranks, events", "titan.watch.cli"),
-    "verify": ("check a checkpoint and name any damaged file", "titan.checkpoint.verify"),
-    "convert": ("Hugging Face folders to checkpoints, and back", "titan.checkpoint.convert"),
-    "generate": ("sample text from a checkpoint", "titan.generate"),
+    "watch": (
+        "serve a live page of runs: curves, throughput, ranks, events",
+        "titan.tools.watch.cli",
+    ),
+    "verify": ("check a checkpoint and name any damaged file", "titan.tools.verify"),
+    "convert": ("Hugging Face folders to checkpoints, and back", "titan.tools.convert"),
+    "generate": ("sample text from a checkpoint", "titan.tools.generate"),
 }
-_REPLACED = "there is no such command any more; copy and adapt examples/cluster/{}.yaml instead (docs/cluster.md)"
-# Commands of earlier versions, and what to do instead.
-REMOVED = {name: _REPLACED.format(name) for name in ("kubernetes", "skypilot")}
 
 if __name__ == "__main__":
     sys.exit(main())

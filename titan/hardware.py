@@ -17,6 +17,10 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+MARGIN = 0.1
+"""Share of a device's memory that a job must leave free to "fit". Predictions of memory are off by a few percent, and what
+else may come (uneven routing, a longer validation, a neighbour's process) needs room."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
@@ -70,7 +74,7 @@ HARDWARE: tuple[Hardware, ...] = (
     _device("h100-sxm", r"H100( SXM5)? 80GB HBM3", bf16=989, fp8=1979, tf32=494, fp32=67, memory_gib=79.1, tb_per_s=3.35, source=_H100),
     _device("h100-pcie", r"H100 PCIe", bf16=756, fp8=1513, tf32=378, fp32=51, memory_gib=79.1, tb_per_s=2.0, source=_H100),
     _device("h100-nvl", r"H100 NVL", bf16=835, fp8=1671, tf32=417, fp32=60, memory_gib=93.1, tb_per_s=3.9, source=_H100),
-    # Of published runs (titan/sim/hardware). Its driver's name is unknown, so it must be named.
+    # The device of published runs (titan/sim/hardware). Its driver's name is unknown, so it must be named.
     _device("h100-96g-500w", r"(?!)", bf16=989, fp8=1979, tf32=494, fp32=67, memory_gib=95.0, tb_per_s=2.4, source=_H100),
     _device("h200-sxm", r"H200( SXM5)?( 141GB HBM3e)?", bf16=989, fp8=1979, tf32=494, fp32=67, memory_gib=139.7, tb_per_s=4.8, source=_H200),
     _device("h200-nvl", r"H200 NVL", bf16=835, fp8=1671, tf32=417, fp32=60, memory_gib=139.7, tb_per_s=4.8, source=_H200),

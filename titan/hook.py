@@ -21,14 +21,28 @@ docs/hooks.md shows how to add one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from titan.async_scalars import AsyncScalars
+from titan.config.layout import Layout
+from titan.config.schema import JobConfig
+from titan.data.loader import Loader
 from titan.data.packing import Batch
-from titan.observe.clock import Window
-from titan.train_step import StepReport
+from titan.data.tokenizer import Tokenizer
+from titan.hardware import Hardware
+from titan.observe.clock import StepTimer, Window
+from titan.observe.console import Console
+from titan.observe.run_log import EventLog
+from titan.train_step import StepReport, TrainStep
+
+_Hook = TypeVar("_Hook", bound="Hook")
 
 
 @dataclass
@@ -52,8 +66,7 @@ class StepResult:
 
 
 class Hook:
-    """Handle one concern of a run. A subclass overrides the events that it needs (see the table
-    above).
+    """Handle one concern of a run. A subclass overrides the events that it needs (see the table above).
 
     state_key: if set, `state_dict` is saved under this name in each checkpoint's titan.json and given back on a resume.
     """
@@ -93,3 +106,57 @@ class Hook:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Run(Protocol):
+    """Say what a hook may use of its run: the trainer, or anything else with these attributes."""
+
+    config: JobConfig
+    sizes: Any  # the model's, as its family defines them
+    layout: Layout
+    hardware: Hardware | None  # from `start` on
+    rank: int
+    dp_rank: int  # among the ranks that read different samples
+    world_size: int
+    device: torch.device
+    mesh: DeviceMesh
+    run_dir: Path
+
+    train_step: TrainStep
+    loader: Loader
+    validation_loader: Loader | None
+    tokenizer: Tokenizer
+    # From `start` on.
+    timer: StepTimer
+    console: Console
+    events: EventLog
+
+    step: int  # the one that runs, or the last that is done
+    first_step: int  # of this start
+    last_step: int
+    saved_step: int | None  # the last that a checkpoint holds
+    is_stopping: bool
+    tokens_seen: int
+    tokens_per_step: int
+    sequences_per_step: int
+    result: StepResult  # the last that has reached the host
+    # Decides on every rank alike, from loss and norm, whether to update; the host then waits for each step.
+    accept: Callable[[Tensor, Tensor], bool] | None
+    hooks: list[Hook]
+
+    @property
+    def logs_this_step(self) -> bool:
+        """Return whether this step writes a row of metrics."""
+        ...
+
+    def hook(self, kind: type[_Hook]) -> _Hook | None:
+        """Return the first hook of a class, or None."""
+
+    def announce(self, text: str) -> None:
+        """Report a decision in the log of every rank, on the console, in events.jsonl and in status.json."""
+
+    def write_status(self) -> None:
+        """Write how far the run is to status.json."""
+
+    def go_back(self, *, failed_at: int) -> None:
+        """Restart from `step`, which a hook has just loaded, after step `failed_at` went wrong."""

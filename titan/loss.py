@@ -1,5 +1,4 @@
-"""Compute output layer and cross entropy in chunks, so that neither logits nor their gradient exist
-whole.
+"""Compute output layer and cross entropy in chunks, so that neither logits nor their gradient exist whole.
 
 Over N positions with vocabulary V, the plain loss in bf16 training holds N x V logits in bf16, again in fp32, and
 their log-probabilities in fp32: ten bytes a logit, 78 GiB for Llama 3's vocabulary and 65,536 tokens. Here C positions at a time go
@@ -11,6 +10,9 @@ Logits that someone else computed are accepted as well, and then only fp32 copie
 
 Under tensor parallelism the logits may stay split over the vocabulary: ranks then exchange three numbers a row, not
 the row (Megatron-LM, arXiv:1909.08053, section 3).
+
+A package's loss takes the place of the cross entropy (docs/optimizers.md). It gets whole rows of logits in fp32, a chunk at a
+time: where the vocabulary is split, ranks gather the rows of a chunk, and each keeps the gradient of its columns.
 
 N positions, C of a chunk, D model, V vocabulary, or this rank's part of it
 """
@@ -29,7 +31,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from titan.parallel.torch_compat import compute_capability, enable_loss_parallel
+from titan.parallel.products import multiplies_into_fp32
+from titan.parallel.torch_compat import enable_loss_parallel
 
 IGNORED = -100  # torch's cross entropy leaves this label out
 _FLOAT8_ROWS = 128  # what the rows of products in 8 bits divide by, at most: those of each chunk but the last, as all rows do
@@ -43,6 +46,7 @@ class VocabularyShard:
     group: dist.ProcessGroup
     start: int
     mesh: DeviceMesh | None = None  # of the group, one axis: for torch's own loss
+    vocab_size: int = 0  # of the whole vocabulary: for a package's loss
 
     @staticmethod
     def of(tp: DeviceMesh | None, vocab_size: int) -> VocabularyShard | None:
@@ -50,7 +54,7 @@ class VocabularyShard:
         if tp is None:
             return None
         start = tp.get_local_rank() * -(-vocab_size // tp.size())
-        return VocabularyShard(tp.get_group(), start=start, mesh=tp)
+        return VocabularyShard(tp.get_group(), start=start, mesh=tp, vocab_size=vocab_size)
 
 
 # The elementwise parts, as few kernels of torch's own. `statistics` returns the log-sum-exp of each row and the logit in its column, in
@@ -116,6 +120,8 @@ class Kernels:
 
 # What computes logits of an input, differentiable in it and in a weight that it knows.
 Product = Callable[[Tensor], Tensor]
+# A package's loss: fp32 logits (C, V) and labels (C,), IGNORED where not trained on, to the sum over the valid tokens.
+CustomLoss = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -124,6 +130,7 @@ class _Settings:
     shard: VocabularyShard | None
     kernels: Kernels
     product: Product | None
+    custom: CustomLoss | None
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -140,7 +147,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if weight_VD is not None and ctx.needs_input_grad[1]:  # a sum over chunks: in fp32
             d_weight_VD = torch.zeros(weight_VD.shape, dtype=torch.float32, device=input_ND.device)
         # Logits in fp32 from the product itself, where the device can: exact to the inputs, and no cast of them.
-        into_fp32: Any = {"out_dtype": torch.float32} if _multiplies_into_fp32(input_ND) else {}
+        into_fp32: Any = (
+            {"out_dtype": torch.float32}
+            if multiplies_into_fp32(input_ND.dtype, input_ND.device.type)
+            else {}
+        )
         # The last chunk may be shorter. Chunks are views, so results are written where they belong.
         size = settings.chunk_tokens
         inputs = input_ND.split(size)
@@ -166,8 +177,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if d_logits_CV is None:
                 continue
             if weight_VD is None:
-                # The logits' gradient is the result: the caller's own backward pass goes on from
-                # it.
+                # The logits' gradient is the result: the caller's own backward pass goes on from it.
                 d_input_CD.copy_(d_logits_CV)
                 continue
             if settings.product is not None:
@@ -207,13 +217,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return d_input_ND * grad_output, d_weight_VD, None, None
 
 
-def _multiplies_into_fp32(tensor: Tensor) -> bool:
-    """Return whether torch.mm and addmm of such tensors take `out_dtype`: CUDA's do, for 16 bits."""
-    if tensor.dtype not in (torch.bfloat16, torch.float16) or torch.version.hip:
-        return False
-    return compute_capability(tensor.device.type) >= (8, 0)
-
-
 def _one_chunk(
     logits_CV: Tensor,
     labels_C: Tensor,
@@ -223,6 +226,8 @@ def _one_chunk(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the summed loss of a chunk, a scalar in fp32, and its gradient in the logits, if that is wanted."""
     shard, kernels = settings.shard, settings.kernels
+    if settings.custom is not None:
+        return _custom_chunk(logits_CV, labels_C, settings.custom, shard, gradient_dtype)
     is_valid_C = labels_C != IGNORED
     column_C, is_mine_C = labels_C.clamp(min=0), is_valid_C
     if shard is not None:
@@ -242,6 +247,39 @@ def _one_chunk(
     # Rows that are not valid get probabilities of exp(-inf).
     whole_lse_C = whole_lse_C.masked_fill(~is_valid_C, torch.inf)
     return loss, kernels.gradient(state, lse_C, whole_lse_C, column_C, is_mine_C, gradient_dtype)
+
+
+def _custom_chunk(
+    logits_CV: Tensor,
+    labels_C: Tensor,
+    custom: CustomLoss,
+    shard: VocabularyShard | None,
+    gradient_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return what `_one_chunk` does, by a package's loss, whose gradient autograd finds."""
+    columns = slice(None)
+    if shard is not None:
+        columns = slice(shard.start, shard.start + logits_CV.shape[1])
+        logits_CV = _whole_rows(logits_CV, shard)
+    logits_CV = logits_CV.float().detach().requires_grad_(gradient_dtype is not None)
+    with torch.set_grad_enabled(gradient_dtype is not None):
+        loss = custom(logits_CV, labels_C)
+    if gradient_dtype is None:
+        return loss, None
+    (d_logits_CV,) = torch.autograd.grad(loss, logits_CV)
+    return loss.detach(), d_logits_CV[:, columns].to(gradient_dtype)
+
+
+def _whole_rows(logits_CV: Tensor, shard: VocabularyShard) -> Tensor:
+    """Gather rows of logits whose columns the ranks of a group share: (C, V/tp) to (C, V)."""
+    size = dist.get_world_size(shard.group)
+    width = -(-shard.vocab_size // size)
+    # The last ranks may have fewer columns, and a collective takes equal parts.
+    mine_CW = F.pad(logits_CV, (0, width - logits_CV.shape[1])).contiguous()
+    rows_WC = mine_CW.new_empty(size * len(mine_CW), width)
+    dist.all_gather_into_tensor(rows_WC, mine_CW, group=shard.group)
+    whole_CV = rows_WC.view(size, len(mine_CW), width).transpose(0, 1).flatten(1)
+    return whole_CV[:, : shard.vocab_size]
 
 
 def _across_ranks(
@@ -269,17 +307,23 @@ def cross_entropy_sum(
     shard: VocabularyShard | None = None,
     kernels: Kernels | None = None,
     product: Product | None = None,
+    custom: CustomLoss | None = None,
 ) -> Tensor:
-    """Sum of the cross entropy in nats over the valid labels, a scalar in fp32, the same on every rank of a shard.
+    """Return the sum of the cross entropy in nats over the valid labels, a scalar in fp32, the same on every rank of a shard.
 
-    chunk_tokens: 0 for all at once. A single chunk is torch's own cross entropy on an fp32 copy of the logits.
-    input (..., D) of an output layer whose weight is (V, D), or without `weight` the logits (..., V), in any floating
-    dtype; with `shard`, weight and logits are this rank's rows (V/tp, D) and columns (..., V/tp), and the gradient of
-    `input` is this rank's part of a sum over the ranks. A weight that tensor parallelism split may be given as the DTensor it
-    is; under FSDP take it from the layer after the forward pass, when it is gathered. labels (...) int64 in the whole
-    vocabulary, IGNORED where not trained on; others are not looked for, and the loss means nothing where there are some.
-    product: computes the logits of (N, D) in place of a product with `weight`, which it reads (a layer in 8 bits).
-    Differentiable once in input and weight. Raises ValueError for labels of another shape and for a weight that is not gathered.
+    Differentiable once in input and weight. Raises ValueError for labels of another shape, and for a weight that is not gathered.
+
+    Args:
+        input: (..., D) of an output layer, or without `weight` the logits (..., V), in any floating dtype. With `shard`, its gradient
+            is this rank's part of a sum over the ranks.
+        labels: (...) int64 in the whole vocabulary, IGNORED where not trained on. Others are not looked for: the loss then means nothing.
+        chunk_tokens: tokens computed at once; 0: all. A single chunk is torch's own cross entropy on an fp32 copy of the logits.
+        weight: (V, D) of the output layer; with `shard` this rank's rows (V/tp, D), also as the DTensor that tensor parallelism made.
+            Under FSDP take it from the layer after the forward pass, when it is gathered.
+        shard: this rank's part of the vocabulary; logits are then its columns (..., V/tp).
+        kernels: computes a chunk's loss in fused kernels.
+        product: computes the logits of (N, D) in place of a product with `weight`, which it reads (a layer in 8 bits).
+        custom: computes the sum from rows of logits, in place of the cross entropy.
     """
     # Shapes are checked here: a broadcast would give a wrong loss without an error.
     if labels.shape != input.shape[:-1]:
@@ -294,13 +338,16 @@ def cross_entropy_sum(
     if num_chunks == 1 and shard is None and (kernels is None or not chunk_tokens):
         linear = product or (lambda x: x if weight is None else F.linear(x, weight))
         logits_NV = linear(input_ND)
+        if custom is not None:
+            return custom(logits_NV.float(), labels_N)
         return F.cross_entropy(logits_NV.float(), labels_N, ignore_index=IGNORED, reduction="sum")
-    if not chunk_tokens and shard is not None and shard.mesh is not None and weight is None:
+    is_plain = not chunk_tokens and weight is None and custom is None
+    if is_plain and shard is not None and shard.mesh is not None:
         return _plain_over_vocabulary(input_ND, labels_N, shard.mesh, start=shard.start)
     size = -(-len(input_ND) // num_chunks)
     if product is not None:
         size = -(-size // _FLOAT8_ROWS) * _FLOAT8_ROWS
-    settings = _Settings(size, shard, kernels or Kernels(), product)
+    settings = _Settings(size, shard, kernels or Kernels(), product, custom)
     return _ChunkedCrossEntropy.apply(input_ND, weight, labels_N, settings)  # pyright: ignore[reportReturnType]
 
 
@@ -359,6 +406,11 @@ def product_of(output: nn.Module, *, backend: str = "") -> Product:
     return torch.compile(product, backend=backend) if backend else product
 
 
+def compiled_loss(custom: CustomLoss | None, *, backend: str) -> CustomLoss | None:
+    """Return a package's loss through torch.compile with a backend; "": as it is."""
+    return torch.compile(custom, backend=backend) if custom is not None and backend else custom
+
+
 def _hand_on(x: Tensor) -> Tensor:
     return x
 
@@ -369,6 +421,7 @@ class LossSum:
 
     chunk_tokens: positions at a time. shard: where logits are split over the vocabulary. output: the layer that
     was left to the loss; None: the model's output are logits. product: its own, if it multiplies in 8 bits.
+    custom: what is trained on in place of the cross entropy. Without gradients, in validation, it is the cross entropy.
     """
 
     chunk_tokens: int
@@ -376,6 +429,7 @@ class LossSum:
     output: nn.Module | None = None
     kernels: Kernels | None = None
     product: Product | None = None
+    custom: CustomLoss | None = None
 
     def __call__(self, input: Tensor, labels_BS: Tensor) -> Tensor:
         # FSDP keeps the unit of the output layer gathered after its forward pass.
@@ -389,4 +443,5 @@ class LossSum:
                 shard=self.shard,
                 kernels=self.kernels,
                 product=self.product,
+                custom=self.custom if torch.is_grad_enabled() else None,
             )

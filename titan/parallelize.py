@@ -18,7 +18,10 @@ Offloading of activations goes around both: it moves what they leave.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+import fnmatch
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
 from functools import partial
 
 import torch
@@ -42,7 +45,7 @@ from titan.parallel.context import Method, apply_cp, mask_over_ranks, sequence_p
 from titan.parallel.documents import DocumentMask, choose_form, mask_of, share_document_mask
 from titan.parallel.expert import RoundRobin, apply_ep, keep_routes
 from titan.parallel.float8 import Conversion, Float8Error, apply_float8
-from titan.parallel.fsdp import apply_ddp, apply_fsdp
+from titan.parallel.fsdp import apply_ddp, apply_fsdp, set_gradient_sync
 from titan.parallel.grouped_float8 import apply_grouped_float8
 from titan.parallel.init_weights import canonical_name
 from titan.parallel.kept_operations import parse_blocks
@@ -51,6 +54,7 @@ from titan.parallel.offload import apply_offload
 from titan.parallel.schedules import splits_backward
 from titan.parallel.tensor import apply_tp
 from titan.parallel.torch_compat import can_split_custom_functions
+from titan.untrusted import InputError
 
 # How the TOML names the methods. "alltoall" is TorchTitan's ring, which rotates by all-to-all.
 _CONTEXT_METHODS: dict[str, Method] = {
@@ -101,7 +105,7 @@ def parallelize(
             make = partial(mask_over_ranks, part=part, method=method)
         form = choose_form(
             mesh.device_type,
-            torch_dtype(config.training.mixed_precision_param),
+            torch_dtype(config.training.compute_dtype),
             whole=cp is None or method == "ulysses",
         )
         share_document_mask(model, partial(make, form=form))
@@ -113,6 +117,8 @@ def parallelize(
             moe.sum_over_sequence = partial(_sum_over, sequence.get_group())
     for moe in moes_of(model).values():
         moe.experts.chunk_rows = config.moe.expert_chunk_rows
+        # A backward pass in two parts would compute both gradients twice, and torch 2.11 fails to.
+        moe.router.gate.into_fp32 = not _splits_backward(parallel)
         if config.debug.moe_force_load_balance:
             moe.route_sources.append(RoundRobin(mesh, balanced=parallel.splits_from_both_ends))
     if (grouped := grouped_section(config)) is not None:
@@ -149,13 +155,13 @@ def _recompute_and_compile(model: nn.Module, config: JobConfig) -> None:
     section, compile_section = config.activation_checkpoint, config.compile
     every = _recompute_every(section)
     by_op = section.mode == "selective" and section.selective_ac_option == "op"
-    rest = {int(name) for name, _ in model.get_submodule("layers").named_children()}
+    rest = recomputed = _blocks_with_gradient(model)
     # What blocks keep, as far as not all keep the same.
     kept: list[tuple[Container[int], Sequence[str]]] = []
     for blocks, entries in map(parse_blocks, section.op_keep_by_block):
-        rest -= {*blocks}
+        rest = {n for n in rest if n not in blocks}
         if entries is not None:
-            kept.append((blocks, entries))
+            kept.append(({n for n in recomputed if n in blocks}, entries))
     kept.append((rest, section.op_keep if by_op else ()))
 
     def recompute() -> None:
@@ -172,8 +178,7 @@ def _recompute_and_compile(model: nn.Module, config: JobConfig) -> None:
             )
 
     compiled = compile_section.enable and "model" in compile_section.components
-    # Recomputation that must draw the same random numbers goes around the compiled blocks (see
-    # above).
+    # Recomputation that must draw the same random numbers goes around the compiled blocks (see above).
     from_outside = compiled and section.preserve_rng_state and not by_op
     if every and not from_outside:
         recompute()
@@ -188,6 +193,21 @@ def _recompute_and_compile(model: nn.Module, config: JobConfig) -> None:
         )
     if every and from_outside:
         recompute()
+
+
+def _blocks_with_gradient(model: nn.Module) -> set[int]:
+    """Return the numbers of the blocks, without the first ones if nothing up to them is trained: they keep nothing for a backward pass,
+    and torch cannot compile them to be recomputed."""
+    names = [name for name, _ in model.named_children()]
+    before = [model.get_submodule(name) for name in names[: names.index("layers")]]
+    blocks = {int(name): block for name, block in model.get_submodule("layers").named_children()}
+    is_trained = not before or any(p.requires_grad for m in before for p in m.parameters())
+    found = set()
+    for number, block in blocks.items():
+        is_trained = is_trained or any(p.requires_grad for p in block.parameters())
+        if is_trained:
+            found.add(number)
+    return found
 
 
 def _recompute_every(section: ActivationCheckpointSection) -> int:
@@ -215,13 +235,13 @@ def _apply_data_parallel(
     shard = submesh(mesh, "dp_shard", "cp", flatten=True)
     replicas = submesh(mesh, "dp_replicate")
     offload = training.enable_cpu_offload
-    casts = training.mixed_precision_param != training.dtype
+    casts = training.compute_dtype != training.dtype
     # A pipeline stage may lack some of them.
     ends = {"first": ["tok_embeddings"], "last": ["norm", "output"]}
     options = {
         "blocks": list(model.get_submodule("layers").children()),
         **{end: [m for n in names if (m := getattr(model, n))] for end, names in ends.items()},
-        "param_dtype": torch_dtype(training.mixed_precision_param) if casts else None,
+        "param_dtype": torch_dtype(training.compute_dtype) if casts else None,
         "reduce_dtype": torch_dtype(training.mixed_precision_reduce),
         "cast_forward_inputs": False,
     }
@@ -235,14 +255,10 @@ def _apply_data_parallel(
             names = fsdp_mesh.mesh_dim_names
             assert names is not None
             fsdp_mesh = mesh["dp_replicate", names[-1]]
-        # With a pipeline, a microbatch follows the other: gathering again for each would cost more.
-        reshard = {"always": True, "never": False}.get(
-            parallel.fsdp_reshard_after_forward, parallel.pipeline_parallel_degree == 1
-        )
         apply_fsdp(
             model,
             mesh=fsdp_mesh,
-            reshard_after_forward=reshard,
+            reshard_after_forward=not keeps_weights(parallel, mesh),
             kept_blocks=parallel.fsdp_kept_blocks,
             blocks_per_unit=parallel.fsdp_blocks_per_unit,
             cpu_offload=offload,
@@ -250,6 +266,30 @@ def _apply_data_parallel(
             own_mesh=own_mesh,
             **options,
         )
+
+
+def keeps_weights(parallel: ParallelismSection, mesh: DeviceMesh) -> bool:
+    """Return whether gathered weights stay from a forward pass to its backward pass (ZeRO-2)."""
+    # With a pipeline, a microbatch follows the other: gathering again for each would cost more. On one rank nothing is gathered,
+    # and a second cast would cost more than the memory is worth.
+    usual = parallel.pipeline_parallel_degree > 1 or axis_size(mesh, "dp_shard", "cp") == 1
+    return {"always": False, "never": True}.get(parallel.fsdp_reshard_after_forward, usual)
+
+
+def backward_preparer(config: JobConfig, mesh: DeviceMesh) -> Callable[..., None]:
+    """Return what to call with the model before each micro-batch, and with `is_last` of those of a step: it sets when FSDP reduces and reshards."""
+    # Sharded gradients are small, whole ones are the size of the model: reduce those of each micro-batch, unless
+    # the whole ones are there anyway.
+    is_sharded = axis_size(mesh, "dp_shard", "cp") > 1
+    # Shards that wait for their sum over replicas wait on the device, which offloading spares.
+    at_once = config.training.enable_cpu_offload
+    keeps = keeps_weights(config.parallelism, mesh)
+
+    def prepare(model: nn.Module, *, is_last: bool) -> None:
+        reduce, all_reduce = is_last or is_sharded, is_last or at_once
+        set_gradient_sync(model, reduce, all_reduce=all_reduce, reshard=is_last or not keeps)
+
+    return prepare
 
 
 def convert_to_float8(
@@ -284,6 +324,28 @@ def convert_to_float8(
     )
 
 
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Exclude the parameters whose names match a pattern from training. Raises InputError if a pattern matches nothing, or if all match."""
+    parameters = dict(model.named_parameters())
+    for pattern in patterns:
+        names = fnmatch.filter(parameters, pattern)
+        if not names:
+            near = ", ".join(get_close_matches(pattern, parameters, n=3, cutoff=0.0))
+            raise InputError(f'model.freeze: no parameter matches "{pattern}"; near it are {near}')
+        for name in names:
+            parameters[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise InputError("model.freeze: every parameter matches, and nothing is left to train")
+
+
+def require_trained(model: nn.Module, stages: Sequence[Sequence[str]]) -> None:
+    """Raise InputError, on all ranks, if `freeze` left a pipeline stage, a list of modules' names, with nothing to train."""
+    for number, names in enumerate(stages):
+        modules = [model.get_submodule(name) for name in names]
+        if not any(p.requires_grad for module in modules for p in module.parameters()):
+            raise InputError(f"model.freeze: nothing is left to train in pipeline stage {number}")
+
+
 def has_output_in_loss(config: JobConfig) -> bool:
     """Return whether the loss applies the output layer itself, chunk by chunk (titan/loss.py)."""
     return (
@@ -312,3 +374,14 @@ def _splits_backward(section: ParallelismSection) -> bool:
 def torch_dtype(name: str) -> torch.dtype:
     """Return the dtype of a name, as in "bfloat16" -> torch.bfloat16."""
     return getattr(torch, name)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Create floating-point tensors in a dtype within a block."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -9,18 +9,20 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import os
+import stat
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from titan.config.environment import check_environment
+from titan.checks.environment import check_environment
+from titan.checks.rules import load_to_run
 from titan.config.errors import ConfigError
 from titan.config.options import add_quiet
-from titan.config.rules import load_to_run
 from titan.config.schema import JobConfig
 from titan.health import flight_recorder
 from titan.health.errors import NO_ROOM
@@ -140,19 +142,22 @@ def _run(config: JobConfig, stop: StopRequest, monitor: Monitor) -> int:
     from titan.checkpoint import SaveFailed
     from titan.health.recovery import NonFiniteError, SpikeError
     from titan.hooks import standard_hooks
+    from titan.parallel.compile import BackendError
     from titan.parallel.float8 import Float8Error
     from titan.parallel.kept_operations import KeepError
     from titan.parallel.replicas import ReplicaError
     from titan.trainer import Trainer
     from titan.untrusted import InputError
 
-    trainer = None
+    trainer, failed = None, True
     try:
         hooks = partial(standard_hooks, monitor=monitor)
         trainer = Trainer(config, hooks=hooks, stop=stop, connected=monitor.connect)
-        return trainer.run()
+        code = trainer.run()
+        failed = False
+        return code
     # The user's mistakes: their messages are written for people.
-    except (InputError, Float8Error, KeepError) as error:
+    except (InputError, Float8Error, KeepError, BackendError) as error:
         return monitor.fail(error, EXIT_USER_ERROR)
     # Failures of a run that explain themselves: no traceback.
     except (NonFiniteError, SpikeError, SaveFailed, ReplicaError) as error:
@@ -166,7 +171,7 @@ def _run(config: JobConfig, stop: StopRequest, monitor: Monitor) -> int:
         # In this order: first the peers stop expecting beats, then hooks end their threads.
         monitor.finish()
         if trainer:
-            trainer.close()
+            trainer.close(failed=failed)
         flight_recorder.close()
         monitor.close()  # last, for it keeps the run lock alive while a save ends
 
@@ -174,13 +179,25 @@ def _run(config: JobConfig, stop: StopRequest, monitor: Monitor) -> int:
 def _set_compile_cache(folder: str) -> None:
     """Set where inductor keeps programs, before it is imported.
 
-    Its default is in /tmp, which a restart may find empty.
+    Its default is in /tmp, which a restart may find empty. So one node takes the user's cache folder, as a rule in $HOME.
+    On several nodes that is a network's disk, which all ranks would write at once: there each node has a folder in its
+    temporary one, if nobody else can write into that.
     """
     from titan.data.cache import default_cache_folder
 
-    if folder or "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-        path = Path(folder) if folder else default_cache_folder() / "compile"
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(path.absolute())
+    if not folder and "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+        return
+    path = Path(folder) if folder else default_cache_folder() / "compile"
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if not folder and os.environ.get("LOCAL_WORLD_SIZE", ranks) != ranks:
+        local = Path(tempfile.gettempdir()) / f"titan-compile-{os.getuid()}"
+        with suppress(OSError):
+            local.mkdir(mode=0o700, exist_ok=True)
+            state = local.lstat()
+            # Programs are code: another user's folder of this name, or a link, is not taken.
+            if stat.S_ISDIR(state.st_mode) and state.st_uid == os.getuid() and not state.st_mode & 0o022:  # fmt: skip
+                path = local
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(path.absolute())
 
 
 if __name__ == "__main__":

@@ -19,8 +19,7 @@ is what the pipeline cuts into smaller microbatches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +29,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan.config.layout import stage_split
+from titan.config.loss import loss_function
 from titan.config.model import family as import_family
 from titan.config.model import model_config
 from titan.config.schema import CompileSection, JobConfig
 from titan.data.packing import Batch
-from titan.loss import IGNORED, Kernels, LossSum, VocabularyShard, leave_output_to_loss, product_of
+from titan.loss import (
+    IGNORED,
+    Kernels,
+    LossSum,
+    VocabularyShard,
+    compiled_loss,
+    leave_output_to_loss,
+    product_of,
+)
 from titan.optim.balance import Balance
 from titan.optim.clipping import clip_gradients
 from titan.optim.early import EarlyStep
@@ -44,14 +52,17 @@ from titan.parallel import initialize, materialize, shard_sequence
 from titan.parallel.async_tp import Rewrites, enable_async_tp
 from titan.parallel.compile import CompileLog
 from titan.parallel.float8 import Conversion, precompute_scales
-from titan.parallel.fsdp import set_gradient_sync
 from titan.parallel.mesh import axis_size, build_sparse_mesh, submesh
 from titan.parallelize import (
+    backward_preparer,
     convert_to_float8,
+    default_dtype,
+    freeze,
     gathers_float8,
     has_output_in_loss,
     moes_of,
     parallelize,
+    require_trained,
     torch_dtype,
 )
 
@@ -129,9 +140,7 @@ class TrainStep:
     mark: Callable[[str], None] = lambda _: None
 
     def __post_init__(self) -> None:
-        # Sharded gradients are small, whole ones are the size of the model: reduce those of each micro-batch, unless
-        # the whole ones are there anyway.
-        self.sync_every_microbatch = axis_size(self.mesh, "dp_shard", "cp") > 1
+        self.prepare_backward = backward_preparer(self.config, self.mesh)
         self.context = submesh(self.mesh, "cp")
         # Kept, because a walk over the modules costs a small model a hundredth of its step.
         self.parameters = [p for part in self.model_parts for p in part.parameters()]
@@ -172,12 +181,12 @@ class TrainStep:
             # Only the last micro-batch completes a gradient, so only then may a parameter be updated.
             if self.early_step is not None:
                 self.early_step.active = is_last
-            losses.append(self._forward_backward(batch, num_valid, sync=is_last))
+            losses.append(self._forward_backward(batch, num_valid, is_last=is_last))
         # From here on gradients are complete: reduced over ranks, and summed over micro-batches.
         grad_norm = self._clip()
         local_losses = torch.stack(losses)
         loss = _sum(local_losses.sum(), self.groups.loss) / num_valid
-        # Of offloaded parameters, the norm is on the host.
+        # The norm of offloaded parameters is on the host.
         grad_norm = grad_norm.to(self.device, non_blocking=True)
         accepted = True
         if self.early_step is None:
@@ -259,7 +268,7 @@ class TrainStep:
                 stages=self.groups.stages,
             )
 
-    def _forward_backward(self, batch: Batch, num_valid: Tensor, *, sync: bool) -> Tensor:
+    def _forward_backward(self, batch: Batch, num_valid: Tensor, *, is_last: bool) -> Tensor:
         """Add the gradients of a micro-batch; return its loss, summed over this rank's tokens."""
         if self.pipeline is not None:
             losses = self.pipeline.step(
@@ -267,9 +276,8 @@ class TrainStep:
             )
             self.mark("backward")
             return self._total(losses)
-        # Sharded gradients are reduced each time, whole ones after the last micro-batch.
         (model,) = self.model_parts
-        set_gradient_sync(model, self.sync_every_microbatch or sync)
+        self.prepare_backward(model, is_last=is_last)
         loss_sum = self.loss_sum(model(batch.tokens_BS, **_inputs(batch)), batch.labels_BS)
         self.mark("forward")
         # Divide before backward: gradients then add up over micro-batches and ranks to those of the global mean.
@@ -302,22 +310,16 @@ def build_train_step(config: JobConfig, *, device: torch.device, mesh: DeviceMes
     """Build model, parallelism, loss, optimizer and schedule; weights are drawn from debug.seed.
 
     Args:
-        config: must have passed titan.config.rules, which report a user's mistakes.
+        config: must have passed titan.checks.rules, which report a user's mistakes.
         mesh: built by `titan.parallel.build_mesh` over the default process group.
     """
-    training = config.training
+    training = (config := config.on_device(device.type)).training
     family, sizes = import_family(config.model.name), model_config(config.model)
-    layout = {
-        "config": config,
-        "mesh": mesh,
-        "tensor_plan": family.TENSOR_PLAN,
-        "num_kv_heads": sizes.n_kv_heads,
-    }
-    model, float8 = build_whole_model(config, layout)
+    model, float8 = build_whole_model(config, mesh)
     # Experts are laid out like everything else unless ranks share them, or tensor parallelism would leave them whole.
-    ep = config.parallelism.expert_parallel_degree
+    sparse_mesh, ep = None, config.parallelism.expert_parallel_degree
     if getattr(sizes, "num_experts", 0) and (ep > 1 or axis_size(mesh, "tp") > 1):
-        layout["sparse_mesh"] = build_sparse_mesh(mesh, ep=ep)
+        sparse_mesh = build_sparse_mesh(mesh, ep=ep)
     async_tp = None
     tp = submesh(mesh, "tp")
     if tp is not None and config.parallelism.enable_async_tensor_parallel:
@@ -329,13 +331,20 @@ def build_train_step(config: JobConfig, *, device: torch.device, mesh: DeviceMes
         from titan.parallel.pipeline import extract_stages
 
         split = stage_split(config, num_layers=sizes.n_layers)
+        require_trained(model, split.modules)
         schedule = split.schedule
         numbers = schedule.stages_of(pp.get_local_rank())
         stages = extract_stages(model, split.modules, numbers=numbers)
     # Layout first, then memory for this rank's shards alone, then weights.
     for stage in stages.values():
-        parallelize(stage, **layout)
-        # Offloaded parameters live on the host.
+        parallelize(
+            stage,
+            config=config,
+            mesh=mesh,
+            tensor_plan=family.TENSOR_PLAN,
+            num_kv_heads=sizes.n_kv_heads,
+            sparse_mesh=sparse_mesh,
+        )
         home = torch.device("cpu") if training.enable_cpu_offload else device
         materialize(stage, device=home, buffers_on=device)
         initialize(stage, seed=config.debug.seed, std_of=model.init_std)
@@ -367,33 +376,31 @@ def build_train_step(config: JobConfig, *, device: torch.device, mesh: DeviceMes
         async_tp=async_tp,
         compile_log=_compile_log(config.compile, num_blocks),
         float8=float8,
-        balance=_balance(model_parts, mesh),
+        balance=Balance.of({n: m for part in model_parts for n, m in moes_of(part).items()}, mesh),
     )
 
 
-def build_whole_model(config: JobConfig, layout: dict[str, Any]) -> tuple[Any, list[Conversion]]:
-    """Return the model of all stages, on meta and not laid out, and its layers that compute in 8 bits.
-
-    layout: arguments of `parallelize`.
-    """
+def build_whole_model(config: JobConfig, mesh: DeviceMesh) -> tuple[Any, list[Conversion]]:
+    """Return the model of all stages, on meta and not laid out, and its layers that compute in 8 bits."""
     family, sizes = import_family(config.model.name), model_config(config.model)
     # On meta a model of any size costs nothing; memory is allocated after it is sharded.
-    with torch.device("meta"), _default_dtype(torch_dtype(config.training.dtype)):
+    with torch.device("meta"), default_dtype(torch_dtype(config.training.dtype)):
         model = family.build_model(sizes)
         # Rotations of all positions are computed once for the run, where the family can.
         if (reserve := getattr(model, "reserve_positions", None)) is not None:
             reserve(max(config.training.seq_len, config.validation.seq_len or 0))
     # Before the split: which layers are converted is decided for the whole model.
-    float8 = convert_to_float8(model, **layout)
+    float8 = convert_to_float8(
+        model,
+        config=config,
+        mesh=mesh,
+        tensor_plan=family.TENSOR_PLAN,
+        num_kv_heads=sizes.n_kv_heads,
+    )
+    freeze(model, config.model.freeze)
     if has_output_in_loss(config):
         leave_output_to_loss(model.output)
     return model, float8
-
-
-def _balance(model_parts: Sequence[nn.Module], mesh: DeviceMesh) -> Balance:
-    moes = {name: moe for part in model_parts for name, moe in moes_of(part).items()}
-    tokens = submesh(mesh, "dp_replicate", "dp_shard", "cp", "tp", flatten=True) if moes else None
-    return Balance(moes, group=None if tokens is None else tokens.get_group())
 
 
 def _compile_log(section: CompileSection, num_blocks: int) -> CompileLog | None:
@@ -437,14 +444,5 @@ def _loss_sum(
         output=output,
         kernels=Kernels.compiled(backend) if backend else None,
         product=product,
+        custom=compiled_loss(loss_function(config.loss), backend=backend),
     )
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

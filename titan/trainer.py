@@ -1,5 +1,4 @@
-"""Build the parts of a run, and own the loop. Everything that happens beside training is a hook
-(titan/hook.py).
+"""Build the parts of a run, and own the loop. Everything that happens beside training is a hook (titan/hook.py).
 
     set-up   process group, mesh, data, program (model, parallelism, optimizer), hooks
     start    hooks resume from a checkpoint; console, clock and event log open; hooks start
@@ -19,6 +18,7 @@ import random
 import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,14 +28,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan.async_scalars import AsyncScalars, to_device
+from titan.checks.machine import open_tokenizer
+from titan.checks.rules import resolve_layout
 from titan.config.layout import AXES
-from titan.config.machine import open_tokenizer
 from titan.config.model import model_config
 from titan.config.quantize import eight_bit_sections, quantize_section
 from titan.config.render import to_toml
-from titan.config.rules import resolve_layout
 from titan.config.schema import JobConfig
 from titan.data.loader import build_loader, build_validation_loader
+from titan.data.tokenizer_files import keep_tokenizer
 from titan.hardware import by_name, recognise
 from titan.health import flight_recorder
 from titan.health.signals import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, StopRequest
@@ -49,6 +50,7 @@ from titan.parallel.block_attention import prefer_backend
 from titan.parallel.float8 import require_hardware, table
 from titan.parallel.init_distributed import start_process_group
 from titan.parallel.mesh import axis_rank
+from titan.parallel.torch_compat import set_timeout
 from titan.run_folder import open_rank_log, write_environment, write_status
 from titan.train_step import build_train_step
 
@@ -70,7 +72,7 @@ class Trainer:
         """Set the run up. `run` trains.
 
         Args:
-            config: must have passed titan.config.rules.
+            config: must have passed titan.checks.rules.
             hooks: returns the hooks of this trainer in their order; titan.hooks.standard_hooks returns those of `titan train`.
             stop: asked after each step whether to stop.
             connected: called once the process group exists.
@@ -84,12 +86,15 @@ class Trainer:
         if self.rank == 0:
             write_status(self.run_dir, state="running")
         self.device = self._init_distributed()
+        self.config = config = config.on_device(self.device.type)
         connected()
         _seed(config)
         # The order is the user's: cheap checks first, then what reads files, then the model.
         self._build_mesh()
         self._build_data()  # before the model, since it fails more often, and sooner
         self.train_step = build_train_step(config, device=self.device, mesh=self.mesh)
+        # Groups of a mesh start with torch's limits. All of them exist now, and none has communicated yet.
+        set_timeout(timedelta(seconds=config.comm.init_timeout_seconds))
         self.step = self.tokens_seen = 0
         self.last_step = config.training.steps
         self.saved_step: int | None = None  # the last step that a checkpoint holds
@@ -214,6 +219,8 @@ class Trainer:
         return start_process_group(
             init_timeout_s=self.config.comm.init_timeout_seconds,
             expandable_segments=self.config.training.expandable_segments,
+            host_tensors=self.config.training.enable_cpu_offload,
+            numa_binding=self.config.comm.numa_binding,
         )
 
     def _build_mesh(self) -> None:
@@ -272,6 +279,7 @@ class Trainer:
         )
         if self.rank == 0:
             (self.run_dir / "config.toml").write_text(to_toml(config))
+            keep_tokenizer(self.tokenizer, self.run_dir)
             write_environment(self.run_dir, device_names=[device_name], world_size=self.world_size)
         self.write_status()
         self.console.startup(
@@ -318,7 +326,7 @@ class Trainer:
             if is_lost:
                 # A scheduler that starts the run again would stop it in the same place forever.
                 code = EXIT_USER_ERROR
-                text = reason = f"{text}. {self._why_unsaved()}"
+                text = reason = f"{text}. {_why_unsaved(self.config, self.first_step)}"
             else:
                 text += "; run the same command to continue"
             self.console.message(text, always=True)
@@ -333,16 +341,11 @@ class Trainer:
         self.stop.exit_code = code
         return code
 
-    def _why_unsaved(self) -> str:
-        setting = "load_only = true" if self.config.checkpoint.enable else "enable = false"
-        steps = f"the steps since {self.first_step:,}" if self.first_step > 1 else "all steps"
-        return (
-            f"NOTHING WAS SAVED, because of checkpoint.{setting}: {steps} are lost, and the same "
-            "command repeats them"
-        )
+    def close(self, *, failed: bool = False) -> None:
+        """End threads, files and, unless the run has failed, the process group.
 
-    def close(self) -> None:
-        """End threads, files and the process group."""
+        Ending the group waits for collectives that the other ranks of a failed run may never join.
+        """
         for hook in self.hooks:
             hook.close()
         if hasattr(self, "console"):  # set-up and resume may have failed
@@ -352,8 +355,17 @@ class Trainer:
         _LOG.removeHandler(self.rank_log)
         self.rank_log.close()
         # Last: closing hooks may still communicate.
-        if dist.is_initialized():
+        if dist.is_initialized() and not failed:
             dist.destroy_process_group()
+
+
+def _why_unsaved(config: JobConfig, first_step: int) -> str:
+    setting = "load_only = true" if config.checkpoint.enable else "enable = false"
+    steps = f"the steps since {first_step:,}" if first_step > 1 else "all steps"
+    return (
+        f"NOTHING WAS SAVED, because of checkpoint.{setting}: {steps} are lost, and the same "
+        "command repeats them"
+    )
 
 
 def _seed(config: JobConfig) -> None:

@@ -81,6 +81,16 @@ def open_regular(path: Path, *, within: Path | None = None) -> IO[bytes]:
     return os.fdopen(descriptor, "rb")
 
 
+def is_there(file: Path) -> bool:
+    """Return whether anything has this name. Reading it refuses what is not a regular file."""
+    return file.is_symlink() or file.exists()
+
+
+def root_of(folder: Path) -> Path:
+    """Return where links of a Hugging Face folder may lead: into it or, in the hub's cache, into its model's folder."""
+    return folder.parents[1] if folder.absolute().parent.name == "snapshots" else folder
+
+
 class Unpacked(io.RawIOBase):
     """Read the bytes of a file, and of a .gz file the unpacked ones.
 

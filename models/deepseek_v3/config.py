@@ -53,7 +53,7 @@ class DeepSeekConfig(MoEConfig):
             queries_params = self.q_lora_rank * (self.dim + queries)
         else:
             queries_params = self.dim * queries
-        # Of the latent: the keys' part without rotation, and the values.
+        # The latent holds the keys' part without rotation, and the values.
         made_of_latent = self.n_heads * (self.qk_nope_head_dim + self.v_head_dim)
         to_latent = self.dim * (self.kv_lora_rank + self.qk_rope_head_dim)
         output = self.n_heads * self.v_head_dim * self.dim
@@ -67,7 +67,7 @@ class DeepSeekConfig(MoEConfig):
         return 6 * self.n_layers * self.n_heads * (self.head_dim + self.v_head_dim) * seq_len
 
 
-# Of V2, whose balance is a loss of each sequence (aux_loss_alpha and seq_aux in its config.json).
+# V2 balances by a loss of each sequence (aux_loss_alpha and seq_aux in its config.json).
 _V2 = {"route_scale": 1.0, "sequence_balance_coeff": 1e-3, "num_shared_experts": 2}
 _V3 = {
     "score": "sigmoid",

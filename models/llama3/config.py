@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Describe the frequency scaling that stretches Llama 3.1's context (see `rope_frequencies` in
-    model.py)."""
+    """Describe the frequency scaling that stretches Llama 3.1's context (see `rope_frequencies` in model.py)."""
 
     factor: float
     low_freq_factor: float = 1.0

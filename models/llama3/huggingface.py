@@ -32,7 +32,7 @@ BLOCK = {
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
 }
-# Of blocks with experts, for the families that have them. On disk each expert is a tensor; {} is its number.
+# For families whose blocks have experts. On disk each expert is a tensor; {} is its number.
 MOE_BLOCK = {
     "moe.router.gate": "mlp.gate",
     "moe.experts.w1": "mlp.experts.{}.gate_proj",

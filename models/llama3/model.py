@@ -1,5 +1,4 @@
-"""Define Llama 3 as a plain nn.Module: grouped-query attention, rotary positions, RMSNorm, SwiGLU
-(arXiv:2407.21783).
+"""Define Llama 3 as a plain nn.Module: grouped-query attention, rotary positions, RMSNorm, SwiGLU (arXiv:2407.21783).
 
 The file knows nothing of parallelism: titan/parallel/ works on it from outside. Three things make that easy:
 blocks are in a ModuleDict under their global number, so a pipeline stage that holds some of them keeps their
@@ -104,8 +103,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Add attention, then feed-forward or experts, to the residual stream. Each is normalised
-    before."""
+    """Add attention, then feed-forward or experts, to the residual stream. Each is normalised before."""
 
     def __init__(
         self, config: LlamaConfig, layer: int, *, attention: type[nn.Module] = Attention

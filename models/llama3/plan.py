@@ -18,7 +18,7 @@ TENSOR_PLAN: dict[str, str] = {
     "output": "vocab_output",
 }
 
-# Of blocks with experts, for the families that have them. Experts are split by expert parallelism and by FSDP.
+# For families whose blocks have experts. Experts are split by expert parallelism and by FSDP.
 MOE_PLAN: dict[str, str] = {
     "layers.*.moe": "tokens",
     "layers.*.moe.router.gate": "token_weights",

@@ -1,5 +1,4 @@
-"""Provide Qwen3, dense and with experts, as models/llama3 does. It builds on that family's
-parts."""
+"""Provide Qwen3, dense and with experts, as models/llama3 does. It builds on that family's parts."""
 
 from __future__ import annotations
 

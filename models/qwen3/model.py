@@ -12,8 +12,7 @@ from .config import Qwen3Config
 
 
 class Attention(LlamaAttention):
-    """Add RMSNorm over each head's queries and keys to Llama's attention (arXiv:2505.09388, section
-    2)."""
+    """Add RMSNorm over each head's queries and keys to Llama's attention (arXiv:2505.09388, section 2)."""
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__(config)

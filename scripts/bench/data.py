@@ -5,7 +5,7 @@
     python scripts/bench/data.py --only documents --documents 10000000
 
 loaders: batches of 8 x 2,048 tokens in the calling thread, from titan's shards, by a loader like nanoGPT's (random crops of one
-mapped file), by TorchTitan 0.2.2's text loader (which tokenises in every run; left out where it is not installed), and of all of
+mapped file), by TorchTitan 0.2.2's text loader (which tokenizes in every run; left out where it is not installed), and of all of
 titan's raw text with an empty cache. prepare: `titan prepare`, and `tokenizers`' encode_batch_fast on as many threads, which also
 reads the JSON Lines and writes the ids. Contestants take turns; tables give medians and ratios. Text is the standard
 library's, or words drawn from it.
@@ -37,9 +37,9 @@ import torch
 
 from titan.config import schema as s
 from titan.data.loader import Loader, build_loader
-from titan.data.prepare import main as prepare
 from titan.data.tokenizer import build_tokenizer
-from titan.data.tokenizer_cli import main as tokenizer_cli
+from titan.tools.prepare import main as prepare
+from titan.tools.tokenizer import main as tokenizer_cli
 
 SEQUENCE, BATCH = 2048, 8
 
@@ -137,7 +137,7 @@ def torchtitan_batches(file: Path, vocabulary: str) -> Iterator[object]:
 
 
 def titan_raw(file: Path, vocabulary: str, cache: Path) -> None:
-    """Tokenise all of a file into a new cache, and read each of its rows once."""
+    """Tokenize all of a file into a new cache, and read each of its rows once."""
     loader = open_loader(s.JsonlSource(path=str(file)), vocabulary, cache)
     while loader.samples.num_samples is None:
         loader.next_step()
@@ -282,7 +282,7 @@ def compare_start(folder: Path, *, rounds: int, megabytes: int) -> None:
         time.sleep(0.2)
     others = [round(peak) for process, peak in peaks.items() if process != os.getpid()]
     print(
-        f"\n20 MB tokenised in {time.perf_counter() - begin:.0f} s; peaks of its processes: {others} MiB\n"
+        f"\n20 MB tokenized in {time.perf_counter() - begin:.0f} s; peaks of its processes: {others} MiB\n"
     )
     for ranks in (1, 2):
         cold, warm = [], []

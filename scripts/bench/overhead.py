@@ -1,4 +1,4 @@
-"""Compare titan's small steps and its start-up with a bare loop, TorchTitan 0.2.2 and HF Trainer on a CPU.
+"""Compare titan's small steps and its start-up with a bare loop, TorchTitan 0.2.2, HF Trainer, FSDP1 and DeepSpeed on a CPU.
 
     python scripts/bench/overhead.py --sizes dim64,dim256 --ranks 1,2 --rounds 5
 
@@ -9,6 +9,9 @@ table gives medians, and their ratio to the bare loop's.
 
 On two ranks, titan, TorchTitan and the bare loop use FSDP2 over gloo, with each block a unit. HF Trainer uses DDP, since
 it shards on accelerators only. TorchTitan needs triton, and gets a CPU's names for the CUDA calls that it makes.
+
+FSDP1 and DeepSpeed train titan's model in the bare loop's step. FSDP1 (torch.distributed.fsdp.FullyShardedDataParallel) wraps each block.
+DeepSpeed runs ZeRO-2 with torch's AdamW: its own Adam for CPUs would be compiled at the start. Its ZeRO-3 runs with `--against deepspeed3`.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ from steps import free_port
 HERE = Path(__file__).resolve().parent
 # Flavor of Llama, sequences a step on each rank, their length, and the steps of a long run.
 SIZES = {"dim64": ("tiny", 2, 128, 300), "dim256": ("debugmodel", 4, 256, 60)}
-CONTESTANTS = ("bare", "titan", "torchtitan", "hf")
+CONTESTANTS = ("bare", "titan", "torchtitan", "hf", "fsdp1", "deepspeed", "deepspeed3")
+PACKAGES = {"torchtitan": "torchtitan", "hf": "accelerate", "deepspeed": "deepspeed"}
+PACKAGES["deepspeed3"] = "deepspeed"
 LOG_FREQ = 10
 
 
@@ -70,17 +75,53 @@ enable = false
 # ---- the contestants ---------------------------------------------------------------------------
 
 
-def bare(size: str, steps: int) -> None:
-    """Train titan's model in a loop of plain PyTorch."""
+def model_and_rows(size: str) -> tuple[Any, Any]:
+    """Return titan's model and a batch of random tokens, with labels one further."""
     import torch
-    import torch.distributed as dist
-    import torch.nn.functional as F
 
     from titan.models.llama3 import FLAVORS, build_model
 
     flavor, batch, seq_len, _ = SIZES[size]
     torch.manual_seed(0)
-    model = build_model(FLAVORS[flavor])
+    return build_model(FLAVORS[flavor]), torch.randint(256, (batch, seq_len + 1))
+
+
+def loop(model: Any, rows: Any, steps: int, *, backward: Any, update: Any) -> None:
+    """Run the steps; `backward` gets the loss, and `update` clips and steps."""
+    import torch.distributed as dist
+    import torch.nn.functional as F
+
+    for step in range(1, steps + 1):
+        logits = model(rows[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+        backward(loss)
+        update()
+        if step % LOG_FREQ == 0:
+            print(step, loss.item())
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def plain_loop(model: Any, rows: Any, steps: int, clip: Any) -> None:
+    """Run the steps with torch's AdamW, fused."""
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), fused=True)
+
+    def update() -> None:
+        clip()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    loop(model, rows, steps, backward=lambda loss: loss.backward(), update=update)
+
+
+def bare(size: str, steps: int) -> None:
+    """Train titan's model in a loop of plain PyTorch."""
+    import torch
+    import torch.distributed as dist
+
+    model, rows = model_and_rows(size)
     if int(os.environ["WORLD_SIZE"]) > 1:
         from torch.distributed.fsdp import fully_shard
 
@@ -88,19 +129,46 @@ def bare(size: str, steps: int) -> None:
         for block in model.layers.values():
             fully_shard(block)
         fully_shard(model)
+    clip = torch.nn.utils.clip_grad_norm_
+    plain_loop(model, rows, steps, lambda: clip(model.parameters(), 1.0))
+
+
+def fsdp1(size: str, steps: int) -> None:
+    """Train titan's model under FullyShardedDataParallel, each block a unit."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    dist.init_process_group("gloo")
+    model, rows = model_and_rows(size)
+    blocks = ModuleWrapPolicy({type(block) for block in model.layers.values()})
+    model = FullyShardedDataParallel(
+        model, auto_wrap_policy=blocks, use_orig_params=True, device_id=torch.device("cpu")
+    )
+    plain_loop(model, rows, steps, lambda: model.clip_grad_norm_(1.0))
+
+
+def deepspeed(size: str, steps: int, stage: int = 2) -> None:
+    """Train titan's model under DeepSpeed's engine, which clips and steps."""
+    import deepspeed
+    import torch
+
+    deepspeed.init_distributed("gloo")
+    model, rows = model_and_rows(size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), fused=True)
-    rows = torch.randint(256, (batch, seq_len + 1))
-    for step in range(1, steps + 1):
-        logits = model(rows[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % LOG_FREQ == 0:
-            print(step, loss.item())
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    settings = {
+        "train_micro_batch_size_per_gpu": len(rows),
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 1.0,
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    loop(engine, rows, steps, backward=engine.backward, update=engine.step)
+
+
+def deepspeed3(size: str, steps: int) -> None:
+    deepspeed(size, steps, stage=3)
 
 
 def titan(size: str, steps: int) -> None:
@@ -226,7 +294,7 @@ def measure(args: argparse.Namespace, contestant: str, size: str, *, ranks: int,
 
 def compare(args: argparse.Namespace, size: str, ranks: int) -> None:
     """Print a table for one size and number of ranks."""
-    most = SIZES[size][3]
+    most = args.steps or SIZES[size][3]
     figures: dict[str, list[tuple[float, ...]]] = {name: [] for name in args.against}
     for _ in range(args.rounds):
         for name in args.against:
@@ -259,16 +327,16 @@ def main() -> None:
     add("--sizes", default="dim64,dim256")
     add("--ranks", default="1,2")
     add("--rounds", type=int, default=5)
-    add("--against", default=",".join(CONTESTANTS))
+    add("--against", default="bare,titan,torchtitan,hf,fsdp1,deepspeed")
     add("--threads", type=int, default=1, help="threads of each rank")
     add("--json", type=Path, help="add every turn's figures to this file")
     add("--contestant", choices=CONTESTANTS, help=argparse.SUPPRESS)
-    add("--steps", type=int, help=argparse.SUPPRESS)
+    add("--steps", type=int, help="steps of a long turn; default: 300 at dim64, 60 at dim256")
     args = parser.parse_args()
     if args.contestant:
         return globals()[args.contestant](args.sizes, args.steps)
     args.against = args.against.split(",")
-    for name, package in {"torchtitan": "torchtitan", "hf": "accelerate"}.items():
+    for name, package in PACKAGES.items():
         if name in args.against and find_spec(package) is None:
             print(f"{package} is not installed: without {name}")
             args.against.remove(name)

@@ -66,13 +66,13 @@ def write_run(folder: Path, *, rows: int, checkpoints: int) -> None:
 
 
 def watch(folder: Path) -> Callable[[], object]:
-    from titan.watch.reading import RunReader
+    from titan.tools.watch.reading import RunReader
 
     return lambda: json.dumps(RunReader(folder, name="run").data())
 
 
 def watch_again(folder: Path) -> Callable[[], object]:
-    from titan.watch.reading import RunReader
+    from titan.tools.watch.reading import RunReader
 
     reader = RunReader(folder, name="run")
     answer = reader.data()
@@ -83,7 +83,7 @@ def watch_again(folder: Path) -> Callable[[], object]:
 
 
 def plot(folder: Path) -> Callable[[], object]:
-    from titan.observe.plot import read_metrics
+    from titan.tools.plot import read_metrics
 
     return lambda: read_metrics(folder / "metrics.jsonl")
 
@@ -109,7 +109,7 @@ def resume(folder: Path) -> Callable[[], object]:
 
 
 def profile(folder: Path) -> Callable[[], object]:
-    from titan.observe.trace_report import read_report
+    from titan.observe.trace_files import read_report
 
     return lambda: read_report(next(folder.glob("traces/*/*.json")))
 

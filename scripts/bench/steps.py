@@ -16,10 +16,7 @@ alone also documents (masks), muon, and the kernels of attention, cudnn, flash a
 of several calls and those in it are not repeated, so that a long table can be measured in short calls; no run
 is begun that would probably not end within --limit-s.
 
-TorchTitan 0.2.2 as wheels on top of a Python 3.12 with torch 2.11, triton, tensorboard, tokenizers, einops, pillow, fsspec, pandas, pyarrow and
-huggingface-hub, each fetched by `pip download --no-deps`: torchtitan 0.2.2, torchdata 0.11.0, datasets 5.2.0, dill 0.4.1,
-multiprocess 0.70.19, tyro 1.0.17, docstring-parser 0.18.0, typeguard 4.6.0; for float8 torchao 0.18.0. titan itself needs pydantic
-with pydantic-core, annotated-types and typing-inspection, rich, tiktoken.
+wheels.txt beside this file lists what TorchTitan, float8 and titan need on a machine that has torch 2.11 alone.
 """
 
 from __future__ import annotations
@@ -54,15 +51,17 @@ NUM_TOKENS = 258  # kinds of token in the random batches: those of titan's byte 
 
 @dataclass(frozen=True)
 class Model:
-    """A flavor of Llama 3, what is changed of it, and the batch that fits an H200 (141 GB) with whole logits in fp32."""
+    """A flavor of a family, what is changed of it, and the batch that fits an H200 (141 GB) with whole logits in fp32."""
 
     flavor: str
     batch: int
     overrides: dict[str, int] = field(default_factory=dict)
+    family: str = "llama3"  # the only one that TorchTitan and the bare loop know
 
     @property
     def section(self) -> dict[str, Any]:
-        return {"flavor": self.flavor, "overrides": {**self.overrides, "tied_embeddings": False}}
+        overrides = {**self.overrides, "tied_embeddings": False}
+        return {"name": self.family, "flavor": self.flavor, "overrides": overrides}
 
     @property
     def sizes(self) -> Any:
@@ -73,7 +72,10 @@ MODELS = {
     "1B": Model("1B", 2),
     "3B": Model("3B", 1),
     "8B-blocks": Model("8B", 2, {"n_layers": 8}),  # 8B's blocks, as many as fit with AdamW in fp32
+    # 30B-A3B's blocks with 16 of its 128 experts, of which a token meets 8: grouped products as wide and deep as there.
+    "30B-A3B-blocks": Model("30B-A3B", 2, {"n_layers": 16, "num_experts": 16}, family="qwen3"),
     "tiny": Model("tiny", 2),
+    "tiny-experts": Model("tiny_moe", 2, {"n_layers": 2}, family="qwen3"),
     "debugmodel": Model("debugmodel", 4),
 }
 PARTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -83,7 +85,8 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
     "sac": {"activation_checkpoint": {"mode": "selective"}},
     "float8": {"model": {"converters": ["quantize.linear.float8"]}},
     # titan's alone
-    "documents": {"data": {"document_mask": True, "add_eos": True}},
+    # Random tokens mark no documents: text of the Python library, as bytes.
+    "documents": {"training": {"dataset": "stdlib"}, "data": {"document_mask": True}},
     "muon": {"optimizer": {"name": "Muon"}},
     **{name: {"model": {"attention_backend": name}} for name in ("cudnn", "flash", "fa3")},
 }
@@ -101,7 +104,10 @@ def write_job(folder: Path, args: argparse.Namespace, variant: str) -> None:
     """job.toml, which titan and TorchTitan read alike, and titan.toml, titan's own words for the model and the tokens."""
     sections: dict[str, dict[str, Any]] = {
         "job": {"dump_folder": "."},
-        "model": {"name": "llama3", "flavor": args.model},
+        "model": {
+            "name": "llama3",
+            "flavor": args.model,
+        },  # for TorchTitan; titan.toml has the last word
         "optimizer": {"name": "AdamW", "lr": 3e-4, "implementation": "fused"},
         "lr_scheduler": {"warmup_steps": 1},
         "training": {
@@ -242,7 +248,10 @@ def measure(args: argparse.Namespace, results: dict[str, Any], folder: Path) -> 
             name: getattr(args, name) for name in ("model", "batch", "seq_len", "warm_up", "steps")
         }
         key |= {"variant": variant, "contestant": contestant, "round": number}
-        if any(key.items() <= done.items() for done in results["runs"]):
+        known = [done for done in results["runs"] if key.items() <= done.items()]
+        if args.retry and known and "error" in known[0]:
+            results["runs"].remove(known.pop())
+        if known:
             continue
         name = f"{variant}, round {number + 1}, {contestant}"
         left_s = end - time.monotonic()
@@ -290,11 +299,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--rounds", type=int, default=3, help="runs of each row")
     add("--warm-up", type=int, default=5, help="steps that are not counted")
     add("--steps", type=int, default=20, help="steps that are counted")
+    add("--retry", action="store_true", help="repeat runs that failed")
     add("--limit-s", type=float, default=560, help="seconds this call may take")
     add("--cache", type=Path, default=Path(tempfile.gettempdir()) / "titan-steps-inductor")
     add("--keep", type=Path, help="keep the runs' folders, with their logs, here")
     args = parser.parse_args(argv)
     args.batch = args.batch or MODELS[args.model].batch
+    if MODELS[args.model].family != "llama3" and args.against != ["titan"]:
+        parser.error(f"{args.model} is for titan alone: --against titan")
     if min(args.warm_up, args.steps) < 1:
         parser.error("--warm-up and --steps must be at least 1: the first step compiles")
     return args

@@ -42,7 +42,7 @@ def _of(page: str, first: str) -> list[str]:
     start = next(i for i, block in enumerate(found) if block.text.startswith(first))
     chosen: list[Block] = found[start:] if "tutorials" in page else [found[start]]
     # There may be no internet; the page says what to do then.
-    return [line for block in chosen for line in commands(block) if "titan download" not in line]
+    return [line for block in chosen for line in commands(block) if "hf download" not in line]
 
 
 def run(command: str, folder: Path, began: float) -> tuple[float, list[tuple[str, float]]]:

@@ -1,4 +1,5 @@
-"""A hook of MkDocs: links from docs/ to files outside of it, such as examples, become their paths in the repository."""
+"""Hooks of MkDocs: links from docs/ to files outside of it, such as examples, become their paths in the repository, and the
+search leaves out the log of experiments, whose hundreds of rows would hide the pages."""
 
 from __future__ import annotations
 
@@ -6,7 +7,14 @@ import re
 from typing import Any
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_config(config: Any) -> None:
+    # Without an address there is nothing to edit, and MkDocs would link to a page of the site.
+    config.edit_uri = "edit/main/docs/" if config.repo_url else None
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    if page.file.src_uri == "log.md":
+        page.meta["search"] = {"exclude": True}
     return re.sub(
         r"\[([^\]]*)\]\((?:\.\./)+([^)#]*\.(?:py|yaml|toml|sbatch)|examples/[^)]*|AGENTS\.md)[^)]*\)",
         r"`\2`",

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
 import runpy
+import shutil
+import subprocess
+import sysconfig
+import venv
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,10 +18,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.jobs import ROOT
+from titan.checks.rules import check_to_run, load_to_run
 from titan.config.load import load_config
-from titan.config.rules import check_to_run
 
-STEPS = runpy.run_path(str(Path(__file__).parents[2] / "scripts/bench/steps.py"))
+STEPS = runpy.run_path(str(ROOT / "scripts/bench/steps.py"))
+GPU = ROOT / "scripts/bench/gpu.sh"
 TINY = ["--model", "tiny", "--seq-len", "16", "--rounds", "1", "--warm-up", "1"]
 
 
@@ -74,6 +82,78 @@ def test_the_job_of_a_variant(tmp_path: Path) -> None:
     STEPS["write_job"](tmp_path, args, "eager")
     config = load_config(tmp_path / "job.toml", overlays=[tmp_path / "titan.toml"])
     assert not config.compile.enable and config.activation_checkpoint.mode == "none"
+
+
+def measured_by_gpu_sh() -> list[tuple[str, str, str]]:
+    """Return model, variant and contestants of each row that gpu.sh measures."""
+    text = GPU.read_text()
+    names = {"SMALL": "1B", "BLOCKS": "8B-blocks", "EXPERTS": "30B-A3B-blocks"}
+    rows = re.findall(r"^steps \S+ \$(\w+) (\S+) (\S+) \d", text, re.M)
+    assert {f"{name}={names[name]}" for name, *_ in rows} <= set(text.split())
+    return [
+        (names[m], variant, against)
+        for m, variants, against in rows
+        for variant in variants.split(",")
+    ]
+
+
+@pytest.mark.parametrize(("model", "variant", "against"), measured_by_gpu_sh())
+def test_every_row_of_gpu_sh_can_run(
+    model: str, variant: str, against: str, tmp_path: Path
+) -> None:
+    args = arguments("--model", model, "--variants", variant, "--against", against)
+    STEPS["write_job"](tmp_path, args, variant)
+    job = [str(tmp_path / name) for name in ("job.toml", "titan.toml")]
+    emulate = (
+        ["--quantize.linear.float8.emulate=true"] if "float8" in variant else []
+    )  # no GPU here
+    config, _ = load_to_run([*job, *emulate], world_size=1, here=True)
+    assert config.training.mixed_precision_param != "float32"
+
+
+@pytest.mark.slow
+def test_gpu_sh_runs_in_a_clone_that_is_not_installed(tmp_path: Path) -> None:
+    clone, packages = tmp_path / "clone", tmp_path / "venv"
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for name in tracked.stdout.split():
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, clone / name)
+    # An environment with what titan needs and without titan: a .pth file in a folder that a .pth file names is not read.
+    venv.create(packages, symlinks=True)
+    (site,) = packages.glob("lib/*/site-packages")
+    (site / "packages.pth").write_text(sysconfig.get_paths()["purelib"])
+    python = packages / "bin" / "python"
+    absent = subprocess.run([python, "-c", "import titan"], cwd=tmp_path, capture_output=True)
+    assert absent.returncode == 1
+    variables = {
+        "TINY": "1",
+        "LIMIT_S": "3000",
+        "PYTHON": str(python),
+        "SAVE_TO": str(tmp_path / "saved"),
+    }
+    only = "machine tests speed-1B profile calibrate speed-experts predict"
+
+    def run(folder: str, **more: str) -> str:
+        command = ["bash", clone / "scripts/bench/gpu.sh", tmp_path / folder]
+        environment = {**os.environ, **variables, "ONLY": only, **more}
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=True
+        ).stdout
+
+    said = run("first")
+    assert said.count("exit code 0") == len(only.split()) and "complete: " in said, said
+    runs = json.loads((tmp_path / "first/steps.json").read_text())["runs"]
+    assert [(run["model"], run["variant"]) for run in runs] == [
+        *[("tiny", "compile")] * 2,
+        ("tiny-experts", "eager"),
+        ("tiny-experts", "compile"),
+    ]
+    assert not [run for run in runs if "error" in run]
+    # Another machine goes on where the first one stopped.
+    said = run("second", RESUME_FROM=str(tmp_path / "saved"))
+    assert said.count("exit code") == 1 and "machine: exit code 0" in said, said
 
 
 def test_sizes() -> None:

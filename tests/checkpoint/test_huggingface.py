@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -14,23 +15,31 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from tests.support import jobs
 from tests.support.ranks import Pool, RankFailed
 from tests.support.trainers import PoolTrainer
 from titan import cli
-from titan.checkpoint import SaveFailed, convert, export, huggingface
+from titan.checkpoint import SaveFailed, export, huggingface
 from titan.checkpoint import manager as checkpoints
 from titan.checkpoint.commit import CheckpointGroup
-from titan.checkpoint.export import Export, export_state
+from titan.checkpoint.export import Export, export_state, whole_of
 from titan.checkpoint.huggingface import INDEX, HFModel, model_keys, open_folder, read_sizes
 from titan.checkpoint.manifest import find_damage
+from titan.checks.rules import check_to_run, resolve_layout
 from titan.config.load import load_config
 from titan.config.model import family, model_config
-from titan.config.rules import check_to_run, resolve_layout
 from titan.config.schema import CheckpointSection, JobConfig, TokenizerSection
 from titan.parallel import build_mesh, materialize
+from titan.tools import convert
 from titan.train_step import build_train_step
 
 transformers = pytest.importorskip("transformers")
@@ -280,6 +289,28 @@ def test_another_model_than_the_jobs(sources, pool: Pool, tmp_path: Path) -> Non
     assert str(failure.value).count(f"CheckpointError: {sources['llama3', True]}/{told}") == 2
 
 
+def _gather_with_warnings() -> tuple[list[str], bool]:
+    """Messages of torch while this rank gathers weights of each cut, and whether all are whole."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(6, 6, bias=False) for _ in range(3)))
+    expected = [parameter.detach().clone() for parameter in model.parameters()]
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], plan)
+    fully_shard(model, mesh=mesh["dp"])
+    both = distribute_tensor(expected[0], mesh, [Shard(0), Shard(0)])  # one cut after the other
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("torch.distributed.tensor").addHandler(handler)
+    found = [whole_of(tensor) for tensor in (*model.parameters(), both)]  # pyright: ignore
+    return said, all(map(torch.equal, found, [*expected, expected[0]]))
+
+
+def test_weights_of_two_axes_are_gathered_without_a_warning(pool: Pool) -> None:
+    assert pool.run(4, _gather_with_warnings) == [([], True)] * 4
+
+
 # ---- the command -----------------------------------------------------------------------------------
 
 
@@ -296,7 +327,7 @@ def test_command_there_and_back(
     assert convert.main(["from-hf", str(with_tokenizer), str(there)]) == 0
     config = load_config(DEBUG, overlays=[there / "config.toml"])
     assert config.model.name == name and config.checkpoint.initial_load_path
-    assert config.tokenizer == TokenizerSection(path=str(there)), "the job's own wins"
+    assert config.tokenizer == TokenizerSection(path=str(there / "tokenizer")), "the job's own wins"
     argv = ["to-hf", f"{there}/checkpoint/step-0", str(back)]
     assert convert.main([*argv, "--dtype", "bfloat16", "--max-shard-size", "30KB"]) == 0
     assert "in bfloat16" in capsys.readouterr().out

@@ -23,16 +23,17 @@ from tests.checkpoint.test_huggingface import (
     train,
 )
 from tests.support.ranks import Pool, RankFailed
-from titan.checkpoint import CheckpointError, SaveFailed, convert, huggingface
+from titan.checkpoint import CheckpointError, SaveFailed, huggingface
 from titan.checkpoint import manager as checkpoints
 from titan.checkpoint.commit import CheckpointGroup
 from titan.checkpoint.export import Export, export_state, require_same_model
 from titan.checkpoint.huggingface import HFFolder, HFModel, model_keys, open_folder, read_sizes
+from titan.checks.rules import resolve_layout
 from titan.config.model import family, model_config
-from titan.config.rules import resolve_layout
 from titan.config.schema import JobConfig
 from titan.models.deepseek_v3.config import FLAVORS
 from titan.parallel import build_mesh, materialize
+from titan.tools import convert
 from titan.train_step import build_train_step
 
 transformers = pytest.importorskip("transformers")

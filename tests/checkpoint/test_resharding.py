@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from tests.support.ranks import Pool
 from tests.support.trainers import PoolTrainer
 from titan.checkpoint import manager as checkpoints
-from titan.config.rules import check_to_run, resolve_layout
+from titan.checks.rules import check_to_run, resolve_layout
 from titan.config.schema import JobConfig
 from titan.parallel import build_mesh
 from titan.parallel.mesh import axis_rank, axis_size

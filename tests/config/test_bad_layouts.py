@@ -100,7 +100,7 @@ def _tensor_rules(case: Case) -> set[str]:
 def _context_rules(case: Case) -> set[str]:
     cp, tp = case.get(DEGREES["cp"], 1), case.get(TP, 1)
     method, broken = case.get(ROTATE, "allgather"), set()
-    masked, balancer = case.get("data.document_mask", False), case.get(BALANCER, "headtail")
+    balancer = case.get(BALANCER, "headtail")
     # One chunk, or two with head-tail balance, for each cp rank, and each chunk is split over tp.
     unit = tp * cp * (2 if cp > 1 and method != "ulysses" and balancer == "headtail" else 1)
     if case.get(LENGTH, 2048) % unit:
@@ -109,8 +109,6 @@ def _context_rules(case: Case) -> set[str]:
         broken.add("validation length")
     if cp > 1 and balancer == "ptrr":
         broken.add("balancer")
-    if cp > 1 and method in ("ring", "alltoall") and masked:
-        broken.add("mask")
     heads = case.model["n_heads"]
     if cp > 1 and method == "ulysses" and heads % tp == 0 and heads // tp % cp:
         broken.add("ulysses")
@@ -161,7 +159,6 @@ MESSAGES = {
     "vocabulary": r"cannot share a vocabulary",
     "length": r"is not a multiple of (2 x )?cp",
     "balancer": r"block masks",
-    "mask": r"has no document mask",
     "ulysses": r"query heads of a rank",
     "reshard": r"wrong gradients",
     "microbatch size": r"pipeline_parallel_microbatch_size",

@@ -18,10 +18,10 @@ import pytest
 
 from tests.support import golden_errors as golden
 from titan import cli
+from titan.checks.rules import advise, check, check_layout
 from titan.config.errors import ConfigError, key_text
 from titan.config.keys import fields_at
 from titan.config.load import load_config
-from titan.config.rules import advise, check, check_layout
 from titan.untrusted import printable
 
 SAVED = json.loads(golden.SAVED.read_text())
@@ -38,7 +38,7 @@ PHRASES = {
     "[model.overrides]\nn_heads = 6\nn_kv_heads = 2\n": "use 4 or 8",
     "[parallelism]\ntensor_parallel_degree = 3\n": "tensor_parallel_degree = 2 or 4, or 15 or 18 ranks",
     "[fault_tolerance]\nenable = true\n": "titan train --max-restarts",
-    "[training]\nbatch_size = 1\nlocal_batch_size = 2\n": "which job.toml:3 sets too",
+    "[model]\ntokenizer_path = 'a'\n[tokenizer]\npath = 'b'\n": "which job.toml:4 sets too",
 }
 
 
@@ -171,6 +171,14 @@ def test_a_short_run_is_warned_of_what_is_cut(
     assert len(warnings) == len(expected)
 
 
+def test_fp32_is_warned_of_on_accelerators(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, '[training]\nmixed_precision_param = "float32"\n'))
+    assert advise(config, device="cpu") == []
+    [warning] = advise(config, device="cuda")
+    assert f"{tmp_path / 'job.toml'}:2: training.mixed_precision_param: float32" in warning
+    assert advise(load_config(write(tmp_path, "")), device="cuda") == []
+
+
 def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train_configs").mkdir()
@@ -216,3 +224,11 @@ def test_no_value_of_any_key_shows_a_traceback(tmp_path: Path) -> None:
                 assert "nput should" not in problem.message, problem  # pydantic's own words
             num_problems += len(problems)
     assert num_problems > 1000
+
+
+@pytest.mark.parametrize("key", ["dtype", "mixed_precision_param", "mixed_precision_reduce"])
+def test_float16_is_refused_with_the_reason(key: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"job\.toml:2: .*does not train in float16.*loss scaling"
+    ):
+        load_config(write(tmp_path, f'[training]\n{key} = "float16"\n'))

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tests.support.jobs import ROOT
+from titan.checks.rules import Layout, check, check_layout, resolve_layout
 from titan.config.errors import ConfigError
 from titan.config.load import load_config
 from titan.config.model import model_config
-from titan.config.rules import Layout, check, check_layout, resolve_layout
 from titan.config.schema import JobConfig, ModelSection
 
 FITTING = {

@@ -214,12 +214,9 @@ def test_warnings_are_printed_once_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "job.toml"
-    path.write_text("[training]\nbatch_size = 4\n")
+    path.write_text("[model]\ntokenizer_path = ''\n")
     load_from_argv([str(path)])
-    assert (
-        capsys.readouterr().err
-        == f"{path}:2: training.batch_size is now training.local_batch_size\n"
-    )
+    assert capsys.readouterr().err == f"{path}:2: model.tokenizer_path is now tokenizer.path\n"
     monkeypatch.setenv("RANK", "1")
     load_from_argv([str(path)])
     assert capsys.readouterr().err == ""

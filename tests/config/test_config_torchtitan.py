@@ -1,4 +1,4 @@
-"""Files written for TorchTitan v0.2.2, and older ones, load: every key of its interface, old spellings with a warning."""
+"""Files written for TorchTitan v0.2.2 load: every key of its interface, those with another name here with a warning."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from titan.checks.rules import check, check_layout
 from titan.config.load import ConfigError, load_config
-from titan.config.rules import check, check_layout
 from titan.config.schema import JobConfig
 from titan.config.torchtitan import differences
 
@@ -176,6 +176,8 @@ determinism_check = "default"
 debug = false
 [comm]
 mode = "default"
+[quantize.grouped_mm.mx]
+recipe_name = "mxfp8"
 [memory_estimation]
 enable = false
 [validation.dataloader]
@@ -184,73 +186,7 @@ num_workers = 2
 deterministic_warn_only = false
 """
 
-# Shaped like the Llama 3 files of v0.2.2, and of the releases before it.
-DEBUG_MODEL = """
-[job]
-dump_folder = "./outputs"
-description = "Llama 3 debug training"
-print_args = false
-use_for_integration_test = true
-
-[metrics]
-log_freq = 1
-enable_color_printing = true
-
-[model]
-name = "llama3"
-flavor = "debugmodel"
-norm_type = "rmsnorm"
-tokenizer_path = "./tests/assets/test_tiktoken.model"
-print_after_conversion = false
-
-[optimizer]
-name = "AdamW"
-lr = 8e-4
-eps = 1e-8
-fused = false
-
-[training]
-batch_size = 8
-seq_len = 2048
-warmup_steps = 2
-max_norm = 1.0
-steps = 10
-data_parallel_replicate_degree = 1
-data_parallel_shard_degree = -1
-tensor_parallel_degree = 1
-compile = false
-dataset = "c4_test"
-
-[experimental]
-context_parallel_degree = 1
-pipeline_parallel_degree = 1
-enable_async_tensor_parallel = false
-custom_args_module = ""
-
-[checkpoint]
-enable_checkpoint = false
-folder = "checkpoint"
-interval = 10
-model_weights_only = false
-export_dtype = "float32"
-async_mode = "disabled"
-
-[activation_checkpoint]
-mode = 'selective'
-selective_ac_option = '2'
-
-[float8]
-enable_fsdp_float8_all_gather = false
-precompute_float8_dynamic_scale_for_fsdp = false
-filter_fqns = "output,router.gate"
-
-[fault_tolerance]
-enable = false
-process_group = "gloo"
-
-[validation]
-enabled = false
-"""
+# Shaped like the Llama 3 files of v0.2.2.
 LLAMA_8B = """
 [metrics]
 enable_tensorboard = true
@@ -297,24 +233,24 @@ LLAMA_70B = """
 [model]
 name = "llama3"
 flavor = "70B"
-converters = "float8"
+converters = ["quantize.linear.float8"]
 [optimizer]
 name = "AdamW"
 lr = 1.5e-4
 [lr_scheduler]
 warmup_steps = 200
 [training]
-batch_size = 8
+local_batch_size = 8
 seq_len = 8192
 steps = 1000
-tensor_parallel_degree = 8
 dataset = "c4"
-[experimental]
+[parallelism]
+tensor_parallel_degree = 8
 pipeline_parallel_degree = 1
 enable_async_tensor_parallel = false
 [activation_checkpoint]
 mode = "full"
-[float8]
+[quantize.linear.float8]
 enable_fsdp_float8_all_gather = true
 precompute_float8_dynamic_scale_for_fsdp = true
 """
@@ -322,6 +258,7 @@ LLAMA_405B = """
 [model]
 name = "llama3"
 flavor = "405B"
+converters = ["quantize.linear.float8"]
 [optimizer]
 lr = 8e-5
 [lr_scheduler]
@@ -330,15 +267,15 @@ warmup_steps = 600
 local_batch_size = 2
 seq_len = 8192
 steps = 3000
-compile = true
 dataset = "c4"
+[compile]
+enable = true
 [parallelism]
 tensor_parallel_degree = 8
 enable_async_tensor_parallel = true
 [activation_checkpoint]
 mode = "full"
-[float8]
-enable_float8_linear = true
+[quantize.linear.float8]
 enable_fsdp_float8_all_gather = true
 precompute_float8_dynamic_scale_for_fsdp = true
 filter_fqns = ["output"]
@@ -354,8 +291,11 @@ def load_text(text: str, folder: Path) -> JobConfig:
 def test_every_key_loads_as_written(tmp_path: Path) -> None:
     config = load_text(EVERY_KEY, tmp_path)
     assert check(config) == []
-    [warning] = config.source_map.warnings
-    assert warning.startswith(f"{tmp_path}/job.toml:6: job.custom_config_module is ignored")
+    warnings = [w.removeprefix(f"{tmp_path}/job.toml:") for w in config.source_map.warnings]
+    assert sorted(warning.partition(" is ignored")[0] for warning in warnings) == [
+        "64: training.dataloader.persistent_workers",
+        "6: job.custom_config_module",
+    ]
     assert config.optimizer.beta2 == 0.95
     assert config.training.dataloader.prefetch_factor == 2
     assert config.parallelism.module_fqns_per_model_part == [
@@ -368,7 +308,7 @@ def test_every_key_loads_as_written(tmp_path: Path) -> None:
 def test_unused_keys_are_ignored_at_their_defaults_and_refused_otherwise(tmp_path: Path) -> None:
     config = load_text(UNUSED_KEYS, tmp_path)
     assert config == JobConfig()
-    assert len(config.source_map.warnings) == 15 and all(
+    assert len(config.source_map.warnings) == 16 and all(
         " is ignored: " in warning for warning in config.source_map.warnings
     )
     asked = UNUSED_KEYS.replace('mode = "default"', 'mode = "fake_backend"')
@@ -382,27 +322,34 @@ def test_unused_keys_are_ignored_at_their_defaults_and_refused_otherwise(tmp_pat
     ]
 
 
-def test_old_debug_model(tmp_path: Path) -> None:
-    config = load_text(DEBUG_MODEL, tmp_path)
-    assert check(config) == [] and check_layout(config, world_size=8) == []
-    assert config.training.local_batch_size == 8
-    assert config.lr_scheduler.warmup_steps == 2
-    assert config.tokenizer.path == "./tests/assets/test_tiktoken.model"
-    assert config.optimizer.implementation == "foreach"
-    assert config.metrics.disable_color_printing is False
-    assert config.checkpoint.enable is False
-    assert config.quantize.linear.float8.filter_fqns == ["output", "router.gate"]
-    warnings = [w.removeprefix(f"{tmp_path}/job.toml:") for w in config.source_map.warnings]
-    line = DEBUG_MODEL.splitlines().index("batch_size = 8") + 1
-    assert f"{line}: training.batch_size is now training.local_batch_size" in warnings
-    assert len(warnings) == 23
+def test_a_key_that_has_another_name_here_is_moved(tmp_path: Path) -> None:
+    config = load_text('[model]\ntokenizer_path = "./tokenizer"\n', tmp_path)
+    assert config.tokenizer.path == "./tokenizer"
+    [warning] = config.source_map.warnings
+    assert warning == f"{tmp_path}/job.toml:2: model.tokenizer_path is now tokenizer.path"
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("[training]\nbatch_size = 8\n", "did you mean 'local_batch_size'?"),
+        ("[training]\ntensor_parallel_degree = 2\n", "[parallelism] tensor_parallel_degree?"),
+        ("[checkpoint]\nenable_checkpoint = true\n", "unknown key"),
+        ("[float8]\nemulate = true\n", "unknown section"),
+    ],
+)
+def test_keys_from_before_that_version_are_unknown(text: str, hint: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_text(text, tmp_path)
+    [problem] = caught.value.problems
+    assert hint in str(problem)
 
 
 @pytest.mark.parametrize(
     ("text", "world_size", "expected"),
     [
         (LLAMA_8B, 8, {"lr": 3e-4, "converters": [], "tp": 1}),
-        (LLAMA_70B, 256, {"lr": 1.5e-4, "converters": ["float8"], "tp": 8}),
+        (LLAMA_70B, 256, {"lr": 1.5e-4, "converters": ["quantize.linear.float8"], "tp": 8}),
         (LLAMA_405B, 512, {"lr": 8e-5, "converters": ["quantize.linear.float8"], "tp": 8}),
     ],
 )
@@ -425,12 +372,11 @@ def test_what_differs_is_reported(tmp_path: Path) -> None:
     assert differences(load_text(LLAMA_8B, tmp_path)) == [NORMS]
     same = LLAMA_8B.replace("eps = 1e-8", "decay_norms = true")
     assert differences(load_text(same, tmp_path)) == []
-    assert differences(load_text(same + "[model.overrides]\nrope_factor = 0\n", tmp_path)) == [
-        "model.overrides.rope_factor: 0; 8B has 8.0 there"
-    ]
-    own = '[model]\nflavor = "tiny"\n[optimizer]\nname = "Adam"\n[validation]\nenable = true\n'
+    (tmp_path / "same.toml").write_text(same)
+    changed = load_config(tmp_path / "same.toml", overrides=["--model.overrides.rope_factor=0"])
+    assert differences(changed) == ["model.overrides.rope_factor: 0; 8B has 8.0 there"]
+    own = '[optimizer]\nname = "Adam"\n[validation]\nenable = true\n'
     assert differences(load_text(own, tmp_path)) == [
-        'model.flavor: TorchTitan has no llama3 "tiny"',
         "optimizer.weight_decay: 0.0 by default; TorchTitan's default is 0.1",
         "validation.freq: 100 by default; TorchTitan's default is 10",
         "validation.seq_len: that of training by default; TorchTitan's default is 2048",
@@ -441,6 +387,20 @@ def test_what_differs_is_reported(tmp_path: Path) -> None:
         NORMS,
         'quantize.linear.float8.filter_fqns: ["output"] by default; TorchTitan\'s default is []',
     ]
+
+
+@pytest.mark.parametrize(
+    "ours",
+    [
+        "[model.overrides]\nrope_factor = 0\n",
+        '[tokenizer]\nname = "bytes"\n',
+        "[loss]\nchunk_tokens = 512\n",
+        "[data]\nvalidation_fraction = 0.1\n",
+    ],
+)
+def test_a_file_that_torchtitan_cannot_read_is_not_compared(ours: str, tmp_path: Path) -> None:
+    assert differences(load_text(LLAMA_8B + ours, tmp_path)) == []
+    assert differences(load_text(LLAMA_8B.replace('"8B"', '"tiny"'), tmp_path)) == []
 
 
 # The keys of models/deepseek_v3/train_configs of TorchTitan v0.2.2.
@@ -510,14 +470,10 @@ def test_how_experts_are_balanced_there(tmp_path: Path) -> None:
 
 def test_an_overlay_may_use_the_new_name(tmp_path: Path) -> None:
     base, top = tmp_path / "base.toml", tmp_path / "top.toml"
-    base.write_text("[training]\nbatch_size = 8\n")
-    top.write_text("[training]\nlocal_batch_size = 4\n")
-    assert load_config(base, overlays=[top]).training.local_batch_size == 4
-    assert load_config(top, overrides=["training.batch_size=2"]).training.local_batch_size == 2
-
-
-def test_float8_switched_off_stays_off(tmp_path: Path) -> None:
-    assert load_text("[float8]\nenable_float8_linear = false\n", tmp_path).model.converters == []
+    base.write_text('[model]\ntokenizer_path = "a"\n')
+    top.write_text('[tokenizer]\npath = "b"\n')
+    assert load_config(base, overlays=[top]).tokenizer.path == "b"
+    assert load_config(top, overrides=["model.tokenizer_path=c"]).tokenizer.path == "c"
 
 
 def test_a_flavor_with_flexattention_is_the_flavor_and_the_mask(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from titan.config import base, model
-from titan.config.schema import ModelSection
+from titan.config.layout import check_layout
+from titan.config.schema import JobConfig, ModelSection
 
 ROOT = Path(__file__).parents[2]
 OPT = ROOT / "examples" / "opt_family"
@@ -30,6 +31,8 @@ def build_model(config):
 """
 FORWARD = "def forward(self, ids, positions=None, documents=None): return super().forward(ids, positions, documents)"
 SAID = "Mine of the family mine"
+# Stages cannot share embeddings.
+MINE = {"name": "mine", "flavor": "tiny", "overrides": {"tied_embeddings": False}}
 
 
 @pytest.fixture
@@ -95,6 +98,31 @@ def test_what_a_family_lacks_is_one_line(folder: Path, source: str, message: str
         assert said.startswith(message) and "docs/architecture.md" in said and "\n" not in said
     else:
         assert config is not None and findings == []
+
+
+def test_a_module_in_no_stage_or_without_a_style_is_one_line(folder: Path) -> None:
+    """Instead of a traceback of each rank."""
+    source = PACKAGE.format(body="pass", after="mine.extra = torch.nn.Linear(4, 4)")
+    (folder / "mine_family.py").write_text(source)
+    said = {
+        "pipeline": "module 'extra' is in no stage; put it into one; mine is another",
+        "tensor": "the plan of tensor parallelism has no style for extra.weight, extra.bias: name",
+    }
+    for axis, message in said.items():
+        key = f"{axis}_parallel_degree"
+        sections = {"model": MINE, "parallelism": {key: 2}}
+        config = JobConfig.model_validate(sections)
+        [problem] = check_layout(config, world_size=2)
+        assert problem.key == f"parallelism.{key}" and problem.message.startswith(message)
+    plain = {"model": MINE}
+    assert check_layout(JobConfig.model_validate(plain), world_size=2) == []
+
+
+def test_a_family_that_can_be_cut_and_split_passes(folder: Path) -> None:
+    (folder / "mine_family.py").write_text(PACKAGE.format(body="pass", after="pass"))
+    degrees = {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2}
+    sections = {"model": MINE, "parallelism": degrees}
+    assert check_layout(JobConfig.model_validate(sections), world_size=4) == []
 
 
 @pytest.mark.parametrize("command", ["check", "train"])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from urllib.parse import urlparse
+from urllib.request import url2pathname
 
 import pytest
 
@@ -33,6 +36,12 @@ def test_a_job_is_copied_once(
     assert (tmp_path / "job.toml").read_text() == "mine"
     assert main(["configs", "llama3_8b", "--output", "eight.toml"]) == 0
     assert load_config("eight.toml").model.flavor == "8B"
+    # An editor finds the schema from wherever the copy is.
+    for name in ("it's mine.toml", "eight.toml"):
+        line, *_ = (tmp_path / name).read_text().splitlines()
+        assert line.startswith("#:schema file:///")
+        schema = Path(url2pathname(urlparse(line.removeprefix("#:schema ")).path))
+        assert json.loads(schema.read_text())["title"] == "titan job file"
     assert main(["configs", "llama3_8", "--output", "other.toml"]) == 2
     assert "did you mean 'llama3_8b'?" in capsys.readouterr().err
 

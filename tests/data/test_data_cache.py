@@ -1,4 +1,4 @@
-"""The cache of tokenised text: written once, by one process, whatever becomes of the others."""
+"""The cache of tokenized text: written once, by one process, whatever becomes of the others."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from pathlib import Path
 import pytest
 
 from titan.config import schema as s
+from titan.data import cache as cache_module
 from titan.data.cache import cached_shards, default_cache_folder, exclusive
 from titan.data.shards import TokenShards
 from titan.data.sources import Documents, open_documents
 from titan.data.special_tokens import SpecialTokens
 from titan.data.tokenizer import bytes_tokenizer
 from titan.data.writer import TokenizationSpec
+from titan.data.writer import write_shards as write
 
 CONTEXT = multiprocessing.get_context("spawn")
 
@@ -33,7 +35,7 @@ def spec(**changes: object) -> TokenizationSpec:
 
 
 def build(cache: str, marks: str, delay_s: float) -> None:
-    """Tokenise three documents slowly; leaves a file for each time the text is read."""
+    """Tokenize three documents slowly; leaves a file for each time the text is read."""
 
     def read() -> Iterator[str]:
         (Path(marks) / f"read-{os.getpid()}").touch()
@@ -59,7 +61,7 @@ def marks(tmp_path: Path) -> Path:
     return tmp_path / "marks"
 
 
-def test_one_process_tokenises_and_the_others_wait(cache: str, marks: Path) -> None:
+def test_one_process_tokenizes_and_the_others_wait(cache: str, marks: Path) -> None:
     processes = [CONTEXT.Process(target=build, args=(cache, str(marks), 0.3)) for _ in range(2)]
     for process in processes:
         process.start()
@@ -90,6 +92,27 @@ def test_the_lock_waits_for_a_living_process(tmp_path: Path, cache: str, marks: 
             "the lock was given while another process was writing"
         )
     holder.join(30)
+
+
+def test_long_text_is_tokenized_by_workers_into_the_same_shards(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    documents = open_documents(s.JsonlSource(path=str(corpus)))
+    short = cached_shards(documents, spec=spec(), cache_folder=str(tmp_path / "short"))
+    assert capfd.readouterr().err == ""
+    monkeypatch.setattr(cache_module, "_SHORT_BYTES", 0)
+    monkeypatch.setattr(cache_module, "usable_cores", lambda: 2)
+    workers = []
+    monkeypatch.setattr(
+        cache_module, "write_shards", lambda *a, **b: workers.append(b["workers"]) or write(*a, **b)
+    )
+    long = cached_shards(documents, spec=spec(), cache_folder=str(tmp_path / "long"))
+    assert workers == [2]
+    assert "all ranks wait; `titan prepare` does it ahead of a run\n" in capfd.readouterr().err
+    names = sorted(file.name for file in short.iterdir())
+    assert names == sorted(file.name for file in long.iterdir()) and "train-00000.bin" in names
+    for name in names:
+        assert (short / name).read_bytes() == (long / name).read_bytes()
 
 
 def test_an_entry_is_found_again_unless_something_differs(corpus: Path, cache: str) -> None:

@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from titan.checks.rules import check
 from titan.config import schema as s
-from titan.config.rules import check
 from titan.config.schema import JobConfig
 from titan.data import DataError
 from titan.data.loader import build_loader, build_validation_loader
-from titan.data.prepare import main
 from titan.data.shards import TokenShards, read_index, token_dtype
 from titan.data.sources import in_validation
 from titan.data.tokenizer import bytes_tokenizer
+from titan.tools.prepare import main
 
 
 def prepare(output: Path, corpus: Path, *options: str) -> int:
@@ -128,7 +128,7 @@ def test_killed_at_any_moment_it_continues_to_the_same_bytes(tmp_path: Path) -> 
         for number in range(3000):
             file.write(json.dumps({"text": f"{number} " + "some text " * (number % 300)}) + "\n")
     options = ["--input", str(corpus), "--tokenizer", "bytes", "--shard-tokens", "100000"]
-    code = "import sys; from titan.data.prepare import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from titan.tools.prepare import main; sys.exit(main(sys.argv[1:]))"
     folder = tmp_path / "killed"
     command = [sys.executable, "-c", code, *options, "--output", str(folder), "--workers", "2"]
     kills = 0
@@ -188,7 +188,7 @@ def test_shards_of_another_tokenizer_or_damaged_are_refused(prepared: Path) -> N
     training, data = section(prepared)
     other = bytes_tokenizer()
     other.fingerprint = "other"
-    with pytest.raises(DataError, match=r"tokenised with another tokenizer .*titan prepare"):
+    with pytest.raises(DataError, match=r"tokenized with another tokenizer .*titan prepare"):
         build_loader(training, data=data, tokenizer=other, rank=0, world=1, seed=0)
     file = prepared / "train-00002.bin"
     file.write_bytes(file.read_bytes()[:-2])

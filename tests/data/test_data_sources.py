@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from titan.config import schema as s
+from titan.config.schema import JobConfig
+from titan.config.toml import tomllib
 from titan.data import DataError
 from titan.data.sources import (
     TextStream,
@@ -84,6 +86,33 @@ def test_parquet(tmp_path: Path, texts: list[str]) -> None:
     (tmp_path / "a.parquet").write_bytes(b"nonsense")
     with pytest.raises(DataError, match=r"a\.parquet: not a Parquet file"):
         read(s.ParquetSource(path=str(tmp_path)))
+
+
+def test_a_folder_without_text_names_a_glob(tmp_path: Path) -> None:
+    for name in ("a.py", "b/c.py", "data.bin"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    with pytest.raises(
+        DataError, match=r"has 2 \*\.py; name other files, or give a glob: "
+    ) as error:
+        read(s.TextSource(path=str(tmp_path)))
+    glob = str(error.value).rpartition("glob: ")[2].strip("'")
+    assert len(read(s.TextSource(path=glob))) == 2
+
+
+def test_another_field_is_shown_as_lines_to_paste(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"id": "7", "n": 1, "content": "a longer text"}\n')
+    with pytest.raises(DataError, match="no text under 'text'; its fields are content, id, n") as e:
+        open_documents(s.JsonlSource(path=str(rows))).try_first()
+    pasted = tomllib.loads("\n".join(e.value.paste))
+    [source] = JobConfig.model_validate(pasted).data.sources
+    assert read(source) == ["a longer text"]
+    # All of the first files are tried, not the first one alone.
+    (tmp_path / "z.json").write_text("[\n1]")
+    rows.write_text('{"text": "x"}\n')
+    with pytest.raises(DataError, match=r"z\.json:1: not a line of JSON"):
+        open_documents(s.JsonlSource(path=str(tmp_path))).try_first()
 
 
 @pytest.mark.parametrize(

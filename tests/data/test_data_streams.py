@@ -1,16 +1,25 @@
-"""Streams: packing, shuffling, and bookmarks that save work and change nothing."""
+"""Streams: packing, shuffling, a part for each rank, and bookmarks from which a resumed rank goes on."""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.data.test_data_loader import Job
+from tests.support.jobs import SMALL, with_changes
+from tests.support.jobs import job as training_job
+from tests.support.ranks import Pool
+from tests.support.trainers import PoolTrainer
+from titan.config import schema
 from titan.data import DataError
+from titan.data.loader import Loader
+from titan.data.sources import TextStream
 from titan.data.special_tokens import SpecialTokens
 from titan.data.streams import Mark, StreamSamples
 from titan.data.tokenizer import bytes_tokenizer
@@ -87,26 +96,22 @@ def test_a_short_stream_starts_over_in_another_order() -> None:
 
 @pytest.mark.parametrize("shuffle_buffer", [0, 50])
 @pytest.mark.parametrize("position", [1, 64, 777, 12_000])
-def test_a_bookmark_saves_work_and_changes_nothing(
+def test_a_rank_goes_on_from_its_bookmark(
     texts: list[str], shuffle_buffer: int, position: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     texts = texts * 10
-    made, *_ = samples(texts, shuffle_buffer=shuffle_buffer)
+    made, _, whole = samples(texts, shuffle_buffer=shuffle_buffer)
     made.get(np.arange(position))
     bookmark = json.loads(json.dumps(made.bookmark()))
-    expected = made.get(np.arange(position, position + 100))
-    quick, stream, tokenizer = samples(texts, shuffle_buffer=shuffle_buffer)
+    read = whole.texts
+    expected = made.get(np.arange(100))
+    resumed, _, tokenizer = samples(texts, shuffle_buffer=shuffle_buffer)
     with caplog.at_level(logging.WARNING):
-        quick.seek(position, bookmark=bookmark)
-        np.testing.assert_array_equal(quick.get(np.arange(position, position + 100)), expected)
+        resumed.seek(position, bookmark=bookmark)
+        np.testing.assert_array_equal(resumed.get(np.arange(100)), expected)
         assert not caplog.records
-        slow, slow_stream, slow_tokenizer = samples(texts, shuffle_buffer=shuffle_buffer)
-        slow.seek(position)
-        np.testing.assert_array_equal(slow.get(np.arange(position, position + 100)), expected)
-        assert "tokenised again from the start" in caplog.text
     if position == 12_000:
-        assert tokenizer.texts < slow_tokenizer.texts / 4
-        assert stream.reads < slow_stream.reads
+        assert tokenizer.texts < read / 4
 
 
 def test_a_bookmark_of_another_stream_is_not_used(
@@ -115,25 +120,131 @@ def test_a_bookmark_of_another_stream_is_not_used(
     other, *_ = samples(texts, identity=1)
     other.get(np.arange(500))
     made, *_ = samples(texts[::-1], identity=2)
-    expected = made.get(np.arange(600))[500:]
+    expected = made.get(np.arange(100))
     with caplog.at_level(logging.WARNING):
         made.seek(500, bookmark=other.bookmark())
-        np.testing.assert_array_equal(made.get(np.arange(500, 600)), expected)
-    assert "no bookmark" in caplog.text
-
-
-def test_a_bookmark_of_one_rank_serves_any_place_after_it(texts: list[str]) -> None:
-    whole, *_ = samples(texts, shuffle_buffer=20)
-    expected = whole.get(np.arange(820, 900))
-    behind, *_ = samples(texts, shuffle_buffer=20)
-    behind.get(np.arange(790, 800))  # another rank took the samples up to 820
-    resumed, _, tokenizer = samples(texts, shuffle_buffer=20)
-    resumed.seek(820, bookmark=behind.bookmark())
-    np.testing.assert_array_equal(resumed.get(np.arange(820, 900)), expected)
-    assert tokenizer.texts < 200
+        np.testing.assert_array_equal(made.get(np.arange(100)), expected)
+    assert "no bookmark for list: it is read from its start" in caplog.text
 
 
 def test_a_stream_without_documents_is_an_error() -> None:
     made, *_ = samples(["one", "two"], keep=lambda text: False)
     with pytest.raises(DataError, match="list has no documents for this split"):
         made.get(np.arange(1))
+
+
+# ---- a part for each rank ------------------------------------------------------------------------
+
+
+def stream_job(hub: Path, cache: str, *more: schema.Section, **options: Any) -> Job:
+    pytest.importorskip("datasets")
+    source = schema.HuggingFaceSource(path=str(hub), shuffle_buffer=50)
+    return Job(source, *more, cache=cache, **options)
+
+
+def rows_of(loader: Loader, steps: int) -> np.ndarray:
+    batches = [batch for _ in range(steps) for batch in loader.next_step()]
+    return np.concatenate([batch.tokens_BS.numpy() for batch in batches])
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_ranks_read_parts_that_make_the_whole(
+    world: int, hub: Path, cache: str, texts: list[str]
+) -> None:
+    """Three files are a part each for three ranks. Two ranks take every second document."""
+    parts = []
+    for rank in range(world):
+        section = stream_job(hub, cache).data.sources[0]
+        assert isinstance(section, schema.HuggingFaceSource)
+        parts.append([*TextStream(section, rank=rank, world=world).read()])
+    assert sorted(text for part in parts for text in part) == sorted(texts)
+    if world == 3:
+        assert sorted(map(len, parts)) == [10, 150, 240]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_tokenizes_its_part_only(
+    world: int, hub: Path, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    encode = StreamSamples._encode
+
+    def watched(self: StreamSamples, text: str) -> np.ndarray:
+        seen.append(text)
+        return encode(self, text)
+
+    monkeypatch.setattr(StreamSamples, "_encode", watched)
+    by_rank = []
+    for loader in stream_job(hub, cache, shuffle=False).loaders((world, 4, 1)):
+        seen.clear()
+        rows_of(loader, 3)
+        by_rank.append({*seen})
+    assert all(by_rank) and not set.intersection(*by_rank)
+
+
+@pytest.mark.parametrize("blend", [False, True])
+def test_a_resume_on_as_many_ranks_goes_on_exactly(
+    blend: bool, hub: Path, cache: str, corpus: Path
+) -> None:
+    more = [schema.JsonlSource(path=str(corpus))] if blend else []
+    job = stream_job(hub, cache, *more)
+    first = job.loaders((2, 6, 2), workers=1)
+    for loader in first:
+        rows_of(loader, 31)
+    states = [json.loads(json.dumps(loader.state_dict())) for loader in first]
+    saved = {"position": 31 * 24, "bookmarks": [state["bookmark"] for state in states]}
+    expected = [rows_of(loader, 4) for loader in first]
+    second = job.loaders((2, 6, 2))
+    for loader, rows in zip(second, expected, strict=True):
+        loader.load_state_dict(saved)
+        np.testing.assert_array_equal(rows_of(loader, 4), rows)
+    for loader in (*first, *second):
+        loader.close()
+
+
+def test_another_number_of_ranks_is_refused(hub: Path, cache: str, corpus: Path) -> None:
+    saved = {"position": 48, "bookmarks": [{}, {}]}
+    with pytest.raises(
+        DataError, match=r"among 2 data-parallel ranks, and this run has 3: resume on 2"
+    ):
+        stream_job(hub, cache).loader((3, 8, 1), 0).load_state_dict(saved)
+    # A job that reads no stream any more needs the position only.
+    loader = Job(schema.JsonlSource(path=str(corpus)), cache=cache).loader((3, 8, 1), 0)
+    loader.load_state_dict(saved)
+    assert loader.state_dict() == {"position": 48}
+
+
+def test_skipped_samples_of_a_stream_are_dropped(hub: Path, cache: str) -> None:
+    job = stream_job(hub, cache)
+    whole, loader = job.loader((2, 12, 1), 1), job.loader((2, 12, 1), 1)
+    expected = rows_of(whole, 6)
+    np.testing.assert_array_equal(rows_of(loader, 2), expected[:24])
+    loader.skip(48, 96)
+    np.testing.assert_array_equal(rows_of(loader, 2), expected[48:])
+    assert loader.state_dict()["position"] == 144
+
+
+def run_to(folder: Path, hub: Path, steps: int) -> list[float]:
+    """Train on this rank of the pool up to a step. Return the losses of all steps so far."""
+    base: dict[str, Any] = {
+        "data": {"sources": [{"type": "huggingface", "path": str(hub), "shuffle_buffer": 50}]},
+        "training": {"steps": steps},
+        "lr_scheduler": {"total_steps": 6},
+        "checkpoint": {"enable": True, "interval": 3, "last_save_model_only": False},
+    }
+    trainer = PoolTrainer(training_job(folder, base=with_changes(SMALL, **base)))
+    try:
+        assert trainer.run() == 0
+    finally:
+        trainer.close()
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def test_a_run_of_two_ranks_resumes_exactly(pool: Pool, tmp_path: Path, hub: Path) -> None:
+    pytest.importorskip("datasets")
+    whole = pool.run(2, run_to, tmp_path / "whole", hub, 6)[0]
+    assert pool.run(2, run_to, tmp_path / "cut", hub, 3)[0] == whole[:3]
+    assert len(whole) == 6 and pool.run(2, run_to, tmp_path / "cut", hub, 6)[0] == whole
+    with pytest.raises(AssertionError, match="among 2 data-parallel ranks, and this run has 1"):
+        pool.run(1, run_to, tmp_path / "cut", hub, 9)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import base64
 import json
 import pickle
+import re
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from titan.config.schema import TokenizerSection
+from titan.config.schema import JobConfig, TokenizerSection
 from titan.data import DataError
 from titan.data.tokenizer import BOS, EOS, Tokenizer, _pieces, build_tokenizer, bytes_tokenizer
-from titan.data.tokenizer_cli import main
+from titan.data.tokenizer_files import keep_tokenizer, tokenizer_files, with_tokenizer
+from titan.tools.tokenizer import main
 from titan.untrusted import InputError
 
 TRICKY = "naïve 日本語 \U0001f600 <|end_of_text|> don't 12345\r\n\t  x = 1\n\n"
@@ -149,6 +151,21 @@ def test_missing_paths_are_told(tmp_path: Path) -> None:
         build_tokenizer(TokenizerSection(name="tiktoken"), hf_assets_path="")
 
 
+@pytest.mark.parametrize(
+    ("path", "repo"),
+    [
+        ("assets/hf/Llama-3.1-8B", "meta-llama/Llama-3.1-8B"),
+        ("assets/hf/Qwen3-8B/tokenizer.json", "Qwen/Qwen3-8B"),
+        ("assets/hf/mine", "OWNER/mine"),
+    ],
+)
+def test_a_missing_tokenizer_names_the_command_that_fetches_it(path: str, repo: str) -> None:
+    where = f"assets/hf/{repo.rpartition('/')[2]}"
+    command = f"hf download {repo} --include 'tokenizer*' --local-dir {where}"
+    with pytest.raises(DataError, match=re.escape(command)):
+        build_tokenizer(TokenizerSection(), hf_assets_path=path)
+
+
 def test_a_missing_extra_is_named(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
     with pytest.raises(DataError, match=r"pip install 'titan-pretrain\[huggingface\]'"):
@@ -244,3 +261,51 @@ def test_damaged_files_of_a_tokenizer_are_told(tmp_path: Path, name: str, conten
         (tmp_path / name).write_text(json.dumps(wrong))
         with pytest.raises(InputError, match=name.replace(".", r"\.")):
             build_tokenizer(section, hf_assets_path="")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "ranks.txt", "original/tokenizer.model", ""])
+def test_the_copy_in_the_run_folder_is_the_same_tokenizer(
+    name: str, trained: Path, tmp_path: Path
+) -> None:
+    """Whether the job names a file, a link or a folder, and whatever lies beside it."""
+    source, run = tmp_path / "source", tmp_path / "run"
+    (source / "original").mkdir(parents=True)
+    if name:
+        (source / "tokenizer.json").symlink_to(trained / "tokenizer.json")
+        (source / "config.json").write_text('{"eos_token_id": 5}')
+    write_rank_file(source / (name if name not in ("", "tokenizer.json") else "tokenizer.model"))
+    (source / "notes.txt").write_text("not the tokenizer's")
+    section = TokenizerSection(path=str(source / name))
+    used = build_tokenizer(section, hf_assets_path="")
+    for _ in range(2):
+        keep_tokenizer(used, run)
+        # Without the source, as on another machine.
+        config = with_tokenizer(JobConfig(tokenizer=section), run=run)
+        assert Path(config.tokenizer.path).is_relative_to(run)
+        copy = build_tokenizer(config.tokenizer, hf_assets_path="")
+        assert (copy.kind, copy.fingerprint) == (used.kind, used.fingerprint)
+    kept = {file.name for file in (run / "tokenizer").iterdir()}
+    assert "notes.txt" not in kept and ("config.json" in kept) == (used.kind == "huggingface")
+
+
+def test_the_copy_follows_the_jobs_tokenizer(trained: Path, tmp_path: Path) -> None:
+    other = build_tokenizer(TokenizerSection(path=str(trained)), hf_assets_path="")
+    section = TokenizerSection(path=str(write_rank_file(tmp_path / "tokenizer.model").parent))
+    keep_tokenizer(other, run := tmp_path / "run")
+    file = run / "tokenizer" / "tokenizer.json"
+    before = file.stat().st_mtime_ns
+    keep_tokenizer(other, run)
+    assert file.stat().st_mtime_ns == before, "written again"
+    ranks = build_tokenizer(section, hf_assets_path="")
+    keep_tokenizer(ranks, run)
+    kept = build_tokenizer(
+        with_tokenizer(JobConfig(tokenizer=section), run=run).tokenizer, hf_assets_path=""
+    )
+    assert kept.fingerprint == ranks.fingerprint
+    # One that is built in has no file, and a job that resumes with its own copy keeps it.
+    keep_tokenizer(bytes_tokenizer(), tmp_path / "bytes")
+    assert not (tmp_path / "bytes").exists()
+    config = JobConfig(tokenizer=TokenizerSection(name="bytes"))
+    assert with_tokenizer(config, run=run) is config
+    keep_tokenizer(kept, run)
+    assert [file.name for file in tokenizer_files(str(run / "tokenizer"))] == ["tokenizer.model"]

@@ -48,8 +48,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def two_steps(degrees: dict[str, int], overrides: dict[str, Any]) -> list[tuple[float, float]]:
     """Loss and gradient norm of two steps on one global batch of 4 sequences."""
+    from titan.checks.rules import check_to_run
     from titan.config.base import installed_entry_points
-    from titan.config.rules import check_to_run
     from titan.config.schema import JobConfig
     from titan.parallel import axis_rank, build_mesh
     from titan.train_step import build_train_step

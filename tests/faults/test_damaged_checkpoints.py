@@ -25,14 +25,15 @@ from tests.support.jobs import job
 from tests.support.ranks import Pool
 from tests.support.trainers import Trainer
 from titan import cli
-from titan.checkpoint import tensor_index, verify
+from titan.checkpoint import tensor_index
 from titan.checkpoint.manager import CheckpointError, CheckpointManager, list_steps, load
 from titan.checkpoint.manifest import HashingStream, find_damage, read_manifest, render
 from titan.checkpoint.tensor_index import Chunk, StoredTensor, TensorIndex
 from titan.checkpoint.tensors import read_metadata
+from titan.checks.rules import check_to_run
 from titan.config.errors import ConfigError
-from titan.config.rules import check_to_run
 from titan.config.schema import CheckpointSection, JobConfig
+from titan.tools import verify
 
 FILES = [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json", "tensors.json", "titan.json"]
 STEPS = (10, 20, 30)
@@ -300,58 +301,16 @@ class Bomb:
         return os.mkdir, (str(self.mark),)
 
 
-def dotted_name(mark: Path) -> bytes:
-    """`os.mkdir` as an attribute of an allowed module: by hand, since pickle does not write such names."""
-
-    def text(value: str) -> bytes:
-        return pickle.SHORT_BINUNICODE + bytes([len(value)]) + value.encode()
-
-    call = text("torch.distributed.checkpoint.metadata") + text("os.mkdir") + pickle.STACK_GLOBAL
-    return b"\x80\x04" + call + text(str(mark)) + pickle.TUPLE1 + pickle.REDUCE + b"."
-
-
-def made_by_older_titan(step: Path) -> Any:
-    """Take a step's tensors.json away. Return what .metadata says."""
+def test_a_step_without_its_index_is_refused(run_dir: Path) -> None:
+    step = step_dir(run_dir)
     (step / "tensors.json").unlink()
     manifest = read_manifest(step)
     files = {name: entry for name, entry in manifest.files.items() if name != "tensors.json"}
     (step / "manifest.json").write_bytes(render(replace(manifest, files=files)))
-    return pickle.loads((step / ".metadata").read_bytes())
-
-
-def test_a_step_of_an_older_titan_is_refused_until_it_is_upgraded(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    step = step_dir(run_dir)
-    before = (step / "tensors.json").read_bytes()
-    made_by_older_titan(step)
     [damage] = find_damage(step)
-    assert damage.file == "tensors.json" and f"titan convert upgrade {step}" in damage.reason
-    with pytest.raises(CheckpointError, match="titan convert upgrade"):
+    assert damage.file == "tensors.json"
+    with pytest.raises(CheckpointError, match=r"not a checkpoint: .*/tensors\.json: No such file"):
         load(step, {"model.0": torch.empty(40, 50)})
-    for _ in range(2):
-        assert cli.main(["convert", "upgrade", str(step)]) == 0
-    assert (step / "tensors.json").read_bytes() == before
-    assert not find_damage(step)
-    assert sorted(p.name for p in step.iterdir()) == FILES
-    assert cli.main(["convert", "upgrade", str(run_dir / "nothing")]) == 2
-
-
-@pytest.mark.parametrize("attack", ["in a table", "alone", "dotted", "upwards", "no pickle"])
-def test_an_upgrade_runs_nothing(
-    attack: str, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    step, mark = step_dir(run_dir), tmp_path / "executed"
-    metadata = made_by_older_titan(step)
-    if attack == "in a table":
-        metadata.planner_data = Bomb(mark)
-    for info in metadata.storage_data.values() if attack == "upwards" else []:
-        info.relative_path = "../step-20/__0_0.distcp"
-    text = {"alone": pickle.dumps(Bomb(mark)), "dotted": dotted_name(mark), "no pickle": b"hello"}
-    (step / ".metadata").write_bytes(text.get(attack, pickle.dumps(metadata)))
-    assert cli.main(["convert", "upgrade", str(step)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-    assert not mark.exists() and not (step / "tensors.json").exists()
 
 
 Tensors = dict[str, dict[str, Any]]
@@ -436,21 +395,6 @@ def test_which_chunks_cover_a_tensor(size: tuple[int, ...]) -> None:
             assert not is_covered(wrong)
 
 
-def save_with_dcp(step: Path, **values: Any) -> None:
-    dcp.save(values, checkpoint_id=step, no_dist=True)
-
-
-def test_what_plain_dcp_wrote_is_read_after_an_upgrade(tmp_path: Path) -> None:
-    value, step = torch.arange(12.0).reshape(3, 4).bfloat16(), tmp_path / "step"
-    save_with_dcp(step, x=value)
-    assert cli.main(["convert", "upgrade", str(step)]) == 0
-    loaded = {"x": torch.empty(3, 4, dtype=torch.bfloat16)}
-    load(step, loaded)
-    assert torch.equal(loaded["x"], value)
-    save_with_dcp(tmp_path / "bytes", x=value, bytes=3)  # torch would unpickle this entry
-    assert cli.main(["convert", "upgrade", str(tmp_path / "bytes")]) == 2
-
-
 def test_plain_dcp_loads_a_step(run_dir: Path) -> None:
     loaded = {name: torch.empty_like(value) for name, value in state_of(30).items()}
     dcp.load(loaded, checkpoint_id=step_dir(run_dir), no_dist=True)
@@ -476,7 +420,7 @@ def test_bombs_in_every_file_run_nothing(run_dir: Path, tmp_path: Path) -> None:
 def test_a_compressed_tensor_is_refused(tmp_path: Path) -> None:
     """A small archive could become a tensor of any size."""
     step = tmp_path / "step"
-    save_with_dcp(step, x=torch.zeros(1000))
+    dcp.save({"x": torch.zeros(1000)}, checkpoint_id=step, no_dist=True)
     file = step / "__0_0.distcp"
     size, packed = file.stat().st_size, io.BytesIO()
     with zipfile.ZipFile(file) as old, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as new:

@@ -26,7 +26,7 @@ from titan.config.schema import CheckpointSection
 NAMES = [f"model.{number}" for number in range(6)]
 # Where a save of step 30, after 10 and 20, is killed; the rank; the steps that are left. Two are kept.
 BEFORE, AFTER = [10, 20], [20, 30]
-# The call that a process dies in, before it does anything: its owner, its name, and a part of its argument.
+# The call that a process dies in: its owner, its name, and the end of an argument. "half removed" removes a file first, the others nothing.
 CALLS: dict[str, tuple[Any, str, str]] = {
     "data": (LocalStorage, "open", ".distcp"),
     "unsynced": (LocalStorage, "fsync", ""),
@@ -36,6 +36,7 @@ CALLS: dict[str, tuple[Any, str, str]] = {
     "replace": (LocalStorage, "rename", ".saving-20"),
     "renamed": (LocalStorage, "fsync_folder", "/checkpoint"),
     "delete": (LocalStorage, "remove", ".removing-step-10"),
+    "half removed": (LocalStorage, "remove", "-20"),
 }
 POINTS = {
     "before any data, rank 0": ("data", 0, BEFORE),
@@ -59,6 +60,8 @@ def die_in(point: str) -> None:
     def dying(*args: Any, **kwargs: Any) -> Any:
         text = " ".join(str(getattr(arg, "__qualname__", arg)) for arg in args)
         if re.search(f"{re.escape(part)}( |$)", text):
+            if point == "half removed":
+                next(Path(args[1]).glob("*.distcp")).unlink()
             os.kill(os.getpid(), signal.SIGKILL)
         return call(*args, **kwargs)
 
@@ -104,7 +107,7 @@ def test_killed_at_each_point(point: str, mode: str, pool: Pool, tmp_path: Path)
         pytest.skip("as for rank 1, and as in the other modes")
     call, rank, left = POINTS[point]
     pool.run(2, save, tmp_path, [10, 20], mode)
-    with pytest.raises(RankFailed, match="the process died"):
+    with pytest.raises(RankFailed, match=r"exit code -9|Connection (reset|closed)"):
         pool.run(2, save, tmp_path, [30], mode, call, rank)
     assert list_steps(tmp_path / "checkpoint") == left
     assert pool.run(2, resume, tmp_path) == [left[-1]] * 2
@@ -114,13 +117,16 @@ def test_killed_at_each_point(point: str, mode: str, pool: Pool, tmp_path: Path)
     assert names == {f"step-{left[-1]}", "step-40"}
 
 
-def test_killed_while_a_step_is_replaced(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("point", "left"), [("replace", [10]), ("half removed", [10, 20])])
+def test_killed_while_a_step_is_replaced(
+    point: str, left: list[int], pool: Pool, tmp_path: Path
+) -> None:
     """A run taken back to step 10 gets to 20 again."""
     pool.run(1, save, tmp_path, [10, 20], "disabled")
     with pytest.raises(RankFailed):
-        pool.run(1, save, tmp_path, [20], "disabled", "replace")
-    assert list_steps(tmp_path / "checkpoint") == [10]
-    assert pool.run(1, resume, tmp_path) == [10]
+        pool.run(1, save, tmp_path, [20], "disabled", point)
+    assert list_steps(tmp_path / "checkpoint") == left
+    assert pool.run(1, resume, tmp_path) == [left[-1]]
     pool.run(1, save, tmp_path, [20], "disabled")
     assert pool.run(1, resume, tmp_path) == [20]
 

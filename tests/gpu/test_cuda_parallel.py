@@ -14,6 +14,7 @@ from titan.models.attention import InnerAttention
 from titan.models.llama3 import FLAVORS, build_model
 from titan.parallel import Pipeline, build_mesh, extract_stages, initialize, split_stages
 from titan.parallel.documents import MaskForm, document_ends, mask_of
+from titan.parallel.products import linear_in_fp32
 
 pytestmark = [
     pytest.mark.gpu,
@@ -139,3 +140,21 @@ def test_the_loss_multiplies_into_fp32(compiled: bool) -> None:
     gradients = torch.autograd.grad(loss, ours), torch.autograd.grad(expected, plain)
     for a, b in zip(*gradients, strict=True):
         assert ((a.cpu().float() - b).norm() / b.norm()).item() < 4e-3
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_router_multiplies_into_fp32(compiled: bool) -> None:
+    """Logits of bf16 inputs and their gradients against products of the same numbers in fp32: only sums have another order."""
+    torch.manual_seed(0)
+    tensors = torch.randn(2, 300, 256).bfloat16().cuda(), torch.randn(64, 256).bfloat16().cuda()
+    product = torch.compile(linear_in_fp32, fullgraph=True) if compiled else linear_in_fp32
+    results = []
+    for into_fp32 in (True, False):
+        inputs = [x.clone().requires_grad_() for x in tensors]
+        y = (product if into_fp32 else linear_in_fp32)(*inputs, into_fp32=into_fp32)
+        assert y.grad_fn is not None
+        assert ("IntoFp32" in str(y.grad_fn.next_functions)) == (into_fp32 and not compiled)
+        results.append([y, *torch.autograd.grad(y.square().sum(), inputs)])
+    # Gradients are rounded to 8 bits in the end: a sum in another order may round to the neighbour.
+    for found, expected, bound in zip(*results, (1e-6, 1e-3, 1e-3), strict=True):
+        assert ((found - expected).float().norm() / expected.float().norm()).item() < bound

@@ -14,8 +14,8 @@ import pytest
 
 from tests.support.runs import Run
 from titan.checkpoint.manager import list_steps
-from titan.health.doctor.diagnosis import diagnose
-from titan.health.doctor.evidence import Evidence
+from titan.tools.doctor.diagnosis import diagnose
+from titan.tools.doctor.evidence import Evidence
 
 HANGING = [
     *("-m", "titan.health.launch", "--standalone", "--nproc-per-node=2"),

@@ -4,10 +4,10 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 
+from titan.checks.rules import resolve_layout
 from titan.config.base import Section
 from titan.config.layout import Layout
 from titan.config.model import model_config
-from titan.config.rules import resolve_layout
 from titan.config.schema import (
     ActivationCheckpointSection,
     AdamW8bitSection,
@@ -23,7 +23,7 @@ from titan.config.schema import (
 from titan.models.llama3.config import FLAVORS, LlamaConfig
 from titan.models.qwen3.config import FLAVORS as QWEN3
 from titan.observe.estimate import activation_elements, estimate_memory
-from titan.sim.profiles import load_profile
+from titan.sim.price.profiles import load_profile
 from titan.sim.simulate import simulate
 
 GIB = 2**30

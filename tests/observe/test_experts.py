@@ -137,7 +137,7 @@ def test_curves_of_each_layer(tmp_path: Path) -> None:
     )
     log = MetricsLog(tmp_path, section=MetricsSection(enable_tensorboard=True))
     figures = {"layer": [1, 3], "maxvio": [0.5, 2.0], "dead": [0, 1]}
-    log.write(step_row(7, expert_imbalance=1.25), more={"experts": figures})
+    log.write(step_row(7, expert_imbalance=1.25, experts=figures))
     log.close()
     events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()

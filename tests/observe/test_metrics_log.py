@@ -10,9 +10,13 @@ import pytest
 
 import titan.observe.sinks
 from tests.support.metrics import read_json_lines, step_row
-from titan.config.schema import MetricsSection
-from titan.observe.metrics import MetricsLog, ValidationRow, model_tflops
+from titan.config.model import model_config
+from titan.config.schema import JobConfig, MetricsSection
+from titan.observe.columns import COLUMNS
+from titan.observe.flops import flops_by_dtype, model_tflops, utilization
+from titan.observe.metrics import MetricsLog
 from titan.observe.sinks import MissingExtra
+from titan.parallel.float8 import Conversion
 
 
 def rows(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
@@ -30,8 +34,7 @@ def test_a_row_has_the_promised_keys(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, section=MetricsSection())
     log.write(step_row(1))
     log.write(
-        step_row(2, mfu=0.43, tflops=425.0),
-        ValidationRow(step=2, validation_loss=1.25, bits_per_byte=1.8),
+        step_row(2, mfu=0.43, tflops=425.0, validation_loss=1.25, bits_per_byte=1.8),
     )
     log.close()
     first, second = rows(tmp_path)
@@ -41,6 +44,14 @@ def test_a_row_has_the_promised_keys(tmp_path: Path) -> None:
     assert "validation_loss" not in first
     assert (second["validation_loss"], second["bits_per_byte"]) == (1.25, 1.8)
     assert second["mfu"] == 0.43
+
+
+def test_each_column_is_documented_and_shares_no_curve() -> None:
+    page = (Path(__file__).parents[2] / "docs/metrics.md").read_text(encoding="utf-8")
+    missing = [name for name in COLUMNS if f"`{name}`" not in page]
+    assert not missing
+    named = [column.curve for column in COLUMNS.values() if column.curve]
+    assert len({*named}) == len(named)
 
 
 def test_resume_cuts_later_rows_and_a_torn_line(tmp_path: Path) -> None:
@@ -125,8 +136,7 @@ def test_tensorboard_values_and_resume(tmp_path: Path) -> None:
         for step in range(start, start + 3):
             loss = step + 0.5 * (resume_step > 0)
             of_hooks = {"mine/ratio": 1.5, "mine/text": "slow", "ungrouped": 2.0}
-            validation = ValidationRow(step=step, validation_loss=7.0)
-            log.write(step_row(step, loss=loss), validation, of_hooks)
+            log.write(step_row(step, loss=loss, validation_loss=7.0) | of_hooks)
         log.close()
     events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
@@ -186,3 +196,41 @@ def test_missing_extra_names_the_command(
 
 def test_model_tflops() -> None:
     assert model_tflops(tokens_per_s=8000, flops_per_token=5e10, num_ranks=2) == pytest.approx(200)
+
+
+def test_utilization_adds_up_precisions() -> None:
+    """An 8B model whose blocks multiply in float8 and whose output layer multiplies in bf16, by hand."""
+    model = {"name": "llama3", "flavor": "8B", "converters": ["quantize.linear.float8"]}
+    config = JobConfig.model_validate({"model": model, "training": {"seq_len": 8192}})
+    sizes = model_config(config.model)
+    matrices = {"wq": (4096, 4096), "wk": (1024, 4096), "wv": (1024, 4096), "wo": (4096, 4096)}
+    matrices |= {"w1": (14336, 4096), "w2": (4096, 14336), "w3": (14336, 4096)}
+    layers = [
+        Conversion(f"layers.{n}.{m}", shape) for n in range(32) for m, shape in matrices.items()
+    ]
+    layers.append(Conversion("output", (128256, 4096), "the output layer"))
+    blocks = 32 * (2 * 4096**2 + 2 * 1024 * 4096 + 3 * 14336 * 4096)
+    attention = 12 * 32 * 4096 * 8192
+    flops = flops_by_dtype(config, sizes, layers)
+    assert flops == {"float8": 6 * blocks, "bfloat16": 6 * 128256 * 4096 + attention}
+    peaks = {"float8": 1979e12, "bfloat16": 989e12}
+    found = utilization(flops, peaks, tokens_per_s=80_000, num_ranks=8)
+    by_hand = 10_000 * (6 * blocks / 1979e12 + (6 * 128256 * 4096 + attention) / 989e12)
+    assert found == pytest.approx(by_hand, rel=1e-12)
+    assert utilization(flops, {"bfloat16": 989e12}, tokens_per_s=1.0, num_ranks=1) is None
+    # Gradients of weights stay in bf16, and so do layers without a converter.
+    recipe = {"linear": {"float8": {"recipe_name": "rowwise_with_gw_hp"}}}
+    job = JobConfig.model_validate(config.model_dump() | {"quantize": recipe})
+    assert flops_by_dtype(job, sizes, layers)["float8"] == 4 * blocks
+    plain = flops_by_dtype(JobConfig.model_validate({"model": {"flavor": "8B"}}), sizes, ())
+    assert plain.keys() == {"bfloat16"}
+
+
+def test_utilization_of_experts_in_float8() -> None:
+    model = {"name": "qwen3", "flavor": "tiny_moe", "converters": ["quantize.grouped_mm.float8"]}
+    config = JobConfig.model_validate({"model": model})
+    sizes = model_config(config.model)
+    flops = flops_by_dtype(config, sizes, ())
+    assert flops["float8"] == 6 * sizes.n_layers * sizes.top_k * 3 * sizes.dim * sizes.expert_dim
+    total = sizes.flops_per_token(config.training.seq_len)
+    assert sum(flops.values()) == total

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +17,12 @@ from torch import nn
 from torch._dynamo.exc import Unsupported
 
 from tests.support.ranks import Pool
+from titan.models import qwen3
 from titan.models.llama3 import FLAVORS, TENSOR_PLAN, build_model
-from titan.parallel import apply_tp, build_mesh, initialize
+from titan.parallel import activation, apply_tp, build_mesh, initialize
 from titan.parallel.activation import apply_ac
 from titan.parallel.compile import CompileLog, apply_compile
+from titan.parallel.expert import keep_routes
 from titan.parallel.kept_operations import DEFAULT_KEEP
 from titan.parallel.offload import apply_offload
 from titan.train import _set_compile_cache
@@ -55,6 +58,21 @@ def test_equal_blocks_are_compiled_once(recomputed: str) -> None:
     assert re.fullmatch(r"compiled 4 blocks: 1 program, \d+\.\d s", log.summary())
     step(model)
     assert log.summary().startswith("compiled 4 blocks: 1 program,")
+    assert list(log.warnings()) == []
+
+
+def test_parts_of_a_block_keep_what_the_block_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks with experts are compiled in parts, whose modules have other names for the compiler."""
+    model = qwen3.build_model(dataclasses.replace(qwen3.FLAVORS["tiny_moe"], n_layers=2))
+    initialize(model, seed=0, std_of=model.init_std)
+    log, seen = CompileLog("2 blocks"), set[str]()
+    monkeypatch.setattr(activation, "fnmatchcase", lambda name, _: seen.add(name))
+    monkeypatch.setattr(activation._Selection, "watch", lambda *_: None)
+    apply_ac(model, keep=DEFAULT_KEEP, keep_modules=["any"], contexts=keep_routes)
+    apply_compile(model, backend="aot_eager")
+    step(model)
+    assert {"attention.wk", "attention.wo", "moe.router.gate"} <= seen
+    assert {name for name in seen if "function" in name or "self" in name} == set()
     assert list(log.warnings()) == []
 
 
@@ -173,6 +191,26 @@ def test_memory_budget_under_tensor_parallelism(pool: Pool) -> None:
         assert saved[0.0] < saved[0.5] <= saved[1.0] - 2 * block_input
 
 
+def test_what_costs_no_speed_is_not_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scalar that becomes an input, and an update's programs for other kinds of parameters (optimizer.name = "AdamW8bit")."""
+    metrics = {"start_time_us": 1, "co_firstlineno": 7, "is_forward": True}
+
+    def compiled(**more: Any) -> Any:
+        return type("Metrics", (), {"__getattr__": lambda _, key: (metrics | more).get(key)})()
+
+    log = CompileLog("2 blocks")
+    reason = "<class 'torch._dynamo.exc.TensorifyScalarRestartAnalysis'>"
+    one = compiled(co_name="_compute", co_filename="titan/optim/eightbit.py", compile_id=1,
+                   restart_reasons={reason}, recompile_reason="dtype mismatch")  # fmt: skip
+    two = compiled(co_name="forward", co_filename="models/llama3/model.py", compile_id=2,
+                   restart_reasons={"a print"}, recompile_reason="size mismatch")  # fmt: skip
+    monkeypatch.setattr(torch._dynamo.utils, "get_compilation_metrics", lambda: [one, two])
+    assert list(log.warnings()) == [
+        "graph break in forward (model.py:7): a print",
+        "recompiled forward (model.py:7): size mismatch",
+    ]
+
+
 def test_the_cache_s_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As asked; else the environment's; else the user's cache folder."""
     variable = "TORCHINDUCTOR_CACHE_DIR"
@@ -185,6 +223,28 @@ def test_the_cache_s_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert os.environ[variable] == str(tmp_path / "titan" / "compile")
     _set_compile_cache(str(tmp_path / "programs"))
     assert os.environ[variable] == str(tmp_path / "programs")
+
+
+def test_the_cache_of_several_nodes_is_on_each_node(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Not in $HOME, which is a network's disk there; and never in a folder that others can write to."""
+    variable, local = "TORCHINDUCTOR_CACHE_DIR", tmp_path / f"titan-compile-{os.getuid()}"
+    monkeypatch.setenv(variable, "")  # so that it comes back as it was
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for expected in (local, tmp_path / "home" / "titan" / "compile"):
+        monkeypatch.delenv(variable)
+        _set_compile_cache("")
+        assert os.environ[variable] == str(expected)
+        local.chmod(0o777)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
+    local.chmod(0o700)
+    monkeypatch.delenv(variable)
+    _set_compile_cache("")
+    assert os.environ[variable] == str(tmp_path / "home" / "titan" / "compile")
 
 
 @pytest.mark.slow

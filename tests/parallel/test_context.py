@@ -133,7 +133,7 @@ def _cases(
 
 
 def _check(pool: Any, world: int, dtype: torch.dtype, bound: float, documents: bool) -> None:
-    cases = _cases(world, dtype, ("allgather", "ulysses") if documents else METHODS)
+    cases = _cases(world, dtype)
     for errors in pool.run(world, _largest_errors, cases, documents):
         for case, error in zip(cases, errors, strict=True):
             assert error < bound, (case, error)
@@ -160,7 +160,6 @@ def test_scale_and_values_of_another_size(pool, documents: bool) -> None:
     """As latent attention has them."""
     changes = {"scale": 0.7, "value_size": 5}
     cases = [case | changes for case in _cases(2, torch.float64)]
-    cases = [case for case in cases if not (documents and case["method"] == "ring")]
     for errors in pool.run(2, _largest_errors, cases, documents):
         assert max(errors) < 1e-14
 
@@ -413,7 +412,6 @@ def _refusals() -> list[str]:
             net(*qkv, ids)
         messages.append(str(error.value))
 
-    refuse("ring", PlainAttention, 2)
     refuse("ulysses", PlainAttention, 3)
     refuse("spiral", PlainAttention, 2)
     refuse("ring", nn.LSTM, 2)
@@ -422,8 +420,7 @@ def _refusals() -> list[str]:
 
 
 def test_refusals_name_the_way_out(pool) -> None:
-    for documents, heads, method, missing, sizes in pool.run(2, _refusals):
-        assert "no document mask" in documents and "'allgather' or 'ulysses'" in documents
+    for heads, method, missing, sizes in pool.run(2, _refusals):
         assert "3 query heads" in heads and "to 2 context parallel ranks" in heads
         assert "'spiral'" in method and "('ring', 'allgather', 'ulysses')" in method
         assert missing == "context parallelism found no LSTM in Net"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titan.models.attention import InnerAttention
 from titan.models.llama3 import FLAVORS, build_model
 from titan.parallel import block_attention, documents, initialize
 from titan.parallel.compile import apply_compile
@@ -132,6 +133,76 @@ def test_flash_attention_takes_the_mask_on_a_gpu() -> None:
 
 def test_a_cpu_has_dense_masks() -> None:
     assert choose_form("cpu", torch.bfloat16) == "dense"
+
+
+@pytest.mark.parametrize("form", [None, "dense"])
+@pytest.mark.parametrize(
+    ("capability", "dtype", "backend", "copies"),
+    [
+        ((0, 0), torch.float32, "auto", (False, False)),
+        ((9, 0), torch.bfloat16, "auto", (False, False)),
+        ((9, 0), torch.bfloat16, "flash", (False, True)),
+        ((9, 0), torch.bfloat16, "efficient", (True, True)),
+        ((9, 0), torch.bfloat16, "math", (False, False)),
+        ((9, 0), torch.float32, "auto", (True, True)),
+        ((9, 0), torch.float64, "auto", (False, False)),
+        ((7, 5), torch.float16, "auto", (True, True)),
+    ],
+)
+def test_key_and_value_heads_are_copied_where_torch_would_keep_all_scores(
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    backend: str,
+    copies: tuple[bool, bool],
+    form: Literal["dense"] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """copies: without a mask, and with one, which FlashAttention does not take."""
+    attend, seen = F.scaled_dot_product_attention, []
+    qkv = [x.detach().to(dtype) for x in heads()]
+    ids = document_ids() if form else None
+    plain = InnerAttention()(*(x.double() for x in qkv), ids)
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool, **options: Any) -> Tensor:
+        seen.append((k.shape[1], v.shape[1], enable_gqa))
+        return attend(q.double(), k.double(), v.double(), enable_gqa=enable_gqa, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(block_attention, "compute_capability", lambda _: capability)
+    with ExitStack() as chosen:
+        monkeypatch.setattr(block_attention, "_chosen", chosen)
+        if backend != "auto":
+            block_attention.prefer_backend(backend, "cuda")
+        out = InnerAttention()(*qkv, ids)
+    assert seen == [(4, 4, False) if copies[form == "dense"] else (2, 2, True)]
+    torch.testing.assert_close(out, plain)
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "allowed", "expected"),
+    [
+        (91501, (9, 0), True, True),
+        (91501, (10, 0), True, True),
+        (91501, (10, 3), True, True),
+        (91500, (9, 0), True, False),
+        (None, (9, 0), True, False),
+        (91501, (8, 0), True, False),
+        (91501, (12, 0), True, False),
+        (91501, (9, 0), False, False),
+    ],
+)
+def test_the_ring_prefers_cudnn_where_torch_does(
+    version: int | None,
+    capability: tuple[int, int],
+    allowed: bool,
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: allowed)
+    assert block_attention._cudnn_is_faster() == expected
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
-"""Experts across layouts: records of routes, checkpoints, initial weights, and a module that is not titan's."""
+"""Experts across layouts: forced balance, checkpoints, initial weights, and a module that is not titan's."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,12 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.jobs import SMALL, job, with_changes
 from tests.support.ranks import Pool
 from tests.support.trainers import PoolTrainer
 from titan.config.schema import JobConfig
 from titan.parallel import apply_ep, build_mesh, build_sparse_mesh
+from titan.parallel.expert import RoundRobin
 from titan.parallel.mesh import submesh
 from titan.parallel.replicas import ReplicaError, require_equal_replicas
 
@@ -70,75 +74,52 @@ def ranks(layout: dict[str, int]) -> int:
 # ---- routes ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [{"dp": 2, "ep": 2}, {"tp": 2, "ep": 2}, {"cp": 2, "ep": 2}, {"pp": 2}],
-    ids=lambda layout: " x ".join(layout),
-)
-def test_a_record_does_not_depend_on_the_layout(
-    layout: dict[str, int], pool: Pool, tmp_path: Path
-) -> None:
-    records = []
-    for name, of_job in (("one", {}), ("many", layout)):
-        base = sections(of_job, moe={"record_routes": "routes"})
-        pool.run(ranks(of_job), run, tmp_path / name, base)
-        paths = sorted((tmp_path / name / "routes").iterdir())
-        assert [path.name for path in paths] == [
-            "samples-000000000000-8.npy",
-            "samples-000000000008-8.npy",
-        ]
-        records.append(np.stack([np.load(path) for path in paths]))
-    assert records[0].shape == (2, 8, 32, 2, 2) and records[0].min() >= 0
-    # Sets: the order within a token's K follows rounding.
-    assert np.array_equal(np.sort(records[0], -1), np.sort(records[1], -1))
+class Seen:
+    """Count how often each expert was chosen."""
+
+    def __init__(self) -> None:
+        self.counts = torch.zeros(8, dtype=torch.int64)
+
+    def get(self, moe: Any, tokens: Tensor) -> None: ...
+
+    def put(self, moe: Any, ids_TK: Tensor) -> None:
+        self.counts += ids_TK.flatten().bincount(minlength=8)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
-def test_replayed_routes_are_taken(recompute: str, pool: Pool, tmp_path: Path) -> None:
-    base = sections({}, moe={"record_routes": "routes"})
-    [one] = pool.run(1, run, tmp_path / "one", base)
-    # Other weights would choose other routes.
-    layout = {"dp": 2, "ep": 2}
-    other = sections(
-        layout,
-        moe={"replay_routes": str(tmp_path / "one" / "routes"), "record_routes": "routes"},
-        debug={"seed": 4},
-        activation_checkpoint={"mode": recompute},
-    )
-    results = pool.run(2, run, tmp_path / "other", other)
-    for name in ("samples-000000000000-8.npy", "samples-000000000008-8.npy"):
-        taken = np.load(tmp_path / "other" / "routes" / name)
-        assert np.array_equal(taken, np.load(tmp_path / "one" / "routes" / name))
-    assert results[0]["losses"] != one["losses"]
-
-
-def test_a_missing_record_is_named(pool: Pool, tmp_path: Path) -> None:
-    base = sections({}, moe={"replay_routes": "nothing"})
-    with pytest.raises(AssertionError, match=r"nothing.* has sample 0"):
-        pool.run(1, run, tmp_path, base)
-
-
-@pytest.mark.parametrize(("expert", "k"), [(-1, 2), (8, 2), (0, 3)])
-def test_a_record_of_another_model_is_refused(
-    expert: int, k: int, pool: Pool, tmp_path: Path
-) -> None:
-    (tmp_path / "routes").mkdir()
-    record = np.full((8, 32, 2, k), expert, dtype=np.int16)
-    np.save(tmp_path / "routes" / "samples-000000000000-8.npy", record)
-    with pytest.raises(AssertionError, match=r"no 2 of 8 experts for each token of layer 0"):
-        pool.run(1, run, tmp_path, sections({}, moe={"replay_routes": "routes"}))
+def chosen(folder: Path, base: dict[str, Any]) -> list[int]:
+    """Train a step on one rank of the pool. Return how often each expert was chosen."""
+    trainer, seen = PoolTrainer(job(folder, base=base)), Seen()
+    for moe in trainer.train_step.balance.moes.values():
+        moe.route_sources.append(seen)
+    trainer.train_one_step()
+    for hook in trainer.hooks:
+        hook.close()
+    return seen.counts.tolist()
 
 
 def test_forced_balance_gives_all_experts_equal_loads(pool: Pool, tmp_path: Path) -> None:
-    loads = []
     for layout in ({}, {"dp": 2, "ep": 2}, {"cp": 2, "tp": 2, "ep": 4}):
-        changes = {"debug": {"moe_force_load_balance": True}, "moe": {"record_routes": "routes"}}
-        folder = tmp_path / "-".join(layout)
-        pool.run(ranks(layout), run, folder, sections(layout, **changes))
-        record = np.load(folder / "routes" / "samples-000000000000-8.npy")
-        loads.append(np.bincount(record.flatten()).tolist())
-        assert np.array_equal(record, np.broadcast_to(record[:1], record.shape))
-    assert loads == [[8 * 32 * 2 * 2 // 8] * 8] * 3
+        base = sections(layout, debug={"moe_force_load_balance": True})
+        counts = pool.run(ranks(layout), chosen, tmp_path / "-".join(layout), base)
+        # 8 samples, 32 tokens, 2 layers, 2 experts of a token, over 8 experts
+        assert np.sum(counts, axis=0).tolist() == [8 * 32 * 2 * 2 // 8] * 8
+
+
+@pytest.mark.parametrize(
+    ("experts", "k"), [(8, 2), (64, 6), (128, 8), (24, 3), (160, 6), (4, 4), (7, 3)]
+)
+def test_forced_balance_spreads_a_token_over_the_ranks(experts: int, k: int) -> None:
+    """Copies on one rank would travel once each and meet there, which no even router does."""
+    one_rank: Any = SimpleNamespace(mesh_dim_names=())
+    routes = RoundRobin(one_rank, balanced=False)
+    moe = SimpleNamespace(config=SimpleNamespace(top_k=k, num_experts=experts))
+    ids_TK = routes.get(moe, torch.empty(2, experts, 1))
+    assert ids_TK is not None and ids_TK.shape == (2 * experts, k)
+    assert ids_TK.flatten().bincount(minlength=experts).tolist() == [2 * k] * experts
+    for ranks in (n for n in range(1, experts + 1) if experts % n == 0):
+        owners_TK = ids_TK // (experts // ranks)
+        most = max(int(owners_T.bincount().max()) for owners_T in owners_TK)
+        assert most <= (1 if ranks >= k else -(-k // ranks) + 1), ranks
 
 
 # ---- checkpoints and weights -------------------------------------------------------------------
@@ -233,9 +214,50 @@ def test_any_module_with_stacked_parameters(pool: Pool) -> None:
     assert gradient == [2.0, 1.0, 0.0, 1.0]
 
 
+class Order(TorchDispatchMode):
+    """Write down the operations that run, of some."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.wanted, self.seen = names, list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._opname in self.wanted:
+            self.seen.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def run_meanwhile(_: int) -> tuple[list[str], list[str], list[float]]:
+    mesh = build_sparse_mesh(build_mesh("cpu", dp_shard=2), ep=2)
+    ep = submesh(mesh, "ep")
+    assert ep is not None
+    mixture = Mixture(2)
+    apply_ep(mixture, mesh=ep, moe_type=Mixture)
+    rows = torch.ones(4, 1, requires_grad=True)
+    names = "all_to_all_single", "wait_tensor", "sin", "cos"
+    shared: list[Tensor] = []
+    counts = torch.tensor([3, 1])
+    with Order(*names) as forward:
+        out = mixture.exchange(rows * 1, counts, mixture.experts, lambda: shared.append(rows.sin()))
+    with Order(*names) as backward:
+        (out + shared[0]).sum().backward()
+    assert rows.grad is not None
+    return forward.seen, backward.seen, rows.grad.flatten().tolist()
+
+
+def test_what_an_exchange_calls_runs_while_results_and_their_gradients_travel(pool: Pool) -> None:
+    start, wait = "all_to_all_single", "wait_tensor"
+    for forward, backward, gradient in pool.run(2, run_meanwhile, 0):
+        counts = [start, wait]
+        assert forward == [*counts, start, wait, start, "sin", wait]
+        assert backward == [start, "cos", wait, start, wait]
+        expected = [scale + math.cos(1) for scale in (1, 1, 1, 2)]
+        assert gradient == pytest.approx(expected)
+
+
 def test_rules_name_what_would_do() -> None:
+    from titan.checks.rules import check_to_run
     from titan.config.errors import ConfigError
-    from titan.config.rules import check_to_run
 
     cases = {
         "parallelism.expert_parallel_degree": ({"dp": 4, "ep": 3}, {}),

@@ -28,7 +28,6 @@ from titan.data.packing import Batch
 from titan.loss import cross_entropy_sum, product_of
 from titan.models.llama3 import FLAVORS, build_model
 from titan.parallel import apply_float8, build_mesh
-from titan.parallel.blockwise import cast
 from titan.parallel.float8 import RECIPES, Float8Error, plain, require_hardware, table
 from titan.parallel.init_weights import canonical_name
 from titan.parallel.mesh import axis_rank, axis_size
@@ -42,7 +41,6 @@ GLOBAL_BATCH, SEQUENCE, VOCABULARY = 8, 64, 512
 EXACT, FLIPS, ROUNDING = 1e-5, 1e-2, 0.15
 GATHER = {"enable_fsdp_float8_all_gather": True}
 SCALES = {**GATHER, "precompute_float8_dynamic_scale_for_fsdp": True}
-WIDE = {"dim": 128, "ffn_dim": 256}  # whole blocks of 128
 SELECTIVE = {"activation_checkpoint": {"mode": "selective"}}
 TRACED = {"compile": {"enable": True, "backend": "aot_eager", "components": ["model"]}}
 
@@ -69,7 +67,6 @@ def job(recipe: str, degrees: dict[str, int], **sections: Any) -> JobConfig:
                 "n_layers": 2,
                 "n_kv_heads": 4,
                 "vocab_size": VOCABULARY,
-                **(WIDE if recipe == "blockwise" else {}),
             },
         },
         "training": {"mixed_precision_param": "float32", "local_batch_size": GLOBAL_BATCH // dp},
@@ -247,7 +244,7 @@ def fp32(pool: Pool) -> Run:
     return pool.run(1, partial(train, "", {}))[0]
 
 
-@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "blockwise"])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_gradients_are_those_of_fp32_within_8_bits(recipe: str, fp32: Run, pool: Pool) -> None:
     """Measured 0.04 to 0.08, the most in tensorwise; initial losses differ by 1e-5."""
     (run,) = pool.run(1, partial(train, recipe, {}))
@@ -256,66 +253,10 @@ def test_gradients_are_those_of_fp32_within_8_bits(recipe: str, fp32: Run, pool:
     assert run.losses != fp32.losses
 
 
-def blockwise_runs(degrees: dict[str, int], split: int) -> list[Run]:
-    wide = {"model": {"flavor": "tiny", "overrides": job("blockwise", {}).model.overrides}}
-    return [
-        train("", degrees, num_steps=2, split=split, **wide),
-        train("blockwise", degrees, num_steps=2, split=split),
-        train("blockwise", degrees, num_steps=2, split=split, **TRACED),
-    ]
-
-
-def test_blockwise_is_within_8_bits_and_the_same_sharded_and_compiled(pool: Pool) -> None:
-    [[fp32, run, compiled]] = pool.run(1, blockwise_runs, {}, 2)
-    assert 0.02 < distance(run.gradients, fp32.gradients) < ROUNDING
-    assert run.losses[0] == pytest.approx(fp32.losses[0], abs=2e-4)
-    assert distance(compiled.weights, run.weights) == 0
-    for _, sharded, _ in pool.run(2, blockwise_runs, {"dp_shard": 2}, 1):
-        assert distance(sharded.gradients, run.gradients) < EXACT
-
-
-def test_what_a_block_keeps() -> None:
-    """Each product's casts, block by block: the largest value of a block is 448, and blocks do not know of each other."""
-    x, grad = (torch.randn(256, 384, generator=torch.Generator().manual_seed(i)) for i in (0, 1))
-    x[3, 5], x[200, 130] = 1e4, 1e-6
-
-    def one(block: Tensor) -> Tensor:
-        scale = 448 / block.abs().max()
-        return (block * scale).to(torch.float8_e4m3fn).float() / scale
-
-    for rows, columns in ((1, 128), (128, 1), (128, 128)):
-        found = cast(x, rows, columns)
-        for i in (0, 128, 200):
-            for j in (0, 128, 256):
-                i0, j0 = i // rows * rows, j // columns * columns
-                block = slice(i0, i0 + rows), slice(j0, j0 + columns)
-                assert torch.equal(found[block], one(x[block]))
-    model = nn.ModuleDict({"w": nn.Linear(384, 128, bias=False)})
-    report = apply_float8(model, recipe="blockwise", emulate=True, filter_fqns=[])
-    assert [c.kept for c in report] == [""]
-    weight, x = model["w"].get_parameter("weight"), x.requires_grad_()
-    out = model["w"](x)
-    out.backward(grad[:, :128])
-    grad = grad[:, :128].contiguous()
-    expected = cast(x, 1, 128) @ cast(weight, 128, 128).T
-    torch.testing.assert_close(out, expected, rtol=0, atol=0)
-    torch.testing.assert_close(x.grad, cast(grad, 1, 128) @ cast(weight, 128, 128))
-    torch.testing.assert_close(weight.grad, cast(grad, 128, 1).T @ cast(x, 128, 1))
-
-
-def test_blockwise_wants_whole_blocks_and_no_bias() -> None:
-    assert (
-        "does not divide by 128" in kept(meta_model(), recipe="blockwise", filter_fqns=[])["output"]
-    )
-    with_bias = nn.ModuleDict({"w": nn.Linear(128, 128)})
-    (only,) = apply_float8(with_bias, recipe="blockwise", emulate=True, filter_fqns=[])
-    assert "bias" in only.kept
-
-
 # ---- the output layer --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8_cublas", "blockwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8_cublas"])
 def test_the_chunked_loss_multiplies_as_the_layer_does(recipe: str) -> None:
     """Chunk by chunk: its casts are those of the layer applied to a chunk, and autograd's."""
     model = nn.Module()
@@ -582,7 +523,7 @@ def test_checkpoints_know_nothing_of_float8(tmp_path: Path, pool: Pool) -> None:
     [
         ((8, 0), []),
         ((8, 9), ["tensorwise"]),
-        ((9, 0), ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise"]),
+        ((9, 0), ["tensorwise", "rowwise", "rowwise_with_gw_hp"]),
         ((10, 0), list(RECIPES)),
     ],
 )

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tests.support.ranks import RankFailed
@@ -113,6 +115,51 @@ def test_gradients_are_sums_over_ranks(pool) -> None:
                 torch.testing.assert_close(
                     grads[name], value, rtol=1e-5, atol=1e-6, msg=f"{kind} {name}"
                 )
+
+
+def _gathered_ahead(gathers_experts: bool, prefetch: int) -> list[tuple[str, set[str], set[str]]]:
+    """Return each unit and what it gathers ahead in the forward and in the backward pass, by name."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_shard", "one"))
+    with torch.device("meta"):
+        model: Any = EndsNet()
+        for block in model.blocks:
+            block.experts = nn.Linear(3, 3)
+    own = {block.experts: mesh["dp_shard" if gathers_experts else "one"] for block in model.blocks}
+    units = {"blocks": model.blocks, "first": [model.stem], "last": [model.norm, model.head]}
+    apply_fsdp(model, mesh=mesh["dp_shard"], own_mesh=own, prefetch=prefetch, **units)
+    names: dict[Any, str] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            names.setdefault(module._get_fsdp_state(), name)
+    return [
+        (
+            name,
+            {names[other] for other in state._states_to_forward_prefetch},
+            {names[other] for other in state._states_to_backward_prefetch},
+        )
+        for state, name in names.items()
+    ]
+
+
+def test_what_is_inside_a_unit_is_gathered_ahead_with_it(pool) -> None:
+    """FSDP drops its own order for the lists, so a unit that they leave out is gathered only when it runs."""
+    order = [{"stem"}, *({f"blocks.{n}", f"blocks.{n}.experts"} for n in range(2)), {"head"}]
+    for depth, gathers_experts, prefetch in (
+        (1, True, 1),
+        (2, True, 2),
+        (1, True, -1),
+        (0, False, -1),
+        (0, True, 0),
+    ):
+        expected = {name: (set(), set()) for unit in order for name in unit} | {"": (set(), set())}
+        for place, unit in enumerate(order):
+            ahead, behind = order[place + 1 :][:depth], order[:place][::-1][:depth]
+            # The first of a unit stands for it.
+            expected[min(unit)] = set().union(*ahead), set().union(*behind)
+        for lists in pool.run(2, _gathered_ahead, gathers_experts, prefetch):
+            assert {name: ahead for name, *ahead in lists} == {
+                name: [*ahead] for name, ahead in expected.items()
+            }
 
 
 def _initial_weights(shard: int, replicate: int) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ from tests.support.jobs import ROOT
 from tests.support.layouts import (
     BOUND,
     CUT,
+    FOUR_AXES,
     IN_UNITS,
     NEVER,
     REPLICAS,
@@ -111,6 +112,7 @@ LAYOUTS = [
     Layout("PP x CP, EP 2", (*pp(2), *cp(2)), settings=ep(2), **SLOW),
     Layout("PP x TP+SP, EP 2", (*pp(2), *tp(2)), settings=ep(2), **SLOW),
     Layout("PP x FSDP2 x TP+SP, EP 4", (*pp(2), *fsdp(2), *tp(2)), settings=ep(4), **SLOW),
+    Layout("PP x FSDP2 x CP x TP+SP, EP 8", FOUR_AXES, settings=ep(8), **SLOW),
     # Recomputed, compiled
     Layout("FSDP2, EP 2, full AC", fsdp(2), settings=ep(2), **FULL),
     Layout("FSDP2, EP 2, selective AC", fsdp(2), settings=ep(2), **BY_OP),
@@ -147,6 +149,14 @@ LAYOUTS = [
         settings=ep(2),
         compiled=CUT,
         recompute="memory_budget",
+        **SLOW,
+    ),
+    Layout(
+        "PP x FSDP2 x CP x TP+SP, EP 8, compiled, selective AC",
+        FOUR_AXES,
+        settings=ep(8),
+        compiled=TRACED,
+        **BY_OP,
         **SLOW,
     ),
     # Optimizers

@@ -37,6 +37,7 @@ def test_equals_one_process(layout: Layout, references, pool: Pool, parity_table
         blocks=layout.blocks,
         overrides=layout.overrides,
         optimizer=layout.optimizer,
+        freeze=layout.freeze,
     )
     parity_table.expected = len(LAYOUTS)
     found = differences(pool.run(layout.ranks, train, layout), reference)

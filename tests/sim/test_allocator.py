@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from titan.sim.allocator import Allocator, OutOfMemory
+from titan.sim.replay.allocator import Allocator, OutOfMemory
 
 MIB = 2**20
 

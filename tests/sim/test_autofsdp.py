@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.jobs import ROOT
+from titan.checks.rules import check_to_run
 from titan.config.load import load_from_argv
-from titan.config.rules import check_to_run
-from titan.sim.autofsdp import PREFETCH, UNITS, choose, main, needed_gib, settings
-from titan.sim.profiles import load_profile
+from titan.sim.price.profiles import load_profile
+from titan.sim.search.autofsdp import PREFETCH, UNITS, choose, main, settings
+from titan.sim.search.variants import Variant, simulate_variants
 from titan.sim.simulate import simulate
-from titan.sim.variants import Variant, simulate_variants
 
 BLOCKS, WORLD = 4, 16
 H100 = load_profile("h100-sxm")
@@ -48,7 +48,7 @@ def test_no_other_choice_is_faster(variants: list[Variant]) -> None:
     """At limits between the memory of any two choices. What need not be tried is not."""
     now, *choices = variants
     known = {str(variant.settings): variant for variant in choices}
-    gib = sorted({needed_gib(variant) for variant in variants})
+    gib = sorted({variant.needed_gib for variant in variants})
     assert len(choices) == 18 and len(gib) >= 6
     chosen, tried = set(), []
     for limit in (gib[0] - 0.01, *gib):
@@ -59,11 +59,11 @@ def test_no_other_choice_is_faster(variants: list[Variant]) -> None:
             return [known[str(one)] for one in wanted]
 
         best = choose(simulate_all, now=now, num_blocks=BLOCKS, limit_gib=limit)
-        fitting = [v.speed for v in variants if needed_gib(v) <= limit]
+        fitting = [v.speed for v in variants if v.needed_gib <= limit]
         if not fitting:
             assert best is None
             continue
-        assert best is not None and needed_gib(best) <= limit
+        assert best is not None and best.needed_gib <= limit
         assert best.speed == max(fitting)
         chosen.add(str(best.settings))
         tried.append(len(set(asked)))
@@ -75,7 +75,7 @@ def test_a_slower_job_that_fits_stays_as_it_is() -> None:
     now = Variant({}, "h100")
     now.facts = {
         "tokens_per_s_per_gpu": 2.0,
-        "memory": {"peak_reserved_gib": 1.0, "outside_gib": 0.0},
+        "memory": {"needed_gib": 1.0},
     }
     refused = replace(now, facts={}, problem="refused")
     best = choose(lambda some: [refused] * len(some), now=now, num_blocks=2, limit_gib=1.0)
@@ -86,8 +86,8 @@ def test_the_overlay_is_the_job_that_was_simulated(
     variants: list[Variant], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now, *choices = variants
-    most = max(map(needed_gib, choices))
-    limit = (min(map(needed_gib, choices)) + most) / 2
+    most = max(v.needed_gib for v in choices)
+    limit = (min(v.needed_gib for v in choices) + most) / 2
     found, overlay = tmp_path / "found.json", tmp_path / "autofsdp.toml"
     where = [f"--world-size={WORLD}", "--hardware=h100-sxm", f"--memory={limit}"]
     assert main([*JOB, *where, f"--json={found}", f"--output={overlay}"]) == 0
@@ -107,4 +107,4 @@ def test_the_overlay_is_the_job_that_was_simulated(
 def test_a_limit_that_nothing_meets(capsys: pytest.CaptureFixture[str]) -> None:
     where = [f"--world-size={WORLD}", "--hardware=h100-sxm"]
     assert main([*JOB, *where, "--memory=2"]) == 1
-    assert "no choice fits in 2 GiB; it needs" in capsys.readouterr().err
+    assert "no choice fits in 2.0 of 2 GiB; it needs" in capsys.readouterr().err

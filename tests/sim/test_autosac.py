@@ -21,23 +21,9 @@ from tests.support.traces import (
     traced_peak,
 )
 from titan.config.load import load_from_argv
-from titan.sim.autosac import autosac, main, to_lines
-from titan.sim.cost import Cost
-from titan.sim.memory import memory_report
-from titan.sim.profiles import load_profile
-from titan.sim.recomputation import (
-    Block,
-    Kept,
-    choose,
-    find_blocks,
-    keep,
-    measure,
-    samples,
-    solve,
-)
-from titan.sim.replay import replay
-from titan.sim.simulate import simulate
-from titan.sim.trace import (
+from titan.sim.price.cost import Cost
+from titan.sim.price.profiles import load_profile
+from titan.sim.record.trace import (
     Allocate,
     AwaitEvent,
     AwaitWork,
@@ -48,6 +34,20 @@ from titan.sim.trace import (
     Trace,
     Transfer,
 )
+from titan.sim.replay.memory import memory_report
+from titan.sim.replay.queues import replay
+from titan.sim.search.autosac import autosac, main, to_lines
+from titan.sim.search.recomputation import (
+    Block,
+    Kept,
+    choose,
+    find_blocks,
+    keep,
+    measure,
+    samples,
+    solve,
+)
+from titan.sim.simulate import simulate
 
 H100 = load_profile("h100-sxm")
 BF16 = {"mixed_precision_param": "bfloat16"}

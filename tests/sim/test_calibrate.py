@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from titan.cli import main
-from titan.sim.calibrate import LARGE, fit, to_toml
-from titan.sim.cost import Cost
-from titan.sim.profiles import load_profile, on_curve
+from titan.sim.price.calibrate import LARGE, fit, to_toml
+from titan.sim.price.cost import Cost
+from titan.sim.price.profiles import load_profile, on_curve
 
 
 @pytest.mark.parametrize(("share", "fp8"), [(0.67, 0.60), (0.41, 0.35)])
@@ -42,6 +42,22 @@ def test_figures_come_back(share: float, fp8: float, tmp_path: Path) -> None:
             found, true = (getattr(p, curve)["cudnn"] for p in (calibrated, machine))
             assert on_curve(found, length) == pytest.approx(on_curve(true, length), rel=0.01)
     assert calibrated.sources["matmul_share"] == "a test" and calibrated.num_sms == base.num_sms
+
+
+def test_a_card_with_faster_memory_than_its_base() -> None:
+    """An H200, measured from an H100's profile."""
+    base, rates = load_profile("h100-sxm"), (0.5, 2.0, 3.6, 4.2, 4.3)  # TB/s
+    machine = base.model_copy(
+        update={
+            "memory_tb_per_s": 4.8,
+            "memory_share": tuple(
+                (float(n), rate / 4.8) for n, rate in zip(LARGE.moved, rates, strict=True)
+            ),
+        }
+    )
+    figures = fit(base, Cost(machine).kernel_s, sizes=LARGE, dtypes=("bfloat16",))
+    found = [figures["memory_tb_per_s"] * share for _, share in figures["memory_share"]]
+    assert found == pytest.approx(rates, rel=0.01)
 
 
 def test_a_folder_that_is_not_there_is_told_before_anything_is_measured(

@@ -10,6 +10,7 @@ import torch
 from tests.support.ranks import Pool
 from tests.support.traces import (
     bytes_of,
+    count_real_operations,
     count_real_transfers,
     counts_of,
     events_of,
@@ -17,10 +18,10 @@ from tests.support.traces import (
     job,
     trace_ranks,
 )
-from titan.sim.cost import Cost
-from titan.sim.profiles import load_profile
-from titan.sim.replay import replay
-from titan.sim.trace import Transfer
+from titan.sim.price.cost import Cost
+from titan.sim.price.profiles import load_profile
+from titan.sim.record.trace import Transfer
+from titan.sim.replay.queues import replay
 
 REPLICAS, SHARDS, TP, CP, PP = (
     "data_parallel_replicate_degree",
@@ -29,6 +30,7 @@ REPLICAS, SHARDS, TP, CP, PP = (
     "context_parallel_degree",
     "pipeline_parallel_degree",
 )
+KEEP = "fsdp_reshard_after_forward"
 ROTATE, SCHEDULE = "context_parallel_rotate_method", "pipeline_parallel_schedule"
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "FSDP2": (2, {}),
@@ -74,6 +76,42 @@ def test_trace_sends_what_is_really_sent(name: str, pool: Pool) -> None:
         assert bytes_of(traces[rank]) == sizes, rank
         assert sum(counts.values()) > 5
     replay(traces, Cost(load_profile("h100-sxm")))  # what they send each other fits together
+
+
+def test_what_waits_for_the_last_micro_batch(pool: Pool) -> None:
+    """Replicas add up their sums once a step, and weights that stay are gathered once a step."""
+
+    def transfers(world: int, kind: str, **settings: Any) -> list[int]:
+        found = []
+        for accumulation in (1, 3):
+            training = {"global_batch_size": world * 4 * accumulation}
+            config = job(parallelism=settings, training=training)
+            counts, _ = pool.run(world, count_real_transfers, config)[0]
+            # Of the loss and the norm, all ranks add up.
+            found.append(sum(n for (k, at), n in counts.items() if k == kind and len(at) == 2))
+        return found
+
+    once, three = transfers(4, "all_reduce", **{REPLICAS: 2})
+    assert once == three > 4
+    once, three = transfers(2, "all_gather", **{KEEP: "never"})
+    assert once == three > 4
+    once, three = transfers(2, "all_gather", **{KEEP: "always"})
+    assert three == 3 * once
+
+
+def test_one_rank_does_nothing_for_others(pool: Pool) -> None:
+    """It casts weights once, and divides no gradient by the one rank that there is."""
+    training = {"mixed_precision_param": "bfloat16"}
+    counts = {
+        policy: pool.run(
+            1, count_real_operations, job(training=training, parallelism={KEEP: policy})
+        )[0]
+        for policy in ("default", "always")
+    }
+    assert not any(of["aten.div.Tensor"] for of in counts.values())
+    # Of three blocks of 9 weights: the last block stays in any case.
+    more = counts["always"] - counts["default"]
+    assert more == {"aten.copy_.default": 3 * 9, "aten._to_copy.default": 3 * 9}
 
 
 SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "LoopedBFS")  # fmt: skip

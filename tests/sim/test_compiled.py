@@ -13,9 +13,10 @@ from tests.sim.test_trace_jobs import _numbered_anew
 from tests.support.ranks import Pool
 from tests.support.traces import events_of, in_turn, job, real_batches, real_program, trace_of
 from titan.config.schema import JobConfig
-from titan.sim.trace import Allocate, Free, Launch, Trace, Transfer
+from titan.sim.record.trace import Allocate, Free, Launch, Trace, Transfer
 
 BF16: dict[str, Any] = {"mixed_precision_param": "bfloat16"}
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 COMPILE: dict[str, Any] = {"enable": True, "components": ["model"]}
 SPLIT_HEADS = {"overrides": {"n_layers": 2, "n_kv_heads": 4}}  # CPU attention copies grouped heads
 RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -152,11 +153,10 @@ def test_the_backward_of_a_custom_function_is_no_recomputation() -> None:
         for e in events_of(trace_of(config, world=2).step, Launch)
         if e.kernel.kind.startswith("attention")
     )
-    assert attention == {
-        ("attention", "forward"): 8,
-        ("attention", "recompute"): 8,
-        ("attention_backward", "backward"): 8,
-    }
+    # In torch 2.11 nothing inside of an autograd.Function is marked for recomputation: all of it is kept (2.12 was not tried).
+    again = {("attention", "recompute"): 8} if TORCH >= (2, 13) else {}
+    expected = {("attention", "forward"): 8, ("attention_backward", "backward"): 8}
+    assert attention == expected | again
 
 
 def test_the_loss_is_compiled() -> None:
@@ -194,8 +194,7 @@ def test_sends_what_the_eager_program_sends(layout: str) -> None:
     )
     expected = sent(eager)
     # Up to 2.14 the compiler sees that the backward pass gathers k and v again, and keeps them.
-    keeps = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15)
-    if keeps and layout == "CP all-gather":
+    if TORCH < (2, 15) and layout == "CP all-gather":
         batch, length, heads, dim, layers = 8, 64, 2, 16, 4
         expected["all_gather", ("cp",), "bfloat16"] -= 2 * 2 * batch * length * heads * dim * layers
     assert sent(compiled) == expected

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from titan.config.errors import ConfigError
-from titan.sim.cost import Cost, attended, matmul_sizes
-from titan.sim.profiles import load_profile
-from titan.sim.trace import Kernel, KernelKind
+from titan.sim.price.cost import Cost, attended, matmul_sizes
+from titan.sim.price.profiles import load_profile
+from titan.sim.record.trace import Kernel, KernelKind
 
 H100 = Cost(load_profile("h100-sxm"))
 LEAST_S = 2.5e-6

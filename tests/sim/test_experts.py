@@ -18,12 +18,13 @@ from tests.support.traces import (
     traced_peak,
 )
 from titan.config.schema import JobConfig
-from titan.sim.cost import matmul_sizes
-from titan.sim.imbalance import most_imbalance, simulate_with_limit, with_imbalance
-from titan.sim.memory import memory_report
-from titan.sim.profiles import load_profile
+from titan.hardware import MARGIN
+from titan.sim.price.cost import matmul_sizes
+from titan.sim.price.profiles import load_profile
+from titan.sim.record.trace import Launch, Synchronize
+from titan.sim.replay.memory import memory_report
+from titan.sim.report.imbalance import most_imbalance, simulate_with_limit, with_imbalance
 from titan.sim.simulate import simulate
-from titan.sim.trace import Launch, Synchronize
 
 EP, TP, CP, PP = (f"{axis}_parallel_degree" for axis in ("expert", "tensor", "context", "pipeline"))
 REPLICAS = "data_parallel_replicate_degree"
@@ -91,6 +92,21 @@ def test_peak_is_the_real_one(name: str, pool: Pool) -> None:
     assert traced_peak(trace) == pytest.approx(real, rel=0.002)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_router_multiplies_16_bits_into_fp32(compiled: bool) -> None:
+    config = moe_job(batch=8, training=BF16, compile={"enable": compiled})
+    [trace] = trace_ranks(config, world_size=1, ranks=[0]).values()
+    launches = [e for e in trace.step if isinstance(e, Launch) and e.kernel.kind == "matmul"]
+    found = [e for e in launches if e.scope.module.startswith("layers.0.moe.router")]
+    [forward] = [e.kernel for e in found if e.scope.phase == "forward"]
+    (tokens, dim), (_, experts) = forward.shapes
+    assert (tokens, dim, forward.dtype) == (8 * 64, 64, "bfloat16")
+    assert forward.flops == 2 * tokens * dim * experts
+    assert forward.read_bytes == 2 * dim * (tokens + experts)
+    assert forward.write_bytes == 4 * tokens * experts
+    assert [e.kernel.dtype for e in found if e.scope.phase == "backward"] == 2 * ["float32"]
+
+
 def uneven_job(**sections: dict[str, Any]) -> JobConfig:
     """Experts' rows are most of the memory."""
     model = {"overrides": {"n_layers": 2, "expert_dim": 512}}
@@ -113,7 +129,7 @@ def test_the_limit_of_uneven_routing_fits_and_a_tenth_more_does_not() -> None:
     # A device with room for a part of the difference.
     outside = simulate(config, world_size=4, profile=profile).fullest.outside_bytes
     gib = (even + 0.4 * (worst - even) + outside) / 2**30
-    small = profile.model_copy(update={"memory_gib": gib})
+    small = profile.model_copy(update={"memory_gib": gib / (1 - MARGIN)})
     limit = simulate_with_limit(config, world_size=4, profile=small).fits_up_to
     assert limit is not None and 1 < limit < most_imbalance(config) == 4
 
@@ -153,3 +169,17 @@ def test_grouped_products_are_priced_as_a_batch() -> None:
     assert len(products) == 4 * 3 * 3
     assert {k.flops for k in products} == {2 * 512 * 64 * 64}
     assert {matmul_sizes(k) for k in products} == {(4, 128, 64, 64), (4, 64, 128, 64)}
+
+
+def test_gathering_experts_ahead_saves_waiting() -> None:
+    """Their gathering starts before the wait of the host for their rows, and not behind it."""
+    profile = load_profile("h100-sxm")
+    wait_s = {}
+    for prefetch in (-1, 0):
+        settings = {EP: 8, "fsdp_prefetch": prefetch}
+        model = {"overrides": {"n_layers": 4, "num_experts": 8, "expert_dim": 2048}}
+        config = moe_job(parallelism=settings, model=MOE | model, training=BF16)
+        wait_s[prefetch] = (
+            simulate(config, world_size=16, profile=profile).timeline.ranks[0].exposed_s["efsdp"]
+        )
+    assert wait_s[-1] < wait_s[0] / 2

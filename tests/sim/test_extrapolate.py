@@ -12,14 +12,14 @@ import pytest
 from tests.support.traces import in_turn
 from titan.config.layout import resolve_layout
 from titan.config.schema import JobConfig
-from titan.sim.cost import Cost
-from titan.sim.extrapolate import CannotExtrapolate, Depth
-from titan.sim.memory import memory_report
-from titan.sim.profiles import load_profile
-from titan.sim.replay import replay
-from titan.sim.trace import Trace
-from titan.sim.trace_cache import TraceRequest, _Plan, distinct_ranks, get_traces, shallow
-from titan.sim.trace_jobs import Job, trace_jobs
+from titan.sim.price.cost import Cost
+from titan.sim.price.profiles import load_profile
+from titan.sim.record.extrapolate import CannotExtrapolate, Depth
+from titan.sim.record.trace import Trace
+from titan.sim.record.trace_cache import TraceRequest, _Plan, distinct_ranks, get_traces, shallow
+from titan.sim.record.trace_jobs import Job, trace_jobs
+from titan.sim.replay.memory import memory_report
+from titan.sim.replay.queues import replay
 
 JOBS: dict[str, tuple[int, dict[str, Any]]] = {
     "FSDP2, selective AC": (8, {}),
@@ -97,7 +97,8 @@ JOBS: dict[str, tuple[int, dict[str, Any]]] = {
             "model": {
                 "name": "qwen3",
                 "flavor": "tiny_moe",
-                "overrides": {"n_layers": 19, "n_dense_layers": 2, "load_balance_coeff": 1e-3},
+                # Three: the second and the third are alike, and a deeper model has no more of them.
+                "overrides": {"n_layers": 21, "n_dense_layers": 3, "load_balance_coeff": 1e-3},
             },
             "parallelism": {"expert_parallel_degree": 2},
             "training": {

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from titan.checks.rules import check_to_run
 from titan.cli import main
 from titan.config.load import load_from_argv
-from titan.config.rules import check_to_run
-from titan.sim.fit_advisor import candidates, describe, suggest
-from titan.sim.imbalance import with_imbalance
-from titan.sim.profiles import load_profile
+from titan.hardware import MARGIN
+from titan.sim.price.profiles import load_profile
+from titan.sim.report.imbalance import with_imbalance
+from titan.sim.search.fit_advisor import candidates, describe, suggest
 from titan.sim.simulate import simulate
 
 JOB = ["train_configs/debug_model.toml", "--training.local_batch_size=4", "--training.seq_len=128"]
@@ -36,15 +37,13 @@ def check(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_it_fits(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
     facts = json.loads(check(capsys, "--hardware", "h100-sxm", "--json"))
     assert facts["fits"] and facts["memory_method"] == "simulation" and facts["fixes"] == []
     assert facts["simulation"]["memory"]["peak_reserved_gib"] > 0
     printed = check(capsys, "--hardware", "h100-sxm")
     assert "simulated on h100-sxm" in printed and "\nfits: " in printed
+    assert "in bfloat16, by formula (the simulation below holds)" in printed  # "auto" there
     printed = check(capsys, "--hardware", "l4")  # of which there is no profile
     assert "not simulated: the simulator has no profile of l4" in printed and "\nfits: " in printed
 
@@ -53,20 +52,19 @@ def test_it_does_not_fit_and_what_would(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between what full recomputation takes and what none does."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     facts = json.loads(check(capsys, "--hardware", "h100-sxm", "--json"))
     needed = facts["simulation"]["memory"]["peak_active_gib"] - 32 / 1024  # cuBLAS workspace
     file = tmp_path / "small.toml"
-    file.write_text(SMALL.format(gib=needed * 0.9))
+    file.write_text(SMALL.format(gib=needed))
     small = load_profile(file)
-    monkeypatch.setattr("titan.sim.fit_advisor.load_profile", lambda _: small)
+    monkeypatch.setattr("titan.sim.search.fit_advisor.load_profile", lambda _: small)
     facts = json.loads(check(capsys, "--hardware", "h100-sxm", "--json"))
     assert not facts["fits"]
     fixes = facts["fixes"]
     assert 1 <= len(fixes) <= 5
     speeds = [fix["tokens_per_s_per_gpu"] for fix in fixes]
     assert speeds == sorted(speeds, reverse=True)
-    assert all(fix["peak_reserved_gib"] <= needed for fix in fixes)
+    assert all(fix["needed_gib"] <= needed for fix in fixes)
     printed = check(capsys, "--hardware", "h100-sxm")
     assert "DOES NOT FIT" in printed and "changes that make it fit, the fastest first:" in printed
 
@@ -90,11 +88,19 @@ def test_changes_keep_the_global_batch() -> None:
         assert again.training.local_batch_size * other.dp * other.accumulation == 16
 
 
+def test_bf16_is_offered_to_a_job_in_fp32() -> None:
+    change = {"training.mixed_precision_param": "bfloat16"}
+    for precision in ("auto", "bfloat16", "float32"):
+        config = load_from_argv([*JOB, f"--training.mixed_precision_param={precision}"])
+        layout = check_to_run(config, world_size=2)
+        single, _ = candidates(config, layout, load_profile("h100-sxm"))
+        assert (change in single) == (precision == "float32")
+
+
 def test_uneven_routing_and_what_would_help(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A device with room for 1.3 times the mean load: the changes are those that fit at twice the load."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     job = ["train_configs/debug_model.toml", "--model.name=qwen3", "--model.flavor=tiny_moe"]
     job += ["--model.overrides.expert_dim=512", "--model.overrides.n_layers=2"]
     job += ["--training.seq_len=512", "--training.local_batch_size=8"]
@@ -109,11 +115,11 @@ def test_uneven_routing_and_what_would_help(
     at = {x: simulate(with_imbalance(config, x), world_size=4, profile=roomy) for x in (1.0, 2.0)}
     even, twice = (at[x].fullest.peak_reserved_bytes for x in (1.0, 2.0))
     gib = (even + 0.3 * (twice - even) + at[1.0].fullest.outside_bytes) / 2**30
-    small = roomy.model_copy(update={"memory_gib": gib})
-    monkeypatch.setattr("titan.sim.fit_advisor.load_profile", lambda _: small)
+    small = roomy.model_copy(update={"memory_gib": gib / (1 - MARGIN)})
+    monkeypatch.setattr("titan.sim.search.fit_advisor.load_profile", lambda _: small)
     # One change that helps, instead of some thirty simulations.
     help_ = [{"moe.expert_chunk_rows": "2048"}]
-    monkeypatch.setattr("titan.sim.fit_advisor.candidates", lambda *_: (help_, []))
+    monkeypatch.setattr("titan.sim.search.fit_advisor.candidates", lambda *_: (help_, []))
     answer = suggest(job, config, layout, hardware="h100-sxm")
     limit = answer["simulation"]["experts"]["fits_up_to_imbalance"]
     assert answer["simulation"]["fits"] and 1 <= limit < 2 and answer["imbalance"] == 2.0

@@ -11,11 +11,11 @@ import pytest
 
 from tests.sim.test_extrapolate import canonical
 from tests.support.traces import in_turn, job
+from titan.checks.rules import check_to_run
 from titan.config.layout import Layout
-from titan.config.rules import check_to_run
 from titan.config.schema import JobConfig
-from titan.sim.trace import Trace
-from titan.sim.trace_jobs import Job, trace_jobs
+from titan.sim.record.trace import Trace
+from titan.sim.record.trace_jobs import Job, trace_jobs
 
 FULL = {"mode": "full"}
 MANY = {"training": {"seq_len": 16, "local_batch_size": 6}}
@@ -72,7 +72,7 @@ def _job(name: str) -> tuple[JobConfig, int]:
 
 def _count_forwards(file: Path, config: JobConfig, layout: Layout) -> None:
     """Write a line for each microbatch that repeats another one."""
-    from titan.sim.microbatches import Microbatches
+    from titan.sim.record.microbatches import Microbatches
 
     repeat = Microbatches._repeat
 

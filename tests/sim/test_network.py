@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from titan.sim.network import NIC_IN, NIC_OUT, NVLINK_IN, NVLINK_OUT, price_transfer
-from titan.sim.profiles import Profile, Tier, load_profile
-from titan.sim.trace import CollectiveKind, Group, Scope, Transfer
+from titan.sim.price.network import NIC_IN, NIC_OUT, NVLINK_IN, NVLINK_OUT, price_transfer
+from titan.sim.price.profiles import Profile, Tier, load_profile
+from titan.sim.record.trace import CollectiveKind, Group, Scope, Transfer
 
 H200, H100 = load_profile("h200-sxm"), load_profile("h100-sxm")
 MIB = 2**20

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from titan.cli import main
-from titan.sim.profiles import load_profile
+from titan.sim.price.profiles import load_profile
 
 JOB = ["train_configs/debug_model.toml", "--training.seq_len=64", "--training.local_batch_size=2"]
 # types.py: what is communication, what moves memory, and what is no computation.
@@ -23,11 +23,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, str], d
     """Return the text of each rank's file, and the simulation's facts."""
     folder = tmp_path_factory.mktemp("traces")
     options = ["--world-size=4", "--hardware=h100-sxm", f"--trace={folder}"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        out = folder.parent / "facts.json"
-        parallel = ["--parallelism.pipeline_parallel_degree=2", "--training.enable_cpu_offload"]
-        assert main(["sim", *JOB, *parallel, *options, f"--json={out}"]) == 0
+    out = folder.parent / "facts.json"
+    parallel = ["--parallelism.pipeline_parallel_degree=2", "--training.enable_cpu_offload"]
+    assert main(["sim", *JOB, *parallel, *options, f"--json={out}"]) == 0
     texts = {int(re.findall(r"\d+", file.name)[0]): file.read_text() for file in folder.iterdir()}
     assert {*texts} == {0, 2}
     return texts, json.loads(out.read_text())

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from titan.checks.rules import check_to_run
 from titan.cli import main
 from titan.config.load import load_config, load_from_argv
-from titan.config.rules import check_to_run
-from titan.sim.plan import width
-from titan.sim.profiles import load_profile
-from titan.sim.search import Point, Search, _bubble
+from titan.sim.price.profiles import load_profile
+from titan.sim.search.candidates import Point, Search, _bubble
+from titan.sim.search.plan import width
 
 JOB = ["train_configs/debug_model.toml", "--training.seq_len=64", "--training.global_batch_size=16"]
 FILE = Path("train_configs/llama3_8b.toml")
@@ -152,10 +153,7 @@ def test_too_big_is_left_out() -> None:
     assert search(*overrides, job=Path("train_configs/llama3_405b.toml")).points == []
 
 
-def test_overlays_make_the_ranked_jobs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_overlays_make_the_ranked_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = [
         "plan",
         *JOB,
@@ -187,11 +185,33 @@ def test_overlays_make_the_ranked_jobs(
         assert f"{variant['facts']['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU" in file.read_text()
 
 
+def test_what_is_tight_comes_last_and_is_marked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A device on which the candidate that needs most runs, without the margin. The log shows progress, and a hint."""
+    monkeypatch.setattr("titan.sim.report.text._EVERY_S", 0.0)
+    bare = {"context_gib": 0.0, "communicator_gib": 0.0, "workspace_mib": 0.0}
+    roomy = load_profile("h100-sxm").model_copy(update=bare)
+    options = ["plan", *JOB, "--world-size", "2", "--hardware", "h100-sxm", "--simulate", "3"]
+    monkeypatch.setattr("titan.sim.search.plan.load_profile", lambda _: roomy)
+    assert main([*options, "--json", "-"]) == 0
+    printed = capsys.readouterr()
+    assert "3 of 3 candidates simulated\n" in printed.err
+    found = json.loads(printed.out)["candidates"]
+    most = max(one["facts"]["memory"]["needed_gib"] for one in found)
+    small = roomy.model_copy(update={"memory_gib": most / 0.95})
+    monkeypatch.setattr("titan.sim.search.plan.load_profile", lambda _: small)
+    assert main(options) == 0
+    printed = capsys.readouterr().out
+    rows = [line for line in printed.splitlines() if re.match(r"[123][ =] ", line)]
+    assert len(rows) == 3 and rows[-1].endswith(" tight") and not rows[0].endswith(" tight")
+    assert "leaves 10% free" in printed and "few candidates: 3 of " in printed
+
+
 def test_the_job_is_a_candidate_even_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A budget of one leaves no other: the plan is the job, which fits."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     options = ["--world-size", "2", "--hardware", "h100-sxm", "--simulate", "1"]
     assert main(["plan", *JOB, *options, "--output", str(tmp_path)]) == 0
     assert "1 candidates simulated" in capsys.readouterr().out

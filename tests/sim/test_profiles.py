@@ -10,7 +10,7 @@ import pytest
 
 from titan.config.errors import ConfigError
 from titan.hardware import by_name
-from titan.sim.profiles import _NOT_FIGURES, load_profile, on_curve, profile_names
+from titan.sim.price.profiles import _NOT_FIGURES, load_profile, on_curve, profile_names
 
 
 def test_names() -> None:
@@ -123,6 +123,14 @@ def test_stragglers_grow_with_the_number_of_nodes() -> None:
 
 
 def test_imports_no_torch() -> None:
-    modules = "cost, network, profiles, replay, timeline, allocator, memory"
-    code = f"import sys; from titan.sim import {modules}; sys.exit('torch' in sys.modules)"
+    names = (
+        "price.cost",
+        "price.network",
+        "price.profiles",
+        "replay.queues",
+        "replay.timeline",
+        "replay.memory",
+    )
+    modules = ", ".join(f"titan.sim.{name}" for name in names)
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

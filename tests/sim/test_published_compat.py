@@ -21,7 +21,7 @@ from titan.config.schema import JobConfig
 from titan.models.llama3.model import rotate, rotation_table
 from titan.models.qwen3.config import FLAVORS
 from titan.models.qwen3.model import Attention
-from titan.sim.trace import AwaitWork, Launch, Trace, Transfer
+from titan.sim.record.trace import AwaitWork, Launch, Trace, Transfer
 
 # To the byte and to the event with these; scripts/published_compat.py says what is other since.
 pytestmark = pytest.mark.skipif(

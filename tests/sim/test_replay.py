@@ -9,10 +9,8 @@ import pytest
 
 from tests.support.synthetic import FixedCost, kernel, launch, pipeline, trace, transfer
 from titan.parallel.schedules import build_schedule
-from titan.sim.profiles import load_profile
-from titan.sim.replay import ReplayError, replay
-from titan.sim.timeline import RankTimeline, Timeline
-from titan.sim.trace import (
+from titan.sim.price.profiles import load_profile
+from titan.sim.record.trace import (
     AwaitEvent,
     AwaitStream,
     AwaitWork,
@@ -25,6 +23,8 @@ from titan.sim.trace import (
     Trace,
     Transfer,
 )
+from titan.sim.replay.queues import ReplayError, replay
+from titan.sim.replay.timeline import RankTimeline, Timeline
 
 DP = Group("dp", ("dp_shard",), tuple(range(8)))
 TP = Group("tp", ("tp",), tuple(range(8)))

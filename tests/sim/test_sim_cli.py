@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from tests.support.jobs import ROOT
 from titan.cli import main
-from titan.sim import report
-from titan.sim.memory import memory_report
-from titan.sim.profiles import load_profile
-from titan.sim.trace import CATEGORIES
-from titan.sim.trace_cache import _read
-from titan.sim.variants import Variant, front
+from titan.sim.price.profiles import load_profile
+from titan.sim.record.trace import CATEGORIES
+from titan.sim.record.trace_cache import _read
+from titan.sim.replay.memory import memory_report
+from titan.sim.report import text as report
+from titan.sim.search.variants import Variant, front
 
 JOB = ["train_configs/debug_model.toml", "--training.seq_len=64", "--training.local_batch_size=2"]
 ON = ["--hardware", "h100-sxm"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 def sim(*arguments: str) -> int:
@@ -45,7 +41,7 @@ def test_page_json_trace_and_html(tmp_path: Path, capsys: pytest.CaptureFixture[
         "tokens/s/GPU",
         "where the time goes",
         "pipeline bubble",
-        "fits, ",
+        "fits: ",
         "pipeline rank",
     ):
         assert line in printed
@@ -58,7 +54,7 @@ def test_page_json_trace_and_html(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert memory["peak_reserved_gib"] >= memory["peak_active_gib"]
     tokens = facts["tokens_per_s_per_gpu"] * 4 * facts["step_time_s"]
     assert tokens == pytest.approx(2 * 64 * 2) == facts["tokens_per_step"]
-    assert facts["mfu"] == pytest.approx(facts["tflops_per_gpu"] / 67)  # of fp32
+    assert facts["mfu"] == pytest.approx(facts["tflops_per_gpu"] / 989)
     assert facts["mfu_convention"] == "full" and facts["hardware"] == "h100-sxm" and facts["fits"]
     assert "\n  assumed   700 W, 80 GB of HBM3, attention in cudnn\n" in printed
     [(kin, speed)] = facts["hardware_kin"].items()
@@ -104,6 +100,29 @@ def test_page_json_trace_and_html(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "/*DATA*/null" not in page and "https://" not in page and "rank" in page
 
 
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium, to lay a page out")
+def test_a_timeline_of_few_rows_is_high_enough_to_read(tmp_path: Path) -> None:
+    """Also on a telephone, where labels take a line of their own."""
+    lane = ["compute", [[0, 9, "forward", "mm"], [9, 20, "backward", "mm"]]]
+    rank = {"rank": 0, "lanes": [lane] * 4, "memory": [], "reserved_gib": 1.0}
+    data = {"title": "x", "summary": "y", "facts": {"step_time_s": 0.02}, "categories": []}
+    template = (ROOT / "titan" / "sim" / "page.html").read_text()
+    page, frames = tmp_path / "page.html", tmp_path / "frames.html"
+    page.write_text(template.replace("/*DATA*/null", json.dumps(data | {"ranks": [rank]})))
+    frame = '<iframe src="page.html" style="width: {}px; border: 0"></iframe>'
+    measure = """
+    onload = () => document.title = [...document.querySelectorAll("iframe")].map(({ contentDocument: page }) =>
+      [page.documentElement.scrollWidth, page.getElementById("timeline").clientHeight]).join()"""
+    body = "".join(map(frame.format, (390, 1200)))
+    frames.write_text(f"{body}<script>{measure}</script>")
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000"]
+    command += ["--allow-file-access-from-files", "--hide-scrollbars", frames.as_uri()]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    narrow, height, wide, high = map(int, re.findall(r"<title>(.*)</title>", shown)[0].split(","))
+    assert (narrow, wide) == (390, 1200) and min(height, high) >= 300
+
+
 def test_memory_is_that_of_the_allocator_the_job_has(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -134,9 +153,6 @@ def test_hardware_without_float8_is_refused(capsys: pytest.CaptureFixture[str]) 
     ):
         assert sim(*mx, "--hardware", hardware) == 2
         assert why in capsys.readouterr().err
-    blocks = ("--quantize.linear.float8.recipe_name=blockwise", "--hardware", "h100-sxm")
-    assert sim(*converted, *blocks) == 2
-    assert "products in blockwise are not simulated yet" in capsys.readouterr().err
     several = ("--hardware", "a100-80g,h100-sxm", "--sweep", "training.local_batch_size=2")
     assert sim(*converted, *several) == 0
     printed = capsys.readouterr().out
@@ -148,7 +164,8 @@ def _refuse_to_record(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("traced again")
 
     monkeypatch.setattr(
-        "titan.sim.trace_cache.trace_jobs", lambda jobs, *_: no_recording() if jobs else iter(())
+        "titan.sim.record.trace_cache.trace_jobs",
+        lambda jobs, *_: no_recording() if jobs else iter(()),
     )
 
 
@@ -236,9 +253,67 @@ def test_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(json.loads(capsys.readouterr().out)) == 1
 
 
+def test_fp32_on_an_accelerator_is_warned_of_and_its_mfu_marked(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """ "auto" is bfloat16 there, and float32 on the CPU."""
+    results = {}
+    for hardware, precision in (("h100-sxm", "float32"), ("h100-sxm", "auto"), ("cpu", "auto")):
+        options = ["--world-size=1", f"--hardware={hardware}", "--json=-"]
+        assert sim(*options, f"--training.mixed_precision_param={precision}") == 0
+        printed = capsys.readouterr()
+        facts = results[hardware, precision] = json.loads(printed.out)
+        is_slow = precision == "float32"
+        assert ("leaves an accelerator's tensor cores idle" in printed.err) == is_slow
+        assert ("MFU of float32's peak" in report.page(facts)) == (facts["mfu_dtype"] == "float32")
+        assert "the formula of `titan check` says" in report.page(facts)
+    slow, fast, _ = results.values()
+    assert [one["mfu_dtype"] for one in results.values()] == ["float32", "bfloat16", "float32"]
+    assert slow["mfu"] == pytest.approx(slow["tflops_per_gpu"] / 67)
+    assert fast["mfu"] == pytest.approx(fast["tflops_per_gpu"] / 989)
+    sizes = [one["memory"]["formula_gib"] for one in results.values()]
+    assert sizes[0] == sizes[2] > sizes[1]
+
+
+def test_utilization_is_that_of_the_recorded_products(capsys: pytest.CaptureFixture[str]) -> None:
+    """An 8B model in float8 on two ranks, recomputed: by hand, from its matrices."""
+    options = ["--world-size=2", "--hardware=h100-sxm", "--json=-", "--quiet"]
+    options += ["--model.flavor=8B", "--model.converters=quantize.linear.float8"]
+    options += ["--training.seq_len=2048", "--activation_checkpoint.mode=full"]
+    assert sim(*options) in (0, 3)
+    facts = json.loads(capsys.readouterr().out)
+    blocks = 32 * (2 * 4096**2 + 2 * 1024 * 4096 + 3 * 14336 * 4096)
+    rest = 6 * 128256 * 4096 + 12 * 32 * 4096 * 2048
+    ideal_s = 6 * blocks / 1979e12 + rest / 989e12
+    by_hand = facts["tokens_per_s_per_gpu"] * ideal_s
+    assert facts["utilization"] == pytest.approx(by_hand, rel=1e-6)
+    assert facts["utilization"] < facts["mfu"]
+
+
+def test_the_exit_code_says_whether_it_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--world-size=1", "--training.local_batch_size=64", "--json=-"]
+    assert sim(*options, *ON) == 0
+    needed = json.loads(capsys.readouterr().out)["memory"]["needed_gib"]
+    file = tmp_path / "mine.toml"
+    for room, code, verdict in (
+        (1.2, 0, "fits: "),
+        (1.05, 0, "TIGHT: "),
+        (0.7, 1, "DOES NOT FIT: "),
+    ):
+        file.write_text(
+            f'name = "mine"\nbase = "h100-sxm"\nmemory_gib = {needed * room}\n'
+            '[sources]\nmemory_gib = "this test"\n'
+        )
+        assert sim("--world-size=1", "--training.local_batch_size=64", f"--hardware={file}") == code
+        page = capsys.readouterr().out
+        assert f"  memory    {verdict}" in page and ("10%" in page) == (code == 0)
+
+
 def test_the_front_holds_what_nothing_beats() -> None:
     def variant(speed: float, gib: float, fits: bool = True) -> Variant:
-        memory = {"peak_reserved_gib": gib}
+        memory = {"needed_gib": gib}
         return Variant({}, "h", {"tokens_per_s_per_gpu": speed, "memory": memory, "fits": fits})
 
     best, smaller, beaten, too_big = (
@@ -278,10 +353,9 @@ def test_mistakes(arguments: list[str], printed: str, capsys: pytest.CaptureFixt
 
 
 def test_speed_on_machines_of_the_same_name(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The width of the guess is what a simulation of the other machine says, where kernels set the step's time."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     large = (
         *("--training.local_batch_size", "8", "--training.seq_len", "2048"),
         *("--model.overrides.dim", "1024", "--model.overrides.ffn_dim", "4096"),

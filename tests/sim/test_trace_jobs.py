@@ -21,14 +21,13 @@ from tests.support.traces import (
     trace_ranks,
     traced_peak,
 )
+from titan.checks.rules import resolve_layout
 from titan.config.model import model_config
-from titan.config.rules import resolve_layout
-from titan.sim import trace_jobs as record_module
-from titan.sim import tracer
-from titan.sim.cost import Cost
-from titan.sim.profiles import load_profile
-from titan.sim.replay import replay
-from titan.sim.trace import (
+from titan.sim.price.cost import Cost
+from titan.sim.price.profiles import load_profile
+from titan.sim.record import trace_jobs as record_module
+from titan.sim.record import tracer
+from titan.sim.record.trace import (
     HOST,
     Allocate,
     Event,
@@ -37,7 +36,8 @@ from titan.sim.trace import (
     Synchronize,
     Transfer,
 )
-from titan.sim.trace_jobs import TraceError, distinct_ranks
+from titan.sim.record.trace_jobs import TraceError, distinct_ranks
+from titan.sim.replay.queues import replay
 
 SELECTIVE = {"mode": "selective"}
 SPLIT_HEADS = {"overrides": {"n_layers": 4, "n_kv_heads": 4}}  # CPU attention copies grouped heads
@@ -385,7 +385,7 @@ def test_a_dense_job_imports_no_pipelining_and_no_compiler() -> None:
     code = """
 import sys
 from tests.support.traces import job
-from titan.sim.trace_jobs import Job, trace_job
+from titan.sim.record.trace_jobs import Job, trace_job
 [_] = trace_job(Job((job(layers=1),), 2, (0,)))
 modules = ("torch.distributed.pipelining", "torch._inductor.graph", "torch._functorch.partitioners")
 print([name for name in modules if name in sys.modules], flush=True)
@@ -445,3 +445,11 @@ def test_documents_cost_what_causal_attention_costs() -> None:
     }
     for found in (documents, split):
         assert not [k for k in found if any(s[-2:] == (length, length) for s in k.shapes)]
+
+
+def test_grouped_heads_in_32_bits_keep_no_scores() -> None:
+    """torch has no fused kernel for them on a GPU (titan/parallel/block_attention.py: match_heads)."""
+    fp32 = {"mixed_precision_param": "float32"}
+    trace = trace_of(job(layers=1, training=fp32), world=1, device_kind="cuda")
+    kinds = Counter(event.kernel.kind for event in events_of(trace.step, Launch))
+    assert kinds["attention"] == kinds["attention_backward"] == 1, kinds

@@ -21,9 +21,9 @@ from titan.checkpoint.interval import (
     young_interval_s,
 )
 from titan.cli import main
-from titan.sim.profiles import load_profile
+from titan.sim.price.profiles import load_profile
+from titan.sim.report.whole_run import state_bytes
 from titan.sim.simulate import simulate
-from titan.sim.whole_run import state_bytes
 
 MTBF_S, RESTART_S = 3600.0, 300.0
 
@@ -113,9 +113,8 @@ def sim(*arguments: str) -> int:
 
 
 def test_the_page_and_phases_that_add_up(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     overlay, file = tmp_path / "long.toml", tmp_path / "run.json"
     overlay.write_text('[training]\nsteps = 2000\n[checkpoint]\nasync_mode = "async"\n')
     base = tmp_path / "base.toml"  # not an option, which would win over the overlay

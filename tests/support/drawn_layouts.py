@@ -6,8 +6,8 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+from titan.checks.rules import check_to_run
 from titan.config.errors import ConfigError, Problem
-from titan.config.rules import check_to_run
 from titan.config.schema import JobConfig
 
 PREFIX = "parallelism."

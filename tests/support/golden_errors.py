@@ -19,9 +19,9 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.support.drawn_layouts import draw
-from titan.config import machine
+from titan.checks import machine
+from titan.checks.rules import load_to_run
 from titan.config.errors import ConfigError, Problem
-from titan.config.rules import load_to_run
 
 SAVED = Path(__file__).parents[1] / "config" / "errors.json"
 NUM_LAYOUTS = 2000

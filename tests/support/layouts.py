@@ -41,6 +41,8 @@ class Layout:
     model: tuple[str, str] = ("llama3", "tiny")
     overrides: tuple[tuple[str, Any], ...] = ()
     optimizer: tuple[tuple[str, Any], ...] = ()
+    loss: tuple[tuple[str, Any], ...] = ()
+    freeze: tuple[str, ...] = ()  # patterns of parameters
     documents: bool = True  # two documents in each sequence, and no attention between them
 
     @property
@@ -81,6 +83,9 @@ RING = (("context_parallel_rotate_method", "ring"),)
 ULYSSES = (("context_parallel_rotate_method", "ulysses"),)
 ZERO_BUBBLE = (("pipeline_parallel_schedule", "InterleavedZeroBubble"),)
 REPLICAS = (("dp_replicate", 2),)
+FOUR_AXES = (*pp(2), *fsdp(2), *cp(2), *tp(2))
+# The embedding, all of a block and a matrix of each of the others.
+FROZEN = ("tok_embeddings.*", "layers.0.*", "layers.*.attention.wv.weight")
 TRACED = "aot_eager"
 CUT = "aot_eager_decomp_partition"  # and chooses what to keep, as inductor does
 LAYOUTS = [
@@ -94,6 +99,7 @@ LAYOUTS = [
     Layout("FSDP2, ZeRO-3", fsdp(4), accumulation=2, repeats=True),
     Layout("FSDP2, ZeRO-3", fsdp(8), repeats=True),
     Layout("FSDP2, ZeRO-2", fsdp(2), settings=NEVER),
+    Layout("FSDP2, ZeRO-2", fsdp(2), 2, settings=NEVER),
     Layout("FSDP2, ZeRO-2", fsdp(4), settings=NEVER, repeats=True),
     Layout("FSDP2, two blocks ahead", fsdp(2), settings=(("fsdp_prefetch", 2),)),
     Layout("FSDP2, two blocks in a unit", fsdp(2), settings=IN_UNITS, blocks=5),
@@ -108,7 +114,7 @@ LAYOUTS = [
     Layout("DDP", REPLICAS, accumulation=2),
     Layout("DDP", REPLICAS, accumulation=4, repeats=True),
     Layout("HSDP", (*REPLICAS, *fsdp(2))),
-    Layout("HSDP", (*REPLICAS, *fsdp(2)), accumulation=2, repeats=True),
+    Layout("HSDP", (*REPLICAS, *fsdp(2)), accumulation=2),
     # Tensor parallelism
     Layout("TP+SP", tp(2)),
     Layout("TP+SP", tp(2), accumulation=2, repeats=True),
@@ -125,6 +131,12 @@ LAYOUTS = [
     Layout("CP all-gather, not balanced", cp(2), settings=UNBALANCED),
     Layout("CP ring", cp(2), settings=RING, documents=False),
     Layout("CP ring", cp(4), settings=RING, documents=False, repeats=True),
+    Layout("CP ring, document masks", cp(2), settings=RING),
+    Layout("CP ring, document masks", cp(4), settings=RING, repeats=True),
+    Layout("CP ring x TP+SP, document masks", (*cp(2), *tp(2)), settings=RING, repeats=True),
+    Layout("CP ring, document masks, not balanced", cp(2), settings=(*RING, *UNBALANCED)),
+    Layout("CP ring, document masks, compiled", cp(2), settings=RING, compiled=TRACED),
+    Layout("CP ring, document masks, selective AC", cp(2), settings=RING, recompute="selective"),
     Layout("CP ring, not balanced", cp(2), settings=(*RING, *UNBALANCED), documents=False),
     Layout("CP Ulysses", cp(2), settings=ULYSSES),
     Layout("CP Ulysses, more ranks than key/value heads", cp(4), settings=ULYSSES),
@@ -159,6 +171,33 @@ LAYOUTS = [
     Layout("PP x DDP x TP+SP", (*pp(2), *REPLICAS, *tp(2)), repeats=True),
     Layout("PP x FSDP2 x TP+SP", (*pp(2), *fsdp(2), *tp(2))),
     Layout("PP x CP x TP+SP, FSDP2 over CP", (*pp(2), *cp(2), *tp(2)), repeats=True),
+    Layout("PP x FSDP2 x CP x TP+SP", FOUR_AXES, repeats=True),
+    # Frozen parameters
+    Layout("FSDP2, frozen", fsdp(2), freeze=FROZEN),
+    Layout("DDP, frozen", REPLICAS, freeze=FROZEN, repeats=True),
+    Layout("FSDP2 x TP+SP, frozen", (*fsdp(2), *tp(2)), freeze=FROZEN),
+    Layout("CP, frozen, full AC", cp(2), freeze=FROZEN, recompute="full"),
+    Layout("PP x FSDP2, frozen", (*pp(2), *fsdp(2)), freeze=FROZEN),
+    Layout(
+        "PP zero bubble, frozen",
+        pp(2),
+        settings=(*ZERO_BUBBLE, ("pipeline_parallel_first_stage_less_layers", 0)),
+        freeze=FROZEN,
+        blocks=8,
+    ),
+    Layout(
+        "FSDP2, frozen, compiled, full AC",
+        fsdp(2),
+        freeze=FROZEN,
+        compiled=TRACED,
+        recompute="full",
+    ),
+    Layout(
+        "FSDP2, frozen, Muon",
+        fsdp(2),
+        freeze=FROZEN,
+        optimizer=(("name", "Muon"), ("ns_dtype", "float32")),
+    ),
     # Activation checkpointing
     Layout("one process, full AC", recompute="full"),
     Layout("one process, selective AC", recompute="selective"),
@@ -205,6 +244,13 @@ LAYOUTS = [
     Layout("TP+SP, compiled, memory budget", tp(2), compiled=CUT, recompute="memory_budget"),
     Layout("CP ring, compiled", cp(2), settings=RING, documents=False, compiled=TRACED),
     Layout("PP x FSDP2, compiled", (*pp(2), *fsdp(2)), compiled=TRACED),
+    Layout(
+        "PP x FSDP2 x CP x TP+SP, compiled, selective AC",
+        FOUR_AXES,
+        compiled=TRACED,
+        recompute="selective",
+        repeats=True,
+    ),
 ]
 
 
@@ -231,17 +277,21 @@ def float8_settings(layout: Layout) -> dict[str, Any]:
     }
 
 
-def train(layout: Layout, precision: str = "float32") -> dict[str, Any]:
-    """Run on one rank: losses and norms of each step, whole gradients of the first, whole weights at the end."""
-    mesh = build_mesh("cpu", **dict(layout.degrees))
-    config = JobConfig.model_validate(
+def job_of(layout: Layout, *, precision: str = "float32", steps: int = STEPS) -> JobConfig:
+    """Return the job that a layout stands for."""
+    degrees = dict(layout.degrees)
+    return JobConfig.model_validate(
         {
             "training": {
                 "mixed_precision_param": precision,
-                "steps": STEPS,
+                "steps": steps,
                 "enable_cpu_offload": layout.offload,
                 "local_batch_size": GLOBAL_BATCH
-                // (axis_size(mesh, "dp_replicate", "dp_shard") * layout.accumulation),
+                // (
+                    degrees.get("dp_replicate", 1)
+                    * degrees.get("dp_shard", 1)
+                    * layout.accumulation
+                ),
             },
             "data": {"document_mask": layout.documents},
             "lr_scheduler": {"warmup_steps": 2},
@@ -258,16 +308,27 @@ def train(layout: Layout, precision: str = "float32") -> dict[str, Any]:
                 "flavor": layout.model[1],
                 "converters": ["quantize.linear.float8"] if layout.float8 else [],
                 "overrides": {"n_layers": layout.blocks, **dict(layout.overrides)},
+                "freeze": list(layout.freeze),
             },
             "quantize": {"linear": {"float8": float8_settings(layout)}},
             "compile": {"enable": bool(layout.compiled), "backend": layout.compiled or "inductor"},
             "parallelism": {
-                "pipeline_parallel_degree": dict(layout.degrees).get("pp", 1),
+                "pipeline_parallel_degree": degrees.get("pp", 1),
+                "data_parallel_replicate_degree": degrees.get("dp_replicate", 1),
+                "data_parallel_shard_degree": degrees.get("dp_shard", 1),
+                "tensor_parallel_degree": degrees.get("tp", 1),
+                "context_parallel_degree": degrees.get("cp", 1),
                 **dict(layout.settings),
             },
-            "loss": {"chunk_tokens": 100},
+            "loss": {"chunk_tokens": 100, **dict(layout.loss)},
         }
     )
+
+
+def train(layout: Layout, precision: str = "float32", steps: int = STEPS) -> dict[str, Any]:
+    """Run on one rank: losses and norms of each step, whole gradients of the first, whole weights at the end."""
+    mesh = build_mesh("cpu", **dict(layout.degrees))
+    config = job_of(layout, precision=precision, steps=steps)
     train_step = build_train_step(config, device=torch.device("cpu"), mesh=mesh)
     parameters = {
         canonical_name(n): p for part in train_step.model_parts for n, p in part.named_parameters()
@@ -276,13 +337,13 @@ def train(layout: Layout, precision: str = "float32") -> dict[str, Any]:
 
     def keep_gradients(*_: Any) -> None:
         if not gradients and train_step.early_step is None:
-            gradients.update({n: _whole(p.grad) for n, p in parameters.items()})
+            gradients.update({n: _whole(p.grad) for n, p in parameters.items() if p.requires_grad})
 
     train_step.optimizer.register_step_pre_hook(keep_gradients)
     world = axis_size(mesh, "dp_replicate", "dp_shard")
     rank = axis_rank(mesh, "dp_replicate", "dp_shard")
     losses, norms, loads = [], [], []
-    for step in range(1, STEPS + 1):
+    for step in range(1, steps + 1):
         parts = [t.chunk(world * layout.accumulation) for t in global_batch(step)]
         mine = range(rank, world * layout.accumulation, world)
         batches = [

@@ -6,15 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-from titan.observe.metrics import StepRow
+from titan.observe.columns import empty_row
+from titan.observe.rows import Row
 
 
-def step_row(step: int, **changes: Any) -> StepRow:
+def step_row(step: int, **changes: Any) -> Row:
     """Return a row with plausible values for what `changes` leaves out."""
-    row: dict[str, Any] = {"step": step, "loss": 10.0 / step, "grad_norm": 1.2345, "lr": 3e-4}
+    row: Row = {"step": step, "loss": 10.0 / step, "grad_norm": 1.2345, "lr": 3e-4}
     row |= {"tokens": 100 * step, "tokens_per_s": 131_072.4, "step_s": 1.0, "eta_s": 11_988.0}
     row |= {"data_wait_s": 0.0003, "memory_gib": 61.2}
-    return StepRow(**(row | changes))
+    row |= {"validation_s": 0.0, "checkpoint_s": 0.0, "memory_kind": "device"}
+    row["mfu_convention"] = "full"
+    return empty_row() | row | changes
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.lanes import LEFT_OUT
+
 # The markers that pyproject.toml leaves out; a test that has two of them counts for the first.
 MARKERS = {
     "gpu": "need an accelerator: pytest -m gpu",
@@ -23,7 +25,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_deselected(items: list[pytest.Item]) -> None:
     for item in items:
         marked = (why for marker, why in MARKERS.items() if item.get_closest_marker(marker))
-        item.config.stash[DESELECTED][next(marked, "not selected by this command line")] += 1
+        why = item.stash.get(LEFT_OUT, None) or next(marked, "not selected by this command line")
+        item.config.stash[DESELECTED][why] += 1
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -16,7 +16,8 @@ from tests.support.jobs import job
 from tests.support.trainers import PoolTrainer
 from titan.config.schema import JobConfig
 from titan.hook import Hook
-from titan.hooks import checkpointing, twin
+from titan.hooks import checkpointing
+from titan.sim.twin import hook as twin
 from titan.trainer import Trainer
 
 LOG_FREQ = 4  # five rows are judged together

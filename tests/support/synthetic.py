@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from titan.parallel.schedules import COSTS, Action, Schedule
-from titan.sim.cost import Cost
-from titan.sim.network import TransferPrice
-from titan.sim.profiles import Profile, load_profile
-from titan.sim.trace import (
+from titan.sim.price.cost import Cost
+from titan.sim.price.network import TransferPrice
+from titan.sim.price.profiles import Profile, load_profile
+from titan.sim.record.trace import (
     AwaitWork,
     CollectiveKind,
     Event,

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from titan.checkpoint import CheckpointError, SaveFailed
 from titan.checkpoint.commit import CheckpointGroup
@@ -31,29 +31,14 @@ from titan.checkpoint.huggingface import (
     INDEX,
     HFModel,
     differences,
-    is_there,
-    root_of,
 )
 from titan.checkpoint.storage import LocalStorage
 from titan.checkpoint.tensors import StateDict
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
 from titan.data.tokenizer import Tokenizer
-from titan.untrusted import InputError, decode, parse_json, read_bytes
+from titan.data.tokenizer_files import read_asset, tokenizer_files, tokenizer_path
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
-)
-# Of a tokenizer.json: a vocabulary of 250,000 tokens with its merges has 1.5 million.
-_MAX_VALUES = 3_000_000
 DEFAULT_FILE_BYTES = 5_000_000_000
 Fetch = Callable[[Sequence[str], bool], StateDict]
 
@@ -94,7 +79,7 @@ class Export:
             bos_id=tokenizer.bos_id,
             eos_id=tokenizer.eos_id,
             seq_len=config.training.seq_len,
-            assets=tokenizer_files(config.tokenizer.path or config.model.hf_assets_path),
+            assets=tokenizer_files(tokenizer_path(config)),
         )
 
     def config(self) -> dict[str, Any]:
@@ -165,25 +150,18 @@ def lost_buffers(model: HFModel, buffers: Mapping[str, Tensor]) -> list[str]:
     ]
 
 
-def tokenizer_files(where: str) -> list[Path]:
-    """Return the tokenizer's files in or beside a path. "" is the embedded tokenizer, which has none."""
-    if not where:
-        return []
-    path = Path(where).expanduser()
-    folder = path if path.is_dir() else path.parent
-    files = [folder / name for name in TOKENIZER_FILES if is_there(folder / name)]
-    # Without a vocabulary the other files make no tokenizer.
-    return files if files and files[0].name in ("tokenizer.json", "tokenizer.model") else []
+def whole_of(tensor: DTensor) -> Tensor:
+    """Gather a tensor as `full_tensor` does, but axis by axis.
 
-
-def read_asset(file: Path) -> bytes:
-    """Return a tokenizer's file. Raises InputError if it is not what its name says, or is a link out of its folder."""
-    data = read_bytes(file, within=root_of(file.parent))
-    if file.suffix == ".json":
-        parse_json(data, dict[str, Any], name=file, values=_MAX_VALUES)
-    elif file.suffix in (".txt", ".jinja") and "\0" in decode(data, name=file):
-        raise InputError(f"{file}: is not text")
-    return data
+    Where two axes cut one dimension, torch gathers twice, too, and each rank warns that it cannot do it at once.
+    """
+    # The last cut is undone first. FSDP's comes after tensor parallelism's although its axis is the first: a strided shard.
+    cuts = [type(placement).__name__ == "_StridedShard" for placement in tensor.placements]
+    for axis in sorted(range(len(cuts)), key=lambda axis: (not cuts[axis], -axis)):
+        placements = list(tensor.placements)
+        placements[axis] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
 
 
 def export_state(folder: Path, state: StateDict, export: Export, *, group: CheckpointGroup) -> None:
@@ -192,7 +170,7 @@ def export_state(folder: Path, state: StateDict, export: Export, *, group: Check
     def whole(ours: str, dtype: torch.dtype) -> Tensor:
         # Cast first: the gathered tensor is then no larger than what is written.
         tensor = state[f"model.{ours}"].to(dtype)
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return whole_of(tensor) if isinstance(tensor, DTensor) else tensor
 
     def gather(names: Sequence[str], keep: bool) -> StateDict:
         return export.read(names, whole, keep=keep)

@@ -36,7 +36,15 @@ from titan.config.schema import ModelSection
 from titan.config.toml import format_value
 from titan.data import require
 from titan.parallel.torch_compat import compute_local_shape_and_global_offset
-from titan.untrusted import MAX_VALUES, is_plain_name, open_regular, printable, read_json
+from titan.untrusted import (
+    MAX_VALUES,
+    is_plain_name,
+    is_there,
+    open_regular,
+    printable,
+    read_json,
+    root_of,
+)
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 _MAX_HEADER = 16 * 2**20
@@ -122,8 +130,7 @@ class HFModel:
 
 @dataclass(frozen=True)
 class HFFolder:
-    """Describe a folder that transformers could load: its config.json, and the file of each
-    tensor."""
+    """Describe a folder that transformers could load: its config.json, and the file of each tensor."""
 
     path: Path
     config: dict[str, Any]
@@ -276,16 +283,6 @@ def fill(folder: HFFolder, tensors: Mapping[str, Tensor], *, model: HFModel) -> 
 def not_finite(file: Path, name: str) -> str:
     """Return the message for a tensor with such a weight."""
     return f"{file}: tensor {name} holds a weight that is not a number, or infinite"
-
-
-def is_there(file: Path) -> bool:
-    """Return whether anything has this name. Reading it refuses what is not a regular file."""
-    return file.is_symlink() or file.exists()
-
-
-def root_of(folder: Path) -> Path:
-    """Return where links of a Hugging Face folder may lead: into it or, in the hub's cache, into its model's folder."""
-    return folder.parents[1] if folder.absolute().parent.name == "snapshots" else folder
 
 
 def model_keys(name: str, sizes: Any) -> dict[str, Any]:

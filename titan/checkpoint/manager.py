@@ -320,7 +320,7 @@ class CheckpointManager:
 
 
 def _hint(damages: list[Damage]) -> str:
-    missing = any(d.file == MANIFEST and d.reason.startswith("cannot be read") for d in damages)
+    missing = any(d.file == MANIFEST and d.unreadable for d in damages)
     text = '. Without a manifest nothing can be verified; checkpoint.verify = "off" loads it all the same'
     return text if missing else ""
 

@@ -63,6 +63,7 @@ class Damage:
     reason: str
     first: int = 0
     last: int = 0
+    unreadable: bool = False
 
     def __str__(self) -> str:
         where = f" bytes {self.first:,} to {self.last - 1:,}" if self.last else ""
@@ -143,8 +144,7 @@ def read_manifest(folder: Location) -> Manifest:
     with storage.open(where, "rb") as stream:
         text = read_stream(stream, storage.size(where), name=where)
     manifest = parse_json(text, Manifest, name=where, values=_MAX_VALUES)
-    # Names without a path, as many blocks as the size means, and exactly the bytes that `render`
-    # writes.
+    # Names without a path, as many blocks as the size means, and exactly the bytes that `render` writes.
     fits = all(
         is_plain_name(name) and len(entry.blocks) == ceil(entry.bytes / BLOCK_BYTES)
         for name, entry in manifest.files.items()
@@ -179,7 +179,7 @@ def find_damage(folder: Location, *, part: int = 0, parts: int = 1) -> list[Dama
     except OSError as error:
         missing = isinstance(error, FileNotFoundError)
         why = "it is missing" if missing else error.strerror or error
-        return [Damage(NAME, f"cannot be read ({why})")]
+        return [Damage(NAME, f"cannot be read ({why})", unreadable=True)]
     except InputError:
         return [Damage(NAME, "is not what was saved")]
     name = name_of(folder)
@@ -219,7 +219,8 @@ def _check_file(location: Location, entry: FileEntry, blocks: list[int]) -> Iter
                     last = min(first + BLOCK_BYTES, entry.bytes)
                     yield Damage(file, "are not what was saved", first, last)
     except OSError as error:
-        yield Damage(file, f"cannot be read ({error.strerror or 'it is missing'})")
+        reason = f"cannot be read ({error.strerror or 'it is missing'})"
+        yield Damage(file, reason, unreadable=True)
 
 
 def file_sizes(folder: Location) -> Mapping[str, int]:

@@ -37,7 +37,8 @@ class Staging:
         # Under the second mode, buffers of the save before are used again.
         copies = {name: self._buffer(name, value) for name, value in state.items()}
         if not self._overlap:
-            _copy(state, copies)
+            # The writer reads at once, and no event is waited for: the host has to wait for each copy here.
+            _copy(state, copies, non_blocking=False)
             return lambda: copies
         # Kept for the next save, because pinning memory is slow.
         self._buffers = copies
@@ -50,7 +51,7 @@ class Staging:
 
         def finish() -> StateDict:
             try:
-                _copy(state, copies)
+                _copy(state, copies, non_blocking=False)
             finally:
                 copied.set()  # after a failure too, or training would wait for ever
             return copies
@@ -71,7 +72,7 @@ class Staging:
         stream, training = module.Stream(device), module.current_stream(device)
         stream.wait_stream(training)  # the step that is saved may still be running
         with module.stream(stream):
-            _copy(state, copies)
+            _copy(state, copies, non_blocking=True)
         copied = stream.record_event()
         # The device waits, and the host goes on.
         self._pending = lambda: module.current_stream(device).wait_event(copied)
@@ -91,9 +92,9 @@ class Staging:
 
 
 @torch.no_grad()
-def _copy(state: StateDict, copies: StateDict) -> None:
+def _copy(state: StateDict, copies: StateDict, *, non_blocking: bool) -> None:
     for name, value in state.items():
-        _local(copies[name]).copy_(_local(value), non_blocking=True)
+        _local(copies[name]).copy_(_local(value), non_blocking=non_blocking)
 
 
 def _local(value: Tensor) -> Tensor:

@@ -32,8 +32,7 @@ Size = Annotated[tuple[Count, ...], Field(max_length=8)]
 
 
 class Chunk(NamedTuple):
-    """Describe a box of a tensor, and where its bytes are: `num_bytes` of `file` from byte `first`
-    on."""
+    """Describe a box of a tensor, and where its bytes are: `num_bytes` of `file` from byte `first` on."""
 
     offsets: Size
     sizes: Size
@@ -69,10 +68,6 @@ def render(index: TensorIndex) -> bytes:
 def read_index(folder: Location, sizes: Mapping[str, int]) -> TensorIndex:
     """Return the index of a checkpoint whose files have these sizes. Raises CheckpointError if it cannot be right."""
     storage, where = storage_of(folder), join(folder, NAME)
-    if not storage.exists(where) and storage.exists(join(folder, ".metadata")):
-        raise CheckpointError(
-            f"{where}: is missing: an older titan wrote this step; `titan convert upgrade {folder}` adds it"
-        )
     try:
         with storage.open(where, "rb") as stream:
             # A chunk takes more bytes in its file than here, so this bounds the memory that parsing needs.

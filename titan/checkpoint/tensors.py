@@ -205,7 +205,7 @@ def load(location: Location, state: StateDict) -> None:
     # Differences are found before DCP reads, whose own message would be a traceback of all ranks.
     if missing := [name for name in state if name not in stored]:
         raise CheckpointError(
-            f"{location} lacks {_some(missing)}: saved from another model or optimizer?",
+            f"{location} lacks {_some(missing)}: saved from another model or optimizer, or with other parameters frozen?",
             kind="checkpoint_differs",
         )
     other = [

@@ -1,4 +1,4 @@
-"""Rename and remove keys of TorchTitan v0.2.2's files, and of older ones, that have another name here or no use.
+"""Rename and remove keys of TorchTitan v0.2.2's files that have another name here or no use.
 
 A renamed key moves to its new place, with a warning. A key that titan has no use for is ignored, with a warning, unless its
 value asks for something: then it is an error. The tables are applied to each file before files are merged, so that an overlay
@@ -8,43 +8,16 @@ may use a new name for what an older file calls by its old one.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from .errors import Problem, SourceLocation, key_text, parent
 from .model import family
-from .schema import ModelSection, ParallelismSection
+from .schema import ModelSection
 
-# Old key (or section) and its new place. Before v0.2.2 most of these keys were in other sections.
-RENAMED: dict[str, str] = {
-    "float8.enable_float8_linear": "model.converters",
-    "float8": "quantize.linear.float8",
-    **{
-        f"{section}.{key}": f"parallelism.{key}"
-        for section in ("training", "experimental")
-        for key in ParallelismSection.model_fields
-    },
-    "training.data_parallel_degree": "parallelism.data_parallel_shard_degree",
-    "training.batch_size": "training.local_batch_size",
-    "training.compile": "compile.enable",
-    "training.warmup_steps": "lr_scheduler.warmup_steps",
-    "training.debug_moe_force_load_balance": "debug.moe_force_load_balance",
-    "training.seed": "debug.seed",
-    "training.deterministic": "debug.deterministic",
-    "model.tokenizer_path": "tokenizer.path",
-    "optimizer.fused": "optimizer.implementation",
-    "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
-    "checkpoint.enable_checkpoint": "checkpoint.enable",
-    "checkpoint.model_weights_only": "checkpoint.last_save_model_only",
-    "checkpoint.last_save_model_weights_only": "checkpoint.last_save_model_only",
-    "checkpoint.initial_load_model_weights_only": "checkpoint.initial_load_model_only",
-    "job.print_args": "job.print_config",
-    "validation.enabled": "validation.enable",
-    "metrics.enable_color_printing": "metrics.disable_color_printing",
-    "metrics.rank_0_only": "metrics.save_for_all_ranks",
-}
+# Old key and its new place.
+RENAMED: dict[str, str] = {"model.tokenizer_path": "tokenizer.path"}
 
 # Keys that titan has no use for, with the value that asks for nothing. False and empty values ask for nothing either.
 UNUSED: dict[str, Any] = {
@@ -55,29 +28,22 @@ UNUSED: dict[str, Any] = {
     "activation_checkpoint.visualize_memory_budget_pareto": False,
     "checkpoint.enable_ft_dataloader_checkpoints": True,
     "checkpoint.initial_load_in_hf_quantized": False,
-    "checkpoint.interval_type": "steps",
     "comm.mode": "default",
     "debug.deterministic_warn_only": False,
     "experimental.custom_args_module": "",
     "experimental.custom_import": "",
-    "experimental.pipeline_parallel_split_points": [],
-    "experimental": {},
     "fault_tolerance.enable": False,
     "job.custom_config_module": "",
     "memory_estimation": {},
-    "model.norm_type": "rmsnorm",
-    "moe.capacity_factor": 0.0,
     "model.print_after_conversion": False,
-    "parallelism.enable_compiled_autograd": False,
     "parallelism.expert_parallel_comm_backend": "standard",
     "parallelism.pipeline_parallel_expert_parallel_overlap": True,
-    "parallelism.pipeline_parallel_split_points": [],
-    "simulator.torch": "installed",
+    "quantize.grouped_mm.mx.recipe_name": "mxfp8",
     "training.gc_debug": False,
 }
 # Keys that change nothing here, whatever their value.
 IGNORED = (
-    *("job.use_for_integration_test", "job.save_config_file", "validation.dataloader"),
+    *("job.save_config_file", "training.dataloader.persistent_workers", "validation.dataloader"),
     *("quantize.linear.mx.mxfp8_dim1_cast_kernel_choice", "fault_tolerance.process_group"),
     *("fault_tolerance.process_group_timeout_ms", "fault_tolerance.replica_id"),
     *("fault_tolerance.group_size", "fault_tolerance.min_replica_size"),
@@ -86,30 +52,12 @@ IGNORED = (
 # What to use instead of some of them.
 _INSTEAD = {
     "fault_tolerance.enable": "use `titan train --max-restarts`, and remove the key",
-    "job.custom_config_module": "register your parts through entry points (titan.models, titan.optimizers, titan.sources)",
+    "job.custom_config_module": "register your parts through entry points (titan.models, titan.optimizers, titan.losses, titan.sources)",
     "memory_estimation": "use `titan check`, which estimates memory without a GPU",
-    "moe.capacity_factor": "remove it: what a capacity drops depends on the layout, and titan drops nothing; "
-    "moe.expert_chunk_rows bounds the memory of uneven loads",
     "parallelism.expert_parallel_comm_backend": 'use "standard", an all-to-all; DeepEP is not built',
-    "parallelism.pipeline_parallel_split_points": "use parallelism.module_fqns_per_model_part",
-    "simulator.torch": "use scripts/sim_accuracy.py, which simulates published runs with torch 2.6",
 }
 
 
-def _unless_boolean(convert: Callable[[bool], Any]) -> Callable[[Any], Any]:
-    """Convert only booleans. Any other value stays, and is reported as a wrong type later."""
-    return lambda value: convert(value) if isinstance(value, bool) else value
-
-
-# Renamed keys whose values changed as well.
-_CONVERTED: dict[str, Callable[[Any], Any]] = {
-    "optimizer.fused": _unless_boolean(lambda fused: "fused" if fused else "foreach"),
-    "float8.enable_float8_linear": _unless_boolean(
-        lambda on: ["quantize.linear.float8"] if on else []
-    ),
-    "metrics.enable_color_printing": _unless_boolean(lambda on: not on),
-    "metrics.rank_0_only": _unless_boolean(lambda on: not on),
-}
 # "8B_flex" and "debugmodel_varlen_attn" name the kernel of attention. Here the device decides on it (titan/parallel/documents.py).
 _MASKED_FLAVOR = re.compile(r"(.+)_(?:flex|varlen)(?:_attn)?")
 
@@ -160,8 +108,7 @@ def apply_aliases(layer: ConfigLayer) -> tuple[list[str], list[Problem]]:
     problems: list[Problem] = []
     for old, new in RENAMED.items():
         table = layer.table_of(old)
-        # A whole section, such as "float8", moves only if it is one.
-        if _last(old) not in table or ("." not in old and not isinstance(table[old], dict)):
+        if _last(old) not in table:
             continue
         location = layer.locations[old]
         # Within one file neither of the two wins.
@@ -170,7 +117,7 @@ def apply_aliases(layer: ConfigLayer) -> tuple[list[str], list[Problem]]:
             problems.append(location.problem(message))
             layer.remove(old)
             continue
-        layer.move(old, new, _CONVERTED.get(old, lambda same: same)(table[_last(old)]))
+        layer.move(old, new, table[_last(old)])
         warnings.append(f"{location}: {old} is now {new}")
     for key in (*IGNORED, *UNUSED):
         if _last(key) not in layer.table_of(key):
@@ -179,7 +126,7 @@ def apply_aliases(layer: ConfigLayer) -> tuple[list[str], list[Problem]]:
         if key in IGNORED or _is_off(value) or UNUSED[key] == value:
             warnings.append(f"{location}: {key} is ignored: titan has no use for it")
             continue
-        # Of a section, name each key that asks for something.
+        # Name each key of a section that asks for something.
         keys = [key]
         if isinstance(value, dict):
             keys = [f"{key}.{key_text([k])}" for k, inner in value.items() if not _is_off(inner)]

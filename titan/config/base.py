@@ -35,6 +35,7 @@ LIMIT = 2**31 - 1
 Positive = Annotated[int, Field(ge=1, le=LIMIT)]
 NonNegative = Annotated[int, Field(ge=0, le=LIMIT)]
 PositiveOrAuto = Annotated[int, Field(ge=-1, le=LIMIT), AfterValidator(_not_zero)]
+NonNegativeOrAuto = Annotated[int, Field(ge=-1, le=LIMIT)]
 DType = Literal["float32", "bfloat16"]
 
 
@@ -71,15 +72,22 @@ class DocumentOptions(Section):
     """Share of the samples drawn from this source, relative to the other sources' weights."""
 
 
+GROUPS = (
+    *("titan.hooks", "titan.losses", "titan.models", "titan.optimizers", "titan.sources"),
+    "torch_dynamo_backends",
+)
+
+
 @cache
-def installed_entry_points() -> Any:
-    """Return all entry points. To find them, Python reads a file of each installed package, so this does so once."""
-    return entry_points()
+def installed_entry_points() -> dict[str, list[EntryPoint]]:
+    """Return the entry points that titan asks for, by group. Python reads a file of each installed package to find them."""
+    found = entry_points()
+    return {group: list(found.select(group=group)) for group in GROUPS}
 
 
 def plug_ins(group: str) -> list[EntryPoint]:
     """Return the entry points that packages register under a group, by name."""
-    return sorted(installed_entry_points().select(group=group), key=lambda entry: entry.name)
+    return sorted(installed_entry_points()[group], key=lambda entry: entry.name)
 
 
 def load_plug_in(entry: EntryPoint) -> Any:

@@ -25,18 +25,20 @@ RuleViolation = tuple[str, str]
 
 @dataclass(frozen=True)
 class Problem:
-    """Describe one mistake. `line` is 0 if there is no line to point at."""
+    """Describe one mistake. `line` is 0 if there is no line to point at. `paste`: lines for the job file that correct it."""
 
     file: str
     line: int
     key: str
     message: str
+    paste: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         location = f"{self.file}:{self.line}" if self.line else self.file
         # Names and values come from files that anyone may have written.
         parts = (printable(part, MAX_TEXT) for part in (location, self.key, self.message))
-        return ": ".join(part for part in parts if part)
+        lines = [": ".join(part for part in parts if part)]
+        return "\n".join([*lines, *(f"    {printable(line, MAX_TEXT)}" for line in self.paste)])
 
 
 class ConfigError(Exception):
@@ -76,9 +78,9 @@ class SourceLocation:
     def __str__(self) -> str:
         return f"{self.file}:{self.line}" if self.line else self.file
 
-    def problem(self, message: str) -> Problem:
+    def problem(self, message: str, paste: tuple[str, ...] = ()) -> Problem:
         """Return a problem at this place."""
-        return Problem(self.file, self.line, self.written, message)
+        return Problem(self.file, self.line, self.written, message, paste)
 
 
 @dataclass(eq=False)
@@ -99,17 +101,17 @@ class SourceMap:
     def __hash__(self) -> int:
         return 0
 
-    def problem(self, key: str, message: str) -> Problem:
+    def problem(self, key: str, message: str, paste: tuple[str, ...] = ()) -> Problem:
         """Return a problem with `key`, at its line, or at that of the nearest table around it."""
         if place := self.locations.get(key):
-            return place.problem(message)
+            return place.problem(message, paste)
         # A missing key has no line, but its table may have one.
         around = key
         while around:
             around = parent(around)
             if place := self.locations.get(around):
-                return Problem(place.file, place.line, key, message)
-        return Problem(self.file, self.line, key, message)
+                return Problem(place.file, place.line, key, message, paste)
+        return Problem(self.file, self.line, key, message, paste)
 
 
 def key_text(path: Iterable[str | int]) -> str:

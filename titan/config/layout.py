@@ -27,7 +27,7 @@ from .errors import (
     neighbours,
     violations_of,
 )
-from .model import resolve_model
+from .model import check_split, is_plug_in, resolve_model
 from .schema import JobConfig
 
 # Modes of torch.compile that replay CUDA graphs.
@@ -100,6 +100,8 @@ def check_layout(config: JobConfig, *, world_size: int) -> list[Problem]:
     # If the degrees themselves are wrong, what follows from them is no help.
     violations = check(_check_world) or check(_check_batch, _check_sequence, _check_stages)
     violations += check(_check_matrices, _check_experts, _check_units, _check_graphs)
+    # Only for a layout that is right, since this builds the model.
+    violations = violations or check(_check_plug_in)
     return [config.source_map.problem(key, message) for key, message in violations]
 
 
@@ -168,11 +170,20 @@ def _check_sequence(config: JobConfig, model: Any, world_size: int) -> Iterator[
             yield key, _not_a_multiple(length, chunks * cp * tp, unit)
 
 
+def _check_plug_in(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:
+    """Check that stages and tensor parallelism leave out no module of another package's family. Tests check ours."""
+    parallel = config.parallelism
+    pp, tp = parallel.pipeline_parallel_degree, parallel.tensor_parallel_degree
+    if is_plug_in(config.model.name) and model is not None and max(pp, tp) > 1:
+        stages = stage_split(config, num_layers=model.n_layers).modules if pp > 1 else []
+        yield from check_split(config.model.name, model, stages=stages, tp=tp)
+
+
 def _check_matrices(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:
     """Check that the tensor-parallel ranks can split the model's matrices."""
     tp = config.parallelism.tensor_parallel_degree
     if reasons := [*_uneven(model, tp)]:
-        # Of the divisors of the heads, those with which nothing is left over.
+        # The divisors of the heads with which nothing is left over.
         possible = [n for n in divisors(getattr(model, "n_heads", tp)) if not [*_uneven(model, n)]]
         for reason in reasons:
             fix = either(neighbours(tp, possible))
@@ -267,8 +278,8 @@ def _check_stages(config: JobConfig, model: Any, world_size: int) -> Iterator[Ru
         return  # the number of layers is unknown
     if not getattr(model, "n_layers", 0):
         yield degree_key, f'model family "{config.model.name}" has no n_layers to split; use 1'
-    elif reason := _stage_problem(config, model.n_layers):
-        yield _stage_violation(config, model.n_layers, reason)
+    elif problem := _stage_problem(config, model.n_layers):
+        yield _stage_violation(config, model.n_layers, problem)
 
 
 def stage_split(config: JobConfig, *, num_layers: int, **changes: int) -> StageSplit:
@@ -288,36 +299,34 @@ def stage_split(config: JobConfig, *, num_layers: int, **changes: int) -> StageS
     )
 
 
-def _stage_problem(config: JobConfig, num_layers: int, **changes: int) -> str:
-    """Return why stages, schedule and batch do not fit each other, with other values for some keys. Empty if they do."""
+def _stage_problem(config: JobConfig, num_layers: int, **changes: int) -> Exception | None:
+    """Return why stages, schedule and batch do not fit each other, with other values for some keys; None if they do."""
     degree = changes.get("pipeline_parallel_degree", config.parallelism.pipeline_parallel_degree)
     try:
         if degree > 1:
             stage_split(config, num_layers=num_layers, **changes)
     except (ValueError, OSError) as error:
-        return str(error)
-    return ""
+        return error
+    return None
 
 
-def _stage_violation(config: JobConfig, num_layers: int, reason: str) -> RuleViolation:
+def _stage_violation(config: JobConfig, num_layers: int, problem: Exception) -> RuleViolation:
     """Return the key to change, and a value of it that makes stages, schedule and batch fit."""
     parallel, prefix = config.parallelism, "pipeline_parallel_"
     pp, size = parallel.pipeline_parallel_degree, parallel.pipeline_parallel_microbatch_size
+    kind, reason = getattr(problem, "kind", "file"), str(problem)
     # A file, or a list of modules, says everything itself: no number could fix it.
     if parallel.pipeline_parallel_schedule_csv:
         return f"parallelism.{prefix}schedule_csv", reason
-    if parallel.module_fqns_per_model_part and "microbatch" not in reason:
+    if parallel.module_fqns_per_model_part and kind != "microbatches":
         return "parallelism.module_fqns_per_model_part", reason
     name, values = f"{prefix}degree", range(1, pp)
     # Far enough to give every possible stage a microbatch.
-    if "microbatch" in reason:
+    if kind == "microbatches":
         name, value = "local_batch_size", config.training.local_batch_size
         values = range(size, value + 2 * pp * num_layers * size + 1, size)
-    elif "embedding counts" in reason:
-        name = f"{prefix}first_stage_less_layers"
-        values = range(getattr(parallel, name))
-    elif "output count" in reason:
-        name = f"{prefix}last_stage_less_layers"
+    elif kind in ("first", "last"):
+        name = f"{prefix}{kind}_stage_less_layers"
         values = range(getattr(parallel, name))
     elif parallel.pipeline_parallel_layers_per_stage:
         name, values = f"{prefix}layers_per_stage", range(1, 2 * num_layers + 1)

@@ -57,7 +57,7 @@ def load_config(
 ) -> JobConfig:
     """Return the config of some files and overrides. Raises `ConfigError`.
 
-    Checks types, names and ranges. `titan.config.rules` checks how values fit together. Warnings about old names are in the
+    Checks types, names and ranges. `titan.checks.rules` checks how values fit together. Warnings about old names are in the
     result's `source_map.warnings`.
 
     Args:

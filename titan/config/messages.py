@@ -96,7 +96,10 @@ def _message(path: KeyPath, errors: list[ErrorDetails], *, data: dict[str, Any])
     if kind == "missing":
         return f"missing: {key_text(path[:-1])} needs it{_member(value)}"
     if kind == "literal_error":
-        return _choice(value, re.findall(r"'([^']*)'", context["expected"]))
+        choices = re.findall(r"'([^']*)'", context["expected"])
+        if value in ("float16", "fp16", "half") and "bfloat16" in choices:
+            return _NO_FP16
+        return _choice(value, choices)
     if kind == "union_tag_invalid":
         registered = re.findall(r"'([^']*)'", context["expected_tags"])
         return f'unknown {path[-2] if path[-1] == "name" else path[-1]} "{context["tag"]}"{choose(context["tag"], registered)}'
@@ -107,6 +110,12 @@ def _message(path: KeyPath, errors: list[ErrorDetails], *, data: dict[str, Any])
         return f"expected a finite number, got {format_value(value)}"
     reason = str(context.get("error", error["msg"]))  # from our validator, or pydantic's text
     return f"{reason[:1].lower()}{reason[1:]}, got {_describe(value)}"
+
+
+_NO_FP16 = (
+    "titan does not train in float16: gradients below 6e-8 become 0 without loss scaling, which would need a pass over all gradients "
+    'and skip steps; use "bfloat16", which has the range of float32'
+)
 
 
 def _describe(value: Any) -> str:

@@ -49,8 +49,8 @@ def resolve_model(section: ModelSection) -> tuple[Any, list[RuleViolation]]:
         message = f'unknown model family "{section.name}"{choose(section.name, families())}'
         return None, [("model.name", message)]
     # Families of other packages are checked as they are loaded; tests check ours.
-    is_plug_in = section.name in _plug_ins()
-    if is_plug_in and (lacks := _lacks(package, ("FLAVORS", "TENSOR_PLAN", "build_model"))):
+    foreign = is_plug_in(section.name)
+    if foreign and (lacks := _lacks(package, ("FLAVORS", "TENSOR_PLAN", "build_model"))):
         return None, [("model.name", f"the family {section.name} lacks {lacks}; {_DOCS}")]
     # In order, since each question needs the answer before: family, flavor, overrides, shape.
     flavors = package.FLAVORS
@@ -58,7 +58,7 @@ def resolve_model(section: ModelSection) -> tuple[Any, list[RuleViolation]]:
         hint = choose(section.flavor, flavors)
         return None, [("model.flavor", f'{section.name} has no flavor "{section.flavor}"{hint}')]
     flavor = flavors[section.flavor]
-    if is_plug_in and (problem := _problem_of_sizes(flavor)):
+    if foreign and (problem := _problem_of_sizes(flavor)):
         message = f"the flavor {section.flavor} of the family {section.name} {problem}; {_DOCS}"
         return None, [("model.flavor", message)]
     violations = [*_check_overrides(section.overrides, flavor)]
@@ -66,7 +66,7 @@ def resolve_model(section: ModelSection) -> tuple[Any, list[RuleViolation]]:
         return None, violations
     config = _replace(flavor, section.overrides)
     violations = [*_check_shape(config, "head_dim" in section.overrides), *_check_experts(config)]
-    if not violations and is_plug_in:
+    if not violations and foreign:
         violations = [*_check_module(section.name, config)]
     return (None if violations else config), violations
 
@@ -82,6 +82,11 @@ def families() -> list[str]:
 
 def _plug_ins() -> dict[str, EntryPoint]:
     return {entry.name: entry for entry in plug_ins("titan.models")}
+
+
+def is_plug_in(name: str) -> bool:
+    """Return whether a family is another package's."""
+    return name in _plug_ins()
 
 
 @cache
@@ -140,6 +145,31 @@ def _check_module(name: str, config: Any) -> tuple[RuleViolation, ...]:
     return tuple(
         ("model.name", f"{kind} of the family {name} {what}; {_DOCS}") for what in problems
     )
+
+
+def check_split(
+    name: str, config: Any, *, stages: list[list[str]], tp: int
+) -> Iterator[RuleViolation]:
+    """Check that a plug-in's module can be cut into pipeline stages (none: is not cut), and be split by `tp` ranks."""
+    import torch
+
+    from titan.parallel.pipeline import extract_stages
+    from titan.parallel.tensor import check_plan
+
+    package = family(name)
+    with torch.device("meta"):
+        model = package.build_model(config)
+    prefix, where = "parallelism", f"; {name} is another package's family; {_DOCS}"
+    try:
+        if stages:
+            extract_stages(model, stages, numbers=range(len(stages)))
+    except ValueError as error:
+        yield f"{prefix}.pipeline_parallel_degree", f"{error}{where}"
+    try:
+        if tp > 1:
+            check_plan(model, package.TENSOR_PLAN, size=tp, num_kv_heads=config.n_kv_heads)
+    except (KeyError, ValueError) as error:
+        yield f"{prefix}.tensor_parallel_degree", f"{error.args[0]}{where}"
 
 
 def _check_overrides(overrides: dict[str, Any], flavor: Any) -> Iterator[RuleViolation]:

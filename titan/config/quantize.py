@@ -84,9 +84,7 @@ def check_converters(config: JobConfig) -> Iterator[RuleViolation]:
     if isinstance(section, Float8Section):
         yield from _check_float8(config, section)
     if section is not None:
-        recipe = section.recipe_name or "tensorwise"
-        multiple = 128 if recipe == "blockwise" else 32 if isinstance(section, MXSection) else 16
-        yield from _check_tokens(config, multiple=multiple)
+        yield from _check_tokens(config, multiple=32 if isinstance(section, MXSection) else 16)
 
 
 def _check_float8(config: JobConfig, section: Float8Section) -> Iterator[RuleViolation]:
@@ -96,9 +94,6 @@ def _check_float8(config: JobConfig, section: Float8Section) -> Iterator[RuleVio
     if gathers and recipe != "tensorwise":
         fix = 'use false, or recipe_name = "tensorwise"'
         yield gather, f"sends one scale with each weight, and {recipe} has several; {fix}"
-    if recipe == "blockwise" and config.parallelism.tensor_parallel_degree > 1:
-        reason = "blockwise does not divide matrices over tensor-parallel ranks"
-        yield f"{FLOAT8[0]}.recipe_name", f'{reason}; use "rowwise", or a degree of 1'
     # Scales are precomputed for what FSDP gathers in float8, on the device.
     if section.precompute_float8_dynamic_scale_for_fsdp:
         if not gathers:
@@ -110,7 +105,7 @@ def _check_float8(config: JobConfig, section: Float8Section) -> Iterator[RuleVio
         "tensorwise",
         "rowwise",
     ):
-        # torchao has measured when the other two recipes gain.
+        # torchao has measured when these two recipes gain.
         fix = 'name the layers, or use recipe_name = "rowwise"'
         yield filters, f'"auto_filter_small_kn" does not know recipe {recipe}; {fix}'
 

@@ -14,6 +14,7 @@ from .toml import KeyPath, format_value, tomllib
 _SECTIONS = ("tokenizer", "optimizer", "lr_scheduler", "data")
 _KEYS = {
     ("debug", "seed"),
+    ("loss", "name"),
     *(("training", key) for key in ("dataset", "dataset_path", "seq_len", "steps")),
 }
 # Settings of these sections that change no result: how the update is computed, and where tokens are kept.

@@ -75,6 +75,9 @@ class ModelSection(Section):
     memory-efficient kernel, plain operations on Hopper and Blackwell, and the same without cuDNN first
     elsewhere. Another name: that one, and those after it where it cannot compute something. "fa3" and
     "fa4" are FlashAttention-3 and -4, which must be installed."""
+    freeze: StrList = []
+    """Patterns of names of parameters that are not trained, such as ["tok_embeddings.*", "layers.[0-3].*"].
+    They get no gradients, no optimizer state and no decay. docs/checkpoints.md: how to begin from weights."""
     converters: StrList = []
     """Low-precision conversion of linear layers: "quantize.linear.float8" (or "float8") or
     "quantize.linear.mx". The section of the same name has its settings."""
@@ -134,8 +137,7 @@ class AdamSection(AdamWSection):
 
     name: Literal["Adam"] = "Adam"  # pyright: ignore[reportIncompatibleVariableOverride]
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """L2 penalty, added to the gradient of matrices and, with decay_norms, of all other
-    parameters."""
+    """L2 penalty, added to the gradient of matrices and, with decay_norms, of all other parameters."""
 
 
 class AdamW8bitSection(AdamOptions):
@@ -188,8 +190,6 @@ class DataloaderSection(Section):
 
     num_workers: NonNegative = 1
     """0 prepares batches in the training thread, 1 or more in one background thread."""
-    persistent_workers: bool = True
-    """Has no effect. The background thread lives as long as the run."""
     pin_memory: bool = True
     """Copy batches from page-locked memory, so that copies overlap with computation."""
     prefetch_factor: Annotated[int, Field(ge=1, le=1024)] = 4
@@ -223,8 +223,9 @@ class TrainingSection(Section):
     torch's default. PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF take precedence."""
     dtype: DType = "float32"
     """Precision of the master parameters and of the optimizer."""
-    mixed_precision_param: DType = "bfloat16"
-    """Precision of the forward and backward pass. Gathered parameters are cast to it."""
+    mixed_precision_param: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the forward and backward pass. Gathered parameters are cast to it. "auto": bfloat16
+    on accelerators, float32 on CPUs. float32 is about ten times slower on an H100."""
     mixed_precision_reduce: DType = "float32"
     """Precision in which gradients are summed over ranks."""
     gc_freq: Positive = 50
@@ -232,11 +233,23 @@ class TrainingSection(Section):
     step, so that none makes the others wait at another time."""
     dataloader: DataloaderSection = DataloaderSection()
 
+    @property
+    def compute_dtype(self) -> DType:
+        """Return the precision of the forward and backward pass. "auto" means accelerators here;
+        `JobConfig.on_device` replaces it for a CPU."""
+        asked = self.mixed_precision_param
+        return "bfloat16" if asked == "auto" else asked
+
 
 class LossSection(Section):
-    """Cross entropy, summed over the valid tokens of the global batch in fp32 and divided by their
-    number."""
+    """Cross entropy, or the loss of an installed package, summed over the valid tokens of the global
+    batch in fp32 and divided by their number."""
 
+    name: str = "cross_entropy"
+    """What training minimizes: "cross_entropy", or the name of an entry point `titan.losses`. Validation
+    reports the cross entropy with any loss."""
+    options: dict[str, int | float | bool | str] = {}
+    """Keyword arguments of a package's loss, such as {weight = 1e-4}."""
     chunk_output: bool = True
     """Compute the output layer together with the loss, a chunk of tokens at a time, so that the
     whole logits are never in memory. false: they are, in the compute precision. Has no effect if
@@ -244,12 +257,12 @@ class LossSection(Section):
     chunk_tokens: NonNegative = 2048
     """Tokens whose logits are in fp32 at a time. With chunk_output these are all the logits that
     exist. 0: all tokens. With chunk_output = false, 0 is the plain loss of most frameworks, for
-    comparison: torch's cross entropy on an fp32 copy of all logits."""
+    comparison: torch's cross entropy on an fp32 copy of all logits. Lower it for memory: more
+    saves little time (docs/memory.md)."""
 
 
 class StdlibSource(DocumentOptions):
-    """The embedded default: source code and documentation of this machine's Python standard
-    library."""
+    """The embedded default: source code and documentation of this machine's Python standard library."""
 
     type: Literal["stdlib"] = "stdlib"
 
@@ -401,3 +414,15 @@ class JobConfig(Section):
     def source_map(self) -> SourceMap:
         """Return where each key was written, for later problems. It is not part of the config's value."""
         return self._source_map
+
+    def on_device(self, kind: str) -> JobConfig:
+        """Return the job as a kind of device ("cuda", "cpu") runs it: with a precision in place of "auto".
+
+        Readers of the compute precision ask `training.compute_dtype`. Only this function and that one know what "auto" is.
+        """
+        training = self.training
+        if training.mixed_precision_param != "auto":
+            return self
+        dtype = "float32" if kind == "cpu" else training.compute_dtype
+        training = training.model_copy(update={"mixed_precision_param": dtype})
+        return self.model_copy(update={"training": training})

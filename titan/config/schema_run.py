@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .base import LIMIT, NonNegative, Positive, PositiveOrAuto, Section, StrList
+from .base import LIMIT, NonNegative, NonNegativeOrAuto, Positive, PositiveOrAuto, Section, StrList
 
 
 class JobSection(Section):
@@ -84,16 +84,18 @@ class ParallelismSection(Section):
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Whether gathered parameters are freed after the forward pass. "always" frees them (ZeRO-3).
     "never" keeps them for the backward pass (ZeRO-2), which saves a second gathering and costs
-    memory. "default" is "always", and "never" with pipeline parallelism."""
+    memory, and for all micro-batches of a step. "default" is "always", and "never" with pipeline
+    parallelism and on a rank that shares its weights with none."""
     fsdp_kept_blocks: Positive = 1
     """Last blocks of each stage that stay gathered until their backward pass all the same. The last one
     always does. Each more saves one gathering and costs its memory. `titan autofsdp` chooses."""
     fsdp_blocks_per_unit: Positive = 1
     """Neighbouring blocks that FSDP gathers and reduces as one. More of them make fewer and larger
     messages, which pays where messages are small, and cost memory. `titan autofsdp` chooses."""
-    fsdp_prefetch: NonNegative = 0
-    """Units (blocks) whose parameters FSDP gathers ahead, at the cost of their memory. 0: one, as soon as
-    the host reaches it. Raise it if communication is exposed."""
+    fsdp_prefetch: NonNegativeOrAuto = -1
+    """Units (blocks, with their experts) whose parameters FSDP gathers ahead, at the cost of their memory.
+    0: one, as soon as the host reaches it. -1: 1 where experts are gathered over ranks other than the rest
+    of their block (expert or tensor parallelism), else 0. Raise it if communication is exposed."""
     tensor_parallel_degree: Positive = 1
     """Ranks that split each layer's matrices. Keep it within a node."""
     disable_loss_parallel: bool = False
@@ -239,27 +241,25 @@ class CompileSection(Section):
     longer first step. "reduce-overhead" replays CUDA graphs, on one rank in one precision only.
     "max-autotune" does both."""
     cache_folder: str = ""
-    """Folder for compiled programs. Empty: titan/compile in the user's cache folder."""
+    """Folder for compiled programs. Empty: TORCHINDUCTOR_CACHE_DIR, else titan/compile in the
+    user's cache folder, or on several nodes titan-compile-UID in each node's temporary folder (TMPDIR)."""
 
 
 class Float8Section(Section):
-    """Float8 matrix products through torchao, if model.converters has "quantize.linear.float8". See
-    docs/float8.md."""
+    """Float8 matrix products through torchao, if model.converters has "quantize.linear.float8". See docs/float8.md."""
 
     enable_fsdp_float8_all_gather: bool = False
     """Gather parameters in float8, which halves the bytes of bf16. Only for recipe "tensorwise"."""
     precompute_float8_dynamic_scale_for_fsdp: bool = False
     """Compute the scales of all gathered parameters in one reduction in each step, not in one for
     each parameter. Tensor parallelism always does so."""
-    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise"] | None = None
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
     """What shares a scale. "tensorwise" (default): the tensor; fastest. "rowwise": each row and
-    column; more exact. "rowwise_with_gw_hp": and the weight's gradient in high precision.
-    "blockwise": 1 x 128 of activations and 128 x 128 of weights, as in DeepSeek-V3."""
+    column; more exact. "rowwise_with_gw_hp": and the weight's gradient in high precision."""
     filter_fqns: StrList = ["output"]
     """Layers that stay in high precision, by parts of their names. The default keeps the output
     layer, whose rounding goes straight into the loss. [] converts all, also the output layer within
-    the chunked loss. "auto_filter_small_kn" keeps layers that are too small to gain, by torchao's
-    measurements."""
+    the chunked loss. "auto_filter_small_kn" keeps layers that are too small to gain, by torchao's measurements."""
     emulate: bool = False
     """Compute the same numbers slowly on hardware without float8, such as a CPU."""
 
@@ -295,9 +295,6 @@ class GroupedMXSection(GroupedFloat8Section):
     """MXFP8 products of experts through torchao, if model.converters has
     "quantize.grouped_mm.mx"."""
 
-    recipe_name: Literal["mxfp8"] = "mxfp8"
-    """The only recipe."""
-
 
 class QuantizeGroupedSection(Section):
     float8: GroupedFloat8Section = GroupedFloat8Section()
@@ -312,7 +309,7 @@ class QuantizeSection(Section):
 
 
 class CommSection(Section):
-    """Limits for collectives and heartbeats, and the flight recorder."""
+    """Limits for collectives and heartbeats, the flight recorder, and the ranks' cores."""
 
     init_timeout_seconds: Positive = 300
     """Seconds that a collective may take during set-up and the first step, which compiles."""
@@ -329,11 +326,13 @@ class CommSection(Section):
     """Folder of the flight recorder's dumps, below the run folder."""
     save_traces_file_prefix: str = "rank-"
     """Beginning of a dump's file name; the rank follows."""
+    numa_binding: bool = True
+    """Whether a rank's threads stay on the cores of its GPU's NUMA node, among those that they may
+    use already. Has no effect without CUDA, or where the host names no node. See docs/cluster.md."""
 
 
 class FaultToleranceSection(Section):
-    """What a run does about bad losses, differing weights, slow steps and signals. See
-    docs/fault-tolerance.md."""
+    """What a run does about bad losses, differing weights, slow steps and signals. See docs/fault-tolerance.md."""
 
     grace_seconds: Positive = 120
     """Seconds to finish the step and save after SIGTERM, SIGUSR1 or SIGINT; then the process ends.
@@ -409,11 +408,3 @@ class MoESection(Section):
     expert_chunk_rows: NonNegative = 0
     """Rows that pass a rank's experts at a time. Each chunk is computed again in the backward pass,
     so that memory does not grow with uneven loads. 0: all rows at once."""
-    record_routes: str = ""
-    """Folder, below the run folder, to write each token's experts to. Empty: write none."""
-    record_routes_every_n_steps: Positive = 1
-    """Steps from one record to the next. A step's file has two bytes for each token, layer and
-    expert of the token."""
-    replay_routes: str = ""
-    """Folder of such a record to take the routes from, rather than from the router, which goes on
-    learning. Empty: do not."""

@@ -23,8 +23,7 @@ class WholeRunSection(Section):
     """Seconds from a failure until training goes on from the checkpoint: noticing it, a new node,
     starting, loading, compiling. A run's events.jsonl has them: down, setup and compile."""
     node_storage_gb_per_s: Annotated[float, Field(gt=0)] = 1.0
-    """GB/s with which each node writes checkpoints, all nodes at once. `titan preflight` measures
-    it."""
+    """GB/s with which each node writes checkpoints, all nodes at once. `titan preflight` measures it."""
     save_blocking_share: Annotated[float | None, Field(ge=0, le=1)] = None
     """Part of the time of a save for which training stands still. Unset: what follows from
     checkpoint.async_mode, which is all of it, or the copy to the host."""

@@ -20,6 +20,13 @@ def folder() -> Path:
     return installed if installed.is_dir() else package.parent / "train_configs"
 
 
+def schema() -> Path:
+    """Return the schema of job files: installed with the package, or in the docs of a checkout."""
+    package = Path(titan.__file__).parent
+    installed = package / "docs" / "schema.json"
+    return installed if installed.is_file() else package.parent / "docs" / "schema.json"
+
+
 def jobs() -> dict[str, Path]:
     """Return the shipped jobs by name, such as "llama3_8b"."""
     return {file.stem: file for file in sorted(folder().glob("*.toml"))}
@@ -33,8 +40,9 @@ def about(file: Path) -> str:
 
 def copy(name: str, target: Path) -> int:
     """Write a shipped job to a file that does not exist yet. Return the exit code."""
-    # The first line points an editor at the schema in the checkout.
-    text = jobs()[name].read_text().removeprefix("#:schema ../docs/schema.json\n")
+    # The first line tells an editor where the schema is: the same file, wherever the copy is.
+    text = jobs()[name].read_text()
+    text = text.replace("#:schema ../docs/schema.json", f"#:schema {schema().as_uri()}", 1)
     if name == STARTER and re.fullmatch(r"[\w.-]+", target.stem):
         # A second job does not find the first one's checkpoints in its run folder.
         text = text.replace("outputs/first", f"outputs/{target.stem}")

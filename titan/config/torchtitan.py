@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import reduce
 from typing import Any
 
-from .errors import RuleViolation
+from .errors import COMMAND_LINE, RuleViolation
 from .model import family
 from .quantize import FLOAT8
 from .schema import JobConfig
@@ -48,17 +48,28 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
+# Tables that TorchTitan lacks. It refuses a file that has one.
+_OURS = ("data", "hardware", "loss", "model.overrides", "moe", "simulator", "tokenizer")
+
+
 def differences(config: JobConfig) -> list[str]:
-    """Return a line for each setting of a valid job that means something else in TorchTitan."""
+    """Return a line for each setting of a valid job that means something else in TorchTitan; none if it cannot read the file."""
+    if not _is_read_there(config):
+        return []
     differences = [*_in_model(config), *_in_optimizer(config), *_in_defaults(config)]
     return [f"{key}: {message}" for key, message in differences]
 
 
+def _is_read_there(config: JobConfig) -> bool:
+    """Return whether TorchTitan has the job's model, and its file no table of ours. The command line is no part of the file."""
+    model, written = config.model, config.source_map.locations.items()
+    keys = [key for key, place in written if place.file != COMMAND_LINE]
+    is_ours = any(key == table or key.startswith(f"{table}.") for key in keys for table in _OURS)
+    return model.flavor in FLAVORS.get(model.name, ()) and not is_ours
+
+
 def _in_model(config: JobConfig) -> Iterator[RuleViolation]:
     model = config.model
-    if model.flavor not in FLAVORS.get(model.name, ()):
-        yield "model.flavor", f'TorchTitan has no {model.name} "{model.flavor}"'
-        return
     if config.data.document_mask:
         yield "data.document_mask", "true ignores the label across a boundary; TorchTitan does not"
     elif (model.name, model.flavor) in _MASKED:

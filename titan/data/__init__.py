@@ -9,8 +9,9 @@ A document passes through these files, in this order. docs/data.md describes it 
     cache.py                 shares the shards of raw text between processes
     streams.py               packs text that is read while training
     order.py                 says which sample comes when
+    shard_samples.py         gives rows of the shards by their number
     samples.py               makes one endless numbered sequence of all sources
-    best_fit.py              fills its rows with whole documents, if asked
+    best_fit.py              fills such rows with whole documents, if asked
     packing.py               makes a batch of rows of tokens
     loader.py                does so ahead of time, in a background thread
 
@@ -20,6 +21,7 @@ Only best_fit.py and the last two import torch.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from types import ModuleType
 
 from titan.untrusted import InputError, printable
@@ -32,10 +34,13 @@ class DataError(InputError):
     """Report that text, a tokenizer or a data setting is not usable: which, why, and the nearest fix.
 
     The message may quote a stranger's file. So it is one line of limited length, with control characters spelled out.
+
+    paste: lines for the job file that correct the mistake; they follow the message.
     """
 
-    def __init__(self, message: str) -> None:
-        super().__init__(printable(message, _MAX_CHARS))
+    def __init__(self, message: str, *, paste: Sequence[str] = ()) -> None:
+        self.paste = tuple(printable(line, _MAX_CHARS) for line in paste)
+        super().__init__("\n".join([printable(message, _MAX_CHARS), *self.paste]))
 
 
 def require(module: str, *, purpose: str) -> ModuleType:

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RankShare:
-    """Say which samples a data-parallel rank takes: its own batch of each `world` batches in a
-    row."""
+    """Say which samples a data-parallel rank takes: its own batch of each `world` batches in a row."""
 
     rank: int = 0
     world: int = 1
@@ -37,7 +36,7 @@ class Samples(ABC):
 
     @property
     def num_samples(self) -> int | None:
-        """Return the length of an epoch, or None if it is not known yet, or endless."""
+        """Return the length of an epoch, or None if there is no end."""
         return None
 
     @abstractmethod
@@ -45,8 +44,8 @@ class Samples(ABC):
         """Return the rows of these samples, int64[len(indices), seq_len + 1]."""
 
     def seek(self, position: int, *, bookmark: Any = None) -> None:  # noqa: B027
-        """Prepare for samples from `position` on. bookmark: of a place before it, if there is one."""
+        """Prepare for samples from `position` on. bookmark: of this place, if there is one."""
 
     def bookmark(self) -> dict[str, Any] | None:
-        """Return what makes a later `seek` to this place quick, JSON-able, or None if seeking is quick anyway."""
+        """Return what a later `seek` to this place needs, JSON-able, or None if the position is enough."""
         return None

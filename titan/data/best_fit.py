@@ -16,7 +16,7 @@ import numpy as np
 
 from titan.data.cache import cache_entry, exclusive
 from titan.data.order import derive_key
-from titan.data.samples import SampleOptions, ShardSamples
+from titan.data.shard_samples import SampleOptions, ShardSamples
 from titan.data.shards import TokenShards, temporary_name
 from titan.data.special_tokens import SpecialTokens
 from titan.loss import IGNORED
@@ -30,13 +30,13 @@ class BestFitSamples(ShardSamples):
 
     def __init__(self, shards: TokenShards, options: SampleOptions, **named: Any) -> None:
         self._folder = cache_entry(options.data.cache_folder, "packing")
-        self._plans: dict[int, np.ndarray] = {}
         super().__init__(shards, options, **named)
 
-    def _ends(self) -> np.ndarray:
-        for number in range(len(self._plans), len(self._shards.ends)):
-            self._plans[number] = self._plan(number)
-        return np.cumsum([plan[0, -1] + 1 if plan.size else 0 for plan in self._plans.values()])
+    def _count_rows(self) -> int:
+        self._plans = [self._plan(number) for number in range(len(self._shards.ends))]
+        rows = [plan[0, -1] + 1 if plan.size else 0 for plan in self._plans]
+        self._ends = np.cumsum(rows, dtype=np.int64)
+        return int(self._ends[-1]) if rows else 0
 
     def _plan(self, number: int) -> np.ndarray:
         """Return the pieces of a shard's rows, int64[3, pieces]: row, start in the shard, length. Rows ascend."""
@@ -52,10 +52,9 @@ class BestFitSamples(ShardSamples):
         return np.load(file, mmap_mode="r").view(np.ndarray)
 
     def _row(self, place: int, epoch: int) -> np.ndarray:
-        ends = self._ends()
-        number = int(ends.searchsorted(place, side="right"))
+        number = int(self._ends.searchsorted(place, side="right"))
         plan, tokens = self._plans[number], self._shards.tokens_of(number)
-        local = place - (int(ends[number - 1]) if number else 0)
+        local = place - (int(self._ends[number - 1]) if number else 0)
         first, end = plan[0].searchsorted([local, local + 1])
         row, filled = np.full(self._seq_len + 1, IGNORED, dtype=np.int64), 0
         for start, length in plan[1:, first:end].T.tolist():

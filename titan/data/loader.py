@@ -2,7 +2,8 @@
 
 With p samples consumed so far, micro-batch a (of A), data-parallel rank r (of R) and local row j (of B), the global
 sample is p + a*R*B + r*B + j, and a step consumes A*R*B of them. So the samples of a step do not depend on how
-ranks and accumulation share them out, and a run that resumes on another number of ranks goes on exactly.
+ranks and accumulation share them out, and a run that resumes on another number of ranks goes on exactly. Streams are the
+exception: each rank has a part of them, and a bookmark in it (streams.py).
 
 Samples to leave out (titan/health/recovery.py says when) are ranges of numbers. A step that would touch such a range begins
 after it, which is the same on every layout.
@@ -91,15 +92,28 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """Return {"position": samples consumed by all ranks}, JSON-able, with "skipped" ranges of samples if there are any.
 
-        The position is enough to resume. For streams, a "bookmark" makes that quick. Any rank's state serves all ranks.
+        The position is enough to resume finite text, on any number of ranks. Of a stream each rank has a part, and its place in
+        it is its "bookmark".
         """
         return self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the steps of `state`, on any number of ranks."""
+        """Go on after the steps of `state`. "bookmarks" are those of all ranks, of which this rank takes one.
+
+        Raises DataError if a stream was split among another number of ranks.
+        """
         # What the thread has read ahead belongs to the old position.
         self.close()
-        self._state = state
+        self._state = {**state}
+        bookmarks = self._state.pop("bookmarks", [])
+        if bookmarks and self.samples.bookmark() is not None:
+            if (count := len(bookmarks)) != self.share.world:
+                raise DataError(
+                    f"the checkpoint's stream was split among {count} data-parallel ranks, and this run has "
+                    f"{self.share.world}: resume on {count}, or begin the text again with "
+                    'checkpoint.exclude_from_loading = ["dataloader"]'
+                )
+            self._state["bookmark"] = bookmarks[self.share.rank]
 
     def skip(self, first: int, end: int) -> None:
         """Leave out samples first to end - 1. The next step is the next one that touches none of them."""
@@ -155,9 +169,10 @@ class Loader:
         num_samples = self._accumulation * self.share.stride
         while True:
             first = _after_skipped(position, num_samples, skipped)
-            if first != position:
-                position = first
-                self.samples.seek(position)
+            # Read and dropped, since a stream cannot pass over samples.
+            for begin in range(position, first, self.share.stride):
+                self._make_batch(begin)
+            position = first
             batches = []
             for _ in range(self._accumulation):
                 batches.append(self._make_batch(position))
@@ -249,10 +264,16 @@ def build_loader(
     seed: int,
     accumulation: int = 1,
 ) -> Loader:
-    """Return the training data of data-parallel rank `rank` of `world`. Raises DataError.
+    """Return the training data of a data-parallel rank. Raises DataError.
 
-    The first process that needs a short text tokenises it into the cache. The others wait here. Longer text is tokenised
-    while the loader is used.
+    The first process that needs a text tokenizes it into the cache. The others wait here.
+
+    Args:
+        training, data: sections of the job.
+        tokenizer: makes tokens of text; prepared data must have been made with the same one.
+        rank, world: this data-parallel rank, and how many read different samples.
+        seed: orders the samples.
+        accumulation: batches of a step.
     """
     options = SampleOptions(
         tokenizer=tokenizer,
@@ -260,7 +281,8 @@ def build_loader(
         seq_len=training.seq_len,
         split="train",
         seed=seed,
-        by_shard=True,
+        rank=rank,
+        world=world,
     )
     return Loader(
         build_samples(_training_sources(training, data), options=options),
@@ -297,7 +319,9 @@ def build_validation_loader(
             "cannot be counted from its tokens"
         )
     seq_len = validation.seq_len or training.seq_len
-    options = SampleOptions(tokenizer=tokenizer, data=data, seq_len=seq_len, split=split, seed=0)
+    options = SampleOptions(
+        tokenizer=tokenizer, data=data, seq_len=seq_len, split=split, seed=0, rank=rank, world=world
+    )
     return Loader(
         build_samples(sources, options=options),
         share=RankShare(rank=rank, world=world, batch=validation.local_batch_size),

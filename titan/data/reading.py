@@ -25,8 +25,7 @@ from typing import Any, BinaryIO
 from titan.data import DataError, require
 from titan.untrusted import Unpacked
 
-# Characters of a piece: small enough to hand to a worker, large enough that few tokens are near a
-# cut.
+# Characters of a piece: small enough to hand to a worker, large enough that few tokens are near a cut.
 PIECE_CHARS = 2**17
 _WINDOW = 2**14  # characters at the end of a piece in which to look for a good place to cut
 # Before a space that follows a word, or after the end of a line.
@@ -211,15 +210,26 @@ def _row(line: bytes, *, where: str) -> Any:
         ) from None
 
 
+class NoText(DataError):
+    """Report that rows have no text under a key. likely: the field that seems to hold it, or an empty text."""
+
+    def __init__(self, message: str, likely: str) -> None:
+        super().__init__(message)
+        self.message, self.likely = message, likely
+
+
 def field(row: Any, key: str, *, where: str) -> str:
-    """Return the text of a row's field. Raises DataError if there is none."""
+    """Return the text of a row's field. Raises NoText if there is none."""
     fields = row if isinstance(row, dict) else {}
     if key not in fields:
         names = sorted(fields)
         listed = ", ".join(name[:40] for name in names[:10]) or "none"
         more = f" and {len(names) - 10:,} more" if len(names) > 10 else ""
-        raise DataError(
-            f"{where}: no text under '{key}'; its fields are {listed}{more} ({_SET_KEY})"
+        # The longest text.
+        texts = {name: len(text) for name, text in fields.items() if isinstance(text, str)}
+        raise NoText(
+            f"{where}: no text under '{key}'; its fields are {listed}{more} ({_SET_KEY})",
+            max(texts, key=lambda name: texts[name], default=""),
         )
     return _text(fields[key], key, where=where)
 
@@ -249,7 +259,10 @@ def read_parquet(file: Path, meter: Meter, key: str) -> Iterator[str]:
         names = table.schema_arrow.names
         if key not in names:
             listed = ", ".join(name[:40] for name in names[:20])
-            raise DataError(f"{file}: no column '{key}'; its columns are {listed} ({_SET_KEY})")
+            kinds = zip(names, map(str, table.schema_arrow.types), strict=True)
+            likely = next((name for name, kind in kinds if kind in ("string", "large_string")), "")
+            message = f"{file}: no column '{key}'; its columns are {listed} ({_SET_KEY})"
+            raise NoText(message, likely)
         size = file.stat().st_size
         for number in range(table.num_row_groups):
             where = f"{file}, row group {number}"

@@ -1,10 +1,7 @@
 """Make one endless, numbered sequence of rows of tokens from every kind of source.
 
 A sample has seq_len + 1 tokens, and begins seq_len tokens after the one before it, so that each token is predicted once an
-epoch. For finite text, sample i is row i mod N of epoch i // N, sent through that epoch's permutation, and nothing is kept
-between calls. Raw text may still grow while it is read. So in its first epoch, the rows of each shard have a permutation, one
-shard after another, and the order does not depend on how fast the text is tokenised. A blend asks its sources for their own
-sample numbers (order.Blend).
+epoch. Finite text is in shards (shard_samples.py, or best_fit.py for whole documents). A blend asks its sources for their own sample numbers (order.Blend).
 
 `build_samples` makes them from source sections, and loader.py reads them.
 """
@@ -12,7 +9,6 @@ sample numbers (order.Blend).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,87 +17,14 @@ import numpy as np
 from titan.config import schema as s
 from titan.data import DataError
 from titan.data.base import Samples
-from titan.data.cache import open_cached
-from titan.data.order import Blend, derive_key, permute
+from titan.data.cache import cached_shards
+from titan.data.order import Blend, derive_key
+from titan.data.shard_samples import SampleOptions, ShardSamples
 from titan.data.shards import TokenShards
-from titan.data.sources import TextStream
+from titan.data.sources import TextStream, open_documents
 from titan.data.special_tokens import SpecialTokens
 from titan.data.streams import StreamSamples
 from titan.data.tokenizer import Tokenizer
-from titan.data.writer import TokenizationSpec
-
-
-class ShardSamples(Samples):
-    """Give the samples of memory-mapped token shards, cut at every `seq_len` tokens."""
-
-    def __init__(
-        self, shards: TokenShards, options: SampleOptions, *, key: int, name: str, by_shard: bool
-    ) -> None:
-        """Read shards in the order that `key` names for each epoch.
-
-        Args:
-            name: the source's, for an error.
-            by_shard: shuffle the first epoch within each shard, and read it while the shards are growing. Otherwise all
-                shards are waited for when the first sample is read.
-        """
-        self.special_tokens, self._seq_len = shards.special_tokens, options.seq_len
-        self._shards, self._data, self._key = shards, options.data, key
-        self._name, self._by_shard = name, by_shard
-        if shards.is_complete:
-            self._checked_ends()
-
-    @property
-    def num_samples(self) -> int | None:
-        self._shards.look()
-        self._shards.wait(lambda: self._by_shard)
-        return int(self._checked_ends()[-1]) if self._shards.is_complete else None
-
-    def _ends(self) -> np.ndarray:
-        """Return how many rows there are up to the end of each shard, int64[shards]."""
-        # One token more than the inputs, for the last label. What is left at the end makes no sample.
-        return (self._shards.ends - 1) // self._seq_len
-
-    def _row(self, place: int, epoch: int) -> np.ndarray:
-        # Consecutive rows overlap in one token: the last label of one is the first input of the next.
-        begin, length = place * self._seq_len, self._shards.num_tokens
-        if self._data.move_windows and epoch:
-            begin = (begin + derive_key(self._key, "move", epoch) % length) % length
-        # After the end of the text comes its beginning: a new document, as any other.
-        count = min(self._seq_len + 1, length - begin)
-        tokens = self._shards.read(begin, count=count)
-        rest = self._seq_len + 1 - count
-        return np.append(tokens, self._shards.read(0, count=rest)) if rest else tokens
-
-    def _checked_ends(self) -> np.ndarray:
-        """Return `_ends()`. Raises DataError if no row will come."""
-        ends, split = self._ends(), self._shards.split
-        if self._shards.is_complete and not ends[-1:].any():
-            fix = "give it more text or lower seq_len"
-            if split == "validation":
-                fix = "raise data.validation_fraction (for shards: prepare it again with --validation-fraction)"
-                fix += ", set validation.dataset, or set validation.enable = false"
-            raise DataError(
-                f"the {split} split of {self._name} has {self._shards.num_tokens} tokens, but one sequence needs "
-                f"{self._seq_len + 1}; {fix}"
-            )
-        return ends
-
-    def get(self, indices: np.ndarray) -> np.ndarray:
-        last = indices.max()
-        self._shards.wait(lambda: self._by_shard and (self._ends() > last).any())
-        ends = self._checked_ends()
-        # While text is growing, these are rows of the first epoch.
-        epochs, places = np.divmod(indices, ends[-1])
-        # A batch may span two epochs, or two shards, which have different permutations.
-        for epoch in np.unique(epochs) if self._data.shuffle else ():
-            ends_now = ends if self._by_shard and epoch == 0 else ends[-1:]
-            parts = np.where(epochs == epoch, np.searchsorted(ends_now, places, side="right"), -1)
-            for part in np.unique(parts[parts >= 0]).tolist():
-                begin, end = int(ends_now[part - 1]) if part else 0, int(ends_now[part])
-                key = derive_key(self._key, "epoch", int(epoch), *([part] if part else []))
-                moved = permute(places[parts == part] - begin, length=end - begin, key=key)
-                places[parts == part] = begin + moved
-        return self._shards.check(np.stack([*map(self._row, places.tolist(), epochs.tolist())]))
 
 
 class SyntheticSamples(Samples):
@@ -163,31 +86,6 @@ class BlendSamples(Samples):
         return np.stack([rows[slot] for slot in range(len(indices))])
 
 
-@dataclass(frozen=True, kw_only=True)
-class SampleOptions:
-    """Hold the options that all sources of a job share."""
-
-    tokenizer: Tokenizer
-    data: s.DataSection
-    seq_len: int
-    split: str
-    seed: int
-    by_shard: bool = False
-    """Read raw text while it is tokenised. Not for validation: the first rows may not stand for all of the text."""
-
-    @property
-    def spec(self) -> TokenizationSpec:
-        """Return how the job's documents become tokens."""
-        data = self.data
-        return TokenizationSpec(
-            tokenizer=self.tokenizer,
-            special_tokens=SpecialTokens.of(
-                self.tokenizer, add_bos=data.add_bos, add_eos=data.add_eos
-            ),
-            validation_fraction=data.validation_fraction,
-        )
-
-
 def build_samples(sources: Sequence[s.Section], *, options: SampleOptions) -> Samples:
     """Return the samples of one source, or the blend of several by their weights. Raises DataError."""
     # Numbered, so that two sources of equal text get different orders.
@@ -210,7 +108,7 @@ def _open_source(section: s.Section, number: int, options: SampleOptions) -> Sam
         shards = TokenShards(Path(section.path).expanduser(), split=options.split)
         _check_tokenizer(shards, tokenizer)
         name = f"the shards in '{section.path}'"
-        return _shard_samples(shards, options, key=key, name=name, by_shard=False)
+        return _shard_samples(shards, options, key=key, name=name)
     if options.split == "validation" and not data.validation_fraction:
         raise DataError(
             "validation has no text: set data.validation_fraction (0.01 holds out every hundredth document) "
@@ -222,9 +120,10 @@ def _open_source(section: s.Section, number: int, options: SampleOptions) -> Sam
             raise DataError(
                 f"data.packing = 'best_fit' packs finite text, and {section.path} is a stream; set streaming = false"
             )
+        key = derive_key(key, "rank", options.rank, options.world)
         depends_on = (repr(section), tokenizer.fingerprint, str(spec.special_tokens), seq_len)
         return StreamSamples(
-            TextStream(section),
+            TextStream(section, rank=options.rank, world=options.world),
             tokenizer=tokenizer,
             special_tokens=spec.special_tokens,
             seq_len=seq_len,
@@ -233,11 +132,11 @@ def _open_source(section: s.Section, number: int, options: SampleOptions) -> Sam
             keep=lambda text: spec.split_of(text) == options.split,
             identity=derive_key(key, *depends_on, str(data.validation_fraction), data.shuffle),
         )
-    # All other text is finite: one process tokenises it, and all map its shards.
-    shards, name = open_cached(
-        section, spec=spec, cache_folder=data.cache_folder, split=options.split
-    )
-    return _shard_samples(shards, options, key=key, name=name, by_shard=options.by_shard)
+    # All other text is finite: one process tokenizes it, and all map its shards.
+    documents = open_documents(section)
+    folder = cached_shards(documents, spec=spec, cache_folder=data.cache_folder)
+    shards = TokenShards(folder, split=options.split)
+    return _shard_samples(shards, options, key=key, name=documents.name)
 
 
 def _shard_samples(shards: TokenShards, options: SampleOptions, **named: Any) -> ShardSamples:
@@ -252,7 +151,7 @@ def _check_tokenizer(shards: TokenShards, tokenizer: Tokenizer) -> None:
     index = shards.index
     if index.fingerprint != tokenizer.fingerprint:
         raise DataError(
-            f"'{shards.folder}' was tokenised with another tokenizer ({index.tokenizer}, {index.vocab_size} ids, "
+            f"'{shards.folder}' was tokenized with another tokenizer ({index.tokenizer}, {index.vocab_size} ids, "
             f"{index.fingerprint}) than this job's ({tokenizer.kind}, {tokenizer.vocab_size} ids, "
             f"{tokenizer.fingerprint}); set [tokenizer] to that one or run `titan prepare` again"
         )

@@ -1,18 +1,16 @@
-"""Define token shards: the format of finite text on disk, both in prepared folders and in the
-cache.
+"""Define token shards: the format of finite text on disk, both in prepared folders and in the cache.
 
 A folder holds index.json and flat files of little-endian uint16 (uint32 above 65,536 ids): train-00000.bin ... and, if
 documents were held out, validation-00000.bin ... Documents are stored one after another, framed by begin and end ids. A
 shard ends at the end of a document, or of a piece of a long one. index.json is written last, so a folder that has one is
-complete. Until then progress.json, of the same form, lists the finished shards, which may be read already (cache.py). The
-reader maps the files, so that processes on one machine share the pages and opening costs nothing.
+complete. Until then progress.json, of the same form, lists the finished shards. The reader maps the files, so that processes
+on one machine share the pages and opening costs nothing.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -36,8 +34,7 @@ _MAX_INDEX_BYTES, _MAX_INDEX_VALUES = 2**28, 10**7  # of a million shards
 
 
 class Shard(BaseModel):
-    """Describe one file: its tokens, the documents that end in it, and the bytes of text that these
-    were.
+    """Describe one file: its tokens, the documents that end in it, and the bytes of text that these were.
 
     documents_read, pieces_read: where reading stood when the file was closed, in documents of the source (of all splits)
     and pieces (reading.py) of the next one.
@@ -120,33 +117,18 @@ def read_index(file: Path) -> Index:
 class TokenShards:
     """Read the tokens of one split as one long row, from the mapped files.
 
-    ends: where each file ends in that row, int64[files]. num_tokens: of all files known so far.
+    ends: where each file ends in that row, int64[files]. num_tokens: of all files.
     """
 
-    is_complete = True
-
-    def __init__(self, folder: Path, *, split: str, index: Index | None = None) -> None:
+    def __init__(self, folder: Path, *, split: str) -> None:
         self.folder, self.split = folder, split
-        self._maps: list[np.ndarray] = []
-        self.use(index or read_index(folder / INDEX))
+        self.index = read_index(folder / INDEX)
         self.special_tokens = SpecialTokens(self.index.bos_id, self.index.eos_id)
         known = (self.index.vocab_size - 1, self.index.bos_id or 0, self.index.eos_id or 0)
         self._num_ids = max(known) + 1
-
-    def use(self, index: Index) -> None:
-        """Map the files that `index` adds to those known so far."""
-        self.index = index
-        files = [shard for shard in index.splits[self.split] if shard.tokens]
-        # Files before their ends, since another thread may be reading.
-        self._maps = self._maps + [self._map(shard) for shard in files[len(self._maps) :]]
+        self._maps = [self._map(shard) for shard in self.index.splits[split] if shard.tokens]
         self.ends = np.cumsum([len(tokens) for tokens in self._maps], dtype=np.int64)
-        self.num_tokens = index.total(self.split)
-
-    def look(self) -> None:
-        """Learn what has been added, in a folder that may still grow."""
-
-    def wait(self, enough: Callable[[], bool]) -> None:
-        """Return once `enough()` is true or all text is there, as it always is in a complete folder."""
+        self.num_tokens = self.index.total(split)
 
     def _map(self, shard: Shard) -> np.ndarray:
         file, dtype = self.folder / shard.file, token_dtype(self.index.vocab_size)

@@ -13,12 +13,15 @@ from __future__ import annotations
 import difflib
 import glob
 import hashlib
+import json
 import re
 import sys
 import sysconfig
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from titan.data import DataError, require
 from titan.data.reading import (
     Document,
     Meter,
+    NoText,
     Reader,
     field,
     pieces_of,
@@ -44,10 +48,14 @@ _STDLIB_SKIPPED = {
 }
 
 
+_MOST_LISTED = 10_000
+# What `titan check` reads of a source: files, and documents of each.
+_TRIED_FILES, _TRIED_DOCUMENTS = 16, 3
+
+
 @dataclass(frozen=True, kw_only=True)
 class Documents:
-    """Offer finite text. `read()` yields the documents from the first one, in the same order each
-    time."""
+    """Offer finite text. `read()` yields the documents from the first one, in the same order each time."""
 
     name: str
     identity: list[object]
@@ -57,6 +65,8 @@ class Documents:
     """Size of the files, for a progress bar, or None if it is unknown."""
     position: Callable[[], int] = lambda: 0
     """How many of these bytes have been read."""
+    try_first: Callable[[], None] = lambda: None
+    """Read the first documents of the first files. Raises DataError if they are not of the kind that they should be."""
 
 
 def in_validation(document: Document, *, fraction: float) -> bool:
@@ -78,7 +88,7 @@ def find_files(path: str, *, patterns: list[str]) -> list[Path]:
     if where.is_dir():
         matches = {f for pattern in patterns for f in where.rglob(pattern) if f.is_file()}
         if not matches:
-            raise DataError(f"no {' or '.join(patterns)} in folder '{path}'")
+            raise DataError(f"no {' or '.join(patterns)} in folder '{path}'{_glob_of(where, path)}")
         return sorted(matches)
     files = sorted(Path(f) for f in glob.glob(str(where), recursive=True) if Path(f).is_file())  # noqa: PTH207
     if not files:
@@ -86,6 +96,17 @@ def find_files(path: str, *, patterns: list[str]) -> list[Path]:
             f"'{path}' is no file or folder, and as a glob matches nothing (working folder: {Path.cwd()})"
         )
     return files
+
+
+def _glob_of(folder: Path, path: str) -> str:
+    """Return a hint for a folder without files of the names that are searched for: a glob of those that it has most of."""
+    # A folder may hold millions of files.
+    files = islice((f for f in folder.rglob("*") if f.is_file() and f.suffix), _MOST_LISTED)
+    endings = Counter(f.suffix for f in files)
+    if not endings:
+        return ""
+    [(ending, count)] = endings.most_common(1)
+    return f", which has {count:,} *{ending}; name other files, or give a glob: '{path.rstrip('/')}/**/*{ending}'"
 
 
 def open_documents(section: s.Section) -> Documents:
@@ -99,10 +120,11 @@ def open_documents(section: s.Section) -> Documents:
         return _from_files("text", files, read_text)
     if isinstance(section, s.JsonlSource):
         files = find_files(section.path, patterns=["*.jsonl", "*.json", "*.jsonl.gz", "*.json.gz"])
-        return _from_files("jsonl", files, read_jsonl, key=section.text_key)
+        return _with_paste(section, _from_files("jsonl", files, read_jsonl, key=section.text_key))
     if isinstance(section, s.ParquetSource):
         files = find_files(section.path, patterns=["*.parquet"])
-        return _from_files("parquet", files, read_parquet, key=section.text_key)
+        documents = _from_files("parquet", files, read_parquet, key=section.text_key)
+        return _with_paste(section, documents)
     if isinstance(section, s.HuggingFaceSource):
         stream = TextStream(section)
         what = section.model_dump(exclude={"weight"})
@@ -125,13 +147,44 @@ def _from_files(kind: str, files: list[Path], read: Reader, **options: str) -> D
     # Path, size and time of each file: hashing the content would read all of the text.
     stats = [(str(f.resolve()), f.stat()) for f in files]
     meter = Meter()
+
+    def try_first() -> None:
+        for file in files[:_TRIED_FILES]:
+            deque(islice(read_files([file], read, Meter(), **options), _TRIED_DOCUMENTS), 0)
+
     return Documents(
         name=f"{kind} ({len(files)} file{'s' * (len(files) != 1)})",
         identity=[kind, options, [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]],
         read=lambda: read_files(files, read, meter, **options),
         num_bytes=sum(stat.st_size for _, stat in stats),
         position=lambda: meter.num_bytes,
+        try_first=try_first,
     )
+
+
+def _with_paste(section: s.JsonlSource | s.ParquetSource, documents: Documents) -> Documents:
+    """Return the documents with an error that says how to name the field of the text, in lines for the job file."""
+
+    @contextmanager
+    def explained() -> Iterator[None]:
+        try:
+            yield
+        except NoText as error:
+            values = {"type": section.type, "path": section.path, "text_key": error.likely}
+            lines = [f"{key} = {json.dumps(value)}" for key, value in values.items()]
+            paste = ["[[data.sources]]", *lines] if error.likely else []
+            where = "; in the job, in place of dataset and dataset_path:" if paste else ""
+            raise DataError(error.message + where, paste=paste) from None
+
+    def read() -> Iterator[Document]:
+        with explained():
+            yield from documents.read()
+
+    def try_first() -> None:
+        with explained():
+            documents.try_first()
+
+    return replace(documents, read=read, try_first=try_first)
 
 
 def _stdlib_files() -> list[Path]:
@@ -149,10 +202,10 @@ def _stdlib_files() -> list[Path]:
 
 
 class TextStream:
-    """Read a Hugging Face dataset row by row. `state()` and `read(state)` resume at a place in
-    it."""
+    """Read a Hugging Face dataset row by row. `state()` and `read(state)` resume at a place in it."""
 
-    def __init__(self, section: s.HuggingFaceSource) -> None:
+    def __init__(self, section: s.HuggingFaceSource, *, rank: int = 0, world: int = 1) -> None:
+        """Open a dataset; of a stream, the part of rank `rank` of `world`."""
         configuration = f" ({section.name})" if section.name else ""
         self.name = f"{section.path}{configuration} [{section.split}]"
         self._key = section.text_key
@@ -163,6 +216,10 @@ class TextStream:
         # Characters read, for the progress bar. They stand for bytes.
         self.position = 0
         self._dataset = dataset if section.streaming else dataset.to_iterable_dataset()
+        if world > 1:
+            from datasets.distributed import split_dataset_by_node
+
+            self._dataset = split_dataset_by_node(self._dataset, rank=rank, world_size=world)
         self._beginning = self._dataset.state_dict()
 
     def read(self, state: dict[str, Any] | None = None) -> Iterator[str]:

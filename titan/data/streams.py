@@ -1,12 +1,12 @@
-"""Pack text that is read while training, so that any number of ranks sees the same endless sequence of samples.
+"""Pack text that is read while training. Each data-parallel rank has a part of the stream for itself.
 
-The documents of a stream are numbered as they come, epoch after epoch, and laid one after another. Sample i begins at
-token i * seq_len of that row. So sample i is a function of the stream alone, and every rank reads and tokenises all of
-it, on a few threads. Shuffling permutes blocks of `shuffle_buffer` documents by a key of (seed, epoch, block).
+`datasets` splits a stream by rank, so a rank reads and tokenizes its documents only. They are numbered as they come, epoch
+after epoch, and laid one after another. A rank's samples follow one another at every seq_len tokens of that row. So what a
+rank trains on is a function of the stream, the rank and the number of ranks. Shuffling permutes blocks of `shuffle_buffer`
+documents by a key of (seed, epoch, block).
 
-The position is one integer. `bookmark()` records in which document a sample begins and from where the reader can go on to
-it, so that a resumed run need not tokenise everything again. A bookmark saves work and changes nothing: without one, the
-stream is replayed from its start.
+`bookmark()` records in which document the next sample begins and from where the reader can go on to it. A resumed rank goes on
+from its bookmark.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ _THREADS, _DOCUMENTS_AT_ONCE = 4, 64
 
 
 class Mark(NamedTuple):
-    """Mark a place to go on reading: before block `block` of `epoch`, after `document`
-    documents."""
+    """Mark a place to go on reading: before block `block` of `epoch`, after `document` documents."""
 
     document: int = 0
     epoch: int = 0
@@ -45,7 +44,7 @@ class Mark(NamedTuple):
 
 
 class StreamSamples(Samples):
-    """Give the samples of a stream. Ask for them in rising order."""
+    """Give a rank's samples of a stream: each call the next ones, whatever their numbers."""
 
     def __init__(
         self,
@@ -74,17 +73,11 @@ class StreamSamples(Samples):
         self.seek(0)
 
     def seek(self, position: int, *, bookmark: Any = None) -> None:
-        bookmark = bookmark or {}
-        # A blend with other weights may come back to before the bookmark.
-        fits = bookmark.get("identity") == self._identity and bookmark["sample"] <= position
+        fits = bool(bookmark) and bookmark.get("identity") == self._identity
         if position and not fits:
-            logger.warning(
-                "no bookmark for sample %d of %s: its text is read and tokenised again from the start",
-                position,
-                self._stream.name,
-            )
-        place = bookmark if fits else {"sample": 0, "document": 0, "offset": 0, "mark": []}
-        self._sample, self._offset, first = place["sample"], place["offset"], place["document"]
+            logger.warning("no bookmark for %s: it is read from its start", self._stream.name)
+        place = bookmark if fits else {"document": 0, "offset": 0, "mark": []}
+        self._offset, first = place["offset"], place["document"]
         mark = Mark(*place["mark"])
         self._marks = deque([mark])  # places passed, oldest first; `bookmark` drops what is behind
         self._next_document = first
@@ -99,17 +92,11 @@ class StreamSamples(Samples):
         document = self._documents[0][0] if self._documents else self._next_document
         while len(self._marks) > 1 and self._marks[1].document <= document:
             self._marks.popleft()
-        place = {"sample": self._sample, "document": document, "offset": self._offset}
+        place = {"document": document, "offset": self._offset}
         return {"identity": self._identity, **place, "mark": list(self._marks[0])}
 
     def get(self, indices: np.ndarray) -> np.ndarray:
-        return np.stack([self._row(int(index)) for index in indices])
-
-    def _row(self, index: int) -> np.ndarray:
-        assert self._sample <= index, f"sample {index} was passed already; seek first"
-        while self._sample < index:  # another rank's
-            self._take()
-        return self._take()
+        return np.stack([self._take() for _ in indices])
 
     def _take(self) -> np.ndarray:
         """Return the next seq_len + 1 tokens. The last of them is the first of the next sample."""
@@ -127,10 +114,8 @@ class StreamSamples(Samples):
             begin = 0
             if not missing:
                 break
-        self._sample += 1
         self._offset += self._seq_len
-        # Drop documents whose tokens are used up. The last token stays: the next sample begins with
-        # it.
+        # Drop documents whose tokens are used up. The last token stays: the next sample begins with it.
         while self._offset >= len(self._documents[0][1]):
             length = len(self._documents.popleft()[1])
             self._offset -= length
@@ -138,7 +123,7 @@ class StreamSamples(Samples):
         return np.concatenate(parts)
 
     def _encoded(self, numbered: Iterator[tuple[int, str]]) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the documents' numbers and framed ids, some of them tokenised at once."""
+        """Yield the documents' numbers and framed ids, some of them tokenized at once."""
         # Documents at once: enough for every thread, few enough to stay near the reader's place.
         while chunk := list(islice(numbered, _DOCUMENTS_AT_ONCE)):
             numbers, texts = zip(*chunk, strict=True)

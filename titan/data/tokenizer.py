@@ -12,6 +12,7 @@ import base64
 import hashlib
 import json
 import re
+import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -44,6 +45,13 @@ _LONG_RUN = re.compile(r"\S{512,}|\s{512,}")
 
 # Contains what some tokenizers drop or change: runs of spaces, lines, capitals, accents, rare characters.
 _SAMPLE = "The cat,  2 cats;\n\tif x == 1:\n    naïve ﬁne Straße 日本語 \U0001f600 don't. "
+# Files beside a tokenizer.json that may name its special tokens, the first that does so first.
+BESIDE = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "config.json",
+)
 # The largest id that a file may name.
 _MAX_ID = 2**24
 
@@ -56,6 +64,8 @@ class Tokenizer(ABC):
     bos_id: int | None
     eos_id: int | None
     special_ids: dict[str, int]
+    file: Path | None = None
+    """What it was read from. None: it is embedded."""
     fingerprint: str
     """Changes whenever the same text could become other ids. It is part of every cache key."""
 
@@ -87,8 +97,7 @@ class Tokenizer(ABC):
 
 
 class TiktokenTokenizer(Tokenizer):
-    """Apply byte-level BPE by ranks, as a tiktoken.Encoding. The special tokens follow the last
-    rank."""
+    """Apply byte-level BPE by ranks, as a tiktoken.Encoding. The special tokens follow the last rank."""
 
     def __init__(
         self, ranks: dict[bytes, int], *, kind: str, pattern: str, specials: list[str], source: str
@@ -156,11 +165,11 @@ class HuggingFaceTokenizer(Tokenizer):
         # The begin and end ids may lie beyond the vocabulary.
         self.vocab_size = max(*vocab.values(), self.bos_id or 0, self.eos_id or 0) + 1
         self.fingerprint = _fingerprint(self.kind, content, self.bos_id, self.eos_id)
-        self._path = path
+        self.file = path
 
-    def __reduce__(self) -> tuple[type, tuple[Path]]:
+    def __reduce__(self) -> tuple[type, tuple[Path | None]]:
         # A worker process gets the file's name. The library's own pickle forgets encode_special_tokens.
-        return type(self), (self._path,)
+        return type(self), (self.file,)
 
     def encode(self, text: str) -> list[int]:
         # Only for batches does the library release the interpreter's lock. Long text takes 200 bytes a character, so it
@@ -212,9 +221,11 @@ def tiktoken_tokenizer(path: Path) -> Tokenizer:
     header = ["<|start_header_id|>", "<|end_header_id|>"]
     specials = [BOS, EOS, *reserved[:4], *header, reserved[4], "<|eot_id|>", *reserved[5:]]
     digest = hashlib.blake2b(content).hexdigest()
-    return TiktokenTokenizer(
+    tokenizer = TiktokenTokenizer(
         ranks, kind="tiktoken", pattern=LLAMA3_PATTERN, specials=specials, source=digest
     )
+    tokenizer.file = path
+    return tokenizer
 
 
 def _rank_line(line: bytes, *, where: str) -> tuple[bytes, int]:
@@ -240,8 +251,8 @@ def build_tokenizer(section: TokenizerSection, *, hf_assets_path: str) -> Tokeni
     path = Path(where).expanduser()
     if not path.exists():
         raise DataError(
-            f"tokenizer path '{path}' does not exist; set tokenizer.path to a tokenizer.json, a "
-            'tokenizer.model or a folder with one, or tokenizer.name = "bytes" for the embedded one'
+            f"tokenizer path '{path}' does not exist; set tokenizer.path to a tokenizer.json, a tokenizer.model or a folder "
+            f'with one, or tokenizer.name = "bytes" for the embedded one, or {_how_to_fetch(path)}'
         )
     file = path if path.is_file() else _find_file(path, section.name)
     if section.name == "huggingface" or (section.name == "auto" and file.suffix == ".json"):
@@ -263,7 +274,32 @@ def _find_file(folder: Path, kind: str) -> Path:
     for name in wanted:
         if (folder / name).is_file():
             return folder / name
-    raise DataError(f"no tokenizer in folder '{folder}': looked for {', '.join(wanted)}")
+    fetch = _how_to_fetch(folder)
+    raise DataError(f"no tokenizer in folder '{folder}': looked for {', '.join(wanted)}; {fetch}")
+
+
+# Whose models these are at the hub, by the beginning of their names.
+_OWNERS = {
+    "llama": "meta-llama",
+    "meta-llama": "meta-llama",
+    "qwen": "Qwen",
+    "mixtral": "mistralai",
+}
+_OWNERS |= {
+    "mistral": "mistralai",
+    "deepseek": "deepseek-ai",
+    "olmoe": "allenai",
+    "opt": "facebook",
+}
+
+
+def _how_to_fetch(path: Path) -> str:
+    """Return the hub's command that puts a tokenizer where a job looks for it."""
+    folder = path.parent if path.suffix in (".json", ".model") else path
+    owners = (owner for start, owner in _OWNERS.items() if folder.name.lower().startswith(start))
+    repo = shlex.quote(f"{next(owners, 'OWNER')}/{folder.name}")
+    where = f"--local-dir {shlex.quote(str(folder))}"
+    return f"fetch it to where the job looks: hf download {repo} --include 'tokenizer*' {where}"
 
 
 def _pieces(text: str) -> Iterator[str]:
@@ -301,8 +337,7 @@ def _named_beside(folder: Path) -> list[tuple[str, int]]:
 
 def _find_special(folder: Path, which: str, vocab: dict[str, int]) -> int | None:
     """Return the id of "bos" or "eos" from the first file beside a tokenizer.json that names it."""
-    names = ("tokenizer_config", "special_tokens_map", "generation_config", "config")
-    for file in (folder / f"{name}.json" for name in names):
+    for file in (folder / name for name in BESIDE):
         values = _read_beside(file)
         token, number = values.get(f"{which}_token"), values.get(f"{which}_token_id")
         token = token.get("content") if isinstance(token, dict) else token

@@ -1,8 +1,8 @@
 """Write token shards: in parallel, resumable, and the same bytes for any number of workers and interruptions.
 
-One process reads documents in order, cuts them into pieces (reading.py), and groups these into chunks. Workers tokenise
+One process reads documents in order, cuts them into pieces (reading.py), and groups these into chunks. Workers tokenize
 chunks. The results come back in order and are appended to the open shard of their split. A full shard gets its final name.
-Then progress.json names it, with the documents and pieces read by then. A later run reads from the start but tokenises only
+Then progress.json names it, with the documents and pieces read by then. A later run reads from the start but tokenizes only
 what no closed shard holds. Shards end where pieces end, and depend only on the documents and the options. So a run that is
 killed anywhere continues to the same bytes. Memory does not depend on the size of documents.
 
@@ -71,8 +71,8 @@ class TokenizationSpec:
         """Return the split that a document belongs to."""
         return SPLITS[in_validation(document, fraction=self.validation_fraction)]
 
-    def key(self, documents: Documents, *, shard_tokens: int | list[int]) -> str:
-        """Return a hash of all that the shards depend on. shard_tokens: their size, or the first one's and the largest."""
+    def key(self, documents: Documents, *, shard_tokens: int) -> str:
+        """Return a hash of all that the shards depend on."""
         # Everything that the bytes of the result depend on.
         parts = [
             FORMAT,
@@ -118,11 +118,9 @@ class _Encoded(NamedTuple):
 class _SplitWriter:
     """Write the shards of one split, and list them in `closed`. The open one has a temporary name until it is full."""
 
-    def __init__(
-        self, folder: Path, *, split: str, limits: tuple[int, int], closed: list[Shard]
-    ) -> None:
-        """Begin after the shards in `closed`. limits: tokens of the first shard, of which each has twice as many, and of any."""
-        self._folder, self._split, self._limits, self._closed = folder, split, limits, closed
+    def __init__(self, folder: Path, *, split: str, limit: int, closed: list[Shard]) -> None:
+        """Begin after the shards in `closed`. limit: tokens of a shard."""
+        self._folder, self._split, self._limit, self._closed = folder, split, limit, closed
         self._file: BinaryIO | None = None
         self._shard = Shard(file=f"{split}-00000.bin")
 
@@ -130,8 +128,7 @@ class _SplitWriter:
         """Append a piece. Return whether the open shard had no room for it and was closed."""
         tokens = encoded.tokens
         # A piece longer than a shard gets one to itself.
-        limit = min(self._limits[0] << len(self._closed), self._limits[1])
-        full = self._file is not None and self._shard.tokens + len(tokens) > limit
+        full = self._file is not None and self._shard.tokens + len(tokens) > self._limit
         if full:
             self.close(piece.place)
         if self._file is None:
@@ -163,24 +160,20 @@ def write_shards(
     folder: Path,
     spec: TokenizationSpec,
     shard_tokens: int,
-    first_shard_tokens: int = 0,
     workers: int = 1,
     report: Callable[[Progress], None] = lambda progress: None,
 ) -> Index:
-    """Tokenise `documents` into `folder`, or continue. The caller keeps other processes away.
+    """Tokenize `documents` into `folder`, or continue. The caller keeps other processes away.
 
     Args:
-        first_shard_tokens: size of the first shard, for a reader that waits for it. Each one after it may be twice as
-            large, up to shard_tokens. 0: all have that size.
-        workers: processes that tokenise. With 1, this process tokenises, with threads.
+        workers: processes that tokenize. With 1, this process tokenizes, with threads.
         report: is called with the progress after each chunk.
     """
     # Refuses a folder of other text or options.
-    sizes = [first_shard_tokens, shard_tokens] if first_shard_tokens else shard_tokens
-    index = open_index(folder, key=spec.key(documents, shard_tokens=sizes), spec=spec)
+    index = _open_index(folder, key=spec.key(documents, shard_tokens=shard_tokens), spec=spec)
     if (folder / INDEX).is_file():
         return index
-    logger.info("tokenising %s into %s", documents.name, folder)
+    logger.info("tokenizing %s into %s", documents.name, folder)
     # The caller holds the lock, so nobody is writing these.
     for left_over in folder.glob("*.tmp"):
         left_over.unlink()
@@ -189,9 +182,8 @@ def write_shards(
         split: (shards[-1].documents_read, shards[-1].pieces_read) if shards else (0, 0)
         for split, shards in index.splits.items()
     }
-    limits = (first_shard_tokens or shard_tokens, shard_tokens)
     writers = {
-        split: _SplitWriter(folder, split=split, limits=limits, closed=closed)
+        split: _SplitWriter(folder, split=split, limit=shard_tokens, closed=closed)
         for split, closed in index.splits.items()
     }
     progress = Progress()
@@ -212,7 +204,7 @@ def write_shards(
     return index
 
 
-def open_index(folder: Path, *, key: str, spec: TokenizationSpec) -> Index:
+def _open_index(folder: Path, *, key: str, spec: TokenizationSpec) -> Index:
     """Return the index of a complete folder, or what an interrupted run has left of it, or an empty one."""
     for file in (folder / INDEX, folder / PROGRESS):
         if file.is_file():
@@ -306,7 +298,7 @@ def _encode_all(
             yield oldest, future.result()
     except WorkerDied as error:
         raise DataError(
-            f"a tokenising process died ({error}), perhaps because memory ran out; run the same command again to "
+            f"a tokenizing process died ({error}), perhaps because memory ran out; run the same command again to "
             f"continue, with fewer than {workers} workers if it repeats"
         ) from error
     finally:
@@ -321,7 +313,7 @@ class WorkerDied(Exception):
 
 
 class _Worker:
-    """A process that tokenises chunks, and ends when this one does, because its input is a pipe from here.
+    """A process that tokenizes chunks, and ends when this one does, because its input is a pipe from here.
 
     It is not one of multiprocessing's, which would import the calling program: a user's script, or all of torch.
     """
@@ -365,7 +357,7 @@ def _encode_in_any(idle: queue.SimpleQueue[_Worker], chunk: list[_Piece]) -> lis
 
 
 def work() -> None:
-    """Tokenise what comes through standard input, in a worker process, until it is closed."""
+    """Tokenize what comes through standard input, in a worker process, until it is closed."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # the process that started this one handles them
     answers = os.fdopen(os.dup(1), "wb")

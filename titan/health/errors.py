@@ -67,7 +67,7 @@ class Failure:
     """Say why a run ends. The ranks agree on one failure (titan/health/monitor.py), and status.json
     has it.
 
-    kind: a key of the doctor's table (titan/health/doctor/diagnosis.py); rank: which noticed it; silent: ranks that
+    kind: a key of the doctor's table (titan/tools/doctor/diagnosis.py); rank: which noticed it; silent: ranks that
     do not answer.
     """
 
@@ -95,8 +95,7 @@ class Failure:
             # result does not.
             if operation in ("", _UNNAMED):
                 operation = _last_begun() or _UNNAMED
-            # Without the position in C++ that it begins with, and without torch's guess at the
-            # cause.
+            # Without the position in C++ that it begins with, and without torch's guess at the cause.
             text = re.sub(r"^\[[^]]*\] ", "", str(error)).split(" This is typically")[0].rstrip(".")
             reason = (
                 f"rank {rank} failed in step {step} in {operation}{line}: {text}. Another rank has "
@@ -157,8 +156,7 @@ def main_thread() -> Activity:
     if operation == _UNNAMED:
         operation = _last_begun() or _UNNAMED
     if "titan/async_scalars.py" in line:
-        # Reading a scalar back is where the host waits for the device, whatever the device waits
-        # for.
+        # Reading a scalar back is where the host waits for the device, whatever the device waits for.
         operation = "the wait for the device"
     return Activity(f"{operation or stack[-1][2]}{line}", waits=bool(operation))
 

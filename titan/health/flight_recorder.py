@@ -21,6 +21,7 @@ import ctypes
 import faulthandler
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -46,7 +47,7 @@ from titan.health.errors import (
 )
 from titan.run_folder import write_text_atomically
 
-# Of the dump's format. `titan doctor` reads it.
+# Version of the dump's format. `titan doctor` reads it.
 VERSION = 2
 NEWEST = 2000  # entries of a dump: a step has tens to thousands, and what counts is at the end
 
@@ -197,15 +198,18 @@ def _contents(recorder: FlightRecorder, failure: Failure, at: Activity) -> dict[
         "main_thread": asdict(at),
         "oom_kills": count_oom_kills() - recorder.oom_kills,
         "groups": groups,
-        "entries": [_entry(entry) for entry in unfinished[-NEWEST:] + entries[-NEWEST:]],
+        "entries": [
+            _entry(entry, groups[entry["process_group"][0]]["ranks"])
+            for entry in unfinished[-NEWEST:] + entries[-NEWEST:]
+        ],
         "p2p": list(recorder.p2p),
     }
 
 
-def _entry(entry: dict[str, Any]) -> dict[str, Any]:
+def _entry(entry: dict[str, Any], ranks: list[int]) -> dict[str, Any]:
+    """Return what the doctor and a reader need of an entry of torch's. ranks: the global ones of its group."""
     frames = [(f["filename"], f["line"], f["name"]) for f in entry.get("frames", ())]
     operation, line = locate(reversed(frames))  # torch has the innermost first
-    created_ns = entry["time_created_ns"]
     return {
         "group": entry["process_group"][0],
         "backend": _backend(entry),
@@ -216,9 +220,27 @@ def _entry(entry: dict[str, Any]) -> dict[str, Any]:
         "line": line.strip(" ()"),
         "input_sizes": entry["input_sizes"],
         "input_dtypes": entry["input_dtypes"],
+        "output_sizes": entry["output_sizes"],
+        "output_dtypes": entry["output_dtypes"],
+        "peers": _peers(entry, ranks),
         "state": entry["state"],
-        "enqueued_unix_s": round(created_ns / 1e9, 6) if created_ns else None,
+        "enqueued_unix_s": _unix_s(entry["time_created_ns"]),
+        # torch asks NCCL's streams; for gloo it knows neither.
+        "started_unix_s": _unix_s(entry["time_discovered_started_ns"]),
+        "ended_unix_s": _unix_s(entry["time_discovered_completed_ns"]),
+        "duration_ms": entry.get("duration_ms"),  # with TORCH_NCCL_ENABLE_TIMING=1
+        "timeout_ms": entry["timeout_ms"],
     }
+
+
+def _unix_s(time_ns: int | None) -> float | None:
+    return round(time_ns / 1e9, 6) if time_ns else None
+
+
+def _peers(entry: dict[str, Any], ranks: list[int]) -> list[int]:
+    """Return the global ranks of a send or receive, whose name ends in "0->1" or "1<-0" by rank of the group; else all of the group."""
+    pair = re.search(r" (\d+)(?:->|<-)(\d+)$", entry["profiling_name"])
+    return [ranks[int(n)] for n in pair.groups() if int(n) < len(ranks)] if pair else ranks
 
 
 def _backend(entry: dict[str, Any]) -> str:

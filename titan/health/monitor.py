@@ -136,8 +136,7 @@ class Monitor:
             flight_recorder.dump(mine, at=where_failed(error), stacks=not expected)
         # All ranks write the same, so that it does not matter who comes last.
         with suppress(OSError):  # the disk may be what failed
-            # The run's failure as the ranks agreed on it, which may be another one than this
-            # rank's.
+            # The run's failure as the ranks agreed on it, which may be another one than this rank's.
             self._write_status(agreed)
         logging.getLogger("titan").error(mine.reason, extra={"last_words": True})
         self._print(mine.reason)

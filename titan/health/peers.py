@@ -121,8 +121,7 @@ class Peers:
 
     def _exchange(self) -> None:
         """Beat, read the failure, and look at the next rank."""
-        # Each rank watches one other: the ring notices any silence at a constant cost for each
-        # rank.
+        # Each rank watches one other: the ring notices any silence at a constant cost for each rank.
         neighbour, last, unchanged = (self.rank + 1) % self.world_size, b"", 0
         while not self.finished.wait(self.beat_s):
             try:
@@ -139,8 +138,7 @@ class Peers:
             unchanged = unchanged + 1 if beat == last and beat != _GONE.encode() else 0
             last = beat
             if self.heartbeat_s and unchanged * self.beat_s >= self.heartbeat_s:
-                # The monitor's thread takes it from here, since reading all beats takes several of
-                # them.
+                # The monitor's thread takes it from here, since reading all beats takes several of them.
                 self.one_is_silent, unchanged = True, 0
 
     def _beat(self) -> str:

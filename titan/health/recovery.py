@@ -5,8 +5,7 @@ median absolute deviation times 1.4826. For normal losses that is the standard d
 it (Iglewicz and Hoaglin, "How to Detect and Handle Outliers", 1993).
 
     skip      no update by this step; its samples are used up
-    rewind    back to the newest checkpoint, and on without the samples that led here (PaLM, arXiv:2204.02311, section
-              5.1)
+    rewind    back to the newest checkpoint, and on without the samples that led here (PaLM, arXiv:2204.02311, section 5.1)
 
 Every rank decides before the step updates the weights. The ranks agree by a maximum, so that all do the same.
 """
@@ -30,7 +29,7 @@ from titan.config.schema import FaultToleranceSection
 
 # 1 / 0.6745, the third quartile of the standard normal distribution.
 _MAD_TO_SIGMA = 1.4826
-# Of the median: if the loss hardly moves, not every wiggle is a spike.
+# A share of the median: if the loss hardly moves, not every wiggle is a spike.
 _LEAST_SIGMA = 0.01
 
 
@@ -70,8 +69,7 @@ class StepDecision:
 
 
 class Recovery:
-    """Decide about the steps of one run. The training step calls `judge`. `decision` is the last
-    result."""
+    """Decide about the steps of one run. The training step calls `judge`. `decision` is the last result."""
 
     def __init__(self, section: FaultToleranceSection, *, device: torch.device) -> None:
         self.section, self.device = section, device

@@ -1,7 +1,7 @@
 """Let the launcher and the ranks of a run find each other, without a door for strangers.
 
 torchrun's own meeting point (c10d) unpickles what anybody has written to a store that listens on every interface
-without a password. titan.health.launch and titan.cluster.node use this handler instead, which unpickles nothing:
+without a password. titan.health.launch and titan.tools.cluster.node use this handler instead, which unpickles nothing:
 
     one machine     launcher: a store in its own memory    ranks: a file in a folder that only their user can open
     several nodes   both: a TCP store of node 0's launcher, bound to the address that the nodes were given

@@ -121,7 +121,7 @@ class RunLock:
             with suppress(FileExistsError), self.path.open("x") as file:
                 file.write(self._text())
                 break
-        # Of two runs that took over at once, the one that wrote first leaves here.
+        # If two runs took over at once, the one that wrote first leaves here.
         self._require_mine()
         self.is_held = True
 

@@ -8,9 +8,11 @@ An installed package adds a hook through the entry point group "titan.hooks":
 
 from __future__ import annotations
 
+from importlib.metadata import EntryPoint
+
 from titan.config.base import plug_ins
 from titan.health.monitor import Monitor
-from titan.hook import Hook
+from titan.hook import Hook, Run
 from titan.hooks.checkpointing import Checkpointing
 from titan.hooks.compilation import Compilation
 from titan.hooks.experts import ExpertLoads
@@ -20,15 +22,15 @@ from titan.hooks.profiling import Profiling
 from titan.hooks.rank_times import RankTimes
 from titan.hooks.recovery import StepRecovery
 from titan.hooks.replica_check import ReplicaCheck
-from titan.hooks.routes import Routes
 from titan.hooks.run_events import RunEvents
 from titan.hooks.step_limit import StepLimit
-from titan.hooks.twin import Twin
 from titan.hooks.validation import Validation
-from titan.trainer import Trainer
+
+# By name: the simulator is above the trainer.
+TWIN = EntryPoint("twin", "titan.sim.twin.hook:Twin", "titan.hooks")
 
 
-def standard_hooks(trainer: Trainer, *, monitor: Monitor | None = None) -> list[Hook]:
+def standard_hooks(trainer: Run, *, monitor: Monitor | None = None) -> list[Hook]:
     """Return the hooks of `titan train` in their order, and after them those of installed packages.
 
     Args:
@@ -40,14 +42,13 @@ def standard_hooks(trainer: Trainer, *, monitor: Monitor | None = None) -> list[
         ReplicaCheck(trainer),
         RunEvents(trainer),
         RankTimes(trainer),
-        Routes(trainer),
         Profiling(trainer),
         Compilation(trainer),
         Validation(trainer),
         Checkpointing(trainer),
         LayerNormsLog(trainer),
         ExpertLoads(trainer),
-        *([Twin(trainer)] if trainer.config.simulator.twin else []),
+        *([TWIN.load()(trainer)] if trainer.config.simulator.twin else []),
         Metrics(trainer),  # last, so that its row has the columns of all others
     ]
     # By name, since every rank must call hooks in the same order. Before Metrics, so that their

@@ -16,17 +16,16 @@ from titan.checkpoint.manager import CheckpointError, CheckpointManager, SaveFai
 from titan.checkpoint.storage import Location, as_location
 from titan.config.render import to_toml
 from titan.config.resume_diff import changed_settings
-from titan.hook import Hook, StepResult
+from titan.hook import Hook, Run, StepResult
 from titan.parallel.torch_compat import set_timeout
 from titan.train_step import torch_dtype
-from titan.trainer import Trainer
 from titan.untrusted import InputError
 
 
 class Checkpointing(Hook):
     """Save when a save is due by step or by time, or because the run has to stop. All ranks save together."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Run) -> None:
         self.trainer, self.section = trainer, trainer.config.checkpoint
         self.manager = CheckpointManager(self.section, run_dir=trainer.run_dir)
         self.export = self._describe_export()
@@ -134,9 +133,21 @@ class Checkpointing(Hook):
             "step": trainer.step,
             "tokens": trainer.tokens_seen,
             "sequences_per_step": trainer.sequences_per_step,
-            "data": trainer.loader.state_dict(),
+            "data": self._data_state(),
             "config": to_toml(trainer.config),
         } | {hook.state_key: hook.state_dict() for hook in trainer.hooks if hook.state_key}
+
+    def _data_state(self) -> dict[str, Any]:
+        """Return the loader's state, with the bookmarks of all data-parallel ranks if they read a stream."""
+        trainer, state = self.trainer, {**self.trainer.loader.state_dict()}
+        mine = state.pop("bookmark", None)
+        if mine is None:
+            return state
+        found: list[Any] = [(trainer.dp_rank, mine)] * trainer.world_size
+        if trainer.world_size > 1:
+            dist.all_gather_object(found, found[0])
+        by_rank = dict(found)
+        return state | {"bookmarks": [by_rank[rank] for rank in range(len(by_rank))]}
 
     def _export(self) -> None:
         """Write the weights as a Hugging Face folder beside the checkpoints, as TorchTitan does."""

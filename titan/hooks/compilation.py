@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 from datetime import timedelta
 
-from titan.hook import Hook
+from titan.hook import Hook, Run
 from titan.hooks.checkpointing import Checkpointing
 from titan.parallel.torch_compat import set_timeout
-from titan.trainer import Trainer
 
 _LOG = logging.getLogger("titan")
 
@@ -16,7 +15,7 @@ _LOG = logging.getLogger("titan")
 class Compilation(Hook):
     """Act once after the first step, and warn of recompilations at logged steps."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Run) -> None:
         self.trainer = trainer
 
     def step_end(self) -> None:

@@ -16,17 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan.async_scalars import AsyncScalars
-from titan.hook import Hook, StepResult
+from titan.hook import Hook, Run, StepResult
 from titan.hooks.metrics import Metrics
 from titan.observe.clock import Window
 from titan.train_step import StepReport
-from titan.trainer import Trainer
 
 
 class ExpertLoads(Hook):
     """Copy loads and biases to the host at logged steps, and compute a row's figures from them."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Run) -> None:
         self.trainer, sizes = trainer, trainer.sizes
         self.num_experts: int = getattr(sizes, "num_experts", 0)
         is_moe = [self.num_experts > 0 and sizes.is_moe_layer(n) for n in range(sizes.n_layers)]
@@ -35,7 +34,7 @@ class ExpertLoads(Hook):
 
     def start(self) -> None:
         if self.trainer.rank == 0 and self.trainer.step == 0:
-            # Of the run that was in this folder before.
+            # Left by the run that was in this folder before.
             (self.trainer.run_dir / "experts.json").unlink(missing_ok=True)
 
     def updated(self, report: StepReport) -> None:

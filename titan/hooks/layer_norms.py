@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from titan.async_scalars import AsyncScalars
-from titan.hook import Hook
+from titan.hook import Hook, Run
 from titan.hooks.metrics import Metrics
 from titan.observe.norms import LayerNorms
-from titan.trainer import Trainer
 
 
 class LayerNormsLog(Hook):
-    """Measure norms between the backward pass and clipping, and write them when the step is
-    over."""
+    """Measure norms between the backward pass and clipping, and write them when the step is over."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Run) -> None:
         self.trainer = trainer
         self.every = trainer.config.metrics.log_layer_norms_every_n_steps
         self.measured: AsyncScalars | None = None

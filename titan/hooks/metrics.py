@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from statistics import fmean
-from typing import Any
 
-from titan.hook import Hook, StepResult
+from titan.hook import Hook, Run, StepResult
 from titan.hooks.validation import Validation
+from titan.observe.columns import empty_row
+from titan.observe.flops import flops_by_dtype, model_tflops, utilization
 from titan.observe.memory import peak_memory
-from titan.observe.metrics import MetricsLog, StepRow, model_tflops
-from titan.trainer import Trainer
+from titan.observe.metrics import MetricsLog
+from titan.observe.rows import Row
 
 
 class Metrics(Hook):
     """Collect the columns of all hooks in one row."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Run) -> None:
         self.trainer = trainer
         self.log: MetricsLog | None = None
         self.losses: list[float] = []  # finite ones since the last row
@@ -54,14 +55,13 @@ class Metrics(Hook):
         trainer = self.trainer
         trainer.console.advance(trainer.step)
         validation = trainer.hook(Validation)
-        row = validation.row if validation is not None else None
-        if not (trainer.logs_this_step or row):
+        if not (trainer.logs_this_step or (validation is not None and validation.row)):
             return
         assert self.log is not None
-        step_row, more = self._row()
-        self.log.write(step_row, row, more)
-        trainer.console.step(step_row)
-        if row is not None:
+        row = self._row()
+        self.log.write(row)
+        trainer.console.step(row)
+        if "validation_loss" in row:
             trainer.console.validation(row)
         trainer.write_status()
 
@@ -69,8 +69,8 @@ class Metrics(Hook):
         if self.log is not None:
             self.log.close()
 
-    def _row(self) -> tuple[StepRow, dict[str, Any]]:
-        """Return the row of this step, and the columns that only hooks from outside know."""
+    def _row(self) -> Row:
+        """Return the row of this step, with the columns of all hooks."""
         trainer, result = self.trainer, self.trainer.result
         # The window covers all steps since the last row.
         num_steps = trainer.step - self.since_step
@@ -85,31 +85,35 @@ class Metrics(Hook):
         )
         # Reset, so that each row has the peak of its own steps.
         memory = peak_memory(reset=True)
-        dtype = trainer.config.training.mixed_precision_param
+        dtype = trainer.config.training.compute_dtype
         peak_flops = trainer.hardware.peak_flops.get(dtype) if trainer.hardware else None
-        # Standard hooks fill fields of StepRow. What is left comes from hooks of other packages.
-        columns: dict[str, Any] = {}
+        row = empty_row() | {
+            "step": trainer.step,
+            "loss": result.loss,
+            "loss_mean": loss_mean,
+            "grad_norm": result.grad_norm,
+            "lr": trainer.train_step.optimizer.param_groups[0]["lr"],
+            "tokens": trainer.tokens_seen,
+            "tokens_per_s": window.tokens_per_s,
+            "step_s": window.step_s,
+            "eta_s": window.eta_s,
+            "data_wait_s": window.data_wait_s,
+            "memory_gib": memory.reserved_gib,
+            "memory_active_gib": memory.active_gib,
+            "memory_kind": memory.kind,
+            "tflops": tflops,
+            "mfu": tflops * 1e12 / peak_flops if peak_flops else None,
+            "mfu_dtype": dtype if peak_flops else None,
+            "utilization": utilization(
+                flops_by_dtype(trainer.config, trainer.sizes, trainer.train_step.float8),
+                trainer.hardware.peak_flops if trainer.hardware else {},
+                tokens_per_s=window.tokens_per_s,
+                num_ranks=trainer.world_size,
+            ),
+            "mfu_convention": trainer.config.metrics.mfu_convention,
+            "validation_s": window.paused_s.get("validation", 0.0),
+            "checkpoint_s": window.paused_s.get("checkpoint", 0.0),
+        }
         for hook in trainer.hooks:
-            columns |= hook.columns(window, result)
-        known = {key: columns.pop(key) for key in list(columns) if key in StepRow.__annotations__}
-        row = StepRow(
-            step=trainer.step,
-            loss=result.loss,
-            loss_mean=loss_mean,
-            grad_norm=result.grad_norm,
-            lr=trainer.train_step.optimizer.param_groups[0]["lr"],
-            tokens=trainer.tokens_seen,
-            tokens_per_s=window.tokens_per_s,
-            step_s=window.step_s,
-            eta_s=window.eta_s,
-            data_wait_s=window.data_wait_s,
-            memory_gib=memory.reserved_gib,
-            memory_active_gib=memory.active_gib,
-            memory_kind=memory.kind,
-            tflops=tflops,
-            mfu=tflops * 1e12 / peak_flops if peak_flops else None,
-            validation_s=window.paused_s.get("validation", 0.0),
-            checkpoint_s=window.paused_s.get("checkpoint", 0.0),
-            **known,
-        )
-        return row, columns
+            row |= hook.columns(window, result)
+        return row

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from titan.hook import Hook
+from titan.hook import Hook, Run
 from titan.observe.profiler import Profiler
-from titan.trainer import Trainer
 
 
 class Profiling(Hook):
     """Call the profiler around each step, and take the time that it needs out of the throughput."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Run) -> None:
         self.trainer = trainer
         self.profiler: Profiler | None = None
 
@@ -43,6 +42,9 @@ class Profiling(Hook):
         # Before `close`, while the allocator's history is there.
         if self.profiler is not None and isinstance(error, torch.OutOfMemoryError):
             self.profiler.out_of_memory()
+        # To end a trace would wait for the device, which may wait for ranks that have ended.
+        if self.trainer.device.type != "cpu":
+            self.profiler = None
 
     def close(self) -> None:
         if self.profiler is not None:

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from titan.hook import Hook, StepResult
+from titan.hook import Hook, Run, StepResult
 from titan.observe.clock import Window
 from titan.observe.ranks import ForwardClock, Stragglers, TimesLog
-from titan.trainer import Trainer
 
 _LOG = logging.getLogger("titan")
 
@@ -21,7 +20,7 @@ _LOG = logging.getLogger("titan")
 class RankTimes(Hook):
     """Share own times among ranks at logged steps, and write rows to logs/rank-N.times.jsonl."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Run) -> None:
         self.trainer = trainer
         self.hosts: list[str] = [socket.gethostname()] * trainer.world_size
         if trainer.world_size > 1:

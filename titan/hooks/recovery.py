@@ -10,11 +10,10 @@ import torch.distributed as dist
 
 from titan.async_scalars import AsyncScalars
 from titan.health.recovery import NonFiniteError, Recovery, SpikeError, StepAction
-from titan.hook import Hook, StepResult
+from titan.hook import Hook, Run, StepResult
 from titan.hooks.checkpointing import Checkpointing
 from titan.observe.clock import Window
 from titan.train_step import StepReport
-from titan.trainer import Trainer
 
 
 class StepRecovery(Hook):
@@ -22,7 +21,7 @@ class StepRecovery(Hook):
 
     state_key = "recovery"
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Run) -> None:
         self.trainer = trainer
         self.recovery = Recovery(trainer.config.fault_tolerance, device=trainer.device)
         # Judging needs the loss before the update, so the host waits for the device in each step.

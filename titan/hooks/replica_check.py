@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from titan.hook import Hook
+from titan.hook import Hook, Run
 from titan.parallel.replicas import require_equal_replicas
 from titan.train_step import StepReport
-from titan.trainer import Trainer
 
 
 class ReplicaCheck(Hook):
     """Raise ReplicaError on all ranks if replicas differ."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Run) -> None:
         self.trainer = trainer
 
     def updated(self, report: StepReport) -> None:

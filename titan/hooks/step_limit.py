@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from titan.health.monitor import Monitor
-from titan.hook import Hook
-from titan.trainer import Trainer
+from titan.hook import Hook, Run
 
 
 class StepLimit(Hook):
     """Let the monitor know when a step begins and ends. Validation and saving are not limited."""
 
-    def __init__(self, trainer: Trainer, monitor: Monitor | None) -> None:
+    def __init__(self, trainer: Run, monitor: Monitor | None) -> None:
         self.trainer = trainer
         self.monitor = monitor or Monitor(trainer.run_dir)  # not started, so nothing watches
 

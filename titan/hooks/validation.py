@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,19 +13,17 @@ import torch.distributed as dist
 from titan.async_scalars import AsyncScalars
 from titan.data.packing import Batch
 from titan.data.statistics import unigram_bits_per_byte
-from titan.hook import Hook
-from titan.observe.metrics import ValidationRow
-from titan.trainer import Trainer
+from titan.hook import Hook, Run, StepResult
+from titan.observe.clock import Window
+from titan.observe.rows import Row
 
 
 class Validation(Hook):
-    """Evaluate the model on the same samples each time. `row` is the result of this step, or
-    None."""
+    """Evaluate the model on the same samples each time. `row` is the result of this step, or None."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Run) -> None:
         self.trainer, self.section = trainer, trainer.config.validation
-        self.row: ValidationRow | None = None
-        self._unigram: float | None = None
+        self.row: Row | None = None
 
     def needs_results(self) -> bool:
         step, last_step = self.trainer.step, self.trainer.last_step
@@ -32,7 +32,10 @@ class Validation(Hook):
     def step_end(self) -> None:
         self.row = self._validate() if self.needs_results() else None
 
-    def _validate(self) -> ValidationRow:
+    def columns(self, window: Window, result: StepResult) -> dict[str, Any]:
+        return self.row or {}
+
+    def _validate(self) -> Row:
         trainer, loader = self.trainer, self.trainer.validation_loader
         assert loader is not None, "the rules demand validation data"
         # Bytes of text, for a figure that does not depend on the tokenizer. Batches pass by once, so count them on the way.
@@ -55,19 +58,16 @@ class Validation(Hook):
         trainer.events.write(
             "validation", step=trainer.step, spent=trainer.timer.total_s, loss=loss_per_token
         )
-        return ValidationRow(
-            step=trainer.step,
-            validation_loss=loss_per_token,
-            bits_per_byte=loss / math.log(2) / size if size else None,
+        return {
+            "validation_loss": loss_per_token,
+            "bits_per_byte": loss / math.log(2) / size if size else None,
             # Only rank 0 prints it, and computing it reads the text.
-            unigram_bits_per_byte=self.unigram_bits_per_byte if trainer.rank == 0 else None,
-        )
+            "unigram_bits_per_byte": self.unigram_bits_per_byte if trainer.rank == 0 else None,
+        }
 
-    @property
+    @cached_property
     def unigram_bits_per_byte(self) -> float | None:
         """Return the bits per byte that byte frequencies alone reach on the validation text, as a yardstick."""
         train, validation = self.trainer.loader, self.trainer.validation_loader
         assert validation is not None
-        # None while the training text grows, so it is asked for again.
-        self._unigram = self._unigram or unigram_bits_per_byte(train, validation=validation)
-        return self._unigram
+        return unigram_bits_per_byte(train, validation=validation)

@@ -23,7 +23,8 @@ from rich.text import Text
 
 from titan.config.options import is_quiet
 from titan.config.schema import MetricsSection
-from titan.observe.metrics import StepRow, ValidationRow
+from titan.observe.columns import COLUMNS, duration
+from titan.observe.rows import Row
 from titan.observe.startup import StartupPage
 
 _LOG = logging.getLogger("titan")
@@ -66,7 +67,6 @@ class Console(logging.Handler):
         out: TextIO = file or sys.stdout
         if is_terminal is None:
             is_terminal = out.isatty() and os.environ.get("TERM") != "dumb"
-        self._mfu_convention = section.mfu_convention
         self._is_rank_0 = rank == 0
         self._total_steps = total_steps
         # The bar needs a terminal that can move its cursor, and colours mark what moves.
@@ -106,42 +106,30 @@ class Console(logging.Handler):
             self._bar.start()  # appears with the first step
             self._bar.update(self._bar.tasks[0].id, completed=step, eta=eta)
 
-    def step(self, row: StepRow) -> None:
+    def step(self, row: Row) -> None:
         """Print a line for a logged step."""
-        # Figures of different conventions cannot be compared, so each line names its own.
-        mfu = "n/a" if row.mfu is None else f"{row.mfu:5.1%} {self._mfu_convention}-attn"
-        memory = "rss" if row.memory_kind == "rss" else "gpu"
-        imbalance = row.expert_imbalance
-        # Rows of the busiest expert-parallel rank, or of the busiest expert, over the mean.
-        experts = "" if imbalance is None else f"moe {_fit(imbalance, 5, 2)}x"
-        columns = [
-            _Column(self._step_column(row.step), style="cyan"),
-            _Column(f"loss {_fit(row.loss, 7, 4)}", style="bold"),
-            _Column(f"gnorm {_fit(row.grad_norm, 6, 3)}", order=3),
-            _Column(f"lr {row.lr:.2e}", order=5),
-            _Column(f"{row.tokens_per_s:>10,.0f} tok/s", order=1),
-            _Column(f"mfu {mfu}", order=4),
-            _Column(f"{memory} {_fit(row.memory_gib, 6, 2)} GiB", order=6),
-            _Column(f"data {_fit(row.data_wait_s * 1e3, 5, 1)}ms", order=7),
-            _Column(f"eta {duration(row.eta_s):>8}", order=2),
-            _Column(experts, order=3),
+        columns = [_Column(self._step_column(row["step"]), style="cyan")]
+        columns += [
+            _Column(column.text(row), column.order, column.style)
+            for column in COLUMNS.values()
+            if column.text is not None
         ]
-        self._print_columns(*self._aligned(columns), always=row.step == self._total_steps)
+        self._print_columns(*self._aligned(columns), always=row["step"] == self._total_steps)
         if spikes := self._spikes(row):  # a line below, so that the columns stay where they are
-            self._print_columns(_Column(self._step_column(row.step), style="cyan"), *spikes)
-        self.advance(row.step, eta_s=row.eta_s)
+            self._print_columns(_Column(self._step_column(row["step"]), style="cyan"), *spikes)
+        self.advance(row["step"], eta_s=row["eta_s"])
 
-    def validation(self, row: ValidationRow) -> None:
+    def validation(self, row: Row) -> None:
         """Print a line for a validation."""
         columns = [
-            _Column(self._step_column(row.step)),
-            _Column(f"validation loss {row.validation_loss:.4f}", style="bold green"),
+            _Column(self._step_column(row["step"])),
+            _Column(f"validation loss {row['validation_loss']:.4f}", style="bold green"),
         ]
-        if row.bits_per_byte is not None:
-            columns.append(_Column(f"{row.bits_per_byte:.4f} bits/byte", style="green"))
-        if row.unigram_bits_per_byte is not None:
-            columns.append(_Column(f"(byte frequencies alone: {row.unigram_bits_per_byte:.4f})"))
-        self._print_columns(*columns, always=row.step == self._total_steps)
+        if row.get("bits_per_byte") is not None:
+            columns.append(_Column(f"{row['bits_per_byte']:.4f} bits/byte", style="green"))
+        if row.get("unigram_bits_per_byte") is not None:
+            columns.append(_Column(f"(byte frequencies alone: {row['unigram_bits_per_byte']:.4f})"))
+        self._print_columns(*columns, always=row["step"] == self._total_steps)
 
     def message(self, text: str, *, always: bool = False) -> None:
         """Print a line, and write it to the log of every rank. `always`: with --quiet, too."""
@@ -186,9 +174,9 @@ class Console(logging.Handler):
         line.rstrip()
         self._print(line, always=always)
 
-    def _spikes(self, row: StepRow) -> list[_Column]:
+    def _spikes(self, row: Row) -> list[_Column]:
         """Return a column for each score that is large."""
-        scores = {"loss": row.loss_z, "gnorm": row.grad_norm_z}
+        scores = {"loss": row["loss_z"], "gnorm": row["grad_norm_z"]}
         return [
             _Column(f"{name} z {z:.1f}", style="bold red")
             for name, z in scores.items()
@@ -219,22 +207,6 @@ class Console(logging.Handler):
         )
         bar.add_task("training", total=self._total_steps, eta="-")
         return bar
-
-
-def duration(seconds: float) -> str:
-    """Format seconds as 12:34, 1:02:03 or 4d 05:06."""
-    days, rest = divmod(round(seconds), 86_400)
-    hours, minutes, secs = rest // 3600, rest // 60 % 60, rest % 60
-    if days:
-        return f"{days}d {hours:02}:{minutes:02}"
-    return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"
-
-
-def _fit(value: float, width: int, decimals: int) -> str:
-    """Format a number in `width` characters, with fewer decimals or as a power of ten if it is large."""
-    texts = [f"{value:.{n}f}" for n in range(decimals, -1, -1)]
-    fits = (text for text in texts if len(text) <= width)
-    return next(fits, f"{value:.0e}").rjust(width)
 
 
 def _width(columns: list[_Column]) -> int:

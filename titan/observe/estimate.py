@@ -61,11 +61,11 @@ def estimate_memory(
         ends = model_config.num_embedding_params  # a unit at each end, as large
         unit = model_config.num_block_params * config.parallelism.fsdp_blocks_per_unit
         at_once = max(unit, ends) / params
-    # Of one forward pass on one rank, before tensor parallelism.
+    # For one forward pass on one rank, before tensor parallelism.
     tokens = config.training.local_batch_size * config.training.seq_len / layout.cp
     kept, recomputed = activation_elements(config, model_config, layout, layers=layers)
     recomputed /= _num_microbatches(config, layout)  # one at a time
-    compute_bytes = _BYTES[config.training.mixed_precision_param]
+    compute_bytes = _BYTES[config.training.compute_dtype]
     estimate_bytes = {
         "parameters": params_bytes,
         "gradients": params_bytes * at_once,
@@ -92,8 +92,7 @@ def stacked_params(model: ModelSizes) -> int:
 
 
 def _moment_bytes(config: JobConfig, *, in_blocks: bool) -> float:
-    """Return the bytes that the optimizer keeps of a parameter. Norms count as matrices: they are
-    few."""
+    """Return the bytes that the optimizer keeps of a parameter. Norms count as matrices: they are few."""
     optimizer, dtype = config.optimizer, config.training.dtype
     if optimizer.name == "AdamW8bit":
         # Two moments in 8 bits, and an fp32 scale for each block of at most 256 elements.
@@ -130,7 +129,7 @@ def _feed_forward_elements(config: JobConfig, model: ModelSizes) -> float:
     if config.parallelism.expert_parallel_degree > 1:
         arriving *= config.simulator.expert_imbalance
     # fp32 counts as two elements, unless all is in fp32.
-    back = dim * _BYTES["float32"] / _BYTES[config.training.mixed_precision_param]
+    back = dim * _BYTES["float32"] / _BYTES[config.training.compute_dtype]
     return model.top_k * (arriving + back) + model.num_shared_experts * 4 * ffn
 
 
@@ -209,7 +208,7 @@ def _logits_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, token
     chunk = min(config.loss.chunk_tokens or tokens, tokens)
     is_whole = config.parallelism.disable_loss_parallel
     columns = model.vocab_size / (1 if is_whole else layout.tp)
-    compute_bytes = _BYTES[config.training.mixed_precision_param]
+    compute_bytes = _BYTES[config.training.compute_dtype]
     fp32_chunk = chunk * columns * _BYTES["float32"]
     if is_whole or not config.loss.chunk_output:
         return 2 * tokens * columns * compute_bytes + fp32_chunk
@@ -230,9 +229,9 @@ def _unsharded_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, la
     of everything while replicas accumulate, and in a pipeline. A single rank in the master precision uses parameters as they lie.
     """
     training = config.training
-    param_bytes = _BYTES[training.mixed_precision_param]
+    param_bytes = _BYTES[training.compute_dtype]
     reduce_bytes = _BYTES[training.mixed_precision_reduce]
-    is_cast = training.mixed_precision_param != training.dtype
+    is_cast = training.compute_dtype != training.dtype
     is_sharded = layout.dp_shard * layout.cp > 1
     is_replicated = not is_sharded and layout.dp_replicate > 1
     # Nothing is gathered, cast or reduced in buckets.
@@ -265,4 +264,5 @@ def _unsharded_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, la
 def keeps_gathered(config: JobConfig, layout: Layout) -> bool:
     """Return whether FSDP keeps gathered parameters for the backward pass (ZeRO-2)."""
     policy = config.parallelism.fsdp_reshard_after_forward
-    return policy == "never" or (policy == "default" and layout.pp > 1)
+    usual = layout.pp > 1 or layout.dp_shard * layout.cp == 1
+    return policy == "never" or (policy == "default" and usual)

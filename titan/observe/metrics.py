@@ -12,8 +12,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,56 +25,6 @@ _LOG = logging.getLogger("titan")
 # Norms have a separate file: a row holds two numbers for each block.
 _NORMS = "layer_norms.jsonl"
 _LOADS = "experts.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepRow:
-    """Hold one logged step. The fields have the names of metrics.jsonl, which docs/metrics.md
-    defines."""
-
-    step: int
-    loss: float
-    grad_norm: float
-    lr: float
-    tokens: int
-    tokens_per_s: float
-    step_s: float
-    eta_s: float
-    data_wait_s: float
-    memory_gib: float
-    loss_mean: float | None = None
-    memory_active_gib: float | None = None
-    memory_kind: str = "device"
-    tflops: float | None = None
-    mfu: float | None = None
-    validation_s: float = 0.0
-    checkpoint_s: float = 0.0
-    num_skipped: int = 0
-    num_rewinds: int = 0
-    loss_z: float | None = None
-    grad_norm_z: float | None = None
-    slowest_rank: int | None = None
-    slowest_rank_s: float | None = None
-    median_rank_s: float | None = None
-    goodput: float | None = None
-    expert_imbalance: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ValidationRow:
-    """Hold the result of a validation. It becomes part of its step's row, which is logged
-    afterwards."""
-
-    step: int
-    validation_loss: float
-    bits_per_byte: float | None = None
-    unigram_bits_per_byte: float | None = None
-    """The bits per byte that the frequencies of single bytes alone would reach on the same text."""
-
-
-def model_tflops(*, tokens_per_s: float, flops_per_token: float, num_ranks: int) -> float:
-    """Return TFLOP/s of the model's own operations on each accelerator, without recomputation."""
-    return tokens_per_s * flops_per_token / num_ranks / 1e12
 
 
 class JsonlSink:
@@ -152,19 +101,10 @@ class MetricsLog:
             options = {"section": section, "resume_step": resume_step, "job_config": job_config}
             self._open("Weights & Biases", lambda: WandbSink(run_dir, **options))
 
-    def write(
-        self,
-        row: StepRow,
-        validation: ValidationRow | None = None,
-        more: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Log a step with its validation, and with the columns of hooks from other packages."""
-        values: Row = asdict(row) | dict(more or {})
-        if validation is not None:
-            assert validation.step == row.step, (validation, row.step)
-            values |= asdict(validation)
+    def write(self, row: Row) -> None:
+        """Log a step."""
         # One time for all sinks.
-        values["unix_s"] = round(time.time(), 3)
+        values = row | {"unix_s": round(time.time(), 3)}
         # JSON has no NaN or infinity; null is what every reader takes for "no number".
         values = {key: None if _is_non_finite(v) else v for key, v in values.items()}
         for name, sink in self._sinks.items():
@@ -187,7 +127,7 @@ class MetricsLog:
     def write_loads(self, step: int, layers: list[int], loads: list[list[int]]) -> None:
         """Replace experts.json, which has the newest loads: a list for each layer, with the tokens of each expert."""
         if (path := self._loads_path) is not None:
-            # Of one step only: those of a long run would fill the disk.
+            # One step's only: those of a long run would fill the disk.
             text = json.dumps({"step": step, "layers": layers, "loads": loads}) + "\n"
             self._guard(_LOADS, lambda: write_text_atomically(path, text, durable=False))
 

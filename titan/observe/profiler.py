@@ -6,7 +6,7 @@
 While steps are recorded, each block, each of its children and each module beside the blocks runs in a range with its name
 (a compiled block as a whole). titan.train_step names loss and clipping, and torch names the optimizer. The backward pass
 needs no ranges: the profiler links its operators to the forward ones. Between traces nothing is changed. `titan profile`
-(trace_report.py) reads a trace.
+(trace_files.py) reads a trace.
 
 A trace begins when the device is idle, so that its steps have all of their work and no work of other steps.
 """

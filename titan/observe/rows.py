@@ -250,8 +250,7 @@ class LineFile:
 
 
 class RowFile(LineFile):
-    """Keep the rows of a metrics.jsonl that grows: all of them thinned, and the newest ones in
-    full."""
+    """Keep the rows of a metrics.jsonl that grows: all of them thinned, and the newest ones in full."""
 
     def __init__(self, path: Path, *, limit: int = MAX_ROWS) -> None:
         self._limit = limit

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from titan.config.schema import MetricsSection
+from titan.observe.columns import curves
 from titan.observe.rows import Row
 from titan.untrusted import InputError
 
@@ -31,46 +32,6 @@ def require(package: str, *, extra: str, asked_by: str) -> None:
         raise MissingExtra(f"{asked_by} needs {package}: pip install 'titan-pretrain[{extra}]'")
 
 
-# Names of the curves, in groups. A key that is not here, and has no group, is not drawn.
-_CURVES = {
-    "loss": "loss/train",
-    "loss_mean": "loss/train_mean",
-    "validation_loss": "loss/validation",
-    "bits_per_byte": "loss/validation_bits_per_byte",
-    "grad_norm": "optimizer/grad_norm",
-    "lr": "optimizer/lr",
-    "tokens": "progress/tokens",
-    "tokens_per_s": "throughput/tokens_per_s",
-    "step_s": "throughput/step_s",
-    "tflops": "throughput/tflops",
-    "mfu": "throughput/mfu",
-    "data_wait_s": "throughput/data_wait_s",
-    "validation_s": "throughput/validation_s",
-    "checkpoint_s": "throughput/checkpoint_s",
-    "goodput": "throughput/goodput",
-    "loss_z": "loss/train_z",
-    "grad_norm_z": "optimizer/grad_norm_z",
-    "slowest_rank_s": "throughput/slowest_rank_s",
-    "median_rank_s": "throughput/median_rank_s",
-    "memory_gib": "memory/gib",
-    "memory_active_gib": "memory/active_gib",
-    "expert_imbalance": "experts/imbalance",
-}
-
-
-def _curves(row: Row) -> dict[str, float]:
-    curves = {_CURVES[key]: v for key, v in row.items() if key in _CURVES and v is not None}
-    # A key with a group is a curve's name already.
-    curves |= {key: v for key, v in row.items() if "/" in key and isinstance(v, float | int)}
-    figures = dict(row.get("experts") or {})
-    # A group for each figure, with a curve for each layer.
-    layers = figures.pop("layer", [])
-    for figure, values in figures.items():
-        named = zip(layers, values, strict=True)
-        curves |= {f"experts_{figure}/layers.{layer}": value for layer, value in named}
-    return curves
-
-
 class TensorBoardSink:
     """Write TensorBoard's event files. A resume hides the events of later steps (`purge_step`), as it cuts metrics.jsonl."""
 
@@ -80,7 +41,7 @@ class TensorBoardSink:
         self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1)
 
     def write(self, row: Row) -> None:
-        for tag, value in _curves(row).items():
+        for tag, value in curves(row).items():
             self._writer.add_scalar(tag, value, row["step"])
         self._writer.flush()  # else a crash loses two minutes of curves
 
@@ -128,7 +89,7 @@ class WandbSink:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, row: Row) -> None:
-        self._run.log({"step": row["step"]} | _curves(row))
+        self._run.log({"step": row["step"]} | curves(row))
 
     def close(self) -> None:
         self._run.finish()

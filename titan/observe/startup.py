@@ -11,7 +11,7 @@ from rich.text import Text
 
 from titan.config.layout import AXES, Layout
 from titan.config.schema import JobConfig
-from titan.hardware import Hardware
+from titan.hardware import MARGIN, Hardware
 from titan.observe.estimate import ModelSizes, estimate_memory, keeps_gathered
 from titan.optim.schedule import learning_rate_factor, phases
 
@@ -75,7 +75,7 @@ def startup_page(
             **_experts(config, model_config, layout, ranks_per_node),
             "data": _data(config) + (f"; tokenizer {tokenizer}" if tokenizer else ""),
             "layout": _layout(config, layout),
-            "precision": f"{training.mixed_precision_param} compute, "
+            "precision": f"{training.compute_dtype} compute, "
             f"{training.mixed_precision_reduce} gradient reduction, {_states(config)}",
             "tokens per step": f"{_factors(config, layout)} = {tokens:,}",
             "steps": f"{training.steps:,}{resumed}; {in_all:,} tokens in all",
@@ -202,13 +202,15 @@ def _memory(estimate_gib: dict[str, float], hardware: Hardware | None) -> str:
         total += f", of {hardware.memory_gib:g}"
         if estimate_gib["total"] > hardware.memory_gib:
             total += " (does not fit)"
+        elif estimate_gib["total"] > (1 - MARGIN) * hardware.memory_gib:
+            total += " (tight)"
     return f"{total}: {', '.join(f'{name} {gib}' for name, gib in categories.items())}"
 
 
 def _hardware(config: JobConfig, device_name: str, hardware: Hardware | None) -> str:
     if hardware is None:
         return f"{device_name}; no profile of its peak, so MFU is n/a"
-    dtype = config.training.mixed_precision_param
+    dtype = config.training.compute_dtype
     # No device lists a peak for every dtype.
     peak = hardware.peak_flops.get(dtype)
     rate = f"{peak / 1e12:,.0f} TFLOP/s dense {dtype}" if peak else f"no peak for {dtype}"

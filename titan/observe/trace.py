@@ -178,8 +178,7 @@ def _kernel(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _nest(events: list[TraceEvent]) -> list[tuple[TraceEvent, int, int]]:
-    """Set each event's parent. Return the stretches in which an event was the innermost of its
-    thread."""
+    """Set each event's parent. Return the stretches in which an event was the innermost of its thread."""
     stretches = []
     stacks: defaultdict[Any, list[TraceEvent]] = defaultdict(list)
     since: dict[Any, int] = {}  # up to where a thread's time is given away
@@ -209,9 +208,8 @@ def _nest(events: list[TraceEvent]) -> list[tuple[TraceEvent, int, int]]:
 
 
 def _links(flows: _Records, events: list[TraceEvent]) -> dict[TraceEvent, TraceEvent]:
-    """Map each backward node to the forward operator that made it, by the profiler's flow
-    events."""
-    # Of several that begin together the innermost, which comes last.
+    """Map each backward node to the forward operator that made it, by the profiler's flow events."""
+    # The innermost of several that begin together comes last.
     at = {(event.thread, event.begin): event for event in events if event.is_operator}
     forward, links = {}, {}
     for record in sorted(flows, key=lambda record: record["ph"], reverse=True):  # "s", then "f"

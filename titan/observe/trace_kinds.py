@@ -20,8 +20,7 @@ PARTS = {
     HOST: "host, idle",
 }
 
-# Of kernels and of operators. The order of the questions below matters: a fused name may match
-# several.
+# Kinds of kernels and of operators. The order of the questions below matters: a fused name may match several.
 _ATTENTION = re.compile(r"attention|scaled_?dot_?product|sdpa|fmha|flash", re.I)
 _COMMUNICATION = re.compile(r"nccl|^gloo:|c10d|symm_mem|multimem|(one|two)_shot", re.I)
 _GENERATED = re.compile(r"triton_(poi|red|per)_")  # inductor names loops after what it fused
@@ -29,7 +28,7 @@ _GEMM = re.compile(r"gemm|gemv|nvjet|matmul|cutlass|xmma|splitk|_mm_|_mm\b|trito
 _COPY = re.compile(r"mem(cpy|set)|copy|catarray|chunk_cat|fillfunctor|fill_kernel", re.I)
 _CAST = re.compile(r"float\d+\w*_copy_kernel")  # a change of dtype is a copy too, to torch
 
-# Of aten's operators, as whole names.
+# Aten's operators, as whole names.
 _PRODUCT = re.compile(r"\w*mm(_\w+)?|mv|addmv|dot|\w*linear_(pointwise|unary|binary)|mkldnn_linear")
 _COPIES = re.compile(r"\w*copy_?(in|out)?_?|clone|(chunk_)?cat|stack|(fill|zero)_|repeat")
 # Views, allocation, and operators made of others: their own time is the host's bookkeeping.
@@ -70,8 +69,7 @@ def kind_of_kernel(name: str, within: Set[str]) -> str:
 
 
 def kind_of_operator(name: str, within: Set[str], *, is_operator: bool) -> str:
-    """Return a key of PARTS for an operator's self time. within: its surroundings, its own
-    included."""
+    """Return a key of PARTS for an operator's self time. within: its surroundings, its own included."""
     if COMMUNICATION in within:
         return COMMUNICATION
     namespace, _, operator = name.rpartition("::")

@@ -61,11 +61,13 @@ class Piece:
 class CompactAdam(torch.optim.Optimizer):
     """Update parameters by Adam or AdamW, with moments in a precision of choice.
 
-    state_dtype: of the moments. uint8 means 8 bits in blocks. decoupled: AdamW's weight decay, else
-    Adam's.
-
-    noise: for each parameter that is rounded stochastically. compiled: one kernel per vector, by torch.compile (its length
-    changes nothing; the first step takes seconds); otherwise one kernel per operation.
+    Args:
+        lr, betas, eps: as in torch's Adam.
+        state_dtype: of the moments; uint8 means 8 bits in blocks.
+        decoupled: decay weights as AdamW does, else as Adam.
+        noise: for each parameter that is rounded stochastically.
+        compiled: one kernel per vector, by torch.compile (its length changes nothing; the first step takes seconds); otherwise one
+            kernel per operation.
     """
 
     def __init__(

@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from titan.models.moe import MoE
+from titan.parallel.mesh import submesh
 
 
 class Balance:
@@ -24,6 +26,13 @@ class Balance:
     def __init__(self, moes: Mapping[str, MoE], *, group: dist.ProcessGroup | None) -> None:
         self.moes, self.group = dict(moes), group
         self.loads: Tensor | None = None
+
+    @classmethod
+    def of(cls, moes: Mapping[str, MoE], mesh: DeviceMesh) -> Balance:
+        """Return the balance of these modules over the ranks of a mesh that hold different tokens."""
+        axes = ("dp_replicate", "dp_shard", "cp", "tp")
+        tokens = submesh(mesh, *axes, flatten=True) if moes else None
+        return cls(moes, group=None if tokens is None else tokens.get_group())
 
     def begin(self, *, num_sequences: int, num_tokens: int) -> None:
         """Set what the balance terms of a step are divided by: the size of the global batch."""

@@ -90,8 +90,7 @@ def local_gradient(parameter: Tensor) -> tuple[Tensor, tuple[dist.ProcessGroup, 
         grad = grad.redistribute(placements=parameter.placements)
         parameter.grad = grad
     mesh = grad.device_mesh
-    # One group for each axis that cuts the gradient. The sum over all of them is the sum over its
-    # shards.
+    # One group for each axis that cuts the gradient. The sum over all of them is the sum over its shards.
     groups = tuple(
         mesh.get_group(axis)
         for axis, place in enumerate(grad.placements)

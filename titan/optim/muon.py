@@ -49,9 +49,14 @@ Exchange = Generator[None, None, Tensor]
 
 
 class Muon(torch.optim.Optimizer):
-    """matrices: two-dimensional, or stacks of matrices (experts), each of which is one. others: the optimizer of the remaining parameters; its groups are also this one's.
+    """Update matrices by Muon, and the other parameters by another optimizer.
 
-    ns_dtype: precision of Newton-Schulz, and of what is sent. noise: for each matrix that is rounded stochastically.
+    Args:
+        matrices: two-dimensional, or stacks of matrices (experts), each of which is one.
+        others: the optimizer of the remaining parameters; its groups are also this one's.
+        lr, weight_decay, momentum, nesterov: as in SGD with decoupled decay.
+        ns_steps, ns_dtype: iterations of Newton-Schulz, and the precision in which they run and send.
+        noise: for each matrix that is rounded stochastically.
     """
 
     def __init__(
@@ -272,7 +277,7 @@ def _batches(matrices: list[Any], *, itemsize: int) -> Iterator[list[Any]]:
         alike[matrix.shape, getattr(matrix, "placements", ())].append(matrix)
     # The largest first, for ranks share each kind evenly.
     for same in sorted(alike.values(), key=lambda same: -same[0].numel()):
-        # Of the whole, since ranks may hold shards of different sizes. Of a stack, a rank has some matrices only.
+        # The whole tensor's, since ranks may hold shards of different sizes. A rank has some matrices of a stack only.
         whole = math.prod(same[0].shape[-2:]) * math.prod(local(same[0]).shape[:-2])
         ranks = math.prod(cut.group.size() for cut in cuts_of(same[0]))
         size = ranks * max(1, BATCH_BYTES // (max(1, whole) * itemsize))

@@ -1,5 +1,4 @@
-"""Build the optimizer from its section: matrices are decayed, norms and biases only with
-`decay_norms`.
+"""Build the optimizer from its section: matrices are decayed, norms and biases only with `decay_norms`.
 
     AdamW, Adam   torch's fused kernel where weights and moments share a precision; else adam.py
     AdamW8bit     adam.py, moments in 8 bits

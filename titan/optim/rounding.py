@@ -106,7 +106,7 @@ def rounded(value: Tensor, noise: StepNoise | None = None) -> Tensor:
     """Return fp32 values as they are, or stochastically rounded to what bf16 holds."""
     if noise is None:
         return value
-    # Of fp32's 32 bits bf16 keeps the upper 16: adding noise to the lower ones carries with the right odds.
+    # bf16 keeps the upper 16 of fp32's 32 bits: adding noise to the lower ones carries with the right odds.
     bits = value.view(torch.int32) + noise.sixteen_bits(value)
     # -65536 clears the lower 16 bits. Infinities and nan must not carry into other values.
     return torch.where(value.isfinite(), (bits & -65536).view(torch.float32), value)

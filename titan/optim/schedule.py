@@ -1,5 +1,4 @@
-"""Compute the learning rate as a pure function of the step: resuming needs the step and nothing
-else."""
+"""Compute the learning rate as a pure function of the step: resuming needs the step and nothing else."""
 
 from __future__ import annotations
 
@@ -9,8 +8,8 @@ from titan.config.schema import LRSchedulerSection
 
 
 def phases(section: LRSchedulerSection, *, total_steps: int) -> tuple[int, int]:
-    """Return the steps of warm-up and of decay. Where they do not fit, warm-up comes first and decay takes what is left, as in
-    TorchTitan."""
+    """Return the steps of warm-up and of decay. Where they do not fit, warm-up comes first and decay takes what
+    is left, as in TorchTitan."""
     total = section.total_steps or total_steps
     warmup = min(section.warmup_steps, total)
     wanted = total if section.decay_ratio is None else round(total * section.decay_ratio)

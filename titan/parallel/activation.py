@@ -1,5 +1,4 @@
-"""Recompute a block's activations in the backward pass rather than keep them (activation
-checkpointing).
+"""Recompute a block's activations in the backward pass rather than keep them (activation checkpointing).
 
     full       keep each block's input, recompute the block (arXiv:1604.06174)
     every n    full, for every n-th block only
@@ -18,17 +17,18 @@ from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from functools import cache, partial
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from .kept_operations import GROUPS, KeepError, Rule, parse_rule
 from .offload import Offloader
+from .selective import Decision, selective_checkpoint_contexts
 from .torch_compat import (
-    Decision,
     checkpoint_wrapper,
-    selective_checkpoint_contexts,
     traced_module_path,
 )
 
@@ -137,19 +137,22 @@ class _Selection:
         if not torch.compiler.is_compiling():
             self.depth -= 1
 
-    def _in_kept_module(self) -> bool:
+    def _in_kept_module(self, within: str) -> bool:
         if self.depth:
             return True
-        names = traced_module_path() if self.keep_modules else ()
+        names = [within + name for name in traced_module_path()] if self.keep_modules else ()
         return any(fnmatchcase(n, pattern) for n in names for pattern in self.keep_modules)
 
-    def contexts(self) -> Any:
-        """Return the contexts of one forward pass and its recomputation, which count operations in the same way."""
+    def contexts(self, within: str) -> Any:
+        """Return the contexts of one forward pass and its recomputation, which count operations in the same way.
+
+        within: name of the module that is run, with a dot; "" if it is the block.
+        """
         counts: Counter[tuple[tuple[str, ...], bool]] = Counter()
 
         def decide(name: str, recomputes: bool) -> Decision:
             expensive = name in GROUPS["matmul"] or name in GROUPS["attention"]
-            if expensive and self._in_kept_module():
+            if expensive and self._in_kept_module(within):
                 return "keep"
             rules = self.rules.get(name, ())
             # The forward pass and the recomputation count separately, so that both keep the same calls.
@@ -170,12 +173,48 @@ def _selection(keep: tuple[str, ...], keep_modules: tuple[str, ...]) -> _Selecti
 
 def keeps_some(block: nn.Module) -> bool:
     """Return whether a block was wrapped to keep some results and recompute others."""
-    context_fn = getattr(getattr(block, "checkpoint_fn", None), "keywords", {}).get("context_fn")
-    return isinstance(context_fn, partial) and context_fn.func is _contexts
+    return selection_of(block) is not None
 
 
-def _contexts(selection: _Selection, others: Callable[[], Any] | None = None) -> Any:
-    contexts = selection.contexts()
+def selection_of(block: nn.Module) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
+    """Return what lets a function of a block keep and recompute by itself what the block would; None: the block keeps all
+    or nothing.
+
+    The parts of a block that are compiled by themselves need it: what is recomputed within a program only its compiler can
+    decide. Each part counts its operations from the start.
+    """
+    settings = getattr(getattr(block, "checkpoint_fn", None), "keywords", {})
+    context_fn = settings.get("context_fn")
+    if not isinstance(context_fn, partial) or context_fn.func is not _contexts:
+        return None
+    selection = context_fn.args[0]
+    inside: nn.Module = getattr(block, "_checkpoint_wrapped_module", block)
+    names = {module: f"{name}." for name, module in inside.named_modules() if name}
+
+    def select(function: Callable[..., Any]) -> Callable[..., Any]:
+        within = names.get(getattr(function, "__self__", inside), "")
+        options = {**settings, "context_fn": partial(_contexts, selection, within=within)}
+
+        def selected(*args: Any) -> Any:
+            return checkpoint(function, *args, **options)
+
+        selected.__code__ = _renamed(selected.__code__, function.__qualname__)
+        return selected
+
+    return select
+
+
+@cache
+def _renamed(code: CodeType, name: str) -> CodeType:
+    """Return one code object for each name: torch.compile keeps its programs by code object, and would take another part of
+    a block for a recompilation of the first."""
+    return code.replace(co_name=name)
+
+
+def _contexts(
+    selection: _Selection, others: Callable[[], Any] | None = None, *, within: str = ""
+) -> Any:
+    contexts = selection.contexts(within)
     return (
         contexts
         if others is None

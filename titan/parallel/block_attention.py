@@ -14,6 +14,7 @@ B batch, S queries, T keys, H query heads, G key/value heads, K head dim
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from typing import Literal
 
@@ -29,15 +30,29 @@ _aten = torch.ops.aten
 
 # The memory-efficient kernel wants rows of logsumexp padded to this (kAlignLSE in torch's mem_eff_attention).
 _LSE_ALIGNMENT = 32
+_BIAS_ALIGNMENT = 16
 
 
 def attend(
-    q_BHSK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, *, causal: bool, scale: float | None
+    q_BHSK: Tensor,
+    k_BGTK: Tensor,
+    v_BGTK: Tensor,
+    *,
+    causal: bool,
+    scale: float | None,
+    mask_BST: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output (B, H, S, K) in q's dtype and natural logsumexp (B, H, S), fp32 (fp64 for fp64).
 
-    causal: query i sees keys 0 .. i, and S equals T. scale: None is 1 / sqrt(K). Query head h reads key/value head h // (H // G).
+    Args:
+        causal: query i sees keys 0 .. i, and S equals T.
+        scale: None is 1 / sqrt(K).
+        mask_BST: the keys that a query sees, in place of `causal`. A query that sees none has output 0 and logsumexp -inf.
+
+    Query head h reads key/value head h // (H // G).
     """
+    if mask_BST is not None:
+        return _attend_masked(q_BHSK, k_BGTK, v_BGTK, mask_BST, scale)
     kernel = _choose_kernel(q_BHSK)
     if kernel == "flash":
         out_BHSK, lse, *_ = _aten._scaled_dot_product_flash_attention(
@@ -72,12 +87,16 @@ def attend_backward(
     *,
     causal: bool,
     scale: float | None,
+    mask_BST: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v by this block, in the shapes and dtype of the inputs.
 
-    grad, out and lse belong to the whole row of keys, of which k and v are one block.
+    grad, out and lse belong to the whole row of keys, of which k and v are one block. mask_BST: as in `attend`.
     """
-    kernel, sizes = _choose_kernel(q_BHSK), (q_BHSK.shape[2], k_BGTK.shape[2])
+    kernel, sizes = (
+        _choose_kernel(q_BHSK, masked=mask_BST is not None),
+        (q_BHSK.shape[2], k_BGTK.shape[2]),
+    )
     lse_BHS = lse_BHS.contiguous()  # some kernels read it as if it were
     if kernel == "flash":
         state = torch.empty(2, dtype=torch.uint64, device=q_BHSK.device)  # of dropout: not read
@@ -92,19 +111,59 @@ def attend_backward(
             None, *sizes, 0.0, causal, scale=scale,
         )  # fmt: skip
     k_BHTK, v_BHTK = _expand(k_BGTK, q_BHSK.shape[1]), _expand(v_BGTK, q_BHSK.shape[1])
+    bias = None if mask_BST is None else _bias(mask_BST, q_BHSK)
+    causal = causal and bias is None
     if kernel == "cpu":
         dq_BHSK, dk_BHTK, dv_BHTK = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_BHSK, q_BHSK, k_BHTK, v_BHTK, out_BHSK, lse_BHS, 0.0, causal, scale=scale
+            grad_BHSK,
+            q_BHSK,
+            k_BHTK,
+            v_BHTK,
+            out_BHSK,
+            lse_BHS,
+            0.0,
+            causal,
+            attn_mask=bias,
+            scale=scale,
         )
     else:
         lse_padded = F.pad(lse_BHS, (0, -sizes[0] % _LSE_ALIGNMENT))
         dq_BHSK, dk_BHTK, dv_BHTK, _ = _aten._scaled_dot_product_efficient_attention_backward(
-            grad_BHSK, q_BHSK, k_BHTK, v_BHTK, None, out_BHSK, lse_padded, state, state, 0.0,
+            grad_BHSK, q_BHSK, k_BHTK, v_BHTK, bias, out_BHSK, lse_padded, state, state, 0.0,
             [True, True, True, False], causal, scale=scale,
         )  # fmt: skip
     # Copies of a key/value head add their gradients up.
     groups = k_BGTK.shape[1]
     return dq_BHSK, _sum_groups(dk_BHTK, groups), _sum_groups(dv_BHTK, groups)
+
+
+def _attend_masked(
+    q_BHSK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, mask_BST: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    heads, length = q_BHSK.shape[1:3]
+    k_BHTK, v_BHTK = _expand(k_BGTK, heads), _expand(v_BGTK, heads)
+    bias = _bias(mask_BST, q_BHSK)
+    if _choose_kernel(q_BHSK, masked=True) == "cpu":
+        out_BHSK, lse_BHS = _aten._scaled_dot_product_flash_attention_for_cpu(
+            q_BHSK, k_BHTK, v_BHTK, 0.0, False, attn_mask=bias, scale=scale
+        )
+    else:
+        out_BHSK, lse_BHS, *_ = _aten._scaled_dot_product_efficient_attention(
+            q_BHSK, k_BHTK, v_BHTK, bias, True, 0.0, False, scale=scale
+        )
+    # Kernels disagree about a query that sees nothing.
+    sees_B1S = mask_BST.any(-1)[:, None]
+    out_BHSK = torch.where(sees_B1S[..., None], out_BHSK, 0.0)
+    return out_BHSK, lse_BHS[..., :length].masked_fill(~sees_B1S, float("-inf"))
+
+
+def _bias(mask_BST: Tensor, q_BHSK: Tensor) -> Tensor:
+    """Return what is added to the scores, (B, H, S, T), without copies for heads: 0 where a query sees a key, else -inf."""
+    (size, length), heads = mask_BST.shape[1:], q_BHSK.shape[1]
+    # The memory-efficient kernel reads rows in whole vectors of 16 bytes.
+    room = -(-length // _BIAS_ALIGNMENT) * _BIAS_ALIGNMENT
+    bias_BST = q_BHSK.new_zeros(len(mask_BST), size, room)[..., :length]
+    return bias_BST.masked_fill_(~mask_BST, float("-inf"))[:, None].expand(-1, heads, -1, -1)
 
 
 _chosen = ExitStack()  # torch's choice comes back where the context ends, so it is kept
@@ -137,11 +196,13 @@ def prefer_backend(name: str, device_type: str) -> None:
     _chosen.enter_context(sdpa_kernel(backends[order.index(name) :], set_priority=True))
 
 
-def _choose_kernel(q_BHSK: Tensor) -> Literal["cpu", "flash", "cudnn", "efficient"]:
-    """Choose a kernel: flash and cudnn take fewer key/value heads than query heads; only efficient takes 32 bits."""
+def _choose_kernel(
+    q_BHSK: Tensor, *, masked: bool = False
+) -> Literal["cpu", "flash", "cudnn", "efficient"]:
+    """Choose a kernel: flash and cudnn take fewer key/value heads than query heads; only efficient takes 32 bits and a mask."""
     if q_BHSK.device.type == "cpu":
         return "cpu"
-    if q_BHSK.dtype not in (torch.bfloat16, torch.float16):
+    if masked or q_BHSK.dtype not in (torch.bfloat16, torch.float16):
         return "efficient"
     # cuDNN's limits: heads in multiples of 8 and up to 128, and more than one query.
     fits = q_BHSK.shape[3] % 8 == 0 and q_BHSK.shape[3] <= 128 and q_BHSK.shape[2] > 1
@@ -153,12 +214,42 @@ def _choose_kernel(q_BHSK: Tensor) -> Literal["cpu", "flash", "cudnn", "efficien
 
 @torch.compiler.assume_constant_result
 def _cudnn_is_faster() -> bool:
-    """Return whether torch's own attention prefers cuDNN: compute capability 9.0 and 10.0, unless switched off."""
+    """Return whether torch's own attention prefers cuDNN, by the rules of its sdp_utils.cpp."""
+    # Before 9.15.1 cuDNN reads beyond its inputs where 128 does not divide the lengths (pytorch#169849). Wheels for
+    # CUDA 12 come with older ones.
     return (
         torch.cuda.is_available()
         and torch.backends.cuda.cudnn_sdp_enabled()
-        and torch.cuda.get_device_capability() in ((9, 0), (10, 0))
+        and (torch.backends.cudnn.version() or 0) > 91500
+        and torch.cuda.get_device_capability() in ((9, 0), (9, 3), (10, 0), (10, 3))
+        and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
     )
+
+
+def match_heads(
+    q_BHSK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, *, has_mask: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return keys and values for torch's attention. If no fused kernel takes grouped heads, each query head gets a copy.
+
+    torch would compute S x T scores in memory otherwise.
+    """
+    if k_BGTK.shape[1] == q_BHSK.shape[1]:
+        return k_BGTK, v_BGTK
+    if _takes_grouped_heads(q_BHSK.device.type, q_BHSK.dtype, has_mask):
+        return k_BGTK, v_BGTK
+    return _expand(k_BGTK, q_BHSK.shape[1]), _expand(v_BGTK, q_BHSK.shape[1])
+
+
+@torch.compiler.assume_constant_result
+def _takes_grouped_heads(device_type: str, dtype: torch.dtype, has_mask: bool) -> bool:
+    """Return whether the copies are of no use, by the rules of torch's sdp_utils.cpp (2.11 to 2.15)."""
+    capability, allowed = compute_capability(device_type), torch.backends.cuda
+    # The memory-efficient kernel needs copies. It takes 32 and 16 bits.
+    if capability == (0, 0) or dtype == torch.float64 or not allowed.mem_efficient_sdp_enabled():
+        return True
+    if dtype == torch.float32 or capability < (8, 0):
+        return False
+    return allowed.cudnn_sdp_enabled() or (allowed.flash_sdp_enabled() and not has_mask)
 
 
 def _expand(x_BGTK: Tensor, heads: int) -> Tensor:

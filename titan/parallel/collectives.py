@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed._functional_collectives  # registers the operators
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 _c10d = torch.ops._c10d_functional
 
@@ -44,7 +45,22 @@ def all_to_all(x: Tensor, *, group: str) -> Tensor:
 
 def all_to_all_rows(x: Tensor, *, group: str, to: list[int], from_: list[int]) -> Tensor:
     """Send and receive any numbers of rows, as `start_all_to_all` does. Differentiable."""
-    return _AllToAllRows.apply(x, group, to, from_)
+    return TravellingRows(x, group=group, to=to, from_=from_).wait()
+
+
+class TravellingRows:
+    """Start to send and receive rows, as `start_all_to_all` does. Differentiable: what runs before `wait` has its backward pass
+    while the gradients of the rows travel back."""
+
+    def __init__(self, x: Tensor, *, group: str, to: list[int], from_: list[int]) -> None:
+        self.group, self.to, self.from_ = group, to, from_
+        self.gradients: list[Tensor] = []
+        self._rows: list[Tensor] = [_SendRows.apply(x, self)]  # pyright: ignore
+
+    def wait(self) -> Tensor:
+        """Return the rows that arrived. To be called once."""
+        # Not kept: the graph keeps this object, which would then keep the graph.
+        return _ReceiveRows.apply(self._rows.pop(), self)  # pyright: ignore[reportReturnType]
 
 
 def all_gather(x: Tensor, *, group: str, size: int) -> Tensor:
@@ -66,16 +82,33 @@ class _AllToAll(torch.autograd.Function):
         return all_to_all(grads[0], group=ctx.group), None
 
 
-class _AllToAllRows(torch.autograd.Function):
+class _SendRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str, to: list[int], from_: list[int]) -> Tensor:
-        ctx.args = group, to, from_
-        return wait(start_all_to_all(x, group=group, to=to, from_=from_))
+    def forward(ctx: Any, x: Tensor, rows: TravellingRows) -> Tensor:
+        ctx.rows = rows
+        return start_all_to_all(x, group=rows.group, to=rows.to, from_=rows.from_)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        group, to, from_ = ctx.args
-        return all_to_all_rows(grads[0], group=group, to=from_, from_=to), None, None, None
+    @once_differentiable
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
+        return wait(ctx.rows.gradients.pop()), None
+
+
+class _ReceiveRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, arriving: Tensor, rows: TravellingRows) -> Tensor:
+        ctx.rows = rows
+        return wait(arriving)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        rows = ctx.rows
+        # Autograd takes the ready node that is the latest of the forward pass: next are those between the two.
+        back = start_all_to_all(grads[0], group=rows.group, to=rows.from_, from_=rows.to)
+        rows.gradients.append(back)
+        # As many rows as arrived, which autograd asks for. Nobody reads it.
+        return grads[0], None
 
 
 class _AllGather(torch.autograd.Function):

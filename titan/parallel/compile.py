@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from .activation import selection_of
+from .selective import outside_selection, show_programs_to_checkpoints
 from .torch_compat import (
     CompileEvent,
     allow_programs,
@@ -26,6 +28,10 @@ from .torch_compat import (
 )
 
 CompileMode = Literal["default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"]
+
+
+class BackendError(ValueError):
+    """Report that torch has no compiler backend of a name. The message is for the user."""
 
 
 def apply_compile(
@@ -39,17 +45,29 @@ def apply_compile(
     preserve_rng_state: bool = True,
     kinds: int = 1,
 ) -> None:
-    """Compile every block in `model.<container>` (a ModuleDict or ModuleList), in place; names do not change. Of a block with a
-    method `compiled_parts`, compile the functions that it returns as (module, attribute), if it returns any; one whose first argument
-    has another number of rows each time says so by an attribute `has_varying_rows`.
+    """Compile every block in `model.<container>` (a ModuleDict or ModuleList), in place; names do not change.
 
-    mode: torch.compile's, for inductor: kernels chosen by measuring ("max-autotune-no-cudagraphs"), CUDA graphs
-    ("reduce-overhead"), both ("max-autotune"). memory_budget: share of the activations, 0 to 1, that a block keeps for its backward
-    pass; the compiler chooses what to recompute; it applies to all that this process compiles from now on. fullgraph: an error, rather
-    than slower code, where a block cannot be compiled whole. preserve_rng_state: graphs of this process restore the state of random
-    generators for what they recompute; False where blocks draw no random numbers, and under tensor parallelism, where torch up to
-    2.13 cannot. kinds: blocks that differ in what they keep; beyond torch's limit of programs, blocks would run uncompiled. Compilation happens in the first forward and backward pass. After `apply_tp`, before FSDP.
+    A block with a method `compiled_parts` has the functions compiled that it returns as (module, attribute), if it returns any; one
+    whose first argument has another number of rows each time says so by an attribute `has_varying_rows`. In a block that is recomputed
+    selectively, each part decides what to keep as a block would, and is not run again. A part with an attribute `is_recomputed_whole`
+    is run again as a whole, since its results would take more memory than they save time.
+
+    Compilation happens in the first forward and backward pass. Call this after `apply_tp`, before FSDP. Raises BackendError for a
+    backend that torch does not have.
+
+    Args:
+        mode: torch.compile's, for inductor: kernels chosen by measuring ("max-autotune-no-cudagraphs"), CUDA graphs
+            ("reduce-overhead"), both ("max-autotune").
+        memory_budget: share of the activations, 0 to 1, that a block keeps for its backward pass; the compiler chooses what to
+            recompute. It applies to all that this process compiles from now on.
+        fullgraph: an error, rather than slower code, where a block cannot be compiled whole.
+        preserve_rng_state: graphs restore the state of random generators for what they recompute. Choose False where blocks draw no
+            random numbers, and under tensor parallelism, where torch up to 2.13 cannot.
+        kinds: blocks that differ in what they keep; beyond torch's limit of programs, blocks would run uncompiled.
     """
+    if backend not in torch._dynamo.list_backends(exclude_tags=()):
+        known = ", ".join(torch._dynamo.list_backends())
+        raise BackendError(f'torch has no compiler backend "{backend}"; there are {known}')
     keep_random_state_in_graphs(preserve_rng_state)
     allow_programs(kinds)
     settings: dict[str, Any] = {"backend": backend, "fullgraph": fullgraph}
@@ -66,11 +84,22 @@ def apply_compile(
     for block in blocks.children():
         unwrapped: Any = getattr(block, "_checkpoint_wrapped_module", block)
         parts = getattr(unwrapped, "compiled_parts", list)()
+        select = selection_of(block) if parts else None
+        if select is not None:
+            show_programs_to_checkpoints()
         for owner, name in parts:
             function = getattr(owner, name)
-            compiled = torch.compile(function, **settings)
             varies = getattr(function, "has_varying_rows", False)
-            setattr(owner, name, _with_any_rows(compiled) if varies else compiled)
+            passed_over = getattr(function, "is_outside_selection", False)
+            if passed_over:
+                function = function.__wrapped__
+            elif select is not None:
+                passed_over = getattr(function, "is_recomputed_whole", False)
+                function = function if passed_over else select(function)
+            compiled = torch.compile(function, **settings)
+            if varies:
+                compiled = _with_any_rows(compiled)
+            setattr(owner, name, outside_selection(compiled) if passed_over else compiled)
         if not parts:
             block.compile(**settings)
 
@@ -124,7 +153,8 @@ class CompileLog:
                 f"graph break in {event.name}: {_first_lines(reason)}"
                 for reason in event.graph_breaks
             ]
-            if event.recompile_reason:
+            # An optimizer's update is one program for each kind of parameter, by intent.
+            if event.recompile_reason and event.folder != "optim":
                 lines.append(f"recompiled {event.name}: {_first_lines(event.recompile_reason)}")
             if event.failure:
                 lines.append(f"not compiled: {event.name}: {_first_lines(event.failure)}")

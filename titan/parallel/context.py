@@ -66,7 +66,7 @@ def apply_cp(
             f"context parallelism found no {attention_type.__name__} in {type(model).__name__}"
         )
     for kind in {type(child) for _, _, child, _ in attentions} if method != "ulysses" else ():
-        # Of the class itself: one that is derived from it may compute something else.
+        # The class itself: one that is derived from it may compute something else.
         if not vars(kind).get("is_causal_softmax"):
             raise ValueError(
                 f"context parallelism by {method} computes causal softmax attention with `scale`, else 1/sqrt(head size), "
@@ -122,7 +122,7 @@ class ContextParallelAttention(nn.Module):
         self.scale: float | None = getattr(inner, "scale", None)
         self.name = name
         self.part = part
-        self.method = method
+        self.method: Method = method
 
     def forward(
         self,
@@ -134,8 +134,8 @@ class ContextParallelAttention(nn.Module):
         """Return the local output, (B, H, S, K), for local inputs; document_ids_BS are the local positions' too,
         or the mask of `mask_over_ranks`.
 
-        Values may be smaller than keys, and so is then the output. Raises ValueError for document ids with the ring
-        method, heads of other sizes, and heads that Ulysses cannot deal out.
+        Values may be smaller than keys, and so is then the output. Raises ValueError for heads of other sizes, and for heads that
+        Ulysses cannot deal out.
         """
         size, v_size = q_BHSK.shape[-1], v_BGSK.shape[-1]
         if size != k_BGSK.shape[-1] or size < v_size:
@@ -161,18 +161,14 @@ class ContextParallelAttention(nn.Module):
             # The wrapped attention may be anyone's, and want ids where it got ids.
             mask = _whole_ids(mask, self.part) if isinstance(mask, Tensor) else mask
             return self._ulysses(q_BHSK, k_BGSK, v_BGSK, mask)
-        if mask is None:
-            gather = self.method == "allgather"
-            options = {"part": self.part, "gather": gather, "scale": self.scale}
-            return ring_attention(q_BHSK, k_BGSK, v_BGSK, **options)
-        if self.method == "allgather":
-            if isinstance(mask, Tensor):
-                mask = mask_over_ranks(mask, part=self.part, method=self.method)
+        if isinstance(mask, Tensor):
+            mask = mask_over_ranks(mask, part=self.part, method=self.method)
+        gather = self.method == "allgather"
+        if mask is not None and gather:
             return self._masked_allgather(q_BHSK, k_BGSK, v_BGSK, mask)
-        raise ValueError(
-            "context parallelism by ring has no document mask: use the method 'allgather' or 'ulysses',"
-            " or switch the mask off"
-        )
+        options = {"part": self.part, "gather": gather, "scale": self.scale}
+        ids_BCS = None if mask is None else mask.mask
+        return ring_attention(q_BHSK, k_BGSK, v_BGSK, **options, ids_BCS=ids_BCS)
 
     def extra_repr(self) -> str:
         return f"method={self.method}, {self.part.size} ranks, balanced={self.part.balanced}"
@@ -237,6 +233,8 @@ def mask_over_ranks(
         return mask_of(_whole_ids(ids_BS, part), form=form, ends_BN=ends_BN)
     length, order = ids_BS.shape[1], _chunks_held(part.size, part.balanced)
     ids_BT = _gather_ids(ids_BS, part)
+    if method == "ring":
+        return DocumentMask("ring", ids_BT.unflatten(1, (part.size, length)), length)
     positions_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
     positions_T = _pick(positions_T, 0, order, len(order))
     positions_S = positions_T[part.rank * length : (part.rank + 1) * length]

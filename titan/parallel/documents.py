@@ -3,6 +3,7 @@
     varlen  FlashAttention over documents as sequences: it computes nothing outside of them. In 16 bits on GPUs
     flex    FlexAttention, compiled: it skips blocks of 128 x 128 that are masked as a whole, and takes any dtype and any layout
     dense   one boolean for each query and key. On CPUs, and on GPUs that have neither
+    ring    the ids themselves: ring.py makes a dense mask of each block that passes by
 
 `share_document_mask` has a model make its mask where its forward pass begins. All attention modules then get the same
 `DocumentMask` in place of the ids. An attention module that is called with ids makes a dense mask itself.
@@ -24,9 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .block_attention import match_heads
 from .torch_compat import compute_capability
 
-MaskForm = Literal["varlen", "flex", "dense"]
+MaskForm = Literal["varlen", "flex", "dense", "ring"]
 
 _BLOCK = 128  # FlexAttention's default, which its kernels' tiles divide
 # Rows have room for documents of this mean length. Room that is not used costs FlashAttention empty blocks of its grid.
@@ -38,7 +40,7 @@ class DocumentMask:
     """Let a query see earlier keys, and the one at its position, of the same document.
 
     mask: of "varlen", where each document ends in the flattened batch, int32 (B * N + 1,), beginning with 0; of "flex", a BlockMask; of
-    "dense", booleans (B, 1, S, T). length: S, which no document exceeds.
+    "dense", booleans (B, 1, S, T); of "ring", the ids of all ranks' positions, (B, ranks, S). length: S, which no document exceeds.
     """
 
     form: MaskForm
@@ -54,6 +56,8 @@ class DocumentMask:
         if self.form == "flex":
             return flex_attention(*qkv, block_mask=self.mask, **options)
         if self.form == "dense":
+            qkv = q_BHSK, *match_heads(*qkv, has_mask=True)
+            options["enable_gqa"] = q_BHSK.shape[1] != qkv[1].shape[1]
             return F.scaled_dot_product_attention(*qkv, attn_mask=self.mask, **options)
         size, v_size = q_BHSK.shape[-1], v_BGTK.shape[-1]
         # FlashAttention wants one size of heads. Zeros beside the values make zeros beside the output.

@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from .collectives import all_to_all_rows, start_all_to_all, wait
+from .collectives import TravellingRows, all_to_all_rows, start_all_to_all, wait
 from .context import shard_sequence
 from .mesh import axis_rank, axis_size
 from .rows import host_counts, permute
-from .torch_compat import outside_selection
+from .selective import outside_selection
 
 
 def apply_ep(model: nn.Module, *, mesh: DeviceMesh, moe_type: type[nn.Module]) -> None:
@@ -61,11 +61,18 @@ class Exchange:
     def __init__(self, mesh: DeviceMesh) -> None:
         self.group, self.size = mesh.get_group().group_name, mesh.size()
 
-    def __call__(self, rows_ND: Tensor, counts_E: Tensor, experts: Callable[..., Tensor]) -> Tensor:
+    def __call__(
+        self,
+        rows_ND: Tensor,
+        counts_E: Tensor,
+        experts: Callable[..., Tensor],
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> Tensor:
         """Return what the experts make of the rows, in the same order, (N, D).
 
         Args:
             rows_ND: sorted by expert; counts_E (int64) says how many each expert gets.
+            meanwhile: called while results are on their way back. Its backward pass runs while their gradients are on their way.
         """
         # A recomputation takes what the forward pass learnt: no second wait of the host.
         exchange_counts = outside_selection(self._exchange_counts)  # as in `keep_routes`
@@ -81,7 +88,9 @@ class Exchange:
         # To the order of experts, through them, and back to the order of senders.
         rows_RD = experts(permute(rows_RD, order_R, place_R), counts_Ce.sum(0))
         rows_RD = permute(rows_RD, place_R, order_R)
-        return all_to_all_rows(rows_RD, group=self.group, to=from_, from_=to)
+        results_ND = TravellingRows(rows_RD, group=self.group, to=from_, from_=to)
+        meanwhile()
+        return results_ND.wait()
 
     def _exchange_counts(
         self, counts_E: Tensor, num_rows: int
@@ -127,7 +136,10 @@ def local_tokens(mesh: DeviceMesh, length: int, *, balanced: bool) -> Tensor:
 
 
 class RoundRobin:
-    """Send tokens to all experts in turn, by their place in the sequence: the same in every layout."""
+    """Send tokens to all experts in turn, by their place in the sequence: the same in every layout.
+
+    A token's experts are far apart, so they are on different ranks where there are enough ranks, as an even router's would be.
+    """
 
     def __init__(self, mesh: DeviceMesh, *, balanced: bool) -> None:
         self.mesh, self.balanced = mesh, balanced
@@ -136,12 +148,14 @@ class RoundRobin:
         length = tokens.shape[1] * axis_size(self.mesh, "cp", "tp")
         k, num_experts = moe.config.top_k, moe.config.num_experts
         places_S = local_tokens(self.mesh, length, balanced=self.balanced).to(tokens.device)
-        ids_SK = places_S[:, None] * k + torch.arange(k, device=tokens.device)
-        return (ids_SK % num_experts).repeat(len(tokens), 1)
+        turns_SK = places_S[:, None] * k + torch.arange(k, device=tokens.device)
+        # Experts in columns, one from each in turn. Neighbours are on one rank.
+        columns = next(n for n in range(k, num_experts + 1) if num_experts % n == 0)
+        turns_SK = turns_SK % num_experts
+        ids_SK = turns_SK % columns * (num_experts // columns) + turns_SK // columns
+        return ids_SK.repeat(len(tokens), 1)
 
     def put(self, moe: Any, ids_TK: Tensor) -> None: ...
-
-    def forget(self) -> None: ...
 
 
 # ---- recomputation -----------------------------------------------------------------------------
@@ -165,8 +179,6 @@ def is_recomputation() -> bool:
 class KeptRoutes:
     """Let a recomputation send each token where the forward pass sent it, without choosing or
     counting again."""
-
-    def forget(self) -> None: ...
 
     def get(self, moe: Any, tokens: Tensor) -> Tensor | None:
         # Only a recomputation finds something here.

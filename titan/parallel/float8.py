@@ -7,7 +7,6 @@ and divides by the scales afterwards. What shares a scale is the recipe:
     tensorwise             the whole tensor (the fastest); of it FSDP and TP can gather 8 bits instead of 16
     rowwise                each row of the left, each column of the right operand: an outlier costs its own row only
     rowwise_with_gw_hp     the same, the product for the weight's gradient in high precision (the most exact)
-    blockwise              each 1 x 128 of activations and 128 x 128 of weights (blockwise.py)
     mxfp8_cublas[_rceil]   each 32 values in a row (OCP MX), the scale a power of two rounded down [up]
 
 Layers are converted before the model is split: TP and FSDP must find a weight that knows how to cast itself. Emulated, the same
@@ -25,7 +24,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,12 +32,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from .blockwise import convert_to_blockwise
-
 # The oldest compute capability that multiplies so: Ada, Hopper, Blackwell; MI300 (gfx942), MI350 (gfx950).
 _NVIDIA = {"tensorwise": (8, 9), "rowwise": (9, 0), "mxfp8": (10, 0)}
 _AMD = {"tensorwise": (9, 4), "rowwise": (9, 4), "mxfp8": (9, 5)}
-_FLOAT8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise")
+_FLOAT8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 RECIPES = (*_FLOAT8, "mxfp8_cublas", "mxfp8_cublas_rceil")
 # A name in filter_fqns, as in TorchTitan: leave layers alone that are too small to gain, by torchao's measurements.
 _SMALL = "auto_filter_small_kn"
@@ -71,20 +67,24 @@ def apply_float8(
     tp: int = 1,
     num_kv_heads: int = 1,
 ) -> list[Conversion]:
-    """Convert the linear layers of `model` in place, before it is split, and say what became of each.
+    """Convert the linear layers of `model` in place, before it is split, and say what became of each. Raises Float8Error.
 
-    filter_fqns: parts of names to leave alone. None: the output layer, whose rounding would go straight into the loss: by torchao's
-    advice it is the last linear layer, unless a ModuleList or ModuleDict of blocks holds it. keep: names of more layers to leave alone, and why. fsdp_all_gather (tensorwise): FSDP gathers
-    weights in float8; under tensor parallelism call `precompute_scales` before the first forward pass of every step then, or each
-    rank's part has a separate scale. tensor_plan, tp, num_kv_heads: how `apply_tp` will split the layers, since it is a rank's
-    part that must divide by 16 (MXFP8: 32, blockwise: 128). Raises Float8Error.
+    Args:
+        recipe: how values are scaled (docs/float8.md).
+        filter_fqns: parts of names to leave alone. None: the output layer, whose rounding would go straight into the loss. By torchao's
+            advice it is the last linear layer, unless a ModuleList or ModuleDict of blocks holds it.
+        emulate: compute in the model's precision, with rounded values.
+        fsdp_all_gather: FSDP gathers weights in float8 (tensorwise). Under tensor parallelism call `precompute_scales` before the first
+            forward pass of every step then, or each rank's part has a separate scale.
+        keep: names of more layers to leave alone, and why.
+        tensor_plan, tp, num_kv_heads: how `apply_tp` will split the layers, since a rank's part must divide by 16 (MXFP8: 32).
     """
     if recipe not in RECIPES:
         raise Float8Error(f"there is no recipe {recipe}, but {', '.join(RECIPES)}")
     if fsdp_all_gather and recipe != "tensorwise":
         raise Float8Error(f"recipe {recipe} cannot be gathered in float8, only tensorwise can")
     convert = _converter(recipe, emulate=emulate, fsdp_all_gather=fsdp_all_gather)
-    multiple = 128 if recipe == "blockwise" else 32 if _is_mx(recipe) else 16
+    multiple = 32 if _is_mx(recipe) else 16
     # A weight that two modules share cannot be converted in one of them.
     places = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     output = _output_layer(model) if filter_fqns is None else ""
@@ -105,8 +105,6 @@ def apply_float8(
             kept = "the output layer: its rounding would go straight into the loss"
         elif keep and name in keep:
             kept = keep[name]
-        elif recipe == "blockwise" and layer.bias is not None:
-            kept = "has a bias, which blockwise has no place for"
         elif type(layer) is not nn.Linear:
             kept = f"what {type(layer).__name__} adds to nn.Linear would be lost"
         elif places[id(layer.weight)] > 1:
@@ -269,8 +267,6 @@ def _converter(
     try:
         if _is_mx(recipe):
             return _mx_converter(recipe, emulate=emulate)
-        if recipe == "blockwise":
-            return partial(convert_to_blockwise, emulate=emulate)
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
         raise Float8Error(

@@ -14,7 +14,8 @@ as ranks hold different numbers of valid tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
-from .torch_compat import outside_selection, replicate
+from .selective import outside_selection
+from .torch_compat import replicate
 
 
 def apply_fsdp(
@@ -44,22 +46,29 @@ def apply_fsdp(
     blocks_per_unit: int = 1,
     cpu_offload: bool = False,
     cast_forward_inputs: bool = True,
-    prefetch: int = 0,
+    prefetch: int = -1,
     own_mesh: Mapping[nn.Module, DeviceMesh] | None = None,
     first: Sequence[nn.Module] = (),
     last: Sequence[nn.Module] = (),
 ) -> None:
     """Shard `model` in place over `mesh`: one axis (FSDP) or two (replicate, shard: HSDP).
 
-    blocks: modules in forward order, gathered `blocks_per_unit` at a time. reshard_after_forward: free a unit's
-    gathered parameters until its backward pass (ZeRO-3), or keep them (ZeRO-2). The last `kept_blocks`, the
-    others of their unit and what comes after them are kept in any case, since their backward pass comes next. param_dtype: what parameters are gathered and computed in;
-    None: as they are. reduce_dtype is always set: torch's own default changed in 2.15. cast_forward_inputs:
-    cast floating-point inputs of each unit to param_dtype; a model that passes fp32 tables to its blocks
-    wants False. prefetch: units gathered ahead, in the forward and in the backward pass; 0: as FSDP does by itself,
-    the next one when the host gets there. own_mesh: modules within blocks that are units by themselves, over another mesh: experts,
-    whose stacked parameters are cut between experts, or within each where ranks outnumber them. first, last: modules that
-    run before and after the blocks, one unit each; without them they are the root's, gathered during all of the step.
+    Args:
+        blocks: modules in forward order, gathered `blocks_per_unit` at a time.
+        param_dtype: what parameters are gathered and computed in; None: as they are.
+        reduce_dtype: of gradients. Always set, since torch's own default changed in 2.15.
+        reshard_after_forward: free a unit's gathered parameters until its backward pass (ZeRO-3), or keep them (ZeRO-2).
+        kept_blocks: as many last blocks, the others of their unit and what comes after them are kept in any case, since their backward
+            pass comes next.
+        cpu_offload: keep shards on the host.
+        cast_forward_inputs: cast floating-point inputs of each unit to param_dtype; a model that passes fp32 tables to its blocks
+            wants False.
+        prefetch: units gathered ahead with the units in them, in the forward and in the backward pass. 0: as FSDP does by itself, the
+            next one when the host gets there. -1: 1 where `own_mesh` has modules that are gathered, else 0.
+        own_mesh: modules within blocks that are units by themselves, over another mesh: experts, whose stacked parameters are cut
+            between experts, or within each where ranks outnumber them.
+        first, last: modules that run before and after the blocks, one unit each; without them they are the root's, gathered during all
+            of the step.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=cast_forward_inputs
@@ -74,27 +83,37 @@ def apply_fsdp(
     # gather the last block behind it.
     kept = {*last, *blocks[-kept_blocks:]}
     options: Any = {"mp_policy": precision, "offload_policy": offload}
+    gathered: list[list[nn.Module]] = []
     for unit in units:
         reshard = reshard_after_forward and kept.isdisjoint(unit)
-        for inner, inner_mesh in (own_mesh or {}).items():
-            if any(inner in {*module.modules()} for module in unit):
-                dim = _shard_dimension(inner, inner_mesh)
-                fully_shard(
-                    inner,
-                    mesh=inner_mesh,
-                    reshard_after_forward=reshard,
-                    shard_placement_fn=lambda _, dim=dim: Shard(dim),
-                    **options,
-                )
-                _run_hooks_outside_selection(inner)
+        parts = {part for module in unit for part in module.modules()}
+        inside = [module for module in own_mesh or () if module in parts]
+        for inner in inside:
+            inner_mesh = (own_mesh or {})[inner]
+            dim = _shard_dimension(inner, inner_mesh)
+            fully_shard(
+                inner,
+                mesh=inner_mesh,
+                reshard_after_forward=reshard,
+                shard_placement_fn=lambda _, dim=dim: Shard(dim),
+                **options,
+            )
+            _run_hooks_outside_selection(inner)
+        gathered.append([unit[0], *inside])
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, **options)  # pyright: ignore
     # What is left is used at both ends of the forward pass (tied embeddings), so it stays gathered.
     fully_shard(model, mesh=mesh, reshard_after_forward=False, **options)
-    sum_gradients(model)
+    alone = {inner for inner, inner_mesh in (own_mesh or {}).items() if inner_mesh.size() == 1}
+    if mesh.size() == 1:
+        alone |= {*model.modules()} - {*(own_mesh or ())}
+    sum_gradients(model, alone=alone)
     if units[:1] == [[*first]] and _only_embeddings(first):
         units[0][0].set_unshard_in_backward(False)  # pyright: ignore
+    if prefetch < 0:
+        # FSDP finds a unit inside another one only when it runs, and experts run after a wait of the host.
+        prefetch = int(any(inner.size(inner.ndim - 1) > 1 for inner in (own_mesh or {}).values()))
     if prefetch:
-        _prefetch([unit[0] for unit in units], prefetch)
+        _prefetch(gathered, prefetch)
 
 
 def units_of(
@@ -120,15 +139,20 @@ def _only_embeddings(modules: Iterable[nn.Module]) -> bool:
     return all(isinstance(part, nn.Embedding) for part in inner if part._parameters)
 
 
-def _prefetch(units: Sequence[nn.Module], depth: int) -> None:
-    """Gather `depth` units ahead, in the forward and in the backward pass."""
-    for place, unit in enumerate(units):
+def _prefetch(units: Sequence[Sequence[nn.Module]], depth: int) -> None:
+    """Gather `depth` units ahead, in the forward and in the backward pass.
+
+    Args:
+        units: the module that stands for each, and the units inside it. FSDP drops its own order for these lists, so what
+            they leave out is gathered only when it runs.
+    """
+    for place, (unit, *_) in enumerate(units):
         assert isinstance(unit, FSDPModule)
-        unit.set_modules_to_forward_prefetch([*units[place + 1 : place + 1 + depth]])  # pyright: ignore
-        # In the order in which the backward pass needs them: the nearest block before this one
-        # first.
-        behind = units[max(0, place - depth) : place]
-        unit.set_modules_to_backward_prefetch([*behind[::-1]])  # pyright: ignore
+        ahead = units[place + 1 : place + 1 + depth]
+        # In the order in which the backward pass needs them: the nearest block before this one first.
+        behind = units[max(0, place - depth) : place][::-1]
+        unit.set_modules_to_forward_prefetch([*chain(*ahead)])  # pyright: ignore
+        unit.set_modules_to_backward_prefetch([*chain(*behind)])  # pyright: ignore
 
 
 def _run_hooks_outside_selection(unit: nn.Module) -> None:
@@ -140,8 +164,7 @@ def _run_hooks_outside_selection(unit: nn.Module) -> None:
 
 
 def _shard_dimension(experts: nn.Module, mesh: DeviceMesh) -> int:
-    """Return 0 if each rank of the mesh's last axis can have whole experts, else 1, to split each
-    expert."""
+    """Return 0 if each rank of the mesh's last axis can have whole experts, else 1, to split each expert."""
     parameter = next(experts.parameters())
     own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return 0 if mesh.size(mesh.ndim - 1) <= len(own) else 1
@@ -160,8 +183,11 @@ def apply_ddp(
 ) -> None:
     """Replicate `model` in place over the one axis of `mesh`; gradients of each block are reduced as a bucket.
 
-    Arguments as in `apply_fsdp`. Nothing is broadcast, unlike torch's DistributedDataParallel: replicas must start
-    equal. `initialize` draws the same weights on all; `replicas.require_equal_replicas` checks any others.
+    Nothing is broadcast, unlike torch's DistributedDataParallel: replicas must start equal. `initialize` draws the same weights on
+    all; `replicas.require_equal_replicas` checks any others.
+
+    Args:
+        blocks, param_dtype, reduce_dtype, cast_forward_inputs, first, last: as in `apply_fsdp`.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=cast_forward_inputs
@@ -172,22 +198,35 @@ def apply_ddp(
     sum_gradients(model)
 
 
-def sum_gradients(model: nn.Module) -> None:
+def sum_gradients(model: nn.Module, *, alone: Container[nn.Module] = ()) -> None:
     """Make every unit's gradient reduction a plain sum over ranks.
 
     The factor of 1 alone is not enough: on gloo torch would still scale inside the collective, with an
     operation that gloo lacks.
+
+    Args:
+        alone: units of one rank. They get no factor, as torch would divide their gradients by 1, into a copy.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
+            if module not in alone:
+                module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
 
-def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
-    """Set whether the next backward pass reduces gradients over ranks, or only adds to the local ones.
+def set_gradient_sync(
+    model: nn.Module, enabled: bool, *, all_reduce: bool | None = None, reshard: bool = True
+) -> None:
+    """Set what the next backward pass does when it has a unit's gradients.
 
-    Without it, FSDP keeps whole gradients of every unit in memory until the last backward pass.
+    Args:
+        enabled: reduce them over ranks, or only add to the local ones. Without it, FSDP keeps whole gradients of every unit in
+            memory until the last backward pass.
+        all_reduce: of HSDP, also over replicas; otherwise add them up in shards until a backward pass does. As `enabled` by default.
+        reshard: free the gathered weights. False: the next forward pass will use them, with no update before it.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(enabled)
+        if all_reduce is not None:
+            model.set_requires_all_reduce(enabled and all_reduce)
+        model.set_reshard_after_backward(reshard)

@@ -10,18 +10,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .numa import bind_to_node
 from .torch_compat import limit_gloo, set_allocator
 
 # Set by the launcher of a run on one machine: a folder that only its user can open (titan/health/rendezvous.py).
 STORE_FOLDER = "TITAN_STORE"
 
 
-def start_process_group(*, init_timeout_s: float, expandable_segments: bool) -> torch.device:
+def start_process_group(
+    *,
+    init_timeout_s: float,
+    expandable_segments: bool,
+    host_tensors: bool = False,
+    numa_binding: bool = False,
+) -> torch.device:
     """Start the process group, on the accelerator if there is one. Returns this rank's device.
 
     Where all ranks are on one machine, gloo listens on loopback only.
 
-    expandable_segments: of its caching allocator, unless the environment says something of it.
+    Args:
+        init_timeout_s: limit of the default group's collectives. Groups of meshes start with torch's own limits.
+        expandable_segments: of the accelerator's caching allocator, unless the environment says something of it.
+        host_tensors: also let the groups of meshes communicate tensors of the host (parameters that FSDP keeps there).
+        numa_binding: keep the threads of this process on the cores beside its GPU.
     """
     # torch has two names for the variable, the older one with CUDA in it.
     if not ({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & {*os.environ}):
@@ -33,16 +44,24 @@ def start_process_group(*, init_timeout_s: float, expandable_segments: bool) -> 
     if accelerator is not None:
         device = torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", 0)))
         torch.accelerator.set_device_index(device.index)
+        if numa_binding and device.type == "cuda":
+            bind_to_node(device)
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    # Ranks of one machine need no other address. On several, the default device must reach the
-    # others.
+    # Ranks of one machine need no other address. On several, the default device must reach the others.
     limit_gloo(loopback=world_size == int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
     backend = dist.get_default_backend_for_device(device)
+    # With a bound device, a mesh splits its groups off the default one: one call per axis, and NCCL shares what it has.
+    bound = None if device.type == "cpu" else device
+    if bound is not None and host_tensors:
+        # A split would copy gloo too, in C++ and with NCCL's options: limit_gloo would not see it. Without a bound
+        # device, each group is made in Python.
+        backend, bound = f"cpu:gloo,{device.type}:{backend}", None
+    # Objects go over the accelerator. Only checkpoints have a gloo group, for a save in the background must not
+    # meet the collectives of training.
     dist.init_process_group(
-        # Tensors on the host (checkpoints, objects) go over gloo beside the accelerator's backend.
-        backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}",
+        backend,
         timeout=timedelta(seconds=init_timeout_s),
-        device_id=None if device.type == "cpu" else device,
+        device_id=bound,
         **_store(world_size),
     )
     return device

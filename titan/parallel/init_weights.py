@@ -1,6 +1,5 @@
 """Draw initial weights that do not depend on the layout: one process, FSDP on 512 ranks and every
-mesh between draw the same numbers from the same seed, without communication and without a seed
-checkpoint.
+mesh between draw the same numbers from the same seed, without communication and without a seed checkpoint.
 
 Each parameter has its own generator, seeded with the run's seed and the parameter's name. Every rank draws
 the full tensor and keeps its shard; of parameters stacked by expert it draws its own experts. (DTensor's own generator is no help: on a CPU it gives every shard the
@@ -45,8 +44,8 @@ def materialize(
 
     Unlike nn.Module.to_empty, parameters that are shared (tied embeddings) stay shared. Then each module with buffers from meta fills
     them: in its method `reset_buffers()`, or, where it has none, in `fill_buffers(module)`. A model whose buffers were built on the
-    CPU, with its parameters on meta, needs neither. Raises ValueError where nothing fills a buffer, or `fill_buffers` left one
-    unfilled.
+    CPU, with its parameters on meta, needs neither. Raises ValueError where nothing fills a buffer,
+    or `fill_buffers` left one unfilled.
     """
     on_meta = [
         (canonical_name(name), module)
@@ -149,8 +148,7 @@ def initialize(model: nn.Module, *, seed: int, std_of: Callable[[str], float | N
 
 
 def _draw(shape: Sequence[int], *, std: float, device: torch.device, seed: int) -> Tensor:
-    # A generator for each draw: the order of parameters, and what a stage leaves out, change
-    # nothing.
+    # A generator for each draw: the order of parameters, and what a stage leaves out, change nothing.
     generator = torch.Generator(device=device).manual_seed(seed)
     full = torch.empty(tuple(shape), dtype=torch.float32, device=device)
     return nn.init.trunc_normal_(full, std=std, a=-3 * std, b=3 * std, generator=generator)

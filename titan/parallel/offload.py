@@ -132,8 +132,7 @@ def _forget(copies: Any, key: tuple[int, int], _: Any) -> None:
 class _Copy:
     """Hold a storage's bytes on the host, and on the device again once they are asked for.
 
-    On an accelerator both copies use page-locked memory and a separate stream. The host waits for
-    neither.
+    On an accelerator both copies use page-locked memory and a separate stream. The host waits for neither.
     """
 
     def __init__(

@@ -291,7 +291,7 @@ class _Stage(PipelineStage):
 
     def _post_metadata_inference_cleanup(self) -> None:
         """Keep gradients: learning the shapes of a new batch (2.13 on) throws FSDP's gradients away, also those of an earlier
-        batch of the same optimizer step. Buffers that its passes have changed get their values back."""
+        batch of the same optimizer step."""
         for module in self.submod.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # gathered parameters have no gradients, their shards do
@@ -299,12 +299,19 @@ class _Stage(PipelineStage):
         super()._post_metadata_inference_cleanup()
         for parameter, gradient in gradients:
             parameter.grad = gradient
+        self._undo_inference()
+
+    def _shape_inference(self, *args: Any, **kwargs: Any) -> Any:
+        """Run torch 2.11's only pass to learn shapes, after which it calls no cleanup."""
+        outputs = super()._shape_inference(*args, **kwargs)  # pyright: ignore
+        self._undo_inference()
+        return outputs
+
+    def _undo_inference(self) -> None:
+        """Give buffers that the passes have changed their values back."""
         for buffer, value in self._buffers_before:
             buffer.copy_(value)
         self._buffers_before.clear()
-        for module in self.submod.modules():
-            for source in getattr(module, "route_sources", ()):
-                source.forget()
 
 
 def _prepare_to_split_backward(stage: nn.Module) -> None:

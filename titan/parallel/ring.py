@@ -1,5 +1,4 @@
-"""Compute causal attention of local queries over keys and values on C ranks, exact, forward and
-backward.
+"""Compute causal attention of local queries over keys and values on C ranks, exact, forward and backward.
 
 Ring Attention (arXiv:2310.01889) sends keys and values around the ring, each transfer hidden behind the block
 computed meanwhile; in backward their gradients travel with them and arrive home complete. All-gather (Llama 3,
@@ -13,8 +12,8 @@ Both visit the same blocks. With the sequence cut in 2C chunks of which rank r h
     a rank before it  the head only, with all queries
     a rank after it   head and tail, with the tail's queries
 
-and with contiguous parts everything before, nothing after. No block but the own one needs a mask. Blocks are merged
-in fp32 by their logsumexp: out = sum_b out_b exp(lse_b - lse).
+and with contiguous parts everything before, nothing after. No block but the own one needs a mask, unless documents are packed:
+then each block has a dense one of its documents. Blocks are merged in fp32 by their logsumexp: out = sum_b out_b exp(lse_b - lse).
 
 Transfers are functional collectives (a rotation is an all-to-all in which every rank sends to one only), so that
 torch.compile and a simulator see them, and no point-to-point communicators appear beside the group's own.
@@ -36,8 +35,7 @@ from .collectives import start_all_gather, start_all_to_all, start_reduce_scatte
 
 
 class SequencePart(NamedTuple):
-    """Say which part of the sequence this rank holds: `rank` of `size`, head and tail if
-    `balanced`.
+    """Say which part of the sequence this rank holds: `rank` of `size`, head and tail if `balanced`.
 
     group: name of the process group of the ranks that hold the others.
     """
@@ -64,12 +62,16 @@ def ring_attention(
     part: SequencePart,
     gather: bool,
     scale: float | None = None,
+    ids_BCS: Tensor | None = None,
 ) -> Tensor:
     """Return the causal attention output (B, H, S, K) over the whole sequence.
 
-    gather: fetch all keys at once, no ring. scale: of the products of queries and keys; None: 1 / sqrt(K).
+    Args:
+        gather: fetch all keys at once, no ring.
+        scale: of the products of queries and keys; None: 1 / sqrt(K).
+        ids_BCS: the documents of all ranks' positions, (B, C, S); None: a query sees all documents before it.
     """
-    return _BlockwiseAttention.apply(q_BHSK, k_BGSK, v_BGSK, part, gather, scale)
+    return _BlockwiseAttention.apply(q_BHSK, k_BGSK, v_BGSK, part, gather, scale, ids_BCS)
 
 
 def visible(sources: range, *, part: SequencePart, length: int) -> VisibleBlock | None:
@@ -77,8 +79,7 @@ def visible(sources: range, *, part: SequencePart, length: int) -> VisibleBlock 
 
     length: number of local positions.
     """
-    # Slices of the local positions. With `balanced` the first half is the head, the second the
-    # tail.
+    # Slices of the local positions. With `balanced` the first half is the head, the second the tail.
     everything, half = slice(0, length), length // 2
     if part.rank in sources:
         return VisibleBlock(everything, everything, causal=True)
@@ -89,10 +90,23 @@ def visible(sources: range, *, part: SequencePart, length: int) -> VisibleBlock 
     return VisibleBlock(slice(half, length), everything, causal=False) if part.balanced else None
 
 
+def _mask_of(
+    ids_BCS: Tensor | None, sources: range, block: VisibleBlock, part: SequencePart
+) -> Tensor | None:
+    """Return which keys of a block are in a query's document, and in the own block not after it: (B, S, T)."""
+    if ids_BCS is None:
+        return None
+    ids_BS = ids_BCS[:, part.rank, block.queries]
+    ids_BT = ids_BCS[:, sources.start : sources.stop, block.keys].flatten(1)
+    mask_BST = ids_BS[:, :, None] == ids_BT[:, None]
+    return mask_BST.tril() if block.causal else mask_BST
+
+
 class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, *options: Any) -> Tensor:
-        part, gather, scale = ctx.options = options
+        part, gather, scale, ids_BCS = options
+        ctx.options = part, gather, scale
         # Sums over blocks are kept in fp32 at least.
         total_BHSK = total_lse_BHS = None
         precise = torch.promote_types(q_BHSK.dtype, torch.float32)
@@ -101,8 +115,10 @@ class _BlockwiseAttention(torch.autograd.Function):
             if block is None:
                 continue
             k_BGTK, v_BGTK = _join(kv_N2BGSK, block.keys)
+            mask_BST = _mask_of(ids_BCS, sources, block, part)
+            q = q_BHSK[:, :, block.queries]
             out_BHSK, lse_BHS = attend(
-                q_BHSK[:, :, block.queries], k_BGTK, v_BGTK, causal=block.causal, scale=scale
+                q, k_BGTK, v_BGTK, causal=block.causal, scale=scale, mask_BST=mask_BST
             )
             if total_BHSK is None or total_lse_BHS is None:  # the own block comes first: all rows
                 # Copies: activation checkpointing may keep what attention returned, and it must stay as it is.
@@ -117,12 +133,12 @@ class _BlockwiseAttention(torch.autograd.Function):
         # A copy also where the dtype is the same: compiled by torch 2.11, a tensor changed in place that is
         # returned and saved comes back in backward as it was before the changes.
         out_BHSK = total_BHSK.to(q_BHSK.dtype, copy=True)
-        ctx.save_for_backward(q_BHSK, k_BGSK, v_BGSK, out_BHSK, total_lse_BHS)
+        ctx.save_for_backward(q_BHSK, k_BGSK, v_BGSK, out_BHSK, total_lse_BHS, ids_BCS)
         return out_BHSK
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q_BHSK, k_BGSK, v_BGSK, out_BHSK, lse_BHS = ctx.saved_tensors
+        q_BHSK, k_BGSK, v_BGSK, out_BHSK, lse_BHS, ids_BCS = ctx.saved_tensors
         rows_of = (grads[0].contiguous(), q_BHSK, out_BHSK, lse_BHS)
         part, gather, scale = ctx.options
         # dq stays here, and keys' gradients travel with their keys.
@@ -133,7 +149,8 @@ class _BlockwiseAttention(torch.autograd.Function):
             block = visible(sources, part=part, length=q_BHSK.shape[2])
             dkv_N2BGSK = torch.zeros_like(kv_N2BGSK, dtype=lse_BHS.dtype)
             if block is not None:
-                _add_block_gradient(dq_BHSK, dkv_N2BGSK, kv_N2BGSK, rows_of, block, scale)
+                mask_BST = _mask_of(ids_BCS, sources, block, part)
+                _add_block_gradient(dq_BHSK, dkv_N2BGSK, kv_N2BGSK, rows_of, block, scale, mask_BST)
             if gather:
                 gathered[sources.start] = dkv_N2BGSK
                 continue
@@ -148,7 +165,7 @@ class _BlockwiseAttention(torch.autograd.Function):
         assert traveling is not None, "the own block is always visited"
         # By either way, the sum over all ranks is now at the rank that owns the keys.
         dk_BGSK, dv_BGSK = wait(traveling)[0].to(k_BGSK.dtype).unbind(0)
-        return dq_BHSK.to(q_BHSK.dtype), dk_BGSK, dv_BGSK, None, None, None
+        return dq_BHSK.to(q_BHSK.dtype), dk_BGSK, dv_BGSK, None, None, None, None
 
 
 def _add_block_gradient(
@@ -158,13 +175,14 @@ def _add_block_gradient(
     rows_of: tuple[Tensor, Tensor, Tensor, Tensor],
     block: VisibleBlock,
     scale: float | None,
+    mask_BST: Tensor | None,
 ) -> None:
     """Add one block's gradients to dq and dkv, in place. rows_of: gradient of the output, q, output, logsumexp."""
     grad_BHSK, q_BHSK, out_BHSK, lse_BHS = (x[:, :, block.queries] for x in rows_of)
     k_BGTK, v_BGTK = _join(kv_N2BGSK, block.keys)
-    dq, dk_BGTK, dv_BGTK = attend_backward(
-        grad_BHSK, q_BHSK, k_BGTK, v_BGTK, out_BHSK, lse_BHS, causal=block.causal, scale=scale
-    )
+    options = {"causal": block.causal, "scale": scale, "mask_BST": mask_BST}
+    rows = grad_BHSK, q_BHSK, k_BGTK, v_BGTK, out_BHSK, lse_BHS
+    dq, dk_BGTK, dv_BGTK = attend_backward(*rows, **options)
     dq_BHSK[:, :, block.queries] += dq
     for i, gradient in enumerate((dk_BGTK, dv_BGTK)):
         dkv_N2BGSK[:, i, :, :, block.keys] += _split(gradient, kv_N2BGSK.shape[0])

@@ -32,6 +32,16 @@ _ACTION = r"(\d{1,9})([FBIW])(\d{1,9})"
 _CELL = re.compile(rf"{_ACTION}|\({_ACTION}(;{_ACTION})*\)OVERLAP_F_B")
 
 
+class SplitError(ValueError):
+    """Report numbers of stages, ranks and microbatches that do not fit each other. kind: what to change."""
+
+    def __init__(
+        self, message: str, kind: Literal["stages", "microbatches", "first", "last"] = "stages"
+    ) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
 class Action(NamedTuple):
     """Name one computation of a rank."""
 
@@ -218,29 +228,27 @@ def stage_numbers(
     return [rank + loop * num_ranks for loop in range(stages_per_rank)]
 
 
-def check_schedule(
-    name: str, *, num_ranks: int, num_stages: int, num_microbatches: int
-) -> str | None:
-    """Return what is wrong with these numbers, with the nearest that work, or None."""
-    try:
-        name = canonical_schedule(name)
-    except ValueError as error:
-        return str(error)
+def check_schedule(name: str, *, num_ranks: int, num_stages: int, num_microbatches: int) -> None:
+    """Raise SplitError for numbers that do not fit, with the nearest that do; ValueError for an unknown name."""
+    name = canonical_schedule(name)
     rules = _SCHEDULES[name]
     if rules.stages and num_stages != rules.stages * num_ranks:
         plural = "s" * (rules.stages > 1)
-        return (
+        raise SplitError(
             f"schedule {name} has {rules.stages} stage{plural} on each rank: {num_ranks} ranks take "
             f"{rules.stages * num_ranks} stages, not {num_stages}"
         )
     if num_stages % num_ranks:
         near = [n for n in (num_stages // num_ranks, num_stages // num_ranks + 1) if n]
         fixes = " or ".join(str(n * num_ranks) for n in near)
-        return f"{num_stages} stages cannot be shared evenly by {num_ranks} ranks; {fixes} would do"
+        raise SplitError(
+            f"{num_stages} stages cannot be shared evenly by {num_ranks} ranks; {fixes} would do"
+        )
     if rules.fills and num_microbatches < num_stages:
-        return (
+        raise SplitError(
             f"schedule {name} needs a microbatch for each of its {num_stages} stages, not "
-            f"{num_microbatches}; use {num_stages} or more"
+            f"{num_microbatches}; use {num_stages} or more",
+            "microbatches",
         )
     # Search downwards and upwards for the nearest numbers that fit.
     if rules.rounds and not _fits_rounds(num_microbatches, num_ranks):
@@ -248,12 +256,12 @@ def check_schedule(
             next(n for n in numbers if _fits_rounds(n, num_ranks))
             for numbers in (range(num_microbatches, 0, -1), range(num_microbatches, 10**9))
         ]
-        return (
+        raise SplitError(
             f"schedule {name} sends microbatches in equal rounds of {num_ranks} or more, one for each rank: "
             f"{num_microbatches} do not divide into {num_microbatches // num_ranks} rounds; "
-            f"{near[0]} or {near[1]} would do"
+            f"{near[0]} or {near[1]} would do",
+            "microbatches",
         )
-    return None
 
 
 def _fits_rounds(num_microbatches: int, num_ranks: int) -> bool:
@@ -263,12 +271,10 @@ def _fits_rounds(num_microbatches: int, num_ranks: int) -> bool:
 def build_schedule(
     name: str, *, num_ranks: int, num_stages: int, num_microbatches: int
 ) -> Schedule:
-    """Build a schedule by its name. Raises ValueError with what `check_schedule` says."""
-    problem = check_schedule(
+    """Build a schedule by its name. Raises what `check_schedule` does."""
+    check_schedule(
         name, num_ranks=num_ranks, num_stages=num_stages, num_microbatches=num_microbatches
     )
-    if problem:
-        raise ValueError(problem)
     name = canonical_schedule(name)
     if name == "GPipe":
         order = [_gpipe(rank, num_microbatches) for rank in range(num_ranks)]

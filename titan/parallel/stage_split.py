@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from .schedules import Schedule, build_schedule, check_schedule, read_schedule, stages_per_rank
+from .schedules import (
+    Schedule,
+    SplitError,
+    build_schedule,
+    check_schedule,
+    read_schedule,
+    stages_per_rank,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +52,7 @@ def split_stages(
     last_less: int = 1,
     modules: Sequence[Sequence[str]] | None = None,
 ) -> StageSplit:
-    """Split a model into stages. Raises ValueError, with the nearest numbers that would work.
+    """Split a model into stages. Raises SplitError, with the nearest numbers that would work; ValueError for the CSV or a name.
 
     Args:
         csv: a custom schedule instead of `schedule`.
@@ -65,9 +72,9 @@ def split_stages(
             (custom.num_microbatches, num_microbatches, "microbatches"),
         ):
             if number != wanted:
-                raise ValueError(f"{csv} is a schedule for {number} {noun}, and there are {wanted}")
+                raise SplitError(f"{csv} is a schedule for {number} {noun}, and there are {wanted}")
         if by_layers and not modules and by_layers != num_stages:
-            raise ValueError(
+            raise SplitError(
                 f"{csv} has {num_stages} stages, and {layers_per_stage} layers in each would make {by_layers}"
             )
     elif modules:
@@ -77,15 +84,14 @@ def split_stages(
     else:
         num_stages = num_ranks * stages_per_rank(schedule)
     if modules and len(modules) != num_stages:
-        raise ValueError(
+        raise SplitError(
             f"modules are named for {len(modules)} stages, the schedule has {num_stages}"
         )
     # The schedule first: it knows what numbers of stages are possible at all.
-    problem = not custom and check_schedule(
-        schedule, num_ranks=num_ranks, num_stages=num_stages, num_microbatches=num_microbatches
-    )
-    if problem:
-        raise ValueError(problem)
+    if not custom:
+        check_schedule(
+            schedule, num_ranks=num_ranks, num_stages=num_stages, num_microbatches=num_microbatches
+        )
     return StageSplit(
         modules=[list(names) for names in modules]
         if modules
@@ -111,7 +117,7 @@ def split_modules(
     weight = num_layers + first_less + last_less
     each, rest = divmod(weight, num_stages)
     if each == 0:
-        raise ValueError(
+        raise SplitError(
             f"{num_stages} stages are more than {num_layers} layers, embedding ({first_less}) and output ({last_less}) "
             f"= {weight}; use {weight} stages or fewer"
         )
@@ -124,10 +130,11 @@ def split_modules(
     counts[-1] -= last_less
     for stage, less in ((0, first_less), (num_stages - 1, last_less)):
         if counts[stage] < 0:
-            raise ValueError(
+            raise SplitError(
                 f"stage {stage} of {num_stages} has room for {counts[stage] + less} layers, less than the {less} that "
                 f"{'the embedding counts' if stage == 0 else 'norm and output count'} for; use {each} or less for that, "
-                "or fewer stages"
+                "or fewer stages",
+                "first" if stage == 0 else "last",
             )
     names = [[] for _ in counts]
     layers = iter(range(num_layers))

@@ -66,8 +66,7 @@ class GatherSequence(ParallelStyle):
     """Gather one argument of the module over the sequence, in float8 where the layers that read it
     cast it anyway.
 
-    The module gets a DTensor, so that the gradients of its uses add up before the one
-    reduce-scatter.
+    The module gets a DTensor, so that the gradients of its uses add up before the one reduce-scatter.
 
     argument: its name; "": the first tensor, in the order of forward's signature. The caller may give it by position or by name.
     """
@@ -110,6 +109,35 @@ class GatherSequence(ParallelStyle):
 
         module.register_forward_pre_hook(gather, with_kwargs=True)
         return module
+
+
+class TokensOfRank(SequenceParallel):
+    """Run a module with whole weights on each rank's part of the sequence.
+
+    A matrix sees that part as cut over its first dimension, since a rank's tokens are tokens: its product flattens (B, S),
+    which torch 2.11 does for no tensor that is cut over S.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if any(parameter.ndim > 1 for parameter in module.parameters()):
+
+            def cut_first(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+                x = args[0].to_local() if isinstance(args[0], DTensor) else args[0]
+                return DTensor.from_local(x, device_mesh, (Shard(0),), run_check=False), *args[1:]
+
+            def cut_sequence(_: nn.Module, __: Any, output: DTensor) -> Tensor:
+                local = output.to_local()
+                if self.use_local_output:
+                    return local
+                return DTensor.from_local(
+                    local, device_mesh, (Shard(SEQUENCE_DIM),), run_check=False
+                )
+
+            self._replicate_module_fn("", module, device_mesh)
+            module.register_forward_pre_hook(cut_first)
+            module.register_forward_hook(cut_sequence)
+            return module
+        return super()._apply(module, device_mesh)
 
 
 class ReplicatedHeads(ParallelStyle):
@@ -242,24 +270,8 @@ def apply_tp(
     # The logits, a DTensor's local part, are a view; nobody writes to them.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     size = mesh.size()
-    if num_kv_heads % size and size % num_kv_heads:
-        raise ValueError(
-            f"{num_kv_heads} key/value heads do not divide by {size} ranks, nor they by the heads"
-        )
     styles = _styles(size, num_kv_heads, loss_parallel=loss_parallel, output_in_loss=output_in_loss)
-    # "gather_input:x" is a style with an argument.
-    if unknown := sorted(
-        s for s in {*plan.values()} - {*styles, "experts"} if s.split(":")[0] != GATHER
-    ):
-        raise KeyError(
-            f"unknown style {', '.join(unknown)}; there are {', '.join((*styles, GATHER))}"
-        )
-    # The first pattern that matches counts.
-    style_of = {
-        name: next((style for pattern, style in plan.items() if fnmatchcase(name, pattern)), "")
-        for name, _ in model.named_modules()
-    }
-    _require_fit(model, style_of, size=size, num_kv_heads=num_kv_heads)
+    style_of = check_plan(model, plan, size=size, num_kv_heads=num_kv_heads)
     # torch's styles replace parameters: remember which were shared or frozen, and restore that afterwards.
     shared = _shared_parameters(model)
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
@@ -280,7 +292,34 @@ def apply_tp(
             module.register_parameter(name, first._parameters[first_name])
     for name in frozen:  # torch's styles replace parameters
         model.get_parameter(name).requires_grad_(False)
-    _require_all_split(model, but=[name for name, style in style_of.items() if style == "experts"])
+    experts = [name for name, style in style_of.items() if style == "experts"]
+    _require_all_split(model, left=lambda p: not isinstance(p, DTensor), but=experts)
+
+
+def check_plan(
+    model: nn.Module, plan: Mapping[str, str], *, size: int, num_kv_heads: int
+) -> dict[str, str]:
+    """Return the style of each module of `model`, "" for none. Raises what `apply_tp` raises of a plan, without a mesh."""
+    if num_kv_heads % size and size % num_kv_heads:
+        raise ValueError(
+            f"{num_kv_heads} key/value heads do not divide by {size} ranks, nor they by the heads"
+        )
+    styles = [*_styles(size, num_kv_heads, loss_parallel=True, output_in_loss=False), GATHER]
+    # "gather_input:x" is a style with an argument.
+    known = {*styles, "experts"}
+    if unknown := sorted(s for s in {*plan.values()} if s.split(":")[0] not in known):
+        raise KeyError(f"unknown style {', '.join(unknown)}; there are {', '.join(styles)}")
+    # The first pattern that matches counts.
+    style_of = {
+        name: next((style for pattern, style in plan.items() if fnmatchcase(name, pattern)), "")
+        for name, _ in model.named_modules()
+    }
+    _require_fit(model, style_of, size=size, num_kv_heads=num_kv_heads)
+    # A style makes DTensors of the parameters in its module and below, except those that only move what goes in or out.
+    moving = (GATHER, "gather_shared", "tokens", "")
+    split = [name for name, style in style_of.items() if style.split(":")[0] not in moving]
+    _require_all_split(model, left=lambda _: True, but=split)
+    return style_of
 
 
 def _styles(
@@ -293,13 +332,13 @@ def _styles(
         "vocab_embedding": lambda: RowwiseParallel(
             input_layouts=Replicate(), output_layouts=Shard(SEQUENCE_DIM)
         ),
-        "sequence": SequenceParallel,
+        "sequence": TokensOfRank,
         "tokens": lambda: PrepareModuleInput(
             input_layouts=(Shard(SEQUENCE_DIM),),
             desired_input_layouts=(Shard(SEQUENCE_DIM),),
             use_local_output=True,
         ),
-        "token_weights": lambda: SequenceParallel(use_local_output=True),
+        "token_weights": lambda: TokensOfRank(use_local_output=True),
         "head_norm": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
         "width_norm": NormOfAllRanks,
         "colwise": ColwiseParallel,
@@ -316,18 +355,20 @@ def _styles(
     }
 
 
-def _require_all_split(model: nn.Module, *, but: Sequence[str]) -> None:
-    """Raise ValueError if the plan has left out a parameter that is trained, outside of the modules `but`."""
+def _require_all_split(
+    model: nn.Module, *, left: Callable[[Tensor], bool], but: Sequence[str]
+) -> None:
+    """Raise ValueError if a parameter that is trained is `left`, outside of the modules `but`."""
     # Such a parameter would see the gradient of this rank's part of the sequence only.
-    if left := [
+    inside = tuple(f"{module}." for module in but)
+    if names := [
         name
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and not isinstance(parameter, DTensor)
-        if not name.startswith(tuple(f"{module}." for module in but))
+        if parameter.requires_grad and left(parameter) and not name.startswith(inside)
     ]:
-        more = f" and {len(left) - 5} more" if len(left) > 5 else ""
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         raise ValueError(
-            f"the plan of tensor parallelism has no style for {', '.join(left[:5])}{more}: name their modules, norms as 'sequence'"
+            f"the plan of tensor parallelism has no style for {', '.join(names[:5])}{more}: name their modules, norms as 'sequence'"
         )
 
 

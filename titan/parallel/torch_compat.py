@@ -7,16 +7,13 @@ with the name in the message, and not in the middle of a run.
 from __future__ import annotations
 
 import os
-import threading
 import warnings
-from collections import Counter, deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache, partial, wraps
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,13 +36,10 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 # Where a shard is in the whole tensor; DCP's own planner asks it too.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 __all__ = [
     "ActivationWrapper",
     "CompileEvent",
-    "Decision",
     "after_gathering",
     "can_split_custom_functions",
     "checkpoint_wrapper",
@@ -59,10 +53,8 @@ __all__ = [
     "keep_random_state_in_graphs",
     "limit_gloo",
     "micro_pipeline_module",
-    "outside_selection",
     "record_memory_history",
     "replicate",
-    "selective_checkpoint_contexts",
     "set_allocator",
     "set_memory_budget",
     "set_timeout",
@@ -94,102 +86,18 @@ def waited(tensor: Tensor) -> Tensor:
 
 
 def traced_module_path() -> list[str]:
-    """Return the names of the modules whose operation torch.compile is tracing now, outermost
-    first.
+    """Return the names of the modules whose operation torch.compile is tracing now, outermost first.
 
     They are relative to the module that was compiled, or that is recomputed. Outside of tracing
     there are none.
     """
     stack = fx_traceback.current_meta.get("nn_module_stack") or {}
     paths = [path for path, _ in stack.values()]
+    # A method was compiled, and not a module: its module is not among the paths.
+    if paths and ".__self__." in paths[0]:
+        return [path.partition(".__self__.")[2] for path in paths]
     # The first path is the compiled module's own.
     return [path.removeprefix(f"{paths[0]}.") for path in paths[1:]]
-
-
-class _Outside(threading.local):
-    """Whether what runs now in this thread is no part of the checkpointed block around it."""
-
-    depth = 0
-
-
-_outside = _Outside()
-
-
-def outside_selection(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that a selective checkpoint around it neither keeps nor counts its operations.
-
-    FSDP's hooks within a checkpointed block need it: in the recomputation they gather what they found gathered in the
-    forward pass, or the reverse, and from 2.12 on torch refuses a recomputation with other operations.
-    """
-
-    @wraps(function)
-    def outside(*args: Any, **kwargs: Any) -> Any:
-        _outside.depth += 1
-        try:
-            return function(*args, **kwargs)
-        finally:
-            _outside.depth -= 1
-
-    return outside
-
-
-Decision: TypeAlias = Literal["keep", "host", "recompute"]
-"""What a selective checkpoint does with an operation's result; "host": keep it in host memory."""
-
-watch_selected_calls: Callable[[str, int], AbstractContextManager[Any]] | None = None
-"""Entered around every operation of a selective checkpoint, with its name ("aten.mm") and its place among the block's
-operations of that name. The simulator sets it, to label what it records."""
-
-
-def selective_checkpoint_contexts(
-    decide: Callable[[str, bool], Decision], *, host: Any = None
-) -> Any:
-    """Return the contexts of a selective checkpoint's forward pass and recomputation.
-
-    They pass over functions wrapped by `outside_selection`.
-
-    Args:
-        decide: called with each operation's name ("aten.mm") and whether this is the recomputation.
-        host: has `pack` and `unpack`, which move a tensor to the host and back. Only for "host", which
-            does not work in compiled blocks.
-    """
-    decision: list[Decision] = ["recompute"]  # of the call that is running
-    moved: deque[Any] = deque()
-    policies = {"keep": CheckpointPolicy.MUST_SAVE}
-    # PREFER, not MUST: a compiler may still keep a result that is cheaper to keep.
-    contexts = create_selective_checkpoint_contexts(
-        lambda *_, **__: policies.get(decision[0], CheckpointPolicy.PREFER_RECOMPUTE)
-    )
-
-    def selects(recomputes: bool) -> Callable[..., Any]:
-        places: Counter[str] = Counter()
-
-        def call(
-            dispatch: Callable[..., Any], func: Any, types: Any, args: Any, kwargs: Any
-        ) -> Any:
-            # str(func) is "aten.mm.default": without the overload.
-            name = str(func).rsplit(".", 1)[0]
-            decision[0] = decide(name, recomputes)
-            # torch neither counts nor keeps a result that goes to the host.
-            if decision[0] == "host":
-                if recomputes:
-                    back = moved.popleft()
-                    return tree_map_only(_Moved, lambda one: host.unpack(one.packed), back)
-                result = func(*args, **kwargs)
-                moved.append(tree_map_only(Tensor, lambda one: _Moved(host.pack(one)), result))
-                return result
-            if watch_selected_calls is None:
-                return dispatch(func, types, args, kwargs)
-            places[name] += 1
-            with watch_selected_calls(name, places[name] - 1):
-                return dispatch(func, types, args, kwargs)
-
-        return call
-
-    for recomputes, context in enumerate[Any](contexts):
-        context.titan_call = selects(bool(recomputes))
-        context.__class__ = _passes_over(type(context))
-    return contexts
 
 
 def compute_capability(device_type: str) -> tuple[int, int]:
@@ -206,26 +114,6 @@ def allow_programs(kinds: int) -> None:
     from torch._dynamo import config
 
     config.recompile_limit = max(config.recompile_limit, 7 + kinds)
-
-
-@dataclass(frozen=True)
-class _Moved:
-    """Hold a tensor that went to the host. Opaque to pytrees, unlike the tuples that `pack` returns."""
-
-    packed: Any
-
-
-@cache
-def _passes_over(mode: type) -> type:
-    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _outside.depth:
-            return func(*args, **(kwargs or {}))
-        # Passed here and not held, which would make a cycle that keeps the results alive.
-        return self.titan_call(
-            partial(mode.__torch_dispatch__, self), func, types, args, kwargs or {}
-        )
-
-    return type(mode.__name__, (mode,), {"__torch_dispatch__": dispatch})
 
 
 def keep_random_state_in_graphs(keep: bool) -> None:
@@ -273,9 +161,10 @@ def set_memory_budget(share: float) -> None:
 
 @dataclass(frozen=True)
 class CompileEvent:
-    """One compilation. name: function, file and line; of a backward pass: nothing. seconds: of the whole compilation."""
+    """One compilation. name: function, file and line; of a backward pass: nothing. folder: the file's. seconds: of the whole compilation."""
 
     name: str
+    folder: str
     seconds: float
     is_forward: bool
     from_cache: bool
@@ -291,15 +180,18 @@ def compile_events() -> list[tuple[Any, CompileEvent]]:
     events = []
     # Only the file's name: the folder says nothing to a reader.
     for m in utils.get_compilation_metrics():
-        file = Path(m.co_filename or "").name
-        where = f"{m.co_name} ({file}:{m.co_firstlineno})" if m.co_name else ""
+        path = Path(m.co_filename or "")
+        where = f"{m.co_name} ({path.name}:{m.co_firstlineno})" if m.co_name else ""
         event = CompileEvent(
             name=where,
+            folder=path.parent.name,
             seconds=(m.duration_us or 0) / 1e6,
             is_forward=bool(m.is_forward),
             from_cache=bool(m.aotautograd_local_cache_hit_count),
             recompile_reason=m.recompile_reason or "",
-            graph_breaks=tuple(m.restart_reasons or ()),
+            # An analysis that begins again without a reason breaks no graph. Its class stands for it, such as
+            # TensorifyScalarRestartAnalysis for a learning rate that becomes an input.
+            graph_breaks=tuple(r for r in m.restart_reasons or () if not r.startswith("<class ")),
             failure=m.fail_reason or "",
         )
         events.append(((m.compile_id, m.is_forward, m.start_time_us), event))
@@ -342,7 +234,9 @@ def limit_gloo(*, loopback: bool) -> None:
     original = getattr(gloo.__init__, "original", gloo.__init__)
     inside = loopback and "GLOO_SOCKET_IFNAME" not in os.environ
 
-    def init(self: Any, store: Any, rank: int, size: int, timeout: Any = _GLOO_TIMEOUT) -> None:
+    def init(
+        self: Any, store: Any, rank: int, size: int, timeout: Any = _GLOO_TIMEOUT, **settings: Any
+    ) -> None:
         options = timeout
         if isinstance(timeout, timedelta):
             options = gloo._Options()
@@ -350,6 +244,8 @@ def limit_gloo(*, loopback: bool) -> None:
                 gloo.create_device(hostname="127.0.0.1") if inside else gloo.create_default_device()
             )
             options._devices, options._timeout = [device], timeout
+            for name, value in settings.items():  # from torch 2.15: enable_reconfigure
+                setattr(options, name, value)
         options._threads = 1
         original(self, store, rank, size, options)
 
@@ -389,8 +285,7 @@ def after_gathering(module: nn.Module, then: Callable[[], None]) -> None:
     torch 2.11 has one group of parameters in a module, 2.13 several.
     """
     state = getattr(module, "_get_fsdp_state", lambda: None)()
-    # Newer torch keeps a list; FSDP waits for its groups in order, so the last one is the end of
-    # gathering.
+    # Newer torch keeps a list; FSDP waits for its groups in order, so the last one is the end of gathering.
     groups = getattr(state, "_fsdp_param_groups", None) or [
         getattr(state, "_fsdp_param_group", None)
     ]

@@ -10,11 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from titan.checks.rules import load_to_run
 from titan.config.load import load_from_argv
-from titan.config.rules import load_to_run
-
-from .profiles import load_profile
-from .report import (
+from titan.sim.price.profiles import load_profile
+from titan.sim.report.text import (
     job_parser,
     known_options,
     mistake,
@@ -33,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     # checks.
     options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     if options.calibrate:
-        from .calibrate import calibrate
+        from titan.sim.price.calibrate import calibrate
 
         return calibrate(options.calibrate, base_name=options.hardware, say=say)
     # Not `required` in argparse, since --calibrate needs neither.
@@ -97,24 +96,30 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _simulate(options: argparse.Namespace, job: list[str]) -> int:
-    """Simulate one job: print its page, and write the files that were asked for."""
+    """Simulate one job: print its page, and write the files that were asked for. Return 1 if it does not fit."""
     profile, size = load_profile(options.hardware), options.world_size
     if options.phase and not options.run:
         raise mistake("--phase", "is for --run")
     if (run := options.measured) and not (run / "metrics.jsonl").is_file():
         raise mistake("--measured", f"{run} has no metrics.jsonl, as the folder of a run has")
     config, *later = (
-        load_to_run([*job, *overlay], world_size=size, options=known_options(_parser()))[0]
+        load_to_run(
+            [*job, *overlay],
+            world_size=size,
+            options=known_options(_parser()),
+            device=profile.device_kind,
+        )[0]
         for overlay in ([], *([file] for file in options.phase))
     )
 
     # torch comes with these imports, so the config's mistakes are reported before.
-    from .imbalance import simulate_with_limit
-    from .measured import compare
-    from .replay import ReplayError
+    from titan.sim.record.trace_jobs import TraceError
+    from titan.sim.replay.queues import ReplayError
+    from titan.sim.report.imbalance import simulate_with_limit
+    from titan.sim.report.measured import compare
+    from titan.sim.report.whole_run import whole_run, whole_run_page
+
     from .simulate import HardwareError, facts, simulate
-    from .trace_jobs import TraceError
-    from .whole_run import whole_run, whole_run_page
 
     how: dict[str, Any] = {"world_size": size, "profile": profile, "say": say}
     how |= {"processes": options.processes, "whole": options.whole}
@@ -133,11 +138,11 @@ def _simulate(options: argparse.Namespace, job: list[str]) -> int:
             if options.run:
                 print(whole_run_page(figures["run"]))
         if options.trace:
-            from .perfetto import write_trace
+            from titan.sim.report.perfetto import write_trace
 
             write_trace(simulation, options.trace)
         if options.html:
-            from .html import write_page
+            from titan.sim.report.html import write_page
 
             write_page(simulation, figures, options.html)
     # titan.cli handles it: the reader has gone, which is no error.
@@ -149,12 +154,12 @@ def _simulate(options: argparse.Namespace, job: list[str]) -> int:
         # A replay that cannot end is a fault of ours; all others follow from the job or the
         # hardware.
         return 1 if isinstance(error, ReplayError) else 2
-    return 0
+    return 0 if simulation.runs else 1
 
 
 def _sweep(options: argparse.Namespace, job: list[str]) -> int:
     """Simulate all variants: print a table, or with --json everything."""
-    from .variants import combinations, simulate_variants, table
+    from titan.sim.search.variants import combinations, simulate_variants, table
 
     for name in ("trace", "html", "measured", "whole", "no_cache", "run"):
         if getattr(options, name):

@@ -9,20 +9,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from titan.checks.rules import resolve_layout
 from titan.config.layout import Layout
 from titan.config.model import model_config
 from titan.config.quantize import lacks_units, quantize_section
-from titan.config.rules import resolve_layout
 from titan.config.schema import JobConfig, MXSection
-
-from .cost import Cost
-from .memory import MemoryReport, memory_report
-from .profiles import Profile, load_profile
-from .replay import replay
-from .timeline import Timeline
-from .trace import Launch, Trace, no_garbage_collection
-from .trace_cache import TraceRequest, get_traces
-from .trace_jobs import DeviceKind, Prepare
+from titan.observe.estimate import estimate_memory
+from titan.observe.flops import utilization
+from titan.sim.price.cost import Cost, peak_dtype
+from titan.sim.price.profiles import Profile, load_profile
+from titan.sim.record.trace import Launch, Trace, no_garbage_collection
+from titan.sim.record.trace_cache import TraceRequest, get_traces
+from titan.sim.record.trace_jobs import DeviceKind, Prepare
+from titan.sim.replay.memory import MemoryReport, memory_report
+from titan.sim.replay.queues import replay
+from titan.sim.replay.timeline import Timeline
 
 GIB = 2**30
 Facts = dict[str, Any]
@@ -33,7 +34,7 @@ class Simulation:
     """Hold a simulated step. traces, timeline and memory are by global rank, with one rank of each
     pipeline stage.
 
-    fits_up_to: times the mean load that the busiest rank of experts may get (titan.sim.imbalance); None: not asked for, or
+    fits_up_to: times the mean load that the busiest rank of experts may get (titan.sim.report.imbalance); None: not asked for, or
     it does not fit as it is.
     """
 
@@ -49,12 +50,17 @@ class Simulation:
     @cached_property
     def fullest(self) -> MemoryReport:
         """Return the memory of the rank that needs most."""
-        return max(self.memory.values(), key=lambda report: report.peak_reserved_bytes)
+        return max(self.memory.values(), key=lambda report: report.needed_bytes)
 
     @property
     def fits(self) -> bool:
-        """Return whether every stage's rank fits."""
+        """Return whether every stage's rank leaves the margin free."""
         return all(report.fits for report in self.memory.values())
+
+    @property
+    def runs(self) -> bool:
+        """Return whether every stage's rank goes through, however tight it is."""
+        return all(report.runs for report in self.memory.values())
 
     @property
     def tokens_per_step(self) -> int:
@@ -70,13 +76,12 @@ class Simulation:
 
 def not_simulated(config: JobConfig, profile: Profile) -> str:
     """Return why a job cannot be simulated on some hardware, or an empty text."""
-    section, recipe = quantize_section(config), ""
-    # Their kernels need Triton, which has nothing to run on.
-    if section is not None and not section.emulate:
-        recipe = "MXFP8" if isinstance(section, MXSection) else section.recipe_name
-    lacks = lacks_units(config, profile.name, profile.peak_tflops)
-    is_known = recipe not in ("MXFP8", "blockwise")
-    return lacks or ("" if is_known else f"products in {recipe} are not simulated yet")
+    section = quantize_section(config)
+    if lacks := lacks_units(config, profile.name, profile.peak_tflops):
+        return lacks
+    # Its kernels need Triton, which has nothing to run on.
+    is_mx = isinstance(section, MXSection) and not section.emulate
+    return "products in MXFP8 are not simulated yet" if is_mx else ""
 
 
 class HardwareError(ValueError):
@@ -95,7 +100,7 @@ def simulate(
     prepare: Prepare | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Simulation:
-    """Simulate a step of a job that passed titan.config.rules.
+    """Simulate a step of a job that passed titan.checks.rules.
 
     Args:
         config: the job.
@@ -113,6 +118,7 @@ def simulate(
     start = time.monotonic()
     if reason := not_simulated(config, profile):
         raise HardwareError(reason)
+    config = config.on_device(profile.device_kind)
     request = TraceRequest(config, resolve_layout(config, world_size), device_kind, prepare)
     say(f"tracing {request.layout.pp} of {world_size} ranks")
     results: list[dict[int, Trace] | Exception] = []
@@ -164,7 +170,9 @@ def facts(simulation: Simulation) -> Facts:
     # MFU counts the model's FLOPs, not those that run: recomputation lowers it.
     tflops = simulation.tokens_per_s_per_gpu * flops_per_token / 1e12
     # A profile may lack a peak for the dtype. Then there is no MFU.
-    peak = profile.peak_tflops.get(config.training.mixed_precision_param)
+    dtype = config.training.compute_dtype
+    peak = profile.peak_tflops.get(dtype)
+    formula = estimate_memory(config, model, simulation.layout)
     return {
         "world_size": simulation.layout.world_size,
         "layout": str(simulation.layout),
@@ -180,8 +188,11 @@ def facts(simulation: Simulation) -> Facts:
         "tokens_per_s_per_gpu": simulation.tokens_per_s_per_gpu,
         "tflops_per_gpu": tflops,
         "mfu": tflops / peak if peak else None,
+        "utilization": _utilization(simulation, flops_per_token),
         "mfu_convention": convention,
+        "mfu_dtype": dtype,
         "fits": simulation.fits,
+        "tight": simulation.runs and not simulation.fits,
         "time": {
             "compute_s": timeline.mean("compute_s"),
             "by_phase_s": timeline.mean_by("by_phase_s"),
@@ -194,10 +205,27 @@ def facts(simulation: Simulation) -> Facts:
         },
         "comm": _communication(simulation),
         "pipeline": {"bubble_fraction": timeline.bubble_fraction},
-        "memory": _memory(simulation.fullest),
+        "memory": _memory(simulation.fullest) | {"formula_gib": formula["total"]},
         "per_rank": [_rank(simulation, rank) for rank in simulation.traces],
         "wall_s": simulation.wall_s,
     } | _experts(simulation)
+
+
+def _utilization(simulation: Simulation, flops_per_token: float) -> float | None:
+    """Return the model's FLOPs over the peaks of their precisions, as a share of the step; those in 8 bits as recorded."""
+    peaks, world = simulation.profile.peak_tflops, simulation.layout.world_size
+    eight: Counter[str] = Counter()
+    for trace in simulation.traces.values():
+        launches = [event for event in trace.step if isinstance(event, Launch)]
+        for kernel in (e.kernel for e in launches if e.scope.phase in ("forward", "backward")):
+            if kernel.kind == "matmul" and kernel.dtype.startswith("float8"):
+                eight[peak_dtype(kernel.dtype, simulation.profile)] += kernel.flops
+    tokens_per_rank = simulation.tokens_per_step / world * len(simulation.traces)
+    flops = {dtype: total / tokens_per_rank for dtype, total in eight.items()}
+    flops[simulation.config.training.compute_dtype] = flops_per_token - sum(flops.values())
+    per_s = {dtype: tflops * 1e12 for dtype, tflops in peaks.items()}
+    rate = simulation.tokens_per_s_per_gpu
+    return utilization(flops, per_s, tokens_per_s=rate, num_ranks=1)
 
 
 def _kin(simulation: Simulation) -> dict[str, float]:
@@ -263,6 +291,8 @@ def _memory(report: MemoryReport) -> Facts:
         "peak_active_gib": report.peak_active_bytes / GIB,
         "peak_reserved_gib": report.peak_reserved_bytes / GIB,
         "outside_gib": report.outside_bytes / GIB,
+        "needed_gib": report.needed_bytes / GIB,
+        "usable_gib": report.usable_bytes / GIB,
         "capacity_gib": report.capacity_bytes / GIB,
         "by_category_gib": in_gib(report.by_category),
         "by_module_gib": in_gib(report.by_module),
@@ -290,6 +320,7 @@ def _rank(simulation: Simulation, rank: int) -> Facts:
         "host_s": timeline.host_s,
         "peak_active_gib": memory.peak_active_bytes / GIB,
         "peak_reserved_gib": memory.peak_reserved_bytes / GIB,
+        "needed_gib": memory.needed_bytes / GIB,
         "by_category_gib": in_gib(memory.by_category),
         "fits": memory.fits,
     }

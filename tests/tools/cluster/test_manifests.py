@@ -1,0 +1,257 @@
+"""What `titan slurm` writes, that no text of the user becomes a command in it, and the manifests in examples/cluster."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan.cli import main
+from titan.config.schema_run import FaultToleranceSection
+
+ROOT = Path(__file__).parents[3]
+JOB = "train_configs/debug_model.toml"
+HOSTILE = [
+    "$(touch HIT)",
+    "`touch HIT`",
+    "'; touch HIT; '",
+    '"; touch HIT; "',
+    "a b\n#SBATCH --nodes=7\ntouch HIT",
+    "\n#SBATCH --wrap=x\n",
+    "x\\",
+    "%j%%x%",
+    "#",
+    "${IFS}&&touch${IFS}HIT",
+    "--wrap=touch HIT",
+    "Grüße 中文 \U0001f600",
+    "\x1b[31m\x7f\u2028\x85",
+]
+
+
+@pytest.fixture(autouse=True)
+def _in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def hostile_texts(count: int, *, seed: int = 0) -> list[str]:
+    dice = random.Random(seed)
+    pieces = [*HOSTILE, "a", " ", "/", "=", "--", "\t", "*", "~", "!", "|", ">", "<", "(", ")", "%"]
+    return [*HOSTILE, *("".join(dice.choices(pieces, k=3)) for _ in range(count))]
+
+
+def arguments_in(script: str, folder: Path) -> list[str]:
+    """The words that a script would hand to titan.train, as bash itself splits them, with stand-ins for Slurm's commands."""
+    stand_ins = folder / "bin"
+    stand_ins.mkdir(exist_ok=True)
+    for name, text in {
+        "srun": 'printf "%s\\0" "$@" >words; exit "${CODE:-0}"',
+        "scontrol": '[[ $1 == show ]] && echo n1 || echo "$@" >>scontrol.txt',
+    }.items():
+        (stand_ins / name).write_text(f"#!/bin/bash\ncd {shlex.quote(str(folder))}\n{text}\n")
+        (stand_ins / name).chmod(0o755)
+    (folder / "words").unlink(missing_ok=True)
+    done = run_script(script, folder)
+    words = (folder / "words").read_text().split("\0")[:-1]
+    assert done.returncode == 0, done
+    return words[words.index("titan.train") + 1 :]
+
+
+def run_script(script: str, folder: Path, *words: str, **variables: str) -> Any:
+    slurm = {"SLURM_JOB_ID": "5", "SLURM_JOB_NODELIST": "n1", "SLURM_NNODES": "1"}
+    path = f"{folder / 'bin'}:/usr/bin:/bin"
+    environment = {"PATH": path, "SLURM_CPUS_ON_NODE": "2", **slurm, **variables}
+    with (folder / "log").open("a") as log:
+        command = ["bash", "-c", script, "job", *words]
+        return subprocess.run(command, cwd=folder, env=environment, stdout=log, stderr=log)
+
+
+def test_slurm(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    options = [
+        "--nodes=2",
+        "--gpus-per-node",
+        "4",
+        "--time=1-00:00:00",
+        "--partition=gpu",
+        "--account=me",
+    ]
+    folder = tmp_path / "run"
+    assert main(["slurm", JOB, *options, "--training.steps=3", f"--job.dump_folder={folder}"]) == 0
+    shown = capfd.readouterr()
+    script = (folder / "job.sbatch").read_text()
+    assert shown.out == script
+    assert f"sbatch {folder}/job.sbatch" in shown.err
+    directives = [
+        line.removeprefix("#SBATCH --") for line in script.splitlines() if "#SBATCH" in line
+    ]
+    assert {
+        *("job-name=debug-model", "nodes=2", "gpus-per-node=4", "time=1-00:00:00", "partition=gpu"),
+        *("account=me", f'output="{folder}/slurm-%j.out"', "signal=B:USR1@180", "requeue"),
+    } <= set(directives)
+    assert len({line.partition("=")[0] for line in directives}) == len(directives)
+    expected = [JOB, "--training.steps=3", f"--job.dump_folder={folder}"]
+    assert arguments_in(script, tmp_path) == expected
+    words = (tmp_path / "words").read_text().split("\0")
+    assert {"--nnodes=1", "--nproc-per-node=4", "--rdzv-backend=titan"} <= set(words)
+    [port] = [int(word[19:]) for word in words if word.startswith("--rdzv-endpoint=n1")]
+    assert 10_000 <= port < 30_000
+    [name] = [word for word in words if word.startswith("--rdzv-id=")]
+    assert re.fullmatch(r"--rdzv-id=\d+-0-[0-9a-f]{32}", name), name
+
+
+def test_the_container(tmp_path: Path) -> None:
+    command = ["slurm", JOB, "--nodes=1", "--gpus-per-node=1", f"--job.dump_folder={tmp_path}/run"]
+    assert main([*command, "--container=a b.sqsh", "--mounts=/data:/data"]) == 0
+    arguments_in((tmp_path / "run" / "job.sbatch").read_text(), tmp_path)
+    words = (tmp_path / "words").read_text().split("\0")
+    mounts = f"--container-mounts={ROOT}:{ROOT},/data:/data"
+    assert {"--container-image=a b.sqsh", mounts, f"--container-workdir={ROOT}"} <= set(words)
+    assert words[words.index("titan.tools.cluster.node") - 2] == "python"
+
+
+@pytest.mark.parametrize("kind", ["description", "folder", "container"])
+def test_hostile_text_is_never_run(
+    tmp_path: Path, kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for text in hostile_texts(8):
+        folder = f"{tmp_path}/run" if kind != "folder" else f"{tmp_path}/{text}"
+        words = [JOB, f"--job.dump_folder={folder}", f"--job.description={json.dumps(text)}"]
+        extra = [f"--container={text}"] if kind == "container" else []
+        output = tmp_path / "job.sbatch"
+        command = ["slurm", *words, "--nodes=1", "--gpus-per-node=0", f"--output={output}", *extra]
+        code = main(command)
+        if code == 0:
+            assert arguments_in(output.read_text(), tmp_path) == words, text
+            head = output.read_text().partition("\n\n")[0]
+            assert all(line.startswith("#SBATCH --") for line in head.splitlines()[1:]), text
+            assert "#SBATCH --wrap" not in head and "--nodes=7" not in head.replace(folder, "")
+        else:
+            assert (code, kind) == (2, "folder"), text
+            assert "not printable" in capfd.readouterr().err
+        assert not list(tmp_path.rglob("HIT")) and not Path("HIT").exists(), text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--partition=a\n#SBATCH --wrap=x"], "--partition: "),
+        (["--account=$(x)"], "--account: "),
+        (["--time=soon"], "--time: "),
+        (["--nodes=0"], "--nodes: "),
+        (["--training.step=5"], "training.step: "),
+        (["--parallelism.tensor_parallel_degree=3"], "parallelism.tensor_parallel_degree: "),
+        # What `titan check` looks for on this machine.
+        (["--tokenizer.name=auto", "--tokenizer.path=none"], "tokenizer path 'none' does not"),
+        (["--training.dataset=jsonl", f"--training.dataset_path={__file__}"], ":1: not a line of"),
+    ],
+)
+def test_mistakes(
+    options: list[str], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    job = ["slurm", JOB, "--nodes=2", "--gpus-per-node=2", f"--job.dump_folder={folder}"]
+    assert main([*job, *options]) == 2
+    assert message in capfd.readouterr().err
+    assert not folder.exists()
+
+
+def test_it_imports_no_torch(tmp_path: Path) -> None:
+    code = "import sys; from titan.cli import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    command = ["slurm", JOB, "--nodes=2", f"--job.dump_folder={tmp_path}"]
+    subprocess.run([sys.executable, "-c", code, *command], check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "crashes", "exit_code", "requeued"),
+    [
+        (0, 0, 0, 0, False),
+        (75, 0, 0, 75, True),
+        (2, 5, 0, 2, False),
+        (1, 0, 0, 1, False),
+        (1, 2, 0, 1, True),
+        (137, 2, 1, 137, True),
+        (1, 2, 2, 1, False),
+    ],
+)
+def test_what_becomes_of_an_exit_code(
+    tmp_path: Path, code: int, restarts: int, crashes: int, exit_code: int, requeued: bool
+) -> None:
+    script = (ROOT / "scripts/slurm/train.sbatch").read_text()
+    arguments_in(script, tmp_path)  # makes the stand-ins
+    (tmp_path / "log").write_text("".join(f"titan: crash {i + 1} of job\n" for i in range(crashes)))
+    done = run_script(script, tmp_path, JOB, CODE=str(code), MAX_RESTARTS=str(restarts))
+    asked = tmp_path / "scontrol.txt"
+    assert (done.returncode, asked.exists() and asked.read_text()) == (
+        exit_code,
+        requeued and "requeue 5\n",
+    )
+
+
+def example(name: str) -> dict[str, Any]:
+    yaml = pytest.importorskip("yaml")
+    return yaml.safe_load((ROOT / "examples" / "cluster" / name).read_text())
+
+
+def test_the_example_for_kubernetes() -> None:
+    """Its fields are those of Kubeflow's own models, and its parts fit each other."""
+    manifest = example("kubernetes.yaml")
+    trainer = manifest["spec"]["trainer"]
+    assert trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == trainer["numProcPerNode"]
+    assert trainer["command"] == ["python", "-m", "titan.tools.cluster.node", "-m", "titan.train"]
+    [patch] = manifest["spec"]["runtimePatches"]
+    [job] = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = job["template"]["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == FaultToleranceSection().grace_seconds + 60
+    [node] = pod["containers"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in node["volumeMounts"]}
+    assert mounts.keys() == {volume["name"] for volume in pod["volumes"]}
+    job_file, folder = trainer["args"]
+    assert job_file == f"{mounts['job']}/job.toml"
+    assert folder.startswith(f"--job.dump_folder={mounts['checkpoints']}/")
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="no kubeflow-trainer-api")
+    known = models.TrainerV1alpha1TrainJob.from_dict(manifest)
+    assert contains(known.to_dict(), manifest)
+
+
+def contains(whole: Any, part: Any) -> bool:
+    if isinstance(part, dict):
+        return all(key in whole and contains(whole[key], part[key]) for key in part)
+    if isinstance(part, list):
+        return len(whole) == len(part) and all(map(contains, whole, part))
+    return whole == part
+
+
+def test_the_example_for_skypilot(tmp_path: Path) -> None:
+    task = example("skypilot.yaml")
+    assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
+    python = tmp_path / "python"
+    python.write_text('#!/bin/bash\nprintf "%s\\0" "$@"\n')
+    python.chmod(0o755)
+    variables = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+        "SKYPILOT_NUM_NODES": "4",
+        "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+        "SKYPILOT_NODE_RANK": "0",
+        "SKYPILOT_TASK_ID": "t",
+    }
+    shell = ["bash", "-c", task["run"]]
+    words = subprocess.run(shell, env=variables, capture_output=True, text=True).stdout.split("\0")
+    [mount] = task["file_mounts"]
+    assert words[:-1] == [
+        *(
+            "-m",
+            "titan.tools.cluster.node",
+            "--nnodes=4",
+            "--nproc-per-node=8",
+            "--rdzv-backend=titan",
+        ),
+        *("--rdzv-id=t", "--rdzv-endpoint=10.0.0.1:29500", "--rdzv-conf=rank=0"),
+        *("-m", "titan.train", "job.toml", f"--job.dump_folder={mount}/run"),
+    ]

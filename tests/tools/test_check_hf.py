@@ -1,0 +1,230 @@
+"""`titan check --hf`: verdicts against titan's own loader and transformers' logits, and hostile files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint.test_huggingface_experts import MODELS, SIZES
+from titan import cli
+from titan.checkpoint import huggingface
+from titan.checkpoint import manager as checkpoints
+from titan.checkpoint.commit import CheckpointGroup
+from titan.checkpoint.huggingface import HFModel, check_folder
+from titan.config.model import family, model_config
+from titan.config.schema import ModelSection
+from titan.parallel import materialize
+from titan.tools import check_hf
+from titan.untrusted import printable
+
+transformers = pytest.importorskip("transformers")
+
+PUBLISHED = json.loads((Path(__file__).parents[1] / "checkpoint" / "published.json").read_text())
+
+# ---- verdicts --------------------------------------------------------------------------------------
+
+TINY = {**SIZES, "vocab_size": 301}
+GROUPED = TINY | {"num_key_value_heads": 2}
+BASES = {"Llama": TINY, "Qwen3": GROUPED | {"head_dim": 32}} | {
+    name: TINY | changes for name, changes in MODELS.items()
+}
+LLAMA_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = BASES["DeepseekV3"]["rope_parameters"]
+# What may stand in a config.json, and whether titan's model can be that. Where it can, the logits must be equal.
+CHANGES: list[tuple[str, dict[str, Any], bool]] = [
+    *((name, {}, True) for name in BASES),
+    ("Llama", {"tie_word_embeddings": True}, True),
+    ("Llama", {"num_key_value_heads": 4, "rms_norm_eps": 1e-3}, True),
+    ("Llama", {"sliding_window": 8}, True),  # a key of other models, which means nothing here
+    ("Llama", {"rope_parameters": LLAMA_ROPE}, True),
+    ("Llama", {"rope_parameters": LLAMA_ROPE | {"original_max_position_embeddings": 64}}, False),
+    (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+        False,
+    ),
+    (
+        "Llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+        False,
+    ),
+    ("Llama", {"attention_bias": True}, False),
+    ("Llama", {"mlp_bias": True}, False),
+    ("Llama", {"hidden_act": "gelu"}, False),
+    ("Llama", {"model_type": "internlm3"}, False),
+    ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}, True),
+    ("Qwen3", {"attention_bias": True}, False),
+    ("Qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, False),
+    ("Qwen3Moe", {"norm_topk_prob": False, "num_experts_per_tok": 3}, True),
+    ("Qwen3Moe", {"head_dim": ...}, True),  # missing, so derived
+    ("Qwen3Moe", {"mlp_only_layers": [0]}, False),
+    ("Qwen3Moe", {"decoder_sparse_step": 2}, False),
+    ("Mixtral", {"sliding_window": 8}, False),
+    ("Olmoe", {"clip_qkv": 0.5}, False),
+    ("DeepseekV3", {"q_lora_rank": None, "n_group": 1, "topk_group": 1}, True),
+    ("DeepseekV3", {"rope_interleave": False}, False),
+    ("DeepseekV3", {"rope_parameters": YARN | {"truncate": False}}, False),
+    ("DeepseekV3", {"rope_parameters": YARN | {"attention_factor": 0.7}}, False),
+    ("DeepseekV2", {"routed_scaling_factor": 1.5}, True),
+]
+
+
+def random_model(name: str, changes: dict[str, Any]) -> Any:
+    """Return a model of transformers in which every tensor matters."""
+    kind = name.partition(",")[0]
+    torch.manual_seed(0)
+    values = {key: value for key, value in (BASES[name] | changes).items() if value is not ...}
+    config = getattr(transformers, f"{kind}Config")(**values)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for key, tensor in model.named_parameters():
+            tensor.uniform_(0.5, 1.5) if "norm" in key else tensor.normal_(std=0.2)
+    return model
+
+
+@pytest.mark.parametrize(("name", "changes", "loads"), CHANGES)
+def test_verdicts_are_the_loaders(
+    name: str, changes: dict[str, Any], loads: bool, tmp_path: Path
+) -> None:
+    model_type = changes.get("model_type")
+    model = random_model(name, {k: v for k, v in changes.items() if k != "model_type"})
+    model.save_pretrained(tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    hf = json.loads(config.read_text()) | ({"model_type": model_type} if model_type else {})
+    config.write_text(json.dumps(hf))
+    code = cli.main(["convert", "from-hf", str(config.parent), str(tmp_path / "out")])
+    assert code == (0 if loads else 2)
+    assert cli.main(["check", "--hf", str(config.parent)]) == code
+    if not loads:
+        return
+    by_files = check_hf.describe(config.parent)
+    assert by_files["loads"] is True
+    # The printed keys mean this model, whose logits are transformers'.
+    keys = by_files["family"]
+    sizes = model_config(ModelSection.model_validate(keys))
+    described = HFModel.of(keys["name"], sizes)
+    check_folder(config.parent, described)
+    with torch.device("meta"):
+        ours = family(keys["name"]).build_model(sizes)
+    assert by_files["parameters"] == sum(p.numel() for p in ours.parameters())
+    materialize(ours, device="cpu")
+    state = checkpoints.model_state([ours])
+    huggingface.load(config.parent, state, model=described, group=CheckpointGroup())
+    tokens = torch.arange(200).reshape(2, 100) % 300
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), model(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+# ---- the command -----------------------------------------------------------------------------------
+
+
+def write(file: Path, hf: Any) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(hf if isinstance(hf, str) else json.dumps(hf))
+    return file
+
+
+def facts_of(capsys, *argv: object) -> dict[str, Any]:
+    capsys.readouterr()
+    assert cli.main(["check", *map(str, argv), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_snippet_is_a_job_of_the_same_size(tmp_path: Path, capsys) -> None:
+    changes = {"num_hidden_layers": 3, "rope_scaling": None}
+    file = write(tmp_path / "config.json", PUBLISHED["Llama-3.2-1B"] | changes)
+    assert cli.main(["check", "--hf", str(file)]) == 0
+    page = capsys.readouterr().out.splitlines()
+    start = next(n for n, line in enumerate(page) if line.endswith("[model]"))
+    snippet = page[start : next(n for n in range(start, len(page)) if page[n].startswith("loads"))]
+    assert "flavor" in snippet[2] and "n_layers = 3" in snippet[3]
+    job = write(tmp_path / "job.toml", "\n".join(line.strip() for line in snippet))
+    facts = facts_of(capsys, "--hf", file)
+    assert facts["parameters"] == facts_of(capsys, job)["model"]["parameters"]
+    assert facts["loads"] is None
+
+
+def test_the_page_in_the_docs(tmp_path: Path, monkeypatch, capsys) -> None:
+    write(tmp_path / "Llama-3.2-1B" / "config.json", PUBLISHED["Llama-3.2-1B"])
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["check", "--hf", "Llama-3.2-1B"]) == 0
+    docs = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text()
+    assert f"```text\n{capsys.readouterr().out}```" in docs
+
+
+def test_experts_of_a_token(tmp_path: Path, capsys) -> None:
+    facts = facts_of(capsys, "--hf", write(tmp_path / "config.json", PUBLISHED["Qwen3-30B-A3B"]))
+    assert (facts["parameters"], facts["active_parameters"]) == (30_532_122_624, 3_353_032_704)
+
+
+def test_weights_that_differ_are_named(tmp_path: Path, capsys) -> None:
+    model = random_model("Llama", {})
+    model.save_pretrained(tmp_path)
+    hf = json.loads((tmp_path / "config.json").read_text())
+    write(tmp_path / "config.json", hf | {"intermediate_size": hf["intermediate_size"] + 1})
+    facts = facts_of(capsys, "--hf", tmp_path)
+    assert facts["loads"] is False and facts["family"]["name"] == "llama3"
+    assert len(facts["problems"]) == 3 * hf["num_hidden_layers"]
+    assert cli.main(["check", "--hf", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "loads       no" in said and "mlp.gate_proj.weight has shape" in said and "more" in said
+
+
+LLAMA = PUBLISHED["Llama-3.2-1B"]
+GPT2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
+HOSTILE: list[Any] = [
+    *("", "not JSON", "[]", "3", '"text"', "{", "[" * 100_000, '{"a":' * 5000),
+    *({}, {"model_type": 5}, {"model_type": None, "architectures": 7}, {"architectures": [[]]}),
+    {
+        "model_type": "no_such",
+        "architectures": ["Trainer"],
+        "auto_map": {"AutoConfig": "evil.Evil"},
+    },
+    *(LLAMA | {"num_hidden_layers": n} for n in (10**30, 10**9, -1, 1e30)),
+    *(LLAMA | {"hidden_size": n} for n in (-64, 10**30, "64", [64], None)),
+    *(LLAMA | {"num_attention_heads": 0}, LLAMA | {"vocab_size": 2**41}),
+    *(GPT2, GPT2 | {"architectures": ["\x1b[31mgpt2\u202e"]}),
+    GPT2 | {"auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}},
+    {"model_type": "mixtral", "num_local_experts": 10**9},
+]
+
+
+def test_the_id_of_a_model_at_the_hub(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "--hf", "meta-llama/Llama-3.1-8B"]) == 2
+    said = capsys.readouterr().err
+    assert "hf download meta-llama/Llama-3.1-8B config.json --local-dir Llama-3.1-8B" in said
+    assert cli.main(["check", "--hf", "no/such/folder"]) == 2
+    assert "hf download" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("hf", HOSTILE, ids=range(len(HOSTILE)))
+def test_broken_files_are_one_line(hf: Any, tmp_path: Path, capsys) -> None:
+    file = write(tmp_path / "config.json", hf)
+    write(tmp_path / "evil.py", f"open({str(tmp_path / 'executed')!r}, 'w')\nclass Evil: pass\n")
+    assert cli.main(["check", "--hf", str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1 and str(file) in said.err and not said.out
+    assert printable(said.err[:-1]) == said.err[:-1] and len(said.err) < 600
+    assert not (tmp_path / "executed").exists()
+
+
+def test_mistakes_of_the_command_line(tmp_path: Path, capsys) -> None:
+    file = write(tmp_path / "config.json", LLAMA)
+    assert cli.main(["check", "--hf", str(file), "job.toml"]) == 2
+    assert "with no job" in capsys.readouterr().err
+    assert cli.main(["check", "--hf", str(tmp_path / "none")]) == 2
+    assert "No such file" in capsys.readouterr().err
+    assert cli.main(["check", "--hf", str(write(tmp_path / "x.json", "[]")), "--json"]) == 2
+    problem = json.loads(capsys.readouterr().out)["problems"][0]
+    assert problem["file"].endswith("x.json") and "should be an object" in problem["message"]

@@ -1,0 +1,252 @@
+"""Check what the job needs of this machine: files and folders, the tokenizer, packages, accelerators. Imports no torch.
+
+`titan train` and `titan slurm` check it, and `titan check` unless --hardware names another machine. The simulator does not.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from titan.checkpoint.manifest import METADATA, NAME, list_steps
+from titan.checkpoint.storage import as_location, join, storage_of
+from titan.config import schema as s
+from titan.config.errors import Problem, RuleViolation, violations_of
+from titan.config.model import model_config, resolve_model
+from titan.config.quantize import eight_bit_sections
+from titan.config.schema import JobConfig
+from titan.data import DataError
+from titan.data.sources import open_documents, resolve_sources
+from titan.data.special_tokens import SpecialTokens
+from titan.data.tokenizer import Tokenizer, build_tokenizer
+from titan.hardware import count_accelerators
+
+
+def check_machine(config: JobConfig, *, device: str | None = None) -> list[Problem]:
+    """Return everything that the job needs and this machine lacks.
+
+    device: kind that the job will have elsewhere, as from a cluster's login node; None: this machine's.
+    """
+    rules = (
+        _check_folders,
+        _check_data,
+        _check_checkpoints,
+        partial(_check_packages, device=device),
+    )
+    return [
+        config.source_map.problem(*violation)
+        for rule in rules
+        for violation in violations_of(rule, config)
+    ]
+
+
+def open_tokenizer(config: JobConfig) -> Tokenizer:
+    """Return the job's tokenizer. Raises `DataError` if it cannot be read, or has more tokens than the model."""
+    tokenizer = build_tokenizer(config.tokenizer, hf_assets_path=config.model.hf_assets_path)
+    model, size = model_config(config.model), tokenizer.vocab_size
+    if size > model.vocab_size:
+        raise DataError(
+            f"the tokenizer has {size:,} tokens, but {config.model.name} {config.model.flavor} has a vocabulary of "
+            f"{model.vocab_size:,}; set model.overrides.vocab_size = {size}, or use another tokenizer"
+        )
+    return tokenizer
+
+
+# ---- folders -----------------------------------------------------------------------------------
+
+
+def _check_folders(config: JobConfig) -> Iterator[RuleViolation]:
+    checkpoint = config.checkpoint
+    folders = {
+        "job.dump_folder": config.job.dump_folder,
+        "data.cache_folder": os.path.expanduser(config.data.cache_folder),  # noqa: PTH111 (no error for ~nobody)
+    }
+    if config.compile.enable:
+        folders["compile.cache_folder"] = config.compile.cache_folder
+    # A relative folder is below the run folder.
+    if checkpoint.enable and not checkpoint.load_only and Path(checkpoint.folder).is_absolute():
+        folders["checkpoint.folder"] = checkpoint.folder
+    for key, folder in folders.items():
+        if folder and (reason := _why_unwritable(Path(folder))):
+            yield key, f"cannot be written: {reason}"
+
+
+def _why_unwritable(folder: Path) -> str:
+    """Return why no file can be created below `folder`, which may not exist yet. Empty if one can."""
+    try:
+        folder = folder.absolute()
+        # The nearest folder that exists: the rest would be made in it.
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        if not existing.is_dir():
+            return f"{existing} is a file"
+        if not os.access(existing, os.W_OK | os.X_OK):
+            return f"no permission to write in {existing}"
+        # Some file systems report no blocks at all, which says nothing.
+        if os.statvfs(existing).f_bavail == 0 and os.statvfs(existing).f_blocks:
+            return f"no space is left on the disk of {existing}"
+    except (OSError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+# ---- data --------------------------------------------------------------------------------------
+
+
+def _check_data(config: JobConfig) -> Iterator[Any]:
+    """Check the tokenizer, then what each source reads with it. A violation may have lines to paste, too (see `Problem`)."""
+    data, tokenizer = config.data, None
+    if resolve_model(config.model)[0] is not None:
+        try:
+            tokenizer = open_tokenizer(config)
+        except (
+            Exception
+        ) as error:  # libraries of many kinds read a file that anyone may have written
+            if config.tokenizer.path:
+                key = "tokenizer.path"
+            else:
+                key = "model.hf_assets_path" if config.model.hf_assets_path else "tokenizer.name"
+            yield key, _first_line(error)
+    # What the job trains on, then what it validates on.
+    sources = [*_sources(config, "training")]
+    best_fit = data.packing == "best_fit"
+    if tokenizer is not None and (data.document_mask or data.reset_positions or best_fit):
+        tokens = SpecialTokens.of(tokenizer, add_bos=data.add_bos, add_eos=data.add_eos)
+        kinds = {type(source) for _, source in sources}
+        # Shards know where their documents begin.
+        if s.ShardsSource not in kinds and (
+            not tokens.marks_boundaries or kinds == {s.SyntheticSource}
+        ):
+            key = "data.packing" if best_fit else "data.document_mask"
+            fix = "set data.add_bos or data.add_eos, with a tokenizer that has such a token"
+            yield key, f"needs documents that begin or end with a token of that kind; {fix}"
+    for key, source in sources:
+        if best_fit and getattr(source, "streaming", False):
+            yield (
+                "data.packing",
+                f'"best_fit" is not for streams, as {key} is; set streaming = false',
+            )
+        yield from _check_source(config, tokenizer, key, source, split="train")
+    if config.validation.enable and config.validation.dataset:
+        for key, source in _sources(config, "validation"):
+            yield from _check_source(config, tokenizer, key, source, split="validation")
+
+
+def _sources(config: JobConfig, section: str) -> Iterator[tuple[str, s.Section]]:
+    """Yield the sources of a section, each with the key that says what it reads."""
+    if section == "training" and config.data.sources:
+        for number, source in enumerate(config.data.sources):
+            yield f"data.sources[{number}].path", source
+        return
+    dataset, path = getattr(config, section).dataset, getattr(config, section).dataset_path
+    with suppress(DataError):  # section_rules.py reports it
+        for source in resolve_sources(dataset, dataset_path=path):
+            yield f"{section}.dataset_path" if path else f"{section}.dataset", source
+
+
+def _check_source(
+    config: JobConfig, tokenizer: Tokenizer | None, key: str, source: s.Section, *, split: str
+) -> Iterator[Any]:
+    package = {s.ParquetSource: "pyarrow", s.HuggingFaceSource: "datasets"}.get(type(source))
+    if package and find_spec(package) is None:
+        yield key, f"needs {package}: pip install 'titan-pretrain[huggingface]'"
+    # Whether the hub has a dataset is not asked: the login node may have no network.
+    if isinstance(source, s.HuggingFaceSource):
+        if source.path.startswith(("/", ".", "~")) and not _exists(source.path):
+            yield key, f"'{source.path}' does not exist"
+        return
+    try:
+        if isinstance(source, s.ShardsSource) and tokenizer is not None:
+            from titan.data.samples import SampleOptions, build_samples  # imports numpy
+
+            section = config.validation if split == "validation" else config.training
+            options = SampleOptions(
+                tokenizer=tokenizer,
+                data=config.data.model_copy(update={"packing": "cut"}),  # which plans no rows
+                seq_len=section.seq_len or config.training.seq_len,
+                split=split,
+                seed=0,
+            )
+            build_samples([source], options=options)
+        elif isinstance(source, s.TextSource | s.JsonlSource | s.ParquetSource):
+            open_documents(source).try_first()
+    except (OSError, ValueError) as error:  # DataError too
+        paste = error.paste if isinstance(error, DataError) else ()
+        yield key, _first_line(error), paste
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines() or [type(error).__name__]
+    return lines[0] if isinstance(error, ValueError | OSError) else f"cannot be read: {lines[0]}"
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):
+        return False
+
+
+# ---- checkpoints -------------------------------------------------------------------------------
+
+
+def _check_checkpoints(config: JobConfig) -> Iterator[RuleViolation]:
+    """Check what the run starts from. Only the run itself looks at URLs, since that may take long."""
+    section = config.checkpoint
+    if not section.enable or "://" in section.folder:
+        return
+    folder = Path(config.job.dump_folder) / section.folder
+    try:
+        steps = list_steps(folder)
+    except (OSError, ValueError) as error:
+        yield "checkpoint.folder", f"cannot be read: {error}"
+        return
+    if section.load_step != -1 and section.load_step not in steps:
+        existing = ", ".join(map(str, steps)) or "none at all"
+        message = f"there is no step {section.load_step} in {folder}; there is {existing}"
+        yield "checkpoint.load_step", message
+    if steps or section.load_step != -1:
+        return  # a resumed run does not load its initial weights again
+    key, path = "checkpoint.initial_load_path", section.initial_load_path
+    what, names = "checkpoint (a step-N folder)", (NAME, METADATA)
+    if section.initial_load_in_hf:
+        what, names = "Hugging Face model", ("config.json",)
+        if not path:
+            key, path = "model.hf_assets_path", config.model.hf_assets_path
+    if not path or "://" in path:
+        return
+    location = as_location(path)
+    if not _exists(path):
+        yield key, f"'{path}' does not exist"
+    # The parent of step-N folders is a common mistake.
+    elif not any(storage_of(location).exists(join(location, name)) for name in names):
+        steps = list_steps(location)
+        hint = f"; did you mean '{join(location, f'step-{steps[-1]}')}'?" if steps else ""
+        yield key, f"'{path}' is no {what}: it has no {' and no '.join(names)}{hint}"
+
+
+# ---- torch and other packages ------------------------------------------------------------------
+
+
+def _check_packages(config: JobConfig, *, device: str | None) -> Iterator[RuleViolation]:
+    """Check the hardware and the packages of 8-bit products and of the sinks for metrics."""
+    sections = [section for _, section in eight_bit_sections(config)]
+    metrics = config.metrics
+    has_gpu = (
+        device == "cuda" or count_accelerators() > 0 or Path("/dev/kfd").exists()
+    )  # AMD's driver
+    if not has_gpu and not all(section.emulate for section in sections):
+        fix = "set emulate = true to compute the same numbers slowly, or remove the converter"
+        yield "model.converters", f"this machine has no GPU to multiply in 8 bits; {fix}"
+    needed = {
+        "metrics.enable_tensorboard": ("tensorboard", "tensorboard", metrics.enable_tensorboard),
+        "metrics.enable_wandb": ("wandb", "wandb", metrics.enable_wandb),
+        "model.converters": ("torchao", "float8", bool(sections)),
+    }
+    for key, (package, extra, is_needed) in needed.items():
+        if is_needed and find_spec(package) is None:
+            yield key, f"needs {package}: pip install 'titan-pretrain[{extra}]'"

@@ -1,0 +1,140 @@
+"""Check the settings of a job against each other, before torch is imported, and report every violation at once.
+
+    section_rules.py  one function for each section
+    quantize.py       the number formats of [quantize]
+    layout.py         needs the number of ranks as well
+    machine.py        asks the machine that is to run the job
+    environment.py    torchrun's variables
+
+A rule yields `(key, message)` for each violation: the key whose line is shown, what is wrong, and what to write. A key
+without a dot belongs to the rule's section. `check_to_run` runs the rules for a config, `load_to_run` for a command line.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from titan.checks.environment import check_environment
+from titan.checks.section_rules import RULES
+from titan.config.errors import ConfigError, Problem, violations_of
+from titan.config.layout import Layout, check_layout, resolve_layout
+from titan.config.load import load_from_argv, print_warnings
+from titan.config.schema import JobConfig
+from titan.hardware import count_accelerators
+from titan.optim.schedule import phases
+
+# ---- entry points ------------------------------------------------------------------------------
+
+
+def load_to_run(
+    argv: Sequence[str],
+    *,
+    world_size: int | None,
+    options: Sequence[str] = (),
+    here: bool = False,
+    device: str | None = None,
+    warn: bool = True,
+) -> tuple[JobConfig, Layout]:
+    """Return the job of a command line, and its layout. Raises `ConfigError` with everything that prevents the run.
+
+    Args:
+        argv: `JOB.toml [OVERLAY.toml ...] [--section.key=value ...]`.
+        world_size: number of ranks; None takes it from torchrun's environment.
+        options: the command's other options, for the hint at a misspelt one.
+        here: also check this machine and its environment.
+        device: kind of device that the job is for, "cuda" or "cpu", whose precision takes the place of "auto". None: the
+            trainer finds out.
+        warn: print warnings. A command that starts another process with the same job leaves them to that process.
+    """
+    problems = check_environment(os.environ) if here else []
+    if world_size is None and not problems:
+        world_size = int(os.environ.get("WORLD_SIZE", 1))
+    try:
+        config = load_from_argv(argv, options=options, warn=False)
+        warnings = config.source_map.warnings
+    except ConfigError as error:
+        # What could be read is checked too, so that one mistake does not hide the next.
+        problems, config, warnings = problems + error.problems, error.partial, []
+    if config is not None:
+        problems += _problems(config, world_size, here=here, device=device)
+    if warn or problems:
+        print_warnings(warnings)
+    # Whatever is None here has left a problem.
+    if problems or config is None or world_size is None:
+        raise ConfigError(problems)
+    if warn:
+        print_warnings(advise(config, device=device))
+    if device is not None:
+        config = config.on_device(device)
+    return config, resolve_layout(config, world_size)
+
+
+def device_of(config: JobConfig) -> str:
+    """Return the kind of device that a job is for: the accelerator that it names, or what this machine has."""
+    return "cuda" if config.hardware.name != "auto" or count_accelerators() else "cpu"
+
+
+def check_to_run(config: JobConfig, *, world_size: int) -> Layout:
+    """Return the layout of a run that can start. Raises `ConfigError` with everything in the job that prevents it."""
+    if problems := _problems(config, world_size, here=False):
+        raise ConfigError(problems)
+    return resolve_layout(config, world_size)
+
+
+def _problems(
+    config: JobConfig, world_size: int | None, *, here: bool, device: str | None = None
+) -> list[Problem]:
+    problems = check(config)
+    if world_size is not None:
+        problems += check_layout(config, world_size=world_size)
+    if here:
+        from titan.checks.machine import check_machine  # reads tokenizers and the folders of data
+
+        problems += check_machine(config, device=device)
+    return problems
+
+
+def check(config: JobConfig) -> list[Problem]:
+    """Return everything about the config that is wrong for any number of ranks."""
+    return [
+        config.source_map.problem(key if "." in key else f"{section}.{key}", message)
+        for section, rule in RULES
+        for key, message in violations_of(rule, config)
+    ]
+
+
+def advise(config: JobConfig, *, device: str | None = None) -> list[str]:
+    """Return warnings about settings that shorten a run's schedule, trace nothing, or are slow on a kind of device.
+
+    device: "cuda" or "cpu"; None: what the job is for. Many trial runs have some of these settings.
+    """
+    schedule, profiling, steps = config.lr_scheduler, config.profiling, config.training.steps
+    name = "lr_scheduler.total_steps" if schedule.total_steps else "training.steps"
+    total = schedule.total_steps or steps
+    warmup, decay = phases(schedule, total_steps=steps)
+    wanted = round(total * (schedule.decay_ratio or 0))
+    warnings = {}
+    if warmup < schedule.warmup_steps:
+        message = f"{schedule.warmup_steps} steps do not fit into {name} = {total}; cut to {warmup}"
+        warnings["lr_scheduler.warmup_steps"] = message
+    if decay < wanted:
+        message = (
+            f"{wanted} steps of decay do not fit into {name} = {total} after {warmup} of warm-up"
+        )
+        warnings["lr_scheduler.decay_ratio"] = f"{message}; cut to {decay}"
+    if profiling.enable_profiling and profiling.profile_freq > steps:
+        message = (
+            f"{profiling.profile_freq}, but the run ends at training.steps = {steps}: no trace"
+        )
+        warnings["profiling.profile_freq"] = message
+    if (
+        config.training.mixed_precision_param == "float32"
+        and (device or device_of(config)) != "cpu"
+    ):
+        message = (
+            "float32 leaves an accelerator's tensor cores idle: an H100 takes ten times as long as "
+            'with "bfloat16", which "auto" means there'
+        )
+        warnings["training.mixed_precision_param"] = message
+    return [str(config.source_map.problem(*warning)) for warning in warnings.items()]

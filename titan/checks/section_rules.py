@@ -1,0 +1,424 @@
+"""Hold the rules that need only the config, one function for each section. rules.py runs them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from titan.config.base import LIMIT, Section
+from titan.config.errors import KeyPath, RuleViolation, choose, did_you_mean, key_text
+from titan.config.layout import CUDA_GRAPHS
+from titan.config.loss import check_loss
+from titan.config.model import family, resolve_model
+from titan.config.quantize import check_converters, grouped_section, lacks_units
+from titan.config.schema import (
+    ActivationCheckpointSection,
+    HuggingFaceSource,
+    JobConfig,
+    SyntheticSource,
+)
+from titan.data import DataError
+from titan.data.sources import resolve_sources
+from titan.hardware import HARDWARE
+from titan.parallel.kept_operations import KeepError, parse_blocks, parse_rule
+from titan.parallel.schedules import canonical_schedule, splits_backward
+from titan.parallel.stage_split import split_modules
+
+STACKS_S = 15  # from a step's time limit until the stacks of all ranks are written; titan/health
+LOCAL_PRESETS = ("text", "jsonl", "parquet", "shards")
+EMBEDDED_PRESETS = ("stdlib", "synthetic")
+# Parts of a checkpoint that can be left out when it is loaded.
+STATE_PARTS = ("optimizer", "lr_scheduler", "dataloader", "train_state")
+
+
+def _text(part: Any, path: KeyPath = ()) -> Iterator[RuleViolation]:
+    """Refuse null characters, which no file name may hold, and half surrogate pairs, which no file
+    can store."""
+    if isinstance(part, Section):
+        # Iterating a section skips forgotten values.
+        part = {name: value for name, value in part if name in type(part).model_fields}
+    if isinstance(part, str) and ("\0" in part or part != part.encode(errors="replace").decode()):
+        yield key_text(path), f"holds a character that no file can hold: {ascii(part)[:60]}"
+    pairs = (
+        part.items()
+        if isinstance(part, dict)
+        else enumerate(part if isinstance(part, list) else ())
+    )
+    for name, value in pairs:
+        yield from _text(value, (*path, name))
+
+
+def _hardware(config: JobConfig) -> Iterator[RuleViolation]:
+    name, known = config.hardware.name, {hardware.name: hardware for hardware in HARDWARE}
+    if name == "auto":
+        return  # recognized when the run starts
+    if name.lower() not in known:
+        yield "name", f'unknown hardware "{name}"{choose(name, ["auto", *known])}'
+    elif problem := lacks_units(config, name, known[name.lower()].peak_flops):
+        yield "name", problem
+
+
+def _data(config: JobConfig) -> Iterator[RuleViolation]:
+    training, data = config.training, config.data
+    # The default dataset gives way to [[data.sources]] silently; one that the job names does not.
+    if data.sources and training.dataset != type(training).model_fields["dataset"].default:
+        yield "training.dataset", "[[data.sources]] also says what to train on; remove one of them"
+    # A path would be ignored, so the job probably means another tokenizer.
+    if config.tokenizer.path and config.tokenizer.name == "bytes":
+        yield "tokenizer.path", 'tokenizer "bytes" reads no file; set tokenizer.name = "auto"'
+    if data.move_windows and data.packing == "best_fit":
+        yield "move_windows", 'best-fit rows begin with documents; set packing = "cut", or false'
+    yield from _dataset("training", training.dataset, training.dataset_path)
+    if data.reset_positions and not data.document_mask:
+        # A token would attend to tokens of other documents that have its own position.
+        yield "reset_positions", "needs document_mask = true; set that, or use false"
+
+
+def _dataset(section: str, dataset: str, path: str | None) -> Iterator[RuleViolation]:
+    key = f"{section}.dataset_path"
+    if dataset in LOCAL_PRESETS:
+        if not path:
+            yield key, f'missing: dataset "{dataset}" needs it; set it to a file, folder or glob'
+    elif path and dataset in EMBEDDED_PRESETS:
+        fix = f"set {section}.dataset to one of {', '.join(LOCAL_PRESETS)}, or remove this key"
+        yield key, f'dataset "{dataset}" reads no files; {fix}'
+    else:
+        # A preset, or a name at the hub. Nothing is read yet.
+        try:
+            resolve_sources(dataset)
+        except DataError as error:
+            yield f"{section}.dataset", str(error)
+
+
+def _validation(config: JobConfig) -> Iterator[RuleViolation]:
+    validation, sources = config.validation, config.data.sources
+    if not validation.enable:
+        return
+    kinds = {source.type for source in sources} if sources else {config.training.dataset}
+    # Shards were split when they were prepared.
+    if not validation.dataset and not config.data.validation_fraction and kinds != {"shards"}:
+        yield "dataset", "missing: set it, or data.validation_fraction = 0.01"
+    if validation.dataset:
+        violations = [*_dataset("validation", validation.dataset, validation.dataset_path)]
+        yield from violations
+        if not violations:
+            sources = resolve_sources(validation.dataset, dataset_path=validation.dataset_path)
+    # Streams and synthetic text never end, and validation on all of them would hang.
+    endless = [s for s in sources if isinstance(s, HuggingFaceSource | SyntheticSource)]
+    if validation.steps == -1 and any(getattr(source, "streaming", True) for source in endless):
+        yield "steps", "-1 reads the whole text, and a stream has no end; give a number"
+
+
+def _training(config: JobConfig) -> Iterator[RuleViolation]:
+    training, parallel = config.training, config.parallelism
+    sequences = training.local_batch_size
+    if parallel.pipeline_parallel_degree > 1:
+        sequences = parallel.pipeline_parallel_microbatch_size  # a forward pass has one microbatch
+    tokens = sequences * training.seq_len // parallel.context_parallel_degree
+    if tokens > LIMIT:
+        # torch's kernels index with 32 bits.
+        size = f"{sequences:,} sequences of {training.seq_len:,} are {tokens:,} tokens"
+        yield "seq_len", f"{size} in one forward pass; use at most {LIMIT:,}"
+    if (training.mixed_precision_param, training.mixed_precision_reduce) == ("float32", "bfloat16"):
+        yield "mixed_precision_reduce", 'would round float32 gradients; use "float32"'
+
+
+def _optimizer(config: JobConfig) -> Iterator[RuleViolation]:
+    optimizer, tp = config.optimizer, config.parallelism.tensor_parallel_degree
+    # fp32 weights keep every update, so there is nothing to round.
+    if getattr(optimizer, "stochastic_rounding", False) and config.training.dtype != "bfloat16":
+        yield "stochastic_rounding", 'needs training.dtype = "bfloat16"; set that, or use false'
+    if optimizer.name == "AdamW8bit" and 8 % tp:
+        # It quantizes blocks of an eighth of a row or less, which other degrees would cut.
+        yield "name", 'needs a tensor_parallel_degree of 1, 2, 4 or 8; or use name = "AdamW"'
+
+
+def _early_step(config: JobConfig) -> Iterator[RuleViolation]:
+    if not getattr(config.optimizer, "early_step_in_backward", False):
+        return
+    training, layer_norms = config.training, config.metrics.log_layer_norms_every_n_steps
+    # What it needs, why, and whether the job has it.
+    needs = {
+        "training.max_norm = 0, as no norm is known yet to clip by": not training.max_norm,
+        "pipeline_parallel_degree = 1, as later microbatches still need the old weights": (
+            config.parallelism.pipeline_parallel_degree == 1
+        ),
+        "training.enable_cpu_offload = false, as gradients may not have reached the host": (
+            not training.enable_cpu_offload
+        ),
+        "metrics.log_layer_norms_every_n_steps = 0, as it uses up the gradients": not layer_norms,
+        'name = "AdamW", as "Muon" exchanges the gradients of many matrices': (
+            config.optimizer.name != "Muon"
+        ),
+    }
+    for need, has in needs.items():
+        if not has:
+            yield "early_step_in_backward", f"needs {need}; set that, or use false"
+
+
+def _kept_blocks(config: JobConfig) -> Iterator[RuleViolation]:
+    parallel = config.parallelism
+    policy = parallel.fsdp_reshard_after_forward
+    keeps_all = {"never": True, "always": False}.get(policy, parallel.pipeline_parallel_degree > 1)
+    if parallel.fsdp_kept_blocks > 1 and keeps_all:
+        reason = f'fsdp_reshard_after_forward = "{policy}" keeps all blocks'
+        yield "fsdp_kept_blocks", f'{reason}; use 1, or "always"'
+
+
+def _compiles_model(config: JobConfig) -> bool:
+    return config.compile.enable and "model" in config.compile.components
+
+
+def _schedule(config: JobConfig) -> Iterator[RuleViolation]:
+    """Check what the order of actions rules out, both for a named schedule and for one from a file."""
+    parallel, ac = config.parallelism, config.activation_checkpoint
+    name, file = parallel.pipeline_parallel_schedule, parallel.pipeline_parallel_schedule_csv
+    try:
+        canonical_schedule(name, csv=file)
+    except ValueError as error:
+        yield "pipeline_parallel_schedule", str(error)
+        return
+    try:
+        if parallel.pipeline_parallel_degree == 1 or not splits_backward(name, csv=file):
+            return
+    except ValueError:
+        return  # layout.py reports what is wrong with the file
+    why = f"with schedule {file or name}, which splits the backward pass"
+    # torch raises nothing, and up to half of the gradients are missing; docs/torch.md.
+    if parallel.fsdp_reshard_after_forward == "always":
+        yield "fsdp_reshard_after_forward", f'"always" gives wrong gradients {why}; use "default"'
+    # A compiled block has one backward function, which torch cannot split.
+    if _compiles_model(config):
+        yield "compile.enable", f"blocks cannot be compiled {why}; use false, or schedule 1F1B"
+    # torch cannot cut such a backward pass in two either, nor the next one; docs/torch.md.
+    if ac.mode == "selective" and ac.selective_ac_option == "op":
+        fix = 'use a number such as 2, mode = "full", or schedule 1F1B'
+        yield "activation_checkpoint.selective_ac_option", f'"op" keeps no graph {why}; {fix}'
+    if ac.mode == "memory_budget":
+        fix = 'use "full" or "none", or schedule 1F1B'
+        yield "activation_checkpoint.mode", f'"memory_budget" keeps no graph {why}; {fix}'
+
+
+def _tensor(config: JobConfig) -> Iterator[RuleViolation]:
+    if config.parallelism.enable_async_tensor_parallel:
+        key = "enable_async_tensor_parallel"
+        # torch has it only as a pass of inductor over the graph of a block.
+        if not _compiles_model(config):
+            yield key, "is done by the compiler; set compile.enable = true with the component model"
+        if config.parallelism.tensor_parallel_degree == 1:
+            yield key, "needs tensor_parallel_degree = 2 or more; set that, or use false"
+
+
+def _experts(config: JobConfig) -> Iterator[RuleViolation]:
+    if (degree := config.parallelism.expert_tensor_parallel_degree) != 1:
+        yield (
+            "expert_tensor_parallel_degree",
+            f"{degree} would split the matrices of each expert; use 1: the numbers are the same, and FSDP shards "
+            "experts over tensor-parallel ranks, too",
+        )
+    model = resolve_model(config.model)[0]
+    if model is None or getattr(model, "num_experts", 0):
+        return
+    if grouped_section(config) is not None:
+        yield "model.converters", "there are no experts to convert in this model; remove it"
+    asked = config.moe.model_dump(exclude_defaults=True)
+    for key in [f"moe.{key}" for key in asked] + ["debug.moe_force_load_balance"] * (
+        config.debug.moe_force_load_balance
+    ):
+        yield key, "has no effect on a model without experts; remove it"
+
+
+def _modules(config: JobConfig) -> Iterator[RuleViolation]:
+    """Check that the stages which a job lists hold each module once."""
+    parallel, model = config.parallelism, resolve_model(config.model)[0]
+    stages, layers = parallel.module_fqns_per_model_part, getattr(model, "n_layers", 0)
+    if not stages or not layers or parallel.pipeline_parallel_degree == 1:
+        return
+    if not family(config.model.name).__name__.startswith("titan.models."):
+        return  # a plug-in's modules may have other names, which only its model knows
+    key = "module_fqns_per_model_part"
+    # One stage has all modules, in the order of the model.
+    [modules] = split_modules(layers, num_stages=1, first_less=0, last_less=0)
+    named = [name for names in stages for name in names]
+    for name in dict.fromkeys(named):
+        if name not in modules:
+            yield key, f"the model has no module '{name}'{did_you_mean(name, modules)}"
+        elif named.count(name) > 1:
+            yield key, f"module '{name}' is named {named.count(name)} times; name it in one stage"
+    if missing := [name for name in modules if name not in named]:
+        listed = ", ".join(missing[:5]) + f" and {len(missing) - 5} more" * (len(missing) > 5)
+        yield key, f"{listed} would be in no stage; name each module of the model in one stage"
+
+
+def _context(config: JobConfig) -> Iterator[RuleViolation]:
+    parallel, key = config.parallelism, "context_parallel_rotate_method"
+    cp, method = parallel.context_parallel_degree, parallel.context_parallel_rotate_method
+    if cp == 1:
+        return
+    if parallel.context_parallel_load_balancer == "ptrr":
+        yield "context_parallel_load_balancer", '"ptrr" is for block masks; use "headtail"'
+    model = resolve_model(config.model)[0]
+    heads, rest = divmod(getattr(model, "n_heads", 0), parallel.tensor_parallel_degree)
+    uneven = not rest and heads % cp  # layout.py reports a rest
+    # Each rank gets whole heads of the whole sequence.
+    if method == "ulysses" and uneven:
+        fix = 'use "allgather" or "ring"'
+        yield key, f'"ulysses" cannot share {heads} query heads of a rank among {cp} ranks; {fix}'
+
+
+def _recomputation(config: JobConfig) -> Iterator[RuleViolation]:
+    section, model = config.activation_checkpoint, resolve_model(config.model)[0]
+    option, layers = str(section.selective_ac_option), getattr(model, "n_layers", 0)
+    selective = section.mode == "selective"
+    by_op = selective and option == "op"
+    if option != "op" and not _is_count(option):
+        yield "selective_ac_option", f'expected "op" or a number such as 2, got "{option}"'
+    elif selective and layers and option != "op" and int(option) > layers:
+        yield "selective_ac_option", f"the model has only {layers} layers; use {layers} or less"
+    # Only the form of a name is checked here; machine.py looks it up.
+    yield from _kept(section, layers)
+    if _compiles_model(config):
+        for key in ("op_keep", "op_keep_by_block"):
+            if any(">host" in entry for entry in getattr(section, key)):
+                yield (
+                    key,
+                    '">host" does not work in compiled blocks; leave it out or do not compile',
+                )
+    if section.op_keep_by_block and not by_op:
+        yield "op_keep_by_block", 'needs mode = "selective" with "op"; set that, or remove this key'
+    if by_op and not (section.op_keep or section.op_keep_modules or section.op_keep_by_block):
+        yield "op_keep", 'keeps nothing; use mode = "full"'
+    if section.op_keep_modules and not by_op:
+        yield "op_keep_modules", 'needs mode = "selective" with "op"; set that, or remove this key'
+    # "op" keeps its results in its own storage, where offloading does not see them.
+    if section.cpu_offload and by_op:
+        yield "cpu_offload", 'cannot move what "op" keeps; use mode = "full" or "none"'
+    if section.mode == "memory_budget" and not _compiles_model(config):
+        yield "mode", '"memory_budget" needs compile.enable with the component model; set that'
+
+
+def _kept(section: ActivationCheckpointSection, layers: int) -> Iterator[RuleViolation]:
+    """Check the form of what is kept. Only torch knows operations' names; machine.py looks them up."""
+    key = "op_keep"
+    taken: set[int] = set()
+    try:
+        for entry in section.op_keep:
+            parse_rule(entry)
+        key = "op_keep_by_block"
+        for line in section.op_keep_by_block:
+            blocks, _ = parse_blocks(line)
+            if layers and blocks[-1] >= layers:
+                yield key, f'"{line[:80]}": the model has only {layers} layers, numbered from 0'
+            if taken & {*blocks}:
+                yield key, f'"{line[:80]}": an earlier line has one of these blocks, too'
+            taken |= {*blocks}
+    except KeepError as error:
+        yield key, str(error)
+
+
+def _is_count(text: str) -> bool:
+    return re.fullmatch(r"[1-9]\d{0,8}", text, re.ASCII) is not None
+
+
+def _compile(config: JobConfig) -> Iterator[RuleViolation]:
+    mode, training, ac = config.compile.mode, config.training, config.activation_checkpoint
+    if mode == "default" or not config.compile.enable:
+        return
+    if config.compile.backend != "inductor":
+        yield "mode", f'is a mode of inductor; use "default" with "{config.compile.backend}"'
+    if mode not in CUDA_GRAPHS:
+        return
+    # A graph replays on fixed addresses: gathered or cast parameters get new ones in each step.
+    rule = f'"{mode}" replays CUDA graphs, which rules out'
+    fix = 'use "max-autotune-no-cudagraphs" or "default"'
+    if training.dtype != training.compute_dtype:
+        cast = f"casting parameters from {training.dtype} to {training.compute_dtype}"
+        yield "mode", f"{rule} {cast}; {fix}"
+    if ac.mode != "none" or ac.cpu_offload:
+        yield "mode", f"{rule} recomputation and offloading; {fix}"
+
+
+def _checkpoint(config: JobConfig) -> Iterator[RuleViolation]:
+    section, every = config.checkpoint, config.checkpoint.keep_every_n_steps
+    saves = section.enable and not section.load_only
+    if section.initial_load_in_hf:
+        if not (section.initial_load_path or config.model.hf_assets_path):
+            yield "initial_load_in_hf", "needs initial_load_path or model.hf_assets_path; set one"
+        if not section.initial_load_model_only:
+            yield "initial_load_model_only", "a Hugging Face folder holds only weights; use true"
+    if section.last_save_in_hf and not saves:
+        fix = "load_only = false" if section.load_only else "enable = true"
+        yield "last_save_in_hf", f"nothing is saved in this job; set checkpoint.{fix}"
+    # Steps between two saves are never kept, since they are never saved.
+    if every % section.interval:
+        near = max(1, round(every / section.interval)) * section.interval
+        yield "keep_every_n_steps", f"is not a multiple of interval; use {near}, or 0"
+    if section.create_seed_checkpoint and not saves:
+        yield "create_seed_checkpoint", "is a save, and this job saves nothing; use false"
+    # A URL needs an fsspec implementation that is installed.
+    for key in ("folder", "initial_load_path"):
+        if "://" in (url := getattr(section, key) or ""):
+            from titan.checkpoint.storage import unusable  # imports fsspec
+
+            if reason := unusable(url):
+                yield key, f'"{url}": {reason}'
+    for name in section.exclude_from_loading:
+        if name not in STATE_PARTS:
+            yield "exclude_from_loading", f'unknown part "{name}"{choose(name, STATE_PARTS)}'
+
+
+def _profiling(config: JobConfig) -> Iterator[RuleViolation]:
+    section = config.profiling
+    # A cycle of the profiler is warm-up, then recording.
+    needed = section.profiler_warmup + section.profiler_active
+    if section.enable_profiling and section.profile_freq < needed:
+        yield "profile_freq", f"must hold profiler_warmup + profiler_active; use {needed} or more"
+
+
+def _fault_tolerance(config: JobConfig) -> Iterator[RuleViolation]:
+    section, checkpoint = config.fault_tolerance, config.checkpoint
+    early = getattr(config.optimizer, "early_step_in_backward", False)
+    for key, action in (("on_nonfinite", section.on_nonfinite), ("on_spike", section.on_spike)):
+        if action == "rewind" and (not checkpoint.enable or checkpoint.load_only):
+            fix = "set checkpoint.enable = true and load_only = false"
+            yield key, f'"rewind" needs checkpoints to go back to; {fix}'
+        if action in ("skip", "rewind") and early:
+            # The weights are updated before the loss is known.
+            yield key, f'"{action}" cannot undo optimizer.early_step_in_backward; use "stop"'
+    window, limit = section.spike_window, section.step_timeout_seconds
+    # Only the losses of the window are remembered.
+    if section.spike_min_steps > window:
+        yield "spike_min_steps", f"is more than spike_window; use {window} or less"
+    # The stacks take some seconds, and a collective's limit would kill the ranks meanwhile.
+    collective, needed = config.comm.train_timeout_seconds, limit + STACKS_S
+    if limit and needed > collective:
+        lower = f"use {collective - STACKS_S}, or " if collective > STACKS_S else ""
+        reason = f"comm.train_timeout_seconds = {collective} ends the ranks before their stacks are written"
+        yield "step_timeout_seconds", f"{reason}; {lower}set comm.train_timeout_seconds = {needed}"
+
+
+# Section and rule. Problems on one line of a file are reported in this order.
+RULES: tuple[tuple[str, Callable[[JobConfig], Iterator[RuleViolation]]], ...] = (
+    ("", _text),
+    ("model", lambda config: iter(resolve_model(config.model)[1])),
+    ("loss", check_loss),
+    ("hardware", _hardware),
+    ("data", _data),
+    ("validation", _validation),
+    ("training", _training),
+    ("optimizer", _optimizer),
+    ("optimizer", _early_step),
+    ("model", check_converters),
+    ("parallelism", _schedule),
+    ("parallelism", _kept_blocks),
+    ("parallelism", _tensor),
+    ("parallelism", _context),
+    ("parallelism", _experts),
+    ("parallelism", _modules),
+    ("activation_checkpoint", _recomputation),
+    ("compile", _compile),
+    ("checkpoint", _checkpoint),
+    ("profiling", _profiling),
+    ("fault_tolerance", _fault_tolerance),
+)

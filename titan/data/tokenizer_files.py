@@ -1,0 +1,113 @@
+"""Find the files of a tokenizer, and keep a copy in the run folder, so that a run can be used from any folder or machine.
+
+RUN/tokenizer/    the file that the job names, and those beside it that name special tokens or that an export copies
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from titan.config.schema import JobConfig, TokenizerSection
+from titan.data.tokenizer import BESIDE, Tokenizer
+from titan.untrusted import InputError, decode, is_there, parse_json, read_bytes, root_of
+
+FOLDER = "tokenizer"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+# For a tokenizer.json: a vocabulary of 250,000 tokens with its merges has 1.5 million.
+_MAX_VALUES = 3_000_000
+
+_LOG = logging.getLogger("titan")
+
+
+def tokenizer_path(config: JobConfig) -> str:
+    """Return where a job's tokenizer is, "" for the embedded one, which has no file."""
+    section = config.tokenizer
+    return "" if section.name == "bytes" else section.path or config.model.hf_assets_path
+
+
+def tokenizer_files(where: str) -> list[Path]:
+    """Return the tokenizer's files in or beside a path. "" is the embedded tokenizer, which has none."""
+    if not where:
+        return []
+    path = Path(where).expanduser()
+    folder = path if path.is_dir() else path.parent
+    files = [folder / name for name in TOKENIZER_FILES if is_there(folder / name)]
+    # Without a vocabulary the other files make no tokenizer.
+    return files if files and files[0].name in ("tokenizer.json", "tokenizer.model") else []
+
+
+def read_asset(file: Path) -> bytes:
+    """Return a tokenizer's file. Raises InputError if it is not what its name says, or is a link out of its folder."""
+    data = read_bytes(file, within=root_of(file.parent))
+    if file.suffix == ".json":
+        parse_json(data, dict[str, Any], name=file, values=_MAX_VALUES)
+    elif file.suffix in (".txt", ".jinja") and "\0" in decode(data, name=file):
+        raise InputError(f"{file}: is not text")
+    return data
+
+
+def keep_tokenizer(tokenizer: Tokenizer, run: Path) -> None:
+    """Copy a tokenizer's files into a run folder. One rank calls this at each start.
+
+    A later start writes nothing while the files are the same, and replaces the copy when the job names others.
+    """
+    used, folder = tokenizer.file, run / FOLDER
+    if used is None or used.resolve().is_relative_to(folder.resolve()):
+        return
+    # What the tokenizer was read from may be a link to anywhere: it has been read already.
+    read = {used.name, *(BESIDE if tokenizer.kind == "huggingface" else ())}
+    contents = {}
+    for name in sorted({*read, *TOKENIZER_FILES}):
+        file = used.with_name(name)
+        try:
+            if is_there(file):
+                contents[name] = read_bytes(
+                    file, within=None if name in read else root_of(file.parent)
+                )
+        except InputError as error:  # training needs none of these
+            _LOG.warning("%s has no copy of a file beside the tokenizer: %s", folder, error)
+    # The tokenizer that another job left here may be of another kind, which would come first.
+    for name in {*TOKENIZER_FILES, *BESIDE} - contents.keys():
+        (folder / name).unlink(missing_ok=True)
+    write_files(contents, folder)
+
+
+def write_files(contents: Mapping[str, bytes], folder: Path) -> None:
+    """Write the files of a tokenizer, by name, into a folder. What is there with this content stays as it is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in contents.items():
+        file, temporary = folder / name, folder / f".{name}"
+        if not (file.is_file() and file.read_bytes() == data):
+            temporary.write_bytes(data)
+            temporary.replace(file)  # so that a reader never sees half a file
+
+
+def with_tokenizer(config: JobConfig, *, run: Path | None, path: str = "") -> JobConfig:
+    """Return a run's config with the tokenizer to use now: `path` if given ("bytes", a file or a folder), else the run's copy.
+
+    The copy comes before the path in the config. That one may be relative, and mean another file in this working folder.
+    """
+    where = tokenizer_path(config)
+    if path:
+        section = TokenizerSection(name="bytes") if path == "bytes" else TokenizerSection(path=path)
+    elif where and run is not None and (copy := run / FOLDER).is_dir():
+        # A job may name the file itself, where its folder has one of another kind, too.
+        named = copy / Path(where).name
+        used = named if named.is_file() else copy
+        section = config.tokenizer.model_copy(update={"path": str(used)})
+    else:
+        return config
+    return config.model_copy(update={"tokenizer": section})

@@ -1,0 +1,58 @@
+"""Compute the rates that compare a run with its hardware: TFLOP/s, and utilization over precisions. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from titan.config.quantize import grouped_section, quantize_section
+from titan.config.schema import JobConfig
+
+if TYPE_CHECKING:
+    from titan.parallel.float8 import Conversion
+
+
+def model_tflops(*, tokens_per_s: float, flops_per_token: float, num_ranks: int) -> float:
+    """Return TFLOP/s of the model's own operations on each accelerator, without recomputation."""
+    return tokens_per_s * flops_per_token / num_ranks / 1e12
+
+
+def flops_by_dtype(config: JobConfig, sizes: Any, layers: Iterable[Conversion]) -> dict[str, float]:
+    """Return the model's FLOPs per token, forward and backward, by the precision that multiplies.
+
+    Args:
+        sizes: the model's.
+        layers: what became of each linear layer of the whole model.
+    """
+    causal = config.metrics.mfu_convention == "causal"
+    rest = sizes.flops_per_token(config.training.seq_len, causal=causal)
+    flops: dict[str, float] = {}
+    if (linear := quantize_section(config)) is not None and not linear.emulate:
+        recipe = linear.recipe_name or "tensorwise"
+        # Of the three products one may stay in high precision: the gradient of the weight.
+        products = 2 if recipe.endswith("gw_hp") else 3
+        params = sum(math.prod(layer.shape) for layer in layers if not layer.kept)
+        flops["mxfp8" if recipe.startswith("mxfp8") else "float8"] = 2.0 * products * params
+    if (grouped := grouped_section(config)) is not None and not grouped[1].emulate:
+        recipe, section = grouped
+        names = [f"layers.{n}.moe.experts" for n in range(sizes.n_layers) if sizes.is_moe_layer(n)]
+        count = sum(any(part in name for part in section.fqns) for name in names)
+        params = count * sizes.top_k * sizes.num_expert_params
+        flops[recipe] = flops.get(recipe, 0.0) + 6.0 * params
+    flops[config.training.compute_dtype] = rest - sum(flops.values())
+    return flops
+
+
+def utilization(
+    flops_per_token: Mapping[str, float],
+    peak_flops: Mapping[str, float],
+    *,
+    tokens_per_s: float,
+    num_ranks: int,
+) -> float | None:
+    """Return the share of the time that the model's products would take if each precision ran at its peak; None without a peak."""
+    if not all(peak_flops.get(dtype) for dtype in flops_per_token):
+        return None
+    ideal_s = sum(flops / peak_flops[dtype] for dtype, flops in flops_per_token.items())
+    return tokens_per_s / num_ranks * ideal_s

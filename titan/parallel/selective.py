@@ -1,0 +1,173 @@
+"""Decide operation by operation what a checkpointed block keeps (selective checkpointing), around torch's own modes.
+
+torch's contexts keep or recompute what they see. These also move results to the host, pass over what a recomputation does
+otherwise than the forward pass (FSDP's gathers), and take a compiled program for one operation. Private names of torch, as in
+torch_compat.py: the modes, which are dispatched to, and the name of a compiled program's operation.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cache, partial, wraps
+from typing import Any, Literal, TypeAlias
+
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+
+class _Outside(threading.local):
+    """Whether what runs now in this thread is no part of the checkpointed block around it."""
+
+    def __init__(self) -> None:
+        # Not on the class: Dynamo guards where it found the attribute, and `+=` would move it.
+        self.depth = 0
+
+
+_outside = _Outside()
+
+
+def outside_selection(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function so that a selective checkpoint around it neither keeps nor counts its operations.
+
+    FSDP's hooks within a checkpointed block need it: in the recomputation they gather what they found gathered in the
+    forward pass, or the reverse, and from 2.12 on torch refuses a recomputation with other operations.
+
+    Compile the function first, and then wrap it: a compiler that traced the wrapper would leave its effect for the end.
+    """
+
+    @wraps(function)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        _outside.depth += 1
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _outside.depth -= 1
+
+    setattr(outside, "is_outside_selection", True)  # noqa: B010
+    return outside
+
+
+def show_programs_to_checkpoints() -> None:
+    """Let a selective checkpoint see a call of a program that inductor compiles from now on as one operation.
+
+    Otherwise it sees some of the program's own calls, which write into buffers that the program uses again, and keeps those.
+    """
+    from torch._inductor import config
+
+    config.wrap_inductor_compiled_regions = True
+
+
+def call_program(program: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
+    """Call a compiled forward program as inductor does after `show_programs_to_checkpoints`: a selective checkpoint keeps
+    what it returns. For compilers other than inductor."""
+    # torch puts a mode that checks aliasing around a program's first call, so ours may not be the innermost.
+    modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _SeesPrograms)]
+    if _outside.depth or not modes:
+        return program(inputs)
+    mode: Any = modes[-1]
+    return mode.__torch_dispatch__(_Program(program), (), (inputs,))
+
+
+class _SeesPrograms:
+    """The base of a selective checkpoint's modes."""
+
+
+@dataclass(frozen=True)
+class _Program:
+    """Mark a compiled program among the operations that a selective checkpoint sees."""
+
+    run: Callable[[list[Any]], Any]
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        return outside_selection(self.run)(inputs)
+
+
+Decision: TypeAlias = Literal["keep", "host", "recompute"]
+"""What a selective checkpoint does with an operation's result; "host": keep it in host memory."""
+
+watch_selected_calls: Callable[[str, int], AbstractContextManager[Any]] | None = None
+"""Entered around every operation of a selective checkpoint, with its name ("aten.mm") and its place among the block's
+operations of that name. The simulator sets it, to label what it records."""
+
+
+def selective_checkpoint_contexts(
+    decide: Callable[[str, bool], Decision], *, host: Any = None
+) -> Any:
+    """Return the contexts of a selective checkpoint's forward pass and recomputation.
+
+    They pass over functions wrapped by `outside_selection`, and keep all that a
+    compiled program returns (see `show_programs_to_checkpoints`).
+
+    Args:
+        decide: called with each operation's name ("aten.mm") and whether this is the recomputation.
+        host: has `pack` and `unpack`, which move a tensor to the host and back. Only for "host", which
+            does not work in compiled blocks.
+    """
+    decision: list[Decision] = ["recompute"]  # of the call that is running
+    moved: deque[Any] = deque()
+    policies = {"keep": CheckpointPolicy.MUST_SAVE}
+    # PREFER, not MUST: a compiler may still keep a result that is cheaper to keep.
+    contexts = create_selective_checkpoint_contexts(
+        lambda *_, **__: policies.get(decision[0], CheckpointPolicy.PREFER_RECOMPUTE)
+    )
+
+    def selects(recomputes: bool) -> Callable[..., Any]:
+        places: Counter[str] = Counter()
+
+        def call(
+            dispatch: Callable[..., Any], func: Any, types: Any, args: Any, kwargs: Any
+        ) -> Any:
+            # str(func) is "aten.mm.default": without the overload.
+            name = str(func).rsplit(".", 1)[0]
+            if isinstance(func, _Program) or name == "inductor_compiled_code":
+                # What a program returns includes what its backward pass needs.
+                decision[0] = "keep"
+                return dispatch(func, types, args, kwargs)
+            decision[0] = decide(name, recomputes)
+            # torch neither counts nor keeps a result that goes to the host.
+            if decision[0] == "host":
+                if recomputes:
+                    back = moved.popleft()
+                    return tree_map_only(_Moved, lambda one: host.unpack(one.packed), back)
+                result = func(*args, **kwargs)
+                moved.append(tree_map_only(Tensor, lambda one: _Moved(host.pack(one)), result))
+                return result
+            if watch_selected_calls is None:
+                return dispatch(func, types, args, kwargs)
+            places[name] += 1
+            with watch_selected_calls(name, places[name] - 1):
+                return dispatch(func, types, args, kwargs)
+
+        return call
+
+    for recomputes, context in enumerate[Any](contexts):
+        context.titan_call = selects(bool(recomputes))
+        context.__class__ = _passes_over(type(context))
+    return contexts
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """Hold a tensor that went to the host. Opaque to pytrees, unlike the tuples that `pack` returns."""
+
+    packed: Any
+
+
+@cache
+def _passes_over(mode: type) -> type:
+    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _outside.depth:
+            return func(*args, **(kwargs or {}))
+        # Passed here and not held, which would make a cycle that keeps the results alive.
+        return self.titan_call(
+            partial(mode.__torch_dispatch__, self), func, types, args, kwargs or {}
+        )
+
+    members = {"__torch_dispatch__": dispatch, "supports_higher_order_operators": True}
+    return type(mode.__name__, (mode, _SeesPrograms), members)

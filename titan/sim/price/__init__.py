@@ -1,0 +1,1 @@
+"""Price kernels and transfers on a hardware."""

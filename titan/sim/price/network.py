@@ -1,0 +1,216 @@
+"""Compute the seconds that collectives take, by a simplified form of NCCL's choice of algorithm and protocol.
+
+A collective costs latency, which grows with the steps of its ring or tree, and volume over its bus bandwidth. As
+NCCL does, the cheapest of the algorithms (ring, tree, in-switch) and protocols (LL, LL128, Simple) is taken. NCCL's own latency
+constants (src/graph/tuning.cc, as in torch._inductor.comm_analysis) give the published times of 8 H200 from 4 MiB to 1 GiB within
+10%. Ranks are placed on nodes in order. A group with m ranks on a node uses m network cards: of the other
+ranks' groups, which run the same collective at the same time, each has its own. Beyond the cards the network is flat, unless the
+profile names blocks of nodes whose way out is narrower (`network`).
+
+This file prices a transfer alone. replay.py lets transfers that run at the same time share the links named here. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil, log2
+from typing import NamedTuple
+
+from titan.sim.price.profiles import Profile
+from titan.sim.record.trace import Group, Transfer
+
+# Each direction of a link is a separate resource: links are full duplex.
+LINKS = ("nvlink out", "nvlink in", "nic out", "nic in")
+NVLINK_OUT, NVLINK_IN, NIC_OUT, NIC_IN = range(4)
+
+
+class TransferPrice(NamedTuple):
+    """Hold the price of a transfer. latency_s: before and between the volume, shared with nobody.
+    volume_s: if no other transfer is on its links."""
+
+    latency_s: float
+    volume_s: float
+    links: tuple[int, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Return the time with no other transfer on the links."""
+        return self.latency_s + self.volume_s
+
+
+class _Protocol(NamedTuple):
+    """Microseconds to start, for each hop within a node and between nodes, and share of the bandwidth."""
+
+    ring: tuple[float, float, float]
+    tree: tuple[float, float, float]
+    share_intra: float
+    share_inter: float
+
+
+# Latencies: baseLat and hwLat. Shares: LL carries 4 bytes of data in 8 and waits for flags; LL128 carries 120 in 128.
+_PROTOCOLS = (
+    # LL: for small messages; a flag beside every 4 bytes.
+    _Protocol(ring=(6.6, 0.6, 2.7), tree=(6.8, 0.6, 5.0), share_intra=0.25, share_inter=0.25),
+    # LL128: a flag in every 128 bytes.
+    _Protocol(ring=(14.0, 1.9, 4.0), tree=(14.0, 1.25, 8.5), share_intra=0.92, share_inter=0.92),
+    # Simple: for large messages; ranks synchronise once for each chunk.
+    _Protocol(ring=(8.4, 3.4, 14.0), tree=(8.4, 4.0, 14.0), share_intra=1.0, share_inter=1.0),
+)
+_SWITCH_US = 90.0
+"""Of an all-reduce inside the switch (NVLS): what the published times of 8 H200 from 64 MiB to 1 GiB (ml-engineering, NCCL 2.27)
+leave when the volume at 480 GB/s is deducted."""
+_TREE_SHARE = 0.85
+"""Bandwidth of trees against rings between nodes (treeCorrectionFactor for large messages)."""
+
+
+def price_transfer(
+    transfer: Transfer, group: Group, profile: Profile, *, rank: int
+) -> TransferPrice:
+    """Return latency, volume and links of a transfer that `rank` takes part in."""
+    if transfer.kind in ("send", "recv", "read"):
+        return _price_p2p(transfer, rank, profile)
+    size, ranks = transfer.size_bytes, len(group.ranks)
+    if ranks == 1:
+        # NCCL copies within the device, if it does anything at all.
+        # Read once and write once.
+        return TransferPrice(profile.kernel_min_us * 1e-6, 2 * size / _memory(profile), ())
+    nodes = len({rank // profile.gpus_per_node for rank in group.ranks})
+    # Ranks of the group on the fullest node.
+    members = ceil(ranks / nodes)
+    links = _links(nodes, members)
+    card = _card(group.ranks, profile)
+    # The share of the tensor that a rank does not hold.
+    others = (ranks - 1) / ranks
+    if transfer.kind == "all_to_all":
+        return _price_all_to_all(size, group.ranks, nodes, profile)
+    if transfer.kind == "broadcast":
+        # Every byte passes every rank once, so the volume is the whole tensor.
+        ways = _rings(ranks, nodes, ranks - 1, size, profile, card)
+    elif transfer.kind == "all_reduce":
+        # A reduce-scatter and an all-gather in one: twice the steps and twice the volume.
+        ways = [
+            *_rings(ranks, nodes, 2 * (ranks - 1), 2 * others * size, profile, card),
+            *_trees(ranks, nodes, 2 * others * size, profile, card),
+        ]
+        # NVLink SHARP adds in the switch. Between nodes titan models no such switch.
+        if profile.has_nvls and nodes == 1:
+            volume = 2 * others * size / (profile.all_reduce_gb_per_s * 1e9)
+            ways.append((_SWITCH_US * 1e-6, volume))
+    else:
+        # all_gather and reduce_scatter: a ring passes each of the other ranks' parts along once.
+        ways = _rings(ranks, nodes, ranks - 1, others * size, profile, card)
+    # NCCL compares the total times of all pairs of algorithm and protocol in the same way.
+    latency, volume = min(ways, key=sum)
+    return TransferPrice(latency, volume, links)
+
+
+def _links(nodes: int, members: int) -> tuple[int, ...]:
+    # One node has only NVLink. A group of one rank a node has only its network card.
+    if nodes == 1:
+        return (NVLINK_OUT, NVLINK_IN)
+    across = (NIC_OUT, NIC_IN)
+    return across if members == 1 else (*across, NVLINK_OUT, NVLINK_IN)
+
+
+def _memory(profile: Profile) -> float:
+    # The bandwidth that the largest kernels reach.
+    return profile.memory_share[-1][1] * profile.memory_tb_per_s * 1e12
+
+
+def _card(ranks: Sequence[int], profile: Profile) -> float:
+    """Return the bytes per second that a card gets in a ring or tree over these ranks.
+
+    Of a ring, one flow in as many as the group has nodes in a block leaves the block, and so do the rings of the block's other
+    ranks: oversubscription costs nothing up to that many.
+    """
+    nodes = {rank // profile.gpus_per_node for rank in ranks}
+    slowest = 1.0
+    for tier in profile.network:
+        blocks = len({node // tier.nodes for node in nodes})
+        if blocks > 1:
+            slowest = min(slowest, len(nodes) / blocks * tier.share)
+    return slowest * profile.card_bytes_per_s
+
+
+def _bus(ranks: int, nodes: int, profile: Profile, card: float) -> float:
+    """Return the bytes per second past each rank of a ring: cards in parallel, but not faster than
+    within the node."""
+    within = profile.ring_gb_per_s * 1e9
+    if nodes == 1:
+        return within
+    cards = ceil(ranks / nodes) * card
+    # A ring that enters and leaves a node over the cards still passes NVLink between its members.
+    return cards if ranks == nodes else min(within, cards)
+
+
+def _rings(
+    ranks: int, nodes: int, steps: int, volume: float, profile: Profile, card: float
+) -> list[tuple[float, float]]:
+    """Return latency and volume of a ring in each protocol."""
+    # `nodes` of the `ranks` hops of one turn around the ring cross to the next node.
+    between = 0 if nodes == 1 else nodes * steps // ranks
+    ways = []
+    for protocol in _PROTOCOLS:
+        start, hop, far_hop = protocol.ring
+        share = protocol.share_intra if nodes == 1 else protocol.share_inter
+        latency = start + (steps - between) * hop + between * far_hop
+        ways.append((latency * 1e-6, volume / (share * _bus(ranks, nodes, profile, card))))
+    return ways
+
+
+def _trees(
+    ranks: int, nodes: int, volume: float, profile: Profile, card: float
+) -> list[tuple[float, float]]:
+    """Return latency and volume of a double binary tree over nodes, with chains in them. Within one
+    node there is none."""
+    if nodes == 1:
+        return []
+    ways = []
+    # Up the tree and down again. NCCL charges the chain within a node for each of its hops.
+    for protocol in _PROTOCOLS:
+        start, hop, far_hop = protocol.tree
+        latency = start + 2 * ((ranks / nodes - 1) * hop + log2(nodes) * far_hop)
+        share = protocol.share_inter * _TREE_SHARE
+        ways.append((latency * 1e-6, volume / (share * _bus(ranks, nodes, profile, card))))
+    return ways
+
+
+def _price_all_to_all(
+    size: int, group: Sequence[int], nodes: int, profile: Profile
+) -> TransferPrice:
+    """Price an all-to-all: every rank sends 1/ranks to every rank, and what leaves the node passes
+    the rank's own card. What leaves a block of nodes passes its way out."""
+    ranks = len(group)
+    # NCCL builds all-to-all from sends and receives, which use the Simple protocol only.
+    start, hop, far_hop = _PROTOCOLS[-1].ring
+    members = ceil(ranks / nodes)
+    # Bytes to members of the same node go over NVLink, all others over the card, at the same time.
+    within = size * (members - 1) / ranks / (profile.all_to_all_gb_per_s * 1e9)
+    card = profile.card_bytes_per_s
+    across = size * (ranks - members) / ranks / card
+    for tier in profile.network:
+        blocks = len({rank // (profile.gpus_per_node * tier.nodes) for rank in group})
+        across = max(across, size * (1 - 1 / blocks) / (card * tier.share))
+    latency = start + hop + (far_hop if nodes > 1 else 0.0)
+    return TransferPrice(latency * 1e-6, max(within, across), _links(nodes, members))
+
+
+def _price_p2p(transfer: Transfer, rank: int, profile: Profile) -> TransferPrice:
+    """Price one side of a send and receive, or a read."""
+    # Sends and receives use the Simple protocol.
+    start, hop, far_hop = _PROTOCOLS[-1].ring
+    near = rank // profile.gpus_per_node == transfer.peer // profile.gpus_per_node
+    sends = transfer.kind == "send"
+    if near:
+        latency, bandwidth = start + hop, profile.p2p_gb_per_s * 1e9
+        link = NVLINK_OUT if sends else NVLINK_IN
+    else:
+        latency, bandwidth = start + far_hop, profile.card_bytes_per_s
+        size = profile.gpus_per_node
+        for tier in profile.network:
+            block = size * tier.nodes
+            beside = tier.rails and rank % size != transfer.peer % size
+            if beside or rank // block != transfer.peer // block:
+                bandwidth = min(bandwidth, tier.share * profile.card_bytes_per_s)
+        link = NIC_OUT if sends else NIC_IN
+    return TransferPrice(latency * 1e-6, transfer.size_bytes / bandwidth, (link,))

@@ -1,0 +1,320 @@
+"""Read what a machine can do: the figures that kernels and transfers are priced with, each with its source.
+
+A profile is a TOML file, by name in titan/sim/hardware/ or by its path (`titan sim --calibrate` writes such a file). `base`
+names another profile whose figures it takes over; whatever it states itself needs a line in [sources]. Peak rates and memory
+come from titan/hardware.py, by `device`, unless the file states them.
+
+An achievable share says what a kernel's inner loop reaches of the peak while the device is busy for minutes (power, clocks); what
+tiles, waves, short kernels and small messages cost on top is computed by cost.py and network.py. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from math import log
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from titan.config.errors import ConfigError, Problem, did_you_mean, key_text
+from titan.config.toml import read_toml
+from titan.hardware import HARDWARE, MARGIN, by_name
+
+_FOLDER = Path(__file__).parents[1] / "hardware"
+_SELF = {"note", "assumes", "kin", "unsupported"}
+"""What a profile says of itself. A base's is not taken over."""
+_NOT_FIGURES = {"name", "device", "is_cpu", "margin", "sources", *_SELF}
+Curve = tuple[tuple[float, float], ...]
+"""Points (size, value), by increasing size."""
+
+
+class Tile(NamedTuple):
+    """Describe a part of the output that one SM computes in a matrix product. rate: against that of
+    the best tile."""
+
+    rows: int
+    columns: int
+    rate: float
+
+
+class Tier(BaseModel):
+    """Describe the switches that join a block of nodes, and what leads out of the block.
+
+    nodes: in the block. oversubscription: of the cards' bandwidth to that of the way out. left: share of the way out that other jobs
+    leave. rails: cards of one place in each node share a switch, so that others meet above the block.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    nodes: int = Field(ge=1)
+    oversubscription: float = Field(ge=1, default=1.0)
+    left: float = Field(gt=0, le=1, default=1.0)
+    rails: bool = False
+
+    @property
+    def share(self) -> float:
+        """Return what each card has of the way out, if all of the block use it."""
+        return self.left / self.oversubscription
+
+
+class Profile(BaseModel):
+    """Hold the figures of one kind of machine. GB/s and TFLOP/s are decimal, bandwidths count one
+    direction."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    device: str = ""
+    """Row of titan/hardware.py that peaks and memory are taken from."""
+    is_cpu: bool = False
+    """Whether jobs there run on CPUs, which decides what training.mixed_precision_param = "auto" means."""
+    peak_tflops: dict[str, float] = Field(min_length=1)
+    """Of matrix products, dense, by dtype of the operands."""
+    memory_gib: float = Field(gt=0)
+    margin: float = Field(default=MARGIN, ge=0, lt=1)
+    """Share of it that a job must leave free to fit."""
+    memory_tb_per_s: float = Field(gt=0)
+
+    matmul_share: dict[str, float]
+    """Achievable share of the peak, by dtype; a dtype that is missing has bfloat16's."""
+    num_sms: int = Field(ge=1)
+    tiles: tuple[Tile, ...]
+    tile_fill_k: int
+    """Time to start and finish a tile, as the length of K that bfloat16 multiplies in it."""
+    attention_kernel: str
+    """Kernel that torch's scaled_dot_product_attention runs there in 16 bits: "flash2", "cudnn" or "flash3"."""
+    attention_forward_tflops: dict[str, Curve]
+    attention_backward_tflops: dict[str, Curve]
+    """By kernel and sequence length, of FLOPs that a causal mask leaves. A plain list is of `attention_kernel`."""
+    attention_causal_share: float
+    memory_share: Curve
+    """Achievable share of the memory bandwidth, by bytes that a kernel moves."""
+    transpose_share: float = Field(gt=0, le=1)
+    """Part of that which a fused kernel reaches that reads along one dimension and writes along another, as float8's casts do."""
+    kernel_min_us: float
+    """What a kernel takes that has next to nothing to do."""
+
+    launch_us: float
+    launch_dtensor_us: float
+    launch_compiled_us: float
+    launch_transfer_us: float
+    """What the host needs to launch an eager kernel, one of an operation on DTensors, a compiled one, a collective."""
+    host_gb_per_s: float
+    """Between the device and pinned host memory."""
+    host_us: float
+    host_memory_gb_per_s: float
+    """Each GPU's share of what the host's processors reach with their own memory: they update parameters that are offloaded."""
+    host_tflops: float
+    """The same of their matrix products, which Muon's update of such parameters is made of."""
+
+    gpus_per_node: int = Field(ge=1)
+    ring_gb_per_s: float
+    """Bus bandwidth of rings within a node: all-gather, reduce-scatter."""
+    all_reduce_gb_per_s: float
+    """Of the best all-reduce within a node (in the switch, where it can)."""
+    all_to_all_gb_per_s: float
+    p2p_gb_per_s: float
+    nic_gb_per_s: float
+    """Of each GPU's share of its node's network cards."""
+    nic_share: float
+    network: tuple[Tier, ...]
+    """Blocks of nodes, the smallest first. Empty: all nodes reach each other at the speed of their cards."""
+    has_nvls: bool
+    compute_share_beside_transfer: float
+    """Rate of kernels while a collective holds SMs and memory bandwidth."""
+    speed_deviation: float
+    """Standard deviation of speed between devices of the kind: more of them wait for a slower slowest one."""
+
+    power_w: float = Field(ge=0)
+    """At most, of one device without its host and its cooling. 0: not known."""
+
+    context_gib: float
+    """Driver context and kernels, outside the allocator."""
+    workspace_mib: float
+    """cuBLAS workspace, inside the allocator."""
+    communicator_gib: float
+    """Buffers of each process group's communicator, outside the allocator."""
+
+    sources: dict[str, str]
+    note: str = ""
+    """What is known of how its predictions compare with runs; shown beside them."""
+    assumes: str = ""
+    """What of the machine its name leaves open: power, memory."""
+    kin: tuple[str, ...] = ()
+    """Profiles of machines that go by the same name. What a job does on them is the width of the guess."""
+    unsupported: bool = False
+    """Its main figures have no sources: times are not to be relied on."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_curves(cls, values: dict[str, Any]) -> dict[str, Any]:
+        curves = {
+            key: {values.get("attention_kernel", ""): curve}
+            for key, curve in values.items()
+            if key.startswith("attention_") and isinstance(curve, (list, tuple))
+        }
+        return values | curves
+
+    @model_validator(mode="after")
+    def _check(self) -> Profile:
+        memory = (share for _, share in self.memory_share)
+        for share in (*self.matmul_share.values(), self.nic_share, *memory):
+            if not 0 < share <= 1:
+                raise ValueError(f"a share is above 0 and at most 1, not {share}")
+        if "bfloat16" not in self.matmul_share or "bfloat16" not in self.peak_tflops:
+            raise ValueError("matmul_share and peak_tflops need at least bfloat16")
+        for curves in (self.attention_forward_tflops, self.attention_backward_tflops):
+            if self.attention_kernel not in curves:
+                raise ValueError(f"no curve of attention_kernel '{self.attention_kernel}'")
+        return self
+
+    @property
+    def device_kind(self) -> str:
+        """Return the kind of device, as torch calls it."""
+        return "cpu" if self.is_cpu else "cuda"
+
+    @property
+    def usable_gib(self) -> float:
+        """Return the memory that a job which fits may need."""
+        return self.memory_gib * (1 - self.margin)
+
+    @property
+    def card_bytes_per_s(self) -> float:
+        """Return what a card reaches."""
+        return self.nic_gb_per_s * self.nic_share * 1e9
+
+    def with_attention(self, kernel: str) -> Profile:
+        """Return the profile with another kernel of attention. "auto": its own. Raises ConfigError if it has no curve of it."""
+        known = self.attention_forward_tflops.keys() & self.attention_backward_tflops.keys()
+        if kernel == "auto":
+            return self
+        if kernel not in known:
+            message = f"{self.name} has no figures of {kernel}, only of {', '.join(sorted(known))}"
+            raise ConfigError([Problem("simulator.attention_kernel", 0, "", message)])
+        return self.model_copy(update={"attention_kernel": kernel})
+
+    def straggler(self, world_size: int) -> float:
+        """Return how much longer computation takes on the slowest of `world_size` devices than on the slowest of one node.
+
+        Achievable shares are measured on whole nodes, so one node is the measure.
+        """
+        ranks = max(world_size, self.gpus_per_node)
+        return 1 + self.speed_deviation * (_slowest_of(ranks) - _slowest_of(self.gpus_per_node))
+
+
+def _slowest_of(count: int) -> float:
+    """Return the expected largest of `count` draws from a normal distribution, in standard
+    deviations (Blom 1958)."""
+    # Blom's approximation: the quantile at (n - 3/8) / (n + 1/4).
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
+
+
+def on_curve(curve: Curve, size: float) -> float:
+    """Return the value at `size`: between points by the logarithm of the size, and constant beyond
+    the ends."""
+    place = bisect_left(curve, (size,))
+    if place == 0 or place == len(curve):
+        return curve[min(place, len(curve) - 1)][1]
+    (size0, value0), (size1, value1) = curve[place - 1], curve[place]
+    return value0 + (value1 - value0) * log(size / size0) / log(size1 / size0)
+
+
+def profile_names() -> list[str]:
+    """Return the names of the profiles that titan has."""
+    return sorted(file.stem for file in _FOLDER.glob("*.toml"))
+
+
+def hardware_names() -> str:
+    """Return all names that --hardware takes, for help and errors: `titan check` and `titan sim` share one list."""
+    simulated = profile_names()
+    others = [row.name for row in HARDWARE if row.name not in simulated]
+    return (
+        f"{', '.join(simulated)}, or a profile's TOML file; for `titan check` by formula also {', '.join(others)}, of which the "
+        "simulator has no figures"
+    )
+
+
+def load_profile(name_or_path: str | Path) -> Profile:
+    """Return a profile by its name, or from a file. Raises `ConfigError`."""
+    file = _find(name_or_path, asked_in="hardware")
+    values, lines = _merged(file)
+    try:
+        return Profile(**values)
+    except ValidationError as error:
+        problems = [
+            # Lines of the file at hand: a figure taken over from a base has none here.
+            Problem(str(file), lines.get(e["loc"], 0), key_text(e["loc"]), _plain(e))
+            for e in error.errors()
+        ]
+        raise ConfigError(problems) from None
+
+
+def _plain(error: ErrorDetails) -> str:
+    """Put pydantic's words into ours where a mistake is likely."""
+    if error["type"] == "extra_forbidden":
+        return f"unknown figure{did_you_mean(str(error['loc'][0]), Profile.model_fields)}"
+    if error["type"] == "missing":
+        return "is missing; state it, or a base to take it over from"
+    return error["msg"].removeprefix("Value error, ")
+
+
+def _find(name_or_path: str | Path, *, asked_in: str) -> Path:
+    name = str(name_or_path)
+    if name.endswith(".toml"):
+        return Path(name)
+    if name.lower() in profile_names():
+        return _FOLDER / f"{name.lower()}.toml"
+    others = [row.name for row in HARDWARE]
+    if name.lower() in others:
+        message = f"the simulator has no figures of {name}; there are {hardware_names()}"
+    else:
+        hint = did_you_mean(name, [*profile_names(), *others])
+        message = f"no profile '{name}'{hint or ';'} {'There' if hint else 'there'} are {hardware_names()}"
+    raise ConfigError([Problem(asked_in, 0, "", message)])
+
+
+def _merged(file: Path, *, below: Sequence[Path] = ()) -> tuple[dict[str, Any], dict[Any, int]]:
+    """Return the figures of a file on top of its base's and of its device's, and the lines that
+    state them."""
+    values, lines = read_toml(file)
+    figures: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    if base := values.pop("base", None):
+        beneath = _find(base, asked_in=f"{file}: base")
+        # A file that is its own base, by any number of steps.
+        if beneath in below:
+            raise ConfigError(
+                [Problem(str(file), lines.get(("base",), 0), "base", "leads back here")]
+            )
+        figures, _ = _merged(beneath, below=(*below, file))
+        sources = figures.pop("sources")
+        figures = {key: value for key, value in figures.items() if key not in _SELF}
+    stated = values.pop("sources", {})
+    # In ascending order of weight: the base, the device's datasheet, the file itself.
+    figures |= _of_device(values["device"], sources) if "device" in values else {}
+    # A figure without a source could be a guess, and predictions would rest on it.
+    unsourced = values.keys() - set(filter(stated.get, stated)) - _NOT_FIGURES
+    if unsourced:
+        problems = [
+            Problem(str(file), lines.get((key,), 0), key, "[sources] does not say where it is from")
+            for key in sorted(unsourced)
+        ]
+        raise ConfigError(problems)
+    return figures | values | {"sources": sources | stated}, lines
+
+
+def _of_device(device: str, sources: dict[str, str]) -> dict[str, Any]:
+    """Return peaks and memory from the table of accelerators. Their source goes into `sources`."""
+    # The table has FLOP/s and bytes/s, a profile TFLOP/s and TB/s.
+    row = by_name(device)
+    figures = {
+        "peak_tflops": {dtype: flops / 1e12 for dtype, flops in row.peak_flops.items()},
+        "memory_gib": row.memory_gib,
+        "memory_tb_per_s": row.memory_bandwidth / 1e12,
+    }
+    sources |= dict.fromkeys(figures, row.source)
+    return figures

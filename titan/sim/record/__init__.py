@@ -1,0 +1,1 @@
+"""Record what the ranks of a job do."""

@@ -1,0 +1,247 @@
+"""Run torch.compile on the fake device: Inductor does all that it does for a GPU, except that it writes no Triton kernels.
+
+Dynamo traces, AOTAutograd and the partitioner split what is saved from what is recomputed, Inductor rewrites, lowers and fuses, decides
+which memory is reused, and writes its Python program around the kernels. That program is run, on fake tensors and under the
+tracer: what it allocates, frees, multiplies and sends is seen as of any other program, and kept (compiled_replay.py). Where it
+calls a fused kernel, the launch of one is recorded that reads and writes the fused group's buffers.
+
+Not modelled: kernels that Inductor chooses by measuring ("max-autotune" takes the same ones as the default mode), and the cheaper launches
+of CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from titan.parallel.selective import call_program
+from titan.sim.record import async_tp, inductor
+from titan.sim.record.compiled_replay import RecordedProgram
+from titan.sim.record.device import NAME
+from titan.sim.record.operators import size_bytes
+from titan.sim.record.trace import Kernel
+
+if TYPE_CHECKING:
+    from titan.sim.record.tracer import Tracer
+
+# Inductor's settings: nothing is measured, since there is nothing to measure on; nothing is checked when the program runs.
+_SETTINGS: dict[str, Any] = {
+    "max_autotune": False,
+    "max_autotune_gemm": False,
+    "max_autotune_pointwise": False,
+    "coordinate_descent_tuning": False,
+    "shape_padding": False,
+    "size_asserts": False,
+    "alignment_asserts": False,
+    "nan_asserts": False,
+    "triton.cudagraphs": False,
+    "triton.autotune_at_compile_time": False,
+}
+
+
+# How Dynamo names a compiled module, or the one in torch's wrapper for activation checkpointing, in older torch and newer.
+_ITSELF = re.compile(
+    r"^(?:L\['self'\]|L\['function'\]\.__self__)(\._checkpoint_wrapped_module|\.__dict__\['_modules'\]\['_checkpoint_wrapped_module'\])?\.?"
+)
+
+
+def install(tracer: Tracer) -> None:
+    """Make torch.compile's default backend compile for the fake device from now on."""
+    # It misses templates of kernels to choose from, none of which it would choose.
+    logging.getLogger("torch._inductor.template_heuristics").setLevel(logging.CRITICAL)
+    async_tp.install(tracer)
+    inductor.register_device(NAME, _Scheduling, _Wrapper)
+    inductor.replace_compiler(lambda *args, **kwargs: _compile(tracer, *args, **kwargs), _SETTINGS)
+
+
+def _compile(
+    tracer: Tracer,
+    graph: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    is_backward: bool = False,
+    is_inference: bool = False,
+    graph_id: int | None = None,
+    **_: Any,
+) -> Callable[[list[Any]], Any]:
+    """Run Inductor's inner compiler up to the point where it has written its program. Return that
+    program, to be called."""
+    # Inductor would write C++ for it, and look for a compiler.
+    if {x.device.type for x in inputs if isinstance(x, Tensor)} == {"cpu"}:
+        return _HostProgram(tracer, graph)
+    code, names = inductor.write_program(
+        graph, inputs, is_backward=is_backward, is_inference=is_inference, graph_id=graph_id
+    )
+    # The program is Python source with free names: kernels, constants and a few of Inductor's
+    # helpers.
+    program: dict[str, Any] = {}
+    exec(compile(code, f"<compiled {graph_id}>", "exec"), program)
+    for name, value in names.items():
+        program[name] = _Launcher(tracer, value) if isinstance(value, _Fused) else value
+    # A "raw stream" is only handed on to `_Launcher.run`, which ignores it.
+    program["get_raw_stream"] = int
+    program["reinterpret_tensor"] = _reinterpret
+    compiled = RecordedProgram(tracer, program["call"])
+    # `_Wrapper` writes calls of `at` before each operation.
+    program["at"] = compiled.at
+    if is_backward:
+        return compiled
+    # As a program of Inductor's own: a selective checkpoint around it sees it as one operation.
+    call = partial(call_program, compiled)
+    setattr(call, "_boxed_call", True)  # noqa: B010  inputs come in a list
+    return call
+
+
+class _HostProgram:
+    """Runs a program of tensors on the host (the update of offloaded parameters). It counts as one loop, which reads the
+    inputs and writes those that it changes, and what it returns."""
+
+    def __init__(self, tracer: Tracer, graph: torch.fx.GraphModule) -> None:
+        self.tracer, self.graph = tracer, graph
+        nodes = list(graph.graph.nodes)
+        inputs = [n for n in nodes if n.op == "placeholder"]
+        # Functionalisation turns in-place updates of inputs into copies at the end of the graph.
+        written = {n.args[0] for n in nodes if n.target is torch.ops.aten.copy_.default}
+        self.changed = [i for i, node in enumerate(inputs) if node in written]
+        self._boxed_call = True  # inputs come in a list
+
+    def __call__(self, args: list[Any]) -> Any:
+        with self.tracer.pause():
+            outputs = self.graph(*args)
+        changed = [args[i] for i in self.changed]
+        sizes = [
+            sum(size_bytes(t) for t in ts if isinstance(t, Tensor))
+            for ts in (args, [*changed, *outputs])
+        ]
+        kernel = Kernel("fused: on the host", "pointwise", read_bytes=sizes[0], write_bytes=sizes[1], host="compiled")  # fmt: skip
+        self.tracer.launch_on_host(kernel)
+        # The convention of a boxed call: whoever is called empties the list, so that inputs can end
+        # early.
+        args.clear()
+        return outputs
+
+
+@dataclass
+class _Fused:
+    """A compiled kernel. pointers: names of its arguments, if it was compiled for tensors of any size."""
+
+    kernel: Kernel
+    pointers: tuple[str, ...]
+
+
+class _Launcher:
+    """Stands in the place of a compiled kernel, and records its launch."""
+
+    def __init__(self, tracer: Tracer, fused: _Fused) -> None:
+        self.tracer, self.fused = tracer, fused
+
+    def run(self, *args: Any, stream: Any) -> None:
+        kernel = self.fused.kernel
+        # Compiled for any size: the bytes are known only now, from the tensors that come.
+        if self.fused.pointers:
+            sizes = [
+                (name, size_bytes(x))
+                for name, x in zip(self.fused.pointers, args, strict=False)  # then come their sizes
+                if isinstance(x, Tensor)
+            ]
+            kernel = replace(
+                kernel,
+                # in_out pointers are read and written, so they count on both sides.
+                read_bytes=sum(size for name, size in sizes if not name.startswith("out_ptr")),
+                write_bytes=sum(size for name, size in sizes if not name.startswith("in_ptr")),
+            )
+        self.tracer.launch(kernel)
+
+
+def _reinterpret(tensor: Tensor, size: Any, stride: Any, offset: int = 0) -> Tensor:
+    return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
+
+
+class _Scheduling(inductor.TritonScheduling):
+    """Emits calls of fused kernels, and not the kernels."""
+
+    kernel_type = inductor.SilentKernel
+
+    def define_kernel(self, src_code: str, node_schedule: Any, kernel: Any) -> str:
+        """Describe a fused kernel, and return the name under which the program calls it."""
+        graph = inductor.V.graph
+        node = graph.scheduler.current_node
+        fused = inductor.fused_name(node_schedule)
+        # A kernel that only writes (a fill) has no reads.
+        first = next(iter(node.read_writes.reads or node.read_writes.writes))
+        kernels = graph.wrapper_code.kernels
+        name = f"kernel_{len(kernels)}"
+        described = Kernel(
+            f"fused: {fused}",
+            "pointwise",
+            dtype=str(graph.get_dtype(first.name))[6:],
+            read_bytes=int(node.get_read_buffer_sizes()),
+            write_bytes=int(node.get_write_buffer_sizes()),
+            host="compiled",
+            transposes=kernel.transposes,
+        )
+        # Dynamic shapes: lengths are symbols, so the launcher has to measure its arguments.
+        for_any_size = any(not length.is_number for length in kernel.numels.values())
+        kernels[name] = _Fused(described, inductor.pointers(kernel) if for_any_size else ())
+        return name
+
+
+class _Wrapper(inductor.PythonWrapperCodegen):
+    """Writes into the program, before each operation, where in the model it comes from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: dict[str, _Fused] = {}
+        self.recomputed: set[torch.fx.Node] | None = None
+
+    @staticmethod
+    def create(is_subgraph: bool, subgraph_name: Any, parent_wrapper: Any, *rest: Any) -> Any:
+        if is_subgraph:
+            return inductor.PythonWrapperCodegen.create(True, subgraph_name, parent_wrapper, *rest)
+        return _Wrapper()
+
+    # Headers that would import Triton and ask CUDA for a stream.
+    def write_triton_header_once(self) -> None: ...
+
+    def write_get_raw_stream_header(self) -> None: ...
+
+    def enter_context(self, ctx: torch.fx.Node) -> None:
+        super().enter_context(ctx)
+        if self.recomputed is None:
+            # Found once for each graph.
+            self.recomputed = _recomputed(ctx.graph) if inductor.V.graph.is_backward else set()
+        self.writeline(f"at({_module_of(ctx)!r}, {ctx in self.recomputed})")
+
+
+def _module_of(node: torch.fx.Node) -> str:
+    """Return the module, within the compiled one, in which a node of a graph was traced."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    # Innermost last. Backward nodes carry the stack of the forward node that they belong to.
+    paths = [path for path, _ in stack.values()]
+    return _ITSELF.sub("", paths[-1]) if paths else ""
+
+
+def _recomputed(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """Return the nodes of a backward graph that repeat a part of the forward pass.
+
+    The partitioner has tagged most. A node of an autograd.Function's backward, or made by a pass, has no tag: it is of the backward
+    pass if it needs anything of it.
+    """
+    tags: dict[torch.fx.Node, str | None] = {}
+    for node in graph.nodes:
+        tag = node.meta.get("partitioner_tag")
+        if tag is None:
+            # Nodes come in topological order, so the tags of its inputs are known.
+            passes = {tags[n] for n in node.all_input_nodes} - {None}
+            tag = next((t for t in ("is_backward", "is_forward") if t in passes), None)
+        if node.op == "placeholder":  # a gradient, or what was kept
+            tag = "is_backward" if node.name.startswith("tangents") else None
+        tags[node] = tag
+    return {node for node, tag in tags.items() if tag == "is_forward"}

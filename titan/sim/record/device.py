@@ -1,0 +1,318 @@
+"""Provide the accelerator that is not there: device type "sim", which torch believes to run on and which records its work.
+
+It is torch's PrivateUse1 backend in Python, so that any build of torch will do. Tensors on it are fake (no memory, no values); its
+streams and events only report what the host asks of them. Which operators it has a kernel of decides into what torch
+takes an operation apart, so those of CUDA are declared, as on an H100: fused attention, fused RMSNorm.
+
+One device per process, and a process records one trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from titan.parallel import documents
+from titan.sim.record import torch_compat
+from titan.sim.record.trace import COMPUTE_STREAM, AwaitEvent, AwaitStream, RecordEvent, Synchronize
+
+NAME = "sim"
+_aten = torch.ops.aten
+
+# What the device tells goes here; the recorder puts its own function in.
+_report: Callable[[Any], None] = lambda _: None  # noqa: E731
+_stream_numbers, _event_numbers = count(), count()
+_TYPE = 20  # c10::DeviceType::PrivateUse1
+SECOND_STREAM = COMPUTE_STREAM + 1
+"""The one that fused collectives and products of compiled programs run on by turns, in whichever program they are."""
+
+
+def begin() -> None:
+    """Start the numbering of streams again, for another program."""
+    # Streams that the program makes are numbered in order, so equal programs get equal traces.
+    global _stream_numbers
+    _stream_numbers = count(SECOND_STREAM + 1)
+
+
+def report_to(function: Callable[[Any], None]) -> None:
+    """Have streams and events reported to a function, as events of titan.sim.record.trace."""
+    global _report
+    _report = function
+
+
+def number_of_event() -> int:
+    """Return a number that no event has yet."""
+    return next(_event_numbers)
+
+
+class Stream:
+    """Offer torch.cuda.Stream's methods, as far as torch and titan call them."""
+
+    def __init__(
+        self, device: Any = None, priority: int = 0, *, number: int | None = None, **_: Any
+    ) -> None:
+        self.number = next(_stream_numbers) if number is None else number
+        self.stream_id, self.device_index, self.device_type = self.number, 0, _TYPE
+        # A stack, since one stream may be entered within itself.
+        self._before: list[Stream] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        _report(AwaitStream(self.number, other.number))
+
+    def wait_event(self, event: Event) -> None:
+        # An event that was never recorded is done, as in CUDA.
+        if event.number >= 0:
+            _report(AwaitEvent(self.number, event.number))
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return (event or Event()).record(self)
+
+    def synchronize(self) -> None:
+        _report(Synchronize(self.number, "stream synchronised"))
+
+    def query(self) -> bool:
+        # There is no progress to ask about during a recording. "Done" is the answer that makes no
+        # caller poll.
+        return True
+
+    def __enter__(self) -> Stream:
+        self._before.append(_module.current)
+        _module.current = self
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        _module.current = self._before.pop()
+
+
+class Event:
+    """Stand for an event. Each recording has a separate number, so that waiting means the last
+    one."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        # Not recorded yet.
+        self.number = -1
+
+    def record(self, stream: Stream | None = None) -> Event:
+        self.number = number_of_event()
+        _report(RecordEvent((stream or _module.current).number, self.number))
+        return self
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or _module.current).wait_event(self)
+
+    def synchronize(self) -> None:
+        # Stream -1: the host waits.
+        if self.number >= 0:
+            _report(AwaitEvent(-1, self.number))
+
+    def query(self) -> bool:
+        return True
+
+
+class _NoStream:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: Any) -> None: ...
+
+
+class Module:
+    """Be to this device what torch.cuda is to CUDA: torch.sim."""
+
+    Stream, Event = Stream, Event
+
+    def __init__(self) -> None:
+        self.default = self.current = Stream(number=COMPUTE_STREAM)
+
+    def stream(self, stream: Stream | None) -> Any:
+        return _NoStream() if stream is None else stream
+
+    def current_stream(self, device: Any = None) -> Stream:
+        return self.current
+
+    def default_stream(self, device: Any = None) -> Stream:
+        return self.default
+
+    def set_stream(self, stream: Stream) -> None:
+        self.current = stream
+
+    def synchronize(self, device: Any = None) -> None:
+        _report(Synchronize(-1, "device synchronised"))
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def is_available(self) -> bool:
+        return True
+
+    def _is_in_bad_fork(self) -> bool:
+        # torch asks this before it seeds a device's generators.
+        return False
+
+    def current_device(self) -> int:
+        return 0
+
+    def set_device(self, device: Any) -> None: ...
+
+    def device_count(self) -> int:
+        return 1
+
+    def manual_seed(self, seed: int) -> None: ...
+
+    def manual_seed_all(self, seed: int) -> None: ...
+
+    def get_rng_state(self, device: Any = None) -> Tensor:
+        # The size does not matter: activation checkpointing saves and restores it unread.
+        return torch.zeros(16, dtype=torch.uint8)
+
+    def set_rng_state(self, state: Tensor, device: Any = None) -> None: ...
+
+    def get_device_capability(self, device: Any = None) -> tuple[int, int]:
+        # An H100. Libraries choose kernels by it: float8 needs 8.9, FlashAttention 8.0.
+        return (9, 0)
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+
+_module = Module()
+_library: list[Any] = []  # registrations live as long as it does
+
+
+def current() -> Stream:
+    """Return the stream that the host issues to."""
+    return _module.current
+
+
+def current_stream() -> int:
+    """Return the number of the stream that the host issues to."""
+    return _module.current.number
+
+
+DeviceKind = Literal["cuda", "cpu"]
+"""Whose kernels the device has: torch takes some operations apart on a CPU."""
+
+
+def register(device_kind: DeviceKind = "cuda") -> torch.device:
+    """Make torch know the device. Only the first call in a process counts."""
+    if not _library:
+        torch_compat.register_backend(NAME, _module)
+        _library.append(torch.library.Library("aten", "IMPL"))
+        if device_kind == "cpu":
+            _declare_cpu(_library[0])
+        else:
+            _declare_cuda(_library[0])
+    return torch.device(NAME, 0)
+
+
+# Operators that torch takes apart, or does by other means, on a device that has no kernel of them.
+_DECLARED = (
+    "silu_backward",
+    "_fused_rms_norm",
+    "_fused_rms_norm_backward",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_backward",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_efficient_attention_backward",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_cudnn_attention_backward",
+)
+
+
+# Fake tensors stop a call before it reaches the backend, so a declared kernel is looked up and
+# never run.
+def _never(*_: Any, **__: Any) -> Any:
+    raise AssertionError("a kernel of the fake device ran: its tensors must be fake")
+
+
+def _declare_cpu(library: Any) -> None:
+    """Declare a CPU's kernels: it has one fused attention, and takes RMSNorm apart."""
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    for declared in ("silu_backward", name, f"{name}_backward"):
+        library.impl(declared, _never, "PrivateUse1")
+
+    def attention(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        settings: dict[str, Any] = {"attn_mask": _added(attn_mask, q), "scale": scale}
+        # The second result is the logsumexp, which only backward uses.
+        return getattr(_aten, name)(q, k, v, dropout_p, is_causal, **settings)[0]
+
+    library.impl("scaled_dot_product_attention", attention, "AutogradPrivateUse1")
+    _module.get_device_capability = lambda device=None: (0, 0)
+
+
+def _added(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    """Return a mask as fused kernels take it: they add it to the scores."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.where(mask, 0.0, torch.full((), -torch.inf, dtype=q.dtype, device=q.device))
+
+
+def _declare_cuda(library: Any) -> None:
+    for name in _DECLARED:
+        library.impl(name, _never, "PrivateUse1")
+    # Autograd would see the composite operation otherwise, and take it apart before the kernels
+    # above are asked.
+    library.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
+    documents.flex_attention = _flex_attention
+    library.impl("rms_norm", _rms_norm, "AutogradPrivateUse1")
+
+
+def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:  # fmt: skip
+    return _aten._fused_rms_norm(x, shape, weight, eps)[0]
+
+
+def _flex_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, **_: Any
+) -> Tensor:
+    """Stand for compiled FlexAttention, which is FlashAttention's algorithm over the blocks of its mask."""
+    out = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scale)[0]
+    return out[..., : v.shape[-1]]
+
+
+def _attention(
+    q_BHSK: Tensor,
+    k_BGTK: Tensor,
+    v_BGTK: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Choose as sdp_utils.cpp does on compute capability 9.0.
+
+    In 16 bits flash, or cuDNN where there is a mask. In 32 bits, and where values are of another size than keys (which flash
+    does not take), the memory-efficient kernel, except for grouped heads, which torch multiplies by hand. titan's models copy
+    heads first where that would happen (titan/parallel/block_attention.py: match_heads).
+    """
+    q, k, v = q_BHSK, k_BGTK, v_BGTK
+    is_short = q.dtype in (torch.bfloat16, torch.float16)
+    if is_short and attn_mask is None and q.shape[-1] == v.shape[-1]:
+        return _aten._scaled_dot_product_flash_attention(
+            q, k, v, dropout_p, is_causal, scale=scale
+        )[0]
+    attn_mask = _added(attn_mask, q)
+    # The kernel saves logsumexp for backward only where a gradient will be asked for.
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    settings = (attn_mask, needs_grad, dropout_p, is_causal)
+    if is_short and attn_mask is not None:
+        return _aten._scaled_dot_product_cudnn_attention(q, k, v, *settings, scale=scale)[0]
+    if q.shape[1] == k.shape[1]:
+        return _aten._scaled_dot_product_efficient_attention(q, k, v, *settings, scale=scale)[0]
+    return _aten._scaled_dot_product_attention_math(
+        q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )[0]

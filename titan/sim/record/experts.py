@@ -1,0 +1,44 @@
+"""Assume how many rows experts get. A recording has no tokens, so that nothing says where they go.
+
+A run asks the device once for each layer (`titan.parallel.rows.host_counts`), and the host waits for the answer. Here the answer is
+that each rank sends as many rows to all others, and that the rank at hand is the busiest: it gets
+`simulator.expert_imbalance` times as many as it sends, which is the mean. All its experts get equal shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from titan.models import moe
+from titan.parallel import expert
+from titan.sim.record.device import current_stream
+from titan.sim.record.trace import Event, Synchronize
+
+
+def assume_rows(imbalance: float, record: Callable[[Event], None]) -> None:
+    """Replace the counts of rows by an assumption, for the life of the process. `record` gets the host's waits for them."""
+
+    def waits(assume: Callable[[int, int], list[int]]) -> Callable[..., list[int]]:
+        def assumed(counts: Tensor, *, num_rows: int) -> list[int]:
+            record(Synchronize(current_stream(), "rows of experts are counted"))
+            return assume(len(counts), num_rows)
+
+        return assumed
+
+    def of_ranks(count: int, num_rows: int) -> list[int]:
+        # What is sent to each rank, and then what comes from each: at most all that there is.
+        ranks = count // 2
+        arriving = round(num_rows * min(imbalance, ranks))
+        return [*deal_out(num_rows, ranks), *deal_out(arriving, ranks)]
+
+    # A rank's rows, by its experts, and by the ranks of the exchange.
+    moe.host_counts = waits(lambda count, num_rows: deal_out(num_rows, count))
+    expert.host_counts = waits(of_ranks)
+
+
+def deal_out(total: int, parts: int) -> list[int]:
+    """Return a total in parts that differ by one at most."""
+    each, rest = divmod(total, parts)
+    return [each + (n < rest) for n in range(parts)]

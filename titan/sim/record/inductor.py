@@ -1,0 +1,228 @@
+"""Find torch's private names that compilation on the fake device depends on.
+
+They are apart from torch_compat.py because importing Inductor takes seconds.
+
+Tried on torch 2.11 to 2.15. A name that is missing fails here, with the torch that lacks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from titan.sim.record.torch_compat import find, replace, unset_fake_temporarily
+
+_compile_fx = "torch._inductor.compile_fx"
+_settings: Any = find("torch._inductor", "config")
+_common = "torch._inductor.codegen.common"
+_triton = "torch._inductor.codegen.triton"
+
+V: Any = find("torch._inductor.virtualized", "V")
+PythonWrapperCodegen: Any = find("torch._inductor.codegen.wrapper", "PythonWrapperCodegen")
+TritonScheduling: Any = find(_triton, "TritonScheduling")
+TritonKernel: Any = find(_triton, "TritonKernel")
+
+
+class SilentKernel(TritonKernel):
+    """Keep a kernel's arguments and what it reads and writes, and write no source."""
+
+    inductor_meta = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.indices: set[Any] = set()
+
+    def load(self, name: str, index: Any) -> Any:
+        self.indices.add(index)
+        return super().load(name, index)
+
+    def store(self, name: str, index: Any, value: Any, mode: Any = None) -> None:
+        self.indices.add(index)
+        super().store(name, index, value, mode)
+
+    @property
+    def transposes(self) -> bool:
+        """Whether neighbours in memory lie along one dimension of its tiles in one tensor, and along another in another one.
+
+        A kernel that walks in tiles need not: torch 2.11 takes them for a vector along each dimension, too.
+        """
+        along: set[str] = set()
+        for index in self.indices:
+            symbols = [s for s in index.free_symbols if s in self.range_tree_nodes]
+            tiles = [self.range_tree_nodes[s].root.prefix for s in symbols]
+            if {"x", "y"} <= {*tiles}:  # else it is a vector, which all rows share
+                strides = V.graph.sizevars.stride_hints(index, symbols)
+                along |= {tile for tile, stride in zip(tiles, strides, strict=True) if stride == 1}
+        return {"x", "y"} <= along
+
+    def codegen_kernel(self, name: str | None = None) -> str:
+        return ""
+
+
+class _Device(find("torch._dynamo.device_interface", "DeviceInterface")):
+    """Answers as an H100 would, as far as Inductor asks: its answers decide how reductions are
+    split."""
+
+    Event, Stream = torch.Event, torch.Stream
+
+    class Worker:
+        set_device = staticmethod(lambda device: None)
+        current_device = staticmethod(lambda: 0)
+
+        @staticmethod
+        def get_device_properties(device: Any = None) -> Any:
+            # The figures of an H100 SXM.
+            return SimpleNamespace(
+                type="cuda",
+                index=0,
+                name="H100",
+                multi_processor_count=132,
+                cc=90,
+                major=9,
+                minor=0,
+                regs_per_multiprocessor=65536,
+                max_threads_per_multi_processor=2048,
+                max_threads_per_block=1024,
+                warp_size=32,
+            )
+
+    get_device_properties = Worker.get_device_properties
+    current_device = staticmethod(lambda: 0)
+    set_device = staticmethod(lambda device: None)
+    device_count = staticmethod(lambda: 1)
+    is_available = staticmethod(lambda: True)
+    synchronize = staticmethod(lambda device=None: None)
+    get_raw_stream = staticmethod(lambda device: 0)
+    get_compute_capability = staticmethod(lambda device=None: 90)
+    is_bf16_supported = staticmethod(lambda including_emulation=False: True)
+    is_triton_capable = staticmethod(lambda device=None: True)
+    raise_if_triton_unavailable = staticmethod(lambda device=None: None)
+
+
+def register_device(name: str, scheduling: type, wrapper: type) -> None:
+    """Register the device with Dynamo and Inductor as a GPU."""
+    find("torch._dynamo.device_interface", "register_interface_for_device")(name, _Device)
+    find(_common, "init_backend_registration")()
+    find(_common, "register_backend_for_device")(name, scheduling, wrapper)
+
+    class Overrides(find(_common, "DeviceOpOverrides")):
+        # The generated program enters these lines around its kernels. Here there is no device to
+        # select.
+        def device_guard(self, device_idx: int) -> str:
+            return "torch.no_grad()"
+
+        def set_device(self, device_idx: int) -> str:
+            return "pass"
+
+    find(_common, "register_device_op_overrides")(name, Overrides())
+    # Inductor looks for the machine's GPU among these types, and the fake one is all there is.
+    find("torch._inductor.utils", "GPU_TYPES")[:] = [name]
+    # The scheduler refuses a GPU without Triton, which this machine need not have.
+    replace("torch._inductor.scheduler", "has_triton", lambda _: lambda: True)
+    # Its way to multiply into fp32 asks for devices by their names. It is torch's product in either case.
+    product, lowering = torch.ops.aten.mm.dtype, "torch._inductor.lowering"
+    find(lowering, "lowerings")[product] = find(lowering, "fallback_handler")(product)
+    folder = "UniformValueConstantFolder._deduce_value"
+    replace("torch._inductor.fx_passes.joint_graph", folder, _deduce_on_host)
+    # Patterns of graphs are traced on a device, which does not matter and has to be there.
+    host = torch.device("cpu")
+    replace(
+        "torch._inductor.fx_passes.joint_graph", "lazy_init", lambda init: lambda _=None: init(host)
+    )
+
+
+def replace_compiler(inner: Callable[..., Any], settings: dict[str, Any]) -> None:
+    """Compile graphs by `inner` after Inductor's passes over them."""
+
+    def wrap(compile_fx: Any) -> Any:
+        def compile(*args: Any, **kwargs: Any) -> Any:
+            if "inner_compile" not in kwargs:  # it calls itself
+                patches = {**(kwargs.get("config_patches") or {}), **settings}
+                kwargs |= {"inner_compile": inner, "config_patches": patches}
+            return compile_fx(*args, **kwargs)
+
+        return compile
+
+    replace(_compile_fx, "compile_fx", wrap)
+    # Its cache of compiled graphs would hand out programs that our compiler has not made.
+    find("torch._functorch", "config").enable_autograd_cache = False
+
+
+def write_program(
+    graph: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    is_backward: bool,
+    is_inference: bool,
+    graph_id: int | None,
+) -> tuple[str, dict[str, Any]]:
+    """Do what Inductor's `codegen_and_compile` does, without compiling.
+
+    Returns the source, and what it refers to by name: what the wrapper collected as `kernels`, and constant tensors.
+    """
+    mode = find("torch._guards", "detect_fake_mode")(inputs)
+    with ExitStack() as stack:
+        # Its pass for asynchronous tensor parallelism looks for NCCL.
+        stack.enter_context(patch.object(torch.distributed, "is_nccl_available", lambda: True))
+        log = find("torch._inductor.debug", "DebugContext")()
+        for context in (unset_fake_temporarily(), torch.no_grad(), V.set_fake_mode(mode), log):
+            stack.enter_context(context)
+        # As in compile_fx: views become reshapes, shapes are propagated, output strides are noted,
+        # then the passes after autograd run.
+        find(_compile_fx, "view_to_reshape")(graph)
+        find(_compile_fx, "fake_tensor_prop")(graph, inputs)
+        find(_compile_fx, "_recursive_record_original_output_strides")(graph)
+        find(_compile_fx, "_recursive_post_grad_passes")(graph, is_inference=is_inference)
+        # Lowering turns the graph into loops and calls, which `codegen` schedules, fuses and
+        # writes.
+        lowering = find("torch._inductor.graph", "GraphLowering")(
+            graph,
+            example_inputs=inputs,
+            shape_env=find(_compile_fx, "shape_env_from_inputs")(inputs),
+            graph_id=graph_id,
+            is_inference=is_inference,
+            is_backward=is_backward,
+        )
+        lowering.freeze_runtime_asserts()
+        for context in (V.set_graph_handler(lowering), V.set_extern_kernel_nodes([])):
+            stack.enter_context(context)
+        lowering.run(*inputs)
+        code, _ = lowering.codegen()
+        return code.value, {**lowering.wrapper_code.kernels, **lowering.constants}
+
+
+class _OnHost(TorchDispatchMode):
+    """New tensors are made on the host, whatever device is asked for."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        return func(*args, **kwargs)
+
+
+def _deduce_on_host(deduce: Callable[..., Any]) -> Callable[..., Any]:
+    """Let Inductor compute constants of a graph, tensors of one element, for real."""
+
+    def deduced(*args: Any) -> Any:
+        with _OnHost():
+            return deduce(*args)
+
+    return deduced
+
+
+def fused_name(schedule: Any) -> str:
+    """Return a kernel's name, from the operations that were fused in it."""
+    name = find("torch._inductor.utils", "get_fused_kernel_name")(schedule, "original_aten")
+    return name.removeprefix("fused_")
+
+
+def pointers(kernel: Any) -> tuple[str, ...]:
+    """Return the names of a kernel's arguments, in order: in_ptr0, out_ptr0, in_out_ptr0, ..."""
+    return tuple(str(argument.name) for argument in kernel.args.python_argdefs()[0])

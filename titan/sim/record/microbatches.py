@@ -1,0 +1,287 @@
+"""Run few microbatches of a pipeline stage, then repeat the events that they recorded for all others.
+
+A microbatch passes through a stage in parts: forward (F), the loss (L), backward (B). In the first step, those run that are
+the first, second, third or last to pass through a part. The second and the third must record the same events, to every
+number and every reference, and the others repeat the third. In later steps, only the first and the last run: the first makes
+what others add to, such as gradients, and the last may finish it. Everything around the parts runs each time: torch's
+schedule, its sends and receives.
+
+Where microbatches differ, the program is recorded again, and all of them run. Zero-bubble schedules are left out: torch goes through the two halves of a
+backward pass in the order of sets, which are ordered by addresses.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from titan.sim.record import torch_compat
+from titan.sim.record.compiled_replay import Repetition, Shape
+from titan.sim.record.torch_compat import FakeTensor
+from titan.sim.record.trace import (
+    BEGINS,
+    Allocate,
+    AwaitEvent,
+    AwaitWork,
+    Event,
+    Free,
+    compared_fields,
+    number_of,
+)
+
+if TYPE_CHECKING:
+    from titan.sim.record.tracer import Tracer
+
+
+class CannotRepeat(Exception):
+    """Report that microbatches differ. The message says where."""
+
+
+class _Output(NamedTuple):
+    """Stand for a tensor that a part returned. number: of its memory, counted from the microbatch's beginning; -1: of something else."""
+
+    number: int
+    shape: Shape
+    requires_grad: bool
+
+
+class _Part(NamedTuple):
+    """Hold what a stage did in a part of a microbatch.
+
+    events: with what a microbatch's blocks, events and works are numbered by, counted from its beginning. described: all that
+    microbatches must have in common. outputs: what it returned, with _Outputs in place of tensors.
+    """
+
+    events: list[tuple[Event, int]]
+    described: list[Any]
+    outputs: Any
+
+
+class _Repeated(Repetition):
+    """Hold a microbatch that repeats another, by numbers counted from the beginning. held: what autograd would keep for the
+    backward pass, with what follows its memory.
+    """
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__(tracer, tracer.transfers.shift)
+        self.held: dict[int, tuple[Any, Tensor]] = {}
+
+
+class Microbatches:
+    """Repeat microbatches of one program's stages. failure: why the program cannot be recorded like this.
+
+    order: the rank's actions in a step, of which each names a stage, a kind and a microbatch.
+    """
+
+    def __init__(self, tracer: Tracer, order: Sequence[Any]) -> None:
+        self.tracer, self.failure = tracer, ""
+        self.turns: dict[
+            tuple[int, str], list[int]
+        ] = {}  # microbatches in order, by stage and part
+        for action in order:
+            for part in "FL" if action.kind == "F" else action.kind:
+                self.turns.setdefault((action.stage, part), []).append(action.microbatch)
+        self._first_step = True
+        self._counted: dict[tuple[int, int], dict[tuple[str, int], int]] = {}
+        self._parts: dict[tuple[int, int, str], _Part] = {}  # by stage, microbatch, part
+        self._alike: set[tuple[int, str]] = set()  # stages and parts that were compared
+        self._repeated: dict[tuple[int, int], _Repeated] = {}
+        self._categories: list[tuple[Allocate, Allocate]] = []
+
+    def run(self, part: str, function: Callable[[], Any]) -> Any:
+        """Run a part of the microbatch that the scope names, or repeat it. Raises CannotRepeat."""
+        match = re.fullmatch(r"(\d+)\D(\d+)", self.tracer.scopes.action)
+        if match is None:  # torch learns the shapes that stages exchange
+            return function()
+        stage, number = int(match[1]), int(match[2])
+        if part == "F":
+            self._repeated.pop((stage, number), None)
+            if not self._runs(stage, number):
+                self._repeated[stage, number] = _Repeated(self.tracer)
+        if (stage, number) in self._repeated:
+            self._compare(stage, part)
+            return self._repeat(stage, number, part)
+        start = len(self.tracer.events)
+        result = function()
+        if (
+            self._first_step
+            and (stage, number, part) not in self._parts
+            and self._runs(stage, number)
+        ):
+            self._parts[stage, number, part] = self._described(stage, number, start, result)
+        return result
+
+    def _runs(self, stage: int, number: int) -> bool:
+        early = 3 if self._first_step else 1
+        parts = [turns for (of, _), turns in self.turns.items() if of == stage]
+        return any(number in (*turns[:early], turns[-1]) for turns in parts)
+
+    def end_step(self) -> None:
+        """Note that a step is over. Raises CannotRepeat."""
+        for copy, event in self._categories:  # which are known late
+            copy.category = event.category
+        self._categories.clear()
+        self._repeated.clear()
+        if not self._first_step:
+            return
+        self._first_step = False
+        for stage, part in self.turns:
+            if part != "L":  # only the last stage has one
+                self._compare(stage, part)
+
+    def _compare(self, stage: int, part: str) -> None:
+        """Raise CannotRepeat where this part of a stage cannot be repeated."""
+        if (stage, part) not in self._alike:
+            self.failure = self._difference(stage, part)
+            if self.failure:
+                raise CannotRepeat(self.failure)
+            self._alike.add((stage, part))
+
+    # ---- what ran
+
+    def _described(self, stage: int, number: int, start: int, result: Any) -> _Part:
+        counted = self._counted.setdefault((stage, number), {})
+        events: list[tuple[Event, int]] = []
+        described: list[Any] = []
+        for event in self.tracer.events[start:]:
+            key, count = number_of(event), -1  # -1: it refers to what was before the microbatch
+            if key is not None:
+                is_new = isinstance(event, BEGINS)
+                count = counted.setdefault(key, len(counted)) if is_new else counted.get(key, -1)
+                if isinstance(event, Free) and count >= 0:
+                    counted["freed", key[1]] = counted.pop(key)
+            scope = getattr(event, "scope", None)
+            where = scope and (scope.phase, scope.module, scope.call)
+            names = compared_fields(type(event))
+            # The category is known late.
+            values = [getattr(event, name) for name in names if name != "category"]
+            events.append((event, count))
+            described.append([type(event), count, where, *values])
+
+        def output(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            # Another kind of tensor has no memory here: then nothing repeats it.
+            block = self.tracer.storages.block_of(value) if type(value) is FakeTensor else -1
+            return _Output(counted.get(("block", block), -1), Shape.of(value), value.requires_grad)
+
+        outputs = tree_map(output, result)
+        described += _outputs(outputs)
+        return _Part(events, described, outputs)
+
+    def _difference(self, stage: int, part: str) -> str:
+        """Return why this part of a stage cannot be repeated, or nothing."""
+        if len(self.turns[stage, part]) < 4:  # all run
+            return ""
+        before, like = self.turns[stage, part][1:3]
+        for earlier in "FLB"[: "FLB".index(part) + 1]:
+            if (stage, like, earlier) not in self._parts:
+                continue  # only the last stage has a loss
+            template = self._parts[stage, self.turns[stage, earlier][2], earlier]
+            for number in (before, like):
+                recorded = self._parts[stage, number, earlier]
+                if recorded.described != template.described:
+                    return f"microbatches of stage {stage} differ in {earlier}"
+                refers = [e for e, n in recorded.events if n < 0 and isinstance(e, Free | AwaitEvent | AwaitWork)]  # fmt: skip
+                if refers or any(output.number < 0 for output in _outputs(recorded.outputs)):
+                    return f"microbatches of stage {stage} need what was before them in {earlier}"
+        if part == "B":
+            # What neither ends within the microbatch nor is returned ends elsewhere, which is not repeated.
+            left = [n for (kind, _), n in self._counted[stage, like].items() if kind == "block"]
+            returned = [o.number for p in "FLB" if (stage, like, p) in self._parts for o in _outputs(self._parts[stage, like, p].outputs)]  # fmt: skip
+            if {*left} - {*returned} or len({*returned}) < len(returned):
+                return f"stage {stage} keeps memory of its microbatches"
+        return ""
+
+    # ---- what repeats it
+
+    def _repeat(self, stage: int, number: int, part: str) -> Any:
+        tracer, own = self.tracer, self._repeated[stage, number]
+        recorded = self._parts[stage, self.turns[stage, part][2], part]
+        if part == "B":  # as at the beginning of a real one
+            tracer.storages.mark_made("activations")
+        scopes: dict[Any, Any] = {None: None}
+        for event, count in recorded.events:
+            scope: Any = getattr(event, "scope", None)
+            if scope not in scopes:
+                scopes[scope] = tracer.scopes.in_action(scope)
+            if (
+                isinstance(event, Free) and count in own.held
+            ):  # its tensor's memory ends here, whoever has it
+                own.held.pop(count)[0].event = None
+            own.emit(event, count, scopes[scope])
+            if isinstance(event, Allocate):
+                self._categories.append((own.made[count], event))
+        if part == "B":
+            own.held.clear()
+
+        def tensor(output: Any) -> Any:
+            if not isinstance(output, _Output):
+                return output
+            with tracer.pause():
+                made = output.shape.allocated()
+            entry = tracer.storages.adopt(made, own.made[output.number])
+            if part != "B":
+                own.held[output.number] = (entry, made)
+            return made.requires_grad_() if output.requires_grad else made
+
+        return tree_map(tensor, recorded.outputs, is_leaf=_is_output)
+
+
+def _is_output(value: Any) -> bool:
+    return isinstance(value, _Output)
+
+
+def _outputs(outputs: Any) -> list[_Output]:
+    return [output for output in tree_leaves(outputs, is_leaf=_is_output) if _is_output(output)]
+
+
+# ---- where they pass
+
+
+def repeating(tracer: Tracer, method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Wrap what runs one part of a microbatch, so that it may be repeated."""
+
+    def running(*args: Any, **kwargs: Any) -> Any:
+        if tracer.microbatches is None:
+            return method(*args, **kwargs)
+        return tracer.microbatches.run(name, partial(method, *args, **kwargs))
+
+    return running
+
+
+def watch_actions(tracer: Tracer) -> None:
+    """Know the pipeline action that runs, by the methods of torch's stages that perform it."""
+    scopes = tracer.scopes
+
+    def action(letter: Callable[..., str]) -> Callable[[Any], Any]:
+        def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
+            def acting(stage: Any, chunk: int, *args: Any, **kwargs: Any) -> Any:
+                with scopes.within(action=f"{stage.stage_index}{letter(kwargs)}{chunk}"):
+                    return method(stage, chunk, *args, **kwargs)
+
+            return acting
+
+        return wrap
+
+    stage = "torch.distributed.pipelining.stage"
+    base = "_PipelineStageBase"
+    torch_compat.replace(stage, f"{base}.forward_one_chunk", action(lambda _: "F"))
+    torch_compat.replace(stage, f"{base}.backward_one_chunk", action(lambda k: "B" if k.get("full_backward", True) else "I"))  # fmt: skip
+    torch_compat.replace(stage, f"{base}.backward_weight_one_chunk", action(lambda _: "W"))
+    torch_compat.replace(stage, f"{base}.forward_maybe_with_nosync", lambda m: repeating(tracer, m, "F"))  # fmt: skip
+    torch_compat.replace(stage, f"{base}.backward_maybe_with_nosync", lambda m: repeating(tracer, m, "B"))  # fmt: skip
+
+    def with_loss(method: Callable[..., Any]) -> Callable[..., Any]:
+        def losing(self: Any, s: Any, output: Any, targets: Any, chunk: int, *rest: Any) -> Any:
+            with scopes.within(action=f"{s.stage_index}F{chunk}"):
+                return method(self, s, output, targets, chunk, *rest)
+
+        return losing
+
+    torch_compat.replace("torch.distributed.pipelining.schedules", "_PipelineSchedule._maybe_compute_loss", with_loss)  # fmt: skip

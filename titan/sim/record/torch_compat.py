@@ -1,0 +1,344 @@
+"""Keep torch's private names that the simulator depends on in this one place. Tried on torch 2.11 to 2.15.
+
+`find` reports a name that is missing when the recording starts: which one, and in which torch. Things that are
+replaced are replaced for the life of the process, which only makes recordings.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Fake tensors: shapes and devices without memory. `fake_device` is read rather than `device`, which is dispatched.
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+
+__all__ = ["FakeTensor", "FakeTensorMode", "MissingName", "unset_fake_temporarily"]
+
+
+class MissingName(RuntimeError):
+    """Report that this torch lacks something that the simulator needs. The message names both."""
+
+
+def find(module: str, name: str) -> Any:
+    """Return `name` (dotted) of a module of torch. Raises MissingName."""
+    try:
+        value: Any = import_module(module)
+        for part in name.split("."):
+            value = getattr(value, part)
+    except (ImportError, AttributeError) as error:
+        raise MissingName(
+            f"torch {torch.__version__} has no {module}.{name}, which the simulator needs; it is known to work on 2.13"
+        ) from error
+    return value
+
+
+def replace(module: str, name: str, wrap: Callable[[Any], Any]) -> None:
+    """Put wrap(old) in the place of `name` (dotted) of a module. Raises MissingName."""
+    path, _, last = name.rpartition(".")
+    owner = find(module, path) if path else import_module(module)
+    # From __dict__, since getattr would unwrap a static or class method.
+    old = owner.__dict__.get(last) or find(module, name)
+    function = old.__func__ if isinstance(old, staticmethod | classmethod) else old
+    # Wrapped again as what it was.
+    new = wrap(function)
+    setattr(owner, last, type(old)(new) if isinstance(old, staticmethod | classmethod) else new)
+
+
+def register_backend(name: str, module: Any) -> None:
+    """Register a device in Python under a name. `module` becomes torch.<name>."""
+    find("torch.utils.backend_registration", "_setup_privateuseone_for_python_backend")(
+        name, backend_module=module
+    )
+    # torch's fake process group takes it for a device it knows.
+    find("torch.testing._internal.distributed.fake_pg", "FakeStore")
+    capability = dist.Backend.backend_capability["fake"]
+    if name not in capability:
+        capability.append(name)
+
+
+def init_fake_process_group(device_type: str, *, rank: int, world_size: int) -> None:
+    """Start the default process group of torch's fake backend, as one rank of a world."""
+    store = find("torch.testing._internal.distributed.fake_pg", "FakeStore")()
+    # As NCCL's: sends and receives that are issued together are one launch, in which none waits for another.
+    find("torch._C._distributed_c10d", "FakeProcessGroup").supports_coalescing = property(lambda _: True)  # fmt: skip
+    dist.init_process_group(
+        f"{device_type}:fake,cpu:fake", store=store, rank=rank, world_size=world_size
+    )
+
+
+@contextmanager
+def fake_tensors() -> Iterator[FakeTensorMode]:
+    """Make every tensor inside a fake one. torch.tensor(..., device=...) makes its data on the host
+    first, as always."""
+    _repair_addmm()
+    # A model that is copied (a pipeline stage) stays in the same world of fake tensors.
+    FakeTensorMode.__deepcopy__ = lambda mode, _: mode  # pyright: ignore
+    with FakeTensorMode() as mode:
+        # torch.tensor(data, device=...) must make its copy on the host fake before it moves it, or
+        # the move would need memory on the device.
+        lift = find("torch._C", "_set_only_lift_cpu_tensors")
+        lift(True)
+        try:
+            yield mode
+        finally:
+            lift(False)
+
+
+def _repair_addmm() -> None:
+    """Let fake tensors compute the shape of `addmm(..., out_dtype=...)`, whose dtype torch 2.11 takes for `beta`
+    (pytorch issue 163880)."""
+    table = find("torch._decomp", "decomposition_table")
+    for name in ("dtype", "dtype_out"):
+        op = getattr(torch.ops.aten.addmm, name)
+        if op in table and "out_dtype" not in inspect.signature(table[op]).parameters:
+            del table[op]
+            _META.impl(f"addmm.{name}", _shape_of_addmm, allow_override=True)
+
+
+_META = torch.library.Library("aten", "IMPL", "Meta")
+
+
+def _shape_of_addmm(
+    addend: Tensor,
+    left: Tensor,
+    right: Tensor,
+    out_dtype: torch.dtype,
+    *,
+    out: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    return left.new_empty((len(left), right.shape[1]), dtype=out_dtype) if out is None else out
+
+
+@contextmanager
+def no_memory_of_calls(tensor: Any) -> Iterator[None]:
+    """Turn off the cache of calls on a tensor's fake mode, which would keep storages alive that
+    were arguments."""
+    mode = tensor.fake_mode
+    before, mode.cache_enabled = mode.cache_enabled, False
+    try:
+        yield
+    finally:
+        mode.cache_enabled = before
+
+
+def read_meshes_for_real(paused: Callable[..., Any]) -> None:
+    """Let DeviceMesh compute with real tensors, since it wants their values. `paused` is a
+    decorator."""
+
+    def for_real(function: Callable[..., Any]) -> Callable[..., Any]:
+        @paused
+        @functools.wraps(function)
+        def real(*args: Any, **kwargs: Any) -> Any:
+            with unset_fake_temporarily():
+                return function(*args, **kwargs)
+
+        return real
+
+    module = "torch.distributed.device_mesh"
+    for name in ("__init__", "_flatten", "_unflatten", "_concatenate"):
+        mesh = find(module, "DeviceMesh")
+        # Which of these exist depends on the version.
+        if name in mesh.__dict__:
+            replace(module, f"DeviceMesh.{name}", for_real)
+    # It numbers the ranks before it makes the mesh of experts.
+    replace("titan.parallel.mesh", "init_device_mesh", for_real)
+    # In newer versions a mesh computes its tensor of ranks when asked.
+    rank_map = find(module, "DeviceMesh.mesh")
+    if isinstance(rank_map, property):
+        assert rank_map.fget is not None
+        find(module, "DeviceMesh").mesh = property(for_real(rank_map.fget))
+
+
+def keep_slices_of_meshes() -> None:
+    """Make a mesh's slices once. Compiled code asks whether they are the very same objects, and
+    would be compiled again."""
+
+    def wrap(take: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        slices: dict[tuple[int, Any], Any] = {}
+
+        def kept(mesh: Any, names: Any) -> Any:
+            key = (id(mesh), names)
+            if key not in slices:
+                slices[key] = (take(mesh, names), mesh)  # which must live as long as its id is used
+            return slices[key][0]
+
+        return kept
+
+    replace("torch.distributed.device_mesh", "DeviceMesh.__getitem__", wrap)
+
+
+def make_shards_when_asked() -> None:
+    """Cut only the shards that FSDP looks at, the first and its own, where it would cut as many as
+    there are ranks."""
+
+    def wrap(old: Callable[..., Any]) -> Callable[..., Any]:
+        def chunk(tensor: Tensor, num_chunks: int, dim: int) -> Any:
+            return _Shards(tensor, num_chunks, dim) if tensor.size(dim) else old(tensor, num_chunks, dim)  # fmt: skip
+
+        return chunk
+
+    replace("torch.distributed.fsdp._fully_shard._fsdp_param", "_chunk_with_empty", wrap)
+
+
+class _Shards:
+    """Cut a tensor as torch.chunk does: equal shards rounded up, then a shorter one, then empty ones."""
+
+    def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
+        self.tensor, self.dim = tensor, dim
+        self.size = -(-tensor.size(dim) // num_chunks)
+
+    def __getitem__(self, number: int) -> Tensor:
+        start, end = number * self.size, self.tensor.size(self.dim)
+        if start < end:
+            return self.tensor.narrow(self.dim, start, min(self.size, end - start))
+        return self.tensor.new_empty(0)
+
+
+def pause_in_sharding_propagation(paused: Callable[..., Any]) -> None:
+    """Record nothing while DTensor learns an operation's output shape, which it does by running it on fake tensors of the
+    global shape. `paused` is a decorator."""
+    propagator = "ShardingPropagator._propagate_tensor_meta_non_cached"
+    replace("torch.distributed.tensor._sharding_prop", propagator, paused)
+
+
+def wait_late() -> None:
+    """Make DTensor wait for a collective only when its result is needed.
+
+    It does so on real tensors. On fake ones it believes that a compiler traces it, and waits at once.
+    The replaced check says that it does not.
+    """
+
+    def wrap(old: Callable[[], bool]) -> Callable[[], bool]:
+        proxy_mode = find("torch.fx.experimental.proxy_tensor", "get_proxy_mode")
+
+        def tracing() -> bool:
+            return (torch.compiler.is_compiling() or proxy_mode() is not None) and old()
+
+        return tracing
+
+    tensor = [f"tensor.{name}" for name in ("_collective_utils", "_decompositions", "_dispatch", "_redistribute", "_sharding_prop")]  # fmt: skip
+    for name in ("_functional_collectives", *tensor):
+        module = import_module(f"torch.distributed.{name}")
+        if hasattr(module, "_are_we_tracing"):
+            replace(module.__name__, "_are_we_tracing", wrap)
+
+
+def answer_pipeline_metadata(answer: Callable[[], Tensor]) -> None:
+    """Answer what stages of a pipeline ask each other in the first step: the shapes they send. No other stage is here.
+
+    All send the same: what `answer` gives, with or without a gradient.
+    """
+    stage = "torch.distributed.pipelining.stage"
+    dist.send_object_list = lambda *_, **__: None  # pyright: ignore[reportAttributeAccessIssue]
+    if not hasattr(find(stage, "PipelineStage"), "_recv_meta"):  # 2.11: a tuple of tensors on meta
+
+        def receive(objects: list[Any], *_: Any, **__: Any) -> None:
+            objects[0] = (answer().to("meta"),)
+
+        dist.recv_object_list = receive  # pyright: ignore[reportAttributeAccessIssue]
+        return
+    utils = "torch.distributed.pipelining._utils"
+    meta_of = find(utils, "extract_tensor_meta")
+    forward, backward = find(utils, "_StageForwardMeta"), find(utils, "_StageBackwardMeta")
+
+    def receive_meta(self: Any, source: int) -> Any:
+        tensor = answer()
+        # From the stage before comes an activation, from the one after a gradient.
+        if source < self.stage_index:
+            return forward(forward_metas=(meta_of(tensor.requires_grad_()),))
+        return backward(backward_metas=(meta_of(tensor),))
+
+    replace(stage, "PipelineStage._recv_meta", lambda _: receive_meta)
+
+    # Whether to ask at all is put to the vote, over the wire; nobody here knows the shapes beforehand.
+    dynamic = find(utils, "InferenceMode").DYNAMIC
+
+    def vote(self: Any, stages: list[Any], *_: Any) -> None:
+        for s in stages:
+            s._inference_mode = dynamic
+
+    schedules = "torch.distributed.pipelining.schedules"
+    names = ("_warmup_p2p", "_initialize_pipeline_distributed_state")  # until 2.14, and since
+    name = next((n for n in names if hasattr(find(schedules, "_PipelineSchedule"), n)), names[-1])
+    replace(schedules, f"_PipelineSchedule.{name}", lambda _: vote)
+
+
+_A_TENSOR = torch.empty(0)
+
+
+def release_sent_outputs() -> None:
+    """Let a pipeline's stage release what it has sent. torch does so since 2.15 for plain tensors,
+    and fake ones are as good."""
+    module, stage, method = "torch.distributed.pipelining.stage", "_PipelineStageBase", "_output_slot_is_releasable"  # fmt: skip
+    if not hasattr(find(module, stage), method):
+        return
+
+    def wrap(is_releasable: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, output: is_releasable(self, _A_TENSOR if type(output) is FakeTensor else output)  # fmt: skip
+
+    replace(module, f"{stage}.{method}", wrap)
+
+
+def tell_of_unpacking(tell: Callable[[Exception], None]) -> None:
+    """Call `tell` with errors that leave the unpacking of a saved tensor, which may be a recomputation, for C++."""
+
+    def wrap(init: Callable[..., None]) -> Callable[..., None]:
+        def telling(hooks: Any, pack_hook: Callable[..., Any], unpack_hook: Callable[..., Any]) -> None:  # fmt: skip
+            def unpack(packed: Any) -> Any:
+                try:
+                    return unpack_hook(packed)
+                except Exception as error:
+                    tell(error)
+                    raise
+
+            init(hooks, pack_hook, unpack)
+
+        return telling
+
+    replace("torch.autograd.graph", "saved_tensors_hooks.__init__", wrap)
+
+
+def pause_in_compilation(begin: Callable[[], None], end: Callable[[], None]) -> None:
+    """Call these before and after every compilation. What a compiler runs on fake tensors does not happen on the device."""
+    find("torch._dynamo.callback", "on_compile_start")(lambda *_: begin())
+    find("torch._dynamo.callback", "on_compile_end")(lambda *_: end())
+
+
+def sequence_number() -> int:
+    """Return the number of the next autograd node of this thread."""
+    return torch._C._autograd._get_sequence_nr()  # pyright: ignore
+
+
+def running_node() -> Any:
+    """Return the autograd node whose backward runs, or None."""
+    return torch._C._current_autograd_node()  # pyright: ignore
+
+
+def in_backward() -> bool:
+    """Return whether autograd runs a backward pass in this thread."""
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore
+
+
+def work_classes() -> tuple[Any, Any, Any]:
+    """Return the classes of a collective's handle, of the fake group's handle, and of a group."""
+    module = "torch._C._distributed_c10d"
+    return find(module, "Work"), find(module, "FakeWork"), find(module, "ProcessGroup")
+
+
+def group_ranks(group: dist.ProcessGroup) -> dict[int, int]:
+    """Return torch's own table of a group, from global rank to the rank within it."""
+    return find("torch.distributed.distributed_c10d", "_world").pg_group_ranks[group]
+
+
+def resolve_group(name: str) -> dist.ProcessGroup:
+    """Return the process group of a name, as functional collectives name it."""
+    return find("torch._C._distributed_c10d", "_resolve_process_group")(name)

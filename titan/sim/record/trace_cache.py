@@ -1,0 +1,449 @@
+"""Get traces of jobs: from the cache, from two shallow models if all blocks are alike, or from the whole model.
+
+A trace follows from the program. It depends neither on the hardware nor on the number of replicas, which only changes the
+ranks of groups. The key of a trace is a hash of the settings that the program is built from, of titan's source and of
+torch's version, so an entry is never stale, only unused. Entries are in titan/traces in the user's cache folder. Reading one
+creates objects of titan.sim.record.trace and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import json
+import logging
+import os
+import pickle
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from titan.config.layout import AXES, Layout, stage_split
+from titan.config.model import model_config
+from titan.config.schema import JobConfig
+from titan.sim.record import trace as events
+from titan.sim.record.extrapolate import CannotExtrapolate, Depth, extrapolate
+from titan.sim.record.segments import LAYER
+from titan.sim.record.trace import Group, Trace, Transfer
+from titan.sim.record.trace_jobs import DeviceKind, Job, Prepare, distinct_ranks, trace_jobs
+
+logger = logging.getLogger("titan")
+
+_PROGRAM = (
+    "model",
+    "optimizer",
+    "loss",
+    "parallelism",
+    "activation_checkpoint",
+    "compile",
+    "quantize",
+    "moe",
+)
+"""Sections that the program is built from, whole."""
+_DEPTH = 5
+"""Equal blocks in each stage of the shallower of the two models that stand in for a deep one."""
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """Describe a job to trace."""
+
+    config: JobConfig
+    layout: Layout
+    device_kind: DeviceKind = "cuda"
+    prepare: Prepare | None = None  # what it changes is not in the key: such traces are not cached
+
+    @property
+    def key(self) -> str:
+        """Return a hash that is equal for jobs whose ranks do the same."""
+        config, layout = self.config, self.layout
+        training = config.training
+        shape: dict[str, Any] = {
+            name: getattr(config, name).model_dump(mode="json") for name in _PROGRAM
+        }
+        # Two replicas stand for any number: `remap_ranks` moves a trace to another number of them.
+        shape["layout"] = str(replace(layout, dp_replicate=min(layout.dp_replicate, 2)))
+        shape["accumulation"] = layout.accumulation
+        # Left out: settings that do not change what a rank does in a step. The global batch is in
+        # the hash as accumulation.
+        shape["training"] = training.model_dump(
+            mode="json",
+            exclude={
+                "dataset",
+                "dataset_path",
+                "dataloader",
+                "global_batch_size",
+                "steps",
+                "expandable_segments",
+            },
+        )
+        shape["imbalance"] = config.simulator.expert_imbalance
+        shape["forced"] = config.debug.moe_force_load_balance
+        shape["data"] = [config.data.reset_positions, config.data.document_mask]
+        # Part of the layout above, where a degree of -1 is resolved.
+        for name in ("data_parallel_replicate_degree", "data_parallel_shard_degree"):
+            shape["parallelism"].pop(name)
+        # The source too: any change of titan's code may change what a rank does.
+        text = json.dumps([shape, self.device_kind, version("torch"), _source()], sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def get_traces(
+    jobs: Sequence[TraceRequest],
+    *,
+    processes: int | None = None,
+    whole: bool = False,
+    use_cache: bool = True,
+    done: Callable[[TraceRequest, dict[int, Trace] | Exception], None],
+) -> None:
+    """Trace jobs, all at once. `done` gets each job's traces by rank when they are ready, or a TraceError.
+
+    Args:
+        jobs: what to trace.
+        processes: how many run at once. All cores by default.
+        whole: trace every block, and leave the cache alone.
+        use_cache: read and write the cache.
+        done: called once for each job.
+    """
+    plans = []
+    for request in jobs:
+        cached = use_cache and not whole and request.prepare is None
+        path = _folder() / f"{request.key}.pickle" if cached else None
+        if path and (traces := _read(path)) is not None:
+            # The cache may hold the trace of a world with more or fewer replicas.
+            done(request, {t.rank: t for t in (remap_ranks(t, request.layout) for t in traces)})
+        else:
+            plans.append(_Plan(request, None if whole else shallow(request), path, done))
+    processes = processes or os.cpu_count() or 1
+    # First the shallow models. Where their blocks are not alike, the whole model follows, with all
+    # processes free again.
+    refused = _record(plans, processes)
+    _record([_Plan(plan.request, None, plan.path, done) for plan in refused], processes)
+
+
+def _record(plans: Sequence[_Plan], processes: int) -> list[_Plan]:
+    """Trace, and report what is ready. Return the plans whose blocks are not all alike."""
+    # Few plans leave processes idle: then the ranks of a plan are dealt out to several.
+    parts = -(-processes // max(1, len(plans)))  # of each plan, each in a separate process
+    waiting = [(plan, job) for plan in plans for job in plan.jobs(parts)]
+    refused = []
+    for number, result in trace_jobs([job for _, job in waiting], processes):
+        plan, job = waiting[number]
+        if plan.finish(job, result):
+            refused.append(plan)
+    return refused
+
+
+class _Plan:
+    """A job, the ranks to record, and their traces so far."""
+
+    def __init__(
+        self,
+        request: TraceRequest,
+        depths: Sequence[Depth] | None,
+        path: Path | None,
+        done: Callable[..., None],
+    ) -> None:
+        self.request, self.depths, self.path, self.done = request, depths, path, done
+        self.ranks = distinct_ranks(request.config, request.layout)
+        self.traces: dict[int, Trace] = {}
+        self.programs: tuple[JobConfig, ...] = ()  # of the depths
+        self.by_depth: dict[int, Trace] = {}  # where each depth has a process
+        self.ended = False
+
+    def jobs(self, parts: int) -> list[Job]:
+        """Return the ranks dealt out to this many processes."""
+        request, layout = self.request, self.request.layout
+        if layout.pp == layout.world_size:  # fake_world.impersonate_rank cannot do this
+            parts = layout.pp
+        job = Job(
+            (request.config,),
+            layout.world_size,
+            (),
+            request.device_kind,
+            prepare=request.prepare,
+        )
+        if self.depths:
+            depth = shallow_depth(request)
+            self.programs = tuple(at_depth(request, n) for n in (depth, depth + 1))
+            size = request.config.parallelism.fsdp_blocks_per_unit
+            missing = -model_config(request.config.model).n_layers % size
+            self.join = partial(
+                _extended, depth=depth, stages=self.depths, size=size, missing=missing
+            )
+            # What is compiled at one depth serves the other one. Else each has a process, if there are enough.
+            if parts > 1 == len(self.ranks) and not request.config.compile.enable:
+                return [replace(job, programs=(p,), ranks=(*self.ranks,)) for p in self.programs]
+            job = replace(job, programs=self.programs, join=self.join)
+        dealt = [tuple(self.ranks[part::parts]) for part in range(min(parts, len(self.ranks)))]
+        return [replace(job, ranks=ranks) for ranks in dealt]
+
+    def finish(self, job: Job, result: list[Trace] | Exception) -> bool:
+        """Take some ranks' traces. Return True if the job has to be traced whole instead."""
+        # Another part of the job has failed already, and reported it.
+        if self.ended:
+            return False
+        if len(job.programs) < len(self.programs) and not isinstance(result, Exception):
+            [self.by_depth[model_config(job.programs[0].model).n_layers]] = result
+            if len(self.by_depth) < len(self.programs):
+                return False
+            try:
+                result = [self.join([trace for _, trace in sorted(self.by_depth.items())])]
+            except CannotExtrapolate as error:
+                result = error
+        if isinstance(result, Exception):
+            self.ended = True
+            if isinstance(result, CannotExtrapolate):
+                logger.info(
+                    f"blocks are not all alike, so that the whole model is traced: {result}"
+                )
+                return True
+            self.done(self.request, result)
+            return False
+        # Parts end in any order. The last one completes the job.
+        self.traces |= zip(job.ranks, result, strict=True)
+        if len(self.traces) == len(self.ranks):
+            # In the order of stages, whatever order the processes ended in.
+            traces = {rank: self.traces[rank] for rank in self.ranks}
+            if self.path:
+                _write(self.path, list(traces.values()))
+            self.done(self.request, traces)
+        return False
+
+
+def _extended(
+    traces: Sequence[Trace], *, depth: int, stages: Sequence[Depth], size: int, missing: int
+) -> Trace:
+    """Return the trace of the whole model. size: blocks of an FSDP unit, of which the first one has `missing` less."""
+
+    def to_unit(number: re.Match[str]) -> str:
+        unit, place = divmod(int(number[1]) + missing, size)
+        return f"layers.{unit}.block {place}"
+
+    def to_block(number: re.Match[str]) -> str:
+        return f"layers.{int(number[1]) * size + int(number[2]) - missing}"
+
+    if size == 1:
+        return extrapolate(*traces, depth=depth, stages=stages)
+    # Units repeat where blocks do not, so they are what is counted meanwhile.
+    small, big = (_renamed(trace, LAYER, to_unit) for trace in traces)
+    whole = extrapolate(small, big, depth=depth, stages=stages)
+    return _renamed(whole, _IN_UNIT, to_block)
+
+
+_IN_UNIT = re.compile(LAYER.pattern + r"\.block (\d+)")
+
+
+# ---- shallow models ------------------------------------------------------------------------------
+
+
+def shallow(request: TraceRequest) -> list[Depth] | None:
+    """Return the stages of a model, in FSDP units, if it is worth tracing shallower ones instead, else None."""
+    config, layout = request.config, request.layout
+    if config.model.freeze or len(config.activation_checkpoint.op_keep_by_block) > 1:
+        return None  # blocks differ
+    size = config.parallelism.fsdp_blocks_per_unit
+    if layout.pp == 1:
+        depths = [Depth(0, -(-model_config(config.model).n_layers // size))]
+    elif size > 1:  # stages begin anywhere within a unit
+        return None
+    else:
+        plan = stage_split(config, num_layers=model_config(config.model).n_layers)
+        depths = []
+        for names in plan.modules:
+            layers = [int(name.split(".")[1]) for name in names if name.startswith("layers.")]
+            if not layers:
+                return None
+            depths.append(Depth(layers[0], len(layers)))
+    # The two shallow models together must have fewer blocks than the deep one.
+    depth = shallow_depth(request)
+    deep_enough = min(d.count for d in depths) > depth + 1
+    gains = sum(d.count for d in depths) > len(depths) * (2 * depth + 1)
+    return depths if deep_enough and gains else None
+
+
+def shallow_depth(request: TraceRequest) -> int:
+    """Return the units of a stage in the shallower model: enough of equal ones between those that have no experts, are gathered
+    ahead, or stay gathered."""
+    parallel, model = request.config.parallelism, model_config(request.config.model)
+    size, kept = parallel.fsdp_blocks_per_unit, parallel.fsdp_kept_blocks
+    # Where all stay, they are alike. The first that stays is not like the one before it.
+    kept = 0 if kept >= model.n_layers else -(-kept // size) - 1
+    dense = -(-getattr(model, "n_dense_layers", 0) // size)
+    # -1 is 0, or 1 for experts.
+    ahead = (
+        abs(parallel.fsdp_prefetch)
+        if getattr(model, "num_experts", 0)
+        else max(0, parallel.fsdp_prefetch)
+    )
+    return _DEPTH + kept + ahead + dense
+
+
+def at_depth(request: TraceRequest, depth: int) -> JobConfig:
+    """Return the job with `depth` blocks, or FSDP units of several, in every pipeline stage."""
+    config, num_stages = request.config, 1
+    parallelism = config.parallelism
+    if request.layout.pp > 1:
+        # The stage split of the shallow model must have as many stages as the deep one, with equal
+        # blocks in each.
+        stages = shallow(request)
+        assert stages is not None
+        num_stages = len(stages)
+        names = [
+            [f"layers.{stage * depth + n}" for n in range(depth)] for stage in range(num_stages)
+        ]
+        names[0].insert(0, "tok_embeddings")
+        names[-1] += ["norm", "output"]
+        parallelism = parallelism.model_copy(
+            update={"module_fqns_per_model_part": names, "pipeline_parallel_layers_per_stage": None}
+        )
+    # The depth is a setting of the model like any other: nothing else of the job changes.
+    size = parallelism.fsdp_blocks_per_unit
+    missing = -model_config(config.model).n_layers % size  # in the first unit
+    num_blocks = depth * num_stages * size - missing
+    overrides = config.model.overrides | {"n_layers": num_blocks}
+    kept = min(parallelism.fsdp_kept_blocks, num_blocks)
+    parallelism = parallelism.model_copy(update={"fsdp_kept_blocks": kept})
+    model = config.model.model_copy(update={"overrides": overrides})
+    return config.model_copy(update={"model": model, "parallelism": parallelism})
+
+
+# ---- the same program in another world -----------------------------------------------------------
+
+
+def remap_ranks(trace: Trace, layout: Layout) -> Trace:
+    """Return a trace as it would be under a layout with another number of replicas."""
+    if trace.world_size == layout.world_size:
+        return trace
+    # The same layout with the trace's number of replicas.
+    was = replace(layout, dp_replicate=layout.dp_replicate * trace.world_size // layout.world_size)
+
+    def moved(rank: int) -> int:
+        return _rank(_place(rank, was), layout)
+
+    own = _place(trace.rank, was)
+
+    def members(group: Group) -> tuple[int, ...]:
+        # A group along axes has members that follow from the rank's position. Pairs of a send and a
+        # receive lie along an axis and have two of its ranks.
+        along_axes = {*group.axes} <= {*AXES} and len(group.ranks) == len(
+            _members(own, group.axes, was)
+        )
+        return _members(own, group.axes, layout) if along_axes else tuple(map(moved, group.ranks))
+
+    groups = {name: replace(group, ranks=members(group)) for name, group in trace.groups.items()}
+
+    def with_peers(of_trace: Iterable[events.Event]) -> list[events.Event]:
+        # Transfers without a peer, and all other events, are shared with the cached trace.
+        return [
+            replace(e, peer=moved(e.peer)) if isinstance(e, Transfer) and e.peer >= 0 else e
+            for e in of_trace
+        ]
+
+    return Trace(
+        moved(trace.rank),
+        layout.world_size,
+        groups,
+        trace.setup,
+        with_peers(trace.first_step),
+        with_peers(trace.step),
+    )
+
+
+def _renamed(trace: Trace, pattern: re.Pattern[str], name: Callable[..., str]) -> Trace:
+    """Return a trace with other names of modules."""
+    scopes: dict[events.Scope, events.Scope] = {}
+
+    def rename(event: events.Event) -> events.Event:
+        scope = getattr(event, "scope", None)
+        if scope is None:
+            return event
+        if scope not in scopes:
+            scopes[scope] = replace(scope, module=pattern.sub(name, scope.module))
+        return replace(event, scope=scopes[scope])  # pyright: ignore
+
+    sections = ([*map(rename, part)] for part in (trace.setup, trace.first_step, trace.step))
+    return Trace(trace.rank, trace.world_size, trace.groups, *sections)
+
+
+def _place(rank: int, layout: Layout) -> dict[str, int]:
+    place = {}
+    # Ranks count row by row, with the last axis of AXES the fastest.
+    for axis in reversed(AXES):
+        rank, place[axis] = divmod(rank, getattr(layout, axis))
+    return place
+
+
+def _rank(place: dict[str, int], layout: Layout) -> int:
+    rank = 0
+    for axis in AXES:
+        rank = rank * getattr(layout, axis) + place[axis]
+    return rank
+
+
+def _members(place: dict[str, int], axes: Sequence[str], layout: Layout) -> tuple[int, ...]:
+    """Return the ranks along some axes that pass through a position of the mesh."""
+    along = itertools.product(*(range(getattr(layout, axis)) for axis in axes))
+    return tuple(_rank(place | dict(zip(axes, numbers, strict=True)), layout) for numbers in along)
+
+
+# ---- the cache -----------------------------------------------------------------------------------
+
+
+def _folder() -> Path:
+    from titan.data.cache import default_cache_folder
+
+    return default_cache_folder() / "traces"
+
+
+@cache
+def _source() -> str:
+    """Return a hash of the source of titan and its models."""
+    digest = hashlib.blake2b(digest_size=16)
+    import titan
+    import titan.models
+
+    for package in (titan, titan.models):
+        for folder in map(Path, package.__path__):
+            for file in sorted(folder.rglob("*.py")):
+                digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+class _Reader(pickle.Unpickler):
+    """Unpickle objects of titan.sim.record.trace, and nothing else."""
+
+    # pickle calls this for every class, so a file cannot reach any other.
+    def find_class(self, module: str, name: str) -> Any:
+        if module == events.__name__ and name in vars(events) and "." not in name:
+            return getattr(events, name)
+        raise pickle.UnpicklingError(f"{module}.{name} is no part of a trace")
+
+
+def _read(path: Path) -> list[Trace] | None:
+    try:
+        return _Reader(io.BytesIO(path.read_bytes())).load()
+    except FileNotFoundError:
+        return None
+    except Exception as error:  # damaged, or written by someone else: trace again
+        logger.warning(f"{path} is no trace and is not used: {error}")
+        return None
+
+
+def _write(path: Path, traces: Sequence[Trace]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Renamed when complete, so that a process that reads at the same time finds all of it or
+        # nothing.
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        temporary.write_bytes(pickle.dumps(list(traces), protocol=pickle.HIGHEST_PROTOCOL))
+        temporary.replace(path)
+    except OSError as error:
+        logger.warning(
+            f"{path} cannot be written, so that the next run has to trace again: {error}"
+        )

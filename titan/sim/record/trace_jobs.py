@@ -1,0 +1,291 @@
+"""Record what the ranks of a job do, by running the trainer's own program on a fake device.
+
+    trace_jobs     several programs and ranks in a process, which compiles once for all of them
+    trace_job      in this process, which is of no other use afterwards
+
+program.py records one program by one rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import operator
+import os
+import pickle
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Literal
+
+from titan.checks.rules import resolve_layout
+from titan.config.layout import Layout
+from titan.config.model import model_config
+from titan.config.schema import JobConfig
+from titan.sim.record.extrapolate import CannotExtrapolate
+from titan.sim.record.observers import Observer
+from titan.sim.record.trace import Trace
+from titan.untrusted import InputError
+
+DeviceKind = Literal["cuda", "cpu"]
+Prepare = Callable[[JobConfig, Layout], None]
+"""Changes torch or the model in a recording process, before the program is built. A function of a module, so that it pickles."""
+
+
+class TraceError(RuntimeError):
+    """Report that something in a job cannot be traced. The message names it."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Say what one process records: some programs, by some ranks, one after the other, so that it
+    compiles once.
+
+    programs: they differ only in their depth. ranks: they differ only in their pipeline stage. device_kind: whose kernels
+    the device has. join: makes one trace of a rank's traces of the programs. prepare: changes torch or the model first.
+    """
+
+    programs: tuple[JobConfig, ...]
+    world_size: int
+    ranks: tuple[int, ...]
+    device_kind: DeviceKind = "cuda"
+    join: Callable[[Sequence[Trace]], Trace] = operator.itemgetter(0)
+    prepare: Prepare | None = None
+
+    def __post_init__(self) -> None:
+        # The step would do so, and programs are recognised by their identity.
+        resolved = tuple(program.on_device(self.device_kind) for program in self.programs)
+        object.__setattr__(self, "programs", resolved)
+
+
+def distinct_ranks(config: JobConfig, layout: Layout) -> list[int]:
+    """Return one rank of each pipeline stage: the one that has most to do."""
+    parallel = config.parallelism
+    alike = parallel.splits_from_both_ends or parallel.context_parallel_rotate_method == "ulysses"
+    # If the sequence is not balanced, the ranks with its end attend to most of it.
+    busiest = 0 if alike else (layout.cp - 1) * layout.tp
+    size = layout.world_size // layout.pp  # ranks are numbered stage by stage
+    return [stage * size + busiest for stage in range(layout.pp)]
+
+
+def trace_job(
+    job: Job,
+    *,
+    steps: int = 2,
+    remembers: bool = True,
+    on_backward_error: Callable[[TraceError], None] = lambda _: None,
+) -> Iterator[tuple[int, Trace]]:
+    """Yield each of a job's ranks and its trace. Raises TraceError, and what `join` raises.
+
+    This changes torch for good. Call it once, in a process that has not run a backward pass.
+
+    Args:
+        job: what to record.
+        steps: how many to run. The last one becomes the trace's `step`.
+        remembers: replay compiled programs instead of running them each time.
+        on_backward_error: called at once with an error that may end the process.
+    """
+    from titan import train_step as module
+    from titan.sim.record import torch_compat
+    from titan.sim.record.experts import assume_rows
+    from titan.sim.record.fake_world import fake_world, impersonate_rank
+    from titan.sim.record.microbatches import watch_actions
+    from titan.sim.record.program import once_for_each, record_program
+    from titan.sim.record.tracer import Tracer
+
+    module.initialize = lambda *_, **__: None  # drawing weights leaves nothing behind
+    config, rank = job.programs[0], job.ranks[0]
+    layout = resolve_layout(config, job.world_size)
+    with fake_world(layout, rank=rank, device_kind=job.device_kind) as (device, mesh):
+        tracer = Tracer(mesh, remembers=remembers)
+        tracer.scopes.watch_fsdp()
+        assume_rows(config.simulator.expert_imbalance, tracer.record)
+        module.build_sparse_mesh = tracer.transfers.with_names(module.build_sparse_mesh)
+        if layout.pp > 1:
+            watch_actions(tracer)
+            torch_compat.answer_pipeline_metadata(lambda: _boundary(config, layout, device))
+            torch_compat.release_sent_outputs()
+            # Each rank takes copies of its stages out of it.
+            module.build_whole_model = once_for_each(job.programs, module.build_whole_model)
+        if job.prepare is not None:
+            job.prepare(config, layout)
+        reported: dict[int, TraceError] = {}  # by id of the error; described where it was raised
+
+        def tell(error: Exception) -> None:
+            reported[id(error)] = TraceError(_describe(error, tracer, rank))
+            on_backward_error(reported[id(error)])
+
+        tracer.observers.append(_Follower(tracer, tell))
+
+        def recorded(program: JobConfig) -> Trace:
+            record = partial(record_program, program, rank, layout, tracer, device, mesh, steps)
+            try:
+                return record()
+            except Exception as error:
+                if tracer.microbatches is not None and tracer.microbatches.failure:
+                    return record(repeats=False)
+                if isinstance(error, SystemError) and tracer.error is not None:
+                    error = tracer.error
+                if error is tracer.error and id(error) in reported:
+                    raise reported[id(error)] from error
+                raise TraceError(_describe(error, tracer, rank)) from error
+
+        for rank in job.ranks:
+            # Pipeline stages differ, and every rank is moved to another stage in the same process.
+            tracer.transfers.begin(impersonate_rank(rank, mesh))
+            yield rank, job.join([recorded(program) for program in job.programs])
+
+
+class _Follower(Observer):
+    """Install the compiler's backend when the first compilation begins, and report errors of backward passes.
+
+    tell: called with such an error.
+    """
+
+    def __init__(self, tracer: Any, tell: Callable[[Exception], None]) -> None:
+        self.tracer, self.tell, self.is_installed = tracer, tell, False
+
+    def compilation_begins(self) -> None:
+        if not self.is_installed:
+            self.is_installed = True
+            # Not earlier: importing Inductor would cost seconds for nothing.
+            from titan.sim.record import compiled
+
+            compiled.install(self.tracer)
+
+    def backward_failed(self, error: Exception) -> None:
+        self.tell(error)
+
+
+def _boundary(config: JobConfig, layout: Layout, device: Any) -> Any:
+    """Return what a pipeline stage sends to the next: a microbatch's residual stream, of this rank's part of the sequence."""
+    import torch
+
+    size = config.parallelism.pipeline_parallel_microbatch_size
+    length = config.training.seq_len // (layout.cp * layout.tp)
+    dtype = getattr(torch, config.training.compute_dtype)
+    # Between stages the sequence is split over cp, and over tp too (sequence parallelism).
+    dim = model_config(config.model).dim
+    return torch.empty(size, length, dim, dtype=dtype, device=device)
+
+
+# What FakeTensorMode raises for a shape or a value that depends on data.
+_NEEDS_DATA = ("DynamicOutputShapeException", "DataDependentOutputException")
+_NO_DATA = (
+    "it depends on data, which a simulation does not have: use a fixed shape there, or an assumed one for "
+    'fake tensors (docs/simulator.md, "Shapes that depend on data")'
+)
+
+
+def _describe(error: Exception, tracer: Any, rank: int) -> str:
+    """Return a line with the operation, phase, action and module of an error, and the function that raised it."""
+    if isinstance(error, InputError):  # the user's mistake, and its message says where
+        return str(error)
+    scopes = tracer.scopes
+    frames = traceback.extract_tb(error.__traceback__)
+    last = frames[-1]
+    module = scopes.module_that_raised(error)
+    where = [scopes.current().phase, scopes.action, module and f"module {module}"]
+    where.append(f"{'/'.join(Path(last.filename).parts[-3:])}:{last.lineno} in {last.name}")
+    after = f" after {tracer.running}" if tracer.running is not None else ""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    # torch begins with "backend='inductor' raised:". The next line is the error itself.
+    message = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])
+    line = (
+        f"rank {rank} cannot be traced{after} ({', '.join(filter(None, where))}): "
+        f"{type(error).__name__}: {message}"
+    )
+    return f"{line}; {_NO_DATA}" if type(error).__name__ in _NEEDS_DATA else line
+
+
+# ---- children ----------------------------------------------------------------------------------
+
+_PRELOAD = ["titan.train_step", "titan.sim.record.fake_world", "titan.sim.record.tracer"]
+
+
+def trace_jobs(
+    jobs: Sequence[Job], processes: int, **options: Any
+) -> Iterator[tuple[int, list[Trace] | Exception]]:
+    """Record jobs, each in its own process. Yield the number of each job, and its ranks' traces or why there are none.
+
+    Args:
+        jobs: what to record.
+        processes: how many run at once.
+        options: those of `trace_job`.
+
+    The exceptions are TraceErrors, or what a job's `join` raised.
+    """
+    # Children are forked from a server that has torch imported, and has no threads and no backward pass behind it.
+    context = multiprocessing.get_context("forkserver")
+    # Children end without cleaning up. Python's tracker of semaphores would warn the user about that.
+    quiet = "ignore::UserWarning:multiprocessing.resource_tracker"
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), quiet]))
+    context.set_forkserver_preload(_PRELOAD)
+    waiting = list(enumerate(jobs))
+    running: dict[Connection, tuple[int, Any, dict[int, Trace | Exception]]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < processes:
+                number, job = waiting.pop(0)
+                ours, theirs = context.Pipe(duplex=False)
+                child = context.Process(target=_child, args=(theirs, job, options), daemon=True)
+                child.start()
+                # Only the child may hold its end, so that its death ends the connection.
+                theirs.close()
+                running[ours] = (number, child, {})
+            for connection in wait(list(running)):
+                assert isinstance(connection, Connection)
+                number, child, answers = running[connection]
+                with suppress(EOFError):
+                    rank, answer = pickle.loads(connection.recv_bytes())
+                    # The last one counts: an error in a backward pass may be caught, or the process's last.
+                    answers[rank] = answer
+                    continue
+                del running[connection]
+                connection.close()
+                child.join()
+                yield number, _outcome(jobs[number], answers, child.exitcode)
+    finally:
+        for connection, (_, child, _) in running.items():
+            connection.close()
+            child.kill()
+            child.join()
+
+
+def _outcome(job: Job, answers: dict[int, Trace | Exception], exit_code: int) -> list[Trace] | Exception:  # fmt: skip
+    traces = []
+    for rank in job.ranks:
+        answer = answers.get(rank)
+        if not isinstance(answer, Trace):
+            return answer or TraceError(f"the recording process died (exit code {exit_code})")
+        traces.append(answer)
+    return traces
+
+
+def _child(connection: Connection, job: Job, options: dict[str, Any]) -> None:
+    # Nothing is compiled to the end, so no pool of compilers. torch's warnings are about a run, not a recording, and
+    # its errors come with an exception, which is sent.
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    logging.disable(logging.ERROR)
+    warnings.simplefilter("ignore")
+    ranks = iter(job.ranks)
+    rank = next(ranks)
+
+    def send(answer: Trace | Exception) -> None:
+        connection.send_bytes(pickle.dumps((rank, answer), protocol=pickle.HIGHEST_PROTOCOL))
+
+    try:
+        for _, trace in trace_job(job, on_backward_error=send, **options):
+            send(trace)
+            rank = next(ranks, rank)
+    except (TraceError, CannotExtrapolate) as error:
+        send(error)
+    except BaseException as error:
+        send(TraceError(f"{type(error).__name__}: {error}"))
+    # Skip the interpreter's own exit, which autograd's thread for the fake device sometimes aborts.
+    os._exit(0)

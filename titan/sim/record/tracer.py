@@ -1,0 +1,295 @@
+"""Record what a rank does: every operation that torch dispatches, on fake tensors, as an event of titan.sim.record.trace.
+
+The tracer sits between autograd and the fake tensors. Tensor subclasses (DTensor, torchao's) come apart before it, so it
+sees the plain operations that a device runs. It does not see what torch computes for itself: output shapes for DTensor,
+compilation.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives  # registers the operators
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from titan.parallel import selective
+from titan.parallel.torch_compat import AsyncCollectiveTensor
+from titan.sim.record import device, torch_compat
+from titan.sim.record.module_scope import ScopeTracker
+from titan.sim.record.observers import Observer, Repeater
+from titan.sim.record.operators import (
+    EXPANDED,
+    Operator,
+    argument_of,
+    classify,
+    kernel_of,
+    tensors_in,
+    workspace_bytes,
+)
+from titan.sim.record.storages import Storages
+from titan.sim.record.trace import HOST, Event, Host, Kernel, Launch, Synchronize
+from titan.sim.record.transfers import Collective, Transfers, collective_of
+
+_PLAIN = {Tensor, torch_compat.FakeTensor, nn.Parameter}
+_device_of = torch.ops.prim.device.default
+_under_way = torch.ops._c10d_functional._wrap_tensor_autograd.default
+_read = torch.ops.aten._local_scalar_dense.default
+_LEAST_HOST_BYTES = 2**20  # of what the host computes: else it is part of issuing the work
+# What FSDP gathers into and scatters from, whose memory is neither a parameter's nor an activation's.
+_UNSHARDED = {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "fsdp::chunk_cat", "fsdp::chunk_cat_mixed_dtype", "fsdp::all_gather_copy_in"}  # fmt: skip
+
+
+class Tracer(TorchDispatchMode):
+    """Record what is dispatched inside a FakeTensorMode. `events` holds what was recorded; assign a
+    new list to start over.
+
+    remembers: replay what a compiled program did instead of running it each time.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, mesh: DeviceMesh, *, remembers: bool = True) -> None:
+        super().__init__()
+        self.remembers = remembers
+        self.events: list[Event] = []
+        self.scopes = ScopeTracker()
+        self.storages = Storages(
+            self.record, scope=self.scopes.current, stream=device.current_stream
+        )
+        self.transfers = Transfers(mesh, self.record, stream=device.current_stream)
+        self.microbatches: Repeater | None = None  # None: all of them run
+        self.running: Any = None  # for messages: the operation that came last
+        self.error: Exception | None = None
+        self.observers: list[Observer] = []
+        self._paused = 0
+        self._compiled = False
+        self._host: Host = "eager"  # what launches the next kernel
+        self._operators: dict[Any, Operator] = {}
+        self._collectives: dict[Any, Collective | None] = {}
+        self._kernels: dict[Kernel, Kernel] = {}
+        self.scopes.on_backward = self._backward_begins
+        device.report_to(self.record)
+        selective.watch_selected_calls = self.scopes.calling
+        self._patch()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True, so that torch.compile runs under this mode."""
+        return True
+
+    def begin(self) -> None:
+        """Begin another program, with nothing left of the one before."""
+        if self.storages.any:
+            # Cycles of the old program would otherwise end as events of the new one.
+            gc.collect()
+        gc.freeze()  # spare the collector what was imported and compiled
+        self.events = []
+        self.scopes.begin()
+        self.storages.forget()
+        device.begin()
+
+    def begin_step(self) -> list[Event]:
+        """Begin a step. Return the list that gets its events."""
+        self.events = []
+        self._host = "eager"  # what the step before ended with does not delay this one
+        self.scopes.begin_step()
+        self.storages.begin()
+        return self.events
+
+    def record(self, event: Event) -> None:
+        """Add an event to those recorded so far."""
+        self.events.append(event)
+
+    def paused(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function so that what it dispatches is not recorded."""
+
+        @functools.wraps(function)
+        def quiet(*args: Any, **kwargs: Any) -> Any:
+            with self.pause():
+                return function(*args, **kwargs)
+
+        return quiet
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Record nothing inside."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        # Where a tensor is: a question, and no operation to record.
+        if func is _device_of:
+            return args[0].fake_device
+        # A subclass gets its own __torch_dispatch__ first, and its plain parts come here
+        # afterwards.
+        for kind in types:
+            if kind not in _PLAIN:
+                # FSDP looks at a parameter it gathers for the first time, which no kernel pays for.
+                if kind is DTensor and not self.scopes.gathers:
+                    self._host = "dtensor"
+                return NotImplemented
+        kwargs = kwargs or {}
+        if self._paused or not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)
+        try:
+            return self._dispatch(func, args, kwargs)
+        except Exception as error:
+            self._note_error(error)
+            raise
+
+    def _note_error(self, error: Exception) -> None:
+        """Keep an error that autograd's thread may lose."""
+        # For a device in Python, torch may even abort: on the way out it restores the device's stream, which calls
+        # Python, and that call fails while an error is set.
+        self.error = error
+        if torch_compat.in_backward():
+            for observer in self.observers:
+                observer.backward_failed(error)
+
+    # How an operator is handled, in order: a mark of autograd, a read of a value, one that runs
+    # others inside, or itself.
+    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is _under_way:
+            return AsyncCollectiveTensor(args[0])
+        # For messages: the operation that fails is often this one.
+        self.running = func
+        op = self._operators.get(func)
+        if op is None:
+            op = self._operators[func] = classify(func)
+            self._collectives[func] = collective_of(func)
+        if func is _read:
+            return self._read(args[0])
+        # torch turns a mode off inside its own dispatch. On again, it records what the expansion
+        # runs.
+        if func in EXPANDED and args[0].fake_device.type == device.NAME:
+            with self:
+                return EXPANDED[func](*args, **kwargs)
+        if op.name == "aten::set_":
+            result = self._uncached(op, args, kwargs)
+        elif self._compiled and "out" in kwargs:  # of the right shape; not all have a fake kernel
+            result = kwargs["out"]
+        else:
+            result = func(*args, **kwargs)
+        # A view or the like: no kernel ran, and no memory was taken.
+        if op.kind is None and not op.makes:
+            return result
+        self._record_call(op, args, kwargs, result)
+        return result
+
+    def _record_call(self, op: Operator, args: Any, kwargs: Any, result: Any) -> None:
+        outputs = [result] if isinstance(result, Tensor) else list(tensors_in([result]))
+        on_device = False
+        for tensor in outputs:
+            if tensor.fake_device.type == device.NAME:  # pyright: ignore
+                on_device = True
+                # A view's storage is known already.
+                if op.makes:
+                    self.storages.add(tensor)
+        # FSDP's buffers: the gathered parameter, and the whole gradient that waits to be reduced.
+        if op.name in _UNSHARDED:
+            whole = args[1:2] if op.name == "c10d::_reduce_scatter_base_" else (*args, result)
+            self.storages.mark(tensors_in((*whole, *kwargs.values())), "unsharded")
+        collective = self._collectives[op.func]
+        if collective is not None:
+            self.transfers.issue(collective, op.func, args, kwargs, result, self.scopes.current())
+            return
+        if op.kind is None:
+            return
+        # No result on the device: the host computed, or it read from the device.
+        if not on_device:
+            inputs = list(tensors_in((*args, *kwargs.values())))
+            if not inputs and not outputs:
+                return
+            # A read from the device is a copy, which goes on below.
+            if not any(t.fake_device.type == device.NAME for t in inputs):  # pyright: ignore
+                self.launch_on_host(kernel_of(op, args, kwargs, outputs))
+                return
+        kernel = kernel_of(op, args, kwargs, outputs, host=self._host)
+        # Only the first kernel of an operation on DTensors pays for DTensor's dispatch.
+        self._host = "compiled" if self._compiled else "eager"
+        # FlashAttention's scratch memory ends with the kernel.
+        workspace = [self.storages.take(size) for size in workspace_bytes(op, args)]
+        self.launch(kernel)
+        for block in workspace:
+            self.storages.give_back(block)
+        # A copy that blocks makes the host wait until the device has done all that came before.
+        if kernel.kind == "host_copy" and not argument_of(op.func, "non_blocking", args, kwargs):
+            self.record(Synchronize(device.current_stream(), f"{op.name} between device and host"))
+
+    def launch_on_host(self, kernel: Kernel) -> None:
+        """Record what the host computes itself: the norm and the update of offloaded parameters."""
+        if kernel.read_bytes + kernel.write_bytes >= _LEAST_HOST_BYTES:
+            # One object for equal kernels, so that pricing can go by identity.
+            kernel = self._kernels.setdefault(kernel, kernel)
+            self.record(Launch(kernel, HOST, self.scopes.current()))
+
+    def _compilation_begins(self) -> None:
+        self._paused += 1
+        for observer in self.observers:
+            observer.compilation_begins()
+
+    def _compilation_ends(self) -> None:
+        self._paused -= 1
+
+    def launch(self, kernel: Kernel) -> None:
+        """Record the launch of a kernel on the current stream."""
+        kernel = self._kernels.setdefault(kernel, kernel)
+        self.record(Launch(kernel, device.current_stream(), self.scopes.current()))
+
+    @contextmanager
+    def compiled(self) -> Iterator[None]:
+        """Count what is launched inside as launched by compiled code."""
+        before = (self._compiled, self._host)
+        self._compiled, self._host = True, "compiled"
+        try:
+            yield
+        finally:
+            self._compiled, self._host = before
+            self.scopes.enter_compiled("", False)
+
+    def _uncached(self, op: Operator, args: Any, kwargs: Any) -> Any:
+        with torch_compat.no_memory_of_calls(args[0]):
+            return op.func(*args, **kwargs)
+
+    def _read(self, tensor: Tensor) -> int | float | bool:
+        """Return a value, which fake tensors lack: 1 for numbers, safe to divide by; False for booleans, so loops over data end."""
+        if tensor.fake_device.type == device.NAME:  # pyright: ignore
+            self.record(Synchronize(device.current_stream(), "a value is read"))
+        if tensor.dtype == torch.bool:
+            return False
+        return 1.0 if tensor.is_floating_point() else 1
+
+    def _backward_begins(self) -> None:
+        # What still lives now was kept for the backward pass.
+        self.storages.mark_made("activations")
+
+    def _patch(self) -> None:
+        torch_compat.pause_in_compilation(self._compilation_begins, self._compilation_ends)
+        torch_compat.pause_in_sharding_propagation(self.paused)
+        torch_compat.wait_late()
+        torch_compat.tell_of_unpacking(self._note_error)
+        torch_compat.read_meshes_for_real(self.paused)
+        torch_compat.keep_slices_of_meshes()
+        torch_compat.make_shards_when_asked()
+        # Not an operator, so it is not dispatched: FSDP frees and takes memory by it.
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: Any, size: int) -> Any:
+            if not self._paused:
+                self.storages.resize(storage, size)
+            return resize(storage, size)
+
+        torch.UntypedStorage.resize_ = resized  # pyright: ignore

@@ -1,0 +1,1 @@
+"""Play recorded programs: queues, links, memory."""

@@ -1,0 +1,305 @@
+"""Report the memory of one rank: its trace's allocations through the allocator's model, and what is alive at the peak.
+
+The model is built, a step makes the optimizer's state, and two more run: the peak is that of the whole, as
+torch.cuda.max_memory_reserved() reports it. What the allocator does not see (driver context, NCCL's buffers) is a constant of the
+profile and counts towards "does it fit". Blocks that outlive the step they are made in are matched with those that the step
+frees of the one before. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from heapq import nlargest
+
+from titan.sim.price.profiles import Profile
+from titan.sim.record.segments import any_layer
+from titan.sim.record.trace import CATEGORIES, Allocate, Category, Free, Scope, Trace, Transfer
+from titan.sim.replay.allocator import Allocator, OutOfMemory
+
+# Parts into which the timeline divides a step, enough for a chart.
+_NUM_POINTS = 400
+_NOWHERE = Scope("setup")
+_WORKSPACE = -1
+"""Number of the block that cuBLAS allocates with the first matrix product; a trace has none below 0."""
+
+
+@dataclass(frozen=True)
+class MemoryPoint:
+    """Hold the memory in use at a moment of a step. position: 0 to 1, by the order in which the
+    host allocates. number: of the event among all."""
+
+    number: int
+    position: float
+    phase: str
+    by_category: dict[Category, int]
+
+
+@dataclass
+class MemoryReport:
+    """Say what one rank needs.
+
+    Sizes as the allocator rounds them. at: what was going on at the peak of active memory. by_category and by_module
+    describe what was in use then and add up to it. outside_bytes: beside the allocator. capacity_bytes: of the device.
+    usable_bytes: what is left of it with a margin. runs: whether the run goes through. With num_retries above 0 it does only
+    because the allocator gives back its cache again and again, which is slow. failure: where it runs out of memory, if it does.
+    """
+
+    rank: int
+    peak_active_bytes: int
+    peak_reserved_bytes: int
+    at: Scope
+    by_category: dict[Category, int]
+    by_module: dict[str, int]
+    timeline: list[MemoryPoint]
+    outside_bytes: int
+    capacity_bytes: int
+    usable_bytes: int
+    runs: bool
+    num_retries: int = 0
+    failure: str = ""
+
+    @property
+    def needed_bytes(self) -> int:
+        """Return what the rank takes from its device at most."""
+        return self.peak_reserved_bytes + self.outside_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Return whether the run goes through and leaves the margin free."""
+        return self.runs and not self.num_retries and self.needed_bytes <= self.usable_bytes
+
+
+def memory_report(trace: Trace, profile: Profile, *, expandable: bool = True) -> MemoryReport:
+    """Replay a rank's memory on a device. `expandable` stands for
+    `training.expandable_segments`."""
+    workspace = int(profile.workspace_mib * 2**20)
+    capacity = int(profile.memory_gib * 2**30)
+    # NCCL holds buffers for each communicator that is used, and a group of one rank needs none.
+    used = {event.group for event in trace.step if isinstance(event, Transfer)}
+    communicators = sum(len(trace.groups[name].ranks) > 1 for name in used)
+    outside = int((profile.context_gib + communicators * profile.communicator_gib) * 2**30)
+    # First without a limit: that answer depends on the trace alone, and most jobs fit.
+    report = _unlimited(trace, workspace, expandable)
+    report = replace(
+        report,
+        outside_bytes=outside,
+        capacity_bytes=capacity,
+        usable_bytes=int(profile.usable_gib * 2**30),
+        runs=report.peak_reserved_bytes + outside <= capacity,
+    )
+    # The peak may hold cached blocks that the allocator would give back, so only a second run with
+    # the limit decides.
+    if not report.runs:
+        events = list(_events(trace, workspace))
+        _try_within(report, events, limit_bytes=capacity - outside, expandable=expandable)
+    return report
+
+
+@lru_cache(maxsize=16)  # a sweep asks for one device after the other
+def _unlimited(trace: Trace, workspace_bytes: int, expandable: bool) -> MemoryReport:
+    """Report on a device that has any amount of memory."""
+    events = list(_events(trace, workspace_bytes))
+    run = _Run(Allocator(expandable=expandable))
+    run.all(events)
+    # The last of the steps is the timeline's: as many events at the end of the list.
+    of_step = sum(isinstance(event, (Allocate, Free)) for event in trace.step)
+    first = max(0, len(events) - of_step)
+    report = MemoryReport(
+        rank=trace.rank,
+        peak_active_bytes=run.allocator.peak_active_bytes,
+        peak_reserved_bytes=run.allocator.peak_reserved_bytes,
+        at=_NOWHERE,
+        # Every category appears, also with 0 bytes, so that tables keep their rows.
+        by_category=dict.fromkeys(CATEGORIES, 0),
+        by_module={},
+        timeline=[],
+        outside_bytes=0,
+        capacity_bytes=0,
+        usable_bytes=0,
+        runs=True,
+    )
+    in_use = dict.fromkeys(CATEGORIES, 0)
+    alive: dict[int, Allocate] = {}
+    highest, part, total = -1, -1, 0
+    phase = "setup"
+    for number, event in enumerate(events):
+        size = run.sizes[event.block]
+        if isinstance(event, Allocate):
+            alive[event.block], phase = event, event.scope.phase
+        else:
+            event, size = alive.pop(event.block), -size
+        in_use[event.category] += size
+        total += size
+        if number == run.peak_at:
+            by_module: Counter[str] = Counter()
+            for block, of_block in alive.items():
+                by_module[of_block.scope.module] += run.sizes[block]
+            report.at, report.by_category = event.scope, dict(in_use)
+            report.by_module = dict(by_module.most_common())
+        # Steps before the last count for what is in use, and make no points.
+        if number < first:
+            continue
+        # Of each part only the highest moment is kept, so that a short peak cannot fall between
+        # points.
+        now = (number - first) * _NUM_POINTS // max(1, len(events) - first)
+        if now == part and total <= highest:
+            continue
+        if now == part:
+            report.timeline.pop()
+        position = (number - first) / max(1, len(events) - first)
+        report.timeline.append(MemoryPoint(number, position, phase, dict(in_use)))
+        part, highest = now, total
+    return report
+
+
+def tensors_behind(
+    trace: Trace, profile: Profile, points: Sequence[MemoryPoint], *, most: int = 6
+) -> list[list[tuple[str, int, int]]]:
+    """Return what is in use at each of these points, the largest first: what it is, how many blocks, and their bytes.
+
+    Blocks of one category, of one module in all layers, made in one phase, count together.
+    """
+    wanted = {point.number for point in points}
+    groups: defaultdict[str, Counter[int]] = defaultdict(Counter)  # sizes of the blocks in use
+    alive: dict[int, tuple[str, int]] = {}
+    found = []
+    for number, event in enumerate(_events(trace, int(profile.workspace_mib * 2**20))):
+        if isinstance(event, Allocate):
+            where = any_layer(event.scope.module) or "no module"
+            name = f"{event.category} of {where}, made in {event.scope.phase}"
+            alive[event.block] = name, event.size_bytes
+            groups[name][event.size_bytes] += 1
+        else:
+            name, size = alive.pop(event.block)
+            groups[name][size] -= 1
+        if number in wanted:
+            sums = [
+                (n, g.total(), sum(k * count for k, count in g.items())) for n, g in groups.items()
+            ]
+            found.append(nlargest(most, sums, key=lambda entry: entry[2]))
+    return found
+
+
+def _try_within(
+    report: MemoryReport, events: list[Allocate | Free], *, limit_bytes: int, expandable: bool
+) -> None:
+    """Find out whether the run goes through once cached memory is given back, and set the report's
+    fields."""
+    run = _Run(Allocator(expandable=expandable, limit_bytes=max(0, limit_bytes)))
+    try:
+        run.all(events)
+    except OutOfMemory as error:
+        # The run stopped at the allocation that failed, whose scope is the last one noted.
+        scope = run.scope
+        where = " of ".join(filter(None, (scope.action or scope.phase, scope.module)))
+        gib = 2**30
+        report.failure = (
+            f"out of memory in {where}: {error.size_bytes / gib:.2f} GiB more than the "
+            f"{error.reserved_bytes / gib:.2f} GiB that are reserved of {error.limit_bytes / gib:.2f}"
+        )
+    else:
+        report.runs, report.num_retries = True, run.allocator.num_retries
+        report.peak_reserved_bytes = run.allocator.peak_reserved_bytes
+
+
+@dataclass
+class _Run:
+    """Passes events through an allocator. sizes: rounded, by block. peak_at: number of the event of
+    the highest active memory."""
+
+    allocator: Allocator
+    sizes: dict[int, int] = field(default_factory=dict)
+    peak_at: int = 0
+    scope: Scope = _NOWHERE
+
+    def all(self, events: Iterable[Allocate | Free]) -> None:
+        allocator, highest = self.allocator, -1
+        for number, event in enumerate(events):
+            if isinstance(event, Free):
+                allocator.free(event.block)
+                continue
+            self.scope = event.scope
+            size = allocator.allocate(event.block, event.size_bytes, stream=event.stream)
+            self.sizes[event.block] = size
+            if allocator.active_bytes > highest:
+                highest, self.peak_at = allocator.active_bytes, number
+
+
+def _events(trace: Trace, workspace_bytes: int) -> Iterator[Allocate | Free]:
+    """Yield all allocations of building, of the first step and of later ones. Every block has a
+    separate number."""
+    yield from (e for e in trace.setup if isinstance(e, Allocate | Free))
+    # cuBLAS keeps one workspace for each handle and stream from its first product to the end of the
+    # process.
+    if workspace_bytes:
+        scope = Scope("forward", "cuBLAS workspace")
+        yield Allocate(_WORKSPACE, workspace_bytes, 0, "temporary", scope)
+    # What the first step leaves behind is all that counts of it. The steps below repeat the
+    # recorded one.
+    freed = {e.block for e in (*trace.first_step, *trace.step) if isinstance(e, Free)}
+    lasting = [e for e in trace.first_step if isinstance(e, Allocate) and e.block not in freed]
+    # The optimizer's state is made while gradients and other temporary memory of the update exist,
+    # which may be the peak. So it waits for the optimizer's phase of the first step.
+    yield from (e for e in lasting if e.category != "optimizer")
+    # Three steps: the first makes the states, and each later one frees what the one before has
+    # left.
+    steps = _Steps(trace)
+    yield from steps.once([e for e in lasting if e.category == "optimizer"])
+    yield from steps.once()
+    yield from steps.once()
+
+
+class _Steps:
+    """Repeat the step, with new numbers for its blocks each time.
+
+    The recorded step may free a block that existed before it. In a repetition that stands for a
+    block of equal size and module that the repetition before has left.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        # Blocks that existed before the step, the step's own blocks, and those of them that it
+        # leaves behind.
+        self.events = trace.step
+        before = (*trace.setup, *trace.first_step)
+        self.before = {e.block: e for e in before if isinstance(e, Allocate)}
+        self.own = {e.block: e for e in trace.step if isinstance(e, Allocate)}
+        freed = {e.block for e in trace.step if isinstance(e, Free)}
+        self.kept = [e for block, e in self.own.items() if block not in freed]
+        # Numbers of the n-th repetition are shifted by n strides, so they never collide.
+        self.stride = max([*self.before, *self.own], default=0) + 1
+        self.offset = 0
+        # Blocks that the previous repetition left, by size and module, oldest first.
+        self.left: dict[tuple[int, str], deque[int]] = defaultdict(deque)
+
+    def once(self, states: Sequence[Allocate] = ()) -> Iterator[Allocate | Free]:
+        """Yield one repetition. states: what this step allocates as soon as the optimizer is at
+        work."""
+        self.offset += self.stride
+        for event in self.events:
+            if states and getattr(event, "scope", _NOWHERE).phase == "optimizer":
+                yield from states
+                states = ()
+            if isinstance(event, Allocate):
+                yield Allocate(
+                    event.block + self.offset,
+                    event.size_bytes,
+                    event.stream,
+                    event.category,
+                    event.scope,
+                )
+            elif isinstance(event, Free) and event.block in self.own:
+                yield Free(event.block + self.offset)
+            elif isinstance(event, Free) and event.block in self.before:
+                # Memory of the time before: the repetition before left a block like it. In the
+                # first one there is none, and nothing is freed.
+                was = self.before[event.block]
+                if like := self.left[was.size_bytes, was.scope.module]:
+                    yield Free(like.popleft())
+        # A step without an optimizer phase still has to make its states.
+        yield from states
+        # Only now may the next repetition free what this one leaves.
+        for event in self.kept:
+            self.left[event.size_bytes, event.scope.module].append(event.block + self.offset)

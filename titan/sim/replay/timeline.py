@@ -1,0 +1,215 @@
+"""Sum up a rank's step: what ran when, and what its compute stream waited for whenever it was idle. Imports no torch."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import nlargest
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from titan.sim.record.segments import any_layer
+from titan.sim.record.trace import Group, Launch, Transfer
+
+Cause: TypeAlias = "Lane | Literal['host', 'peers']"
+"""What a stream waits for: another stream, work from the host, or ranks that have not come to its transfer."""
+
+
+class Lane:
+    """Hold what a stream has done. The first one of a rank is its compute stream.
+
+    segments: (start, end, Launch or Transfer that ran, or Cause of a wait), without overlap. cuts: time and
+    number of segments at the beginning and at the end of each step.
+    """
+
+    __slots__ = ("cuts", "name", "segments")
+
+    def __init__(self, name: str, *, steps_before: int) -> None:
+        self.name = name
+        self.segments: list[tuple[float, float, Any]] = []
+        # A stream that is made later has no part in the steps before.
+        self.cuts: list[tuple[float, int]] = [(0.0, 0)] * (steps_before + 1)
+
+    @property
+    def num_steps(self) -> int:
+        """Return how many steps have ended."""
+        return len(self.cuts) - 1
+
+
+class Interval(NamedTuple):
+    """Describe something that ran. lane: "compute", "stream 3", "group pp". Seconds count from the
+    beginning of the step."""
+
+    lane: str
+    start: float
+    end: float
+    event: Launch | Transfer
+
+
+@dataclass
+class RankTimeline:
+    """Hold one rank's step. Its parts add up to the step:
+
+        compute_s + exposed_s + peers_s + copies_s + host_s
+
+    compute_s: kernels on the compute stream. exposed_s: it is idle, waiting for a transfer that runs, by axis. peers_s: for
+    ranks that have not come to a transfer yet, or for the slowest at the end of the step. copies_s: for kernels of other
+    streams. host_s: for the host. overlapped_s: transfers behind whose back it computed, by axis. sent_bytes, num_sent: of the
+    transfers, by axis. span_s: by phase, with the
+    waiting after each kernel. by_module_s: kernels by module ("layers.*.attention.wq"), or by phase outside of modules.
+    intervals: what ran on the device. host: what the host did, as a Lane's segments, on the clock of the intervals. It is ahead of
+    the device, so it begins before 0.
+    """
+
+    rank: int
+    compute_s: float = 0.0
+    exposed_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    overlapped_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    sent_bytes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    num_sent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    peers_s: float = 0.0
+    copies_s: float = 0.0
+    host_s: float = 0.0
+    by_phase_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    by_kind_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    by_module_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    span_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    intervals: list[Interval] = field(default_factory=list)
+    host: list[tuple[float, float, Any]] = field(default_factory=list)
+
+    @property
+    def bubble_s(self) -> float:
+        """Return the time spent waiting for other stages, or for what they send."""
+        exposed = (s for axis, s in self.exposed_s.items() if "pp" in axis.split("+"))
+        return self.peers_s + sum(exposed)
+
+
+@dataclass
+class Timeline:
+    """Hold a step of all traced ranks."""
+
+    step_s: float
+    ranks: dict[int, RankTimeline]
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Return the mean of the ranks' bubbles as a share of the step."""
+        return self.mean("bubble_s") / self.step_s if self.step_s else 0.0
+
+    def mean(self, part: str) -> float:
+        """Return the mean over ranks of compute_s, peers_s, copies_s, host_s or bubble_s."""
+        return sum(getattr(rank, part) for rank in self.ranks.values()) / len(self.ranks)
+
+    def mean_by(self, part: str) -> dict[str, float]:
+        """Return the mean over ranks of a part that is a dict, such as exposed_s or by_phase_s."""
+        total: dict[str, float] = defaultdict(float)
+        for rank in self.ranks.values():
+            for key, value in getattr(rank, part).items():
+                total[key] += value / len(self.ranks)
+        return dict(total)
+
+
+def axis_of(group: Group) -> str:
+    """Return a group's axes as one word, such as "dp_shard+cp"."""
+    return "+".join(group.axes) or ("one rank" if len(group.ranks) == 1 else group.name)
+
+
+def lane_labels(intervals: Iterable[Interval], groups: Mapping[str, Group]) -> dict[str, str]:
+    """Return the names of a rank's lanes with what they carry: "stream 3: all_gather dp_shard"."""
+    carried: defaultdict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for lane, start, end, event in intervals:
+        if isinstance(event, Launch):
+            what = event.kernel.name
+        else:
+            what = f"{event.kind} {axis_of(groups[event.group])}"
+        carried[lane][what] += end - start
+    labels = {}
+    for lane, names in carried.items():
+        # The two that take longest are enough to recognise it.
+        most = nlargest(2, names, key=lambda name, names=names: names[name])
+        labels[lane] = lane if lane == "compute" else f"{lane}: {', '.join(most)}"
+    return labels
+
+
+def summarise(
+    rank: int,
+    lanes: Sequence[Lane],
+    transfers: Sequence[Interval],
+    host: Lane,
+    groups: Mapping[str, Group],
+    *,
+    step_s: float,
+    origin: float,
+) -> RankTimeline:
+    """Sum up the last step of a rank. step_s: of all ranks together. origin: the time from which intervals count."""
+    result = RankTimeline(rank)
+    (begin, first), (end, last) = lanes[0].cuts[-2:]
+    # The compute stream decides where the time went: it ran a kernel, or it waited for something.
+    phase = "forward"
+    for start, stop, what in lanes[0].segments[first:last]:
+        phase = what.scope.phase if isinstance(what, Launch) else phase
+        result.span_s[phase] += stop - start
+        if isinstance(what, Launch):
+            result.compute_s += stop - start
+            result.by_phase_s[what.scope.phase] += stop - start
+            result.by_kind_s[what.kernel.kind] += stop - start
+            # Equal blocks count together; the update of all parameters belongs to none.
+            result.by_module_s[any_layer(what.scope.module) or what.scope.phase] += stop - start
+        else:
+            _attribute(result, what, start, stop, groups)
+    # With one step, it ends with the last stream. In consecutive steps, the rest runs beside the next one.
+    if lanes[0].num_steps == 1:
+        slowest = max(lanes, key=lambda lane: lane.cuts[-1][0])
+        _attribute(result, slowest, end, slowest.cuts[-1][0], groups)
+        end = slowest.cuts[-1][0]
+    result.peers_s += step_s - (end - begin)  # the slowest rank is still busy
+    # For charts: everything that ran on any stream.
+    for lane in lanes:
+        for start, stop, what in lane.segments[lane.cuts[-2][1] : lane.cuts[-1][1]]:
+            if isinstance(what, Launch):
+                result.intervals.append(Interval(lane.name, start - origin, stop - origin, what))
+    for lane, start, stop, transfer in transfers:
+        assert isinstance(transfer, Transfer)
+        axis = axis_of(groups[transfer.group])
+        result.overlapped_s[axis] += stop - start
+        result.sent_bytes[axis] += transfer.size_bytes
+        result.num_sent[axis] += 1
+        result.intervals.append(Interval(lane, start - origin, stop - origin, transfer))
+    (_, first), (_, last) = host.cuts[-2:]
+    result.host = [(a - origin, b - origin, what) for a, b, what in host.segments[first:last]]
+    # So far all time of transfers. Hidden is what did not hold up the compute stream.
+    for axis, seconds in result.exposed_s.items():
+        result.overlapped_s[axis] = max(0.0, result.overlapped_s[axis] - seconds)
+    result.intervals.sort(key=lambda interval: interval.start)
+    return result
+
+
+def _attribute(
+    result: RankTimeline, what: Any, start: float, stop: float, groups: Mapping[str, Group]
+) -> None:
+    """Charge idle time to what was waited for, following streams that waited themselves."""
+    if stop <= start:
+        return
+    if isinstance(what, Transfer):
+        result.exposed_s[axis_of(groups[what.group])] += stop - start
+    elif isinstance(what, Launch):
+        result.copies_s += stop - start
+    elif what == "peers":
+        result.peers_s += stop - start
+    elif what == "host":
+        result.host_s += stop - start
+    else:
+        # Walk along what the other stream did meanwhile, and charge each part to its own cause.
+        at = start
+        segments = what.segments
+        index = max(0, bisect_right(segments, start, key=lambda segment: segment[0]) - 1)
+        while index < len(segments) and segments[index][0] < stop:
+            begin, end, inner = segments[index]
+            if end > at:
+                result.host_s += max(0.0, begin - at)  # the stream had nothing to do yet
+                _attribute(result, inner, max(at, begin), min(end, stop), groups)
+                at = min(end, stop)
+            index += 1
+        # The rest of the time the stream had ended all of its work.
+        result.host_s += stop - at

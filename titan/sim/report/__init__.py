@@ -1,0 +1,1 @@
+"""Show a simulation: text, page, traces."""

@@ -1,0 +1,68 @@
+"""Set a simulated step beside a run's (`titan sim JOB --measured RUN`): time by kind of work, and memory.
+
+Of the run come the step time and the memory of its metrics.jsonl, and the kinds of its last profiler trace, if it has one
+(titan/observe/trace.py). What was simulated is sorted in the same way.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+
+from titan.observe.rows import read_rows
+from titan.observe.trace_files import TraceFileError, find_traces, read_report
+from titan.observe.trace_kinds import COMMUNICATION, HOST, PARTS
+from titan.sim.record.trace import KernelKind, Launch
+from titan.sim.simulate import GIB, Facts, Simulation
+
+_PART: dict[KernelKind, str] = {
+    "matmul": "matmul",
+    "attention": "attention",
+    "attention_backward": "attention",
+    "copy": "copies",
+    "host_copy": "copies",
+}
+"""Part of a step that a kind of kernel counts to. All others are elementwise."""
+
+
+def compare(simulation: Simulation, run: Path) -> list[Facts]:
+    """Return rows of `name`, `unit`, `predicted` and `measured`: of the run's later steps, and of its rank 0."""
+    ranks, logged = [*simulation.traces], read_rows(run / "metrics.jsonl")
+    later = [row for row in logged[len(logged) // 2 :] if row.get("step_s")]
+    step_s = median(row["step_s"] for row in later) if later else 0.0
+    rows = [("step", "s", simulation.timeline.step_s, step_s)]
+    with suppress(TraceFileError):  # where it was not profiled
+        path, *_ = find_traces(run, step=None, rank=None)
+        parts_s = read_report(path).parts_s
+        # Ranks are numbered stage by stage, and one of each stage is simulated.
+        stage = int(re.findall(r"\d+", path.name)[0]) * len(ranks) // simulation.layout.world_size
+        predicted_s = _parts_s(simulation, ranks[stage])
+        rows += [(PARTS[part], "s", predicted_s[part], parts_s[part]) for part in PARTS]
+    memory = simulation.memory[ranks[0]]
+    for key, name, size in (
+        ("memory_gib", "reserved", memory.peak_reserved_bytes),
+        ("memory_active_gib", "active", memory.peak_active_bytes),
+    ):
+        # On a CPU the rows count the process, which is not simulated.
+        if gib := [row[key] for row in later if row.get("memory_kind") == "device"]:
+            rows.append((f"memory, {name}", "GiB", size / GIB, max(gib)))
+    return [dict(zip(("name", "unit", "predicted", "measured"), row, strict=True)) for row in rows]
+
+
+def _parts_s(simulation: Simulation, rank: int) -> dict[str, float]:
+    """Return the seconds of each of PARTS. They add up to the step."""
+    timeline = simulation.timeline.ranks[rank]
+    parts_s: defaultdict[str, float] = defaultdict(float)
+    for lane, start, end, event in timeline.intervals:
+        if lane == "compute" and isinstance(event, Launch):
+            kind, name = event.kernel.kind, event.kernel.name
+            # A change of dtype is a copy to torch.
+            part = "elementwise" if name == "aten::_to_copy" else _PART.get(kind, "elementwise")
+            parts_s["optimizer" if event.scope.phase == "optimizer" else part] += end - start
+    parts_s[COMMUNICATION] = sum(timeline.exposed_s.values())
+    parts_s["copies"] += timeline.copies_s
+    parts_s[HOST] = timeline.host_s + timeline.peers_s
+    return parts_s

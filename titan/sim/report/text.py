@@ -1,0 +1,294 @@
+"""Print a simulation on a terminal; options, tables and JSON that the simulator's commands share."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from titan.config.errors import ConfigError, Problem
+from titan.config.options import add_quiet, is_quiet
+from titan.sim.price.profiles import Profile, hardware_names
+from titan.sim.simulate import Facts
+
+# Characters of a bar that stands for the whole.
+_BAR = 28
+_SMALL = 0.005  # of the whole: not worth a line
+_EVERY_S = 10.0  # between lines of a log, so that short commands write none
+_said_s = time.monotonic()
+
+
+def say(text: str) -> None:
+    """Show what is being done: on one line of a terminal that the next text replaces, or as a line of a log now and then."""
+    global _said_s
+    if is_quiet():
+        return
+    # Carriage return and "erase to the end of the line": in a pipe or a log they would be noise.
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+    elif text and time.monotonic() - _said_s >= _EVERY_S:
+        _said_s = time.monotonic()
+        print(text, file=sys.stderr, flush=True)
+
+
+def job_parser(name: str, usage: str, description: str, *, required: bool = True) -> ArgumentParser:
+    """Return the parser of a command that simulates a job, with the options that all of them have."""
+    parser = ArgumentParser(
+        prog=f"titan {name}",
+        usage=f"titan {name} JOB.toml [OVERLAY.toml ...] [--section.key=value ...] --world-size N --hardware H {usage}",
+        description=description,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--world-size", type=int, required=required, metavar="N", help="ranks in all"
+    )
+    parser.add_argument("--hardware", required=required, metavar="H", help=hardware_names())
+    parser.add_argument("--json", metavar="FILE", help="everything as data; - for standard output")
+    parser.add_argument("--processes", type=int, metavar="P", help="at once; default: all cores")
+    add_quiet(parser)
+    return parser
+
+
+def known_options(parser: ArgumentParser) -> list[str]:
+    """Return a parser's options, so that what looks like a wrong one of them is no key of the config."""
+    return [option for action in parser._actions for option in action.option_strings]
+
+
+def mistake(option: str, message: str) -> ConfigError:
+    """Return the error of a wrong option."""
+    return ConfigError([Problem("command line", 0, option, message)])
+
+
+def require_positive(options: Namespace, *names: str) -> None:
+    """Raise ConfigError for numbers, given as these options, that are less than 1."""
+    for name in names:
+        number = getattr(options, name)
+        if number is not None and number < 1:
+            option = f"--{name.replace('_', '-')}"
+            raise mistake(option, f"expected a whole number of at least 1, got {number}")
+
+
+def memory_limit(profile: Profile, gib: float | None) -> Profile:
+    """Return the devices with as much memory as --memory allows, all of which may be used. Raises ConfigError if they have less."""
+    if gib is None:
+        return profile
+    if not 0 < gib <= profile.memory_gib:
+        what = f"more than 0 and at most {profile.memory_gib:g} GiB, which {profile.name} has"
+        raise mistake("--memory", f"expected {what}")
+    return profile.model_copy(update={"memory_gib": gib, "margin": 0.0})
+
+
+def require_folders(options: Namespace, *names: str) -> None:
+    """Raise ConfigError for files, given as these options, in folders that do not exist."""
+    # Checked first: a file that cannot be written would cost a minute of simulating.
+    for name in names:
+        file = getattr(options, name)
+        if file not in (None, "-") and not Path(file).parent.is_dir():
+            raise mistake(f"--{name}", f"there is no folder {Path(file).parent}")
+
+
+def put_json(data: object, target: str | None, *, indent: int | None = 2) -> bool:
+    """Write data to the file that --json names, if any. Return whether it went to standard output, "-"."""
+    text = json.dumps(data, indent=indent)
+    if target == "-":
+        print(text)
+    elif target:
+        Path(target).write_text(text + "\n", encoding="utf-8")
+    return target == "-"
+
+
+def columns(rows: Sequence[Sequence[str]], *, left: Collection[int] = ()) -> list[str]:
+    """Return rows of cells as lines. Cells are aligned on the right, except in the columns `left`."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            f"{cell:<{width}}" if number in left else f"{cell:>{width}}"
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def utilization(facts: Facts) -> str:
+    """Return the MFU of a simulation. A profile may lack the peak that it is a share of, which is named unless it is bfloat16's."""
+    if facts["mfu"] is None:
+        return "n/a"
+    return f"{facts['mfu']:.1%}" + (" of fp32" if facts["mfu_dtype"] == "float32" else "")
+
+
+def page(facts: Facts) -> str:
+    """Return the page of a simulation: what a step costs and why. facts: those of titan.sim.simulate.facts."""
+    return "\n".join(
+        [
+            f"{facts['model']} on {facts['world_size']} x {facts['hardware']}: {degrees(facts)}",
+            *_machine(facts),
+            "",
+            *_speed(facts),
+            "",
+            *_time(facts),
+            "",
+            *_memory(facts),
+            *([f"  experts   {line}"] if (line := uneven_routing(facts)) else []),
+            *_ranks(facts["per_rank"]),
+            *_measured(facts.get("measured", ())),
+            "",
+            f"  simulated in {facts['wall_s']:.1f} s",
+        ]
+    )
+
+
+def degrees(facts: Facts) -> str:
+    """Return the axes of a layout that are longer than 1."""
+    # Layout prints "pp 1 x dp_shard 8 ...".
+    parts = [part for part in facts["layout"].split(" x ") if not part.endswith(" 1")]
+    ep = facts.get("experts", {}).get("parallel_degree", 1)
+    # It borrows the ranks of other axes, and is no factor.
+    return (" x ".join(parts) or "one rank") + (f", ep {ep}" if ep > 1 else "")
+
+
+def _machine(facts: Facts) -> Iterator[str]:
+    """Yield what is assumed of the machine, and how wide a guess that is."""
+    if note := facts["hardware_note"]:
+        label = "" if facts["hardware_supported"] else "UNSUPPORTED PROFILE: "
+        yield f"  {label}{facts['hardware']}: {note}"
+    assumed = filter(None, (facts["hardware_assumes"], f"attention in {facts['attention_kernel']}"))
+    yield f"  assumed   {', '.join(assumed)}"
+    for name, speed in facts["hardware_kin"].items():
+        change = speed / facts["tokens_per_s_per_gpu"] - 1
+        yield f"            if it is {name}: {speed:,.0f} tokens/s/GPU ({change:+.0%}); `titan sim --calibrate` there measures which"
+
+
+def _speed(facts: Facts) -> Iterator[str]:
+    mfu = "MFU n/a" if facts["mfu"] is None else f"{facts['mfu']:.1%} MFU"
+    if facts["mfu_dtype"] == "float32":
+        mfu += " of float32's peak"
+    yield f"  step      {duration(facts['step_time_s'])} for {facts['tokens_per_step']:,} tokens"
+    yield (
+        f"  speed     {facts['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, {_tflops(facts['tflops_per_gpu'])} TFLOP/s/GPU, "
+        f"{mfu} ({facts['mfu_convention']} attention)"
+    )
+
+
+def _time(facts: Facts) -> Iterator[str]:
+    """Yield where the step goes. The parts add up to it."""
+    time, comm, total = facts["time"], facts["comm"], facts["step_time_s"]
+    # Rows in the order of the page. Those that are too small are left out by `_bars`.
+    rows = {f"compute: {phase}": s for phase, s in time["by_phase_s"].items()}
+    for axis, transfers in comm["by_axis"].items():
+        rows[f"waiting for {axis.replace('+', ' x ')}"] = transfers["exposed_s"]
+    rows["waiting for other stages"] = time["peers_s"]
+    rows["waiting for copies"] = time["copies_s"]
+    rows["waiting for the host"] = time["host_s"]
+    yield "  where the time goes" + ("" if len(facts["per_rank"]) == 1 else " (mean over stages)")
+    yield from _bars(rows, total=total, unit=duration)
+    hidden = {
+        axis: seconds for axis, row in comm["by_axis"].items() if (seconds := row["overlapped_s"])
+    }
+    if hidden:
+        parts = ", ".join(f"{axis} {duration(seconds)}" for axis, seconds in hidden.items())
+        yield f"    communication hidden behind compute: {parts}"
+    if len(facts["per_rank"]) > 1:
+        yield f"    pipeline bubble: {facts['pipeline']['bubble_fraction']:.1%} of the step"
+    yield "  compute by module"
+    yield from _bars(_by_part(time["by_module_s"]), total=total, unit=duration)
+
+
+def verdict(facts: Facts) -> str:
+    """Return whether a simulated job fits, and the memory that it needs. The same figure is in every table."""
+    memory = facts["memory"]
+    needed, capacity = memory["needed_gib"], memory["capacity_gib"]
+    what = (
+        f"{needed:.1f} of {capacity:.1f} GiB on {facts['hardware']} "
+        f"({memory['peak_reserved_gib']:.1f} reserved + {memory['outside_gib']:.1f} outside)"
+    )
+    margin = f"{1 - memory['usable_gib'] / capacity:.0%}"
+    if facts["fits"]:
+        return f"fits: {what}, {margin} or more stays free"
+    if not facts["tight"]:
+        return f"DOES NOT FIT: {what}"
+    cache = f" and gives back its cache {memory['num_retries']} times, which is slow"
+    how = cache if memory["num_retries"] else f", and a job that fits leaves {margin}"
+    return f"TIGHT: {what}; it runs with {max(0.0, capacity - needed):.1f} GiB to spare{how}"
+
+
+def _memory(facts: Facts) -> Iterator[str]:
+    memory = facts["memory"]
+    yield f"  memory    {verdict(facts)}"
+    yield f"            the formula of `titan check` says {memory['formula_gib']:.1f} GiB; this simulation holds"
+    if memory["failure"]:
+        yield f"            {memory['failure']}"
+    yield f"  at its peak of {memory['peak_active_gib']:.1f} GiB in use (rank {memory['rank']}, {memory['at'] or 'start'})"
+    yield from _bars(memory["by_category_gib"], total=memory["peak_active_gib"], unit=_gib)
+    yield "  in which modules"
+    yield from _bars(_by_part(memory["by_module_gib"]), total=memory["peak_active_gib"], unit=_gib)
+
+
+def uneven_routing(facts: Facts) -> str:
+    """Return how uneven routing may get with experts on several ranks, or an empty text."""
+    experts = facts.get("experts", {})
+    limit, degree = experts.get("fits_up_to_imbalance"), experts.get("parallel_degree")
+    if limit is None:
+        return ""
+    worst = ", where one rank gets all rows" if limit >= degree else ""
+    return f"fits up to {limit:g} times the mean load of the {degree} ranks that share them{worst}"
+
+
+def _by_part(by_module: Mapping[str, float]) -> dict[str, float]:
+    """Add up modules of one name in all blocks; the largest come first."""
+    parts: defaultdict[str, float] = defaultdict(float)
+    # "layers.3.attention" and "layers.4.attention" are one row.
+    for module, gib in by_module.items():
+        parts[re.sub(r"\.\d+", ".*", module) or "(outside of modules)"] += gib
+    return dict(sorted(parts.items(), key=lambda item: -item[1])[:8])
+
+
+def _ranks(ranks: Iterable[Facts]) -> Iterator[str]:
+    ranks = list(ranks)
+    if len(ranks) == 1:
+        return
+    yield ""
+    yield "  pipeline rank   compute     waiting    bubble   in use GiB   needed GiB"
+    for rank in ranks:
+        yield (
+            f"  {rank['pipeline_rank']:>13}  {duration(rank['compute_s']):>8}   {duration(rank['exposed_s']):>9} "
+            f"{duration(rank['bubble_s']):>9}   {rank['peak_active_gib']:>10.1f}   {rank['needed_gib']:>10.1f}"
+            + ("" if rank["fits"] else "   without the margin")
+        )
+
+
+def _measured(rows: Iterable[Facts]) -> Iterator[str]:
+    table = [["", "predicted", "measured", "difference"]]
+    for row in rows:
+        unit, predicted, measured = row["unit"], row["predicted"], row["measured"]
+        shown = duration if unit == "s" else _gib
+        change = f"{predicted / measured - 1:+.1%}" if measured else "-"
+        table.append([row["name"], shown(predicted), shown(measured), change])
+    if len(table) > 1:
+        yield from ("", *(f"  {line}" for line in columns(table, left=(0,))))
+
+
+def _bars(rows: Mapping[str, float], *, total: float, unit: object) -> Iterator[str]:
+    assert callable(unit)
+    shown = {name: value for name, value in rows.items() if value > _SMALL * total}
+    width = max(map(len, shown), default=0)
+    for name, value in shown.items():
+        share = value / total
+        yield f"    {name:<{width}}  {unit(value):>9}  {share:>6.1%}  {'█' * round(_BAR * share)}"
+
+
+def _tflops(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as text, in milliseconds below one second."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+def _gib(value: float) -> str:
+    return f"{value:.2f} GiB" if value >= 0.1 else f"{value * 1024:.1f} MiB"

@@ -1,0 +1,181 @@
+"""Say what a whole run costs (`titan sim --run`): days, GPU hours, energy, money, checkpoints, failures, spare nodes.
+
+A step's simulation gives the seconds of a step and the bytes of a checkpoint, `[simulator.run]` what no job knows, and
+titan/checkpoint/interval.py the time under failures. All figures are expectations.
+
+A job of titan has one phase: its batch and its sequences stay as they are. What follows it, such as training on long
+sequences, is another job that starts from its checkpoint. `--phase OVERLAY.toml` adds such jobs to the account.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+
+from titan.checkpoint.interval import (
+    daly_interval_s,
+    expected_interval_s,
+    num_spares,
+    young_interval_s,
+)
+from titan.config.model import model_config
+from titan.config.schema import JobConfig
+from titan.observe.estimate import estimate_memory
+from titan.sim.report.text import duration
+from titan.sim.simulate import Facts, Simulation
+
+_DAY_S, _HOUR_S = 86_400.0, 3_600.0
+_BYTES = {"float32": 4, "bfloat16": 2}
+_NEVER = 1e-6  # goodput of a run that does not end
+
+
+def state_bytes(simulation: Simulation) -> float:
+    """Return the bytes of a checkpoint: parameters, and as many times that as the optimizer keeps of them."""
+    config, layout = simulation.config, simulation.layout
+    model = model_config(config.model)
+    ranks = [dict(report.by_category) for report in simulation.memory.values()]
+    # Offloaded states are on the host, which the simulator's allocator does not see.
+    if config.training.enable_cpu_offload:
+        ranks = [estimate_memory(config, model, layout)]
+    params, optimizer = (sum(r[name] for r in ranks) for name in ("parameters", "optimizer"))
+    # The ranks seen hold the largest shards, which at a thousand shards are far above the mean. Their proportions are exact.
+    return model.num_params * _BYTES[config.training.dtype] * (1 + optimizer / params)
+
+
+def save_times_s(simulation: Simulation, size: float, *, nodes: int) -> tuple[float, float]:
+    """Return the seconds for which training stands still for a save of so many bytes, and those of writing beside it."""
+    config, layout, profile = simulation.config, simulation.layout, simulation.profile
+    run, mode = config.simulator.run, config.checkpoint.async_mode
+    write_s = size / 1e9 / (nodes * run.node_storage_gb_per_s)
+    if (share := run.save_blocking_share) is not None:
+        return share * write_s, (1 - share) * write_s
+    if mode == "disabled":
+        return write_s, 0.0
+    # Each rank copies what it holds. Into pinned memory that happens beside the next step, whose update waits for it.
+    copy_s = size * layout.dp_replicate / layout.world_size / 1e9 / profile.host_gb_per_s
+    hidden_s = simulation.timeline.step_s if mode == "async_with_pinned_mem" else 0.0
+    blocked_s = max(0.0, copy_s - hidden_s)
+    return blocked_s, copy_s - blocked_s + write_s
+
+
+def phase_facts(simulation: Simulation) -> Facts:
+    """Return what one job costs from its first step to its last. docs/simulator.md defines every field."""
+    config, step_s = simulation.config, simulation.timeline.step_s
+    run, steps, ranks = config.simulator.run, config.training.steps, simulation.layout.world_size
+    nodes = ceil(ranks / simulation.profile.gpus_per_node)
+    mtbf_s = run.mtbf_gpu_hours * _HOUR_S / ranks
+    size = state_bytes(simulation)
+    blocked_s, beside_s = save_times_s(simulation, size, nodes=nodes)
+    trained_s, validation_s = steps * step_s, _validation_s(simulation)
+
+    def wall_and_waits(interval_s: float) -> tuple[float, float]:
+        # One save at a time: the next waits for the one before.
+        save_s = blocked_s + max(0.0, beside_s - interval_s)
+        times = {"save_s": save_s, "restart_s": run.restart_seconds, "write_s": beside_s}
+        num_intervals = (trained_s + validation_s) / interval_s
+        wall_s = num_intervals * expected_interval_s(interval_s, mtbf_s=mtbf_s, **times)
+        return wall_s, num_intervals * save_s
+
+    interval = _interval(config, step_s)
+    wall_s, saved_s = wall_and_waits(interval * (trained_s + validation_s) / steps)
+    best_s = max(daly_interval_s(blocked_s, mtbf_s), beside_s, step_s)
+    parts_s = {"training": trained_s, "validation": validation_s, "waiting for saves": saved_s}
+    parts_s["restarts and lost work"] = wall_s - sum(parts_s.values())
+    gpu_hours = wall_s / _HOUR_S * ranks
+    away = run.repair_hours * _HOUR_S / mtbf_s
+    return {
+        "layout": str(simulation.layout),
+        "steps": steps,
+        "tokens": steps * simulation.tokens_per_step,
+        "days": wall_s / _DAY_S,
+        "days_by_part": {name: seconds / _DAY_S for name, seconds in parts_s.items()},
+        "gpu_hours": gpu_hours,
+        "energy_mwh": gpu_hours * simulation.profile.power_w / 1e6,
+        "cost": gpu_hours * run.gpu_hour_price,
+        "failures": wall_s / mtbf_s,
+        "goodput": trained_s / wall_s,
+        "mtbf_hours": mtbf_s / _HOUR_S,
+        "nodes": nodes,
+        "spare_nodes": num_spares(away, probability=run.spare_probability),
+        "checkpoint": {
+            "bytes": round(size),
+            "blocked_s": blocked_s,
+            "beside_s": beside_s,
+            "interval_steps": interval,
+            "young_steps": young_interval_s(blocked_s, mtbf_s) / step_s,
+            "daly_steps": daly_interval_s(blocked_s, mtbf_s) / step_s,
+            "best_steps": max(1, round(best_s / step_s)),
+            "best_goodput": trained_s / wall_and_waits(best_s)[0],
+        },
+    }
+
+
+def _interval(config: JobConfig, step_s: float) -> int:
+    """Return the steps from one save to the next; without saves all of the run's."""
+    section, steps = config.checkpoint, config.training.steps
+    if not section.enable or section.load_only:
+        return steps
+    by_time = section.interval_minutes * 60 / step_s or steps
+    return max(1, min(section.interval, steps, int(by_time)))
+
+
+def _validation_s(simulation: Simulation) -> float:
+    """Return the seconds of all validations. They are forward passes, which take their part of a step by their tokens."""
+    config, by_phase = simulation.config, simulation.timeline.mean_by("by_phase_s")
+    section, training = config.validation, config.training
+    # -1 asks for all of a text, whose length is not known here.
+    if not section.enable or section.steps < 0:
+        return 0.0
+    forward_s = simulation.timeline.step_s * by_phase["forward"] / sum(by_phase.values())
+    tokens = section.local_batch_size * (section.seq_len or training.seq_len)
+    tokens_of_step = training.local_batch_size * training.seq_len * simulation.layout.accumulation
+    times = ceil(training.steps / section.freq)
+    return times * section.steps * forward_s * tokens / tokens_of_step
+
+
+def whole_run(simulations: Sequence[Simulation]) -> Facts:
+    """Return the cost of jobs that follow each other: the sums, and `phases` with each."""
+    phases = [phase_facts(simulation) for simulation in simulations]
+    sums = ("days", "gpu_hours", "energy_mwh", "cost", "failures", "steps", "tokens")
+    trained = sum(phase["days_by_part"]["training"] for phase in phases)
+    total: Facts = {name: sum(phase[name] for phase in phases) for name in sums}
+    total["goodput"] = trained / total["days"]
+    return total | {"spare_nodes": max(p["spare_nodes"] for p in phases), "phases": phases}
+
+
+def whole_run_page(facts: Facts) -> str:
+    """Return what `whole_run` found, for people."""
+    if facts["goodput"] < _NEVER:
+        return "  the whole run does not end: it fails before it can save"
+    phases, lines = facts["phases"], [_summary("the whole run", facts)]
+    for number, phase in enumerate(phases, start=1):
+        lines += [_summary(f"phase {number}", phase)] * (len(phases) > 1) + _phase_lines(phase)
+    return "\n".join(lines)
+
+
+def _summary(name: str, facts: Facts) -> str:
+    days, hours, energy, cost = (
+        _figure(facts[key]) for key in ("days", "gpu_hours", "energy_mwh", "cost")
+    )
+    # Power and price may not be known.
+    energy = f", at most {energy} MWh in the GPUs" * (facts["energy_mwh"] > 0)
+    cost = f", cost {cost}" * (facts["cost"] > 0)
+    goodput = f"{facts['tokens']:,} tokens; goodput {facts['goodput']:.1%}"
+    return f"  {name}: {days} days, {hours} GPU hours{energy}{cost} for {goodput}"
+
+
+def _phase_lines(phase: Facts) -> list[str]:
+    save, failures, hours = phase["checkpoint"], phase["failures"], phase["mtbf_hours"]
+    shares = ((name, days / phase["days"]) for name, days in phase["days_by_part"].items())
+    best = f"best every {save['best_steps']:,}: {save['best_goodput']:.2%} (Young {save['young_steps']:,.0f}, Daly {save['daly_steps']:,.0f})"
+    return [
+        f"    time          {', '.join(f'{name} {share:.1%}' for name, share in shares)}",
+        f"    failures      {_figure(failures)} expected, one in {_figure(hours)} hours; nodes: {phase['nodes']}, and {phase['spare_nodes']} to spare",
+        f"    checkpoints   {save['bytes'] / 1e9:,.1f} GB each: training stands still for {duration(save['blocked_s'])}, "
+        f"written beside it in {duration(save['beside_s'])}",
+        f"    saved         every {save['interval_steps']:,} steps: goodput {phase['goodput']:.2%}; {best}",
+    ]
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

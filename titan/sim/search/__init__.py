@@ -1,0 +1,1 @@
+"""Choose settings by simulating them."""

@@ -1,0 +1,181 @@
+"""Run `titan autofsdp JOB.toml --world-size N --hardware H --memory G`: choose what FSDP gathers together, keeps and gathers ahead,
+so that the job fits in G GiB and takes the least time.
+
+    fsdp_blocks_per_unit             1, 2, 3, 4 and 8
+    fsdp_prefetch                    -1 (1 for experts, else 0) and 2
+    fsdp_kept_blocks                 any number of units
+
+Blocks that stay gathered only save time and only cost memory. So a simulation that keeps all bounds the speed of all others with
+its units and prefetch, and the most blocks that fit are found by bisection. Units whose bound is no better than what was found
+are left out. The result is that of trying everything (tests/sim/test_autofsdp.py). The job as it is counts as a choice, too.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from titan.checks.rules import check_to_run
+from titan.config.load import load_from_argv
+from titan.config.model import model_config
+from titan.sim.price.profiles import Profile, load_profile
+from titan.sim.report.text import (
+    columns,
+    duration,
+    job_parser,
+    known_options,
+    memory_limit,
+    put_json,
+    require_folders,
+    require_positive,
+    say,
+)
+from titan.sim.search.variants import Variant, simulate_variants
+
+UNITS, PREFETCH = (1, 2, 3, 4, 8), (-1, 2)
+_KEY = "parallelism.fsdp_"
+
+
+def settings(*, unit: int, prefetch: int, kept: int) -> dict[str, str]:
+    """Return a choice as settings of a job. kept: blocks that stay gathered."""
+    return {
+        _KEY + "blocks_per_unit": f"{unit}",
+        # Not "never", even if all blocks stay: that keeps the embedding, too, which no backward pass needs.
+        _KEY + "reshard_after_forward": "always",
+        _KEY + "kept_blocks": f"{kept}",
+        _KEY + "prefetch": f"{prefetch}",
+    }
+
+
+def choose(
+    simulate: Callable[[list[dict[str, str]]], list[Variant]],
+    *,
+    now: Variant,
+    num_blocks: int,
+    limit_gib: float,
+) -> Variant | None:
+    """Return the fastest choice that needs at most `limit_gib`, or None.
+
+    Args:
+        simulate: called with several choices at a time.
+        now: the job as it is.
+        num_blocks: of a pipeline rank.
+        limit_gib: memory that may be used, with what is outside of the allocator.
+    """
+    found: list[Variant] = []
+
+    def fits(variant: Variant) -> bool:
+        """Note a choice if it fits. One that cannot run does not."""
+        fitting = bool(variant.facts) and variant.needed_gib <= limit_gib
+        found.extend([variant] if fitting else [])
+        return fitting
+
+    fits(now)
+    ways = [(u, p) for u in UNITS if u <= num_blocks for p in PREFETCH]
+    everything = simulate([settings(unit=u, prefetch=p, kept=num_blocks) for u, p in ways])
+    # The fastest bound first: what is found with it rules out most of the others.
+    order = sorted(range(len(ways)), key=lambda n: -everything[n].speed)
+    for number in order:
+        bound, (unit, prefetch) = everything[number], ways[number]
+        if fits(bound) or bound.speed <= max((v.speed for v in found), default=0):
+            continue
+        # In units: `low` fit (0: none was tried), `high` do not.
+        low, high = 0, -(-num_blocks // unit)
+        while high - low > 1:
+            middle = (low + high) // 2 if low else 1
+            kept = settings(unit=unit, prefetch=prefetch, kept=middle * unit)
+            low, high = (middle, high) if fits(simulate([kept])[0]) else (low, middle)
+    return max(found, key=lambda v: (v.speed, -v.needed_gib), default=None)
+
+
+def autofsdp(
+    job: Sequence[str], *, world_size: int, profile: Profile, processes: int | None = None
+) -> tuple[Variant, Variant | None]:
+    """Return a job as it is, and with the fastest choice that fits into the profile's memory; None: none does.
+
+    Args:
+        job: files and overrides, as on the command line.
+        world_size: ranks in all.
+        profile: the devices; `memory_gib` is what may be used.
+        processes: how many trace at once. All cores by default.
+
+    Raises ConfigError.
+    """
+    config = load_from_argv(job)
+    check_to_run(config, world_size=world_size)
+    # Without a limit the allocator never gives memory back, which would be slow and hide what is needed.
+    roomy = profile.model_copy(update={"memory_gib": 2.0**20})
+
+    def simulate(choices: list[dict[str, str]]) -> list[Variant]:
+        say(f"simulating {choices[-1]}")
+        how = {"world_size": world_size, "processes": processes}
+        return simulate_variants(job, choices, profiles=[roomy], **how)
+
+    [now] = simulate([{}])
+    num_blocks = model_config(config.model).n_layers // config.parallelism.pipeline_parallel_degree
+    limit = profile.usable_gib
+    return now, choose(simulate, now=now, num_blocks=num_blocks, limit_gib=limit)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command. Return 1 if no choice fits."""
+    parser = job_parser(
+        "autofsdp",
+        "[--memory GIB] [--output FILE] [--json FILE]",
+        "Choose how many blocks FSDP gathers together, which stay gathered and how far ahead it gathers, so that the job fits and takes "
+        "the least time, by simulation. Prints, or writes, a TOML overlay.",
+    )
+    parser.add_argument(
+        "--memory", type=float, metavar="GIB", help="of a device, to be used; default: 90%%"
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the overlay")
+    options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    require_positive(options, "world_size", "processes")
+    require_folders(options, "json", "output")
+    profile = memory_limit(load_profile(options.hardware), options.memory)
+    load_from_argv(job, options=known_options(parser))
+    how = {"world_size": options.world_size, "processes": options.processes}
+    now, best = autofsdp(job, profile=profile, **how)
+    say("")
+    if best is None:
+        reason = now.problem or f"it needs {now.needed_gib:.1f} GiB as it is"
+        print(
+            f"titan autofsdp: no choice fits in {profile.usable_gib:.1f} of {profile.memory_gib:g} GiB; {reason}",
+            file=sys.stderr,
+        )
+        return 1
+    text = overlay(best, command=f"titan train {' '.join(job)} autofsdp.toml")
+    if options.output:
+        options.output.write_text(text, encoding="utf-8")
+    results = {"as it is": now.facts, "autofsdp": best.facts}
+    if not put_json({"settings": best.settings, "results": results}, options.json):
+        print(table(now, best, limit_gib=profile.usable_gib))
+        print(f"wrote {options.output}" if options.output else f"\n{text.rstrip()}")
+    return 0
+
+
+def table(now: Variant, best: Variant, *, limit_gib: float) -> str:
+    """Return the time, speed, exposed communication and memory of the job as it is and with the choice."""
+    rows = [["", "step", "tokens/s/GPU", "gain", "exposed", "GiB", ""]]
+    for name, one in (("as it is", now), ("autofsdp", best)):
+        if not one.facts:
+            rows.append([name, *[""] * 5, one.problem])
+            continue
+        gain = f"{one.speed / now.speed - 1:+.2%}" if now.facts else ""
+        times = [duration(one.facts["step_time_s"]), f"{one.speed:,.0f}", gain]
+        note = "" if one.needed_gib <= limit_gib else "does not fit"
+        exposed = duration(one.facts["comm"]["exposed_s"])
+        rows.append([name, *times, exposed, f"{one.needed_gib:.1f}", note])
+    return "\n".join(columns(rows, left=(0, 6)))
+
+
+def overlay(best: Variant, *, command: str) -> str:
+    """Return the choice as a TOML overlay."""
+    if not best.settings:
+        return "# the job as it is\n"
+    values = (
+        f"{key.partition('.')[2]} = " + (value if value.lstrip("-").isdigit() else f'"{value}"')
+        for key, value in best.settings.items()
+    )
+    return "\n".join([f"# {command}", "[parallelism]", *values]) + "\n"

@@ -1,0 +1,277 @@
+"""Run `titan autosac JOB.toml --world-size N --hardware H --memory G`: choose what each block keeps for its backward pass,
+so that the job fits in G GiB and takes the least time (selective activation checkpointing, arXiv:2205.05198).
+
+The job is traced once, with blocks that go through their operations one by one and keep nothing. recomputation.py chooses from that
+trace, and makes the trace of the choice, which is replayed like any other: if memory is left or lacking, the bytes are corrected and
+chosen again. What goes to the host is traced for each choice. Compiled blocks are, too: their choices are measured in one job,
+since what a compiler fuses does not add up.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titan.checks.rules import check_to_run
+from titan.config.load import load_from_argv
+from titan.sim.price.cost import Cost
+from titan.sim.price.profiles import Profile, load_profile
+from titan.sim.record.trace import Trace
+from titan.sim.record.trace_jobs import TraceError
+from titan.sim.replay.queues import ReplayError
+from titan.sim.report.text import (
+    columns,
+    duration,
+    job_parser,
+    known_options,
+    memory_limit,
+    put_json,
+    require_folders,
+    require_positive,
+    say,
+)
+from titan.sim.search.recomputation import Block, Kept, choose, find_blocks, keep, measure, samples
+from titan.sim.search.variants import simulate_variants
+from titan.sim.simulate import GIB, Facts, HardwareError, Simulation, facts, price, simulate
+
+_ROUNDS = 5
+
+
+@dataclass
+class Choice:
+    """Hold what all blocks keep. lines: as activation_checkpoint.op_keep_by_block takes it. simulation: with it."""
+
+    lines: list[str]
+    simulation: Simulation
+
+
+_KEY = "activation_checkpoint."
+_SELECTIVE = {
+    "mode": "selective",
+    "selective_ac_option": "op",
+    "op_keep": "[]",
+    "op_keep_modules": "[]",
+}
+_OTHERS: dict[str, dict[str, str]] = {
+    "full": {"mode": "full", "op_keep_modules": "[]"},
+    "op": {"mode": "selective", "selective_ac_option": "op"},
+    "every 2nd block": {"mode": "selective", "selective_ac_option": "2", "op_keep_modules": "[]"},
+    "none": {"mode": "none", "op_keep_modules": "[]"},
+}
+_COMPILED = {
+    f"memory_budget {share}": {
+        "mode": "memory_budget",
+        "memory_budget": share,
+        "op_keep_modules": "[]",
+    }
+    for share in ("0.25", "0.5", "0.75")
+}
+"""What a choice is compared with, and in compiled jobs, too."""
+
+
+def settings(lines: Sequence[str]) -> dict[str, str]:
+    """Return a choice as settings of a job."""
+    text = ", ".join(f'"{line}"' for line in lines)
+    return {
+        _KEY + key: value for key, value in (_SELECTIVE | {"op_keep_by_block": f"[{text}]"}).items()
+    }
+
+
+def autosac(
+    job: Sequence[str],
+    *,
+    world_size: int,
+    profile: Profile,
+    host: bool = False,
+    processes: int | None = None,
+) -> Choice:
+    """Choose what each block of a job keeps on some hardware, to use all of its memory and the least time.
+
+    Args:
+        job: files and overrides, as on the command line. What it says of activation_checkpoint is replaced.
+        world_size: ranks in all.
+        profile: the devices; `memory_gib` is what may be used.
+        host: let results go to the host's memory.
+        processes: how many trace at once. All cores by default.
+
+    Raises ConfigError, HardwareError, TraceError and ReplayError. The simulation says whether the choice fits.
+    """
+    is_compiled = "model" in (compile := load_from_argv(job).compile).components and compile.enable
+
+    # Without a limit the allocator never has to give memory back, which would be slow.
+    roomy = profile.model_copy(update={"memory_gib": 2.0**20})
+
+    def run(lines: Sequence[str], *more: str) -> Simulation:
+        overrides = (f"--{key}={value}" for key, value in settings(lines).items())
+        config = load_from_argv([*job, *overrides, *more])
+        check_to_run(config, world_size=world_size)
+        return simulate(config, world_size=world_size, profile=roomy, processes=processes)
+
+    base = run(["0:"], *(["--compile.enable=false"] if is_compiled else []))
+    cost = Cost(profile)
+    blocks = {rank: find_blocks(trace, cost) for rank, trace in base.traces.items()}
+    if is_compiled:
+        every = {layer: block for of_rank in blocks.values() for layer, block in of_rank.items()}
+        chosen = samples(every)
+        measure(every, run(to_lines(chosen)).traces.values(), chosen, cost)
+    to_host = _host_bytes(base, profile) if host and not is_compiled else 0
+    first = run(["0:"]) if is_compiled else base
+    limit = int(profile.usable_gib * GIB)
+
+    def left(simulation: Simulation) -> dict[int, int]:
+        """Return the bytes that each rank has left, or lacks (below 0)."""
+        return {rank: limit - report.needed_bytes for rank, report in simulation.memory.items()}
+
+    extra = left(first)
+    best, best_fits = Choice(["0:"], first), min(extra.values()) >= 0
+    for _ in range(_ROUNDS):
+        kept: dict[int, Kept] = {}
+        traces: dict[int, Trace] = {}
+        for rank, trace in base.traces.items():
+            of_rank = choose(trace, blocks[rank], extra[rank] + to_host)
+            traces[rank] = keep(trace, blocks[rank], of_rank)
+            kept |= of_rank
+        lines = to_lines(kept, _to_host(kept, blocks, to_host))
+        exact = not is_compiled and not any(">host" in line for line in lines)
+        now = price(base.config, base.layout, traces, roomy) if exact else run(lines)
+        spare = left(now)
+        fits = min(spare.values()) >= 0
+        if fits and (not best_fits or now.timeline.step_s < best.simulation.timeline.step_s):
+            best, best_fits = Choice(lines, now), True
+        # Stop when it fits and little is left, or everything is kept.
+        little = limit // 500
+        if (fits and max(spare.values()) < little) or all(c is None for c in kept.values()):
+            break
+        # What lacks is given up with some more, so that it does not lack by a little again.
+        for rank, number in spare.items():
+            extra[rank] += number if number >= 0 else number - little // 2
+    # Now on the device as it is.
+    last = best.simulation
+    best.simulation = price(last.config, last.layout, last.traces, profile)
+    return best
+
+
+def _host_bytes(base: Simulation, profile: Profile) -> int:
+    """Return the bytes that a rank can copy to the host while it computes its forward passes."""
+    return int(base.timeline.mean_by("by_phase_s")["forward"] * profile.host_gb_per_s * 1e9 * 0.9)
+
+
+def _to_host(
+    kept: Mapping[int, Kept], blocks: Mapping[int, Mapping[int, Block]], num_bytes: int
+) -> set[tuple[int, str]]:
+    """Choose which of the kept results go to the host: those of the first blocks, which are needed last."""
+    chosen: set[tuple[int, str]] = set()
+    for of_rank in blocks.values():
+        left = num_bytes
+        for layer, block in sorted(of_rank.items()):
+            for call in sorted(kept.get(layer) or ()):
+                size = block.sizes[call] * len(block.runs[call])
+                if size <= left:
+                    left -= size
+                    chosen.add((layer, call))
+    return chosen
+
+
+def to_lines(kept: Mapping[int, Kept], host: Collection[tuple[int, str]] = ()) -> list[str]:
+    """Return a choice as lines of op_keep_by_block, one for neighbouring blocks that keep the same."""
+    lines: list[tuple[int, int, str]] = []
+    for layer, calls in sorted(kept.items()):
+        places: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+        for call in calls or ():
+            name, _, place = call.partition("@")
+            places[name, ">host" if (layer, call) in host else ""].append(int(place))
+        entries = [
+            f"{n}@{','.join(map(str, sorted(p)))}{to}" for (n, to), p in sorted(places.items())
+        ]
+        text = "all" if calls is None else " ".join(entries)
+        if lines and lines[-1][1:] == (layer - 1, text):
+            lines[-1] = (lines[-1][0], layer, text)
+        else:
+            lines.append((layer, layer, text))
+    return [f"{first}-{last}: {text}".rstrip() for first, last, text in lines]
+
+
+# ---- what the user sees --------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command. Return 1 if the job does not fit whatever is recomputed."""
+    parser = job_parser(
+        "autosac",
+        "[--memory GIB] [--host] [--output FILE] [--json FILE]",
+        "Choose what each block keeps for its backward pass and what it computes again, so that the job fits and takes the least "
+        "time, by simulation. Prints, or writes, a TOML overlay.",
+    )
+    add = parser.add_argument
+    add("--memory", type=float, metavar="GIB", help="of a device, to be used; default: 90%% of it")
+    add("--host", action="store_true", help="results may go to the host's memory, too")
+    add("--output", type=Path, metavar="FILE", help="write the overlay; default: print it")
+    options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    require_positive(options, "world_size", "processes")
+    require_folders(options, "json", "output")
+    profile = memory_limit(load_profile(options.hardware), options.memory)
+    compile = load_from_argv(job, options=known_options(parser)).compile
+    how: dict[str, Any] = {"world_size": options.world_size, "processes": options.processes}
+    others = _OTHERS | (_COMPILED if compile.enable and "model" in compile.components else {})
+    clear = {_KEY + "op_keep_by_block": "[]"}
+    try:
+        say("choosing")
+        choice = autosac(job, profile=profile, host=options.host, **how)
+        say("comparing")
+        variants = simulate_variants(
+            job,
+            [
+                clear | {_KEY + key: value for key, value in other.items()}
+                for other in others.values()
+            ],
+            profiles=[profile],
+            **how,
+        )
+    except (HardwareError, TraceError, ReplayError) as error:
+        say("")
+        print(f"titan autosac: {error}", file=sys.stderr)
+        return 2
+    say("")
+    results = {"autosac": facts(choice.simulation)}
+    results |= {name: one.facts for name, one in zip(others, variants, strict=True) if one.facts}
+    text = overlay(choice, command=f"titan train {' '.join(job)} autosac.toml")
+    if options.output:
+        options.output.write_text(text, encoding="utf-8")
+    if not choice.simulation.fits:
+        print("the job does not fit, even if its blocks keep nothing", file=sys.stderr)
+    if not put_json({"op_keep_by_block": choice.lines, "results": results}, options.json):
+        print(table(results))
+        print(f"wrote {options.output}" if options.output else f"\n{text.rstrip()}")
+    return 0 if choice.simulation.fits else 1
+
+
+def table(results: Mapping[str, Facts]) -> str:
+    """Return the time, speed and memory of each way to recompute, the fastest that fits first."""
+    rows = [["recomputation", "step", "tokens/s/GPU", "over the slowest", "GiB", ""]]
+    slowest = max(one["step_time_s"] for one in results.values())
+    for name, one in sorted(results.items(), key=lambda p: (not p[1]["fits"], p[1]["step_time_s"])):
+        step, memory = one["step_time_s"], one["memory"]
+        speed = [
+            duration(step),
+            f"{one['tokens_per_s_per_gpu']:,.0f}",
+            f"{slowest / step - 1:+.1%}",
+        ]
+        note = "" if one["fits"] else "tight" if one["tight"] else "does not fit"
+        rows.append([name, *speed, f"{memory['needed_gib']:.1f}", note])
+    return "\n".join(columns(rows, left=(0, 5)))
+
+
+def overlay(choice: Choice, *, command: str) -> str:
+    """Return the choice as a TOML overlay."""
+    head = [
+        "[activation_checkpoint]",
+        'mode = "selective"',
+        'selective_ac_option = "op"',
+        "op_keep = []",
+    ]
+    lines = [f"# {command}", *head, "op_keep_modules = []", "op_keep_by_block = ["]
+    return "\n".join([*lines, *(f'    "{line}",' for line in choice.lines), "]"]) + "\n"

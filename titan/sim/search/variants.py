@@ -1,0 +1,184 @@
+"""Simulate many variants of a job at once. `titan sim --sweep`, `titan plan` and `titan check` choose the variants.
+
+    titan sim JOB.toml --world-size 64 --hardware h100-sxm,h200-sxm --sweep training.local_batch_size=1,2,4 --sweep ...
+
+Variants that the rules refuse are counted, with their reasons. Variants that differ only in hardware or replicas share
+a trace (trace_cache.py). The table of a sweep marks the Pareto front of speed against memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from titan.checks.rules import check_to_run
+from titan.config.errors import ConfigError
+from titan.config.load import load_from_argv
+from titan.hardware import MARGIN
+from titan.sim.price.profiles import Profile
+from titan.sim.record.trace import Trace, no_garbage_collection
+from titan.sim.record.trace_cache import TraceRequest, get_traces, remap_ranks
+from titan.sim.replay.queues import ReplayError
+from titan.sim.report.text import columns, utilization
+from titan.sim.simulate import GIB, Facts, facts, not_simulated, price
+
+
+@dataclass
+class Variant:
+    """Hold settings of a job on some hardware. facts: those of titan.sim.simulate.facts; problem:
+    why there are none."""
+
+    settings: dict[str, str]
+    hardware: str
+    facts: Facts = field(default_factory=dict)
+    problem: str = ""
+
+    @property
+    def speed(self) -> float:
+        """Return tokens per second and GPU, or 0 if the variant does not run."""
+        return self.facts["tokens_per_s_per_gpu"] if self.facts else 0.0
+
+    @property
+    def needed_gib(self) -> float:
+        """Return the memory that the fullest rank takes from its device, or 0 if the variant does not run."""
+        return self.facts["memory"]["needed_gib"] if self.facts else 0.0
+
+    @property
+    def fits(self) -> bool:
+        """Return whether the variant runs and leaves the margin free."""
+        return bool(self.facts) and self.facts["fits"]
+
+    @property
+    def is_tight(self) -> bool:
+        """Return whether the variant runs, but leaves less than the margin free."""
+        return bool(self.facts) and self.facts["tight"]
+
+    @property
+    def memory(self) -> str:
+        """Return the memory as a table shows it."""
+        note = "" if self.fits else " tight" if self.is_tight else " does not fit"
+        return f"{self.needed_gib:.1f}{note}" if self.facts else ""
+
+
+def combinations(axes: dict[str, list[str]]) -> Iterator[dict[str, str]]:
+    """Yield every combination of the values of each key."""
+    for values in itertools.product(*axes.values()):
+        yield dict(zip(axes, values, strict=True))
+
+
+def simulate_variants(
+    job: Sequence[str],
+    settings: Iterable[dict[str, str]],
+    *,
+    world_size: int,
+    profiles: Sequence[Profile],
+    processes: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Variant]:
+    """Simulate a job with each of these settings on each profile; return the variants in this order.
+
+    Args:
+        job: files and overrides, as on the command line.
+        settings: what each variant overrides.
+        world_size: ranks in all.
+        profiles: hardware to price every variant on.
+        processes: how many trace at once. All cores by default.
+        progress: called with the number of variants that are done, and of all.
+    """
+    variants: list[Variant] = []
+    requests: dict[str, TraceRequest] = {}
+    by_key: defaultdict[str, list[tuple[Variant, TraceRequest, Profile]]] = defaultdict(list)
+    for chosen in settings:
+        # One Variant for each profile: the settings are checked and traced once for all of them.
+        of_settings = [Variant(chosen, profile.name) for profile in profiles]
+        variants += of_settings
+        try:
+            config = load_from_argv([*job, *(f"--{key}={value}" for key, value in chosen.items())])
+            layout = check_to_run(config, world_size=world_size)
+        except ConfigError as error:
+            # One reason is enough for a table that counts them.
+            for variant in of_settings:
+                variant.problem = error.problems[0].message
+            continue
+        for variant, profile in zip(of_settings, profiles, strict=True):
+            request = TraceRequest(config.on_device(profile.device_kind), layout)
+            variant.problem = not_simulated(config, profile)
+            if not variant.problem:
+                # Variants that differ in hardware or replicas alone share a key, and so a trace.
+                requests.setdefault(request.key, request)
+                by_key[request.key].append((variant, request, profile))
+    # Refused variants are done already.
+    settled = sum(bool(variant.problem) for variant in variants)
+    progress(settled, len(variants))
+
+    def done(traced: TraceRequest, traces: dict[int, Trace] | Exception) -> None:
+        nonlocal settled
+        # One trace serves all variants of the key, each with its own replicas and hardware.
+        for variant, request, profile in by_key[traced.key]:
+            _price(variant, request, traces, profile)
+            settled += 1
+            progress(settled, len(variants))
+
+    with no_garbage_collection():
+        get_traces(list(requests.values()), processes=processes, done=done)
+    return variants
+
+
+def _price(variant: Variant, request: TraceRequest, traces: Any, profile: Profile) -> None:
+    if isinstance(traces, Exception):
+        variant.problem = str(traces)
+        return
+    own = [remap_ranks(trace, request.layout) for trace in traces.values()]
+    try:
+        simulation = price(request.config, request.layout, {t.rank: t for t in own}, profile)
+    except ReplayError as error:
+        variant.problem = str(error)
+        return
+    variant.facts = facts(simulation)
+
+
+def front(variants: Sequence[Variant]) -> list[Variant]:
+    """Return the variants that fit and beat all others that need no more memory, the fastest first."""
+    best: list[Variant] = []
+    for variant in sorted((v for v in variants if v.fits), key=lambda v: (-v.speed, v.needed_gib)):
+        # From the fastest down, a variant is on the front if it needs less memory than all before
+        # it. The margin of one byte keeps out equals.
+        if not best or variant.needed_gib < best[-1].needed_gib - 1 / GIB:
+            best.append(variant)
+    return best
+
+
+def table(variants: Sequence[Variant], *, most: int = 40) -> str:
+    """Return a table of the fastest variants that fit and of the front, and counts of the others."""
+    on_front = {id(variant) for variant in front(variants)}
+    fitting = sorted((v for v in variants if v.fits), key=lambda v: -v.speed)
+    # The front is complete, also beyond the fastest rows.
+    shown = fitting[:most] + [v for v in fitting[most:] if id(v) in on_front]
+    keys = list(variants[0].settings) if variants else []
+    several = len({variant.hardware for variant in variants}) > 1
+    head = [*(["hardware"] if several else []), *(key.split(".")[-1] for key in keys)]
+    rows = [[*head, "tokens/s/GPU", "MFU", "step s", "GiB", "front"]]
+    for v in shown:
+        which = [*([v.hardware] if several else []), *v.settings.values()]
+        cost = [f"{v.facts['step_time_s']:.3f}", f"{v.needed_gib:.1f}"]
+        mark = "*" if id(v) in on_front else ""
+        rows.append([*which, f"{v.speed:,.0f}", utilization(v.facts), *cost, mark])
+    others = _others(variants, num_fitting=len(fitting), num_shown=len(shown))
+    return "\n".join([*columns(rows), "", *others])
+
+
+def _others(variants: Sequence[Variant], *, num_fitting: int, num_shown: int) -> Iterator[str]:
+    yield f"{len(variants)} variants: {num_fitting} fit" + (
+        f", of which the fastest {num_shown} are shown" if num_shown < num_fitting else ""
+    )
+    if tight := sum(v.is_tight for v in variants):
+        yield f"{tight} run, but leave less than {MARGIN:.0%} of the memory free"
+    if too_big := sum(bool(v.facts) and not (v.fits or v.is_tight) for v in variants):
+        yield f"{too_big} need more memory than there is"
+    reasons = Counter(variant.problem for variant in variants if variant.problem)
+    # Only the most frequent reasons: a sweep may have thousands.
+    for reason, number in reasons.most_common(5):
+        yield f"{number} cannot run: {reason}"

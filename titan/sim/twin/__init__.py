@@ -1,0 +1,1 @@
+"""Set a run beside its simulation."""

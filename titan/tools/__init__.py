@@ -1,0 +1,1 @@
+"""Commands beside the run. Nothing but titan/cli.py imports them."""

@@ -1,0 +1,102 @@
+"""Run torchrun on one node of a cluster, safe to signal: `python -m titan.tools.cluster.node TORCHRUN-OPTIONS -m titan.train JOB.toml`.
+
+Schedulers signal every process of a job (Slurm) or only the first one (Kubernetes). torchrun dies of SIGUSR1, and kills its
+ranks 30 seconds after SIGTERM. Here both signals are left to the ranks, which finish their step, save, and exit with 75
+(titan/health/signals.py). torchrun waits for that as long as it takes.
+
+    exit code   meaning
+    0, 2, 75    the ranks' exit code, if they agree; 75 also if SIGUSR1 came before there were ranks
+    143         SIGTERM came before there were ranks
+    1           anything else. This includes ranks that have ended while torchrun waits for a store whose host is gone:
+                TCP alone would wait for a quarter of an hour
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from types import FrameType
+
+from titan.health.launch import ranks_of, torchrun
+from titan.health.signals import EXIT_FAILED, EXIT_STOPPED
+
+LEFT_TO_RANKS = (signal.SIGTERM, signal.SIGUSR1)
+LINGER_S = 30.0  # without an answer of the store's host after the ranks have ended
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run this node's part of a job; returns the exit code."""
+    for number in LEFT_TO_RANKS:
+        signal.signal(number, _pass_on)
+    # torchrun installs handlers over ours when it starts the ranks: these are the signals that it may handle.
+    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGINT,SIGHUP,SIGQUIT")
+    # Else a restarted rank may find the address that a dead rank left in the agent's store.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if store := _store(arguments):
+        threading.Thread(target=_end_with_store, args=store, name="store", daemon=True).start()
+    # The first node hosts the store. torchrun would guess by comparing addresses.
+    if (number := os.environ.get("SLURM_NODEID")) is not None:
+        is_first = int(number == "0")
+        arguments.insert(0, f"--rdzv-conf=rank={number},is_host={is_first}")
+    return torchrun(arguments)
+
+
+def _pass_on(number: int, frame: FrameType | None) -> None:
+    """Pass a signal on to the ranks. They may have it already, and count no signal twice."""
+    ranks = ranks_of(os.getpid())
+    for rank in ranks:
+        with suppress(ProcessLookupError):  # it has just ended
+            os.kill(rank, number)
+    # Before there are ranks, there is nothing to save.
+    if not ranks and not _seen_ranks.is_set():
+        os._exit(EXIT_STOPPED if number == signal.SIGUSR1 else 128 + number)
+
+
+_seen_ranks = threading.Event()
+
+
+def _end_with_store(host: str, port: int) -> None:
+    """End this process when its ranks have ended and the store's host has not answered for LINGER_S since."""
+    last_good_s = time.monotonic()
+    # Before there are ranks, torchrun waits for other nodes, and it has a limit for that.
+    while not _seen_ranks.is_set() or time.monotonic() - last_good_s < LINGER_S:
+        # Once a second: are there ranks, and if they have ended, does the store's host answer?
+        if ranks_of(os.getpid()):
+            _seen_ranks.set()
+            last_good_s = time.monotonic()
+        elif _seen_ranks.is_set():
+            with suppress(OSError), socket.create_connection((host, port), timeout=5):
+                last_good_s = time.monotonic()
+        # Signals still interrupt the main thread, and a second is short beside LINGER_S.
+        time.sleep(1)
+    words = f"{socket.gethostname()}: all ranks of this node have ended, and {host} does not answer: given up"
+    print(words, file=sys.stderr, flush=True)
+    os._exit(EXIT_FAILED)
+
+
+def _store(arguments: Sequence[str]) -> tuple[str, int] | None:
+    """Return host and port at which torchrun meets the other nodes, or None if no option says so."""
+    # torchrun takes each option from PET_ variables too; the command line wins.
+    endpoint = os.environ.get("PET_RDZV_ENDPOINT", "")
+    for word in arguments:
+        if word.startswith("--rdzv-endpoint="):
+            endpoint = word.partition("=")[2]
+    if not endpoint and "PET_MASTER_ADDR" in os.environ:
+        endpoint = "{PET_MASTER_ADDR}:{PET_MASTER_PORT}".format(**os.environ)
+    host, _, port = endpoint.rpartition(":")
+    return (host.strip("[]"), int(port)) if host and port.isdecimal() else None
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # An interpreter that shuts down removes its handlers, and a signal would then change the exit code.
+    os._exit(code)

@@ -1,0 +1,155 @@
+"""Run `titan slurm JOB.toml --nodes N`: check a job, write train.sbatch for it with every choice
+filled in, and submit it on request.
+
+The user's text may hold anything, even `$(...)` and line breaks, and must never become a command or an option. So words
+for the shell are quoted, and values of #SBATCH lines, which cannot be quoted, may have known characters only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from titan.checks.rules import load_to_run
+from titan.config.errors import COMMAND_LINE, ConfigError, Problem
+from titan.config.load import parse_args
+from titan.config.options import JOB, command_parser, positive, whole
+from titan.config.schema import JobConfig
+
+SUMMARY = "Check a job, write its script for sbatch, and submit it on request. docs/cluster.md"
+TEMPLATE = Path(__file__).with_name("train.sbatch")
+_NAME = r"[\w.,+-]+"
+# Options of Slurm: what a value may look like, and an example for the error.
+_PATTERNS = {
+    "time": (r"(\d+-)?\d+(:\d+){0,2}", "24:00:00 or 2-12:00:00"),
+    "partition": (_NAME, "gpu"),
+    "account": (_NAME, "my-project"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code. Raises ConfigError, which titan.cli reports."""
+    usage = "[--time T] [--partition P] [--account A] [--container IMAGE] [--submit]"
+    parser = command_parser(
+        "slurm", f"{JOB} --nodes N [--gpus-per-node G] {usage}", summary=SUMMARY
+    )
+    add = parser.add_argument
+    add("--nodes", type=positive, required=True, metavar="N", help="machines")
+    add("--gpus-per-node", type=whole, default=8, metavar="G", help="default: 8; 0: run on CPUs")
+    add("--ranks-per-node", type=positive, metavar="R", help="default: one per GPU, or one on CPUs")
+    help_ = "restarts after a crash; default: 0"
+    add("--max-restarts", type=whole, default=0, metavar="R", help=help_)
+    add("--output", type=Path, metavar="FILE", help="default: job.sbatch in the run folder")
+    add("--time", metavar="T", help="time limit in Slurm's notation, such as 24:00:00")
+    add("--partition", metavar="P")
+    add("--account", metavar="A")
+    add("--container", metavar="IMAGE", help="run in this image, through pyxis")
+    add("--mounts", metavar="FROM:TO,...", help="folders of the container beside this one")
+    add("--submit", action="store_true", help="pass the script to sbatch")
+    options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    # Without GPUs one rank uses the cores of a node.
+    ranks = options.ranks_per_node or options.gpus_per_node or 1
+    known = [f"--{name.replace('_', '-')}" for name in vars(options)]
+    device = "cuda" if options.gpus_per_node else "cpu"
+    # All that `titan check` looks at. In a container the files may have other places.
+    here = not options.container
+    size = options.nodes * ranks
+    config, _ = load_to_run(job, world_size=size, options=known, here=here, device=device)
+    # Nothing is written before everything is checked.
+    text = script(config, options, job, ranks_per_node=ranks)
+    folder = _run_folder(config)
+    path: Path = options.output or folder / "job.sbatch"
+    try:
+        for parent in (path.parent, folder):  # Slurm opens its log there, and makes no folder
+            parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        print(f"titan slurm: {error}", file=sys.stderr)
+        return 2
+    print(text, end="", flush=True)
+    command = ["sbatch", str(path)]
+    if not options.submit:
+        print(f"\nwritten. To submit it: {shlex.join(command)}", file=sys.stderr)
+        return 0
+    try:
+        return subprocess.run(command).returncode
+    except FileNotFoundError:
+        message = "there is no sbatch on this machine"
+        raise ConfigError([Problem(COMMAND_LINE, 0, "--submit", message)]) from None
+
+
+def script(
+    config: JobConfig, options: argparse.Namespace, job: Sequence[str], *, ranks_per_node: int
+) -> str:
+    """Return the text of the script. Raises ConfigError if a value cannot stand in a line of #SBATCH.
+
+    Args:
+        job: the files and overrides of the command line.
+    """
+    for name, (pattern, example) in _PATTERNS.items():
+        value = getattr(options, name)
+        if value is not None and not re.fullmatch(pattern, value):
+            message = f"expected such as {example}, got {value!r}"
+            raise ConfigError([Problem(COMMAND_LINE, 0, f"--{name}", message)])
+    folder = str(_run_folder(config))
+    # Slurm replaces %j and the like in the name of its log, and has no way to escape a line break.
+    if not folder.isprintable() or "%" in folder:
+        message = f"Slurm cannot write its log there: {folder!r} has a %, or characters that are not printable"
+        raise ConfigError([config.source_map.problem("job.dump_folder", message)])
+    log = f"{folder}/slurm-%j.out".replace("\\", "\\\\").replace('"', '\\"')
+    directives = {
+        "job-name": _job_name(job),
+        "nodes": options.nodes,
+        "gpus-per-node": options.gpus_per_node or None,
+        "time": options.time,
+        "partition": options.partition,
+        "account": options.account,
+        "output": f'"{log}"',
+        # A job needs the time that a save may take, and a minute to spare.
+        "signal": f"B:USR1@{config.fault_tolerance.grace_seconds + 60}",
+    }
+    settings = {
+        # In a container this Python does not exist.
+        "PYTHON": "python" if options.container else sys.executable,
+        "NPROC": ranks_per_node,
+        "MAX_RESTARTS": options.max_restarts,
+        "CONTAINER": options.container or "",
+        "CONTAINER_MOUNTS": ",".join(filter(None, [f"{Path.cwd()}:{Path.cwd()}", options.mounts])),
+    }
+    # Directives come first in the file: Slurm stops reading them at the first command.
+    before, _, rest = TEMPLATE.read_text(encoding="utf-8").partition("\n\n")
+    # The template's own directives, unless this job sets them.
+    kept = [
+        line
+        for line in before.splitlines()
+        if line.removeprefix("#SBATCH --").partition("=")[0] not in directives
+    ]
+    return "\n".join(
+        [
+            *kept,
+            *(f"#SBATCH --{key}={value}" for key, value in directives.items() if value is not None),
+            "",
+            "# Written by `titan slurm`.",
+            f"cd -- {shlex.quote(str(Path.cwd()))} || exit 2",
+            *(f"{key}={shlex.quote(str(value))}" for key, value in settings.items()),
+            f"set -- {shlex.join(job)}",
+            "",
+            rest[rest.index("set -uo pipefail") :],
+        ]
+    )
+
+
+def _run_folder(config: JobConfig) -> Path:
+    return Path(config.job.dump_folder).absolute()
+
+
+def _job_name(job: Sequence[str]) -> str:
+    """Return the name of the job file in letters, digits and dashes, a letter first."""
+    stem = Path(parse_args(job).job).stem.lower()
+    name = re.sub(r"[^a-z0-9]+", "-", stem).strip("-")[:40].rstrip("-")
+    return name if name[:1].isalpha() else f"titan-{name}".rstrip("-")

@@ -1,0 +1,221 @@
+"""Run `titan convert`, in one process and without a GPU.
+
+titan convert from-hf Llama-3.2-1B/ llama/     writes llama/checkpoint/step-0, and llama/config.toml with the model's keys
+titan convert to-hf RUN/checkpoint/step-1000 out/ --dtype bfloat16
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan.checkpoint import CheckpointError, SaveFailed
+from titan.checkpoint import manager as checkpoints
+from titan.checkpoint.commit import CheckpointGroup
+from titan.checkpoint.export import (
+    DEFAULT_FILE_BYTES,
+    Export,
+    lost_buffers,
+    write_folder,
+)
+from titan.checkpoint.huggingface import (
+    HFModel,
+    check_folder,
+    fill,
+    left_out_messages,
+    model_keys,
+    not_finite,
+    open_folder,
+    read_sizes,
+    require_weights_for,
+)
+from titan.checkpoint.storage import Location, as_location
+from titan.config.load import ConfigError
+from titan.config.schema import CheckpointSection
+from titan.config.toml import format_value
+from titan.data.tokenizer import tokenizer_named
+from titan.data.tokenizer_files import FOLDER, read_asset, tokenizer_files, write_files
+from titan.tools.generate import TOKENIZER_OPTION, find_checkpoint, open_run_tokenizer
+from titan.untrusted import InputError
+
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def from_hf(source: Path, output: Path) -> list[str]:
+    """Write a checkpoint of a Hugging Face folder's weights, and the config that it implies. Return messages."""
+    # Refuse before anything is read: the output must be new or empty.
+    _check_new(output)
+    name, sizes = read_sizes(opened := open_folder(source))
+    # Checked on the folder's own claims, before a model of those sizes is built.
+    require_weights_for(sizes, opened)
+    model = HFModel.of(name, sizes)
+    folder = check_folder(source, model)
+    assets = {file.name: read_asset(file) for file in tokenizer_files(str(source))}
+    if assets:
+        tokenizer_named(str(source))  # raises where it cannot be used
+    # The same writer as a run's, so step 0 is a checkpoint like any other.
+    manager = checkpoints.CheckpointManager(CheckpointSection(), run_dir=output)
+    metadata = {"format": 1, "step": 0, "tokens": 0, "data": {}, "model_only": True}
+    with ExitStack() as stack:
+        from safetensors import safe_open
+
+        # safe_open maps a file, so a tensor is read only when it is written.
+        open_files = {
+            file: stack.enter_context(safe_open(file, framework="pt"))
+            for file in set(folder.files.values())
+        }
+        temporary = stack.enter_context(
+            TemporaryDirectory(dir=output.parent, prefix=".converting-")
+        )
+        state: dict[str, Tensor] = {}
+        for ours, shape in model.shapes.items():
+            theirs = model.names.get(ours)
+            if theirs is None:  # transformers has none: as before the first step
+                state[f"model.{ours}"] = torch.zeros(shape, dtype=model.buffers[ours])
+                continue
+            file = folder.files[theirs.format(0)]
+            stored = open_files[file].get_slice(theirs.format(0))
+            if stored.get_dtype() != "F8_E4M3" and theirs in folder.files:
+                tensor = open_files[file].get_tensor(theirs)
+                bad = [] if tensor.isfinite().all() else [not_finite(file, theirs)]
+            else:
+                # Mapped to a file of its own too: experts are stacked, and fp8 becomes bfloat16.
+                tensor = _mapped(Path(temporary) / ours, shape, stored[:0].dtype)
+                bad = fill(folder, {ours: tensor}, model=model)
+            if bad:
+                raise CheckpointError(bad[0])
+            state[f"model.{ours}"] = tensor
+        step = manager.save(0, state, metadata=metadata)
+    if assets:
+        write_files(assets, output / FOLDER)
+    keys = model_keys(name, sizes)
+    sections = {
+        "model": keys,
+        # Not model.hf_assets_path, because a job's own [tokenizer] would win over it.
+        "tokenizer": {"name": "auto", "path": str((output / FOLDER).absolute())} if assets else {},
+        "checkpoint": {"initial_load_path": str(Path(step).absolute())},
+    }
+    overlay = output / "config.toml"
+    overlay.write_text(
+        "# The model of the checkpoint beside this file. Lay it over a job: titan train job.toml config.toml\n"
+        + "\n".join(f"[{name}]\n{_lines(values)}" for name, values in sections.items() if values)
+    )
+    return [
+        f"{step}: {name} {keys['flavor']}, {sizes.num_params:,} parameters",
+        *left_out_messages(folder, sizes),
+        f"train it: titan train JOB.toml {overlay}",
+    ]
+
+
+def _mapped(file: Path, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return a tensor whose memory is a file's, so that the kernel may write it out. fp8 becomes bfloat16."""
+    dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
+    return torch.from_file(str(file), shared=True, size=shape.numel(), dtype=dtype).view(shape)
+
+
+def to_hf(
+    source: Location, output: Path, *, dtype: torch.dtype | None, file_bytes: int, tokenizer: str
+) -> list[str]:
+    """Write a Hugging Face folder of a step's weights. Return messages.
+
+    Args:
+        dtype: None keeps the stored precision.
+        tokenizer: a path, or "" for the run's.
+    """
+    _check_new(output)
+    config, step = find_checkpoint(source, tokenizer=tokenizer)
+    stored = checkpoints.stored_shapes(step)
+    opened = open_run_tokenizer(config)
+    weights = (kind for name, (_, kind) in stored.items() if name.startswith("model."))
+    # All weights of a step have one dtype.
+    dtype = dtype or next(weights, torch.float32)
+    export = Export.of(config, tokenizer=opened, dtype=dtype, file_bytes=file_bytes)
+    model = export.model
+
+    # One process holds every tensor, so there is nothing to gather.
+    def whole(ours: str, dtype: torch.dtype) -> Tensor:
+        state = {f"model.{ours}": torch.empty(model.shapes[ours], dtype=dtype)}
+        checkpoints.load(step, state)
+        return state[f"model.{ours}"]
+
+    buffers = {ours: whole(ours, model.buffers[ours]) for ours in model.off_disk}
+    if lost := lost_buffers(model, buffers):
+        raise CheckpointError(f"{step}: {lost[0]}")
+
+    def fetch(names: Sequence[str], keep: bool) -> checkpoints.StateDict:
+        return export.read(names, whole)
+
+    output.parent.mkdir(parents=True, exist_ok=True)
+    ranks_of = {name: [0] for name in model.names}
+    write_folder(output, export, fetch=fetch, ranks_of=ranks_of, group=CheckpointGroup())
+    precision = str(dtype).removeprefix("torch.")
+    size = f"{model.sizes.num_params:,} parameters in {precision}"
+    messages = [f"{output}: {model.architecture}, {size}"]
+    if not export.assets:
+        text = f'no tokenizer files: the run used "{opened.kind}", which has none'
+        messages.append(text)
+    return messages
+
+
+def _check_new(output: Path) -> None:
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise CheckpointError(f"{output} is there already; name a new folder, or remove it")
+
+
+def _lines(values: dict[str, Any]) -> str:
+    return "".join(f"{key} = {format_value(value)}\n" for key, value in values.items())
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB)", text.upper())
+    if match is None or float(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"expected a size such as 5GB or 500MB, got {text!r}")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the command's options."""
+    parser = argparse.ArgumentParser(
+        prog="titan convert", description="Convert Hugging Face folders to checkpoints and back."
+    )
+    ways = parser.add_subparsers(dest="way", required=True)
+    command = ways.add_parser("from-hf", help="make a checkpoint of safetensors and config.json")
+    command.add_argument("source", type=Path, metavar="DIR", help="a Hugging Face folder")
+    command.add_argument("output", type=Path, metavar="OUT", help="a new folder")
+    command = ways.add_parser("to-hf", help="make a folder that transformers loads")
+    add = command.add_argument
+    help_ = "a step-N folder or its URL, or a run folder (its newest step)"
+    add("source", type=as_location, metavar="STEP_DIR", help=help_)
+    add("output", type=Path, metavar="OUT", help="a new folder")
+    help_ = "precision of the weights; default: as they are stored"
+    add("--dtype", choices=["float32", "bfloat16", "float16"], help=help_)
+    size = {"type": _size, "default": DEFAULT_FILE_BYTES, "metavar": "SIZE"}
+    add("--max-shard-size", **size, help="the largest size of a file; default: 5GB")
+    add("--tokenizer", **TOKENIZER_OPTION)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `titan convert`. Return its exit code, as in docs/architecture.md."""
+    args = parse(argv)
+    try:
+        if args.way == "from-hf":
+            messages = from_hf(args.source, args.output)
+        else:
+            dtype = getattr(torch, args.dtype) if args.dtype else None
+            options = {"file_bytes": args.max_shard_size, "tokenizer": args.tokenizer}
+            messages = to_hf(args.source, args.output, dtype=dtype, **options)
+    except (ConfigError, InputError, SaveFailed) as error:
+        print(f"titan convert: {error}", file=sys.stderr)
+        return 1 if isinstance(error, SaveFailed) else 2
+    print("\n".join(messages))
+    return 0

@@ -1,0 +1,69 @@
+"""Run `titan doctor RUN_DIR [--json]`: say what happened to a run, and what to do.
+
+Exit codes: 0 the run is well: it runs, is done, or was stopped; 1 a fault was found; 2 there is no run in that folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import textwrap
+from dataclasses import asdict
+from pathlib import Path
+
+from titan.tools.doctor.diagnosis import Diagnosis, diagnose
+from titan.tools.doctor.evidence import Evidence
+from titan.untrusted import printable
+
+_MAX_LINE = 2000  # of a cause, or a piece of evidence
+
+
+def main(argv: list[str]) -> int:
+    """Run the command and return its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="titan doctor",
+        description="What happened to a run: which rank, which collective, which line, what to do. Exit code 1: a fault was found.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN_DIR", type=Path, help="a run folder (job.dump_folder)")
+    parser.add_argument("--json", action="store_true", help="the answer as JSON")
+    options = parser.parse_args(argv)
+    if not (options.run / "status.json").is_file():
+        what = "there is no such folder"
+        if options.run.is_dir():
+            what = "holds no run (no status.json)"
+        print(f"{options.run}: {what}; give the job.dump_folder of a run", file=sys.stderr)
+        return 2
+    # Reading and judging write nothing, so this may run beside a live run.
+    diagnosis = diagnose(Evidence(options.run))
+    if options.json:
+        findings = [asdict(finding) | {"advice": finding.advice} for finding in diagnosis.findings]
+        page = asdict(diagnosis) | {"run": str(options.run), "findings": findings}
+        print(json.dumps(page, indent=2))
+    else:
+        print(_page(options.run, diagnosis))
+    return 1 if diagnosis.findings else 0
+
+
+def _page(run: Path, diagnosis: Diagnosis) -> str:
+    lines = [f"{run}: {diagnosis.summary}"]
+    if not diagnosis.findings:
+        lines.append("nothing is wrong")
+    for number, finding in enumerate(diagnosis.findings):
+        lines += ["", "most likely" if number == 0 else "also"]
+        lines += _wrap(finding.cause)
+        lines += [line for text in finding.evidence for line in _wrap(text, "  - ")]
+        lines += _wrap(f"what to do: {finding.advice}")
+    return "\n".join(map(printable, lines))
+
+
+def _wrap(text: str, begin: str = "  ") -> list[str]:
+    return textwrap.wrap(
+        printable(text, _MAX_LINE),  # the files may hold anything
+        width=110,
+        initial_indent=begin,
+        subsequent_indent=" " * len(begin),
+        break_long_words=False,  # paths are copied from here
+        break_on_hyphens=False,
+    )

@@ -1,0 +1,172 @@
+"""Draw curves of one or several runs in one picture: `titan plot RUN... [--output FILE.png] [--x step|tokens|time]`.
+
+The upper panel shows the loss: faint the logged steps' own, thin the mean since the last row, bold its running mean, and
+validations as markers. The lower panel shows the throughput. Vertical lines mark where a run continued from a checkpoint,
+after a restart (dashed) or a rewind (dotted). Reads metrics.jsonl, which rows.py thins if it is long, and events.jsonl.
+Needs the extra `plot` (matplotlib).
+"""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import suppress
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from titan.observe.rows import Row, RowFile, number, read_rows, run_names, runs_near
+from titan.observe.sinks import require
+from titan.untrusted import InputError
+
+Style = dict[str, Any]
+BOLD: Style = {"linewidth": 2}
+# Events after which a run continues from a checkpoint: their names in the legend, and their marks.
+MARKS: dict[str, tuple[str, Style]] = {
+    "resume": ("restart", {"linewidth": 0.9, "linestyle": "--"}),
+    "rewind": ("rewind", {"linewidth": 0.9, "linestyle": ":"}),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code. Raises InputError, which titan.cli reports."""
+    parser = argparse.ArgumentParser(prog="titan plot", description="Loss and throughput as PNG.")
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN", type=Path, help="run folder, or a metrics.jsonl")
+    add("--output", metavar="FILE.png", type=Path, help="default: curves.png in the first run")
+    add("--x", choices=("step", "tokens", "time"), default="step", help="horizontal axis")
+    arguments = parser.parse_args(argv)
+    require("matplotlib", extra="plot", asked_by="titan plot")
+    files = [run if run.is_file() else run / "metrics.jsonl" for run in arguments.runs]
+    runs = dict(zip(run_names(arguments.runs), map(read_metrics, files), strict=True))
+    starts = [read_starts(file.with_name("events.jsonl")) for file in files]
+    output = arguments.output or files[0].with_name("curves.png")
+    try:
+        draw(runs, starts, output=output, x=arguments.x)
+    except OSError as error:
+        raise InputError(f"titan plot: {error}") from None
+    print(f"wrote {output}")
+    return 0
+
+
+def read_metrics(file: Path) -> list[Row]:
+    """Return the rows of a metrics.jsonl, thinned. Raises InputError if there are none."""
+    if not file.is_file():
+        hint = runs_near(file.parent, ["metrics.jsonl"])
+        raise InputError(f"titan plot: {file}: no such file, so not the folder of a run{hint}")
+    # Thinned: a picture of a thousand pixels cannot show a million rows.
+    metrics = RowFile(file)
+    metrics.update()
+    rows = metrics.thin.rows()
+    if metrics.problem or not rows:
+        empty = "its lines are not rows of metrics" if metrics.thin.count else "no step was logged"
+        raise InputError(f"titan plot: {file}: {metrics.problem or empty}")
+    return rows
+
+
+def read_starts(file: Path) -> list[Row]:
+    """Return the events of a run after which it continued from a checkpoint; none if it has no such file."""
+    with suppress(OSError):
+        return [row for row in read_rows(file) if str(row.get("event")) in MARKS]
+    return []
+
+
+def mark(start: Row, rows: list[Row], x: str) -> float | None:
+    """Return where on the horizontal axis a run continued, or None if its rows do not say."""
+    step, unix_s, last = number(start.get("step")), number(start.get("unix_s")), rows[-1]
+    end_unix_s, end_s = number(last.get("unix_s")), number(last.get("time_s"))
+    if step is None or x == "step":
+        return step
+    if x == "time":
+        if unix_s is None or end_unix_s is None or end_s is None:
+            return None
+        return (unix_s - (end_unix_s - end_s)) / 3600
+    from numpy import interp  # beside matplotlib it costs no time
+
+    # Between two rows the tokens grow evenly. Before the first one, they grow from zero.
+    steps, tokens = points(rows, "step", x)
+    return float(interp(step, [0.0, *steps], [0.0, *tokens]))
+
+
+def points(rows: list[Row], x: str, key: str) -> tuple[list[float], list[float]]:
+    """Return x and y of the rows that have the key. Time is in hours."""
+    x_key, unit = ("time_s", 3600) if x == "time" else (x, 1)
+    pairs = ((number(row.get(x_key)), number(row.get(key))) for row in rows)
+    known = [(a / unit, b) for a, b in pairs if a is not None and b is not None]
+    return [a for a, _ in known], [b for _, b in known]
+
+
+def loss_curves(rows: list[Row], x: str) -> list[tuple[str, Style, list[float], list[float]]]:
+    """Return name, style, x and y of each curve of the training loss; the last one is bold."""
+    single, mean = points(rows, x, "loss"), points(rows, x, "loss_mean")
+    # A row for every step, or rows of a version without means: the losses are all there is.
+    at, loss = mean if mean[1] else single
+    curves = [("each logged step", {"linewidth": 0.8, "alpha": 0.35}, *single)]
+    name = "mean since the last row" if loss != single[1] else "each logged step"
+    smooth = running_mean(loss)
+    if smooth != loss:
+        if loss != single[1]:
+            curves.append((name, {"linewidth": 0.9, "alpha": 0.8}, at, loss))
+        name = "running mean"
+    return [*curves, (name, BOLD, at, smooth)]
+
+
+def running_mean(values: list[float]) -> list[float]:
+    """Return the mean over about a thirtieth of the curve around each point.
+
+    The window is centred and shrinks towards both ends, so that the mean does not lag behind a falling loss.
+    """
+    sums = [0.0, *accumulate(values)]
+    # Prefix sums make this linear for any window.
+    half = len(values) // 60
+    if not half:
+        return values
+    means = []
+    for i in range(len(values)):
+        reach = min(half, i, len(values) - 1 - i)
+        means.append((sums[i + reach + 1] - sums[i - reach]) / (2 * reach + 1))
+    return means
+
+
+def draw(runs: dict[str, list[Row]], starts: list[list[Row]], *, output: Path, x: str) -> None:
+    """Draw the rows of runs, by their names in the legend, and where each run started again."""
+    from matplotlib.figure import Figure  # not pyplot: it would look for a display
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import EngFormatter
+
+    figure = Figure(figsize=(10, 7.5), layout="constrained", dpi=120)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    styles: dict[str, Style] = {}  # of the lines that occur, by their names in the legend
+    for i, ((name, rows), again) in enumerate(zip(runs.items(), starts, strict=True)):
+        line: Style = {"color": f"C{i % 10}"}  # matplotlib's ten colours
+        for text, style, at, loss in loss_curves(rows, x):
+            # The run's name belongs to the last one, which is bold.
+            upper.plot(at, loss, **line, **style, label=name if style is BOLD else None)
+            styles[text] = style
+        at, validation = points(rows, x, "validation_loss")
+        if at:
+            label = f"{name}: validation (last {validation[-1]:.4f})"
+            marker: Style = {"markersize": 6, "markeredgecolor": "white"}
+            upper.plot(at, validation, "o", **line, **marker, label=label)
+        lower.plot(*points(rows, x, "tokens_per_s"), **line, linewidth=1.2)
+        for start in again:
+            text, style = MARKS[start["event"]]
+            if (place := mark(start, rows, x)) is not None:
+                styles[text] = style
+                for axes in (upper, lower):
+                    axes.axvline(place, **line, **style)
+    upper.set_ylabel("loss (nats per token)")
+    lower.set_ylabel("tokens per second")
+    lower.set_xlabel("hours since the first start" if x == "time" else x)
+    # From zero, so that a small dip does not look like a collapse.
+    lower.set_ylim(bottom=0)
+    lower.yaxis.set_major_formatter(EngFormatter(sep=""))
+    if x != "time":
+        lower.xaxis.set_major_formatter(EngFormatter(sep=""))
+    for axes in (upper, lower):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    # Lines mean the same in every run, so their styles are explained once, in grey.
+    grey = [Line2D([], [], color="grey", **style, label=text) for text, style in styles.items()]
+    upper.legend(handles=[*upper.get_legend_handles_labels()[0], *grey], frameon=False)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output, format="png")

@@ -1,0 +1,183 @@
+"""Run `titan preflight JOB.toml [--nproc N] [--json FILE]`, or one rank of it: `torchrun ... -m
+titan.tools.preflight JOB.toml`.
+
+Exit codes: 0 all is well, 1 a problem was found (each is a line), 2 the user's mistake.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from titan.checks.rules import load_to_run
+from titan.config.layout import Layout
+from titan.config.model import model_config
+from titan.config.options import JOB, command_parser, positive
+from titan.config.schema import JobConfig
+from titan.untrusted import InputError
+
+_MOST = 30  # problems that are printed
+OPTIONS = ("--nproc", "--json", "--no-dry-run")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command, as the launcher or as a rank."""
+    parser = command_parser(
+        "preflight",
+        f"{JOB} [--nproc N] [--json FILE] [--no-dry-run]",
+        summary="Check devices, links, disks, clocks and versions of all ranks, then run two steps of the job on throw-away weights.",
+    )
+    parser.add_argument(
+        "--nproc",
+        type=positive,
+        metavar="N",
+        help="processes on this machine; default: one per accelerator, else one",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="everything as data")
+    parser.add_argument("--no-dry-run", action="store_true", help="measure only")
+    options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    from titan.hardware import count_accelerators
+
+    # torchrun sets it for each rank. Without it, this process is the launcher or the only rank.
+    is_rank = "RANK" in os.environ
+    num_processes = None if is_rank else options.nproc or max(1, count_accelerators())
+    config, layout = load_to_run(job, world_size=num_processes, options=OPTIONS, here=True)
+    if num_processes is not None and num_processes > 1:
+        # Ranks parse the same command line, without --nproc, which is for the launcher.
+        rest = [f"--json={options.json}"] if options.json else []
+        rest += ["--no-dry-run"] if options.no_dry_run else []
+        return _launch([*job, *rest], num_processes)
+    return run_rank(config, layout, json_file=options.json, dry=not options.no_dry_run)
+
+
+def _launch(argv: Sequence[str], num_processes: int) -> int:
+    from titan.health.launch import environment
+
+    command = [sys.executable, "-m", "titan.health.launch", "--standalone", "--max-restarts=0"]
+    command += [f"--nproc-per-node={num_processes}", "-m", "titan.tools.preflight", *argv]
+    # Whatever code a rank ended with: a problem is 1 here.
+    return min(subprocess.call(command, env=environment(num_processes)), 1)
+
+
+def run_rank(config: JobConfig, layout: Layout, *, json_file: Path | None, dry: bool) -> int:
+    """Check on all ranks together. The exit code is the same on all, unless the dry run fails on some."""
+    from titan.train import _set_compile_cache
+
+    # Inductor reads this when it is imported.
+    _set_compile_cache(config.compile.cache_folder)
+    import torch.distributed as dist
+
+    from titan.parallel import build_mesh
+    from titan.parallel.init_distributed import start_process_group
+    from titan.parallel.torch_compat import set_timeout
+
+    device = start_process_group(
+        init_timeout_s=config.comm.init_timeout_seconds,
+        expandable_segments=config.training.expandable_segments,
+        host_tensors=config.training.enable_cpu_offload,
+        numa_binding=config.comm.numa_binding,
+    )
+    axes = asdict(layout)
+    # The only field of a layout that is no axis of the mesh.
+    del axes["accumulation"]
+    mesh = build_mesh(device.type, **axes)
+    set_timeout(timedelta(seconds=config.comm.init_timeout_seconds))  # of the mesh's groups, too
+    code = check_all(config, layout, device=device, mesh=mesh, json_file=json_file, dry=dry)
+    sys.stdout.flush()
+    dist.destroy_process_group()  # not after a failure: it waits for what other ranks never join
+    return code
+
+
+def check_all(
+    config: JobConfig, layout: Layout, *, device: Any, mesh: Any, json_file: Path | None, dry: bool
+) -> int:
+    """Measure, find problems and print; then run the steps. All ranks call this together, in a process group."""
+    import torch.distributed as dist
+
+    from titan.health.errors import kind_of
+    from titan.observe.estimate import estimate_memory
+    from titan.parallel.compile import BackendError
+    from titan.parallel.float8 import Float8Error
+    from titan.parallel.kept_operations import KeepError
+    from titan.tools.preflight import judge, measure
+    from titan.tools.preflight.dry_run import dry_run, explain
+    from titan.train_step import torch_dtype
+
+    config = config.on_device(device.type)
+    rank, dtype = dist.get_rank(), config.training.compute_dtype
+    mine = measure.measure(
+        device=device, mesh=mesh, dtype=torch_dtype(dtype), folder=Path(config.job.dump_folder)
+    )
+    facts: list[measure.RankFacts] = [mine] * dist.get_world_size()
+    dist.all_gather_object(facts, mine)
+    profile = _profile(config, facts[0].device)
+    # A checkpoint holds the whole model, so its size is that of one rank without sharding.
+    whole = replace(layout, pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1)
+    memory_gib = estimate_memory(config, model_config(config.model), whole)
+    section = config.checkpoint
+    checkpoint_gib = memory_gib["parameters"] + memory_gib["optimizer"] if section.enable else 0.0
+    # The last checkpoint stays until the next one is complete, so one more than are kept must fit.
+    problems = judge.problems(
+        facts, profile, checkpoint_gib=checkpoint_gib, num_kept=max(section.keep_latest_k, 1) + 1
+    )
+    report: dict[str, Any] = {
+        "ranks": [asdict(f) for f in facts],
+        "expected": {what: judge.expectation(what, facts, profile) for what in mine.rates},
+        "checkpoint_gib": checkpoint_gib,
+        "dry_run": None,
+        "problems": problems,
+    }
+    if rank == 0:
+        print(judge.render(facts, profile, checkpoint_gib=checkpoint_gib), flush=True)
+        for text in problems[:_MOST]:
+            print(f"PROBLEM  {text}", flush=True)
+        if len(problems) > _MOST:
+            print(f"... and {len(problems) - _MOST} more; --json FILE has all of them", flush=True)
+        _write(json_file, report)
+    dist.barrier()  # the table comes first
+    if dry:
+        try:
+            result = dry_run(config, layout, device=device, mesh=mesh)
+        except Exception as error:
+            text = explain(error, rank=rank, host=mine.host)
+            is_known = isinstance(error, (InputError, KeepError, BackendError, Float8Error))
+            if not is_known and kind_of(error) != "out_of_device_memory":
+                traceback.print_exc()
+            print(f"PROBLEM  {text}", flush=True)
+            _write(json_file, report | {"problems": [*problems, text]})
+            sys.stdout.flush()
+            os._exit(1)  # the others wait in a collective: the agent ends them
+        problems += result.problems
+        if rank == 0:
+            print(result, *(f"PROBLEM  {text}" for text in result.problems), sep="\n")
+            _write(json_file, report | {"dry_run": asdict(result), "problems": problems})
+    if rank == 0:
+        print(f"{len(problems)} problem{'s'[: len(problems) != 1]}" if problems else "no problems")
+    return 1 if problems else 0
+
+
+def _profile(config: JobConfig, device: str) -> Any:
+    """Return the profile of the job's hardware, or of the device that is there. None if there is no such profile."""
+    from titan.hardware import recognise
+    from titan.sim.price.profiles import load_profile, profile_names
+
+    name = config.hardware.name
+    if name == "auto":
+        known = recognise(device)
+        name = "cpu" if device == "CPU" else known.name if known else ""
+    return load_profile(name) if name in profile_names() else None
+
+
+def _write(file: Path | None, report: dict[str, Any]) -> None:
+    if file is not None:
+        from titan.run_folder import write_text_atomically
+
+        write_text_atomically(file, json.dumps(report, indent=1) + "\n")

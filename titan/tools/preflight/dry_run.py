@@ -1,0 +1,108 @@
+"""Run two steps of the real job on throw-away weights, so that what fails does so now and not an hour into the run.
+
+The step is the trainer's (titan/train_step.py), and so is the data. Nothing is logged or saved. The second step shows time and
+memory without compilation and with the optimizer's state. What was compiled stays in the compile cache, where the real run finds it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from titan.async_scalars import AsyncScalars
+from titan.config.layout import Layout
+from titan.config.schema import JobConfig
+from titan.data.loader import build_loader
+from titan.data.tokenizer import build_tokenizer
+from titan.observe.memory import peak_memory
+from titan.parallel.mesh import axis_rank
+from titan.parallel.torch_compat import set_timeout
+from titan.train_step import build_train_step
+
+NUM_STEPS = 2
+# How torch says it on a CPU, where it is a RuntimeError.
+_CPU_OUT_OF_MEMORY = "can't allocate memory"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """Say what the steps took. steps_s: the first one includes compilation. peak_gib: of the
+    fullest rank."""
+
+    steps_s: list[float]
+    losses: list[float]
+    peak_gib: float
+    fullest_rank: int
+    compiled: str
+
+    def __str__(self) -> str:
+        text = (
+            f"dry run: first step {self.steps_s[0]:.2f} s, second {self.steps_s[1]:.2f} s, loss {self.losses[0]:.4f}, "
+            f"peak {self.peak_gib:.2f} GiB on rank {self.fullest_rank}"
+        )
+        return f"{text}; {self.compiled}" if self.compiled else text
+
+    @property
+    def problems(self) -> list[str]:
+        """Return what is wrong with the numbers, a line for each problem."""
+        bad = [loss for loss in self.losses if not math.isfinite(loss)]
+        return [f"dry run: the loss is {bad[0]}"] if bad else []
+
+
+def dry_run(config: JobConfig, layout: Layout, *, device: torch.device, mesh: DeviceMesh) -> DryRun:
+    """Run the steps on all ranks together. Raises whatever the job would raise; `explain` turns that into a line."""
+    if device.type != "cpu":  # memory that the measurements took is not the job's
+        torch.get_device_module(device).empty_cache()
+        peak_memory(reset=True)
+    tokenizer = build_tokenizer(config.tokenizer, hf_assets_path=config.model.hf_assets_path)
+    loader = build_loader(
+        config.training,
+        data=config.data,
+        tokenizer=tokenizer,
+        rank=axis_rank(mesh, "dp_replicate", "dp_shard"),
+        world=layout.dp,
+        seed=config.debug.seed,
+        accumulation=layout.accumulation,
+    )
+    try:
+        train_step = build_train_step(config, device=device, mesh=mesh)
+        set_timeout(timedelta(seconds=config.comm.init_timeout_seconds))  # of its new groups, too
+        seconds, losses = [], []
+        for step in range(1, NUM_STEPS + 1):
+            start_s = time.perf_counter()
+            report = train_step.train(loader.next_step(), step=step)
+            # Reading the loss waits for the device, so the time below is the step's.
+            losses += AsyncScalars([report.loss]).values()
+            seconds.append(time.perf_counter() - start_s)
+    finally:
+        loader.close()
+    # All ranks know the fullest one, whichever prints.
+    peaks = [0.0] * dist.get_world_size()
+    dist.all_gather_object(peaks, peak_memory().reserved_gib)
+    return DryRun(
+        steps_s=seconds,
+        losses=losses,
+        peak_gib=max(peaks),
+        fullest_rank=max(range(len(peaks)), key=peaks.__getitem__),
+        compiled=train_step.compile_log.summary() if train_step.compile_log is not None else "",
+    )
+
+
+def explain(error: Exception, *, rank: int, host: str) -> str:
+    """Return a line on why the dry run failed, and what to do if that is known."""
+    text = str(error).strip().partition("\n")[0] or type(error).__name__
+    # torch's allocator for CPUs puts its own check in front.
+    text = re.sub(r"^\[enforce fail at [^]]*\] (err == 0\. )?", "", text)
+    if isinstance(error, torch.OutOfMemoryError) or _CPU_OUT_OF_MEMORY in text:
+        return (
+            f"dry run: rank {rank} on {host} is out of memory: {text.rstrip('.')}. Use a smaller training.local_batch_size, "
+            'activation_checkpoint.mode = "full", or more shards; titan check JOB.toml --hardware H lists what would fit'
+        )
+    return f"dry run: rank {rank} on {host}: {type(error).__name__}: {text}"

@@ -1,0 +1,150 @@
+"""Find problems in the facts of all ranks, and print them as a table.
+
+A rank is an outlier if it is more than 10 % below the median of all ranks. On a CPU, whose cores ranks share, the limit is a
+third of the median. On an accelerator, the median itself must reach 80 % of the hardware profile. A CPU's profile is only an
+order of magnitude, and is shown without a check.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from statistics import median
+
+from titan.sim.price.profiles import Profile, on_curve
+
+from .measure import COPY, LINK, MATMUL, RankFacts
+
+OUTLIER = {"CPU": 1 / 3, "other": 0.9}
+# Kernels that reach less than this share of the profile's figure point at a fault, not at noise.
+_OF_PROFILE = 0.8
+# Clocks of one network agree far better than this.
+_CLOCK_S = 1.0
+# Bytes that measure.py's copy moves on an accelerator: 1 GiB, read and written.
+_COPY_BYTES = 2**31
+
+
+def figure(value: float) -> str:
+    """Format a number with three digits, and without an exponent if it is large."""
+    return f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
+
+
+def expectation(what: str, facts: Sequence[RankFacts], profile: Profile | None) -> float | None:
+    """Return the rate that the profile predicts, or None if it says nothing about it."""
+    if profile is None:
+        return None
+    if what.startswith(MATMUL):
+        dtype = what.removeprefix(MATMUL)
+        if profile.name == "cpu" or dtype not in profile.peak_tflops:  # ranks share a CPU's peak
+            return None
+        share = profile.matmul_share.get(dtype, profile.matmul_share["bfloat16"])
+        return profile.peak_tflops[dtype] * share
+    if what == COPY:
+        return profile.memory_tb_per_s * 1e3 * on_curve(profile.memory_share, _COPY_BYTES)
+    # The profile's figures of collectives hold within a node.
+    if what == LINK or len({f.host for f in facts}) > 1:
+        return None
+    return profile.all_reduce_gb_per_s if what.endswith("all-reduce") else profile.ring_gb_per_s
+
+
+def problems(
+    facts: Sequence[RankFacts], profile: Profile | None, *, checkpoint_gib: float, num_kept: int
+) -> list[str]:
+    """Return problems, each as a line that names rank and host. num_kept: checkpoints on the disk at once."""
+    at = {f.rank: f"rank {f.rank} on {f.host}" for f in facts}
+    is_cpu = facts[0].device == "CPU"
+    # In the order of the report: what differs, clocks, rates, disks.
+    lines = list(_unequal(facts, at))
+    lines += [
+        f"{at[f.rank]}: its clock is {f.clock_s:+.1f} s off rank 0's; run locks and logs need clocks that agree (NTP)"
+        for f in facts
+        if abs(f.clock_s) > _CLOCK_S
+    ]
+    for what in facts[0].rates:
+        unit, middle = _unit(what), median(f.rates[what] for f in facts)
+        lines += [
+            f"{at[f.rank]}: {what} {figure(f.rates[what])} {unit}, {1 - f.rates[what] / middle:.0%} below the median "
+            f"{figure(middle)}{_clocks(f)}"
+            for f in facts
+            if f.rates[what] < OUTLIER["CPU" if is_cpu else "other"] * middle
+        ]
+        # All ranks alike may still be slow: a power limit, or links that fell back.
+        expected = expectation(what, facts, profile)
+        if not is_cpu and expected and middle < _OF_PROFILE * expected:
+            lines.append(
+                f"all ranks: {what} {figure(middle)} {unit}, where the hardware profile expects {figure(expected)}"
+            )
+    return lines + list(_disk(facts, at, checkpoint_gib, num_kept))
+
+
+def _unit(what: str) -> str:
+    return "TFLOP/s" if what.startswith(MATMUL) else "GB/s"
+
+
+def _unequal(facts: Sequence[RankFacts], at: dict[int, str]) -> Iterable[str]:
+    described = {f.rank: f.versions | {"device": f.device} for f in facts}
+    for f in facts:
+        if "driver_version" in f.gpu:
+            described[f.rank]["driver"] = f.gpu["driver_version"]
+    for what in sorted({key for versions in described.values() for key in versions}):
+        by_rank = {rank: versions.get(what, "none") for rank, versions in described.items()}
+        # The most frequent version is taken for the right one.
+        usual, _ = Counter(by_rank.values()).most_common(1)[0]
+        for rank, value in by_rank.items():
+            if value != usual:
+                yield f"{at[rank]}: {what} is {value}, on most ranks {usual}"
+
+
+def _clocks(facts: RankFacts) -> str:
+    gpu = facts.gpu
+    if "clocks.sm" not in gpu:
+        return ""
+    return f" (at {gpu['clocks.sm']} of {gpu['clocks.max.sm']} MHz, {gpu['temperature.gpu']} C)"
+
+
+def _disk(
+    facts: Sequence[RankFacts], at: dict[int, str], checkpoint_gib: float, num_kept: int
+) -> Iterable[str]:
+    needed_gib = checkpoint_gib * num_kept
+    for f in facts:
+        if f.disk is None:
+            continue
+        if f.disk.error:
+            yield f"{at[f.rank]}: {f.disk.folder} cannot be written: {f.disk.error}"
+        if f.disk.free_gib < needed_gib:
+            yield (
+                f"{at[f.rank]}: {f.disk.folder} has {figure(f.disk.free_gib)} GiB free; {num_kept} checkpoints of "
+                f"{figure(checkpoint_gib)} GiB need {figure(needed_gib)}"
+            )
+
+
+def render(facts: Sequence[RankFacts], profile: Profile | None, *, checkpoint_gib: float) -> str:
+    """Return the table for a terminal."""
+    hosts = list(dict.fromkeys(f.host for f in facts))
+    where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
+    known = facts[0].versions | facts[0].gpu
+    # Names with a dot are sensors, such as clocks.sm.
+    versions = ", ".join(f"{name} {version}" for name, version in known.items() if "." not in name)
+    rows = [
+        f"{len(facts)} rank{'s'[: len(facts) > 1]} on {where}, {facts[0].device}; {versions}",
+        "",
+        f"{'':<30}{'worst':>10}{'':>10}{'median':>10}{'expected':>10}",
+    ]
+    for what in facts[0].rates:
+        worst = min(facts, key=lambda f: f.rates[what])
+        middle, expected = median(f.rates[what] for f in facts), expectation(what, facts, profile)
+        rows.append(
+            f"{what:<30}{figure(worst.rates[what]):>10}{f'rank {worst.rank}':>10}{figure(middle):>10}"
+            f"{figure(expected) if expected else '-':>10}  {_unit(what)}"
+        )
+    clock = max(facts, key=lambda f: abs(f.clock_s))
+    rows.append(
+        f"{'clock, off rank 0':<30}{clock.clock_s:>10.3f}{f'rank {clock.rank}':>10}{'':>20}  s"
+    )
+    rows += [
+        f"disk of {f.host}: {f.disk.free_gib:,.1f} GiB free for checkpoints of {figure(checkpoint_gib)} GiB, "
+        f"{f.disk.write_gb_per_s:.2f} GB/s written"
+        for f in facts
+        if f.disk is not None and not f.disk.error
+    ]
+    return "\n".join(rows)

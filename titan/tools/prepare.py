@@ -1,0 +1,129 @@
+"""Run `titan prepare`: turn text into memory-mapped token shards, ahead of training.
+
+    titan prepare --input corpus/*.jsonl.gz --tokenizer assets/llama3 --output shards --workers 32
+    titan prepare --dataset fineweb-edu --tokenizer assets/llama3 --output shards --validation-fraction 0.001
+
+It may be interrupted in any way, and the same command continues. The result depends neither on that nor on the number of
+workers. writer.py does the work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from titan.config.options import add_quiet
+from titan.data import DataError
+from titan.data.cache import display, exclusive, usable_cores
+from titan.data.shards import Index
+from titan.data.sources import Documents, open_all, resolve_sources, source_of_path
+from titan.data.special_tokens import SpecialTokens
+from titan.data.tokenizer import tokenizer_named
+from titan.data.writer import TokenizationSpec, write_shards
+from titan.untrusted import InputError
+
+INPUT_HELP = 'text, JSONL or Parquet (files, folders, globs), or "stdlib"'
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="titan prepare", description="Text to token shards.")
+    add = parser.add_argument
+    text = parser.add_mutually_exclusive_group(required=True)
+    text.add_argument("--input", nargs="+", metavar="PATH", help=INPUT_HELP)
+    text.add_argument("--dataset", help="a preset (stdlib, c4, fineweb-edu) or a name at the hub")
+    add("--dataset-path", metavar="PATH", help="a local copy of --dataset")
+    add("--text-key", default="text", help="field or column with the text; default: text")
+    add("--tokenizer", required=True, metavar="PATH", help='file, folder, or "bytes"')
+    add("--output", required=True, metavar="DIR", type=Path, help="folder to write, or continue")
+    add("--workers", type=_positive, default=usable_cores(), help="processes; default: cores")
+    add("--shard-tokens", type=_positive, default=2**27, help="tokens a shard; default: 2^27")
+    add("--validation-fraction", type=_fraction, default=0.0, help="share of documents held out")
+    add("--no-bos", action="store_true", help="no begin token before a document")
+    add("--no-eos", action="store_true", help="no end token after a document")
+    add_quiet(parser)
+    return parser
+
+
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value
+
+
+def _fraction(text: str) -> float:
+    if not 0 <= (value := float(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not in [0, 1)")
+    return value
+
+
+def _open(arguments: argparse.Namespace) -> Documents:
+    key = arguments.text_key
+    if arguments.input:
+        return open_all([source_of_path(path, text_key=key) for path in arguments.input])
+    [section] = resolve_sources(arguments.dataset, dataset_path=arguments.dataset_path)
+    # A preset's key gives way to the option's, also to its default.
+    if hasattr(section, "text_key"):
+        section = section.model_copy(update={"text_key": key})
+    return open_all([section])
+
+
+def _summary(folder: Path, index: Index) -> str:
+    lines = [f"{folder}: {index.tokenizer} tokenizer, {index.vocab_size} ids, {index.dtype}"]
+    for split, shards in index.splits.items():
+        if shards:
+            tokens, num_bytes = index.total(split), index.total(split, "bytes")
+            lines.append(
+                f"  {split}: {tokens:,} tokens, {index.total(split, 'documents'):,} documents, "
+                f"{len(shards)} shards, {num_bytes / tokens:.2f} bytes/token"
+            )
+    lines += [
+        "to train on it:",
+        "  [training]",
+        '  dataset = "shards"',
+        f'  dataset_path = "{folder}"',
+    ]
+    # The held-out split is in the same folder, so enabling validation is all it takes.
+    if index.splits["validation"]:
+        lines += ["  [validation]", "  enable = true"]
+    return "\n".join(lines)
+
+
+def _prepare(arguments: argparse.Namespace) -> str:
+    """Write the shards. Return a summary."""
+    tokenizer = tokenizer_named(arguments.tokenizer)
+    documents, folder = _open(arguments), arguments.output
+    spec = TokenizationSpec(
+        tokenizer=tokenizer,
+        special_tokens=SpecialTokens.of(
+            tokenizer, add_bos=not arguments.no_bos, add_eos=not arguments.no_eos
+        ),
+        validation_fraction=arguments.validation_fraction,
+    )
+    # One process at a time writes into a folder. A second one waits, and then finds the shards complete.
+    with exclusive(folder), display(documents, title=f"preparing {folder}") as report:
+        index = write_shards(
+            documents,
+            folder=folder,
+            spec=spec,
+            shard_tokens=arguments.shard_tokens,
+            workers=arguments.workers,
+            report=report,
+        )
+    if not index.splits["train"]:
+        raise DataError(f"{documents.name} holds no documents to train on")
+    return _summary(folder, index)
+
+
+def main(argv: list[str]) -> int:
+    """Run `titan prepare` with its arguments. Return the exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        print(_prepare(arguments))
+    except InputError as error:
+        print(f"titan prepare: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("titan prepare: interrupted; the same command continues", file=sys.stderr)
+        return 75  # as for a run that a signal has stopped: what is done is kept
+    return 0

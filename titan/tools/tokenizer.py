@@ -1,0 +1,116 @@
+"""Run `titan tokenizer`: train a byte-level BPE tokenizer on your text, or show what any tokenizer does.
+
+titan tokenizer train --input corpus/ --vocab-size 32768 --output assets/mine
+titan tokenizer inspect assets/mine --text "def main(argv):"
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from titan.config.options import add_quiet, is_quiet
+from titan.data import DataError, require
+from titan.data.reading import pieces_of
+from titan.data.sources import Documents, open_all, source_of_path
+from titan.data.tokenizer import BOS, EOS, LLAMA3_PATTERN, tokenizer_named
+from titan.tools.prepare import INPUT_HELP
+from titan.untrusted import InputError
+
+_SAMPLE = "The quick brown fox jumps over the lazy dog.\ndef add(a: int, b: int) -> int:\n    return a + b\n"
+_SHOWN_TOKENS = 64
+_SMALLEST = 256 + len((BOS, EOS))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="titan tokenizer", description="Train or inspect one.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    learn = commands.add_parser("train", help="learn a byte-level BPE vocabulary")
+    add_quiet(learn)
+    add = learn.add_argument
+    add("--input", nargs="+", required=True, metavar="PATH", help=INPUT_HELP)
+    add("--vocab-size", type=int, required=True, help=f"ids in all, at least {_SMALLEST}")
+    add("--output", required=True, metavar="DIR", type=Path, help="folder for tokenizer.json")
+    add("--text-key", default="text", help="field or column with the text; default: text")
+    help_ = "sizes, special tokens, and how a text is cut"
+    add = commands.add_parser("inspect", help=help_).add_argument
+    add("path", help='file, folder, or "bytes"')
+    add("--text", default=_SAMPLE, help="text to cut; default: a sample")
+    return parser
+
+
+def train(documents: Documents, *, vocab_size: int, output: Path) -> int:
+    """Write tokenizer.json and tokenizer_config.json. Return the size reached. Raises DataError."""
+    if vocab_size < _SMALLEST:
+        raise DataError(
+            f"--vocab-size {vocab_size} is below {_SMALLEST}: 256 bytes and two special tokens"
+        )
+    file = output / "tokenizer.json"
+    if file.exists():
+        raise DataError(
+            f"'{file}' exists; a model trained with it would lose its meaning. Choose another --output, or delete it first"
+        )
+    tokenizers = require("tokenizers", purpose="training a tokenizer")
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    # Cut as Llama 3 cuts, then spell bytes as characters, then merge.
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    cut = pre_tokenizers.Split(tokenizers.Regex(LLAMA3_PATTERN), behavior="isolated")
+    spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, spell])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BOS, EOS],
+        # All 256 bytes have a token, so that no text is unknown.
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=sys.stderr.isatty() and not is_quiet(),
+    )
+    # In pieces, so that a document of any size needs little memory.
+    texts = (piece for document in documents.read() for piece in pieces_of(document))
+    tokenizer.train_from_iterator(texts, trainer=trainer)
+    output.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(file))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS}
+    (output / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return tokenizer.get_vocab_size()
+
+
+def inspect(path: str, *, text: str) -> str:
+    """Return a description of a tokenizer, for people."""
+    tokenizer = tokenizer_named(path)
+    ids, num_bytes = tokenizer.encode(text), len(text.encode())
+    specials = [f"{name} = {token}" for name, token in tokenizer.special_ids.items()]
+    # As bytes, since a token may end within a character. Below, the slice drops the quotes of repr.
+    pieces = [tokenizer.token_bytes(token) for token in ids[:_SHOWN_TOKENS]]
+    shown = [repr(piece.decode("utf-8", errors="backslashreplace"))[1:-1] for piece in pieces]
+    more = f" ... {len(ids) - _SHOWN_TOKENS} more" if len(ids) > _SHOWN_TOKENS else ""
+    return f"""\
+kind            {tokenizer.kind}
+vocabulary      {tokenizer.vocab_size:,} ids
+begin, end      {tokenizer.bos_id}, {tokenizer.eos_id}
+special tokens  {len(specials)}: {", ".join(specials[:8])}{" ..." * (len(specials) > 8)}
+fingerprint     {tokenizer.fingerprint}
+bytes a token   {num_bytes / max(len(ids), 1):.2f} ({num_bytes} bytes, {len(ids)} tokens)
+tokens          {" ".join(shown)}{more}
+ids             {" ".join(map(str, ids[:_SHOWN_TOKENS]))}{more}"""
+
+
+def main(argv: list[str]) -> int:
+    """Run `titan tokenizer` with its arguments. Return the exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        if arguments.command == "inspect":
+            print(inspect(arguments.path, text=arguments.text))
+            return 0
+        paths, wanted, output = arguments.input, arguments.vocab_size, arguments.output
+        documents = open_all([source_of_path(path, text_key=arguments.text_key) for path in paths])
+        size = train(documents, vocab_size=wanted, output=output)
+    except InputError as error:
+        print(f"titan tokenizer: {error}", file=sys.stderr)
+        return 2
+    short = f" (asked for {wanted:,}: the text has no more pairs to merge)" if size < wanted else ""
+    print(f"{output / 'tokenizer.json'}: {size:,} ids{short}")
+    return 0

@@ -1,0 +1,70 @@
+"""Run `titan watch RUN [RUN ...] [--port P] [--host H] [--once FILE.html]`."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import sys
+from pathlib import Path
+
+from titan.observe.rows import MAX_ROWS, run_names
+from titan.tools.watch.reading import RunReader, read_all
+from titan.tools.watch.server import LOOPBACK, Server, page
+from titan.untrusted import InputError
+
+PORT = 6060
+_ALL_ROWS = 20_000  # of all runs together: many runs must not make the page slow
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code. Raises InputError, which titan.cli reports."""
+    parser = argparse.ArgumentParser(
+        prog="titan watch", description="A live page of runs: curves, throughput, ranks, events."
+    )
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN", type=Path, help="run folder (job.dump_folder)")
+    add("--port", type=int, default=PORT, metavar="P", help=f"default: {PORT}; 0: a free one")
+    add("--host", default="127.0.0.1", metavar="H", help="address to listen on; default: 127.0.0.1")
+    add("--once", type=Path, metavar="FILE.html", help="write the page as it is now, and end")
+    arguments = parser.parse_args(argv)
+    readers, host = open_runs(arguments.runs), arguments.host
+    if arguments.once:
+        try:
+            arguments.once.write_text(page(read_all(readers)), encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"titan watch: {error}") from None
+        print(f"wrote {arguments.once}")
+        return 0
+    try:
+        server = Server(readers, host=host, port=arguments.port)
+    except (OSError, OverflowError) as error:  # OverflowError: no such port
+        raise InputError(
+            f"titan watch: cannot listen on {host} port {arguments.port} ({error}); --port 0 takes a free one"
+        ) from None
+    # An IPv6 address needs brackets in a URL.
+    url = f"http://{f'[{host}]' if ':' in host else host}:{server.server_port}/"
+    print(f"watching {', '.join(map(str, arguments.runs))} at {url} (Ctrl-C ends)", flush=True)
+    # Training runs on a machine without a browser, mostly.
+    if host in LOOPBACK:
+        port = server.server_port
+        print(f"from another machine: ssh -N -L {port}:127.0.0.1:{port} {socket.gethostname()}")
+    else:
+        print(
+            "anyone who reaches this port can read these runs; 127.0.0.1 and an ssh tunnel are safer"
+        )
+    sys.stdout.flush()
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        print()
+    finally:
+        server.server_close()
+    return 0
+
+
+def open_runs(paths: list[Path]) -> list[RunReader]:
+    """Return a reader for each run. Raises InputError."""
+    # Forty rows still show the course of a run.
+    limit = max(min(MAX_ROWS, _ALL_ROWS // len(paths)), 40)
+    names = run_names(paths)
+    return [RunReader(p, name=n, limit=limit) for p, n in zip(paths, names, strict=True)]

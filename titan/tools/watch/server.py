@@ -1,0 +1,103 @@
+"""Serve the page and the JSON that it polls: the addresses / and /data. Neither takes a path, and nothing is written.
+
+The content of a run's files reaches the page as JSON and is shown as text, never as markup. The page's policy allows only its
+own script. The server refuses requests for the name of another host, so no web page can read a run through the browser.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import threading
+from collections.abc import Sequence
+from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from titan.tools.watch.reading import RunReader, read_all
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def page(data: Any = None) -> str:
+    """Return the page. With data it is static and polls nothing."""
+    # A "<" in the text of a run must not begin a tag, such as </script>.
+    text = json.dumps(data).replace("<", "\\u003c")
+    return _template().replace("/*DATA*/null", text)
+
+
+@cache
+def _template() -> str:
+    return (files("titan.tools.watch") / "page.html").read_text(encoding="utf-8")
+
+
+def _policy(text: str) -> str:
+    """Return the Content-Security-Policy that allows the script of this page, and no other."""
+    script = text.partition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+class Server(ThreadingHTTPServer):
+    """Serve runs until `shutdown`. Port 0 takes a free one, `server_port`. Raises OSError if the port is taken."""
+
+    # An open connection must not keep the process alive.
+    daemon_threads = True
+
+    def __init__(self, readers: Sequence[RunReader], *, host: str, port: int) -> None:
+        self.readers, self.host = readers, host
+        self.lock = threading.Lock()
+        super().__init__((host, port), _Handler)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def do_GET(self) -> None:
+        # Against DNS rebinding: a web page may point its own name at 127.0.0.1.
+        name = urlsplit(f"//{self.headers.get('Host', '')}").hostname
+        if self.server.host in LOOPBACK and name not in LOOPBACK:
+            return self.send_error(403, "this page is for this machine only")
+        address = urlsplit(self.path)
+        if address.path == "/":
+            text = page()
+            return self._answer("text/html", text, {"Content-Security-Policy": _policy(text)})
+        # No other path exists, so no file of this machine can be asked for.
+        if address.path != "/data":
+            return self.send_error(404)
+        with self.server.lock:  # each request has its own thread, and readers are shared
+            answer = read_all(self.server.readers, _positions(address.query))
+        self._answer("application/json", json.dumps(answer), {})
+
+    def _answer(self, kind: str, text: str, headers: dict[str, str]) -> None:
+        body = text.encode()
+        self.send_response(200)
+        for key, value in headers.items():
+            self.send_header(key, value)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        # The next poll must reach the server.
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing: the page polls every two seconds."""
+
+
+def _positions(query: str) -> list[tuple[int, int]]:
+    """Parse at=GENERATION.ROWS,... A malformed entry counts as nothing known."""
+    positions = []
+    for text in parse_qs(query).get("at", [""])[0].split(","):
+        generation, _, rows = text.partition(".")
+        # int() of a very long text would take long.
+        known = generation.isdecimal() and rows.isdecimal() and len(text) < 30
+        positions.append((int(generation), int(rows)) if known else (0, 0))
+    return positions
