@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from functools import cache
 from pathlib import Path
 
@@ -125,7 +126,7 @@ def test_models_import_only_torch_and_plans() -> None:
 CIRCLES: dict[str, str] = {}
 
 
-def _circles(arrows: dict[str, set[str]]) -> set[str]:
+def _circles(arrows: Mapping[str, AbstractSet[str]]) -> set[str]:
     """Return the modules that are in a circle, or lie between two."""
     left = dict(arrows)
     # First modules that import nothing of what is left, then those that nothing of it imports.

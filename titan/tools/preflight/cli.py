@@ -102,13 +102,12 @@ def check_all(
     """Measure, find problems and print; then run the steps. All ranks call this together, in a process group."""
     import torch.distributed as dist
 
-    from titan.health.errors import kind_of
     from titan.observe.estimate import estimate_memory
     from titan.parallel.compile import BackendError
     from titan.parallel.float8 import Float8Error
     from titan.parallel.kept_operations import KeepError
     from titan.tools.preflight import judge, measure
-    from titan.tools.preflight.dry_run import dry_run, explain
+    from titan.tools.preflight.dry_run import dry_run, explain, out_of_memory
     from titan.train_step import torch_dtype
 
     config = config.on_device(device.type)
@@ -149,7 +148,7 @@ def check_all(
         except Exception as error:
             text = explain(error, rank=rank, host=mine.host)
             is_known = isinstance(error, (InputError, KeepError, BackendError, Float8Error))
-            if not is_known and kind_of(error) != "out_of_device_memory":
+            if not is_known and not out_of_memory(error):
                 traceback.print_exc()
             print(f"PROBLEM  {text}", flush=True)
             _write(json_file, report | {"problems": [*problems, text]})

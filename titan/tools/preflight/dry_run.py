@@ -95,12 +95,17 @@ def dry_run(config: JobConfig, layout: Layout, *, device: torch.device, mesh: De
     )
 
 
+def out_of_memory(error: Exception) -> bool:
+    """Return whether a device, or the host, had no memory left."""
+    return isinstance(error, torch.OutOfMemoryError) or _CPU_OUT_OF_MEMORY in str(error)
+
+
 def explain(error: Exception, *, rank: int, host: str) -> str:
     """Return a line on why the dry run failed, and what to do if that is known."""
     text = str(error).strip().partition("\n")[0] or type(error).__name__
     # torch's allocator for CPUs puts its own check in front.
     text = re.sub(r"^\[enforce fail at [^]]*\] (err == 0\. )?", "", text)
-    if isinstance(error, torch.OutOfMemoryError) or _CPU_OUT_OF_MEMORY in text:
+    if out_of_memory(error):
         return (
             f"dry run: rank {rank} on {host} is out of memory: {text.rstrip('.')}. Use a smaller training.local_batch_size, "
             'activation_checkpoint.mode = "full", or more shards; titan check JOB.toml --hardware H lists what would fit'
