@@ -21,8 +21,10 @@ from titan.checkpoint.interval import (
     young_interval_s,
 )
 from titan.cli import main
+from titan.config.model import model_config
+from titan.models.llama3 import build_model
 from titan.sim.price.profiles import load_profile
-from titan.sim.report.whole_run import state_bytes
+from titan.sim.report.whole_run import save_times_s, state_bytes
 from titan.sim.simulate import simulate
 
 MTBF_S, RESTART_S = 3600.0, 300.0
@@ -106,6 +108,27 @@ def test_the_state_is_as_large_as_the_checkpoint_on_disk(tmp_path: Path) -> None
     simulation = simulate(config, world_size=1, profile=load_profile("cpu"), use_cache=False)
     # The allocator rounds up to 512 bytes, which shows in a model as small as this: each parameter's count of steps has 4.
     assert state_bytes(simulation) == pytest.approx(on_disk, rel=0.005)
+
+
+def test_what_training_waits_for_in_each_mode(tmp_path: Path) -> None:
+    profile, nodes = load_profile("h100-sxm"), 1
+    found = {}
+    for mode in ("disabled", "async", "async_with_pinned_mem"):
+        config = job(tmp_path, checkpoint={"async_mode": mode})
+        simulation = simulate(config, world_size=2, profile=profile)
+        found[mode] = save_times_s(simulation, 3e9, nodes=nodes)
+    # 1 GB/s to the disk; 1.5 GB from each rank, through pageable memory, or pinned and beside the next step.
+    assert found["disabled"] == (3.0, 0.0)
+    assert found["async"] == (pytest.approx(1.5 / 1.4), 3.0)
+    blocked_s, beside_s = found["async_with_pinned_mem"]
+    # The host starts a copy for each weight and its three states. A small model's step hides little of a copy of 1.5 GB.
+    model = build_model(model_config(config.model))
+    starts_s = 4 * len([*model.parameters()]) * profile.launch_dtensor_us * 1e-6
+    copy_s = 1.5 / profile.host_gb_per_s
+    assert blocked_s == pytest.approx(
+        starts_s + copy_s - simulation.timeline.step_s, rel=0.02, abs=1e-4
+    )
+    assert blocked_s + beside_s == pytest.approx(starts_s + copy_s + 3.0, abs=1e-4)
 
 
 def sim(*arguments: str) -> int:

@@ -105,6 +105,8 @@ class Profile(BaseModel):
     """What the host needs to launch an eager kernel, one of an operation on DTensors, a compiled one, a collective."""
     host_gb_per_s: float
     """Between the device and pinned host memory."""
+    pageable_gb_per_s: float
+    """From the device into host memory that is neither pinned nor touched before, as `checkpoint.async_mode = "async"` copies."""
     host_us: float
     host_memory_gb_per_s: float
     """Each GPU's share of what the host's processors reach with their own memory: they update parameters that are offloaded."""

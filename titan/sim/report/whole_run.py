@@ -51,11 +51,16 @@ def save_times_s(simulation: Simulation, size: float, *, nodes: int) -> tuple[fl
         return share * write_s, (1 - share) * write_s
     if mode == "disabled":
         return write_s, 0.0
-    # Each rank copies what it holds. Into pinned memory that happens beside the next step, whose update waits for it.
-    copy_s = size * layout.dp_replicate / layout.world_size / 1e9 / profile.host_gb_per_s
-    hidden_s = simulation.timeline.step_s if mode == "async_with_pinned_mem" else 0.0
-    blocked_s = max(0.0, copy_s - hidden_s)
-    return blocked_s, copy_s - blocked_s + write_s
+    # Each rank copies what it holds, one tensor after the other.
+    held = size * layout.dp_replicate / layout.world_size / 1e9
+    if mode == "async":
+        return held / profile.pageable_gb_per_s, write_s
+    # Into pinned memory that happens beside the next step, whose update waits for it. The host still starts each copy.
+    num_tensors = max(len(t.setup) + len(t.first_step) for t in simulation.traces.values())
+    start_s = num_tensors * profile.launch_dtensor_us * 1e-6
+    copy_s = held / profile.host_gb_per_s
+    late_s = max(0.0, copy_s - simulation.timeline.step_s)
+    return start_s + late_s, copy_s - late_s + write_s
 
 
 def phase_facts(simulation: Simulation) -> Facts:
