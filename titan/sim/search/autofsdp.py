@@ -14,23 +14,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from titan.checks.rules import check_to_run
 from titan.config.load import load_from_argv
 from titan.config.model import model_config
-from titan.sim.price.profiles import Profile, load_profile
-from titan.sim.report.text import (
-    columns,
-    duration,
-    job_parser,
-    known_options,
-    memory_limit,
-    put_json,
-    require_folders,
-    require_positive,
-    say,
-)
+from titan.sim.price.profiles import Profile
+from titan.sim.report.text import say
+from titan.sim.search.command import read_command, settings_overlay, show
 from titan.sim.search.variants import Variant, simulate_variants
 
 UNITS, PREFETCH = (1, 2, 3, 4, 8), (-1, 2)
@@ -120,62 +110,26 @@ def autofsdp(
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Return 1 if no choice fits."""
-    parser = job_parser(
+    options, job, profile, _ = read_command(
         "autofsdp",
-        "[--memory GIB] [--output FILE] [--json FILE]",
+        "",
         "Choose how many blocks FSDP gathers together, which stay gathered and how far ahead it gathers, so that the job fits and takes "
-        "the least time, by simulation. Prints, or writes, a TOML overlay.",
+        "the least time, by simulation.",
+        argv,
     )
-    parser.add_argument(
-        "--memory", type=float, metavar="GIB", help="of a device, to be used; default: 90%%"
-    )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the overlay")
-    options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
-    require_positive(options, "world_size", "processes")
-    require_folders(options, "json", "output")
-    profile = memory_limit(load_profile(options.hardware), options.memory)
-    load_from_argv(job, options=known_options(parser))
     how = {"world_size": options.world_size, "processes": options.processes}
     now, best = autofsdp(job, profile=profile, **how)
     say("")
+    limit_gib = profile.usable_gib
     if best is None:
         reason = now.problem or f"it needs {now.needed_gib:.1f} GiB as it is"
-        print(
-            f"titan autofsdp: no choice fits in {profile.usable_gib:.1f} of {profile.memory_gib:g} GiB; {reason}",
-            file=sys.stderr,
-        )
+        where = f"{limit_gib:.1f} of {profile.memory_gib:g} GiB"
+        print(f"titan autofsdp: no choice fits in {where}; {reason}", file=sys.stderr)
         return 1
-    text = overlay(best, command=f"titan train {' '.join(job)} autofsdp.toml")
-    if options.output:
-        options.output.write_text(text, encoding="utf-8")
+    comment = "" if best.settings else "# the job as it is\n"
+    command = f"titan train {' '.join(job)} autofsdp.toml"
+    overlay = comment or settings_overlay(best.settings, command)
     results = {"as it is": now.facts, "autofsdp": best.facts}
-    if not put_json({"settings": best.settings, "results": results}, options.json):
-        print(table(now, best, limit_gib=profile.usable_gib))
-        print(f"wrote {options.output}" if options.output else f"\n{text.rstrip()}")
+    data = {"settings": best.settings, "results": results}
+    show(options, data, results, overlay, limit_gib=limit_gib)
     return 0
-
-
-def table(now: Variant, best: Variant, *, limit_gib: float) -> str:
-    """Return the time, speed, exposed communication and memory of the job as it is and with the choice."""
-    rows = [["", "step", "tokens/s/GPU", "gain", "exposed", "GiB", ""]]
-    for name, one in (("as it is", now), ("autofsdp", best)):
-        if not one.facts:
-            rows.append([name, *[""] * 5, one.problem])
-            continue
-        gain = f"{one.speed / now.speed - 1:+.2%}" if now.facts else ""
-        times = [duration(one.facts["step_time_s"]), f"{one.speed:,.0f}", gain]
-        note = "" if one.needed_gib <= limit_gib else "does not fit"
-        exposed = duration(one.facts["comm"]["exposed_s"])
-        rows.append([name, *times, exposed, f"{one.needed_gib:.1f}", note])
-    return "\n".join(columns(rows, left=(0, 6)))
-
-
-def overlay(best: Variant, *, command: str) -> str:
-    """Return the choice as a TOML overlay."""
-    if not best.settings:
-        return "# the job as it is\n"
-    values = (
-        f"{key.partition('.')[2]} = " + (value if value.lstrip("-").isdigit() else f'"{value}"')
-        for key, value in best.settings.items()
-    )
-    return "\n".join([f"# {command}", "[parallelism]", *values]) + "\n"

@@ -13,30 +13,20 @@ import sys
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from titan.checks.rules import check_to_run
 from titan.config.load import load_from_argv
 from titan.sim.price.cost import Cost
-from titan.sim.price.profiles import Profile, load_profile
+from titan.sim.price.profiles import Profile
 from titan.sim.record.trace import Trace
 from titan.sim.record.trace_jobs import TraceError
 from titan.sim.replay.queues import ReplayError
-from titan.sim.report.text import (
-    columns,
-    duration,
-    job_parser,
-    known_options,
-    memory_limit,
-    put_json,
-    require_folders,
-    require_positive,
-    say,
-)
+from titan.sim.report.text import say
+from titan.sim.search.command import read_command, show
 from titan.sim.search.recomputation import Block, Kept, choose, find_blocks, keep, measure, samples
 from titan.sim.search.variants import simulate_variants
-from titan.sim.simulate import GIB, Facts, HardwareError, Simulation, facts, price, simulate
+from titan.sim.simulate import GIB, HardwareError, Simulation, facts, price, simulate
 
 _ROUNDS = 5
 
@@ -200,21 +190,17 @@ def to_lines(kept: Mapping[int, Kept], host: Collection[tuple[int, str]] = ()) -
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Return 1 if the job does not fit whatever is recomputed."""
-    parser = job_parser(
+    options, job, profile, config = read_command(
         "autosac",
-        "[--memory GIB] [--host] [--output FILE] [--json FILE]",
+        "[--host]",
         "Choose what each block keeps for its backward pass and what it computes again, so that the job fits and takes the least "
-        "time, by simulation. Prints, or writes, a TOML overlay.",
+        "time, by simulation.",
+        argv,
+        lambda parser: parser.add_argument(
+            "--host", action="store_true", help="results may go to the host's memory, too"
+        ),
     )
-    add = parser.add_argument
-    add("--memory", type=float, metavar="GIB", help="of a device, to be used; default: 90%% of it")
-    add("--host", action="store_true", help="results may go to the host's memory, too")
-    add("--output", type=Path, metavar="FILE", help="write the overlay; default: print it")
-    options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
-    require_positive(options, "world_size", "processes")
-    require_folders(options, "json", "output")
-    profile = memory_limit(load_profile(options.hardware), options.memory)
-    compile = load_from_argv(job, options=known_options(parser)).compile
+    compile = config.compile
     how: dict[str, Any] = {"world_size": options.world_size, "processes": options.processes}
     others = _OTHERS | (_COMPILED if compile.enable and "model" in compile.components else {})
     clear = {_KEY + "op_keep_by_block": "[]"}
@@ -236,33 +222,17 @@ def main(argv: list[str] | None = None) -> int:
         print(f"titan autosac: {error}", file=sys.stderr)
         return 2
     say("")
-    results = {"autosac": facts(choice.simulation)}
-    results |= {name: one.facts for name, one in zip(others, variants, strict=True) if one.facts}
-    text = overlay(choice, command=f"titan train {' '.join(job)} autosac.toml")
-    if options.output:
-        options.output.write_text(text, encoding="utf-8")
+    results = {name: one.facts for name, one in zip(others, variants, strict=True) if one.facts}
+    results["autosac"] = facts(choice.simulation)
+    # Gains are over the slowest.
+    order = sorted(results, key=lambda name: -results[name]["step_time_s"])
+    results = {name: results[name] for name in order}
     if not choice.simulation.fits:
         print("the job does not fit, even if its blocks keep nothing", file=sys.stderr)
-    if not put_json({"op_keep_by_block": choice.lines, "results": results}, options.json):
-        print(table(results))
-        print(f"wrote {options.output}" if options.output else f"\n{text.rstrip()}")
+    text = overlay(choice, command=f"titan train {' '.join(job)} autosac.toml")
+    data = {"op_keep_by_block": choice.lines, "results": results}
+    show(options, data, results, text, limit_gib=profile.usable_gib)
     return 0 if choice.simulation.fits else 1
-
-
-def table(results: Mapping[str, Facts]) -> str:
-    """Return the time, speed and memory of each way to recompute, the fastest that fits first."""
-    rows = [["recomputation", "step", "tokens/s/GPU", "over the slowest", "GiB", ""]]
-    slowest = max(one["step_time_s"] for one in results.values())
-    for name, one in sorted(results.items(), key=lambda p: (not p[1]["fits"], p[1]["step_time_s"])):
-        step, memory = one["step_time_s"], one["memory"]
-        speed = [
-            duration(step),
-            f"{one['tokens_per_s_per_gpu']:,.0f}",
-            f"{slowest / step - 1:+.1%}",
-        ]
-        note = "" if one["fits"] else "tight" if one["tight"] else "does not fit"
-        rows.append([name, *speed, f"{memory['needed_gib']:.1f}", note])
-    return "\n".join(columns(rows, left=(0, 5)))
 
 
 def overlay(choice: Choice, *, command: str) -> str:

@@ -13,7 +13,6 @@ search.py has the formula.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +37,7 @@ from titan.sim.report.text import (
     utilization,
 )
 from titan.sim.search.candidates import ALSO, Point, Search
+from titan.sim.search.command import settings_overlay
 from titan.sim.search.variants import Variant, simulate_variants
 from titan.sim.simulate import Facts
 
@@ -117,23 +117,6 @@ def plan(
 
 
 # ---- what the user sees --------------------------------------------------------------------------
-
-
-def overlay(variant: Variant, *, number: int, command: str) -> str:
-    """Return the TOML overlay that turns the job into this candidate."""
-    facts, sections = variant.facts, {}
-    # Dotted keys back to TOML's sections.
-    for key, value in variant.settings.items():
-        section, _, name = key.rpartition(".")
-        sections.setdefault(section, []).append(f"{name} = {_toml(value)}")
-    lines = [f"# {number}: {_summary(facts)}", f"# {command}"]
-    for section, values in sections.items():
-        lines += ["", f"[{section}]", *values]
-    return "\n".join(lines) + "\n"
-
-
-def _toml(value: str) -> str:
-    return value if value.lstrip("-").isdecimal() else json.dumps(value)
 
 
 def _summary(facts: Facts) -> str:
@@ -286,7 +269,7 @@ def main(argv: list[str] | None = None) -> int:
     for number, variant in enumerate(shown, 1):
         name = f"plan-{number}.toml"
         command = f"titan train {' '.join(job)} {name}"
-        text = overlay(variant, number=number, command=command)
+        text = settings_overlay(variant.settings, f"{number}: {_summary(variant.facts)}", command)
         if options.output:
             options.output.mkdir(parents=True, exist_ok=True)
             (options.output / name).write_text(text, encoding="utf-8")
