@@ -62,10 +62,21 @@ def test_the_ring_s_kernels(
     with monkeypatch.context() as patch:  # with it, fake tensors would start the driver
         patch.setattr(torch.cuda, "is_available", lambda: True)
         assert block_attention._choose_kernel(q) == kernel
-    monkeypatch.setattr(block_attention, "_choose_kernel", lambda _: kernel)
+    monkeypatch.setattr(block_attention, "_choose_kernel", lambda _, masked=False: kernel)
     out, lse = block_attention.attend(q, k, v, causal=True, scale=None)
     assert (form(out), form(lse)) == (form(q), ((2, 4, 75), FP32, "cuda"))
     grads = block_attention.attend_backward(out, q, k, v, out, lse, causal=True, scale=None)
+    assert [form(grad) for grad in grads] == [form(x) for x in (q, k, v)]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_the_ring_with_a_mask(dtype: torch.dtype) -> None:
+    q, k, v = (rand(2, heads, 75, 64, dtype=dtype).detach() for heads in (4, 2, 2))
+    mask = torch.empty(2, 75, 75, device="cuda", dtype=torch.bool)
+    options: dict[str, Any] = {"causal": True, "scale": None, "mask_BST": mask}
+    out, lse = block_attention.attend(q, k, v, **options)
+    assert (form(out), form(lse)) == (form(q), ((2, 4, 75), FP32, "cuda"))
+    grads = block_attention.attend_backward(out, q, k, v, out, lse, **options)
     assert [form(grad) for grad in grads] == [form(x) for x in (q, k, v)]
 
 
