@@ -49,13 +49,16 @@ LEG_STEPS = 3
 STEPS = LEG_STEPS * len(LEGS)
 
 
-def job(degrees: Degrees, *, folder: Path, steps: int, seed: int = 0) -> JobConfig:
+def job(degrees: Degrees, *, folder: Path, steps: int, seed: int = 0, blocks: int = 4) -> JobConfig:
     """The debug model, smaller, with the same global batch under every layout."""
     dp = degrees.get("dp_replicate", 1) * degrees.get("dp_shard", 1)
     return JobConfig.model_validate(
         {
             "job": {"dump_folder": str(folder)},
-            "model": {"flavor": "tiny", "overrides": {"n_layers": 4, "vocab_size": VOCABULARY}},
+            "model": {
+                "flavor": "tiny",
+                "overrides": {"n_layers": blocks, "vocab_size": VOCABULARY},
+            },
             "training": {
                 "dataset": "synthetic",
                 "seq_len": SEQUENCE,
@@ -157,7 +160,7 @@ def test_the_loss_curve_goes_on_under_other_layouts(pool: Pool, tmp_path: Path) 
 
 
 def build(degrees: Degrees, folder: Path, *, seed: int) -> TrainStep:
-    config = job(degrees, folder=folder, steps=STEPS, seed=seed)
+    config = job(degrees, folder=folder, steps=STEPS, seed=seed, blocks=2)
     layout = resolve_layout(config, dist.get_world_size())
     mesh = build_mesh("cpu", **{axis: getattr(layout, axis) for axis in KEYS})
     return build_train_step(config, device=torch.device("cpu"), mesh=mesh)

@@ -134,7 +134,8 @@ def doctor(run: Run, *, code: int = 1) -> dict[str, Any]:
 def cause(run: Run, kind: str) -> str:
     """What the first finding says, which has to be of this kind."""
     found = doctor(run)["findings"][0]
-    assert found["kind"] == kind, (found, run.said())
+    dumps = sorted(p.name for p in run.folder.glob("flight_recorder/*"))
+    assert found["kind"] == kind, (found, dumps, run.said())
     assert found["evidence"] and found["advice"]
     if found["kind"] in ("killed", "missing_rank"):
         assert "run the same command again" in found["advice"]
