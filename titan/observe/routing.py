@@ -80,9 +80,9 @@ def _read(path: str, num_experts: int) -> list[list[float]]:
     try:
         loads: Sequence[Sequence[int]] = json.loads(Path(path).read_text("utf-8"))["loads"]
         shares = [[count / sum(layer) for count in layer] for layer in loads]
-        if not shares or {*map(len, shares)} != {num_experts}:
-            raise ValueError(f"it counts {[*map(len, shares)][:1]} experts, the model has {num_experts}")
-    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
-        message = f"{path} has no counts of these experts ({error}); name a run's experts.json"
+        if {*map(len, shares)} != {num_experts}:
+            raise ValueError(f"counts {len(shares[0])} experts, the model has {num_experts}")
+    except (OSError, ValueError, LookupError, TypeError, ZeroDivisionError) as error:
+        message = f"{path} has no counts of these experts: {error}; name a run's experts.json"
         raise ConfigError([Problem("simulator.routing", 0, "", message)]) from None
     return shares

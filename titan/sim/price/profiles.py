@@ -128,7 +128,7 @@ class Profile(BaseModel):
     """Rate of kernels while a collective holds SMs and memory bandwidth."""
     speed_deviation: float
     """Standard deviation of speed between devices of the kind: more of them wait for a slower slowest one."""
-    slowest_of: int = Field(default=1, ge=1)
+    slowest_of: int = Field(ge=1)
     """Devices whose slowest the achievable shares describe: 1 where one device was measured, all of a job whose speed set them."""
 
     power_w: float = Field(ge=0)

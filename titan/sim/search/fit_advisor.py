@@ -150,7 +150,9 @@ def suggest(
             config, world_size=layout.world_size, profile=profile, say=say
         )
         imbalance, limit = None, simulation.fits_up_to
-        if limit is not None and limit < (uneven := min(_UNEVEN, most_imbalance(config, simulation.model))):
+        if limit is not None and limit < (
+            uneven := min(_UNEVEN, most_imbalance(config, simulation.model))
+        ):
             imbalance = uneven
             job = [*job, f"--simulator.expert_imbalance={imbalance}"]
         is_safe = simulation.fits and imbalance is None
