@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from math import ceil, sqrt
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ def most_imbalance(config: JobConfig, model: Any) -> float:
     return min(config.parallelism.expert_parallel_degree, model.num_experts / model.top_k)
 
 
-@lru_cache
+@cache
 def _expected(routing: str, num_experts: int, num_ranks: int, num_rows: int) -> float:
     """Return the expected rows of the busiest rank over the mean, to a hundredth: traces are kept by it."""
     rng, busiest = random.Random(0), 0.0
