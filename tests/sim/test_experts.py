@@ -17,14 +17,17 @@ from tests.support.traces import (
     trace_ranks,
     traced_peak,
 )
+from titan.config.model import model_config
 from titan.config.schema import JobConfig
 from titan.hardware import MARGIN
+from titan.observe.routing import most_imbalance
 from titan.sim.price.cost import matmul_sizes
 from titan.sim.price.profiles import load_profile
-from titan.sim.record.trace import Launch, Synchronize
+from titan.sim.record.trace import Launch, Synchronize, Transfer
 from titan.sim.replay.memory import memory_report
-from titan.sim.report.imbalance import most_imbalance, simulate_with_limit, with_imbalance
-from titan.sim.simulate import simulate
+from titan.sim.report.imbalance import simulate_with_limit, with_imbalance
+from titan.sim.report.text import page
+from titan.sim.simulate import facts, simulate
 
 EP, TP, CP, PP = (f"{axis}_parallel_degree" for axis in ("expert", "tensor", "context", "pipeline"))
 REPLICAS = "data_parallel_replicate_degree"
@@ -131,7 +134,7 @@ def test_the_limit_of_uneven_routing_fits_and_a_tenth_more_does_not() -> None:
     gib = (even + 0.4 * (worst - even) + outside) / 2**30
     small = profile.model_copy(update={"memory_gib": gib / (1 - MARGIN)})
     limit = simulate_with_limit(config, world_size=4, profile=small).fits_up_to
-    assert limit is not None and 1 < limit < most_imbalance(config) == 4
+    assert limit is not None and 1 < limit < most_imbalance(config, model_config(config.model)) == 4
 
     def fits(imbalance: float) -> bool:
         uneven = with_imbalance(config, imbalance)
@@ -183,3 +186,31 @@ def test_gathering_experts_ahead_saves_waiting() -> None:
             simulate(config, world_size=16, profile=profile).timeline.ranks[0].exposed_s["efsdp"]
         )
     assert wait_s[-1] < wait_s[0] / 2
+
+
+def test_routing_sets_rows_time_and_memory() -> None:
+    """The busiest rank gets more rows than it sends, and sends as many back: both ways cost what the larger part does."""
+    profile = load_profile("h100-sxm")
+    configs = uneven_job(), uneven_job(debug={}, simulator={"routing": "zipf:0.9"})
+    even, uneven = (simulate(config, world_size=4, profile=profile) for config in configs)
+    factor = uneven.busiest_rank
+    assert even.busiest_rank == 1 and 1.2 < factor < 2
+    sizes = [
+        sorted(
+            e.size_bytes for e in trace.step if isinstance(e, Transfer) and e.kind == "all_to_all"
+        )
+        for simulation in (even, uneven)
+        for trace in simulation.traces.values()
+    ]
+    rows = 8 * 512 * 2 * 64 * 2  # sequences, tokens, experts of a token, width, bytes
+    assert sizes[0][-8:] == [rows] * 8  # there and back, forward and backward, in two layers
+    assert sizes[1][-8:] == [pytest.approx(factor * rows, rel=1e-3)] * 8
+    # The step waits for the host, so small is the job; its kernels and exchanges take longer.
+    assert uneven.timeline.ranks[0].compute_s > even.timeline.ranks[0].compute_s
+    assert uneven.fullest.peak_reserved_bytes > even.fullest.peak_reserved_bytes
+    waits = [sum(s.timeline.ranks[0].waiting_s.values()) for s in (even, uneven)]
+    assert waits[1] > 2 * waits[0] > 0
+    said = facts(uneven)
+    assert (said["experts"]["routing"], said["experts"]["imbalance"]) == ("zipf:0.9", factor)
+    assert said["comm"]["waiting_s"]["all_to_all"] > 0
+    assert f"assumed: the busiest gets {factor:g} times the mean load of the 4 ranks" in page(said)

@@ -256,7 +256,25 @@ def test_the_slowest_of_many_devices_sets_the_pace() -> None:
         replay({0: trace([launch(1000)], world_size=n)}, FixedCost(profile)).step_s
         for n in (8, 1024)
     ]
-    assert times[1] / times[0] == pytest.approx(profile.straggler(1024))
+    assert times[1] / times[0] == pytest.approx(profile.straggler(1024) / profile.straggler(8))
+
+
+def test_an_average_rank_waits_for_the_slowest_and_the_busiest() -> None:
+    """Kernels of 1,000 us on the slowest of 1,024 devices; its experts and its exchange have twice the mean of rows."""
+    profile = load_profile("h100-sxm").model_copy(update={"compute_share_beside_transfer": 1.0})
+    ep = Group("ep", ("ep",), tuple(range(8)))
+    experts = Scope("forward", "layers.0.moe.experts")
+    work = [launch(1000), transfer(100, group="dp", work=1), AwaitWork(0, 1)]
+    work += [launch(1000, scope=experts), transfer(600, group="ep", kind="all_to_all", work=2)]
+    events = [*work, AwaitWork(0, 2), launch(1000)]
+    rank = replay(
+        {0: trace(events, DP, ep, world_size=1024)}, FixedCost(profile), steps=1, busiest=2.0
+    ).ranks[0]
+    took, slowest = 1000 * profile.straggler(1024), 1 + profile.lag(1024)
+    ahead = took - took / slowest
+    # The last kernel is waited for at the first transfer of the next step.
+    assert us(rank.waiting_s["all_gather"]) == 2 * ahead
+    assert us(rank.waiting_s["all_to_all"]) == took - took / slowest / 2 + 300
 
 
 # -------------------------------------------------------------------------------------------------------------- host

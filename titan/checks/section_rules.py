@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from titan.config.base import LIMIT, Section
@@ -217,6 +218,9 @@ def _experts(config: JobConfig) -> Iterator[RuleViolation]:
             f"{degree} would split the matrices of each expert; use 1: the numbers are the same, and FSDP shards "
             "experts over tensor-parallel ranks, too",
         )
+    routing = config.simulator.routing
+    if routing.endswith(".json") and not Path(routing).is_file():
+        yield "simulator.routing", f"there is no file {routing}; name the experts.json of a run"
     model = resolve_model(config.model)[0]
     if model is None or getattr(model, "num_experts", 0):
         return

@@ -5,9 +5,10 @@ Import them from titan.config.schema, which has the other sections and `JobConfi
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from .base import Section
 
@@ -46,10 +47,22 @@ class SimulatorSection(Section):
     device; on a CPU "cpu", whose times are scaled to the first steps."""
     attention_kernel: Literal["auto", "flash2", "cudnn", "flash3"] = "auto"
     """Kernel that attention is priced as. "auto": the one that torch runs on that hardware."""
-    expert_imbalance: Annotated[float, Field(ge=1)] = 1.0
-    """How many times the mean number of rows the busiest expert-parallel rank gets; it sets time and
-    memory. 1: routing is balanced. A run reports its own. Without expert parallelism: no effect."""
+    routing: str = "zipf:0.18"
+    """How tokens spread over experts, which says what the busiest expert-parallel rank gets: "even";
+    "zipf:s", where the i-th busiest expert gets i^-s of the busiest one's rows; or a run's experts.json.
+    The default gives the published spread of a learned router: 1.34 times the mean on the busiest of 64
+    ranks with 256 experts (marin issue 7668). debug.moe_force_load_balance: even."""
+    expert_imbalance: Annotated[float | None, Field(ge=1)] = None
+    """Rows of the busiest expert-parallel rank, as times the mean, in place of what follows from
+    routing. It sets time and memory. A run reports its own. Without expert parallelism: no effect."""
     run: WholeRunSection = WholeRunSection()
+
+    @field_validator("routing")
+    @classmethod
+    def _known_routing(cls, value: str) -> str:
+        if value == "even" or value.endswith(".json") or re.fullmatch(r"zipf:\d+(\.\d+)?", value):
+            return value
+        raise ValueError('expected "even", "zipf:s" such as "zipf:0.18", or a run\'s experts.json')
 
 
 class HardwareSection(Section):

@@ -12,7 +12,7 @@ kernel that keeps no S x S matrix. What each block keeps for its backward pass, 
 
 and with K experts of width F a token, and shared ones, in place of the last row, where a rank has its own tokens:
 
-    rows of the experts, and as above            K (D + 4 F)   / tp, and on the busiest rank simulator.expert_imbalance times as many
+    rows of the experts, and as above            K (D + 4 F)   / tp, and on the busiest rank as many more as simulator.routing says
     what comes back, in fp32                     2 K D         / tp
     of shared experts                            4 F each      / tp
 
@@ -29,6 +29,7 @@ from typing import Any, TypeAlias
 
 from titan.config.layout import Layout
 from titan.config.schema import ActivationCheckpointSection, JobConfig
+from titan.observe.routing import busiest_rank
 from titan.parallel.kept_operations import parse_blocks, parse_rule
 
 ModelSizes: TypeAlias = Any
@@ -111,7 +112,7 @@ def activation_elements(
     back while recomputed."""
     heads, kv_heads = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
     # The table at the top of the file: what tp splits, and what it does not.
-    split = 2 * model.dim + 2 * heads + 2 * kv_heads + _feed_forward_elements(config, model)
+    split = 2 * model.dim + 2 * heads + 2 * kv_heads + _feed_forward_elements(config, model, layout)
     whole = split / layout.tp + 2 * model.dim
     section = config.activation_checkpoint
     by_layer = _kept_by_layer(section, model, tp=layout.tp, whole=whole)
@@ -121,13 +122,11 @@ def activation_elements(
     return kept, 0 if section.mode == "none" else whole
 
 
-def _feed_forward_elements(config: JobConfig, model: ModelSizes) -> float:
+def _feed_forward_elements(config: JobConfig, model: ModelSizes, layout: Layout) -> float:
     if not getattr(model, "num_experts", 0):
         return 4 * model.ffn_dim
     dim, ffn = model.dim, model.expert_dim
-    arriving = dim + 4 * ffn
-    if config.parallelism.expert_parallel_degree > 1:
-        arriving *= config.simulator.expert_imbalance
+    arriving = (dim + 4 * ffn) * busiest_rank(config, model, layout)
     # fp32 counts as two elements, unless all is in fp32.
     back = dim * _BYTES["float32"] / _BYTES[config.training.compute_dtype]
     return model.top_k * (arriving + back) + model.num_shared_experts * 4 * ffn

@@ -16,6 +16,7 @@ from titan.config.quantize import lacks_units, quantize_section
 from titan.config.schema import JobConfig, MXSection
 from titan.observe.estimate import estimate_memory
 from titan.observe.flops import utilization
+from titan.observe.routing import busiest_rank
 from titan.sim.price.cost import Cost, peak_dtype
 from titan.sim.price.profiles import Profile, load_profile
 from titan.sim.record.trace import Launch, Trace, no_garbage_collection
@@ -51,6 +52,16 @@ class Simulation:
     def fullest(self) -> MemoryReport:
         """Return the memory of the rank that needs most."""
         return max(self.memory.values(), key=lambda report: report.needed_bytes)
+
+    @cached_property
+    def model(self) -> Any:
+        """Return the model's sizes."""
+        return model_config(self.config.model)
+
+    @cached_property
+    def busiest_rank(self) -> float:
+        """Return the assumed rows of the busiest expert-parallel rank over the mean."""
+        return busiest_rank(self.config, self.model, self.layout)
 
     @property
     def fits(self) -> bool:
@@ -152,7 +163,8 @@ def price(
     profile = profile.with_attention(config.simulator.attention_kernel)
     # Time and memory are independent: the allocator is replayed in the order of the host, without a
     # clock.
-    timeline = replay(traces, Cost(profile))
+    busiest = busiest_rank(config, model_config(config.model), layout)
+    timeline = replay(traces, Cost(profile), busiest=busiest)
     expandable = config.training.expandable_segments
     memory = {
         rank: memory_report(trace, profile, expandable=expandable) for rank, trace in traces.items()
@@ -164,7 +176,7 @@ def price(
 def facts(simulation: Simulation) -> Facts:
     """Return a simulation as data for JSON. docs/simulator.md defines every field."""
     config, timeline, profile = simulation.config, simulation.timeline, simulation.profile
-    model = model_config(config.model)
+    model = simulation.model
     convention = config.metrics.mfu_convention
     flops_per_token = model.flops_per_token(config.training.seq_len, causal=convention == "causal")
     # MFU counts the model's FLOPs, not those that run: recomputation lowers it.
@@ -251,7 +263,7 @@ def _kin(simulation: Simulation) -> dict[str, float]:
 
 def _experts(simulation: Simulation) -> Facts:
     """Return what is said of experts, if the model has any."""
-    config, model = simulation.config, model_config(simulation.config.model)
+    config, model = simulation.config, simulation.model
     if not getattr(model, "num_experts", 0):
         return {}
     ep = config.parallelism.expert_parallel_degree
@@ -259,7 +271,8 @@ def _experts(simulation: Simulation) -> Facts:
         "parameters": model.num_params,
         "active_parameters": model.num_active_params,
         "parallel_degree": ep,
-        "imbalance": config.simulator.expert_imbalance,
+        "routing": config.simulator.routing,
+        "imbalance": simulation.busiest_rank,
         "fits_up_to_imbalance": simulation.fits_up_to,
     }
     return {"experts": experts}
@@ -272,6 +285,7 @@ def _communication(simulation: Simulation) -> Facts:
     return {
         "exposed_s": sum(exposed.values()),
         "overlapped_s": sum(overlapped.values()),
+        "waiting_s": mean_by("waiting_s"),
         "by_axis": {
             axis: {
                 "exposed_s": exposed.get(axis, 0.0),

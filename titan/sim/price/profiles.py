@@ -130,6 +130,8 @@ class Profile(BaseModel):
     """Rate of kernels while a collective holds SMs and memory bandwidth."""
     speed_deviation: float
     """Standard deviation of speed between devices of the kind: more of them wait for a slower slowest one."""
+    slowest_of: int = Field(ge=1)
+    """Devices whose slowest the achievable shares describe: 1 where one device was measured, all of a job whose speed set them."""
 
     power_w: float = Field(ge=0)
     """At most, of one device without its host and its cooling. 0: not known."""
@@ -200,12 +202,12 @@ class Profile(BaseModel):
         return self.model_copy(update={"attention_kernel": kernel})
 
     def straggler(self, world_size: int) -> float:
-        """Return how much longer computation takes on the slowest of `world_size` devices than on the slowest of one node.
+        """Return the time of computation on the slowest of `world_size` devices, over what the achievable shares say."""
+        return 1 + self.lag(max(world_size, self.slowest_of)) - self.lag(self.slowest_of)
 
-        Achievable shares are measured on whole nodes, so one node is the measure.
-        """
-        ranks = max(world_size, self.gpus_per_node)
-        return 1 + self.speed_deviation * (_slowest_of(ranks) - _slowest_of(self.gpus_per_node))
+    def lag(self, world_size: int) -> float:
+        """Return how much longer the slowest of `world_size` devices takes than an average one, as a share."""
+        return self.speed_deviation * _slowest_of(world_size)
 
 
 def _slowest_of(count: int) -> float:

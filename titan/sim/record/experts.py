@@ -1,8 +1,8 @@
 """Assume how many rows experts get. A recording has no tokens, so that nothing says where they go.
 
 A run asks the device once for each layer (`titan.parallel.rows.host_counts`), and the host waits for the answer. Here the answer is
-that each rank sends as many rows to all others, and that the rank at hand is the busiest: it gets
-`simulator.expert_imbalance` times as many as it sends, which is the mean. All its experts get equal shares.
+that each rank sends as many rows to all others, and that the rank at hand is the busiest of each layer: it gets as many more than
+the mean, which it sends, as titan.observe.routing says. All its experts get equal shares.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from titan.sim.record.device import current_stream
 from titan.sim.record.trace import Event, Synchronize
 
 
-def assume_rows(imbalance: float, record: Callable[[Event], None]) -> None:
-    """Replace the counts of rows by an assumption, for the life of the process. `record` gets the host's waits for them."""
+def assume_rows(busiest: float, record: Callable[[Event], None]) -> None:
+    """Replace the counts of rows by an assumption, for the life of the process. busiest: rows that arrive over those sent.
+
+    `record` gets the host's waits for the counts.
+    """
 
     def waits(assume: Callable[[int, int], list[int]]) -> Callable[..., list[int]]:
         def assumed(counts: Tensor, *, num_rows: int) -> list[int]:
@@ -30,7 +33,7 @@ def assume_rows(imbalance: float, record: Callable[[Event], None]) -> None:
     def of_ranks(count: int, num_rows: int) -> list[int]:
         # What is sent to each rank, and then what comes from each: at most all that there is.
         ranks = count // 2
-        arriving = round(num_rows * min(imbalance, ranks))
+        arriving = round(num_rows * min(busiest, ranks))
         return [*deal_out(num_rows, ranks), *deal_out(arriving, ranks)]
 
     # A rank's rows, by its experts, and by the ranks of the exchange.

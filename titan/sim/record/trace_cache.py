@@ -26,6 +26,7 @@ from typing import Any
 from titan.config.layout import AXES, Layout, stage_split
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
+from titan.observe.routing import busiest_rank
 from titan.sim.record import trace as events
 from titan.sim.record.extrapolate import CannotExtrapolate, Depth, extrapolate
 from titan.sim.record.segments import LAYER
@@ -82,7 +83,7 @@ class TraceRequest:
                 "expandable_segments",
             },
         )
-        shape["imbalance"] = config.simulator.expert_imbalance
+        shape["busiest"] = busiest_rank(config, model_config(config.model), layout)
         shape["forced"] = config.debug.moe_force_load_balance
         shape["data"] = [config.data.reset_positions, config.data.document_mask]
         # Part of the layout above, where a degree of -1 is resolved.

@@ -27,6 +27,7 @@ from titan.checks.rules import resolve_layout
 from titan.config.layout import Layout
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
+from titan.observe.routing import busiest_rank
 from titan.sim.record.extrapolate import CannotExtrapolate
 from titan.sim.record.observers import Observer
 from titan.sim.record.trace import Trace
@@ -104,7 +105,7 @@ def trace_job(
     with fake_world(layout, rank=rank, device_kind=job.device_kind) as (device, mesh):
         tracer = Tracer(mesh, remembers=remembers)
         tracer.scopes.watch_fsdp()
-        assume_rows(config.simulator.expert_imbalance, tracer.record)
+        assume_rows(busiest_rank(config, model_config(config.model), layout), tracer.record)
         module.build_sparse_mesh = tracer.transfers.with_names(module.build_sparse_mesh)
         if layout.pp > 1:
             watch_actions(tracer)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, get_args
@@ -77,6 +77,10 @@ def collective_of(func: Any) -> Collective | None:
     )
 
 
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    return sum(t.numel() * t.dtype.itemsize for t in tensors)
+
+
 class Transfers:
     """Turn calls into events, and number their works."""
 
@@ -132,6 +136,10 @@ class Transfers:
         # Tensors of the host only: nothing goes over the accelerator's network.
         if not any(t.fake_device.type != "cpu" for t in data):  # pyright: ignore
             return 0
+        size = _bytes_of(data)
+        # A rank may get more rows than it sends, or fewer: the larger part sets the time.
+        if collective.kind == "all_to_all":
+            size = max(size, _bytes_of(tensors_in([result])))
         group = self._group(argument(collective.group))
         peer = group.ranks[argument(collective.peer)] if collective.peer >= 0 else -1
         # Sends and receives within a batch stay in the group's communicator.
@@ -147,7 +155,7 @@ class Transfers:
             Transfer(
                 collective.kind,
                 group.name,
-                sum(t.numel() * t.dtype.itemsize for t in data),
+                size,
                 str(data[0].dtype)[6:],
                 self.stream(),
                 detached,

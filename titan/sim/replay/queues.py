@@ -41,7 +41,7 @@ from titan.sim.record.trace import (
     Transfer,
     no_garbage_collection,
 )
-from titan.sim.replay.timeline import Cause, Interval, Lane, Timeline, axis_of, summarise
+from titan.sim.replay.timeline import Cause, Interval, Lane, Timeline, axis_of, summarise, waiting
 
 
 class ReplayError(Exception):
@@ -49,19 +49,22 @@ class ReplayError(Exception):
     has no trace."""
 
 
-def replay(traces: Mapping[int, Trace], cost: Cost, *, steps: int = 2) -> Timeline:
+def replay(
+    traces: Mapping[int, Trace], cost: Cost, *, steps: int = 2, busiest: float = 1.0
+) -> Timeline:
     """Replay consecutive steps of the traced ranks, by global rank; return the last one. Raises ReplayError.
 
     With one step, hosts and devices start together, and the step ends when the last stream is done.
+    busiest: rows of the traced ranks' experts over the mean.
     """
     assert steps >= 1
     with no_garbage_collection():
         simulation = _Simulation(traces, cost, steps)
         simulation.run()
-        return _timeline([*simulation.ranks.values()], steps)
+        return _timeline([*simulation.ranks.values()], steps, busiest)
 
 
-def _timeline(ranks: list[_Rank], steps: int) -> Timeline:
+def _timeline(ranks: list[_Rank], steps: int, busiest: float) -> Timeline:
     # The step lasts from the end of the one before to its own end, on the slowest rank each. Ranks
     # need not begin together.
     begin = max(rank.end_of(steps - 2) for rank in ranks) if steps > 1 else 0.0
@@ -74,6 +77,8 @@ def _timeline(ranks: list[_Rank], steps: int) -> Timeline:
         by_rank[rank.number] = summarise(
             rank.number, lanes, rank.transfers, rank.host, groups, step_s=step_s, origin=origin
         )
+        slowest = 1 + rank.simulation.cost.profile.lag(rank.trace.world_size)
+        by_rank[rank.number].waiting_s = waiting(by_rank[rank.number], groups, slowest, busiest)
     return Timeline(step_s, by_rank)
 
 

@@ -56,8 +56,7 @@ class RankTimeline:
     compute_s: kernels on the compute stream. exposed_s: it is idle, waiting for a transfer that runs, by axis. peers_s: for
     ranks that have not come to a transfer yet, or for the slowest at the end of the step. copies_s: for kernels of other
     streams. host_s: for the host. overlapped_s: transfers behind whose back it computed, by axis. sent_bytes, num_sent: of the
-    transfers, by axis. span_s: by phase, with the
-    waiting after each kernel. by_module_s: kernels by module ("layers.*.attention.wq"), or by phase outside of modules.
+    transfers, by axis. waiting_s: see `waiting`. span_s: by phase, with the waiting after each kernel. by_module_s: kernels by module ("layers.*.attention.wq"), or by phase outside of modules.
     intervals: what ran on the device. host: what the host did, as a Lane's segments, on the clock of the intervals. It is ahead of
     the device, so it begins before 0.
     """
@@ -68,6 +67,7 @@ class RankTimeline:
     overlapped_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     sent_bytes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     num_sent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    waiting_s: dict[str, float] = field(default_factory=dict)
     peers_s: float = 0.0
     copies_s: float = 0.0
     host_s: float = 0.0
@@ -183,6 +183,34 @@ def summarise(
         result.overlapped_s[axis] = max(0.0, result.overlapped_s[axis] - seconds)
     result.intervals.sort(key=lambda interval: interval.start)
     return result
+
+
+def waiting(
+    rank: RankTimeline, groups: Mapping[str, Group], slowest: float, busiest: float
+) -> dict[str, float]:
+    """Return the seconds that an average rank waits for slower ones, by the kind of transfer at which it waits.
+
+    The traced rank is the slowest device, and the busiest of each exchange of rows: it waits for nobody, and its time is the step's.
+    An average one is done earlier with each kernel, and waits at the transfer that comes next. In an exchange of rows it sends to the
+    busiest rank, whose links are full, so that it waits within the exchange.
+
+    Args:
+        slowest: time of a kernel here, over the time on an average device.
+        busiest: rows of its experts, over the mean.
+    """
+    waited: defaultdict[str, float] = defaultdict(float)
+    early, first = 0.0, ""
+    for _, start, end, event in rank.intervals:
+        if isinstance(event, Launch):
+            experts = busiest if "experts" in event.scope.module.split(".") else 1.0
+            early += (end - start) * (1 - 1 / (slowest * experts))
+        elif len(groups[event.group].ranks) > 1:
+            if event.kind == "all_to_all" and "ep" in groups[event.group].axes:
+                early += (end - start) * (1 - 1 / busiest)
+            waited[event.kind] += early
+            early, first = 0.0, first or event.kind
+    # What follows the last one is waited for at the first one of the next step.
+    return waited | ({first: waited[first] + early} if first else {})
 
 
 def _attribute(

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from math import floor
 from typing import Any
 
-from titan.config.model import model_config
 from titan.config.schema import JobConfig
+from titan.observe.routing import most_imbalance
 from titan.sim.simulate import Simulation, simulate
 
 _TRIES = 4
@@ -29,12 +29,6 @@ def simulate_with_limit(config: JobConfig, **options: Any) -> Simulation:
     return simulation
 
 
-def most_imbalance(config: JobConfig) -> float:
-    """Return how many times the mean load a rank can get: all rows, or one of each token for each of its experts."""
-    model = model_config(config.model)
-    return min(config.parallelism.expert_parallel_degree, model.num_experts / model.top_k)
-
-
 def with_imbalance(config: JobConfig, imbalance: float) -> JobConfig:
     """Return the job under another assumption."""
     section = config.simulator.model_copy(update={"expert_imbalance": imbalance})
@@ -42,10 +36,7 @@ def with_imbalance(config: JobConfig, imbalance: float) -> JobConfig:
 
 
 def _largest_that_fits(simulation: Simulation, at: Callable[[float], Simulation]) -> float:
-    fitting, too_much = (
-        simulation.config.simulator.expert_imbalance,
-        most_imbalance(simulation.config),
-    )
+    fitting, too_much = simulation.busiest_rank, most_imbalance(simulation.config, simulation.model)
     if too_much <= fitting or (worst := at(too_much)).fits:
         return max(fitting, too_much)
     missing = {fitting: _missing_bytes(simulation), too_much: _missing_bytes(worst)}

@@ -192,6 +192,10 @@ def _time(facts: Facts) -> Iterator[str]:
     if hidden:
         parts = ", ".join(f"{axis} {duration(seconds)}" for axis, seconds in hidden.items())
         yield f"    communication hidden behind compute: {parts}"
+    waits = {kind: s for kind, s in comm["waiting_s"].items() if s > _SMALL * total}
+    if waits:
+        parts = ", ".join(f"{kind} {duration(seconds)}" for kind, seconds in waits.items())
+        yield f"    of all that, an average rank waits for slower or busier ones, in {parts}"
     if len(facts["per_rank"]) > 1:
         yield f"    pipeline bubble: {facts['pipeline']['bubble_fraction']:.1%} of the step"
     yield "  compute by module"
@@ -232,10 +236,14 @@ def uneven_routing(facts: Facts) -> str:
     """Return how uneven routing may get with experts on several ranks, or an empty text."""
     experts = facts.get("experts", {})
     limit, degree = experts.get("fits_up_to_imbalance"), experts.get("parallel_degree")
-    if limit is None:
+    if degree in (None, 1):
         return ""
+    ranks = f"times the mean load of the {degree} ranks that share them"
+    assumed = f"assumed: the busiest gets {experts['imbalance']:g}"
+    if limit is None:
+        return f"{assumed} {ranks}"
     worst = ", where one rank gets all rows" if limit >= degree else ""
-    return f"fits up to {limit:g} times the mean load of the {degree} ranks that share them{worst}"
+    return f"fits up to {limit:g} {ranks}{worst}; {assumed}"
 
 
 def _by_part(by_module: Mapping[str, float]) -> dict[str, float]:

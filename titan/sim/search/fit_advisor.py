@@ -9,10 +9,11 @@ from typing import Any
 from titan.config.layout import Layout
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
+from titan.observe.routing import most_imbalance
 from titan.sim.price.profiles import Profile, load_profile, profile_names
 from titan.sim.record.trace_jobs import TraceError
 from titan.sim.replay.queues import ReplayError
-from titan.sim.report.imbalance import most_imbalance, simulate_with_limit
+from titan.sim.report.imbalance import simulate_with_limit
 from titan.sim.report.text import duration, say, uneven_routing, verdict
 from titan.sim.search.variants import Variant, simulate_variants
 from titan.sim.simulate import HardwareError, facts
@@ -149,7 +150,9 @@ def suggest(
             config, world_size=layout.world_size, profile=profile, say=say
         )
         imbalance, limit = None, simulation.fits_up_to
-        if limit is not None and limit < (uneven := min(_UNEVEN, most_imbalance(config))):
+        if limit is not None and limit < (
+            uneven := min(_UNEVEN, most_imbalance(config, simulation.model))
+        ):
             imbalance = uneven
             job = [*job, f"--simulator.expert_imbalance={imbalance}"]
         is_safe = simulation.fits and imbalance is None
