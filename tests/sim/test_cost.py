@@ -90,6 +90,44 @@ def test_batches_multiply_tiles() -> None:
     assert (many - LEAST_S) / (one - LEAST_S) == pytest.approx(2.0)
 
 
+def grouped(groups: int, m: int, k: int, n: int) -> Kernel:
+    """Return a product of torch._grouped_mm, with m rows in each group."""
+    moved = 2 * groups * (m * k + k * n), 2 * groups * m * n
+    shapes = ((groups, m, k), (groups, k, n))
+    name, flops = "aten::_grouped_mm", 2 * groups * m * k * n
+    return Kernel(name, "matmul", shapes, "bfloat16", flops, *moved, num_launches=2)
+
+
+def test_groups_take_whole_pairs_of_tiles() -> None:
+    """GroupMM.cu on Hopper: pairs of 128 x 256, or of 64 x 128 where a group has up to 128 rows or columns."""
+
+    fast = load_profile("h100-sxm").model_copy(update={"memory_tb_per_s": 1e3})  # arithmetic alone
+    cost = Cost(fast)
+
+    def seconds(m: int, n: int) -> float:
+        return cost.kernel_s(grouped(66, m, 8192, n)) - 2 * LEAST_S
+
+    assert seconds(129, 256) == seconds(256, 256) == pytest.approx(seconds(512, 256) / 2)
+    assert seconds(512, 1408) == seconds(512, 1536) > seconds(512, 1280)
+    # 66 pairs of small tiles are one wave, at three quarters of the rate.
+    wave_s = 2 * 64 * 128 * (8192 + 192) / (0.75 * 0.67 * 989e12 / 132)
+    assert seconds(1, 128) == seconds(128, 128) == pytest.approx(wave_s)
+    assert seconds(129, 128) == pytest.approx(2 * wave_s)
+    # 640 rows are five tiles of a batched product, and three pairs of a grouped one.
+    batch = replace(grouped(66, 640, 8192, 512), name="aten::bmm")
+    assert cost.kernel_s(batch) - 2 * LEAST_S == pytest.approx(seconds(640, 512) * 5 / 6)
+
+
+def test_published_grouped_products() -> None:
+    large = grouped(16, 128_000, 7168, 7168)
+    h200 = Cost(load_profile("h200-sxm"))
+    assert large.flops / h200.kernel_s(large) == pytest.approx(704e12, rel=0.1)  # pytorch 156203
+    # cublasLt's grouped kernel on an H100 (pytorch 185530); CUTLASS's is faster below 4,096 (182631).
+    for size, groups, ms in ((512, 128, 0.163), (1024, 64, 0.295), (1024, 128, 0.565), (2048, 64, 1.940)):  # fmt: skip
+        share = H100.kernel_s(grouped(groups, size, size, size)) / (ms * 1e-3)
+        assert (0.45 if size == 512 else 0.85) < share < 1
+
+
 @pytest.mark.parametrize(
     ("queries", "keys", "causal", "pairs"),
     [(4, 4, False, 16), (4, 4, True, 10), (2, 4, True, 3), (4, 2, True, 3 + 4), (1, 1, True, 1)],

@@ -2,6 +2,7 @@
 
     matmul      tiles of the output go to the SMs in waves; each tile costs its share of K and a fixed time to fill and drain;
                 never faster than its bytes through memory. The best tile (and split of K) is what the library would choose
+    grouped     the same with the one tile that torch's kernel takes; each group's rows fill whole pairs of tiles
     attention   FLOPs that the mask leaves, at a rate by sequence length, if there are blocks of queries for all SMs
     all others  bytes at the bandwidth that kernels of that size reach; less if a fused kernel transposes
 
@@ -20,6 +21,11 @@ _QUERY_BLOCK = 128
 """Queries that one thread block of FlashAttention-2 handles."""
 _SPLITS = (1, 2, 4, 8)
 """Parts that a matrix product's K is cut into when the output has too few tiles to fill the device."""
+_GROUPED_PAIR = 2
+"""Tiles, one above the other, that two SMs compute together in a grouped product. A group takes whole pairs, of which its
+rows may fill a part (GroupMM.cu: clusters of 2 x 1; CUTLASS's grouped scheduler rounds each group up to a cluster, issue 3497)."""
+_GROUPED_SMALL = 128
+"""Rows or columns of a group up to which GroupMM.cu takes its small tile."""
 
 
 class Cost:
@@ -103,10 +109,14 @@ class Cost:
         fill_k = profile.tile_fill_k * peak / (profile.peak_tflops["bfloat16"] * 1e12)
         best = float("inf")
         # Search tiles and splits of K as cuBLAS's heuristic does. A large tile reuses more of each
-        # operand, a small one wastes less of the last wave.
-        for tile in profile.tiles:
-            blocks = batch * ceil(m / tile.rows) * ceil(n / tile.columns)
-            for splits in _SPLITS:
+        # operand, a small one wastes less of the last wave. CUTLASS's grouped kernel has no choice.
+        tiles, all_splits, pair = profile.tiles, _SPLITS, 1
+        if kernel.name == "aten::_grouped_mm" and profile.grouped_tiles:
+            tiles = (profile.grouped_tiles[min(m, n) > _GROUPED_SMALL],)
+            all_splits, pair = (1,), _GROUPED_PAIR
+        for tile in tiles:
+            blocks = batch * pair * ceil(m / (pair * tile.rows)) * ceil(n / tile.columns)
+            for splits in all_splits:
                 # SMs finish a wave together, so a wave that is filled in part takes as long as a
                 # full one.
                 waves = ceil(blocks * splits / profile.num_sms)

@@ -83,6 +83,8 @@ class Profile(BaseModel):
     """Achievable share of the peak, by dtype; a dtype that is missing has bfloat16's."""
     num_sms: int = Field(ge=1)
     tiles: tuple[Tile, ...]
+    grouped_tiles: tuple[Tile, Tile] | tuple[()]
+    """Of torch's grouped product in 16 bits: where a group has few rows or columns, and elsewhere. Empty: as any product's."""
     tile_fill_k: int
     """Time to start and finish a tile, as the length of K that bfloat16 multiplies in it."""
     attention_kernel: str
