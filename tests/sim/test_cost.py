@@ -148,8 +148,40 @@ def test_attention_at_published_rates(kernel: str, forward: float, backward: flo
     assert 2.5 * whole.flops / (h100.kernel_s(back) - LEAST_S) == pytest.approx(backward * 1e12)
 
 
+def latent(length: int, kind: KernelKind, *, name: str = "efficient", dtype: str = "bfloat16") -> Kernel:  # fmt: skip
+    """Return the attention of DeepSeek-V3: 128 heads, keys of 192 and values of 128."""
+    qk, v = (2, 128, length, 192), (2, 128, length, 128)
+    return Kernel(f"aten::_scaled_dot_product_{name}_attention", kind, (qk, qk, v), dtype, causal=True)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("length", "forward_ms", "backward_ms"),
+    [(2048, 0.625, 2.151), (4096, 2.248, 7.293), (8192, 8.588, 28.563), (16384, 35.826, 114.721)],
+)
+def test_published_latent_attention(length: int, forward_ms: float, backward_ms: float) -> None:
+    """cuDNN 9.27 on an H200 (NVIDIA's cudnn-frontend, attention_training/results/dsv3/h200), which torch 2.11 to 2.15 runs there."""
+    h200 = Cost(load_profile("h200-sxm"))
+    assert h200.kernel_s(latent(length, "attention")) == pytest.approx(forward_ms / 1e3, rel=0.2)
+    back = latent(length, "attention_backward")
+    assert h200.kernel_s(back) == pytest.approx(backward_ms / 1e3, rel=0.06)
+
+
+def test_what_flash_attention_2_does_not_take_is_half_as_fast() -> None:
+    """xFormers' kernel (xformers issue 1074), for values of another size, and for masks on an A100."""
+    flash2, a100 = load_profile("h100-sxm").with_attention("flash2"), load_profile("a100-80g")
+    for cost, name in ((Cost(flash2), "efficient"), (Cost(a100), "efficient"), (Cost(a100), "cudnn")):  # fmt: skip
+        ours, as_flash = (cost.kernel_s(latent(8192, "attention", name=n)) for n in (name, "flash"))
+        assert ours == pytest.approx(2 * as_flash, rel=0.01)
+    # In 32 bits the peak decides, whatever the kernel's name.
+    names = ("efficient", "flash")
+    ours, as_flash = (Cost(a100).kernel_s(latent(8192, "attention", name=n, dtype="float32")) for n in names)  # fmt: skip
+    assert ours == as_flash
+
+
 def test_a_kernel_that_the_hardware_has_not_is_refused() -> None:
-    with pytest.raises(ConfigError, match="a100-80g has no figures of cudnn, only of flash2"):
+    with pytest.raises(
+        ConfigError, match="a100-80g has no figures of cudnn, only of efficient, flash2"
+    ):
         load_profile("a100-80g").with_attention("cudnn")
 
 

@@ -44,8 +44,9 @@ class SimulatorSection(Section):
     twin_hardware: str = "auto"
     """Profile that the twin is simulated on: a name or a file of titan sim. "auto": that of the
     device; on a CPU "cpu", whose times are scaled to the first steps."""
-    attention_kernel: Literal["auto", "flash2", "cudnn", "flash3"] = "auto"
-    """Kernel that attention is priced as. "auto": the one that torch runs on that hardware."""
+    attention_kernel: Literal["auto", "flash2", "cudnn", "flash3", "efficient"] = "auto"
+    """Kernel that attention is priced as. "auto": the one that torch runs on that hardware. With "flash2", attention that it
+    does not take (a mask, values of another size than keys) is priced as "efficient"."""
     expert_imbalance: Annotated[float, Field(ge=1)] = 1.0
     """How many times the mean number of rows the busiest expert-parallel rank gets; it sets time and
     memory. 1: routing is balanced. A run reports its own. Without expert parallelism: no effect."""

@@ -19,6 +19,8 @@ from titan.sim.record.trace import Group, Host, Kernel, Transfer
 
 _QUERY_BLOCK = 128
 """Queries that one thread block of FlashAttention-2 handles."""
+_NOT_FLASH = {"efficient", "cudnn"}
+"""Words in the names of kernels that are recorded where FlashAttention-2 cannot run."""
 _SPLITS = (1, 2, 4, 8)
 """Parts that a matrix product's K is cut into when the output has too few tiles to fill the device."""
 _GROUPED_PAIR = 2
@@ -143,12 +145,19 @@ class Cost:
         # Queries and keys share a size, values may have another one (multi-head latent attention).
         head_dims = kernel.shapes[0][3] + kernel.shapes[min(2, len(kernel.shapes) - 1)][3]
         flops = factor / 2 * batch * heads * head_dims * attended(queries, keys, kernel.causal)
-        rate = on_curve(curves[profile.attention_kernel], min(queries, keys)) * 1e12
+        is_short = peak_dtype(kernel.dtype, profile) != "float32"
+        chosen = profile.attention_kernel
+        # What FlashAttention-2 does not take (a mask, values of another size than keys) is recorded as another kernel.
+        # cuDNN takes both (sdp_utils.cpp), so the memory-efficient kernel runs only where cuDNN does not come first.
+        if is_short and chosen == "flash2" and _NOT_FLASH & {*kernel.name.split("_")}:
+            chosen = "efficient"
+        curve = curves.get(chosen, curves[profile.attention_kernel])
+        rate = on_curve(curve, min(queries, keys)) * 1e12
         if kernel.causal:
             rate *= profile.attention_causal_share
         # The curves are measured in bf16. fp32 has no fused kernel with tensor cores, so scale by
         # the ratio of the peaks.
-        if peak_dtype(kernel.dtype, profile) == "float32":
+        if not is_short:
             rate *= profile.peak_tflops["float32"] / profile.peak_tflops["bfloat16"]
         # Blocks differ in length under a mask and are dealt out as SMs become free: only too few of them leave some idle.
         blocks = batch * heads * ceil(queries / _QUERY_BLOCK)
