@@ -47,6 +47,9 @@ class SimulatorSection(Section):
     attention_kernel: Literal["auto", "flash2", "cudnn", "flash3", "efficient"] = "auto"
     """Kernel that attention is priced as. "auto": the one that torch runs on that hardware. With "flash2", attention that it
     does not take (a mask, values of another size than keys) is priced as "efficient"."""
+    dispatch: Literal["all_to_all", "deepep"] = "all_to_all"
+    """How rows travel to experts on other ranks. "all_to_all": as titan sends them, each of a token's copies by itself.
+    "deepep": what DeepEP would take, with one copy to each node and from there to each rank. A run does not have it."""
     expert_imbalance: Annotated[float, Field(ge=1)] = 1.0
     """How many times the mean number of rows the busiest expert-parallel rank gets; it sets time and
     memory. 1: routing is balanced. A run reports its own. Without expert parallelism: no effect."""

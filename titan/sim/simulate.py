@@ -17,6 +17,7 @@ from titan.config.schema import JobConfig, MXSection
 from titan.observe.estimate import estimate_memory
 from titan.observe.flops import utilization
 from titan.sim.price.cost import Cost, peak_dtype
+from titan.sim.price.network import Dispatch
 from titan.sim.price.profiles import Profile, load_profile
 from titan.sim.record.trace import Launch, Trace, no_garbage_collection
 from titan.sim.record.trace_cache import TraceRequest, get_traces
@@ -152,7 +153,9 @@ def price(
     profile = profile.with_attention(config.simulator.attention_kernel)
     # Time and memory are independent: the allocator is replayed in the order of the host, without a
     # clock.
-    timeline = replay(traces, Cost(profile))
+    is_deepep = config.simulator.dispatch == "deepep"
+    dispatch = Dispatch.of(model_config(config.model)) if is_deepep else None
+    timeline = replay(traces, Cost(profile, dispatch))
     expandable = config.training.expandable_segments
     memory = {
         rank: memory_report(trace, profile, expandable=expandable) for rank, trace in traces.items()
@@ -260,6 +263,7 @@ def _experts(simulation: Simulation) -> Facts:
         "active_parameters": model.num_active_params,
         "parallel_degree": ep,
         "imbalance": config.simulator.expert_imbalance,
+        "dispatch": config.simulator.dispatch,
         "fits_up_to_imbalance": simulation.fits_up_to,
     }
     return {"experts": experts}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from math import ceil
 
-from titan.sim.price.network import TransferPrice, price_transfer
+from titan.sim.price.network import Dispatch, TransferPrice, price_transfer
 from titan.sim.price.profiles import Profile, on_curve
 from titan.sim.record.trace import Group, Host, Kernel, Transfer
 
@@ -31,10 +31,11 @@ _GROUPED_SMALL = 128
 
 
 class Cost:
-    """Price kernels and transfers on one profile. Each distinct kernel is priced once."""
+    """Price kernels and transfers on one profile. Each distinct kernel is priced once. dispatch: of rows, if DeepEP sends them."""
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: Profile, dispatch: Dispatch | None = None) -> None:
         self.profile = profile
+        self.dispatch = dispatch
         # Kernels compare by value, so a launch that repeats in every layer is priced once.
         self._kernels: dict[Kernel, float] = {}
         # What the host pays to issue a kernel depends on who issues it: DTensor first works out
@@ -68,7 +69,7 @@ class Cost:
     def transfer(self, transfer: Transfer, group: Group, *, rank: int) -> TransferPrice:
         """Return latency, volume and links. For a send or recv they are those of the side of
         `rank`."""
-        return price_transfer(transfer, group, self.profile, rank=rank)
+        return price_transfer(transfer, group, self.profile, rank=rank, dispatch=self.dispatch)
 
     @property
     def launch_transfer_s(self) -> float:
