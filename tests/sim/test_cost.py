@@ -115,17 +115,19 @@ def test_groups_take_whole_pairs_of_tiles() -> None:
     assert seconds(129, 128) == pytest.approx(2 * wave_s)
     # 640 rows are five tiles of a batched product, and three pairs of a grouped one.
     batch = replace(grouped(66, 640, 8192, 512), name="aten::bmm")
-    assert cost.kernel_s(batch) - 2 * LEAST_S == pytest.approx(seconds(640, 512) * 5 / 6)
+    assert cost.kernel_s(batch) - 2 * LEAST_S == pytest.approx(1.06 * seconds(640, 512) * 5 / 6)
 
 
 def test_published_grouped_products() -> None:
     large = grouped(16, 128_000, 7168, 7168)
     h200 = Cost(load_profile("h200-sxm"))
-    assert large.flops / h200.kernel_s(large) == pytest.approx(704e12, rel=0.1)  # pytorch 156203
+    assert large.flops / h200.kernel_s(large) == pytest.approx(
+        704e12, rel=0.04
+    )  # pytorch 156203, which set the rate of the large tile
     # cublasLt's grouped kernel on an H100 (pytorch 185530); CUTLASS's is faster below 4,096 (182631).
     for size, groups, ms in ((512, 128, 0.163), (1024, 64, 0.295), (1024, 128, 0.565), (2048, 64, 1.940)):  # fmt: skip
         share = H100.kernel_s(grouped(groups, size, size, size)) / (ms * 1e-3)
-        assert (0.45 if size == 512 else 0.85) < share < 1
+        assert (0.45 if size == 512 else 0.8) < share < 1
 
 
 @pytest.mark.parametrize(
