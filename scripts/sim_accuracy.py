@@ -388,7 +388,7 @@ def _experts(rows: list[Row]) -> list[str]:
         "",
         "- torchtitan's DeepSeek-V3 16B with selective recomputation, and Nous's Qwen3 30B on B200: their batch is not published.",
         "- torchtitan's 671B on 256 B200: its degrees are not published.",
-        "- torchtitan's 671B on one GB300 with communication left out: graph_trainer recomputes differently, and there is no profile.",
+        "- torchtitan's 671B on one GB300 with communication left out: graph_trainer recomputes differently.",
         "- AutoModel's gpt-oss and DGX Cloud's Grok-1: not models of titan.",
         "- AutoModel's DeepSeek-V3 on 256 GPUs: DeepEP, and 32 stages of two blocks.",
         "- KempnerForge's EP 2 x TP 4: its TP splits the experts, and titan's does not.",

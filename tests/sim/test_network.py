@@ -229,3 +229,15 @@ def test_the_choice_is_the_models() -> None:
     assert of("deepseek_v3", "671B") == V3
     assert of("deepseek_v3", "16B") == Dispatch(64, 6)
     assert of("llama3", "8B") is None
+
+
+def test_a_rack_of_nvlink_is_one_node() -> None:
+    """64 experts' ranks of a GB200 NVL72 exchange over NVLink, those of eight nodes over their cards."""
+    rack, nodes = load_profile("gb200"), load_profile("b200")
+    exchange = transfer_of("all_to_all", 2**28)
+    within, across = (transfer_s(exchange, group(range(64)), p) for p in (rack, nodes))
+    assert within == pytest.approx(2**28 * 63 / 64 / 606e9, rel=0.05)
+    assert across > 8 * within
+    # The second rack is reached by cards.
+    assert transfer_s(exchange, group(range(72, 136)), rack) == pytest.approx(within)
+    assert transfer_s(exchange, group(range(64, 128)), rack) > 2 * within
