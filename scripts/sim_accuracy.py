@@ -21,7 +21,7 @@ from published_classes import section as kernel_classes
 from published_compat import imitation
 
 from titan.checks.rules import check_to_run
-from titan.config.load import load_config
+from titan.config.load import load_config, load_from_argv
 from titan.config.schema import JobConfig
 from titan.config.toml import read_toml
 from titan.sim.price.profiles import load_profile
@@ -172,7 +172,7 @@ def main(arguments: list[str]) -> int:
     return any(row.failure for row in rows.values())
 
 
-def predict(run: dict[str, Any], config: JobConfig) -> Row:
+def predict(run: dict[str, Any], config: JobConfig, *, imitate: bool = True) -> Row:
     start = time.monotonic()
     check_to_run(config, world_size=run["gpus"])
     profile = str(JOBS / run["profile"]) if run["profile"].endswith(".toml") else run["profile"]
@@ -181,7 +181,7 @@ def predict(run: dict[str, Any], config: JobConfig) -> Row:
             config,
             world_size=run["gpus"],
             profile=load_profile(profile),
-            prepare=imitation(run),
+            prepare=imitation(run) if imitate else None,
         )
     except (TraceError, ReplayError) as error:
         return Row(run, failure=str(error))
@@ -208,6 +208,7 @@ def document(rows: dict[str, Row]) -> str:
         "- Rows marked *calibrated* set three factors of titan/sim/hardware/h100-96g-500w.toml. No report row was used for a fit.",
         "- The published runs used the TorchTitan and torch of their time. The simulator runs today's titan on the installed torch.",
         "  scripts/published_compat.py imitates what torch 2.6 and TorchTitan's models did differently, with the commits it was read from.",
+        *_today(rows["R1"].run),
         "",
         *_overall(
             [
@@ -227,6 +228,20 @@ def document(rows: dict[str, Row]) -> str:
         *_findings(),
     ]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _today(run: dict[str, Any]) -> list[str]:
+    """Return what the calibrated row would be with the program of today."""
+    jobs = [
+        [str(JOBS / f"{run['id']}.toml"), f"--simulator.attention_kernel={k}"]
+        for k in ("flash2", "auto")
+    ]
+    then, now = (predict(run, load_from_argv(job), imitate=False) for job in jobs)
+    was = run["tokens_per_s_per_gpu"]
+    return [
+        f"  Without the imitation, {run['id']} is {then.speed:,.0f} tokens/s/GPU ({then.speed / was - 1:+.1%}), and {now.speed:,.0f}",
+        f"  ({now.speed / was - 1:+.1%}) with the kernel of attention that torch runs now. So a run of today should be that much faster.",
+    ]
 
 
 def _findings() -> list[str]:
