@@ -5,7 +5,7 @@ scripts/sim_accuracy.py puts `section` on its page. `python scripts/published_cl
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,9 +45,9 @@ PROFILED = [
 ]  # fmt: skip
 
 
-def classes(simulation: Simulation) -> tuple[Counter[str], Counter[str]]:
+def classes(simulation: Simulation) -> tuple[dict[str, float], dict[str, int]]:
     """Return milliseconds and launches of rank 0's kernels and transfers by class."""
-    ms, counts = Counter[str](), Counter[str]()
+    ms, counts = defaultdict[str, float](float), Counter[str]()
     for _, start, end, event in simulation.timeline.ranks[0].intervals:
         name, launches = "", 1
         if isinstance(event, Launch):
