@@ -17,10 +17,11 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from published_classes import section as kernel_classes
 from published_compat import imitation
 
 from titan.checks.rules import check_to_run
-from titan.config.load import load_config
+from titan.config.load import load_config, load_from_argv
 from titan.config.schema import JobConfig
 from titan.config.toml import read_toml
 from titan.sim.price.profiles import load_profile
@@ -119,7 +120,8 @@ APART = (
 
 @dataclass
 class Row:
-    """A measurement and its prediction; speed in tokens/s/GPU, memory in GiB reserved. failure: why there is none.
+    """A measurement and its prediction; speed in tokens/s/GPU, memory in GiB reserved (or allocated: `memory_of`). failure: why
+    there is none.
 
     Some rows have no measured memory, and one has no speed since it ran out of memory.
     """
@@ -170,7 +172,7 @@ def main(arguments: list[str]) -> int:
     return any(row.failure for row in rows.values())
 
 
-def predict(run: dict[str, Any], config: JobConfig) -> Row:
+def predict(run: dict[str, Any], config: JobConfig, *, imitate: bool = True) -> Row:
     start = time.monotonic()
     check_to_run(config, world_size=run["gpus"])
     profile = str(JOBS / run["profile"]) if run["profile"].endswith(".toml") else run["profile"]
@@ -179,13 +181,15 @@ def predict(run: dict[str, Any], config: JobConfig) -> Row:
             config,
             world_size=run["gpus"],
             profile=load_profile(profile),
-            prepare=imitation(run),
+            prepare=imitation(run) if imitate else None,
         )
     except (TraceError, ReplayError) as error:
         return Row(run, failure=str(error))
-    reserved = simulation.fullest.peak_reserved_bytes / 2**30
+    fullest = simulation.fullest
+    is_allocated = run.get("memory_of") == "allocated"
+    peak = fullest.peak_active_bytes if is_allocated else fullest.peak_reserved_bytes
     speed, wall_s = simulation.tokens_per_s_per_gpu, time.monotonic() - start
-    return Row(run, speed, reserved, simulation.runs, wall_s)
+    return Row(run, speed, peak / 2**30, simulation.runs, wall_s)
 
 
 def document(rows: dict[str, Row]) -> str:
@@ -204,6 +208,7 @@ def document(rows: dict[str, Row]) -> str:
         "- Rows marked *calibrated* set three factors of titan/sim/hardware/h100-96g-500w.toml. No report row was used for a fit.",
         "- The published runs used the TorchTitan and torch of their time. The simulator runs today's titan on the installed torch.",
         "  scripts/published_compat.py imitates what torch 2.6 and TorchTitan's models did differently, with the commits it was read from.",
+        *_today(rows["R1"].run),
         "",
         *_overall(
             [
@@ -217,11 +222,26 @@ def document(rows: dict[str, Row]) -> str:
         *_table(row for row in rows.values() if row not in others),
         *_elsewhere(others),
         *_experts(experts),
+        *kernel_classes(),
         *_ratios(rows),
         *_scale(),
         *_findings(),
     ]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _today(run: dict[str, Any]) -> list[str]:
+    """Return what the calibrated row would be with the program of today."""
+    jobs = [
+        [str(JOBS / f"{run['id']}.toml"), f"--simulator.attention_kernel={k}"]
+        for k in ("flash2", "auto")
+    ]
+    then, now = (predict(run, load_from_argv(job), imitate=False) for job in jobs)
+    was = run["tokens_per_s_per_gpu"]
+    return [
+        f"  Without the imitation, {run['id']} is {then.speed:,.0f} tokens/s/GPU ({then.speed / was - 1:+.1%}), and {now.speed:,.0f}",
+        f"  ({now.speed / was - 1:+.1%}) with the kernel of attention that torch runs now. So a run of today should be that much faster.",
+    ]
 
 
 def _findings() -> list[str]:
@@ -352,18 +372,28 @@ def _table(rows: Iterable[Row]) -> list[str]:
 
 def _experts(rows: list[Row]) -> list[str]:
     """Return the section of mixtures of experts."""
+    by_name, memory = {row.run["id"]: row for row in rows}, _errors(rows, "memory_gib")
     return [
         "## Mixtures of experts",
         "",
         "No figure of the simulator was set with these rows. The jobs run as they are, on the installed torch, without the imitation",
-        "of torch 2.6. Memory is within 5% where it is published. Speed is not comparable, for these reasons:",
+        f"of torch 2.6. Where memory is published, its error is {mean(map(abs, memory)):.1%} on average and {max(memory, key=abs):+.1%} at most. Notes:"
+        if memory
+        else "of torch 2.6. Notes:",
         "",
-        "- None of M2 to M4 ran the kernels that are simulated, and we invented no factor for that.",
-        "- M2: attention whose values have another size than its keys is priced as flash attention. That run did not have it.",
-        "- M3: TransformerEngine's kernels and DeepEP are not simulated.",
-        "- M4: its MFU of 11.8% is unexplained. Its step grows from 2.57 s to 3.55 s if it has 16 experts, two of them for a token.",
         "- M1 is the one complete row. Its 16 stages of four blocks are too short to stand for others. All 61 blocks of all 8",
-        "  pipeline ranks are therefore traced, with few of the 16 micro-batches. It is predicted 44% too fast, for an unknown reason.",
+        "  pipeline ranks are therefore traced, with few of the 16 micro-batches. Its log says that 60.18 GiB are 76.07% of the card, so the",
+        "  cards have 79.1 GiB: H100s of 80 GB, which are 700 W (h100-sxm). Until November 2026 this page took h100-96g-500w for them.",
+        "- M1-DeepEP is M1 with rows sent by DeepEP, from the same pull request (`simulator.dispatch`). Waiting for the busiest ranks is in",
+        "  both. The gain is below.",
+        "- M2 ran the memory-efficient kernel, as torch did then for values of another size than keys. The job says so.",
+        "- M3: TransformerEngine's kernels are not simulated.",
+        "- M4: its memory is what tensors use (torch's max_memory_allocated), and so is the prediction. Its MFU of 11.8% is unexplained. Its",
+        "  step grows from 2.57 s to 3.55 s if it has 16 experts, two of them for a token.",
+        "",
+        "| | published | predicted | error |",
+        "|---|--:|--:|--:|",
+        _ratio("DeepEP over all-to-all, 671B on 512 GPUs", by_name["M1-DeepEP"], by_name["M1"]),
         "",
         "| row | job | tokens/s/GPU published | predicted | error | GiB published | predicted | error | what differs |",
         "|---|---|--:|--:|--:|--:|--:|--:|---|",
@@ -373,7 +403,7 @@ def _experts(rows: list[Row]) -> list[str]:
         "",
         "- torchtitan's DeepSeek-V3 16B with selective recomputation, and Nous's Qwen3 30B on B200: their batch is not published.",
         "- torchtitan's 671B on 256 B200: its degrees are not published.",
-        "- torchtitan's 671B on one GB300 with communication left out: graph_trainer recomputes differently, and there is no profile.",
+        "- torchtitan's 671B on one GB300 with communication left out: graph_trainer recomputes differently.",
         "- AutoModel's gpt-oss and DGX Cloud's Grok-1: not models of titan.",
         "- AutoModel's DeepSeek-V3 on 256 GPUs: DeepEP, and 32 stages of two blocks.",
         "- KempnerForge's EP 2 x TP 4: its TP splits the experts, and titan's does not.",

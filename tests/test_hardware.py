@@ -22,6 +22,9 @@ KNOWN = {
     "NVIDIA A100-PCIE-40GB": "a100-40g",
     "NVIDIA B200": "b200",
     "NVIDIA GB200": "gb200",
+    "NVIDIA GB300": "gb300",
+    "NVIDIA B300 SXM6 AC": "b300",
+    "AMD Instinct MI355X": "mi355x",
     "AMD Instinct MI300X VF": "mi300x",
     "NVIDIA GeForce RTX 4090": "rtx-4090",
     # A slice and a laptop part have another peak; "H100" alone is sold in several speeds.
@@ -41,6 +44,13 @@ def test_figures() -> None:
     assert by_name("H200-SXM").memory_bandwidth == 4.8e12
     a100 = {"bfloat16": 312e12, "float16": 312e12, "tfloat32": 156e12, "float32": 19.5e12}
     assert by_name("a100-80g").peak_flops == a100
+    # NVFP4 is NVIDIA's from Blackwell on; the Ultra kind is half as fast again.
+    four_bits = {
+        d.name: d.peak_flops["nvfp4"] / d.peak_flops["mxfp8"]
+        for d in HARDWARE
+        if "nvfp4" in d.peak_flops
+    }
+    assert four_bits == pytest.approx({"b200": 2, "b300": 2.92, "gb200": 2, "gb300": 3}, abs=0.01)
     for device in HARDWARE:
         assert device.peak_flops["bfloat16"] > device.peak_flops["float32"] > 1e13, device
         assert 20 < device.memory_gib < 300, device

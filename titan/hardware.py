@@ -30,7 +30,7 @@ class Hardware:
         name: the value of `hardware.name` in a job file.
         pattern: regular expression for the whole device name that the driver reports.
         peak_flops: FLOP/s by the dtype of a matrix product's inputs. float32 is without TF32; mxfp8 is float8 with a scale
-            for each 32 values.
+            for each 32 values, nvfp4 four bits with one for each 16.
         memory_bandwidth: bytes/s.
         source: where the figures are printed.
     """
@@ -68,7 +68,7 @@ _CDNA3, _CDNA4 = "AMD CDNA 3 whitepaper and data sheet", "AMD CDNA 4 whitepaper 
 
 # fmt: off
 # Short names keep a row of the table on one line.
-_DTYPES = {"mxfp8": "mxfp8", "fp8": "float8", "bf16": "bfloat16", "fp16": "float16", "tf32": "tfloat32", "fp32": "float32"}
+_DTYPES = {"nvfp4": "nvfp4", "mxfp8": "mxfp8", "fp8": "float8", "bf16": "bfloat16", "fp16": "float16", "tf32": "tfloat32", "fp32": "float32"}
 
 HARDWARE: tuple[Hardware, ...] = (
     _device("h100-sxm", r"H100( SXM5)? 80GB HBM3", bf16=989, fp8=1979, tf32=494, fp32=67, memory_gib=79.1, tb_per_s=3.35, source=_H100),
@@ -79,10 +79,10 @@ HARDWARE: tuple[Hardware, ...] = (
     _device("h200-sxm", r"H200( SXM5)?( 141GB HBM3e)?", bf16=989, fp8=1979, tf32=494, fp32=67, memory_gib=139.7, tb_per_s=4.8, source=_H200),
     _device("h200-nvl", r"H200 NVL", bf16=835, fp8=1671, tf32=417, fp32=60, memory_gib=139.7, tb_per_s=4.8, source=_H200),
     _device("gh200-96g", r"GH200 480GB", bf16=989, fp8=1979, tf32=494, fp32=67, memory_gib=94.5, tb_per_s=4.0, source="NVIDIA GH200 Grace Hopper Superchip datasheet"),
-    _device("b200", r"B200", bf16=2250, fp8=4500, mxfp8=4500, tf32=1125, fp32=75, memory_gib=178.3, tb_per_s=8.0, source=_BLACKWELL),
-    _device("b300", r"B300( SXM6 AC)?", bf16=2250, fp8=4500, mxfp8=4500, tf32=1125, fp32=75, memory_gib=267.7, tb_per_s=8.0, source="NVIDIA HGX B300 datasheet, an eighth"),
-    _device("gb200", r"GB200", bf16=2500, fp8=5000, mxfp8=5000, tf32=1250, fp32=80, memory_gib=184.3, tb_per_s=8.0, source="NVIDIA GB200 NVL72 datasheet, half a superchip"),
-    _device("gb300", r"GB300", bf16=2500, fp8=5000, mxfp8=5000, tf32=1250, fp32=80, memory_gib=276.6, tb_per_s=8.0, source="NVIDIA GB300 NVL72 datasheet, 1/72"),
+    _device("b200", r"B200", bf16=2250, fp8=4500, mxfp8=4500, nvfp4=9000, tf32=1125, fp32=75, memory_gib=178.3, tb_per_s=8.0, source=_BLACKWELL),
+    _device("b300", r"B300( SXM6 AC)?", bf16=2250, fp8=4500, mxfp8=4500, nvfp4=13125, tf32=1125, fp32=75, memory_gib=267.7, tb_per_s=8.0, source="NVIDIA HGX B300 datasheet, an eighth"),
+    _device("gb200", r"GB200", bf16=2500, fp8=5000, mxfp8=5000, nvfp4=10000, tf32=1250, fp32=80, memory_gib=184.3, tb_per_s=8.0, source="NVIDIA GB200 NVL72 datasheet, half a superchip"),
+    _device("gb300", r"GB300", bf16=2500, fp8=5000, mxfp8=5000, nvfp4=15000, tf32=1250, fp32=80, memory_gib=276.6, tb_per_s=8.0, source="NVIDIA GB300 NVL72 datasheet, 1/72"),
     _device("a100-80g", r"A100-SXM4-80GB|A100 80GB PCIe", bf16=312, tf32=156, fp32=19.5, memory_gib=79.2, tb_per_s=2.039, source=_A100),
     _device("a100-40g", r"A100-(SXM4|PCIE)-40GB", bf16=312, tf32=156, fp32=19.5, memory_gib=39.4, tb_per_s=1.555, source=_A100),
     _device("l40s", r"L40S", bf16=362, fp8=733, tf32=183, fp32=91.6, memory_gib=44.4, tb_per_s=0.864, source="NVIDIA L40S datasheet"),

@@ -90,6 +90,46 @@ def test_batches_multiply_tiles() -> None:
     assert (many - LEAST_S) / (one - LEAST_S) == pytest.approx(2.0)
 
 
+def grouped(groups: int, m: int, k: int, n: int) -> Kernel:
+    """Return a product of torch._grouped_mm, with m rows in each group."""
+    moved = 2 * groups * (m * k + k * n), 2 * groups * m * n
+    shapes = ((groups, m, k), (groups, k, n))
+    name, flops = "aten::_grouped_mm", 2 * groups * m * k * n
+    return Kernel(name, "matmul", shapes, "bfloat16", flops, *moved, num_launches=2)
+
+
+def test_groups_take_whole_pairs_of_tiles() -> None:
+    """GroupMM.cu on Hopper: pairs of 128 x 256, or of 64 x 128 where a group has up to 128 rows or columns."""
+
+    fast = load_profile("h100-sxm").model_copy(update={"memory_tb_per_s": 1e3})  # arithmetic alone
+    cost = Cost(fast)
+
+    def seconds(m: int, n: int) -> float:
+        return cost.kernel_s(grouped(66, m, 8192, n)) - 2 * LEAST_S
+
+    assert seconds(129, 256) == seconds(256, 256) == pytest.approx(seconds(512, 256) / 2)
+    assert seconds(512, 1408) == seconds(512, 1536) > seconds(512, 1280)
+    # 66 pairs of small tiles are one wave, at three quarters of the rate.
+    wave_s = 2 * 64 * 128 * (8192 + 192) / (0.75 * 0.67 * 989e12 / 132)
+    assert seconds(1, 128) == seconds(128, 128) == pytest.approx(wave_s)
+    assert seconds(129, 128) == pytest.approx(2 * wave_s)
+    # 640 rows are five tiles of a batched product, and three pairs of a grouped one.
+    batch = replace(grouped(66, 640, 8192, 512), name="aten::bmm")
+    assert cost.kernel_s(batch) - 2 * LEAST_S == pytest.approx(1.06 * seconds(640, 512) * 5 / 6)
+
+
+def test_published_grouped_products() -> None:
+    large = grouped(16, 128_000, 7168, 7168)
+    h200 = Cost(load_profile("h200-sxm"))
+    assert large.flops / h200.kernel_s(large) == pytest.approx(
+        704e12, rel=0.04
+    )  # pytorch 156203, which set the rate of the large tile
+    # cublasLt's grouped kernel on an H100 (pytorch 185530); CUTLASS's is faster below 4,096 (182631).
+    for size, groups, ms in ((512, 128, 0.163), (1024, 64, 0.295), (1024, 128, 0.565), (2048, 64, 1.940)):  # fmt: skip
+        share = H100.kernel_s(grouped(groups, size, size, size)) / (ms * 1e-3)
+        assert (0.45 if size == 512 else 0.8) < share < 1
+
+
 @pytest.mark.parametrize(
     ("queries", "keys", "causal", "pairs"),
     [(4, 4, False, 16), (4, 4, True, 10), (2, 4, True, 3), (4, 2, True, 3 + 4), (1, 1, True, 1)],
@@ -110,8 +150,40 @@ def test_attention_at_published_rates(kernel: str, forward: float, backward: flo
     assert 2.5 * whole.flops / (h100.kernel_s(back) - LEAST_S) == pytest.approx(backward * 1e12)
 
 
+def latent(length: int, kind: KernelKind, *, name: str = "efficient", dtype: str = "bfloat16") -> Kernel:  # fmt: skip
+    """Return the attention of DeepSeek-V3: 128 heads, keys of 192 and values of 128."""
+    qk, v = (2, 128, length, 192), (2, 128, length, 128)
+    return Kernel(f"aten::_scaled_dot_product_{name}_attention", kind, (qk, qk, v), dtype, causal=True)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("length", "forward_ms", "backward_ms"),
+    [(2048, 0.625, 2.151), (4096, 2.248, 7.293), (8192, 8.588, 28.563), (16384, 35.826, 114.721)],
+)
+def test_published_latent_attention(length: int, forward_ms: float, backward_ms: float) -> None:
+    """cuDNN 9.27 on an H200 (NVIDIA's cudnn-frontend, attention_training/results/dsv3/h200), which torch 2.11 to 2.15 runs there."""
+    h200 = Cost(load_profile("h200-sxm"))
+    assert h200.kernel_s(latent(length, "attention")) == pytest.approx(forward_ms / 1e3, rel=0.2)
+    back = latent(length, "attention_backward")
+    assert h200.kernel_s(back) == pytest.approx(backward_ms / 1e3, rel=0.06)
+
+
+def test_what_flash_attention_2_does_not_take_is_half_as_fast() -> None:
+    """xFormers' kernel (xformers issue 1074), for values of another size, and for masks on an A100."""
+    flash2, a100 = load_profile("h100-sxm").with_attention("flash2"), load_profile("a100-80g")
+    for cost, name in ((Cost(flash2), "efficient"), (Cost(a100), "efficient"), (Cost(a100), "cudnn")):  # fmt: skip
+        ours, as_flash = (cost.kernel_s(latent(8192, "attention", name=n)) for n in (name, "flash"))
+        assert ours == pytest.approx(2 * as_flash, rel=0.01)
+    # In 32 bits the peak decides, whatever the kernel's name.
+    names = ("efficient", "flash")
+    ours, as_flash = (Cost(a100).kernel_s(latent(8192, "attention", name=n, dtype="float32")) for n in names)  # fmt: skip
+    assert ours == as_flash
+
+
 def test_a_kernel_that_the_hardware_has_not_is_refused() -> None:
-    with pytest.raises(ConfigError, match="a100-80g has no figures of cudnn, only of flash2"):
+    with pytest.raises(
+        ConfigError, match="a100-80g has no figures of cudnn, only of efficient, flash2"
+    ):
         load_profile("a100-80g").with_attention("cudnn")
 
 

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import combinations
+from statistics import mean
 from typing import Any
 
 import pytest
 
-from titan.sim.price.network import NIC_IN, NIC_OUT, NVLINK_IN, NVLINK_OUT, price_transfer
+from titan.config.load import load_from_argv
+from titan.config.model import model_config
+from titan.sim.price.network import (
+    NIC_IN,
+    NIC_OUT,
+    NVLINK_IN,
+    NVLINK_OUT,
+    Dispatch,
+    price_transfer,
+)
 from titan.sim.price.profiles import Profile, Tier, load_profile
 from titan.sim.record.trace import CollectiveKind, Group, Scope, Transfer
 
@@ -147,3 +159,85 @@ def test_rails_meet_above_their_block() -> None:
     along, beside = (transfer_of("send", 1 << 30, peer=peer) for peer in (8, 9))
     prices = [price_transfer(s, group(range(32)), rails, rank=0).volume_s for s in (along, beside)]
     assert prices[1] == pytest.approx(2 * prices[0])
+
+
+# ---- DeepEP --------------------------------------------------------------------------------------
+
+V3 = Dispatch(num_experts=256, top_k=8, num_groups=8, top_groups=4)
+
+
+@pytest.mark.parametrize("dispatch", [Dispatch(8, 3), Dispatch(8, 1), Dispatch(8, 3, 4, 2), Dispatch(8, 2, 2, 1), Dispatch(12, 4, 4, 3)])  # fmt: skip
+@pytest.mark.parametrize("places", [1, 2, 4])
+def test_reach_is_what_counting_all_choices_gives(dispatch: Dispatch, places: int) -> None:
+    experts, top_k, groups, top_groups = dispatch
+    size = experts // groups
+    reached = [
+        any(expert * places // experts == place for expert in chosen)
+        for kept in combinations(range(groups), top_groups)
+        for chosen in combinations([g * size + n for g in kept for n in range(size)], top_k)
+        for place in range(places)
+    ]
+    assert dispatch.reach(places) == pytest.approx(mean(reached))
+
+
+def rows(size: int, ranks: int, **changes: Any) -> tuple[Transfer, Group]:
+    transfer = replace(transfer_of("all_to_all", size), **changes)
+    return transfer, Group("g", ("ep",), tuple(range(ranks)))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "published"),
+    [(16, 90), (32, 61), (32, 58), (64, 51)],  # its README (V2: EP 8 x 2, 8 x 4), docs/legacy.md (V1: EP 32, 64)
+)  # fmt: skip
+def test_published_rates_of_deepep(ranks: int, published: float) -> None:
+    """Its authors count one copy to each node, also to the token's. No figure here was set with theirs (H800, ConnectX-7)."""
+    size, nodes = 2**30, ranks // 8
+    transfer, ep = rows(size, ranks)
+    volume_s = price_transfer(transfer, ep, H100, rank=0, dispatch=V3).volume_s
+    logical = size / 8 * nodes * V3.reach(nodes)
+    assert logical / volume_s / 1e9 == pytest.approx(published, rel=0.04)
+
+
+def test_one_copy_for_each_node_and_rank() -> None:
+    """8 of 256 experts on four nodes: each node gets nearly every token once, in place of two copies."""
+    transfer, ep = rows(2**30, 32)
+    plain = price_transfer(transfer, ep, H100, rank=0)
+    even = price_transfer(transfer, ep, H100, rank=0, dispatch=Dispatch(256, 8))
+    assert even.links == plain.links and even.latency_s == plain.latency_s
+    assert even.volume_s / plain.volume_s == pytest.approx(4 / 8 * Dispatch(256, 8).reach(4))
+    # One expert a token: nothing is sent twice. One node: NVLink alone, and no second copy to a rank.
+    one = price_transfer(transfer, ep, H100, rank=0, dispatch=Dispatch(256, 1))
+    assert one == plain
+    transfer, ep = rows(2**30, 8)
+    within = price_transfer(transfer, ep, H100, rank=0, dispatch=Dispatch(256, 8)).volume_s
+    assert within == pytest.approx(7 * Dispatch(256, 8).reach(8) / 8 * 2**30 / 340e9)
+
+
+def test_only_rows_of_experts_travel_by_deepep() -> None:
+    counts, ep = rows(512, 32, dtype="int64")
+    heads = transfer_of("all_to_all", 2**30)
+    for transfer, of in ((counts, ep), (heads, group(range(32)))):
+        prices = [price_transfer(transfer, of, H100, rank=0, dispatch=d) for d in (None, V3)]
+        assert prices[0] == prices[1]
+
+
+def test_the_choice_is_the_models() -> None:
+    def of(name: str, flavor: str) -> Dispatch | None:
+        job = ["train_configs/llama3_8b.toml", f"--model.name={name}", f"--model.flavor={flavor}"]
+        return Dispatch.of(model_config(load_from_argv(job).model))
+
+    assert of("deepseek_v3", "671B") == V3
+    assert of("deepseek_v3", "16B") == Dispatch(64, 6)
+    assert of("llama3", "8B") is None
+
+
+def test_a_rack_of_nvlink_is_one_node() -> None:
+    """64 experts' ranks of a GB200 NVL72 exchange over NVLink, those of eight nodes over their cards."""
+    rack, nodes = load_profile("gb200"), load_profile("b200")
+    exchange = transfer_of("all_to_all", 2**28)
+    within, across = (transfer_s(exchange, group(range(64)), p) for p in (rack, nodes))
+    assert within == pytest.approx(2**28 * 63 / 64 / 606e9, rel=0.05)
+    assert across > 8 * within
+    # The second rack is reached by cards.
+    assert transfer_s(exchange, group(range(72, 136)), rack) == pytest.approx(within)
+    assert transfer_s(exchange, group(range(64, 128)), rack) > 2 * within

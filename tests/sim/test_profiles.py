@@ -15,7 +15,7 @@ from titan.sim.price.profiles import _NOT_FIGURES, load_profile, on_curve, profi
 
 def test_names() -> None:
     assert profile_names() == [
-        "a100-80g", "b200", "cpu", "h100-96g-500w", "h100-sxm", "h200-sxm", "mi300x",
+        "a100-80g", "b200", "b300", "cpu", "gb200", "gb300", "h100-96g-500w", "h100-sxm", "h200-sxm", "mi300x", "mi355x",
     ]  # fmt: skip
 
 
@@ -28,7 +28,7 @@ def test_each_figure_has_a_source(name: str) -> None:
     assert all(len(source) >= 3 for source in profile.sources.values())
 
 
-@pytest.mark.parametrize("name", ["h100-sxm", "h200-sxm", "a100-80g", "b200", "mi300x"])
+@pytest.mark.parametrize("name", [name for name in profile_names() if name != "cpu"])
 def test_peaks_are_those_of_mfu(name: str) -> None:
     profile, row = load_profile(name), by_name(name)
     assert {d: t * 1e12 for d, t in profile.peak_tflops.items()} == pytest.approx(row.peak_flops)
@@ -56,7 +56,8 @@ def test_the_capped_h100_differs_in_what_was_set_with_rows_and_in_its_memory() -
 
 def test_unknown_name_lists_the_known() -> None:
     with pytest.raises(
-        ConfigError, match=r"no profile 'h100'; did you mean 'h100-.*There are a100-80g, b200, cpu,"
+        ConfigError,
+        match=r"no profile 'h100'; did you mean 'h100-.*There are a100-80g, b200, b300, cpu,",
     ):
         load_profile("h100")
 
@@ -138,3 +139,16 @@ def test_imports_no_torch() -> None:
     modules = ", ".join(f"titan.sim.{name}" for name in names)
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["b300", "gb200", "gb300", "mi355x"])
+def test_later_machines_price_a_job(name: str) -> None:
+    from titan.config.load import load_from_argv
+    from titan.sim.simulate import simulate
+
+    job = load_from_argv(["train_configs/debug_model.toml"])
+    base = {"b300": "b200", "gb200": "b200", "gb300": "gb200", "mi355x": "mi300x"}[name]
+    steps = [
+        simulate(job, world_size=2, profile=load_profile(n)).timeline.step_s for n in (name, base)
+    ]
+    assert 0.5 < steps[0] / steps[1] <= 1.001  # never slower than what it came after

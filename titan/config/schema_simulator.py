@@ -45,8 +45,12 @@ class SimulatorSection(Section):
     twin_hardware: str = "auto"
     """Profile that the twin is simulated on: a name or a file of titan sim. "auto": that of the
     device; on a CPU "cpu", whose times are scaled to the first steps."""
-    attention_kernel: Literal["auto", "flash2", "cudnn", "flash3"] = "auto"
-    """Kernel that attention is priced as. "auto": the one that torch runs on that hardware."""
+    attention_kernel: Literal["auto", "flash2", "cudnn", "flash3", "efficient"] = "auto"
+    """Kernel that attention is priced as. "auto": the one that torch runs on that hardware. With "flash2", attention that it
+    does not take (a mask, values of another size than keys) is priced as "efficient"."""
+    dispatch: Literal["all_to_all", "deepep"] = "all_to_all"
+    """How rows travel to experts on other ranks. "all_to_all": as titan sends them, each of a token's copies by itself.
+    "deepep": what DeepEP would take, with one copy to each node and from there to each rank. A run does not have it."""
     routing: str = "zipf:0.18"
     """How tokens spread over experts, which says what the busiest expert-parallel rank gets: "even";
     "zipf:s", where the i-th busiest expert gets i^-s of the busiest one's rows; or a run's experts.json.

@@ -18,6 +18,7 @@ from titan.observe.estimate import estimate_memory
 from titan.observe.flops import utilization
 from titan.observe.routing import busiest_rank
 from titan.sim.price.cost import Cost, peak_dtype
+from titan.sim.price.network import Dispatch
 from titan.sim.price.profiles import Profile, load_profile
 from titan.sim.record.trace import Launch, Trace, no_garbage_collection
 from titan.sim.record.trace_cache import TraceRequest, get_traces
@@ -163,8 +164,10 @@ def price(
     profile = profile.with_attention(config.simulator.attention_kernel)
     # Time and memory are independent: the allocator is replayed in the order of the host, without a
     # clock.
+    is_deepep = config.simulator.dispatch == "deepep"
+    dispatch = Dispatch.of(model_config(config.model)) if is_deepep else None
     busiest = busiest_rank(config, model_config(config.model), layout)
-    timeline = replay(traces, Cost(profile), busiest=busiest)
+    timeline = replay(traces, Cost(profile, dispatch), busiest=busiest)
     expandable = config.training.expandable_segments
     memory = {
         rank: memory_report(trace, profile, expandable=expandable) for rank, trace in traces.items()
@@ -273,6 +276,7 @@ def _experts(simulation: Simulation) -> Facts:
         "parallel_degree": ep,
         "routing": config.simulator.routing,
         "imbalance": simulation.busiest_rank,
+        "dispatch": config.simulator.dispatch,
         "fits_up_to_imbalance": simulation.fits_up_to,
     }
     return {"experts": experts}

@@ -2,6 +2,7 @@
 
     matmul      tiles of the output go to the SMs in waves; each tile costs its share of K and a fixed time to fill and drain;
                 never faster than its bytes through memory. The best tile (and split of K) is what the library would choose
+    grouped     the same with the one tile that torch's kernel takes; each group's rows fill whole pairs of tiles
     attention   FLOPs that the mask leaves, at a rate by sequence length, if there are blocks of queries for all SMs
     all others  bytes at the bandwidth that kernels of that size reach; less if a fused kernel transposes
 
@@ -12,21 +13,29 @@ from __future__ import annotations
 
 from math import ceil
 
-from titan.sim.price.network import TransferPrice, price_transfer
+from titan.sim.price.network import Dispatch, TransferPrice, price_transfer
 from titan.sim.price.profiles import Profile, on_curve
 from titan.sim.record.trace import Group, Host, Kernel, Transfer
 
 _QUERY_BLOCK = 128
 """Queries that one thread block of FlashAttention-2 handles."""
+_NOT_FLASH = {"efficient", "cudnn"}
+"""Words in the names of kernels that are recorded where FlashAttention-2 cannot run."""
 _SPLITS = (1, 2, 4, 8)
 """Parts that a matrix product's K is cut into when the output has too few tiles to fill the device."""
+_GROUPED_PAIR = 2
+"""Tiles, one above the other, that two SMs compute together in a grouped product. A group takes whole pairs, of which its
+rows may fill a part (GroupMM.cu: clusters of 2 x 1; CUTLASS's grouped scheduler rounds each group up to a cluster, issue 3497)."""
+_GROUPED_SMALL = 128
+"""Rows or columns of a group up to which GroupMM.cu takes its small tile."""
 
 
 class Cost:
-    """Price kernels and transfers on one profile. Each distinct kernel is priced once."""
+    """Price kernels and transfers on one profile. Each distinct kernel is priced once. dispatch: of rows, if DeepEP sends them."""
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: Profile, dispatch: Dispatch | None = None) -> None:
         self.profile = profile
+        self.dispatch = dispatch
         # Kernels compare by value, so a launch that repeats in every layer is priced once.
         self._kernels: dict[Kernel, float] = {}
         # What the host pays to issue a kernel depends on who issues it: DTensor first works out
@@ -60,7 +69,7 @@ class Cost:
     def transfer(self, transfer: Transfer, group: Group, *, rank: int) -> TransferPrice:
         """Return latency, volume and links. For a send or recv they are those of the side of
         `rank`."""
-        return price_transfer(transfer, group, self.profile, rank=rank)
+        return price_transfer(transfer, group, self.profile, rank=rank, dispatch=self.dispatch)
 
     @property
     def launch_transfer_s(self) -> float:
@@ -103,10 +112,14 @@ class Cost:
         fill_k = profile.tile_fill_k * peak / (profile.peak_tflops["bfloat16"] * 1e12)
         best = float("inf")
         # Search tiles and splits of K as cuBLAS's heuristic does. A large tile reuses more of each
-        # operand, a small one wastes less of the last wave.
-        for tile in profile.tiles:
-            blocks = batch * ceil(m / tile.rows) * ceil(n / tile.columns)
-            for splits in _SPLITS:
+        # operand, a small one wastes less of the last wave. CUTLASS's grouped kernel has no choice.
+        tiles, all_splits, pair = profile.tiles, _SPLITS, 1
+        if kernel.name == "aten::_grouped_mm" and profile.grouped_tiles:
+            tiles = (profile.grouped_tiles[min(m, n) > _GROUPED_SMALL],)
+            all_splits, pair = (1,), _GROUPED_PAIR
+        for tile in tiles:
+            blocks = batch * pair * ceil(m / (pair * tile.rows)) * ceil(n / tile.columns)
+            for splits in all_splits:
                 # SMs finish a wave together, so a wave that is filled in part takes as long as a
                 # full one.
                 waves = ceil(blocks * splits / profile.num_sms)
@@ -133,12 +146,19 @@ class Cost:
         # Queries and keys share a size, values may have another one (multi-head latent attention).
         head_dims = kernel.shapes[0][3] + kernel.shapes[min(2, len(kernel.shapes) - 1)][3]
         flops = factor / 2 * batch * heads * head_dims * attended(queries, keys, kernel.causal)
-        rate = on_curve(curves[profile.attention_kernel], min(queries, keys)) * 1e12
+        is_short = peak_dtype(kernel.dtype, profile) != "float32"
+        chosen = profile.attention_kernel
+        # What FlashAttention-2 does not take (a mask, values of another size than keys) is recorded as another kernel.
+        # cuDNN takes both (sdp_utils.cpp), so the memory-efficient kernel runs only where cuDNN does not come first.
+        if is_short and chosen == "flash2" and _NOT_FLASH & {*kernel.name.split("_")}:
+            chosen = "efficient"
+        curve = curves.get(chosen, curves[profile.attention_kernel])
+        rate = on_curve(curve, min(queries, keys)) * 1e12
         if kernel.causal:
             rate *= profile.attention_causal_share
         # The curves are measured in bf16. fp32 has no fused kernel with tensor cores, so scale by
         # the ratio of the peaks.
-        if peak_dtype(kernel.dtype, profile) == "float32":
+        if not is_short:
             rate *= profile.peak_tflops["float32"] / profile.peak_tflops["bfloat16"]
         # Blocks differ in length under a mask and are dealt out as SMs become free: only too few of them leave some idle.
         blocks = batch * heads * ceil(queries / _QUERY_BLOCK)

@@ -7,14 +7,19 @@ constants (src/graph/tuning.cc, as in torch._inductor.comm_analysis) give the pu
 ranks' groups, which run the same collective at the same time, each has its own. Beyond the cards the network is flat, unless the
 profile names blocks of nodes whose way out is narrower (`network`).
 
+An exchange of experts' rows is an all-to-all: each of a token's K copies travels by itself. With a `Dispatch` it is priced as DeepEP
+does it: one copy goes over the card to each distinct node that has one of the token's experts, and from there over NVLink to each
+distinct rank. With K distinct experts drawn evenly from E, a node or rank that has u of them gets none with probability
+C(E - u, K) / C(E, K). The rates are the profile's, and give DeepEP's published ones (tests/sim/test_network.py).
+
 This file prices a transfer alone. replay.py lets transfers that run at the same time share the links named here. Imports no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil, log2
-from typing import NamedTuple
+from math import ceil, comb, log2
+from typing import Any, NamedTuple
 
 from titan.sim.price.profiles import Profile
 from titan.sim.record.trace import Group, Transfer
@@ -36,6 +41,38 @@ class TransferPrice(NamedTuple):
     def seconds(self) -> float:
         """Return the time with no other transfer on the links."""
         return self.latency_s + self.volume_s
+
+
+class Dispatch(NamedTuple):
+    """Say how tokens choose experts: top_k of num_experts, all in the top_groups best of num_groups groups."""
+
+    num_experts: int
+    top_k: int
+    num_groups: int = 1
+    top_groups: int = 1
+
+    @classmethod
+    def of(cls, model: Any) -> Dispatch | None:
+        """Return the choice that a model's config describes. None: it has no experts."""
+        if not getattr(model, "num_experts", 0):
+            return None
+        groups = (model.num_groups, model.top_groups) if model.num_groups else (1, 1)
+        return cls(model.num_experts, model.top_k, *groups)
+
+    def reach(self, places: int) -> float:
+        """Return the probability that a token goes to one of `places` equal parts of the experts."""
+        unit, size = self.num_experts // places, self.num_experts // self.num_groups
+        drawn_from = self.top_groups * size
+        # Groups within the part (at least a part of one), and how many of them the token may go to.
+        inside = max(1, unit // size)
+        ways = comb(self.num_groups, self.top_groups)
+        missed = sum(
+            comb(inside, opened)
+            * comb(self.num_groups - inside, self.top_groups - opened)
+            * comb(drawn_from - opened * min(unit, size), self.top_k)
+            for opened in range(min(inside, self.top_groups) + 1)
+        )
+        return 1 - missed / (ways * comb(drawn_from, self.top_k))
 
 
 class _Protocol(NamedTuple):
@@ -64,9 +101,14 @@ _TREE_SHARE = 0.85
 
 
 def price_transfer(
-    transfer: Transfer, group: Group, profile: Profile, *, rank: int
+    transfer: Transfer,
+    group: Group,
+    profile: Profile,
+    *,
+    rank: int,
+    dispatch: Dispatch | None = None,
 ) -> TransferPrice:
-    """Return latency, volume and links of a transfer that `rank` takes part in."""
+    """Return latency, volume and links of a transfer that `rank` takes part in. dispatch: of rows, if DeepEP sends them."""
     if transfer.kind in ("send", "recv", "read"):
         return _price_p2p(transfer, rank, profile)
     size, ranks = transfer.size_bytes, len(group.ranks)
@@ -82,7 +124,9 @@ def price_transfer(
     # The share of the tensor that a rank does not hold.
     others = (ranks - 1) / ranks
     if transfer.kind == "all_to_all":
-        return _price_all_to_all(size, group.ranks, nodes, profile)
+        # What is counted before rows are sent is in integers.
+        sends_rows = "ep" in group.axes and "int" not in transfer.dtype
+        return _price_all_to_all(size, group.ranks, nodes, profile, dispatch if sends_rows else None)  # fmt: skip
     if transfer.kind == "broadcast":
         # Every byte passes every rank once, so the volume is the whole tensor.
         ways = _rings(ranks, nodes, ranks - 1, size, profile, card)
@@ -176,7 +220,7 @@ def _trees(
 
 
 def _price_all_to_all(
-    size: int, group: Sequence[int], nodes: int, profile: Profile
+    size: float, group: Sequence[int], nodes: int, profile: Profile, dispatch: Dispatch | None
 ) -> TransferPrice:
     """Price an all-to-all: every rank sends 1/ranks to every rank, and what leaves the node passes
     the rank's own card. What leaves a block of nodes passes its way out."""
@@ -185,12 +229,18 @@ def _price_all_to_all(
     start, hop, far_hop = _PROTOCOLS[-1].ring
     members = ceil(ranks / nodes)
     # Bytes to members of the same node go over NVLink, all others over the card, at the same time.
-    within = size * (members - 1) / ranks / (profile.all_to_all_gb_per_s * 1e9)
+    near, far = size * (members - 1) / ranks, size
+    if dispatch:
+        # One copy for each rank, but none for the rank that a node's copy arrives at; and one copy for each node.
+        copies = size / dispatch.top_k
+        near = copies * (ranks - nodes) * dispatch.reach(ranks)
+        far = copies * nodes * dispatch.reach(nodes)
+    within = near / (profile.all_to_all_gb_per_s * 1e9)
     card = profile.card_bytes_per_s
-    across = size * (ranks - members) / ranks / card
+    across = far * (1 - members / ranks) / card
     for tier in profile.network:
         blocks = len({rank // (profile.gpus_per_node * tier.nodes) for rank in group})
-        across = max(across, size * (1 - 1 / blocks) / (card * tier.share))
+        across = max(across, far * (1 - 1 / blocks) / (card * tier.share))
     latency = start + hop + (far_hop if nodes > 1 else 0.0)
     return TransferPrice(latency * 1e-6, max(within, across), _links(nodes, members))
 

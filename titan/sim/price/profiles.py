@@ -83,10 +83,13 @@ class Profile(BaseModel):
     """Achievable share of the peak, by dtype; a dtype that is missing has bfloat16's."""
     num_sms: int = Field(ge=1)
     tiles: tuple[Tile, ...]
+    grouped_tiles: tuple[Tile, Tile] | tuple[()]
+    """Of torch's grouped product in 16 bits: where a group has few rows or columns, and elsewhere. Empty: as any product's."""
     tile_fill_k: int
     """Time to start and finish a tile, as the length of K that bfloat16 multiplies in it."""
     attention_kernel: str
-    """Kernel that torch's scaled_dot_product_attention runs there in 16 bits: "flash2", "cudnn" or "flash3"."""
+    """Kernel that torch's scaled_dot_product_attention runs there in 16 bits: "flash2", "cudnn" or "flash3". Where it is "flash2",
+    the curve "efficient" is of what flash2 does not take."""
     attention_forward_tflops: dict[str, Curve]
     attention_backward_tflops: dict[str, Curve]
     """By kernel and sequence length, of FLOPs that a causal mask leaves. A plain list is of `attention_kernel`."""

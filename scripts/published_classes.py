@@ -1,0 +1,166 @@
+"""Compare kernels by class with published profiles, and single kernels with published times: errors that a total may hide.
+
+scripts/sim_accuracy.py puts `section` on its page. `python scripts/published_classes.py` prints it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+from titan.checks.rules import check_to_run
+from titan.config.load import load_config
+from titan.sim.price.cost import Cost
+from titan.sim.price.profiles import load_profile
+from titan.sim.record.trace import Kernel, Launch
+from titan.sim.simulate import Simulation, simulate
+
+JOBS = Path(__file__).parents[1] / "train_configs" / "published"
+
+
+class Profiled(NamedTuple):
+    """Hold a published profile of one rank. ms, counts: by class of kernels. tokens_per_s: of one GPU, without the profiler."""
+
+    job: str
+    gpus: int
+    profile: str
+    source: str
+    tokens_per_s: float
+    ms: dict[str, float]
+    counts: dict[str, int]
+
+
+PROFILED = [
+    Profiled(
+        "N3434",
+        32,
+        "h100-sxm",
+        "torchtitan issue 3434, comment of 25 June 2026: forced balance, no overlap, 80 GB cards, RoCE",
+        7_670,
+        {"all_to_all": 773.85, "grouped products": 285.87, "all_gather": 87.32, "reduce_scatter": 68.59, "all_reduce": 562.86},
+        # A grouped product is two launches, of which the first sets up the second.
+        {"all_to_all": 130, "grouped products": 572, "all_gather": 57, "reduce_scatter": 37, "all_reduce": 7},
+    )
+]  # fmt: skip
+
+
+def classes(simulation: Simulation) -> tuple[dict[str, float], dict[str, int]]:
+    """Return milliseconds and launches of rank 0's kernels and transfers by class."""
+    ms, counts = defaultdict[str, float](float), Counter[str]()
+    for _, start, end, event in simulation.timeline.ranks[0].intervals:
+        name, launches = "", 1
+        if isinstance(event, Launch):
+            kernel = event.kernel
+            grouped = kernel.name == "aten::_grouped_mm"
+            name, launches = "grouped products" if grouped else kernel.kind, kernel.num_launches
+        else:
+            name = event.kind
+        ms[name] += (end - start) * 1e3
+        counts[name] += launches
+    return ms, counts
+
+
+def simulated(run: Profiled) -> Simulation:
+    """Return the simulation of a profiled job."""
+    config = load_config(JOBS / f"{run.job}.toml")
+    check_to_run(config, world_size=run.gpus)
+    return simulate(config, world_size=run.gpus, profile=load_profile(run.profile))
+
+
+class Alone(NamedTuple):
+    """Hold a published time of one kernel."""
+
+    what: str
+    profile: str
+    kernel: Kernel
+    ms: float
+
+
+def _attention(heads: int, groups: int, sizes: tuple[int, int], length: int, kind: str) -> Kernel:
+    qk, v = sizes
+    shapes = ((2, heads, length, qk), (2, groups, length, qk), (2, groups, length, v))
+    kernel = "attention" if kind == "forward" else "attention_backward"
+    return Kernel("aten::attention", kernel, shapes, "bfloat16", causal=True)
+
+
+def _grouped(groups: int, m: int, k: int, n: int) -> Kernel:
+    moved = 2 * groups * (m * k + k * n), 2 * groups * m * n
+    shapes = ((groups, m, k), (groups, k, n))
+    name, flops = "aten::_grouped_mm", 2 * groups * m * k * n
+    return Kernel(name, "matmul", shapes, "bfloat16", flops, *moved, num_launches=2)
+
+
+# NVIDIA/cudnn-frontend, benchmark/attention_training/results/{dsv3,llama3.1}/h200 of 28 September 2026: cuDNN 9.27, causal, batch 2.
+_DEEPSEEK = {4096: (2.248, 7.293), 8192: (8.588, 28.563), 16384: (35.826, 114.721)}
+_LLAMA = {4096: (0.893, 2.779), 8192: (3.357, 10.448), 16384: (13.888, 40.803)}
+ALONE = [
+    *(
+        Alone(f"attention of {who}, {length:,} tokens, {kind}", "h200-sxm", _attention(*heads, sizes, length, kind), ms)
+        for who, heads, sizes, table in (
+            ("DeepSeek-V3 (keys 192, values 128)", (128, 128), (192, 128), _DEEPSEEK),
+            ("Llama 3.1", (64, 8), (128, 128), _LLAMA),
+        )
+        for length, both in table.items()
+        for kind, ms in zip(("forward", "backward"), both, strict=True)
+    ),
+    Alone("grouped product, 128 x (1 x 7,168 x 2,048), pytorch 156203", "h200-sxm", _grouped(128, 1, 7168, 2048), 4.146),
+]  # fmt: skip
+# cublasLt's grouped kernel on an H100 (pytorch 185530), than which torch's is faster up to 2,048 (182631).
+AT_MOST = {(512, 64): 0.094, (512, 128): 0.163, (1024, 64): 0.295, (1024, 128): 0.565, (2048, 64): 1.940}  # fmt: skip
+
+
+def section() -> list[str]:
+    """Return the section of the accuracy page."""
+    lines = [
+        "## By kernel class",
+        "",
+        "A total can hide errors that cancel. Published profiles by class, rank 0, ms of kernels in a step. Nothing was set with the rows here.",
+        "",
+    ]
+    for run in PROFILED:
+        simulation = simulated(run)
+        ms, counts = classes(simulation)
+        speed = simulation.tokens_per_s_per_gpu
+        others = sorted(set(ms) - set(run.ms), key=lambda name: -ms[name])
+        lines += [
+            f"**{run.job}** on {run.gpus} {run.profile} ({run.source}):",
+            "",
+            "| class | kernels published | simulated | ms published | simulated | error |",
+            "|---|--:|--:|--:|--:|--:|",
+            *(
+                f"| {name} | {run.counts[name]} | {counts[name]} | {published:,.1f} | {ms[name]:,.1f} | {ms[name] / published - 1:+.0%} |"
+                for name, published in run.ms.items()
+            ),
+            *(f"| {name} | | {counts[name]} | | {ms[name]:,.1f} | |" for name in others),
+            f"| tokens/s/GPU | | | {run.tokens_per_s:,.0f} | {speed:,.0f} | {speed / run.tokens_per_s - 1:+.1%} |",
+            "",
+        ]
+    priced = [(row, Cost(load_profile(row.profile)).kernel_s(row.kernel) * 1e3) for row in ALONE]
+    h100 = Cost(load_profile("h100-sxm"))
+    return [
+        *lines,
+        "The profile gives one rank's kernels, which also wait for other ranks: nearly all of its all-reduces, and part of FSDP's.",
+        "",
+        "Single kernels:",
+        "",
+        "| kernel | profile | ms published | priced | error |",
+        "|---|---|--:|--:|--:|",
+        *(
+            f"| {row.what} | {row.profile} | {row.ms:,.3f} | {ms:,.3f} | {ms / row.ms - 1:+.0%} |"
+            for row, ms in priced
+        ),
+        *(
+            f"| grouped product, {groups} x {size:,}³, less than cublasLt's of pytorch 185530 | h100-sxm | < {most:.3f} "
+            f"| {h100.kernel_s(_grouped(groups, size, size, size)) * 1e3:.3f} | |"
+            for (size, groups), most in AT_MOST.items()
+        ),
+        "",
+        "The product with one row in each of 128 groups took 4.7 times the time of reading its weights, and no source says why.",
+        "KempnerForge's profile of 13B on 24 H200 counts its collectives twice, and torchtitan issue 1558's traces are not public.",
+        "",
+    ]
+
+
+if __name__ == "__main__":
+    print("\n".join(section()))
