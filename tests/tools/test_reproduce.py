@@ -42,7 +42,7 @@ def run(tmp_path: Path) -> Path:
 
 def test_each_published_run_has_its_job(capsys: pytest.CaptureFixture[str]) -> None:
     rows = published()
-    assert len(rows) == 104 and main(["reproduce"]) == 0
+    assert len(rows) == 105 and main(["reproduce"]) == 0
     listed = capsys.readouterr().out.splitlines()[1:]
     assert [line.split()[0] for line in listed] == [*rows]
     assert "  5,762  82.4  published in TorchTitan's performance page of December 2024" in listed[0]
