@@ -4,11 +4,13 @@ and memory, with no GPU."""
 from __future__ import annotations
 
 import argparse
+import ast
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titan.checks.rules import load_to_run
 from titan.config.load import load_from_argv
@@ -23,6 +25,9 @@ from titan.sim.report.text import (
     require_positive,
     say,
 )
+
+if TYPE_CHECKING:
+    from .simulate import Facts, StepSimulation
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -40,6 +45,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--world-size and --hardware are needed")
     require_positive(options, "world_size", "processes")
     require_folders(options, "json", "trace", "html")
+    if options.script:
+        return _simulate_script(options, job)
     return _sweep(options, job) if options.sweep else _simulate(options, job)
 
 
@@ -85,6 +92,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="OVERLAY.toml",
         help="with --run: a job that follows, as an overlay",
     )
+    parser.add_argument(
+        "--script",
+        metavar="FILE.py:BUILD",
+        help="in place of a job: a training step of your own, with --KEY=VALUE for the function's arguments",
+    )
+    parser.add_argument(
+        "--ranks", default="0", metavar="A,B,...", help="of a script: one of each kind that differs"
+    )
     parser.add_argument("--no-cache", action="store_true", help="trace again")
     parser.add_argument(
         "--calibrate",
@@ -113,30 +128,77 @@ def _simulate(options: argparse.Namespace, job: list[str]) -> int:
     )
 
     # torch comes with these imports, so the config's mistakes are reported before.
-    from titan.sim.record.trace_jobs import TraceError
-    from titan.sim.replay.queues import ReplayError
     from titan.sim.report.imbalance import simulate_with_limit
     from titan.sim.report.measured import compare
     from titan.sim.report.whole_run import whole_run, whole_run_page
 
-    from .simulate import HardwareError, facts, simulate
+    from .simulate import facts, simulate
 
     how: dict[str, Any] = {"world_size": size, "profile": profile, "say": say}
     how |= {"processes": options.processes, "whole": options.whole}
     how |= {"use_cache": not options.no_cache}
-    try:
+
+    def run_job() -> tuple[StepSimulation, Facts, str]:
         simulation = simulate_with_limit(config, **how)
-        figures = facts(simulation)
+        figures, more = facts(simulation), ""
         if run:
             figures["measured"] = compare(simulation, run)
         if options.run:
             figures["run"] = whole_run([simulation, *(simulate(phase, **how) for phase in later)])
+            more = whole_run_page(figures["run"])
+        return simulation, figures, more
+
+    return _show(options, run_job)
+
+
+def _simulate_script(options: argparse.Namespace, settings: list[str]) -> int:
+    """Simulate a script's step, as `_simulate` does a job's."""
+    for name in ("sweep", "measured", "whole", "no_cache", "run", "phase"):
+        if getattr(options, name):
+            raise mistake(f"--{name.replace('_', '-')}", "is for a job, not for a script")
+    profile, (file, colon, _) = load_profile(options.hardware), options.script.rpartition(":")
+    if not colon or not Path(file).is_file():
+        raise mistake(
+            "--script", f"'{options.script}': expected FILE.py:FUNCTION of a file that is there"
+        )
+    ranks = options.ranks.split(",")
+    if not all(r.isdecimal() and int(r) < options.world_size for r in ranks):
+        raise mistake("--ranks", f"'{options.ranks}': expected ranks below {options.world_size}")
+    arguments: dict[str, Any] = {}
+    for text in settings:
+        key, equals, value = text.removeprefix("--").partition("=")
+        if not text.startswith("--") or not equals:
+            raise mistake(text, "expected --KEY=VALUE, an argument of the script's function")
+        try:
+            arguments[key.replace("-", "_")] = ast.literal_eval(value)
+        except (SyntaxError, ValueError):  # a text
+            arguments[key.replace("-", "_")] = value
+
+    from .script import script_facts, simulate_step
+
+    how: dict[str, Any] = {"world_size": options.world_size, "profile": profile}
+    how |= {"ranks": [*map(int, ranks)], "processes": options.processes}
+
+    def run_script() -> tuple[StepSimulation, Facts, str]:
+        simulation = simulate_step(options.script, **how, **arguments)
+        return simulation, script_facts(simulation, Path(file).name), ""
+
+    return _show(options, run_script)
+
+
+def _show(options: argparse.Namespace, run: Callable[[], tuple[StepSimulation, Facts, str]]) -> int:
+    """Run a simulation, print its page and write the files that were asked for. Return 1 if it does not fit."""
+    from titan.sim.record.trace_jobs import TraceError
+    from titan.sim.replay.queues import ReplayError
+
+    from .simulate import HardwareError
+
+    try:
+        simulation, figures, more = run()
         say("")
         # --json - leaves standard output to the data.
         if not put_json(figures, options.json):
-            print(page(figures))
-            if options.run:
-                print(whole_run_page(figures["run"]))
+            print(page(figures), more, sep="\n" if more else "")
         if options.trace:
             from titan.sim.report.perfetto import write_trace
 

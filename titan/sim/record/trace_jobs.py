@@ -29,6 +29,7 @@ from titan.config.model import model_config
 from titan.config.schema import JobConfig
 from titan.sim.record.extrapolate import CannotExtrapolate
 from titan.sim.record.observers import Observer
+from titan.sim.record.script import Script
 from titan.sim.record.trace import Trace
 from titan.untrusted import InputError
 
@@ -47,7 +48,8 @@ class Job:
     compiles once.
 
     programs: they differ only in their depth. ranks: they differ only in their pipeline stage. device_kind: whose kernels
-    the device has. join: makes one trace of a rank's traces of the programs. prepare: changes torch or the model first.
+    the device has. join: makes one trace of a rank's traces of the programs. prepare: changes torch or the model first. script: in
+    place of programs.
     """
 
     programs: tuple[JobConfig, ...]
@@ -56,6 +58,7 @@ class Job:
     device_kind: DeviceKind = "cuda"
     join: Callable[[Sequence[Trace]], Trace] = operator.itemgetter(0)
     prepare: Prepare | None = None
+    script: Script | None = None
 
     def __post_init__(self) -> None:
         # The step would do so, and programs are recognised by their identity.
@@ -90,30 +93,24 @@ def trace_job(
         remembers: replay compiled programs instead of running them each time.
         on_backward_error: called at once with an error that may end the process.
     """
-    from titan import train_step as module
     from titan.sim.record import torch_compat
-    from titan.sim.record.experts import assume_rows
     from titan.sim.record.fake_world import fake_world, impersonate_rank
-    from titan.sim.record.microbatches import watch_actions
-    from titan.sim.record.program import once_for_each, record_program
+    from titan.sim.record.program import job_program, record_program
     from titan.sim.record.tracer import Tracer
 
-    module.initialize = lambda *_, **__: None  # drawing weights leaves nothing behind
-    config, rank = job.programs[0], job.ranks[0]
-    layout = resolve_layout(config, job.world_size)
-    with fake_world(layout, rank=rank, device_kind=job.device_kind) as (device, mesh):
+    rank = job.ranks[0]
+    layout = None if job.script else resolve_layout(job.programs[0], job.world_size)
+    where = {"rank": rank, "world_size": job.world_size, "device_kind": job.device_kind}
+    with fake_world(layout, **where) as (device, mesh):
         tracer = Tracer(mesh, remembers=remembers)
         tracer.scopes.watch_fsdp()
-        assume_rows(config.simulator.expert_imbalance, tracer.record)
-        module.build_sparse_mesh = tracer.transfers.with_names(module.build_sparse_mesh)
-        if layout.pp > 1:
-            watch_actions(tracer)
-            torch_compat.answer_pipeline_metadata(lambda: _boundary(config, layout, device))
-            torch_compat.release_sent_outputs()
-            # Each rank takes copies of its stages out of it.
-            module.build_whole_model = once_for_each(job.programs, module.build_whole_model)
-        if job.prepare is not None:
-            job.prepare(config, layout)
+        if job.script is not None:
+            with torch_compat.unset_fake_temporarily():  # what it imports may compute values
+                builds = [partial(job.script.program, job.script.load(), device)]
+        else:
+            assert layout is not None
+            _prepare(job, layout, tracer, device)
+            builds = [partial(job_program, p, layout, device, mesh) for p in job.programs]
         reported: dict[int, TraceError] = {}  # by id of the error; described where it was raised
 
         def tell(error: Exception) -> None:
@@ -122,8 +119,8 @@ def trace_job(
 
         tracer.observers.append(_Follower(tracer, tell))
 
-        def recorded(program: JobConfig) -> Trace:
-            record = partial(record_program, program, rank, layout, tracer, device, mesh, steps)
+        def recorded(build: Callable[[], Any]) -> Trace:
+            record = partial(record_program, build, rank, job.world_size, tracer, steps)
             try:
                 return record()
             except Exception as error:
@@ -137,8 +134,30 @@ def trace_job(
 
         for rank in job.ranks:
             # Pipeline stages differ, and every rank is moved to another stage in the same process.
-            tracer.transfers.begin(impersonate_rank(rank, mesh))
-            yield rank, job.join([recorded(program) for program in job.programs])
+            tracer.transfers.begin(impersonate_rank(rank, mesh) if mesh else 0)
+            yield rank, job.join([recorded(build) for build in builds])
+
+
+def _prepare(job: Job, layout: Layout, tracer: Any, device: Any) -> None:
+    """Change what titan's own program finds in its modules."""
+    from titan import train_step as module
+    from titan.sim.record import torch_compat
+    from titan.sim.record.experts import assume_rows
+    from titan.sim.record.microbatches import watch_actions
+    from titan.sim.record.program import once_for_each
+
+    config = job.programs[0]
+    module.initialize = lambda *_, **__: None  # drawing weights leaves nothing behind
+    assume_rows(config.simulator.expert_imbalance, tracer.record)
+    module.build_sparse_mesh = tracer.transfers.with_names(module.build_sparse_mesh)
+    if layout.pp > 1:
+        watch_actions(tracer)
+        torch_compat.answer_pipeline_metadata(lambda: _boundary(config, layout, device))
+        torch_compat.release_sent_outputs()
+        # Each rank takes copies of its stages out of it.
+        module.build_whole_model = once_for_each(job.programs, module.build_whole_model)
+    if job.prepare is not None:
+        job.prepare(config, layout)
 
 
 class _Follower(Observer):
@@ -285,6 +304,8 @@ def _child(connection: Connection, job: Job, options: dict[str, Any]) -> None:
             rank = next(ranks, rank)
     except (TraceError, CannotExtrapolate) as error:
         send(error)
+    except InputError as error:
+        send(TraceError(str(error)))
     except BaseException as error:
         send(TraceError(f"{type(error).__name__}: {error}"))
     # Skip the interpreter's own exit, which autograd's thread for the fake device sometimes aborts.

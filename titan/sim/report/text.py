@@ -167,9 +167,12 @@ def _speed(facts: Facts) -> Iterator[str]:
     mfu = "MFU n/a" if facts["mfu"] is None else f"{facts['mfu']:.1%} MFU"
     if facts["mfu_dtype"] == "float32":
         mfu += " of float32's peak"
-    yield f"  step      {duration(facts['step_time_s'])} for {facts['tokens_per_step']:,} tokens"
+    tokens = facts["tokens_per_step"]  # 0: a script has not stated them
+    of_tokens = f" for {tokens:,} tokens" if tokens else ""
+    speed = f"{facts['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, " if tokens else ""
+    yield f"  step      {duration(facts['step_time_s'])}{of_tokens}"
     yield (
-        f"  speed     {facts['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, {_tflops(facts['tflops_per_gpu'])} TFLOP/s/GPU, "
+        f"  speed     {speed}{_tflops(facts['tflops_per_gpu'])} TFLOP/s/GPU, "
         f"{mfu} ({facts['mfu_convention']} attention)"
     )
 
@@ -219,7 +222,8 @@ def verdict(facts: Facts) -> str:
 def _memory(facts: Facts) -> Iterator[str]:
     memory = facts["memory"]
     yield f"  memory    {verdict(facts)}"
-    yield f"            the formula of `titan check` says {memory['formula_gib']:.1f} GiB; this simulation holds"
+    if "formula_gib" in memory:  # of a job
+        yield f"            the formula of `titan check` says {memory['formula_gib']:.1f} GiB; this simulation holds"
     if memory["failure"]:
         yield f"            {memory['failure']}"
     yield f"  at its peak of {memory['peak_active_gib']:.1f} GiB in use (rank {memory['rank']}, {memory['at'] or 'start'})"
