@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.world_size is None or options.hardware is None:
         parser.error("--world-size and --hardware are needed")
     require_positive(options, "world_size", "processes")
-    require_folders(options, "json", "trace", "html")
+    require_folders(options, "json", "trace", "chakra", "html")
     if options.script:
         return _simulate_script(options, job)
     return _sweep(options, job) if options.sweep else _simulate(options, job)
@@ -62,6 +62,9 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE",
         help="a trace for ui.perfetto.dev; into a folder, a file for each rank, as HTA reads them",
+    )
+    parser.add_argument(
+        "--chakra", type=Path, metavar="FOLDER", help="execution traces of MLCommons' Chakra"
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="a page: timeline, memory")
     parser.add_argument(
@@ -203,6 +206,10 @@ def _show(options: argparse.Namespace, run: Callable[[], tuple[StepSimulation, F
             from titan.sim.report.perfetto import write_trace
 
             write_trace(simulation, options.trace)
+        if options.chakra:
+            from titan.sim.report.chakra import write_chakra
+
+            write_chakra(simulation, options.chakra)
         if options.html:
             from titan.sim.report.html import write_page
 
@@ -223,7 +230,7 @@ def _sweep(options: argparse.Namespace, job: list[str]) -> int:
     """Simulate all variants: print a table, or with --json everything."""
     from titan.sim.search.variants import combinations, simulate_variants, table
 
-    for name in ("trace", "html", "measured", "whole", "no_cache", "run"):
+    for name in ("trace", "chakra", "html", "measured", "whole", "no_cache", "run"):
         if getattr(options, name):
             raise mistake(f"--{name.replace('_', '-')}", "is for one job, not for a sweep")
     axes: dict[str, list[str]] = {}
