@@ -51,6 +51,9 @@ def test_page_json_trace_and_html(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert set(memory["by_category_gib"]) == set(CATEGORIES)
     assert sum(memory["by_category_gib"].values()) == pytest.approx(memory["peak_active_gib"])
     assert sum(memory["by_module_gib"].values()) == pytest.approx(memory["peak_active_gib"])
+    for category, by_module in memory["by_category_and_module_gib"].items():
+        assert sum(by_module.values()) == pytest.approx(memory["by_category_gib"][category])
+        assert all(n <= memory["by_module_gib"][name] for name, n in by_module.items())
     assert memory["peak_reserved_gib"] >= memory["peak_active_gib"]
     tokens = facts["tokens_per_s_per_gpu"] * 4 * facts["step_time_s"]
     assert tokens == pytest.approx(2 * 64 * 2) == facts["tokens_per_step"]

@@ -323,6 +323,10 @@ def _memory(report: MemoryReport) -> Facts:
         "capacity_gib": report.capacity_bytes / GIB,
         "by_category_gib": in_gib(report.by_category),
         "by_module_gib": in_gib(report.by_module),
+        "by_category_and_module_gib": {
+            category: in_gib({m: n for (c, m), n in report.by_both.items() if c == category})
+            for category in report.by_category
+        },
         "at": " of ".join(filter(None, (where.action, where.phase, where.module))),
         "num_retries": report.num_retries,
         "failure": report.failure,
