@@ -122,7 +122,6 @@ def build(device, fault=""):
         (["--script=FILE:build", "--fault=tuple"], "must return (step, model, optimizer)"),
         (["--script=FILE:built"], "has no function built"),
         (["--script=FILE"], "expected FILE.py:FUNCTION"),
-        (["--script=FILE:build", "--ranks=2"], "expected ranks below 2"),
         (["--script=FILE:build", "fault"], "expected --KEY=VALUE"),
         (["--script=FILE:build", "--wrong=1"], "unexpected keyword argument 'wrong'"),
         (["--script=FILE:build", "--run"], "is for a job, not for a script"),

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from titan.checks.rules import resolve_layout
@@ -241,8 +242,8 @@ class TrackMemory(_Plain):
         for tensor in tree_leaves(result):
             # On meta there are only shapes, as torch 2.11's stages keep of what they send. What wraps a
             # collective's result (AsyncCollectiveTensor) has a size, and no memory.
-            is_plain = isinstance(tensor, Tensor) and not is_traceable_wrapper_subclass(tensor)
-            if is_plain and not tensor.is_meta:
+            wraps = isinstance(tensor, AsyncCollectiveTensor)
+            if isinstance(tensor, Tensor) and not wraps and not tensor.is_meta:
                 self.add(tensor)
         if func._opname == "logsumexp":  # inside, the input less its largest elements exists whole
             inside = (

@@ -3,15 +3,12 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .script import simulate_step
-
-__all__ = ["simulate_step"]
+    from .script import simulate_step as simulate_step
 
 
 def __getattr__(name: str) -> Any:
-    # When asked for: every command imports this package.
-    if name == "simulate_step":
-        from .script import simulate_step
+    if name != "simulate_step":
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    from . import script  # when asked for: every command imports this package
 
-        return simulate_step
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return script.simulate_step

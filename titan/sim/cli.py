@@ -8,6 +8,7 @@ import ast
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,8 @@ def main(argv: list[str] | None = None) -> int:
 
         return calibrate(options.calibrate, base_name=options.hardware, say=say)
     # Not `required` in argparse, since --calibrate needs neither.
-    if options.world_size is None or options.hardware is None:
+    swept = any(text.startswith("world_size=") for text in options.sweep)
+    if (options.world_size is None and not swept) or options.hardware is None:
         parser.error("--world-size and --hardware are needed")
     require_positive(options, "world_size", "processes")
     require_folders(options, "json", "trace", "chakra", "html")
@@ -99,9 +101,6 @@ def _parser() -> argparse.ArgumentParser:
         "--script",
         metavar="FILE.py:BUILD",
         help="in place of a job: a training step of your own, with --KEY=VALUE for the function's arguments",
-    )
-    parser.add_argument(
-        "--ranks", default="0", metavar="A,B,...", help="of a script: one of each kind that differs"
     )
     parser.add_argument("--no-cache", action="store_true", help="trace again")
     parser.add_argument(
@@ -164,26 +163,21 @@ def _simulate_script(options: argparse.Namespace, settings: list[str]) -> int:
         raise mistake(
             "--script", f"'{options.script}': expected FILE.py:FUNCTION of a file that is there"
         )
-    ranks = options.ranks.split(",")
-    if not all(r.isdecimal() and int(r) < options.world_size for r in ranks):
-        raise mistake("--ranks", f"'{options.ranks}': expected ranks below {options.world_size}")
     arguments: dict[str, Any] = {}
     for text in settings:
         key, equals, value = text.removeprefix("--").partition("=")
         if not text.startswith("--") or not equals:
             raise mistake(text, "expected --KEY=VALUE, an argument of the script's function")
-        try:
-            arguments[key.replace("-", "_")] = ast.literal_eval(value)
-        except (SyntaxError, ValueError):  # a text
-            arguments[key.replace("-", "_")] = value
+        arguments[key] = value
+        with suppress(SyntaxError, ValueError):  # else it is a text
+            arguments[key] = ast.literal_eval(value)
 
     from .script import script_facts, simulate_step
 
-    how: dict[str, Any] = {"world_size": options.world_size, "profile": profile}
-    how |= {"ranks": [*map(int, ranks)], "processes": options.processes}
+    arguments |= {"world_size": options.world_size, "processes": options.processes}
 
     def run_script() -> tuple[StepSimulation, Facts, str]:
-        simulation = simulate_step(options.script, **how, **arguments)
+        simulation = simulate_step(options.script, profile=profile, **arguments)
         return simulation, script_facts(simulation, Path(file).name), ""
 
     return _show(options, run_script)
@@ -228,7 +222,7 @@ def _show(options: argparse.Namespace, run: Callable[[], tuple[StepSimulation, F
 
 def _sweep(options: argparse.Namespace, job: list[str]) -> int:
     """Simulate all variants: print a table, or with --json everything."""
-    from titan.sim.search.variants import combinations, simulate_variants, table
+    from titan.sim.search.variants import WORLD_SIZE, combinations, simulate_variants, table
 
     for name in ("trace", "chakra", "html", "measured", "whole", "no_cache", "run"):
         if getattr(options, name):
@@ -243,6 +237,10 @@ def _sweep(options: argparse.Namespace, job: list[str]) -> int:
         axes[key] = list(dict.fromkeys(values.split(",")))
         # A wrong key or value is a mistake of the user, not a variant that cannot run.
         for value in axes[key]:
+            if key == WORLD_SIZE:
+                if not value.isdecimal() or not int(value):
+                    raise mistake("--sweep", f"'{text}': expected numbers of at least 1")
+                continue
             load_from_argv([*job, f"--{key}={value}"], options=known_options(_parser()))
     named = (load_profile(name) for name in options.hardware.split(","))
     # The same for profiles, by their names.
@@ -253,7 +251,7 @@ def _sweep(options: argparse.Namespace, job: list[str]) -> int:
     variants = simulate_variants(
         job,
         combinations(axes),
-        world_size=options.world_size,
+        world_size=options.world_size or 1,
         profiles=profiles,
         processes=options.processes,
         progress=lambda done, total: say(f"{done:,} of {total:,} variants"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,13 +50,12 @@ def simulate_step(
     file, _, function = build.rpartition(":")
     script = Script(file, function, tuple(settings.items()))
     jobs = [Job((), world_size, (rank,), script=script) for rank in ranks]
-    traces: dict[int, Trace] = {}
+    traces: dict[int, Trace] = dict.fromkeys(ranks)  # pyright: ignore
     with no_garbage_collection():
         for number, result in trace_jobs(jobs, processes or os.cpu_count() or 1):
             if isinstance(result, Exception):
                 raise result
             [traces[ranks[number]]] = result
-        traces = {rank: traces[rank] for rank in ranks}
         allocator = "".join(os.environ.get(f"PYTORCH_{n}ALLOC_CONF", "") for n in ("", "CUDA_"))
         expandable = "expandable_segments:true" in allocator.lower()
         parts = replayed(traces, profile, expandable=expandable, started=started)
@@ -65,17 +64,15 @@ def simulate_step(
 
 def script_facts(simulation: StepSimulation, name: str) -> Facts:
     """Return a simulated script as data for JSON. Its FLOPs are those recorded, without recomputation."""
-    profile, traces = simulation.profile, [*simulation.traces.values()]
-    flops: Counter[str] = Counter()
-    for trace in traces:
-        for event in trace.step:
-            if isinstance(event, Launch) and event.scope.phase in ("forward", "backward"):
-                kernel = event.kernel
-                if kernel.flops:
-                    flops[peak_dtype(kernel.dtype, profile)] += kernel.flops
-    per_s = {d: n / len(traces) / simulation.timeline.step_s / 1e12 for d, n in flops.items()}
-    dtype = max(per_s, key=lambda d: per_s[d], default="bfloat16")
-    tflops, peaks = sum(per_s.values()), profile.peak_tflops
+    traces, step_s = [*simulation.traces.values()], simulation.timeline.step_s
+    per_s: defaultdict[str, float] = defaultdict(float)  # TFLOPs, by the dtype whose peak counts
+    for event in (event for trace in traces for event in trace.step):
+        if isinstance(event, Launch) and event.scope.phase in ("forward", "backward"):
+            dtype = peak_dtype(event.kernel.dtype, simulation.profile) if event.kernel.flops else ""
+            per_s[dtype] += event.kernel.flops / len(traces) / step_s / 1e12
+    per_s.pop("", None)
+    dtype = max(per_s, key=lambda key: per_s[key], default="bfloat16")
+    peaks, tflops = simulation.profile.peak_tflops, sum(per_s.values())
     known = per_s.keys() <= peaks.keys()
     return {
         **step_facts(simulation),

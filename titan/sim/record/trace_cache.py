@@ -132,7 +132,7 @@ def _record(plans: Sequence[_Plan], processes: int) -> list[_Plan]:
     parts = -(-processes // max(1, len(plans)))  # of each plan, each in a separate process
     waiting = [(plan, job) for plan in plans for job in plan.jobs(parts)]
     refused = []
-    for number, result in trace_jobs([job for _, job in waiting], processes):
+    for number, result in trace_jobs([job for _, job in waiting], processes, shared=True):
         plan, job = waiting[number]
         if plan.finish(job, result):
             refused.append(plan)
@@ -213,6 +213,7 @@ class _Plan:
             if self.path:
                 _write(self.path, list(traces.values()))
             self.done(self.request, traces)
+            self.traces.clear()  # a sweep has hundreds of plans
         return False
 
 

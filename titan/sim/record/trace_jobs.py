@@ -15,9 +15,10 @@ import os
 import pickle
 import traceback
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -49,7 +50,7 @@ class Job:
 
     programs: they differ only in their depth. ranks: they differ only in their pipeline stage. device_kind: whose kernels
     the device has. join: makes one trace of a rank's traces of the programs. prepare: changes torch or the model first. script: in
-    place of programs.
+    place of programs. others: what the process records afterwards, in the same world (`world_of`).
     """
 
     programs: tuple[JobConfig, ...]
@@ -59,6 +60,7 @@ class Job:
     join: Callable[[Sequence[Trace]], Trace] = operator.itemgetter(0)
     prepare: Prepare | None = None
     script: Script | None = None
+    others: tuple[Job, ...] = ()
 
     def __post_init__(self) -> None:
         # The step would do so, and programs are recognised by their identity.
@@ -82,8 +84,8 @@ def trace_job(
     steps: int = 2,
     remembers: bool = True,
     on_backward_error: Callable[[TraceError], None] = lambda _: None,
-) -> Iterator[tuple[int, Trace]]:
-    """Yield each of a job's ranks and its trace. Raises TraceError, and what `join` raises.
+) -> Iterator[Trace]:
+    """Yield the trace of each of a job's ranks, then those of its others. Raises TraceError, and what `join` raises.
 
     This changes torch for good. Call it once, in a process that has not run a backward pass.
 
@@ -99,7 +101,7 @@ def trace_job(
     from titan.sim.record.tracer import Tracer
 
     rank = job.ranks[0]
-    layout = None if job.script else resolve_layout(job.programs[0], job.world_size)
+    layout = None if job.script else _layout(job)
     where = {"rank": rank, "world_size": job.world_size, "device_kind": job.device_kind}
     with fake_world(layout, **where) as (device, mesh):
         tracer = Tracer(mesh, remembers=remembers)
@@ -132,10 +134,30 @@ def trace_job(
                     raise reported[id(error)] from error
                 raise TraceError(_describe(error, tracer, rank)) from error
 
-        for rank in job.ranks:
-            # Pipeline stages differ, and every rank is moved to another stage in the same process.
-            tracer.transfers.begin(impersonate_rank(rank, mesh) if mesh else 0)
-            yield rank, job.join([recorded(build) for build in builds])
+        for part in (job, *job.others):
+            if part is not job:
+                builds = [
+                    partial(job_program, p, _layout(part), device, mesh) for p in part.programs
+                ]
+            for rank in part.ranks:
+                # Pipeline stages differ, and every rank is moved to another stage in the same process.
+                tracer.transfers.begin(impersonate_rank(rank, mesh) if mesh else 0)
+                yield part.join([recorded(build) for build in builds])
+
+
+def _layout(job: Job) -> Layout:
+    return resolve_layout(job.programs[0], job.world_size)
+
+
+def world_of(job: Job) -> object:
+    """Return what jobs must have in common for one process to record them one after the other, or the job if it is alone.
+
+    A process is warm after its first job, and records the next ones in a third of the time.
+    """
+    if job.script or job.prepare or job.programs[0].compile.enable or len(job.ranks) > 1:
+        return job
+    layout, simulator = _layout(job), job.programs[0].simulator.model_dump_json()
+    return (str(layout), job.ranks, job.device_kind, simulator) if layout.pp == 1 else job
 
 
 def _prepare(job: Job, layout: Layout, tracer: Any, device: Any) -> None:
@@ -228,13 +250,14 @@ _PRELOAD = ["titan.train_step", "titan.sim.record.fake_world", "titan.sim.record
 
 
 def trace_jobs(
-    jobs: Sequence[Job], processes: int, **options: Any
+    jobs: Sequence[Job], processes: int, *, shared: bool = False, **options: Any
 ) -> Iterator[tuple[int, list[Trace] | Exception]]:
-    """Record jobs, each in its own process. Yield the number of each job, and its ranks' traces or why there are none.
+    """Record jobs, each in its own process unless they are `shared`. Yield the number of each job, and its ranks' traces or why there are none.
 
     Args:
         jobs: what to record.
         processes: how many run at once.
+        shared: jobs of one world may share a process.
         options: those of `trace_job`.
 
     The exceptions are TraceErrors, or what a job's `join` raised.
@@ -245,35 +268,54 @@ def trace_jobs(
     quiet = "ignore::UserWarning:multiprocessing.resource_tracker"
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), quiet]))
     context.set_forkserver_preload(_PRELOAD)
-    waiting = list(enumerate(jobs))
-    running: dict[Connection, tuple[int, Any, dict[int, Trace | Exception]]] = {}
+    waiting = [[*group] for group in _groups(jobs, processes if shared else len(jobs))]
+    # Of each process, the numbers of its jobs that are not done, and what the first of them has answered by rank.
+    running: dict[Connection, tuple[list[int], Any, dict[int, Trace | Exception]]] = {}
     try:
         while waiting or running:
             while waiting and len(running) < processes:
-                number, job = waiting.pop(0)
+                first, *rest = numbers = waiting.pop(0)
+                job = replace(jobs[first], others=tuple(jobs[number] for number in rest))
                 ours, theirs = context.Pipe(duplex=False)
                 child = context.Process(target=_child, args=(theirs, job, options), daemon=True)
                 child.start()
                 # Only the child may hold its end, so that its death ends the connection.
                 theirs.close()
-                running[ours] = (number, child, {})
+                running[ours] = (numbers, child, {})
             for connection in wait(list(running)):
                 assert isinstance(connection, Connection)
-                number, child, answers = running[connection]
+                numbers, child, answers = running[connection]
                 with suppress(EOFError):
-                    rank, answer = pickle.loads(connection.recv_bytes())
+                    left, rank, answer = pickle.loads(connection.recv_bytes())
+                    if left < len(numbers):  # the job before is done
+                        number = numbers.pop(0)
+                        yield number, _outcome(jobs[number], {**answers}, 0)
+                        answers.clear()
                     # The last one counts: an error in a backward pass may be caught, or the process's last.
                     answers[rank] = answer
                     continue
                 del running[connection]
                 connection.close()
                 child.join()
+                number, *rest = numbers
                 yield number, _outcome(jobs[number], answers, child.exitcode)
+                if rest:  # it ended with an error, so they need another one
+                    waiting.insert(0, rest)
     finally:
         for connection, (_, child, _) in running.items():
             connection.close()
             child.kill()
             child.join()
+
+
+def _groups(jobs: Sequence[Job], processes: int) -> Iterator[Sequence[int]]:
+    """Yield the numbers of jobs that share a process: those of one world, but not so many that other processes idle."""
+    worlds: defaultdict[object, list[int]] = defaultdict(list)
+    most = -(-len(jobs) // max(1, processes))
+    for number, job in enumerate(jobs):
+        worlds[world_of(job) if most > 1 else number].append(number)
+    for numbers in worlds.values():
+        yield from (numbers[first : first + most] for first in range(0, len(numbers), most))
 
 
 def _outcome(job: Job, answers: dict[int, Trace | Exception], exit_code: int) -> list[Trace] | Exception:  # fmt: skip
@@ -292,16 +334,17 @@ def _child(connection: Connection, job: Job, options: dict[str, Any]) -> None:
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     logging.disable(logging.ERROR)
     warnings.simplefilter("ignore")
-    ranks = iter(job.ranks)
-    rank = next(ranks)
+    parts = (job, *job.others)
+    places = [(len(parts) - n, rank) for n, part in enumerate(parts) for rank in part.ranks]
 
     def send(answer: Trace | Exception) -> None:
-        connection.send_bytes(pickle.dumps((rank, answer), protocol=pickle.HIGHEST_PROTOCOL))
+        data = (*places[0], answer)  # how many jobs are left, and the rank
+        connection.send_bytes(pickle.dumps(data, protocol=pickle.HIGHEST_PROTOCOL))
 
     try:
-        for _, trace in trace_job(job, on_backward_error=send, **options):
+        for trace in trace_job(job, on_backward_error=send, **options):
             send(trace)
-            rank = next(ranks, rank)
+            del places[:1]
     except (TraceError, CannotExtrapolate) as error:
         send(error)
     except InputError as error:
