@@ -368,10 +368,8 @@ def _renamed(trace: Trace, pattern: re.Pattern[str], name: Callable[..., str]) -
             scopes[scope] = replace(scope, module=pattern.sub(name, scope.module))
         return replace(event, scope=scopes[scope])  # pyright: ignore
 
-    setup, first, step = (
-        [*map(rename, part)] for part in (trace.setup, trace.first_step, trace.step)
-    )
-    return Trace(trace.rank, trace.world_size, trace.groups, setup, first, step)
+    sections = [[*map(rename, part)] for part in (trace.setup, trace.first_step, trace.step)]
+    return Trace(trace.rank, trace.world_size, trace.groups, *sections)  # pyright: ignore
 
 
 def _place(rank: int, layout: Layout) -> dict[str, int]:
