@@ -24,7 +24,10 @@ def variants(parallelism: dict[str, Any], **model: Any) -> list[Job]:
         {"training": {"local_batch_size": 2, "seq_len": 64}},
         {"parallelism": {"fsdp_reshard_after_forward": "never"}},
         {"optimizer": {"name": "AdamW", "early_step_in_backward": True}},
-        {"quantize": {"linear": {"float8": {"emulate": True}}}, "model": {"converters": ["float8"]}},
+        {
+            "quantize": {"linear": {"float8": {"emulate": True}}},
+            "model": {"converters": ["float8"]},
+        },
         {"activation_checkpoint": {"mode": "none"}},  # again, after all of the others
     ]
     base: dict[str, Any] = {"model": {"flavor": "tiny", "overrides": {"n_layers": 3}}}
