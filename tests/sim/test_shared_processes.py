@@ -9,7 +9,7 @@ from typing import Any
 from tests.sim.test_extrapolate import canonical, job
 from titan.sim.record.extrapolate import CannotExtrapolate
 from titan.sim.record.trace import Trace
-from titan.sim.record.trace_jobs import Job, _groups, trace_jobs, world_of
+from titan.sim.record.trace_jobs import Job, _groups, trace_jobs
 
 
 def refuse(traces: Sequence[Trace]) -> Trace:
@@ -72,8 +72,13 @@ def test_worlds_are_kept_apart() -> None:
     compiled = Job((job({"compile": {"enable": True}}),), 4, (0,))
     pipeline = Job((job({"parallelism": {"pipeline_parallel_degree": 2}}),), 4, (0,))
     jobs = [one, tp, uneven, compiled, pipeline]
-    assert len({world_of(j) if j not in (compiled, pipeline) else id(j) for j in jobs}) == 5
-    assert world_of(compiled) is compiled and world_of(pipeline) is pipeline
+    assert [*_groups([*jobs, *jobs[:2], *variants({})[:1]], 1)] == [
+        [0, 5, 7],
+        [1, 6],
+        [2],
+        [3],
+        [4],
+    ]
     # No process is idle for the sake of another one that is warm.
     assert sorted(map(len, _groups([one] * 6, 4))) == [2, 2, 2]
     assert [*map(len, _groups([one, one], 2))] == [1, 1]

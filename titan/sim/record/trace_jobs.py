@@ -150,14 +150,14 @@ def _layout(job: Job) -> Layout:
 
 
 def world_of(job: Job) -> object:
-    """Return what jobs must have in common for one process to record them one after the other, or the job if it is alone.
+    """Return what jobs must have in common for one process to record them one after the other, or a number if it is alone.
 
     A process is warm after its first job, and records the next ones in a third of the time.
     """
     if job.script or job.prepare or job.programs[0].compile.enable or len(job.ranks) > 1:
-        return job
+        return id(job)
     layout, simulator = _layout(job), job.programs[0].simulator.model_dump_json()
-    return (str(layout), job.ranks, job.device_kind, simulator) if layout.pp == 1 else job
+    return (str(layout), job.ranks, job.device_kind, simulator) if layout.pp == 1 else id(job)
 
 
 def _prepare(job: Job, layout: Layout, tracer: Any, device: Any) -> None:
