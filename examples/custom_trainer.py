@@ -1,6 +1,7 @@
 """titan.parallel in a trainer of your own: a model that titan has never seen, with TP + FSDP, in one page.
 
     torchrun --nproc-per-node 4 examples/custom_trainer.py          # 2 tensor-parallel x 2 FSDP ranks
+    titan sim --script examples/custom_trainer.py:build --world-size 64 --hardware h100-sxm --tp=8 --dim=4096 --depth=32
 
 The task is to add two numbers, digit by digit. Nothing here is imported from titan but the helpers.
 """
@@ -8,6 +9,7 @@ The task is to add two numbers, digit by digit. Nothing here is imported from ti
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -85,21 +87,24 @@ def sums(generator: torch.Generator) -> Tensor:
     return torch.tensor([["0123456789+=".index(c) for c in text] for text in texts])
 
 
-def train(tp: int, steps: int = STEPS) -> float:
-    """Train on the default process group; returns the last loss."""
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+def build(
+    device: torch.device, tp: int = 2, dim: int = 64, depth: int = 4
+) -> tuple[Callable[..., Tensor], nn.Module, torch.optim.Optimizer]:
+    """Return the step, the model and the optimizer. `train` runs the step, and `titan sim --script` simulates it."""
     mesh = build_mesh(device.type, tp=tp, dp_shard=dist.get_world_size() // tp)
     with torch.device("meta"):
-        model = Adder()
+        model = Adder(dim, depth)
     if tp > 1:
-        apply_tp(model, mesh=mesh["tp"], plan=PLAN, num_kv_heads=4, loss_parallel=False)
+        heads = dim // 16
+        apply_tp(model, mesh=mesh["tp"], plan=PLAN, num_kv_heads=heads, loss_parallel=False)
     apply_fsdp(model, mesh=mesh["dp_shard"], blocks=model.blocks)
     materialize(model, device=device)
     initialize(model, seed=0, std_of=lambda name: None if "norm" in name else 0.05)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    generator, loss = torch.Generator().manual_seed(0), torch.zeros(())
-    for step in range(1, steps + 1):
-        rows = sums(generator).chunk(axis_size(mesh, "dp_shard"))[axis_rank(mesh, "dp_shard")]
+    any_rows = torch.zeros(BATCH, LENGTH, dtype=torch.int64)  # a simulation has shapes, and no data
+
+    def step(rows: Tensor = any_rows) -> Tensor:
+        rows = rows.chunk(axis_size(mesh, "dp_shard"))[axis_rank(mesh, "dp_shard")]
         logits = model(rows.to(device))[:, 5:8]
         answers = rows[:, 6:9].to(device)
         # Gradients are summed over ranks: divide by the answers of all of them.
@@ -111,8 +116,20 @@ def train(tp: int, steps: int = STEPS) -> float:
         optimizer.zero_grad()
         loss = loss.detach()
         dist.all_reduce(loss, group=mesh["dp_shard"].get_group())
-        if step % 50 == 0 and os.environ.get("RANK") == "0":
-            print(f"step {step}  loss {loss.item():.4f}", flush=True)
+        return loss
+
+    return step, model, optimizer
+
+
+def train(tp: int, steps: int = STEPS) -> float:
+    """Train on the default process group; returns the last loss."""
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    step, _, _ = build(device, tp)
+    generator, loss = torch.Generator().manual_seed(0), torch.zeros(())
+    for number in range(1, steps + 1):
+        loss = step(sums(generator))
+        if number % 50 == 0 and os.environ.get("RANK") == "0":
+            print(f"step {number}  loss {loss.item():.4f}", flush=True)
     return loss.item()
 
 

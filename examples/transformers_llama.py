@@ -1,6 +1,7 @@
 """transformers' `LlamaForCausalLM` on FSDP2 x TP x CP, compiled, with activation checkpointing; trained and saved for transformers.
 
     torchrun --nproc-per-node 8 examples/transformers_llama.py OUT      # FSDP2 2 x CP 2 x TP 2; any multiple of 4 ranks
+    titan sim --script examples/transformers_llama.py:build --world-size 64 --hardware h100-sxm
 
 docs/transformers.md says why each line is there.
 """
@@ -8,6 +9,7 @@ docs/transformers.md says why each line is there.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,9 +75,10 @@ def batches(steps: int) -> list[Tensor]:
     return list((starts + strides * torch.arange(LENGTH + 1)) % VOCABULARY)
 
 
-def train(folder: str, steps: int = 50, backend: str = "inductor") -> float:
-    """Train on the default process group and save to `folder`; returns the last loss."""
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+def build(
+    device: torch.device, backend: str = "inductor"
+) -> tuple[Callable[..., Tensor], nn.Module, torch.optim.Optimizer]:
+    """Return the step, the model and the optimizer. `train` runs the step, and `titan sim --script` simulates it."""
     mesh = parallel.build_mesh(device.type, dp_shard=dist.get_world_size() // 4, cp=2, tp=2)
     dp, cp = mesh["dp_shard"], mesh["cp"]
     data: Any = parallel.submesh(mesh, "dp_shard", "cp", flatten=True)
@@ -86,9 +89,9 @@ def train(folder: str, steps: int = 50, backend: str = "inductor") -> float:
     parallel.apply_tp(model, mesh=mesh["tp"], plan=PLAN, num_kv_heads=2, loss_parallel=False)
     parallel.apply_cp(model, mesh=cp, attention_type=CausalAttention)
     parallel.apply_ac(model, container="model.layers", preserve_rng_state=False)
-    parallel.apply_compile(
-        model, container="model.layers", backend=backend, preserve_rng_state=False
-    )
+    if backend:
+        layers = "model.layers"
+        parallel.apply_compile(model, container=layers, backend=backend, preserve_rng_state=False)
     parallel.apply_fsdp(
         model,
         mesh=data,
@@ -98,8 +101,10 @@ def train(folder: str, steps: int = 50, backend: str = "inductor") -> float:
     )
     parallel.materialize(model, device=device, fill_buffers=model._init_weights)
     parallel.initialize(model, seed=0, std_of=lambda name: None if "norm" in name else 0.02)
-    optimizer, loss = torch.optim.AdamW(model.parameters(), lr=3e-3), torch.zeros(())
-    for step, batch in enumerate(batches(steps), 1):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    any_rows = torch.zeros(BATCH, LENGTH + 1, dtype=torch.int64)  # for a simulation
+
+    def step(batch: Tensor = any_rows) -> Tensor:
         rows = batch.chunk(dp.size())[dp.get_local_rank()].to(device)
         positions = torch.arange(LENGTH, device=device).expand(len(rows), LENGTH)
         tokens, labels, positions = (
@@ -115,8 +120,20 @@ def train(folder: str, steps: int = 50, backend: str = "inductor") -> float:
         optimizer.zero_grad()
         loss = loss.detach()
         dist.all_reduce(loss, group=data.get_group())
-        if step % 10 == 0 and dist.get_rank() == 0:
-            print(f"step {step}  loss {loss.item():.4f}", flush=True)
+        return loss
+
+    return step, model, optimizer
+
+
+def train(folder: str, steps: int = 50, backend: str = "inductor") -> float:
+    """Train on the default process group and save to `folder`; returns the last loss."""
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    step, model, _ = build(device, backend)
+    loss = torch.zeros(())
+    for number, batch in enumerate(batches(steps), 1):
+        loss = step(batch)
+        if number % 10 == 0 and dist.get_rank() == 0:
+            print(f"step {number}  loss {loss.item():.4f}", flush=True)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model, options=options)
     if dist.get_rank() == 0:

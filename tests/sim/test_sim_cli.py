@@ -51,6 +51,9 @@ def test_page_json_trace_and_html(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert set(memory["by_category_gib"]) == set(CATEGORIES)
     assert sum(memory["by_category_gib"].values()) == pytest.approx(memory["peak_active_gib"])
     assert sum(memory["by_module_gib"].values()) == pytest.approx(memory["peak_active_gib"])
+    for category, by_module in memory["by_category_and_module_gib"].items():
+        assert sum(by_module.values()) == pytest.approx(memory["by_category_gib"][category])
+        assert all(n <= memory["by_module_gib"][name] for name, n in by_module.items())
     assert memory["peak_reserved_gib"] >= memory["peak_active_gib"]
     tokens = facts["tokens_per_s_per_gpu"] * 4 * facts["step_time_s"]
     assert tokens == pytest.approx(2 * 64 * 2) == facts["tokens_per_step"]
@@ -165,7 +168,7 @@ def _refuse_to_record(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(
         "titan.sim.record.trace_cache.trace_jobs",
-        lambda jobs, *_: no_recording() if jobs else iter(()),
+        lambda jobs, *_, **__: no_recording() if jobs else iter(()),
     )
 
 
@@ -251,6 +254,20 @@ def test_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     repeated = ("--world-size", "2", "--hardware", "h100-sxm,H100-SXM", "--json", "-")
     assert sim(*repeated, "--sweep", "training.local_batch_size=2,2") == 0
     assert len(json.loads(capsys.readouterr().out)) == 1
+
+
+def test_sweep_over_world_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each size is what it is alone, in one table with other keys."""
+    sweep = ("--sweep", "world_size=1,2,3", "--sweep", "parallelism.tensor_parallel_degree=1,2")
+    assert sim(*ON, *sweep, "--json", "-") == 0
+    variants = json.loads(capsys.readouterr().out)
+    assert [v["settings"]["world_size"] for v in variants] == [*"112233"]
+    assert [bool(v["problem"]) for v in variants] == [False, True, False, False, False, True]
+    assert sim("--world-size", "2", *ON, "--json", "-") == 0
+    alone = json.loads(capsys.readouterr().out)
+    swept = variants[2]["facts"]
+    assert swept["world_size"] == 2 and swept["layout"] == alone["layout"]
+    assert swept["step_time_s"] == alone["step_time_s"] and swept["memory"] == alone["memory"]
 
 
 def test_fp32_on_an_accelerator_is_warned_of_and_its_mfu_marked(
@@ -339,6 +356,7 @@ def test_the_front_holds_what_nothing_beats() -> None:
             ["--world-size", "2", *ON, "--sweep", "training.local_batch_size"],
             "expected KEY=A,B,...",
         ),
+        ([*ON, "--sweep", "world_size=8,x"], "'world_size=8,x': expected numbers of at least 1"),
         (
             ["--world-size", "2", *ON, "--sweep", "training.steps=1", "--html", "a.html"],
             "--html: is for one job, not for a sweep",

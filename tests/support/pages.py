@@ -221,6 +221,8 @@ def _check_call(words: list[str], *, whole: bool) -> None:
             return
         if name not in COMMANDS:
             raise Refused(f"there is no command {name}")
+        if "--script" in rest:  # all else with a value is an argument of its function
+            rest = [word for word in rest if not re.match(r"--\w+=", word)]
         _check_main(COMMANDS[name][1], rest, whole=whole)
     elif program == "torchrun":
         _check_launch(rest, whole=whole)

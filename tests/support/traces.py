@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -239,8 +240,10 @@ class TrackMemory(_Plain):
 
     def see(self, func: Any, args: Any, result: Any) -> None:
         for tensor in tree_leaves(result):
-            # On meta there are only shapes, as torch 2.11's stages keep of what they send.
-            if isinstance(tensor, Tensor) and not tensor.is_meta:
+            # On meta there are only shapes, as torch 2.11's stages keep of what they send. What wraps a
+            # collective's result (AsyncCollectiveTensor) has a size, and no memory.
+            wraps = isinstance(tensor, AsyncCollectiveTensor)
+            if isinstance(tensor, Tensor) and not wraps and not tensor.is_meta:
                 self.add(tensor)
         if func._opname == "logsumexp":  # inside, the input less its largest elements exists whole
             inside = (

@@ -1,1 +1,14 @@
 """TorchSim: predict what a run costs in time and memory, without a GPU. docs/simulator.md says how."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .script import simulate_step as simulate_step
+
+
+def __getattr__(name: str) -> Any:
+    if name != "simulate_step":
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    from . import script  # when asked for: every command imports this package
+
+    return script.simulate_step

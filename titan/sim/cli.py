@@ -4,11 +4,14 @@ and memory, with no GPU."""
 from __future__ import annotations
 
 import argparse
+import ast
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titan.checks.rules import load_to_run
 from titan.config.load import load_from_argv
@@ -24,6 +27,9 @@ from titan.sim.report.text import (
     say,
 )
 
+if TYPE_CHECKING:
+    from .simulate import Facts, StepSimulation
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code. titan.cli reports a `ConfigError`."""
@@ -36,10 +42,13 @@ def main(argv: list[str] | None = None) -> int:
 
         return calibrate(options.calibrate, base_name=options.hardware, say=say)
     # Not `required` in argparse, since --calibrate needs neither.
-    if options.world_size is None or options.hardware is None:
+    swept = any(text.startswith("world_size=") for text in options.sweep)
+    if (options.world_size is None and not swept) or options.hardware is None:
         parser.error("--world-size and --hardware are needed")
     require_positive(options, "world_size", "processes")
-    require_folders(options, "json", "trace", "html")
+    require_folders(options, "json", "trace", "chakra", "html")
+    if options.script:
+        return _simulate_script(options, job)
     return _sweep(options, job) if options.sweep else _simulate(options, job)
 
 
@@ -55,6 +64,9 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE",
         help="a trace for ui.perfetto.dev; into a folder, a file for each rank, as HTA reads them",
+    )
+    parser.add_argument(
+        "--chakra", type=Path, metavar="FOLDER", help="execution traces of MLCommons' Chakra"
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="a page: timeline, memory")
     parser.add_argument(
@@ -85,6 +97,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="OVERLAY.toml",
         help="with --run: a job that follows, as an overlay",
     )
+    parser.add_argument(
+        "--script",
+        metavar="FILE.py:BUILD",
+        help="in place of a job: a training step of your own, with --KEY=VALUE for the function's arguments",
+    )
     parser.add_argument("--no-cache", action="store_true", help="trace again")
     parser.add_argument(
         "--calibrate",
@@ -113,34 +130,80 @@ def _simulate(options: argparse.Namespace, job: list[str]) -> int:
     )
 
     # torch comes with these imports, so the config's mistakes are reported before.
-    from titan.sim.record.trace_jobs import TraceError
-    from titan.sim.replay.queues import ReplayError
     from titan.sim.report.imbalance import simulate_with_limit
     from titan.sim.report.measured import compare
     from titan.sim.report.whole_run import whole_run, whole_run_page
 
-    from .simulate import HardwareError, facts, simulate
+    from .simulate import facts, simulate
 
     how: dict[str, Any] = {"world_size": size, "profile": profile, "say": say}
     how |= {"processes": options.processes, "whole": options.whole}
     how |= {"use_cache": not options.no_cache}
-    try:
+
+    def run_job() -> tuple[StepSimulation, Facts, str]:
         simulation = simulate_with_limit(config, **how)
-        figures = facts(simulation)
+        figures, more = facts(simulation), ""
         if run:
             figures["measured"] = compare(simulation, run)
         if options.run:
             figures["run"] = whole_run([simulation, *(simulate(phase, **how) for phase in later)])
+            more = whole_run_page(figures["run"])
+        return simulation, figures, more
+
+    return _show(options, run_job)
+
+
+def _simulate_script(options: argparse.Namespace, settings: list[str]) -> int:
+    """Simulate a script's step, as `_simulate` does a job's."""
+    for name in ("sweep", "measured", "whole", "no_cache", "run", "phase"):
+        if getattr(options, name):
+            raise mistake(f"--{name.replace('_', '-')}", "is for a job, not for a script")
+    profile, (file, colon, _) = load_profile(options.hardware), options.script.rpartition(":")
+    if not colon or not Path(file).is_file():
+        raise mistake(
+            "--script", f"'{options.script}': expected FILE.py:FUNCTION of a file that is there"
+        )
+    arguments: dict[str, Any] = {}
+    for text in settings:
+        key, equals, value = text.removeprefix("--").partition("=")
+        if not text.startswith("--") or not equals:
+            raise mistake(text, "expected --KEY=VALUE, an argument of the script's function")
+        arguments[key] = value
+        with suppress(SyntaxError, ValueError):  # else it is a text
+            arguments[key] = ast.literal_eval(value)
+
+    from .script import script_facts, simulate_step
+
+    arguments |= {"world_size": options.world_size, "processes": options.processes}
+
+    def run_script() -> tuple[StepSimulation, Facts, str]:
+        simulation = simulate_step(options.script, profile=profile, **arguments)
+        return simulation, script_facts(simulation, Path(file).name), ""
+
+    return _show(options, run_script)
+
+
+def _show(options: argparse.Namespace, run: Callable[[], tuple[StepSimulation, Facts, str]]) -> int:
+    """Run a simulation, print its page and write the files that were asked for. Return 1 if it does not fit."""
+    from titan.sim.record.trace_jobs import TraceError
+    from titan.sim.replay.queues import ReplayError
+
+    from .simulate import HardwareError
+
+    try:
+        simulation, figures, more = run()
         say("")
         # --json - leaves standard output to the data.
         if not put_json(figures, options.json):
-            print(page(figures))
-            if options.run:
-                print(whole_run_page(figures["run"]))
+            print(page(figures), more, sep="\n" if more else "")
         if options.trace:
             from titan.sim.report.perfetto import write_trace
 
             write_trace(simulation, options.trace)
+        if options.chakra:
+            from titan.sim.report.chakra import write_chakra
+
+            write_chakra(simulation, options.chakra)
         if options.html:
             from titan.sim.report.html import write_page
 
@@ -159,9 +222,9 @@ def _simulate(options: argparse.Namespace, job: list[str]) -> int:
 
 def _sweep(options: argparse.Namespace, job: list[str]) -> int:
     """Simulate all variants: print a table, or with --json everything."""
-    from titan.sim.search.variants import combinations, simulate_variants, table
+    from titan.sim.search.variants import WORLD_SIZE, combinations, simulate_variants, table
 
-    for name in ("trace", "html", "measured", "whole", "no_cache", "run"):
+    for name in ("trace", "chakra", "html", "measured", "whole", "no_cache", "run"):
         if getattr(options, name):
             raise mistake(f"--{name.replace('_', '-')}", "is for one job, not for a sweep")
     axes: dict[str, list[str]] = {}
@@ -174,6 +237,10 @@ def _sweep(options: argparse.Namespace, job: list[str]) -> int:
         axes[key] = list(dict.fromkeys(values.split(",")))
         # A wrong key or value is a mistake of the user, not a variant that cannot run.
         for value in axes[key]:
+            if key == WORLD_SIZE:
+                if not value.isdecimal() or not int(value):
+                    raise mistake("--sweep", f"'{text}': expected numbers of at least 1")
+                continue
             load_from_argv([*job, f"--{key}={value}"], options=known_options(_parser()))
     named = (load_profile(name) for name in options.hardware.split(","))
     # The same for profiles, by their names.
@@ -184,7 +251,7 @@ def _sweep(options: argparse.Namespace, job: list[str]) -> int:
     variants = simulate_variants(
         job,
         combinations(axes),
-        world_size=options.world_size,
+        world_size=options.world_size or 1,
         profiles=profiles,
         processes=options.processes,
         progress=lambda done, total: say(f"{done:,} of {total:,} variants"),

@@ -32,37 +32,20 @@ Facts = dict[str, Any]
 
 
 @dataclass
-class Simulation:
-    """Hold a simulated step. traces, timeline and memory are by global rank, with one rank of each
-    pipeline stage.
+class StepSimulation:
+    """Hold a simulated step. traces, timeline and memory are by global rank, with one rank of each kind."""
 
-    fits_up_to: times the mean load that the busiest rank of experts may get (titan.sim.report.imbalance); None: not asked for, or
-    it does not fit as it is.
-    """
-
-    config: JobConfig
-    layout: Layout
+    world_size: int
     profile: Profile
     traces: dict[int, Trace]
     timeline: Timeline
     memory: dict[int, MemoryReport]
     wall_s: float
-    fits_up_to: float | None = None
 
     @cached_property
     def fullest(self) -> MemoryReport:
         """Return the memory of the rank that needs most."""
         return max(self.memory.values(), key=lambda report: report.needed_bytes)
-
-    @cached_property
-    def model(self) -> Any:
-        """Return the model's sizes."""
-        return model_config(self.config.model)
-
-    @cached_property
-    def busiest_rank(self) -> float:
-        """Return the assumed rows of the busiest expert-parallel rank over the mean."""
-        return busiest_rank(self.config, self.model, self.layout)
 
     @property
     def fits(self) -> bool:
@@ -76,14 +59,42 @@ class Simulation:
 
     @property
     def tokens_per_step(self) -> int:
-        """Return the tokens of the global batch."""
-        training, layout = self.config.training, self.layout
-        return training.local_batch_size * training.seq_len * layout.dp * layout.accumulation
+        """Return the tokens of a step over all ranks, 0 if a script does not state them."""
+        return next(iter(self.traces.values())).tokens
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
         """Return the throughput of one device."""
-        return self.tokens_per_step / self.timeline.step_s / self.layout.world_size
+        return self.tokens_per_step / self.timeline.step_s / self.world_size
+
+
+@dataclass
+class Simulation(StepSimulation):
+    """Hold a simulated step of a job, with one rank of each pipeline stage.
+
+    fits_up_to: times the mean load that the busiest rank of experts may get (titan.sim.report.imbalance); None: not asked for, or
+    it does not fit as it is.
+    """
+
+    config: JobConfig
+    layout: Layout
+    fits_up_to: float | None = None
+
+    @cached_property
+    def model(self) -> Any:
+        """Return the model's sizes."""
+        return model_config(self.config.model)
+
+    @cached_property
+    def busiest_rank(self) -> float:
+        """Return the assumed rows of the busiest expert-parallel rank over the mean."""
+        return busiest_rank(self.config, self.model, self.layout)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Return the tokens of the global batch."""
+        training, layout = self.config.training, self.layout
+        return training.local_batch_size * training.seq_len * layout.dp * layout.accumulation
 
 
 def not_simulated(config: JobConfig, profile: Profile) -> str:
@@ -160,38 +171,41 @@ def price(
     started: float | None = None,
 ) -> Simulation:
     """Price and replay traces that exist already on some hardware."""
-    started = time.monotonic() if started is None else started
     profile = profile.with_attention(config.simulator.attention_kernel)
+    expandable = config.training.expandable_segments
+    is_deepep = config.simulator.dispatch == "deepep"
+    model = model_config(config.model)
+    cost = Cost(profile, Dispatch.of(model) if is_deepep else None)
+    busiest = busiest_rank(config, model, layout)
+    parts = replayed(traces, cost, expandable=expandable, busiest=busiest, started=started)
+    return Simulation(layout.world_size, profile, traces, *parts, config, layout)
+
+
+def replayed(
+    traces: dict[int, Trace],
+    cost: Cost,
+    *,
+    expandable: bool,
+    busiest: float = 1.0,
+    started: float | None = None,
+) -> tuple[Timeline, dict[int, MemoryReport], float]:
+    """Return the timeline and the memory of traces, and the seconds since `started`, by default of the replay. busiest: as in `replay`."""
+    started = time.monotonic() if started is None else started
     # Time and memory are independent: the allocator is replayed in the order of the host, without a
     # clock.
-    is_deepep = config.simulator.dispatch == "deepep"
-    dispatch = Dispatch.of(model_config(config.model)) if is_deepep else None
-    busiest = busiest_rank(config, model_config(config.model), layout)
-    timeline = replay(traces, Cost(profile, dispatch), busiest=busiest)
-    expandable = config.training.expandable_segments
+    timeline = replay(traces, cost, busiest=busiest)
+    profile = cost.profile
     memory = {
         rank: memory_report(trace, profile, expandable=expandable) for rank, trace in traces.items()
     }
-    wall_s = time.monotonic() - started
-    return Simulation(config, layout, profile, traces, timeline, memory, wall_s)
+    return timeline, memory, time.monotonic() - started
 
 
-def facts(simulation: Simulation) -> Facts:
-    """Return a simulation as data for JSON. docs/simulator.md defines every field."""
-    config, timeline, profile = simulation.config, simulation.timeline, simulation.profile
-    model = simulation.model
-    convention = config.metrics.mfu_convention
-    flops_per_token = model.flops_per_token(config.training.seq_len, causal=convention == "causal")
-    # MFU counts the model's FLOPs, not those that run: recomputation lowers it.
-    tflops = simulation.tokens_per_s_per_gpu * flops_per_token / 1e12
-    # A profile may lack a peak for the dtype. Then there is no MFU.
-    dtype = config.training.compute_dtype
-    peak = profile.peak_tflops.get(dtype)
-    formula = estimate_memory(config, model, simulation.layout)
+def step_facts(simulation: StepSimulation) -> Facts:
+    """Return what is known of any simulated step, as data for JSON. docs/simulator.md defines every field."""
+    timeline, profile = simulation.timeline, simulation.profile
     return {
-        "world_size": simulation.layout.world_size,
-        "layout": str(simulation.layout),
-        "model": f"{config.model.name} {config.model.flavor}",
+        "world_size": simulation.world_size,
         "hardware": profile.name,
         "hardware_note": profile.note,
         "hardware_supported": not profile.unsupported,
@@ -201,11 +215,6 @@ def facts(simulation: Simulation) -> Facts:
         "step_time_s": timeline.step_s,
         "tokens_per_step": simulation.tokens_per_step,
         "tokens_per_s_per_gpu": simulation.tokens_per_s_per_gpu,
-        "tflops_per_gpu": tflops,
-        "mfu": tflops / peak if peak else None,
-        "utilization": _utilization(simulation, flops_per_token),
-        "mfu_convention": convention,
-        "mfu_dtype": dtype,
         "fits": simulation.fits,
         "tight": simulation.runs and not simulation.fits,
         "time": {
@@ -220,9 +229,33 @@ def facts(simulation: Simulation) -> Facts:
         },
         "comm": _communication(simulation),
         "pipeline": {"bubble_fraction": timeline.bubble_fraction},
-        "memory": _memory(simulation.fullest) | {"formula_gib": formula["total"]},
+        "memory": _memory(simulation.fullest),
         "per_rank": [_rank(simulation, rank) for rank in simulation.traces],
         "wall_s": simulation.wall_s,
+    }
+
+
+def facts(simulation: Simulation) -> Facts:
+    """Return a simulated job as data for JSON."""
+    config, profile, model = simulation.config, simulation.profile, simulation.model
+    convention = config.metrics.mfu_convention
+    flops_per_token = model.flops_per_token(config.training.seq_len, causal=convention == "causal")
+    # MFU counts the model's FLOPs, not those that run: recomputation lowers it.
+    tflops = simulation.tokens_per_s_per_gpu * flops_per_token / 1e12
+    # A profile may lack a peak for the dtype. Then there is no MFU.
+    dtype = config.training.compute_dtype
+    peak = profile.peak_tflops.get(dtype)
+    common = step_facts(simulation)
+    common["memory"]["formula_gib"] = estimate_memory(config, model, simulation.layout)["total"]
+    return {
+        **common,
+        "layout": str(simulation.layout),
+        "model": f"{config.model.name} {config.model.flavor}",
+        "tflops_per_gpu": tflops,
+        "mfu": tflops / peak if peak else None,
+        "utilization": _utilization(simulation, flops_per_token),
+        "mfu_convention": convention,
+        "mfu_dtype": dtype,
     } | _experts(simulation)
 
 
@@ -243,7 +276,7 @@ def _utilization(simulation: Simulation, flops_per_token: float) -> float | None
     return utilization(flops, per_s, tokens_per_s=rate, num_ranks=1)
 
 
-def _kin(simulation: Simulation) -> dict[str, float]:
+def _kin(simulation: StepSimulation) -> dict[str, float]:
     """Return tokens/s on machines of the same name: the step with their kernels' time in place of this one's."""
     trace = next(iter(simulation.traces.values()))
     # Equal kernels are one object within a trace, so counting is cheap.
@@ -256,7 +289,7 @@ def _kin(simulation: Simulation) -> dict[str, float]:
 
     timeline, own_s = simulation.timeline, busy_s(simulation.profile)
     speeds = {}
-    for name in simulation.profile.kin:
+    for name in simulation.profile.kin if simulation.tokens_per_step else ():
         profile = load_profile(name).with_attention(simulation.profile.attention_kernel)
         longer_s = timeline.mean("compute_s") * (busy_s(profile) / own_s - 1)
         share = timeline.step_s / (timeline.step_s + longer_s)
@@ -282,7 +315,7 @@ def _experts(simulation: Simulation) -> Facts:
     return {"experts": experts}
 
 
-def _communication(simulation: Simulation) -> Facts:
+def _communication(simulation: StepSimulation) -> Facts:
     # Means over the traced ranks, one of each stage, as for all times on the page.
     mean_by = simulation.timeline.mean_by
     exposed, overlapped, volume = map(mean_by, ("exposed_s", "overlapped_s", "sent_bytes"))
@@ -314,6 +347,10 @@ def _memory(report: MemoryReport) -> Facts:
         "capacity_gib": report.capacity_bytes / GIB,
         "by_category_gib": in_gib(report.by_category),
         "by_module_gib": in_gib(report.by_module),
+        "by_category_and_module_gib": {
+            category: in_gib({m: n for (c, m), n in report.by_both.items() if c == category})
+            for category in report.by_category
+        },
         "at": " of ".join(filter(None, (where.action, where.phase, where.module))),
         "num_retries": report.num_retries,
         "failure": report.failure,
@@ -325,10 +362,9 @@ def in_gib(sizes: Mapping[Any, int]) -> dict[Any, float]:
     return {name: size / GIB for name, size in sizes.items()}
 
 
-def _rank(simulation: Simulation, rank: int) -> Facts:
+def _rank(simulation: StepSimulation, rank: int) -> Facts:
     timeline, memory = simulation.timeline.ranks[rank], simulation.memory[rank]
-    # Ranks are numbered stage by stage.
-    stage = rank // (simulation.layout.world_size // simulation.layout.pp)
+    stage = [*simulation.traces].index(rank)  # ranks are numbered stage by stage
     return {
         "rank": rank,
         "pipeline_rank": stage,

@@ -24,14 +24,14 @@ _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 @contextmanager
 def fake_world(
-    layout: Layout, *, rank: int, device_kind: device.DeviceKind
-) -> Iterator[tuple[torch.device, DeviceMesh]]:
-    """Become a rank of a fake world. Tensors made inside are fake. Yields the device and the mesh."""
+    layout: Layout | None, *, rank: int, world_size: int, device_kind: device.DeviceKind
+) -> Iterator[tuple[torch.device, DeviceMesh | None]]:
+    """Become a rank of a fake world. Tensors made inside are fake. Yields the device, and the mesh of a layout."""
     # The device first: the process group names it as its backend, and the mesh asks both.
     fake_device = device.register(device_kind)
-    torch_compat.init_fake_process_group(device.NAME, rank=rank, world_size=layout.world_size)
+    torch_compat.init_fake_process_group(device.NAME, rank=rank, world_size=world_size)
     _replace_generic_names()
-    mesh = build_mesh(device.NAME, **{axis: getattr(layout, axis) for axis in _AXES})
+    mesh = layout and build_mesh(device.NAME, **{axis: getattr(layout, axis) for axis in _AXES})
     # From here on, tensors have shapes and no memory. The mesh above holds real tensors of ranks.
     with torch_compat.fake_tensors():
         yield fake_device, mesh

@@ -1,18 +1,22 @@
 """Record one program by one rank: build it, run its steps, and tell the tracer what torch does not: clipping, updates, states.
 
-The program is that of titan.train_step.build_train_step. The optimizer makes its states first, as in the first step. If a step
-then ends what it begins and refers to nothing else, every later one is like it. If not, a second one runs: the first
-one then has learned the shapes that pipeline stages exchange, and left what steps leave to the next.
+The program is that of titan.train_step.build_train_step, or what a script's build function returns (script.py). The optimizer of a
+job makes its states first, as in the first step. If a step then ends what it begins and refers to nothing else, every later one is
+like it. If not, and always for scripts, a second one runs: the first one then has learned the shapes that pipeline stages
+exchange, and left what steps leave to the next.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch import nn
 
 from titan import train_step as module
 from titan.config.layout import Layout
@@ -24,13 +28,43 @@ from titan.sim.record.microbatches import Microbatches, repeating
 from titan.sim.record.trace import BEGINS, Allocate, Event, Free, Trace, number_of
 
 
+@dataclass
+class Program:
+    """Hold what is recorded.
+
+    parts: the model, or this rank's pipeline stages. train: runs a step of a number. clips: where the functions are that it clips
+    by: a module, and a name in it. needs_two: a second step is not like the first. tokens: of a step over all ranks.
+    """
+
+    parts: Sequence[nn.Module]
+    optimizers: Sequence[torch.optim.Optimizer]
+    train: Callable[[int], Any]
+    clips: Sequence[tuple[Any, str]] = field(default_factory=lambda: [(module, "clip_gradients")])
+    pipeline: Any = None
+    needs_two: bool = True
+    tokens: int = 0
+
+
+def job_program(config: JobConfig, layout: Layout, device: Any, mesh: Any) -> Program:
+    """Return the program of a job."""
+    train_step = module.build_train_step(config, device=device, mesh=mesh)
+    batches = [_fake_batch(config) for _ in range(layout.accumulation)]
+    # A pipeline learns shapes in its first step, and an early update makes states in the backward pass.
+    needs_two = train_step.pipeline is not None or train_step.early_step is not None
+    return Program(
+        train_step.model_parts,
+        [train_step.optimizer],
+        lambda step: train_step.train(batches, step=step),
+        pipeline=train_step.pipeline,
+        needs_two=needs_two,
+    )
+
+
 def record_program(
-    config: JobConfig,
+    build: Callable[[], Program],
     rank: int,
-    layout: Layout,
+    world_size: int,
     tracer: Any,
-    device: Any,
-    mesh: Any,
     steps: int,
     *,
     repeats: bool = True,
@@ -40,19 +74,18 @@ def record_program(
     steps: how many to run. The last one counts, but of two the second is left out where it would be like the first.
     repeats: take such short cuts, and have microbatches repeat others.
     """
-    trace = Trace(rank, layout.world_size)
+    trace = Trace(rank, world_size)
     tracer.begin()
     with tracer:
-        train_step = module.build_train_step(config, device=device, mesh=mesh)
+        program = build()
         # Weights are the only memory so far, so all that was made is a parameter or a buffer.
         tracer.storages.mark_made("parameters")
-        for parameter, owner in _owners(train_step).items():
+        for parameter, owner in _owners(program).items():
             tracer.storages.attribute([local(parameter)], owner)
         # What stays of the construction: temporary memory is gone before the first step.
-        trace.setup = _left(tracer.events)
-        batches = [_fake_batch(config) for _ in range(layout.accumulation)]
+        trace.setup, trace.tokens = _left(tracer.events), program.tokens
         tracer.microbatches = None
-        pipeline = train_step.pipeline
+        pipeline = program.pipeline
         repeats = repeats and tracer.remembers
         if pipeline is not None and repeats and not pipeline.schedule.splits_backward:
             stages = {*pipeline.stages}
@@ -62,17 +95,15 @@ def record_program(
             tracer.microbatches = Microbatches(tracer, next(orders))
         gc.collect()
         gc.disable()  # as the trainer does: garbage in cycles is not freed within a step
-        # A pipeline learns shapes in its first step, and an early update makes states in the backward pass.
-        needs_two = pipeline is not None or train_step.early_step is not None
-        shortcut = repeats and steps == 2 and not needs_two
+        shortcut = repeats and steps == 2 and not program.needs_two
         made: list[Event] = []
-        with _watched(train_step, module, tracer) as without_gradient:
+        with _watched(program, tracer) as without_gradient:
             if shortcut:
                 tracer.events = made
-                _make_states(train_step)
+                _make_states(program)
             for step in range(1, steps + 1):
                 trace.step = tracer.begin_step()
-                report = train_step.train(batches, step=step)
+                report = program.train(step)
                 del report
                 if tracer.microbatches is not None:
                     tracer.microbatches.end_step()
@@ -84,20 +115,21 @@ def record_program(
                     break
         tracer.events = []  # what is freed from here on is no part of it
         gc.enable()
-    trace.groups = tracer.transfers.groups
+    trace.groups, trace.mesh = tracer.transfers.groups, tracer.transfers.degrees
     if shortcut and without_gradient:  # those have no states
-        return record_program(config, rank, layout, tracer, device, mesh, steps, repeats=False)
+        return record_program(build, rank, world_size, tracer, steps, repeats=False)
     return trace
 
 
-def _make_states(train_step: Any) -> None:
+def _make_states(program: Program) -> None:
     """Have the optimizer make its states, as in the first step, which then need not be recorded."""
-    for part in train_step.model_parts:
+    for part in program.parts:
         for parameter in part.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
-    train_step.optimizer.step()
-    train_step.optimizer.zero_grad()
+    for optimizer in program.optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def _is_closed(events: list[Event]) -> bool:
@@ -128,68 +160,71 @@ def _left(events: list[Event]) -> list[Event]:
     return [e for e in events if isinstance(e, Allocate) and e.block not in freed]
 
 
-def _owners(train_step: Any) -> dict[Any, str]:
-    """Return the module of each parameter, and of each block's buffers."""
-
+def _owners(program: Program) -> dict[Any, str]:
+    """Return the module of each parameter and buffer."""
     return {
-        parameter: canonical_name(name).rpartition(".")[0]
-        for part in train_step.model_parts
-        for name, parameter in (*part.named_parameters(), *part.layers.named_buffers("layers"))
+        tensor: canonical_name(name).rpartition(".")[0]
+        for part in program.parts
+        for name, tensor in (*part.named_parameters(), *part.named_buffers())
     }
 
 
 @contextmanager
-def _watched(train_step: Any, module: Any, tracer: Any) -> Iterator[list[Any]]:
+def _watched(program: Program, tracer: Any) -> Iterator[list[Any]]:
     """Tell the tracer when the program clips and updates, and which memory holds gradients and states.
 
     Yields the parameters, as they come, that were updated without a gradient.
     """
 
     scopes, storages = tracer.scopes, tracer.storages
-    for part in train_step.model_parts:
+    for part in program.parts:
         scopes.watch(part)
-    owners = _owners(train_step)
-    parameters = list(owners)
+    owners = _owners(program)
     without_gradient: list[Any] = []
 
     @torch.no_grad()  # or a DTensor's shard would be a new tensor with a gradient function
     def mark_gradients() -> None:
-        grads = (p.grad for p in parameters if p.grad is not None)
+        grads = (p.grad for p in owners if p.grad is not None)
         storages.mark((local(grad) for grad in grads), "gradients")
 
-    # The train step finds `clip_gradients` by its module's global name, so replacing that is
-    # enough.
-    clip, step = module.clip_gradients, train_step.optimizer.step
+    def clipping(clip: Callable[..., Any]) -> Callable[..., Any]:
+        def clip_gradients(*args: Any, **kwargs: Any) -> Any:
+            mark_gradients()
+            with scopes.within(phase="clip"):
+                return clip(*args, **kwargs)
 
-    def clip_gradients(*args: Any, **kwargs: Any) -> Any:
-        mark_gradients()
-        with scopes.within(phase="clip"):
-            return clip(*args, **kwargs)
+        return clip_gradients
 
-    def optimizer_step(*args: Any, **kwargs: Any) -> Any:
-        mark_gradients()
-        without_gradient.extend(p for p in parameters if p.requires_grad and p.grad is None)
-        storages.begin()
-        with scopes.within(phase="optimizer"):
-            result = step(*args, **kwargs)
-        storages.mark_made("optimizer")
-        attribute_states()
-        return result
+    def updating(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> Callable[..., Any]:
+        def optimizer_step(*args: Any, **kwargs: Any) -> Any:
+            mark_gradients()
+            own = (p for group in optimizer.param_groups for p in group["params"])
+            without_gradient.extend(p for p in own if p.requires_grad and p.grad is None)
+            storages.begin()
+            with scopes.within(phase="optimizer"):
+                result = step(*args, **kwargs)
+            storages.mark_made("optimizer")
+            attribute_states(optimizer)
+            return result
+
+        return optimizer_step
 
     @torch.no_grad()
-    def attribute_states() -> None:
-        for parameter, state in train_step.optimizer.state.items():
+    def attribute_states(optimizer: torch.optim.Optimizer) -> None:
+        for parameter, state in optimizer.state.items():
             tensors = (local(value) for value in state.values() if isinstance(value, torch.Tensor))
-            storages.attribute(tensors, owners[parameter])
+            storages.attribute(tensors, owners.get(parameter, ""))
 
-    module.clip_gradients = clip_gradients
-    train_step.optimizer.step = optimizer_step
-    if train_step.pipeline is not None:
-        train_step.pipeline.loss_fn = repeating(tracer, train_step.pipeline.loss_fn, "L")
-    try:
+    for optimizer in program.optimizers:
+        optimizer.step = updating(optimizer, optimizer.step)  # pyright: ignore
+    if program.pipeline is not None:
+        program.pipeline.loss_fn = repeating(tracer, program.pipeline.loss_fn, "L")
+    with ExitStack() as replaced:
+        # A program finds the function by its module's global name, so replacing that is enough.
+        for where, name in program.clips:
+            clip = clipping(getattr(where, name))
+            replaced.enter_context(patch.object(where, name, clip))
         yield without_gradient
-    finally:
-        module.clip_gradients = clip
 
 
 def _fake_batch(config: JobConfig) -> Any:

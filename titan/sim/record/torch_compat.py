@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -149,13 +150,35 @@ def read_meshes_for_real(paused: Callable[..., Any]) -> None:
         # Which of these exist depends on the version.
         if name in mesh.__dict__:
             replace(module, f"DeviceMesh.{name}", for_real)
-    # It numbers the ranks before it makes the mesh of experts.
-    replace("titan.parallel.mesh", "init_device_mesh", for_real)
+    # It numbers the ranks before it makes the mesh.
+    for user in ("titan.parallel.mesh", "torch.distributed", module):
+        replace(user, "init_device_mesh", for_real)
     # In newer versions a mesh computes its tensor of ranks when asked.
     rank_map = find(module, "DeviceMesh.mesh")
     if isinstance(rank_map, property):
         assert rank_map.fget is not None
         find(module, "DeviceMesh").mesh = property(for_real(rank_map.fget))
+
+
+def swap_fake_tensors() -> None:
+    """Let `module.to(device)` swap tensors that their fake mode has weak references to. It looks for real ones there."""
+    find("torch.utils", "swap_tensors").__globals__["weakref"] = SimpleNamespace(
+        getweakrefs=lambda _: []
+    )
+
+
+def watch_meshes(note: Callable[[Any], None]) -> None:
+    """Have `note` called with each mesh that is built from now on."""
+
+    def wrap(build: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(build)
+        def noted(mesh: Any, *args: Any, **kwargs: Any) -> None:
+            build(mesh, *args, **kwargs)
+            note(mesh)
+
+        return noted
+
+    replace("torch.distributed.device_mesh", "DeviceMesh.__init__", wrap)
 
 
 def keep_slices_of_meshes() -> None:

@@ -245,7 +245,7 @@ class Trace:
     cached by identity.
 
     setup: what is allocated when the model is built. first_step: what the first step allocates and leaves, the optimizer's state above
-    all. step: every step apart from that.
+    all. step: every step apart from that. Of a script, mesh: the degrees by axis. tokens: of a step over all ranks, if it states them.
     """
 
     rank: int
@@ -254,6 +254,8 @@ class Trace:
     setup: list[Event] = field(default_factory=list)
     first_step: list[Event] = field(default_factory=list)
     step: list[Event] = field(default_factory=list)
+    mesh: dict[str, int] = field(default_factory=dict)
+    tokens: int = 0
 
 
 @contextmanager

@@ -133,7 +133,7 @@ def _record(plans: Sequence[_Plan], processes: int) -> list[_Plan]:
     parts = -(-processes // max(1, len(plans)))  # of each plan, each in a separate process
     waiting = [(plan, job) for plan in plans for job in plan.jobs(parts)]
     refused = []
-    for number, result in trace_jobs([job for _, job in waiting], processes):
+    for number, result in trace_jobs([job for _, job in waiting], processes, shared=True):
         plan, job = waiting[number]
         if plan.finish(job, result):
             refused.append(plan)
@@ -214,6 +214,7 @@ class _Plan:
             if self.path:
                 _write(self.path, list(traces.values()))
             self.done(self.request, traces)
+            self.traces.clear()  # a sweep has hundreds of plans
         return False
 
 
@@ -368,8 +369,8 @@ def _renamed(trace: Trace, pattern: re.Pattern[str], name: Callable[..., str]) -
             scopes[scope] = replace(scope, module=pattern.sub(name, scope.module))
         return replace(event, scope=scopes[scope])  # pyright: ignore
 
-    sections = ([*map(rename, part)] for part in (trace.setup, trace.first_step, trace.step))
-    return Trace(trace.rank, trace.world_size, trace.groups, *sections)
+    sections = [[*map(rename, part)] for part in (trace.setup, trace.first_step, trace.step)]
+    return Trace(trace.rank, trace.world_size, trace.groups, *sections)  # pyright: ignore
 
 
 def _place(rank: int, layout: Layout) -> dict[str, int]:

@@ -15,9 +15,10 @@ import os
 import pickle
 import traceback
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -30,6 +31,7 @@ from titan.config.schema import JobConfig
 from titan.observe.routing import busiest_rank
 from titan.sim.record.extrapolate import CannotExtrapolate
 from titan.sim.record.observers import Observer
+from titan.sim.record.script import Script
 from titan.sim.record.trace import Trace
 from titan.untrusted import InputError
 
@@ -48,7 +50,8 @@ class Job:
     compiles once.
 
     programs: they differ only in their depth. ranks: they differ only in their pipeline stage. device_kind: whose kernels
-    the device has. join: makes one trace of a rank's traces of the programs. prepare: changes torch or the model first.
+    the device has. join: makes one trace of a rank's traces of the programs. prepare: changes torch or the model first. script: in
+    place of programs. others: what the process records afterwards, in the same world (`world_of`).
     """
 
     programs: tuple[JobConfig, ...]
@@ -57,6 +60,8 @@ class Job:
     device_kind: DeviceKind = "cuda"
     join: Callable[[Sequence[Trace]], Trace] = operator.itemgetter(0)
     prepare: Prepare | None = None
+    script: Script | None = None
+    others: tuple[Job, ...] = ()
 
     def __post_init__(self) -> None:
         # The step would do so, and programs are recognised by their identity.
@@ -80,8 +85,8 @@ def trace_job(
     steps: int = 2,
     remembers: bool = True,
     on_backward_error: Callable[[TraceError], None] = lambda _: None,
-) -> Iterator[tuple[int, Trace]]:
-    """Yield each of a job's ranks and its trace. Raises TraceError, and what `join` raises.
+) -> Iterator[Trace]:
+    """Yield the trace of each of a job's ranks, then those of its others. Raises TraceError, and what `join` raises.
 
     This changes torch for good. Call it once, in a process that has not run a backward pass.
 
@@ -91,30 +96,24 @@ def trace_job(
         remembers: replay compiled programs instead of running them each time.
         on_backward_error: called at once with an error that may end the process.
     """
-    from titan import train_step as module
     from titan.sim.record import torch_compat
-    from titan.sim.record.experts import assume_rows
     from titan.sim.record.fake_world import fake_world, impersonate_rank
-    from titan.sim.record.microbatches import watch_actions
-    from titan.sim.record.program import once_for_each, record_program
+    from titan.sim.record.program import job_program, record_program
     from titan.sim.record.tracer import Tracer
 
-    module.initialize = lambda *_, **__: None  # drawing weights leaves nothing behind
-    config, rank = job.programs[0], job.ranks[0]
-    layout = resolve_layout(config, job.world_size)
-    with fake_world(layout, rank=rank, device_kind=job.device_kind) as (device, mesh):
+    rank = job.ranks[0]
+    layout = None if job.script else _layout(job)
+    where = {"rank": rank, "world_size": job.world_size, "device_kind": job.device_kind}
+    with fake_world(layout, **where) as (device, mesh):
         tracer = Tracer(mesh, remembers=remembers)
         tracer.scopes.watch_fsdp()
-        assume_rows(busiest_rank(config, model_config(config.model), layout), tracer.record)
-        module.build_sparse_mesh = tracer.transfers.with_names(module.build_sparse_mesh)
-        if layout.pp > 1:
-            watch_actions(tracer)
-            torch_compat.answer_pipeline_metadata(lambda: _boundary(config, layout, device))
-            torch_compat.release_sent_outputs()
-            # Each rank takes copies of its stages out of it.
-            module.build_whole_model = once_for_each(job.programs, module.build_whole_model)
-        if job.prepare is not None:
-            job.prepare(config, layout)
+        if job.script is not None:
+            with torch_compat.unset_fake_temporarily():  # what it imports may compute values
+                builds = [partial(job.script.program, job.script.load(), device)]
+        else:
+            assert layout is not None
+            _prepare(job, layout, tracer, device)
+            builds = [partial(job_program, p, layout, device, mesh) for p in job.programs]
         reported: dict[int, TraceError] = {}  # by id of the error; described where it was raised
 
         def tell(error: Exception) -> None:
@@ -123,8 +122,8 @@ def trace_job(
 
         tracer.observers.append(_Follower(tracer, tell))
 
-        def recorded(program: JobConfig) -> Trace:
-            record = partial(record_program, program, rank, layout, tracer, device, mesh, steps)
+        def recorded(build: Callable[[], Any]) -> Trace:
+            record = partial(record_program, build, rank, job.world_size, tracer, steps)
             try:
                 return record()
             except Exception as error:
@@ -136,10 +135,52 @@ def trace_job(
                     raise reported[id(error)] from error
                 raise TraceError(_describe(error, tracer, rank)) from error
 
-        for rank in job.ranks:
-            # Pipeline stages differ, and every rank is moved to another stage in the same process.
-            tracer.transfers.begin(impersonate_rank(rank, mesh))
-            yield rank, job.join([recorded(program) for program in job.programs])
+        for part in (job, *job.others):
+            if part is not job:
+                builds = [
+                    partial(job_program, p, _layout(part), device, mesh) for p in part.programs
+                ]
+            for rank in part.ranks:
+                # Pipeline stages differ, and every rank is moved to another stage in the same process.
+                tracer.transfers.begin(impersonate_rank(rank, mesh) if mesh else 0)
+                yield part.join([recorded(build) for build in builds])
+
+
+def _layout(job: Job) -> Layout:
+    return resolve_layout(job.programs[0], job.world_size)
+
+
+def world_of(job: Job) -> object:
+    """Return what jobs must have in common for one process to record them one after the other, or a number if it is alone.
+
+    A process is warm after its first job, and records the next ones in a third of the time.
+    """
+    if job.script or job.prepare or job.programs[0].compile.enable or len(job.ranks) > 1:
+        return id(job)
+    layout, simulator = _layout(job), job.programs[0].simulator.model_dump_json()
+    return (str(layout), job.ranks, job.device_kind, simulator) if layout.pp == 1 else id(job)
+
+
+def _prepare(job: Job, layout: Layout, tracer: Any, device: Any) -> None:
+    """Change what titan's own program finds in its modules."""
+    from titan import train_step as module
+    from titan.sim.record import torch_compat
+    from titan.sim.record.experts import assume_rows
+    from titan.sim.record.microbatches import watch_actions
+    from titan.sim.record.program import once_for_each
+
+    config = job.programs[0]
+    module.initialize = lambda *_, **__: None  # drawing weights leaves nothing behind
+    assume_rows(busiest_rank(config, model_config(config.model), layout), tracer.record)
+    module.build_sparse_mesh = tracer.transfers.with_names(module.build_sparse_mesh)
+    if layout.pp > 1:
+        watch_actions(tracer)
+        torch_compat.answer_pipeline_metadata(lambda: _boundary(config, layout, device))
+        torch_compat.release_sent_outputs()
+        # Each rank takes copies of its stages out of it.
+        module.build_whole_model = once_for_each(job.programs, module.build_whole_model)
+    if job.prepare is not None:
+        job.prepare(config, layout)
 
 
 class _Follower(Observer):
@@ -210,13 +251,14 @@ _PRELOAD = ["titan.train_step", "titan.sim.record.fake_world", "titan.sim.record
 
 
 def trace_jobs(
-    jobs: Sequence[Job], processes: int, **options: Any
+    jobs: Sequence[Job], processes: int, *, shared: bool = False, **options: Any
 ) -> Iterator[tuple[int, list[Trace] | Exception]]:
-    """Record jobs, each in its own process. Yield the number of each job, and its ranks' traces or why there are none.
+    """Record jobs, each in its own process unless they are `shared`. Yield the number of each job, and its ranks' traces or why there are none.
 
     Args:
         jobs: what to record.
         processes: how many run at once.
+        shared: jobs of one world may share a process.
         options: those of `trace_job`.
 
     The exceptions are TraceErrors, or what a job's `join` raised.
@@ -227,35 +269,54 @@ def trace_jobs(
     quiet = "ignore::UserWarning:multiprocessing.resource_tracker"
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), quiet]))
     context.set_forkserver_preload(_PRELOAD)
-    waiting = list(enumerate(jobs))
-    running: dict[Connection, tuple[int, Any, dict[int, Trace | Exception]]] = {}
+    waiting = [[*group] for group in _groups(jobs, processes if shared else len(jobs))]
+    # Of each process, the numbers of its jobs that are not done, and what the first of them has answered by rank.
+    running: dict[Connection, tuple[list[int], Any, dict[int, Trace | Exception]]] = {}
     try:
         while waiting or running:
             while waiting and len(running) < processes:
-                number, job = waiting.pop(0)
+                first, *rest = numbers = waiting.pop(0)
+                job = replace(jobs[first], others=tuple(jobs[number] for number in rest))
                 ours, theirs = context.Pipe(duplex=False)
                 child = context.Process(target=_child, args=(theirs, job, options), daemon=True)
                 child.start()
                 # Only the child may hold its end, so that its death ends the connection.
                 theirs.close()
-                running[ours] = (number, child, {})
+                running[ours] = (numbers, child, {})
             for connection in wait(list(running)):
                 assert isinstance(connection, Connection)
-                number, child, answers = running[connection]
+                numbers, child, answers = running[connection]
                 with suppress(EOFError):
-                    rank, answer = pickle.loads(connection.recv_bytes())
+                    left, rank, answer = pickle.loads(connection.recv_bytes())
+                    if left < len(numbers):  # the job before is done
+                        number = numbers.pop(0)
+                        yield number, _outcome(jobs[number], {**answers}, 0)
+                        answers.clear()
                     # The last one counts: an error in a backward pass may be caught, or the process's last.
                     answers[rank] = answer
                     continue
                 del running[connection]
                 connection.close()
                 child.join()
+                number, *rest = numbers
                 yield number, _outcome(jobs[number], answers, child.exitcode)
+                if rest:  # it ended with an error, so they need another one
+                    waiting.insert(0, rest)
     finally:
         for connection, (_, child, _) in running.items():
             connection.close()
             child.kill()
             child.join()
+
+
+def _groups(jobs: Sequence[Job], processes: int) -> Iterator[Sequence[int]]:
+    """Yield the numbers of jobs that share a process: those of one world, but not so many that other processes idle."""
+    worlds: defaultdict[object, list[int]] = defaultdict(list)
+    most = -(-len(jobs) // max(1, processes))
+    for number, job in enumerate(jobs):
+        worlds[world_of(job) if most > 1 else number].append(number)
+    for numbers in worlds.values():
+        yield from (numbers[first : first + most] for first in range(0, len(numbers), most))
 
 
 def _outcome(job: Job, answers: dict[int, Trace | Exception], exit_code: int) -> list[Trace] | Exception:  # fmt: skip
@@ -274,18 +335,21 @@ def _child(connection: Connection, job: Job, options: dict[str, Any]) -> None:
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     logging.disable(logging.ERROR)
     warnings.simplefilter("ignore")
-    ranks = iter(job.ranks)
-    rank = next(ranks)
+    parts = (job, *job.others)
+    places = [(len(parts) - n, rank) for n, part in enumerate(parts) for rank in part.ranks]
 
     def send(answer: Trace | Exception) -> None:
-        connection.send_bytes(pickle.dumps((rank, answer), protocol=pickle.HIGHEST_PROTOCOL))
+        data = (*places[0], answer)  # how many jobs are left, and the rank
+        connection.send_bytes(pickle.dumps(data, protocol=pickle.HIGHEST_PROTOCOL))
 
     try:
-        for _, trace in trace_job(job, on_backward_error=send, **options):
+        for trace in trace_job(job, on_backward_error=send, **options):
             send(trace)
-            rank = next(ranks, rank)
+            del places[:1]
     except (TraceError, CannotExtrapolate) as error:
         send(error)
+    except InputError as error:
+        send(TraceError(str(error)))
     except BaseException as error:
         send(TraceError(f"{type(error).__name__}: {error}"))
     # Skip the interpreter's own exit, which autograd's thread for the fake device sometimes aborts.

@@ -41,6 +41,7 @@ from titan.sim.record.transfers import Collective, Transfers, collective_of
 _PLAIN = {Tensor, torch_compat.FakeTensor, nn.Parameter}
 _device_of = torch.ops.prim.device.default
 _under_way = torch.ops._c10d_functional._wrap_tensor_autograd.default
+_wait = torch.ops._c10d_functional.wait_tensor.default
 _read = torch.ops.aten._local_scalar_dense.default
 _LEAST_HOST_BYTES = 2**20  # of what the host computes: else it is part of issuing the work
 # What FSDP gathers into and scatters from, whose memory is neither a parameter's nor an activation's.
@@ -51,12 +52,13 @@ class Tracer(TorchDispatchMode):
     """Record what is dispatched inside a FakeTensorMode. `events` holds what was recorded; assign a
     new list to start over.
 
-    remembers: replay what a compiled program did instead of running it each time.
+    mesh: whose axes give groups their names; None: of the meshes that the program builds. remembers: replay what a compiled
+    program did instead of running it each time.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, mesh: DeviceMesh, *, remembers: bool = True) -> None:
+    def __init__(self, mesh: DeviceMesh | None, *, remembers: bool = True) -> None:
         super().__init__()
         self.remembers = remembers
         self.events: list[Event] = []
@@ -64,7 +66,7 @@ class Tracer(TorchDispatchMode):
         self.storages = Storages(
             self.record, scope=self.scopes.current, stream=device.current_stream
         )
-        self.transfers = Transfers(mesh, self.record, stream=device.current_stream)
+        self.transfers = Transfers(self.record, stream=device.current_stream)
         self.microbatches: Repeater | None = None  # None: all of them run
         self.running: Any = None  # for messages: the operation that came last
         self.error: Exception | None = None
@@ -79,6 +81,11 @@ class Tracer(TorchDispatchMode):
         device.report_to(self.record)
         selective.watch_selected_calls = self.scopes.calling
         self._patch()
+        if mesh is None:
+            torch_compat.watch_meshes(self.transfers.note_mesh)
+            torch_compat.swap_fake_tensors()
+        else:
+            self.transfers.note_mesh(mesh)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -179,6 +186,8 @@ class Tracer(TorchDispatchMode):
                 return EXPANDED[func](*args, **kwargs)
         if op.name == "aten::set_":
             result = self._uncached(op, args, kwargs)
+        elif func is _wait:  # the tensor itself, where its fake kernel would make another
+            result = args[0]
         elif self._compiled and "out" in kwargs:  # of the right shape; not all have a fake kernel
             result = kwargs["out"]
         else:

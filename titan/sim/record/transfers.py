@@ -84,20 +84,24 @@ def _bytes_of(tensors: Iterable[Tensor]) -> int:
 class Transfers:
     """Turn calls into events, and number their works."""
 
-    def __init__(
-        self, mesh: DeviceMesh, record: Callable[[Event], None], *, stream: Callable[[], int]
-    ) -> None:
+    def __init__(self, record: Callable[[Event], None], *, stream: Callable[[], int]) -> None:
         self.record, self.stream = record, stream
         self.groups: dict[str, Group] = {}
         self.shift = 0  # from this process's rank to the one that it acts as
-        self.axes = tuple(mesh.mesh_dim_names or ())
-        self.mesh_shape = tuple(mesh.shape)
+        self.degrees = {"world": dist.get_world_size()}
         # 0 stands for no work.
         self._axes_by_name: dict[str, tuple[str, ...]] = {}  # of groups of other meshes
         self._works = count(1)
         self._waited: dict[int, int] = {}  # by address of a functional result's storage
         self._batch = 0  # the work of the transfers that are being issued together
         self._patch_works()
+
+    def note_mesh(self, mesh: DeviceMesh) -> None:
+        """Name groups by the axes of this mesh, if it is over all ranks and finer than those before."""
+        names = tuple(mesh.mesh_dim_names or ())
+        finer = [*self.degrees] == ["world"] or len(names) > len(self.degrees)
+        if names and finer and mesh.size() == dist.get_world_size():
+            self.degrees = dict(zip(names, mesh.shape, strict=True))
 
     def with_names(self, build: Callable[..., DeviceMesh]) -> Callable[..., DeviceMesh]:
         """Wrap a function that builds another mesh over the same ranks, so that its groups go by its axes.
@@ -239,7 +243,7 @@ class Transfers:
     def _axes_of(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
         """Return the axes along which ranks differ. The mesh holds ranks row by row."""
         varying, size = [], 1
-        for axis, degree in reversed(list(zip(self.axes, self.mesh_shape, strict=True))):
+        for axis, degree in reversed(self.degrees.items()):
             # A rank's coordinate along the axis, which is the same for all ranks if the group does
             # not extend along it.
             if len({rank // size % degree for rank in ranks}) > 1:

@@ -41,8 +41,8 @@ class MemoryPoint:
 class MemoryReport:
     """Say what one rank needs.
 
-    Sizes as the allocator rounds them. at: what was going on at the peak of active memory. by_category and by_module
-    describe what was in use then and add up to it. outside_bytes: beside the allocator. capacity_bytes: of the device.
+    Sizes as the allocator rounds them. at: what was going on at the peak of active memory. by_category, by_module and
+    by_both describe what was in use then and add up to it. outside_bytes: beside the allocator. capacity_bytes: of the device.
     usable_bytes: what is left of it with a margin. runs: whether the run goes through. With num_retries above 0 it does only
     because the allocator gives back its cache again and again, which is slow. failure: where it runs out of memory, if it does.
     """
@@ -60,6 +60,7 @@ class MemoryReport:
     runs: bool
     num_retries: int = 0
     failure: str = ""
+    by_both: Counter[tuple[Category, str]] = field(default_factory=Counter)
 
     @property
     def needed_bytes(self) -> int:
@@ -137,6 +138,7 @@ def _unlimited(trace: Trace, workspace_bytes: int, expandable: bool) -> MemoryRe
             by_module: Counter[str] = Counter()
             for block, of_block in alive.items():
                 by_module[of_block.scope.module] += run.sizes[block]
+                report.by_both[of_block.category, of_block.scope.module] += run.sizes[block]
             report.at, report.by_category = event.scope, dict(in_use)
             report.by_module = dict(by_module.most_common())
         # Steps before the last count for what is in use, and make no points.

@@ -16,12 +16,12 @@ from titan.sim.record.trace import CATEGORIES, Launch, Transfer
 from titan.sim.replay.memory import tensors_behind
 from titan.sim.replay.timeline import Interval, lane_labels
 from titan.sim.report.text import page
-from titan.sim.simulate import GIB, Facts, Simulation
+from titan.sim.simulate import GIB, Facts, StepSimulation
 
 _PIXELS = 6000  # an interval shorter than a part of the step in so many is joined with the next
 
 
-def write_page(simulation: Simulation, facts: Facts, path: Path) -> None:
+def write_page(simulation: StepSimulation, facts: Facts, path: Path) -> None:
     """Write the page. Raises OSError."""
     data = {
         "title": f"{facts['model']} on {facts['world_size']} x {facts['hardware']}",
@@ -35,7 +35,7 @@ def write_page(simulation: Simulation, facts: Facts, path: Path) -> None:
     path.write_text(template.replace("/*DATA*/null", text), encoding="utf-8")
 
 
-def _rank(simulation: Simulation, rank: int) -> dict[str, Any]:
+def _rank(simulation: StepSimulation, rank: int) -> dict[str, Any]:
     timeline, memory = simulation.timeline.ranks[rank], simulation.memory[rank]
     lanes: dict[str, list[Interval]] = {}
     issued = (Interval("host", *span) for span in timeline.host)

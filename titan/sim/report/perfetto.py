@@ -17,7 +17,7 @@ from typing import Any
 
 from titan.sim.record.trace import CATEGORIES, HOST, Allocate, Free, Launch, Trace, Transfer
 from titan.sim.replay.timeline import RankTimeline, axis_of, lane_labels
-from titan.sim.simulate import GIB, Simulation
+from titan.sim.simulate import GIB, StepSimulation
 
 _HOST_LANE, _FIRST_STREAM = 1, 7  # torch's default stream has number 7 in its traces
 _NCCL = {
@@ -30,7 +30,7 @@ _NCCL = {
 Record = dict[str, Any]
 
 
-def write_trace(simulation: Simulation, path: Path) -> None:
+def write_trace(simulation: StepSimulation, path: Path) -> None:
     """Write one step of all traced ranks into a file, or into a folder with a file for each rank. Raises OSError."""
     timelines = simulation.timeline.ranks
     starts = [host[0][0] for t in timelines.values() if (host := t.host)]
@@ -44,7 +44,7 @@ def write_trace(simulation: Simulation, path: Path) -> None:
     if path.is_dir():
         files = {path / f"rank-{rank}.json": [rank] for rank in events}
     for file, ranks in files.items():
-        world_size = simulation.layout.world_size
+        world_size = simulation.world_size
         info = {"backend": "nccl", "rank": ranks[0], "world_size": world_size}
         of_ranks = [event for rank in ranks for event in events[rank]]
         data = {"schemaVersion": 1, "distributedInfo": info, "displayTimeUnit": "ms"}

@@ -167,9 +167,12 @@ def _speed(facts: Facts) -> Iterator[str]:
     mfu = "MFU n/a" if facts["mfu"] is None else f"{facts['mfu']:.1%} MFU"
     if facts["mfu_dtype"] == "float32":
         mfu += " of float32's peak"
-    yield f"  step      {duration(facts['step_time_s'])} for {facts['tokens_per_step']:,} tokens"
+    tokens = facts["tokens_per_step"]  # 0: a script has not stated them
+    of_tokens = f" for {tokens:,} tokens" if tokens else ""
+    speed = f"{facts['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, " if tokens else ""
+    yield f"  step      {duration(facts['step_time_s'])}{of_tokens}"
     yield (
-        f"  speed     {facts['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, {_tflops(facts['tflops_per_gpu'])} TFLOP/s/GPU, "
+        f"  speed     {speed}{_tflops(facts['tflops_per_gpu'])} TFLOP/s/GPU, "
         f"{mfu} ({facts['mfu_convention']} attention)"
     )
 
@@ -199,7 +202,7 @@ def _time(facts: Facts) -> Iterator[str]:
     if len(facts["per_rank"]) > 1:
         yield f"    pipeline bubble: {facts['pipeline']['bubble_fraction']:.1%} of the step"
     yield "  compute by module"
-    yield from _bars(_by_part(time["by_module_s"]), total=total, unit=duration)
+    yield from _bars(_by_part(time["by_module_s"], most=8), total=total, unit=duration)
 
 
 def verdict(facts: Facts) -> str:
@@ -223,13 +226,22 @@ def verdict(facts: Facts) -> str:
 def _memory(facts: Facts) -> Iterator[str]:
     memory = facts["memory"]
     yield f"  memory    {verdict(facts)}"
-    yield f"            the formula of `titan check` says {memory['formula_gib']:.1f} GiB; this simulation holds"
+    if "formula_gib" in memory:  # of a job
+        yield f"            the formula of `titan check` says {memory['formula_gib']:.1f} GiB; this simulation holds"
     if memory["failure"]:
         yield f"            {memory['failure']}"
     yield f"  at its peak of {memory['peak_active_gib']:.1f} GiB in use (rank {memory['rank']}, {memory['at'] or 'start'})"
     yield from _bars(memory["by_category_gib"], total=memory["peak_active_gib"], unit=_gib)
     yield "  in which modules"
-    yield from _bars(_by_part(memory["by_module_gib"]), total=memory["peak_active_gib"], unit=_gib)
+    parts = {
+        c: _by_part(sizes) for c, sizes in memory["by_category_and_module_gib"].items() if sizes
+    }
+    rows = [["", *parts, "in all"]]
+    for module, gib in _by_part(memory["by_module_gib"], most=8).items():
+        if gib > _SMALL * memory["peak_active_gib"]:
+            cells = (of_category.get(module, 0.0) for of_category in parts.values())
+            rows.append([module, *(_gib(cell) if cell else "" for cell in cells), _gib(gib)])
+    yield from (f"    {line}" for line in columns(rows, left=(0,)))
 
 
 def uneven_routing(facts: Facts) -> str:
@@ -246,13 +258,13 @@ def uneven_routing(facts: Facts) -> str:
     return f"fits up to {limit:g} {ranks}{worst}; {assumed}"
 
 
-def _by_part(by_module: Mapping[str, float]) -> dict[str, float]:
+def _by_part(by_module: Mapping[str, float], *, most: int | None = None) -> dict[str, float]:
     """Add up modules of one name in all blocks; the largest come first."""
     parts: defaultdict[str, float] = defaultdict(float)
     # "layers.3.attention" and "layers.4.attention" are one row.
     for module, gib in by_module.items():
         parts[re.sub(r"\.\d+", ".*", module) or "(outside of modules)"] += gib
-    return dict(sorted(parts.items(), key=lambda item: -item[1])[:8])
+    return dict(sorted(parts.items(), key=lambda item: -item[1])[:most])
 
 
 def _ranks(ranks: Iterable[Facts]) -> Iterator[str]:

@@ -25,7 +25,7 @@ from titan.sim.simulate import Facts
 
 
 def read_command(
-    name: str, flags: str, description: str, argv: Sequence[str] | None, add: Callable[[ArgumentParser], None] = lambda _: None
+    name: str, flags: str, description: str, argv: Sequence[str] | None, add: Callable[[ArgumentParser], object] = lambda _: None
 ) -> tuple[Namespace, list[str], Profile, JobConfig]:  # fmt: skip
     """Return the options of `titan NAME`, the job's arguments, the devices with as much memory as --memory allows, and the job.
 

@@ -25,6 +25,9 @@ from titan.sim.replay.queues import ReplayError
 from titan.sim.report.text import columns, utilization
 from titan.sim.simulate import GIB, Facts, facts, not_simulated, price
 
+WORLD_SIZE = "world_size"
+"""A key of variants that is no key of the config: ranks in all."""
+
 
 @dataclass
 class Variant:
@@ -82,8 +85,8 @@ def simulate_variants(
 
     Args:
         job: files and overrides, as on the command line.
-        settings: what each variant overrides.
-        world_size: ranks in all.
+        settings: what each variant overrides: keys of the config, and WORLD_SIZE.
+        world_size: ranks in all, where a variant does not say.
         profiles: hardware to price every variant on.
         processes: how many trace at once. All cores by default.
         progress: called with the number of variants that are done, and of all.
@@ -96,8 +99,10 @@ def simulate_variants(
         of_settings = [Variant(chosen, profile.name) for profile in profiles]
         variants += of_settings
         try:
-            config = load_from_argv([*job, *(f"--{key}={value}" for key, value in chosen.items())])
-            layout = check_to_run(config, world_size=world_size)
+            keys = {key: value for key, value in chosen.items() if key != WORLD_SIZE}
+            config = load_from_argv([*job, *(f"--{key}={value}" for key, value in keys.items())])
+            ranks = int(chosen.get(WORLD_SIZE, world_size))
+            layout = check_to_run(config, world_size=ranks)
         except ConfigError as error:
             # One reason is enough for a table that counts them.
             for variant in of_settings:

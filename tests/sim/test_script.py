@@ -1,0 +1,137 @@
+"""`titan sim --script` and simulate_step: steps of users' own scripts, against gloo runs of the same functions."""
+
+from __future__ import annotations
+
+import gc
+import json
+import runpy
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import titan.sim
+from tests.support.ranks import Pool
+from tests.support.traces import CountTransfers, TrackMemory, bytes_of, counts_of, traced_peak
+from titan.cli import main
+from titan.sim.record.script import Script
+from titan.sim.record.trace import Launch, Trace
+from titan.sim.record.trace_jobs import Job, trace_jobs
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "plain_fsdp2.py": (2, {"dim": 64}),
+    "custom_trainer.py": (4, {"tp": 2, "dim": 64}),
+    "transformers_llama.py": (4, {"backend": ""}),
+}
+
+
+def real(script: str, settings: dict[str, Any]) -> tuple[Counter[Any], Counter[Any], int]:
+    """What this rank sends in its third step, and the most memory of its steps after the first."""
+    with TrackMemory() as memory:
+        step, *_ = runpy.run_path(script)["build"](torch.device("cpu"), **settings)
+        gc.collect()
+        gc.disable()
+        step()
+        peaks = []
+        for _ in range(3):
+            memory.peak = memory.bytes
+            step()
+            peaks.append(memory.peak)
+    with CountTransfers() as counter:
+        step()
+    return counter.counts, counter.bytes, min(peaks)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_does_what_its_ranks_really_do(name: str, pool: Pool) -> None:
+    if "transformers" in name:
+        pytest.importorskip("transformers")
+    world, settings = SCRIPTS[name]
+    script = str(EXAMPLES / name)
+    counts, sizes, peak = pool.run(world, real, script, settings)[0]
+    job = Job((), world, (0,), "cpu", script=Script(script, "build", tuple(settings.items())))
+    [(_, traces)] = trace_jobs([job], 1)
+    assert isinstance(traces, list), traces
+    [trace] = traces
+    assert counts_of(trace) == counts
+    assert bytes_of(trace) == sizes
+    assert traced_peak(trace) == pytest.approx(peak, rel=0.002)
+
+
+def launches(trace: Trace, *phases: str) -> list[Any]:
+    return [e for e in trace.step if isinstance(e, Launch) and e.scope.phase in phases]
+
+
+def test_in_python_and_by_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """FLOPs, categories and modules of plain torch: 6 for each parameter of a product and token, without titan's help."""
+    script, target = f"{EXAMPLES / 'plain_fsdp2.py'}:build", tmp_path / "out.json"
+    sizes: dict[str, Any] = {"dim": 256, "depth": 2, "batch": 2, "length": 64}
+    simulation = titan.sim.simulate_step(script, world_size=8, profile="h100-sxm", **sizes)
+    products = 2 * 8 * 256**2 + 256 * 512
+    [trace] = simulation.traces.values()
+    assert sum(e.kernel.flops for e in launches(trace, "forward", "backward")) == 6 * 128 * products
+    assert {e.kernel.kind for e in launches(trace, "optimizer")} == {"optimizer"}
+    assert launches(trace, "clip")
+    num_parameters = products + 512 * 256 + 512 + 2 * (5 * 256 + 2 * 256)
+    report = simulation.fullest
+    kept = report.by_category["parameters"], report.by_category["optimizer"]
+    # Adam has two moments. The allocator rounds a shard up to 512 bytes.
+    assert [n / (4 * num_parameters / 8) for n in kept] == [pytest.approx(1, rel=0.02), pytest.approx(2, rel=0.02)]  # fmt: skip
+
+    options = [f"--{key}={value}" for key, value in sizes.items()]
+    command = ["sim", "--script", script, "--world-size", "8", "--hardware", "h100-sxm", *options]
+    assert main([*command, "--json", str(target), "--trace", str(tmp_path), "--quiet"]) == 0
+    facts = json.loads(target.read_text())
+    assert facts["step_time_s"] == simulation.timeline.step_s
+    assert facts["layout"] == "fsdp 8" and [*facts["comm"]["by_axis"]] == ["fsdp"]
+    assert facts["tokens_per_step"] == 8 * 2 * 64
+    flops_per_s = 6 * 128 * products / facts["step_time_s"]
+    assert facts["tflops_per_gpu"] == pytest.approx(flops_per_s / 1e12)
+    assert (tmp_path / "rank-0.json").exists()
+    assert "plain_fsdp2.py on 8 x h100-sxm: fsdp 8" in capsys.readouterr().out
+
+
+FAULTY = """
+import torch
+from torch import nn
+
+def build(device, fault=""):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(9 if fault == "shape" else 8, 8)).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    def step():
+        out = model(torch.zeros(4, 8, device=device))
+        if fault == "data":
+            out = out[out > 0]
+        out.sum().backward()
+        optimizer.step()
+    return (step, model) if fault == "tuple" else (step, model, optimizer)
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--script=FILE:build", "--fault=shape"], "forward, module 1"),
+        (
+            ["--script=FILE:build", "--fault=data"],
+            "it depends on data, which a simulation does not",
+        ),
+        (["--script=FILE:build", "--fault=tuple"], "must return (step, model, optimizer)"),
+        (["--script=FILE:built"], "has no function built"),
+        (["--script=FILE"], "expected FILE.py:FUNCTION"),
+        (["--script=FILE:build", "fault"], "expected --KEY=VALUE"),
+        (["--script=FILE:build", "--wrong=1"], "unexpected keyword argument 'wrong'"),
+        (["--script=FILE:build", "--run"], "is for a job, not for a script"),
+    ],
+)
+def test_mistakes_are_one_line(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    options = [option.replace("FILE", str(tmp_path / "faulty.py")) for option in options]
+    assert main(["sim", *options, "--world-size", "2", "--hardware", "h100-sxm", "--quiet"]) == 2
+    line, *rest = capsys.readouterr().err.strip().splitlines()
+    assert message in line and rest in ([], ["1 problem"])

@@ -1,0 +1,133 @@
+"""Write a simulated step as Chakra execution traces of MLCommons (arXiv:2305.14516), a file for each traced rank and one of groups.
+
+A file is messages of Chakra's schema/protobuf/et_def.proto, each behind its length as a varint: GlobalMetadata, then a Node for each
+kernel and each transfer. Attributes have the names and types that Chakra's feeder reads. A node depends on the one before it on its
+stream, on what its stream or the host was made to wait for, and, on a group's own stream, also on the stream that issued it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from titan.sim.record import trace as t
+from titan.sim.replay.timeline import RankTimeline, axis_of
+from titan.sim.simulate import StepSimulation
+
+# Numbers of et_def.proto: types of nodes, of collectives, and fields of an attribute's value.
+_COMPUTE, _SEND, _RECV, _COLLECTIVE = 4, 5, 6, 7
+_COLLECTIVES = {"all_reduce": 0, "all_gather": 2, "broadcast": 5, "all_to_all": 6, "reduce_scatter": 7}  # fmt: skip
+_INT32, _INT64, _UINT64, _BOOL, _STRING = 7, 9, 13, 27, 29
+_Attributes = dict[str, tuple[int, int | str]]
+
+
+def write_chakra(simulation: StepSimulation, folder: Path) -> None:
+    """Write rank.N.et for each traced rank, and groups.json: the ranks of each process group by its number. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    numbers: dict[tuple[int, ...], int] = {}
+    for rank, trace in simulation.traces.items():
+        nodes = _nodes(trace, simulation.timeline.ranks[rank], numbers)
+        content = [_varint(len(message)) + message for message in (_field(1, "0.0.4"), *nodes)]
+        (folder / f"rank.{rank}.et").write_bytes(b"".join(content))
+    groups = json.dumps({str(number): ranks for ranks, number in numbers.items()})
+    (folder / "groups.json").write_text(groups, encoding="utf-8")
+
+
+def _nodes(trace: t.Trace, timeline: RankTimeline, numbers: dict[Any, int]) -> list[bytes]:
+    """Return the nodes of a rank's step. numbers: of groups by their ranks, to which those of this rank are added."""
+    times = {id(what): (start, end) for start, end, what in timeline.host}
+    times |= {id(i.event): (i.start, i.end) for i in timeline.intervals}
+    begin_s = min((start for start, _ in times.values()), default=0.0)
+    # What the next node waits for: of a stream, of a group's own stream, or anywhere after the host has waited (HOST).
+    last: defaultdict[Any, set[int]] = defaultdict(set)
+    events: dict[int, set[int]] = {}
+    works: defaultdict[int, set[int]] = defaultdict(set)
+    issued: dict[int, set[int]] = {}  # what the transfers of a work wait for
+    nodes: list[bytes] = []
+    for event in trace.step:
+        if isinstance(event, t.Launch | t.Transfer):
+            number, lane = len(nodes) + 1, event.stream
+            if isinstance(event, t.Transfer):
+                lane = event.group if event.detached else lane
+                attributes = _of_transfer(event, trace, numbers)
+            else:
+                attributes = _of_kernel(event.kernel)
+            parents, last[lane] = last[lane] | last[event.stream] | last[t.HOST], {number}
+            if isinstance(event, t.Transfer):  # those of one work run together
+                parents = issued.setdefault(event.work, parents)
+                works[event.work].add(number)
+                last[lane] = {*works[event.work]}
+            start, end = times[id(event)]
+            nodes.append(_node(event, number, parents, start - begin_s, end - start, attributes))
+        elif isinstance(event, t.RecordEvent):
+            events[event.event] = {*last[event.stream]}
+        elif isinstance(event, t.AwaitEvent):
+            last[event.stream] |= events.get(event.event, set())
+        elif isinstance(event, t.AwaitStream):
+            last[event.stream] |= last[event.other]
+        elif isinstance(event, t.AwaitWork):
+            last[t.HOST if event.host else event.stream] |= works[event.work]
+        elif isinstance(event, t.Synchronize):
+            awaited = [event.stream] if event.stream >= 0 else [*last]
+            last[t.HOST] |= set().union(*(last[lane] for lane in awaited))
+    return nodes
+
+
+def _of_kernel(kernel: t.Kernel) -> tuple[int, str, _Attributes]:
+    """Return the type, the name and the attributes of a kernel's node."""
+    size = kernel.read_bytes + kernel.write_bytes
+    return (
+        _COMPUTE,
+        kernel.name,
+        {"num_ops": (_INT64, kernel.flops), "tensor_size": (_UINT64, size)},
+    )
+
+
+def _of_transfer(
+    what: t.Transfer, trace: t.Trace, numbers: dict[Any, int]
+) -> tuple[int, str, _Attributes]:
+    group, kind = trace.groups[what.group], _COLLECTIVE
+    attributes: _Attributes = {"comm_size": (_INT64, what.size_bytes)}
+    if what.peer >= 0:
+        kind = _SEND if what.kind == "send" else _RECV
+        ends = (trace.rank, what.peer) if kind == _SEND else (what.peer, trace.rank)
+        attributes |= {"comm_src": (_INT32, ends[0]), "comm_dst": (_INT32, ends[1])}
+    else:
+        number = numbers.setdefault(group.ranks, len(numbers) + 1)
+        attributes |= {"comm_type": (_INT64, _COLLECTIVES[what.kind]), "pg_name": (_STRING, str(number))}  # fmt: skip
+    return kind, f"{what.kind} {axis_of(group)}", attributes
+
+
+def _node(
+    what: Any, number: int, parents: set[int], start_s: float, duration_s: float, description: Any
+) -> bytes:
+    """Return a node. Durations are whole microseconds in the schema, so an attribute has nanoseconds."""
+    kind, name, attributes = description
+    attributes |= {
+        "is_cpu_op": (_BOOL, what.stream == t.HOST),
+        "phase": (_STRING, what.scope.phase),
+    }
+    attributes |= {"module": (_STRING, what.scope.module), "duration_nanos": (_INT64, round(duration_s * 1e9))}  # fmt: skip
+    fields = [(1, number), (2, name), (3, kind), (5, b"".join(map(_varint, sorted(parents))))]
+    fields += [(6, round(start_s * 1e6)), (7, round(duration_s * 1e6))]
+    fields += [(10, _field(1, key) + _field(*value)) for key, value in attributes.items()]
+    return b"".join(_field(*field) for field in fields)
+
+
+def _field(number: int, value: int | str | bytes) -> bytes:
+    """Return a field of protobuf's wire format: a varint, or text or a message behind its length."""
+    if isinstance(value, int):
+        return _varint(number << 3) + _varint(value)
+    data = value.encode() if isinstance(value, str) else value
+    return _varint(number << 3 | 2) + _varint(len(data)) + data
+
+
+def _varint(value: int) -> bytes:
+    """Return a number in groups of 7 bits, the lowest first, with the top bit set in all but the last."""
+    data = bytearray()
+    while value > 0x7F:
+        data.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*data, value])
