@@ -10,27 +10,27 @@ from __future__ import annotations
 
 import hashlib
 import io
-import itertools
 import json
 import logging
 import os
 import pickle
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from titan.config.layout import AXES, Layout, stage_split
+from titan.config.layout import Layout, stage_split
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
 from titan.observe.routing import busiest_rank
 from titan.sim.record import trace as events
 from titan.sim.record.extrapolate import CannotExtrapolate, Depth, extrapolate
+from titan.sim.record.ranks import remap_ranks
 from titan.sim.record.segments import LAYER
-from titan.sim.record.trace import Group, Trace, Transfer
+from titan.sim.record.trace import Trace
 from titan.sim.record.trace_jobs import DeviceKind, Job, Prepare, distinct_ranks, trace_jobs
 
 logger = logging.getLogger("titan")
@@ -315,46 +315,7 @@ def at_depth(request: TraceRequest, depth: int) -> JobConfig:
     return config.model_copy(update={"model": model, "parallelism": parallelism})
 
 
-# ---- the same program in another world -----------------------------------------------------------
-
-
-def remap_ranks(trace: Trace, layout: Layout) -> Trace:
-    """Return a trace as it would be under a layout with another number of replicas."""
-    if trace.world_size == layout.world_size:
-        return trace
-    # The same layout with the trace's number of replicas.
-    was = replace(layout, dp_replicate=layout.dp_replicate * trace.world_size // layout.world_size)
-
-    def moved(rank: int) -> int:
-        return _rank(_place(rank, was), layout)
-
-    own = _place(trace.rank, was)
-
-    def members(group: Group) -> tuple[int, ...]:
-        # A group along axes has members that follow from the rank's position. Pairs of a send and a
-        # receive lie along an axis and have two of its ranks.
-        along_axes = {*group.axes} <= {*AXES} and len(group.ranks) == len(
-            _members(own, group.axes, was)
-        )
-        return _members(own, group.axes, layout) if along_axes else tuple(map(moved, group.ranks))
-
-    groups = {name: replace(group, ranks=members(group)) for name, group in trace.groups.items()}
-
-    def with_peers(of_trace: Iterable[events.Event]) -> list[events.Event]:
-        # Transfers without a peer, and all other events, are shared with the cached trace.
-        return [
-            replace(e, peer=moved(e.peer)) if isinstance(e, Transfer) and e.peer >= 0 else e
-            for e in of_trace
-        ]
-
-    return Trace(
-        moved(trace.rank),
-        layout.world_size,
-        groups,
-        trace.setup,
-        with_peers(trace.first_step),
-        with_peers(trace.step),
-    )
+# ---- names -----------------------------------------------------------------------------------------
 
 
 def _renamed(trace: Trace, pattern: re.Pattern[str], name: Callable[..., str]) -> Trace:
@@ -371,30 +332,6 @@ def _renamed(trace: Trace, pattern: re.Pattern[str], name: Callable[..., str]) -
 
     sections = [[*map(rename, part)] for part in (trace.setup, trace.first_step, trace.step)]
     return Trace(trace.rank, trace.world_size, trace.groups, *sections)  # pyright: ignore
-
-
-def _place(rank: int, layout: Layout) -> dict[str, int]:
-    place = {}
-    # Ranks count row by row, with the last axis of AXES the fastest.
-    for axis in reversed(AXES):
-        rank, place[axis] = divmod(rank, getattr(layout, axis))
-    return place
-
-
-def _rank(place: dict[str, int], layout: Layout) -> int:
-    rank = 0
-    for axis in AXES:
-        rank = rank * getattr(layout, axis) + place[axis]
-    return rank
-
-
-def _members(place: dict[str, int], axes: Sequence[str], layout: Layout) -> tuple[int, ...]:
-    """Return the ranks along some axes that pass through a position of the mesh."""
-    along = itertools.product(*(range(getattr(layout, axis)) for axis in axes))
-    return tuple(_rank(place | dict(zip(axes, numbers, strict=True)), layout) for numbers in along)
-
-
-# ---- the cache -----------------------------------------------------------------------------------
 
 
 def _folder() -> Path:

@@ -19,8 +19,9 @@ from titan.config.errors import ConfigError
 from titan.config.load import load_from_argv
 from titan.hardware import MARGIN
 from titan.sim.price.profiles import Profile
+from titan.sim.record.ranks import remap_ranks
 from titan.sim.record.trace import Trace, no_garbage_collection
-from titan.sim.record.trace_cache import TraceRequest, get_traces, remap_ranks
+from titan.sim.record.trace_cache import TraceRequest, get_traces
 from titan.sim.replay.queues import ReplayError
 from titan.sim.report.text import columns, utilization
 from titan.sim.simulate import GIB, Facts, facts, not_simulated, price
