@@ -54,11 +54,15 @@ def pool() -> Pool:
 
 
 @pytest.fixture(autouse=True)
-def _signals_as_they_were() -> Iterator[None]:
-    """titan.train.main, where a test calls it in this process, listens to signals for good."""
+def _process_as_it_was() -> Iterator[None]:
+    """Undo what commands do to their process, where a test calls them in this one: signals, and variables such as --quiet's."""
     numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
     before = {number: signal.getsignal(number) for number in numbers}
+    variables = dict(os.environ)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
     signal.set_wakeup_fd(-1)
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
