@@ -4,7 +4,7 @@ An exchange ends when its busiest rank is done, so this rank sets the time of ea
 experts; C ranks hold E / C of them each, and all ranks together route N rows in a forward pass:
 
     even       p = 1/E, and no noise
-    zipf:s     p of the i-th busiest expert is i^-s / sum of all; experts are on ranks by chance, anew in each layer
+    zipf:s     p of the i-th busiest expert is i^-s / sum of all; experts are on ranks by chance, in each layer in another order
     a file     p of each layer as a run counted them (experts.json), in the places that they have
 
 The rows of a rank are drawn from a normal distribution with the mean N q and the variance N q (1 - q) of a multinomial one, where q

@@ -297,7 +297,8 @@ def _attention(
 
     In 16 bits flash, or cuDNN where there is a mask. In 32 bits, and where values are of another size than keys (which flash
     does not take), the memory-efficient kernel, except for grouped heads, which torch multiplies by hand. titan's models copy
-    heads first where that would happen (titan/parallel/block_attention.py: match_heads).
+    heads first where that would happen (titan/parallel/block_attention.py: match_heads). In 16 bits cuDNN takes values of another
+    size, too: the same operation is recorded, and cost.py prices it as cuDNN's.
     """
     q, k, v = q_BHSK, k_BGTK, v_BGTK
     is_short = q.dtype in (torch.bfloat16, torch.float16)
