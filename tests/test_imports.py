@@ -26,6 +26,8 @@ ALLOWED = {
     "checkpoint": "config data health optim parallel untrusted",
     "health": "async_scalars config parallel run_folder untrusted",
     "observe": "async_scalars config hardware health optim parallel run_folder untrusted",
+    # What a family's models are trained on: titan/models/NAME/task.py.
+    "tasks": "config data loss models parallel task untrusted",
     # Above data and checkpoints, below the trainer.
     "checks": "checkpoint config data hardware loss models optim parallel untrusted",
 }
@@ -76,6 +78,8 @@ def imports(module: str, *, top_level: bool = False) -> frozenset[str]:
 
 def part_of(module: str) -> str:
     """Return the part that a module belongs to; "trainer" stands for all parts without a row."""
+    if module.startswith("titan.models.") and module.endswith(".task"):
+        return "tasks"
     part = [*module.split("."), "titan"][module != "titan"]
     return part if part in (*ALLOWED, *ABOVE, "cli", "titan") else "trainer"
 

@@ -33,13 +33,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan.async_scalars import AsyncScalars
 from titan.config.layout import Layout
 from titan.config.schema import JobConfig
+from titan.data.base import TensorBatch
 from titan.data.loader import Loader
-from titan.data.packing import Batch
 from titan.data.tokenizer import Tokenizer
 from titan.hardware import Hardware
 from titan.observe.clock import StepTimer, Window
 from titan.observe.console import Console
 from titan.observe.run_log import EventLog
+from titan.task import Task
 from titan.train_step import StepReport, TrainStep
 
 _Hook = TypeVar("_Hook", bound="Hook")
@@ -79,7 +80,7 @@ class Hook:
 
     def step_begin(self) -> None: ...
 
-    def before_forward(self, batches: Sequence[Batch]) -> None: ...
+    def before_forward(self, batches: Sequence[TensorBatch]) -> None: ...
 
     def updated(self, report: StepReport) -> None: ...
 
@@ -122,10 +123,11 @@ class Run(Protocol):
     mesh: DeviceMesh
     run_dir: Path
 
+    task: Task
     train_step: TrainStep
     loader: Loader
     validation_loader: Loader | None
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None  # None: of a task without text
     # From `start` on.
     timer: StepTimer
     console: Console

@@ -37,6 +37,7 @@ from titan.config.schema import (
     ParallelismSection,
     TrainingSection,
 )
+from titan.config.task import predicts_tokens
 from titan.models.attention import InnerAttention
 from titan.models.moe import MoE
 from titan.parallel.activation import apply_ac
@@ -350,6 +351,7 @@ def has_output_in_loss(config: JobConfig) -> bool:
     """Return whether the loss applies the output layer itself, chunk by chunk (titan/loss.py)."""
     return (
         config.loss.chunk_output
+        and predicts_tokens(config)
         and not config.parallelism.disable_loss_parallel
         and (not _splits_backward(config.parallelism) or can_split_custom_functions())
     )

@@ -29,20 +29,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan.config.layout import stage_split
-from titan.config.loss import loss_function
 from titan.config.model import family as import_family
 from titan.config.model import model_config
 from titan.config.schema import CompileSection, JobConfig
-from titan.data.packing import Batch
-from titan.loss import (
-    IGNORED,
-    Kernels,
-    LossSum,
-    VocabularyShard,
-    compiled_loss,
-    leave_output_to_loss,
-    product_of,
-)
+from titan.loss import leave_output_to_loss
 from titan.optim.balance import Balance
 from titan.optim.clipping import clip_gradients
 from titan.optim.early import EarlyStep
@@ -65,6 +55,7 @@ from titan.parallelize import (
     require_trained,
     torch_dtype,
 )
+from titan.task import LossFunction, Microbatch, Task, task_of
 
 if TYPE_CHECKING:
     from titan.parallel.pipeline import Pipeline
@@ -131,7 +122,8 @@ class TrainStep:
     device: torch.device
     mesh: DeviceMesh
     groups: StepGroups
-    loss_sum: LossSum
+    task: Task
+    loss_sum: LossFunction
     async_tp: Rewrites | None
     compile_log: CompileLog | None
     float8: list[Conversion]
@@ -153,7 +145,7 @@ class TrainStep:
 
     def train(
         self,
-        batches: Sequence[Batch],
+        batches: Sequence[Any],
         *,
         step: int,
         accept: Callable[[Tensor, Tensor], bool] | None = None,
@@ -161,16 +153,17 @@ class TrainStep:
         """Train on this rank's micro-batches of step 1, 2, ...: forward, backward, clip, update.
 
         Args:
-            batches: anything with the tensors of `titan.data.packing.Batch`, on any device.
+            batches: the task's, on any device; of text, anything with the tensors of `titan.data.packing.Batch`.
             accept: gets the loss and the gradient norm and returns whether to update, the same on all ranks. It waits for
                 the device, so the host no longer runs ahead.
         """
         self._compute_scales()
         local = [self.to_local(batch) for batch in batches]
         num_valid = _sum(_count_valid(local), self.groups.tokens)
-        num_sequences = sum(len(batch.tokens_BS) for batch in batches) * self.num_replicas
-        length = batches[0].tokens_BS.shape[1]
-        self.balance.begin(num_sequences=num_sequences, num_tokens=num_sequences * length)
+        num_sequences = sum(len(batch.input) for batch in local) * self.num_replicas
+        num_parts = 1 if self.context is None else self.context.size()
+        num_tokens = num_sequences * local[0].input.shape[1] * num_parts
+        self.balance.begin(num_sequences=num_sequences, num_tokens=num_tokens)
         # The rate is a function of the step alone, so a resumed run needs no scheduler state.
         self.set_learning_rate(step)
         if self.compile_log is not None:
@@ -198,7 +191,7 @@ class TrainStep:
         return StepReport(loss, grad_norm, num_valid, local_losses)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:
+    def evaluate(self, batches: Iterable[Any]) -> tuple[Tensor, Tensor]:
         """Return the summed loss in nats and the number of valid tokens over all ranks' batches, as device scalars."""
         self._compute_scales()
         # Dropout and the like are off while evaluating.
@@ -213,33 +206,21 @@ class TrainStep:
             part.train()
         return _sum(loss, self.groups.loss), _sum(num_valid, self.groups.tokens)
 
-    def to_local(self, batch: Batch) -> Batch:
+    def to_local(self, batch: Any) -> Microbatch:
         """Return what this rank computes with: the batch on its device and, under context parallelism, its part of each sequence."""
-        positions_BS = batch.positions_BS
-        # A model part that holds a part of the sequence, or begins past the embedding, cannot count positions itself.
-        if positions_BS is None and (self.context is not None or self.pipeline is not None):
-            length = batch.tokens_BS.shape[1]
-            positions_BS = torch.arange(length, device=self.device).expand(batch.tokens_BS.shape)
+        is_cut = self.context is not None or self.pipeline is not None
+        batch = self.task.complete(batch, device=self.device, is_cut=is_cut)
+        balanced = self.config.parallelism.splits_from_both_ends
 
-        def part(tensor_BS: Tensor | None) -> Any:
-            if tensor_BS is None:
-                return None
+        def part(name: str, tensor: Tensor) -> Tensor:
             # Whole, and cut on the device: a cut copy would not be in pinned memory, and the host would wait for it.
-            tensor_BS = tensor_BS.to(self.device, non_blocking=True)
-            if self.context is None:
-                return tensor_BS
+            tensor = tensor.to(self.device, non_blocking=True)
+            if self.context is None or name not in batch.ALONG_SEQUENCE:
+                return tensor
             rank, size = self.context.get_local_rank(), self.context.size()
-            balanced = self.config.parallelism.splits_from_both_ends
-            return shard_sequence(tensor_BS, dim=1, rank=rank, size=size, balanced=balanced)
+            return shard_sequence(tensor, dim=1, rank=rank, size=size, balanced=balanced)
 
-        ends = getattr(batch, "document_ends_BN", None)  # another loader may lack them
-        return Batch(
-            tokens_BS=part(batch.tokens_BS),
-            labels_BS=part(batch.labels_BS),
-            positions_BS=part(positions_BS),
-            document_ids_BS=part(batch.document_ids_BS),
-            document_ends_BN=None if ends is None else ends.to(self.device, non_blocking=True),
-        )
+        return self.task.microbatch(batch.map(part))
 
     def _compute_scales(self) -> None:
         if self.precompute_scales:
@@ -268,50 +249,53 @@ class TrainStep:
                 stages=self.groups.stages,
             )
 
-    def _forward_backward(self, batch: Batch, num_valid: Tensor, *, is_last: bool) -> Tensor:
+    def _forward_backward(self, batch: Microbatch, num_valid: Tensor, *, is_last: bool) -> Tensor:
         """Add the gradients of a micro-batch; return its loss, summed over this rank's tokens."""
         if self.pipeline is not None:
             losses = self.pipeline.step(
-                batch.tokens_BS, batch.labels_BS, divide_by=num_valid, **_inputs(batch)
+                batch.input, batch.targets, divide_by=num_valid, **batch.inputs
             )
             self.mark("backward")
             return self._total(losses)
         (model,) = self.model_parts
         self.prepare_backward(model, is_last=is_last)
-        loss_sum = self.loss_sum(model(batch.tokens_BS, **_inputs(batch)), batch.labels_BS)
+        loss_sum = self.loss_sum(model(batch.input, **batch.inputs), batch.targets)
         self.mark("forward")
         # Divide before backward: gradients then add up over micro-batches and ranks to those of the global mean.
         (loss_sum / num_valid).backward()
         self.mark("backward")
         return loss_sum.detach()
 
-    def _forward(self, batch: Batch) -> Tensor:
+    def _forward(self, batch: Microbatch) -> Tensor:
         """Return the loss of a micro-batch, summed over this rank's tokens."""
         if self.pipeline is not None:
             size = self.config.parallelism.pipeline_parallel_microbatch_size
             # A batch that does not divide is one microbatch, so that validation may have any size.
-            whole, rest = divmod(len(batch.tokens_BS), size)
+            whole, rest = divmod(len(batch.input), size)
             losses = self.pipeline.eval(
-                batch.tokens_BS,
-                batch.labels_BS,
+                batch.input,
+                batch.targets,
                 num_microbatches=1 if rest else whole,
-                **_inputs(batch),
+                **batch.inputs,
             )
             return self._total(losses)
         (model,) = self.model_parts
-        return self.loss_sum(model(batch.tokens_BS, **_inputs(batch)), batch.labels_BS)
+        return self.loss_sum(model(batch.input, **batch.inputs), batch.targets)
 
     def _total(self, losses: list[Tensor]) -> Tensor:
         """Return the sum, which is 0 except on the last pipeline stage."""
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
 
 
-def build_train_step(config: JobConfig, *, device: torch.device, mesh: DeviceMesh) -> TrainStep:
+def build_train_step(
+    config: JobConfig, *, device: torch.device, mesh: DeviceMesh, task: Task | None = None
+) -> TrainStep:
     """Build model, parallelism, loss, optimizer and schedule; weights are drawn from debug.seed.
 
     Args:
         config: must have passed titan.checks.rules, which report a user's mistakes.
         mesh: built by `titan.parallel.build_mesh` over the default process group.
+        task: what to train on; None: the job's.
     """
     training = (config := config.on_device(device.type)).training
     family, sizes = import_family(config.model.name), model_config(config.model)
@@ -349,7 +333,8 @@ def build_train_step(config: JobConfig, *, device: torch.device, mesh: DeviceMes
         materialize(stage, device=home, buffers_on=device)
         initialize(stage, seed=config.debug.seed, std_of=model.init_std)
     output = getattr(stages[max(stages)], "output", None) if has_output_in_loss(config) else None
-    loss_sum = _loss_sum(config, mesh, output, sizes.vocab_size, float8)
+    task = task or task_of(config)
+    loss_sum = task.loss(mesh, output=output, float8=float8)
     pipeline = None
     if pp is not None and schedule is not None:
         from titan.parallel.pipeline import Pipeline
@@ -372,6 +357,7 @@ def build_train_step(config: JobConfig, *, device: torch.device, mesh: DeviceMes
         device=device,
         mesh=mesh,
         groups=StepGroups.of(mesh),
+        task=task,
         loss_sum=loss_sum,
         async_tp=async_tp,
         compile_log=_compile_log(config.compile, num_blocks),
@@ -409,40 +395,12 @@ def _compile_log(section: CompileSection, num_blocks: int) -> CompileLog | None:
     return CompileLog(" and ".join(what)) if section.enable and what else None
 
 
-def _count_valid(batches: Sequence[Batch]) -> Tensor:
+def _count_valid(batches: Sequence[Microbatch]) -> Tensor:
     """Return the number of labels that are trained on, a scalar int64 on their device."""
-    return torch.stack([(batch.labels_BS != IGNORED).sum() for batch in batches]).sum()
-
-
-def _inputs(batch: Batch) -> dict[str, Tensor]:
-    names = ("positions_BS", "document_ids_BS", "document_ends_BN")
-    return {name: value for name in names if (value := getattr(batch, name)) is not None}
+    return torch.stack([batch.num_valid for batch in batches]).sum()
 
 
 def _sum(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if group is not None:
         dist.all_reduce(value, group=group)
     return value
-
-
-def _loss_sum(
-    config: JobConfig,
-    mesh: DeviceMesh,
-    output: nn.Module | None,
-    vocab_size: int,
-    float8: Sequence[Conversion],
-) -> LossSum:
-    compiles = config.compile.enable and "loss" in config.compile.components
-    backend = config.compile.backend if compiles else ""
-    product = None
-    if output is not None and any(c.name == "output" and not c.kept for c in float8):
-        product = product_of(output, backend=backend)
-    shared = not config.parallelism.disable_loss_parallel
-    return LossSum(
-        config.loss.chunk_tokens,
-        shard=VocabularyShard.of(submesh(mesh, "tp"), vocab_size) if shared else None,
-        output=output,
-        kernels=Kernels.compiled(backend) if backend else None,
-        product=product,
-        custom=compiled_loss(loss_function(config.loss), backend=backend),
-    )

@@ -28,14 +28,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan.async_scalars import AsyncScalars, to_device
-from titan.checks.machine import open_tokenizer
 from titan.checks.rules import resolve_layout
 from titan.config.layout import AXES
 from titan.config.model import model_config
 from titan.config.quantize import eight_bit_sections, quantize_section
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
-from titan.data.loader import build_loader, build_validation_loader
 from titan.data.tokenizer_files import keep_tokenizer
 from titan.hardware import by_name, recognise
 from titan.health import flight_recorder
@@ -52,6 +50,7 @@ from titan.parallel.init_distributed import start_process_group
 from titan.parallel.mesh import axis_rank
 from titan.parallel.torch_compat import set_timeout
 from titan.run_folder import open_rank_log, write_environment, write_status
+from titan.task import task_of
 from titan.train_step import build_train_step
 
 _LOG = logging.getLogger("titan")
@@ -92,7 +91,9 @@ class Trainer:
         # The order is the user's: cheap checks first, then what reads files, then the model.
         self._build_mesh()
         self._build_data()  # before the model, since it fails more often, and sooner
-        self.train_step = build_train_step(config, device=self.device, mesh=self.mesh)
+        self.train_step = build_train_step(
+            config, device=self.device, mesh=self.mesh, task=self.task
+        )
         # Groups of a mesh start with torch's limits. All of them exist now, and none has communicated yet.
         set_timeout(timedelta(seconds=config.comm.init_timeout_seconds))
         self.step = self.tokens_seen = 0
@@ -236,26 +237,19 @@ class Trainer:
 
     def _build_data(self) -> None:
         config, training = self.config, self.config.training
-        self.tokenizer, self.sizes = open_tokenizer(config), model_config(config.model)
+        self.task, self.sizes = task_of(config), model_config(config.model)
+        self.tokenizer = self.task.tokenizer
         self.dp_rank = axis_rank(self.mesh, "dp_replicate", "dp_shard")
         self.sequences_per_step = (
             training.local_batch_size * self.layout.dp * self.layout.accumulation
         )
         self.tokens_per_step = self.sequences_per_step * training.seq_len
         # Ranks that differ only in tp, cp or pp get the same samples.
-        share = {"tokenizer": self.tokenizer, "rank": self.dp_rank, "world": self.layout.dp}
-        self.loader = build_loader(
-            training,
-            data=config.data,
-            seed=config.debug.seed,
-            accumulation=self.layout.accumulation,
-            **share,
-        )
+        share = {"rank": self.dp_rank, "world": self.layout.dp}
+        self.loader = self.task.loader(**share, accumulation=self.layout.accumulation)
         self.validation_loader = None
         if config.validation.enable:
-            self.validation_loader = build_validation_loader(
-                config.validation, training=training, data=config.data, **share
-            )
+            self.validation_loader = self.task.validation_loader(**share)
 
     def start(self) -> None:
         """Resume, open the console and the records of the run, and print what is about to run. `run` calls it."""
@@ -279,7 +273,8 @@ class Trainer:
         )
         if self.rank == 0:
             (self.run_dir / "config.toml").write_text(to_toml(config))
-            keep_tokenizer(self.tokenizer, self.run_dir)
+            if self.tokenizer is not None:
+                keep_tokenizer(self.tokenizer, self.run_dir)
             write_environment(self.run_dir, device_names=[device_name], world_size=self.world_size)
         self.write_status()
         self.console.startup(
@@ -290,7 +285,7 @@ class Trainer:
                 run_dir=self.run_dir,
                 device_name=device_name,
                 hardware=self.hardware,
-                tokenizer=f"{self.tokenizer.kind}, {self.tokenizer.vocab_size:,} tokens",
+                data=self.task.describe(),
                 resume_step=self.step,
                 tokens_seen=self.tokens_seen,
                 ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", 0)),

@@ -106,22 +106,13 @@ def torchtitan() -> None:
     from torchtitan.protocols.train_spec import get_train_spec
     from torchtitan.train import Trainer
 
-    from titan.checks.machine import open_tokenizer
     from titan.config.model import model_config
-    from titan.data.loader import build_loader
+    from titan.task import task_of
 
     class Batches(BaseDataLoader):
         def __iter__(self) -> Any:
             config = load_job()
-            loader = build_loader(
-                config.training,
-                data=config.data,
-                seed=config.debug.seed,
-                accumulation=1,
-                tokenizer=open_tokenizer(config),
-                rank=0,
-                world=1,
-            )
+            loader = task_of(config).loader(rank=0, world=1)
             while True:
                 for batch in loader.next_step():
                     yield {"input": batch.tokens_BS}, batch.labels_BS

@@ -36,8 +36,9 @@ import numpy as np
 import torch
 
 from titan.config import schema as s
-from titan.data.loader import Loader, build_loader
+from titan.data.loader import Loader
 from titan.data.tokenizer import build_tokenizer
+from titan.task import NextToken
 from titan.tools.prepare import main as prepare
 from titan.tools.tokenizer import main as tokenizer_cli
 
@@ -95,8 +96,9 @@ def open_loader(source: s.Section, vocabulary: str, cache: Path) -> Loader:
     dataloader = s.DataloaderSection(num_workers=0)
     training = s.TrainingSection(seq_len=SEQUENCE, local_batch_size=BATCH, dataloader=dataloader)
     data = s.DataSection(cache_folder=str(cache)).model_copy(update={"sources": [source]})
-    tokenizer = build_tokenizer(section, hf_assets_path="")
-    return build_loader(training, data=data, tokenizer=tokenizer, rank=0, world=1, seed=0)
+    task = NextToken(s.JobConfig().model_copy(update={"training": training, "data": data}))
+    task.tokenizer = build_tokenizer(section, hf_assets_path="")
+    return task.loader(rank=0, world=1)
 
 
 # ---- loaders -----------------------------------------------------------------------------------

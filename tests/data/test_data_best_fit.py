@@ -13,14 +13,15 @@ import pytest
 
 from tests.data.conftest import make_texts, write_jsonl
 from tests.data.test_data_loader import LAYOUTS, SEQ_LEN, TOKENIZER, Job, step_rows, training
+from tests.support.loaders import build_validation_loader
 from titan.config import schema as s
 from titan.data import DataError
 from titan.data import cache as cache_module
 from titan.data.best_fit import best_fit, plan_rows
-from titan.data.loader import build_validation_loader
 from titan.data.packing import pack
 from titan.data.sources import Documents
 from titan.data.special_tokens import SpecialTokens
+from titan.data.text import num_bytes
 from titan.loss import IGNORED
 
 MARKS = {
@@ -171,7 +172,9 @@ def test_labels_of_padding_are_ignored_and_count_no_bytes(mixed: Path, cache: st
     [batch] = loader.next_step()
     padding = (batch.labels_BS == IGNORED).float().mean()
     assert 0 < padding < 0.05 and (batch.tokens_BS >= 0).all()
-    assert loader.num_bytes(batch) == int(((batch.labels_BS >= 0) & (batch.labels_BS < 256)).sum())
+    assert num_bytes(batch, TOKENIZER) == int(
+        ((batch.labels_BS >= 0) & (batch.labels_BS < 256)).sum()
+    )
 
 
 def test_validation_rows_are_packed_too(mixed: Path, cache: str) -> None:

@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.loaders import build_loader, build_validation_loader
 from titan.config import schema as s
 from titan.data import DataError
 from titan.data.base import RankShare, Samples
-from titan.data.loader import Loader, build_loader, build_validation_loader
+from titan.data.loader import Loader
 from titan.data.sources import in_validation
 from titan.data.special_tokens import SpecialTokens
 from titan.data.statistics import cross_entropy_bits, unigram_bits_per_byte
+from titan.data.text import collate_rows, num_bytes
 from titan.data.tokenizer import bytes_tokenizer
 from titan.loss import IGNORED
 
@@ -195,8 +197,9 @@ def test_document_options(corpus: Path, cache: str) -> None:
     assert (batch.positions_BS[begins] == 0).all()
     assert (batch.labels_BS == -100).sum() > 0 and not (batch.labels_BS == 256).any()
     # All text of valid labels, and nothing for the frame's tokens.
-    loader = job.loader((1, 24, 1), 0)
-    assert loader.num_bytes(batch) == int(((batch.labels_BS >= 0) & (batch.labels_BS < 256)).sum())
+    assert num_bytes(batch, TOKENIZER) == int(
+        ((batch.labels_BS >= 0) & (batch.labels_BS < 256)).sum()
+    )
     bare = Job(
         s.JsonlSource(path=str(corpus)),
         cache=cache,
@@ -233,9 +236,12 @@ class _Failing(Samples):
 
 
 def test_an_error_in_the_background_is_raised_by_next_step() -> None:
-    data, dataloader = s.DataSection(), s.DataloaderSection(num_workers=1, prefetch_factor=4)
+    samples = _Failing()
     loader = Loader(
-        _Failing(), share=RankShare(), tokenizer=TOKENIZER, data=data, dataloader=dataloader
+        samples,
+        share=RankShare(),
+        collate=collate_rows(samples, s.DataSection()),
+        dataloader=s.DataloaderSection(num_workers=1, prefetch_factor=4),
     )
     with closing(loader):
         loader.next_step()
@@ -300,13 +306,13 @@ def test_validation_counts_every_sample_once_under_every_layout(
     length = whole.samples.num_samples
     assert length is not None and length > 20
     seen: dict[int, list[int]] = {}
-    num_bytes, num_batches = 0, set()
+    size, num_batches = 0, set()
     for rank in range(world):
         loader = validation_loader(data, rank=rank, world=world, local_batch_size=batch)
         batches = list(loader.validation_batches(-1))
         num_batches.add(len(batches))  # or a collective would wait for ever
         for one in batches:
-            num_bytes += loader.num_bytes(one)
+            size += num_bytes(one, TOKENIZER)
             for row, labels in enumerate(one.labels_BS.tolist(), start=one.first_sample):
                 if row >= length:
                     assert set(labels) == {IGNORED}
@@ -315,7 +321,7 @@ def test_validation_counts_every_sample_once_under_every_layout(
                     seen[row] = labels
     rows = whole.samples.get(np.arange(length))[:, 1:]
     assert [seen[row] for row in range(length)] == rows.tolist()
-    assert len(num_batches) == 1 and num_bytes == TOKENIZER.byte_lengths[rows].sum()
+    assert len(num_batches) == 1 and size == TOKENIZER.byte_lengths[rows].sum()
 
 
 def test_validation_on_a_stream_reads_it_once(
@@ -369,7 +375,7 @@ def test_bits_per_byte_of_a_unigram() -> None:
 def test_unigram_bits_per_byte_of_loaders(corpus: Path, cache: str) -> None:
     data = Job(s.JsonlSource(path=str(corpus)), cache=cache, validation_fraction=0.2).data
     train = build_loader(training(), data=data, tokenizer=TOKENIZER, rank=0, world=1, seed=0)
-    bits = unigram_bits_per_byte(train, validation=validation_loader(data))
+    bits = unigram_bits_per_byte(train, validation=validation_loader(data), tokenizer=TOKENIZER)
     assert bits == pytest.approx(3.9, abs=0.4)
     endless = Job(s.SyntheticSource(), cache=cache).loader((1, 1, 1), 0)
-    assert unigram_bits_per_byte(endless, validation=endless) is None
+    assert unigram_bits_per_byte(endless, validation=endless, tokenizer=TOKENIZER) is None

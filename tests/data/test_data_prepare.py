@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.loaders import build_loader, build_validation_loader
 from titan.checks.rules import check
 from titan.config import schema as s
 from titan.config.schema import JobConfig
 from titan.data import DataError
-from titan.data.loader import build_loader, build_validation_loader
 from titan.data.shards import TokenShards, read_index, token_dtype
 from titan.data.sources import in_validation
 from titan.data.tokenizer import bytes_tokenizer

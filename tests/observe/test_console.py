@@ -58,7 +58,7 @@ def page_of(
         run_dir=Path("outputs/x"),
         device_name="NVIDIA H200" if hardware else "CPU",
         hardware=by_name(hardware) if hardware else None,
-        tokenizer="bytes, 264 tokens",
+        data="stdlib; tokenizer bytes, 264 tokens",
     )
 
 

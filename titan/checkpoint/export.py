@@ -62,7 +62,7 @@ class Export:
     def of(
         config: JobConfig,
         *,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         dtype: torch.dtype,
         file_bytes: int = DEFAULT_FILE_BYTES,
     ) -> Export:
@@ -76,10 +76,10 @@ class Export:
             model,
             dtype,
             file_bytes,
-            bos_id=tokenizer.bos_id,
-            eos_id=tokenizer.eos_id,
+            bos_id=tokenizer and tokenizer.bos_id,
+            eos_id=tokenizer and tokenizer.eos_id,
             seq_len=config.training.seq_len,
-            assets=tokenizer_files(tokenizer_path(config)),
+            assets=tokenizer_files(tokenizer_path(config)) if tokenizer else [],
         )
 
     def config(self) -> dict[str, Any]:

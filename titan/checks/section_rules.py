@@ -19,6 +19,7 @@ from titan.config.schema import (
     JobConfig,
     SyntheticSource,
 )
+from titan.config.task import check_task, predicts_tokens, reads_text
 from titan.data import DataError
 from titan.data.sources import resolve_sources
 from titan.hardware import HARDWARE
@@ -50,6 +51,13 @@ def _text(part: Any, path: KeyPath = ()) -> Iterator[RuleViolation]:
         yield from _text(value, (*path, name))
 
 
+def _loss(config: JobConfig) -> Iterator[RuleViolation]:
+    if predicts_tokens(config):
+        yield from check_loss(config)
+    elif config.loss.name != type(config.loss).model_fields["name"].default:
+        yield "name", "has no effect: the task of this model has its own loss; remove it"
+
+
 def _hardware(config: JobConfig) -> Iterator[RuleViolation]:
     name, known = config.hardware.name, {hardware.name: hardware for hardware in HARDWARE}
     if name == "auto":
@@ -62,6 +70,10 @@ def _hardware(config: JobConfig) -> Iterator[RuleViolation]:
 
 def _data(config: JobConfig) -> Iterator[RuleViolation]:
     training, data = config.training, config.data
+    if not reads_text(config):
+        for key in data.model_dump(exclude_defaults=True):
+            yield key, "has no effect: the task of this model reads no text; remove it"
+        return
     # The default dataset gives way to [[data.sources]] silently; one that the job names does not.
     if data.sources and training.dataset != type(training).model_fields["dataset"].default:
         yield "training.dataset", "[[data.sources]] also says what to train on; remove one of them"
@@ -94,7 +106,7 @@ def _dataset(section: str, dataset: str, path: str | None) -> Iterator[RuleViola
 
 def _validation(config: JobConfig) -> Iterator[RuleViolation]:
     validation, sources = config.validation, config.data.sources
-    if not validation.enable:
+    if not validation.enable or not reads_text(config):
         return
     kinds = {source.type for source in sources} if sources else {config.training.dataset}
     # Shards were split when they were prepared.
@@ -406,7 +418,8 @@ def _fault_tolerance(config: JobConfig) -> Iterator[RuleViolation]:
 RULES: tuple[tuple[str, Callable[[JobConfig], Iterator[RuleViolation]]], ...] = (
     ("", _text),
     ("model", lambda config: iter(resolve_model(config.model)[1])),
-    ("loss", check_loss),
+    ("task", check_task),
+    ("loss", _loss),
     ("hardware", _hardware),
     ("data", _data),
     ("validation", _validation),

@@ -61,10 +61,10 @@ def resolve_model(section: ModelSection) -> tuple[Any, list[RuleViolation]]:
     if foreign and (problem := _problem_of_sizes(flavor)):
         message = f"the flavor {section.flavor} of the family {section.name} {problem}; {_DOCS}"
         return None, [("model.flavor", message)]
-    violations = [*_check_overrides(section.overrides, flavor)]
+    violations = [*check_fields(section.overrides, flavor, prefix="model.overrides")]
     if violations:
         return None, violations
-    config = _replace(flavor, section.overrides)
+    config = replace_fields(flavor, section.overrides)
     violations = [*_check_shape(config, "head_dim" in section.overrides), *_check_experts(config)]
     if not violations and foreign:
         violations = [*_check_module(section.name, config)]
@@ -172,14 +172,16 @@ def check_split(
         yield f"{prefix}.tensor_parallel_degree", f"{error.args[0]}{where}"
 
 
-def _check_overrides(overrides: dict[str, Any], flavor: Any) -> Iterator[RuleViolation]:
+def check_fields(overrides: dict[str, Any], flavor: Any, *, prefix: str) -> Iterator[RuleViolation]:
+    """Check values for the fields of a dataclass: names, types and ranges."""
     types = get_type_hints(type(flavor))
     # Fields that the class computes by itself cannot be set.
     fields = {f.name: f for f in dataclasses.fields(flavor) if f.init}
     for name, value in overrides.items():
-        key = f"model.overrides.{name}"
+        key = f"{prefix}.{name}"
         if name not in fields:
-            yield key, f"unknown field of the model{choose(name, fields)}"
+            what = "field of the model" if prefix == "model.overrides" else "option of the task"
+            yield key, f"unknown {what}{choose(name, fields)}"
             continue
         wanted = types[name]
         fits = type(value) is wanted or (wanted is float and type(value) is int)
@@ -194,7 +196,8 @@ def _check_overrides(overrides: dict[str, Any], flavor: Any) -> Iterator[RuleVio
             yield key, f"must not be negative, got {value}"
 
 
-def _replace(flavor: Any, overrides: dict[str, Any]) -> Any:
+def replace_fields(flavor: Any, overrides: dict[str, Any]) -> Any:
+    """Return a copy of a dataclass with other values, which `check_fields` has checked."""
     types = get_type_hints(type(flavor))
     changes = {name: float(v) if types[name] is float else v for name, v in overrides.items()}
     # A default of 0 says that the family derives head_dim from dim and n_heads.

@@ -83,6 +83,16 @@ class ModelSection(Section):
     "quantize.linear.mx". The section of the same name has its settings."""
 
 
+class TaskSection(Section):
+    """What the model is trained on, where that is not the usual task of its family."""
+
+    name: str = ""
+    """Empty: the task of the model's family, which is next-token prediction unless the family has
+    another. "next_token", or the name of an entry point `titan.tasks`."""
+    options: dict[str, int | float | bool | str] = {}
+    """Options of the task, such as {image_size = 32}."""
+
+
 class TokenizerSection(Section):
     """How text becomes token ids."""
 
@@ -387,6 +397,7 @@ class JobConfig(Section):
 
     job: JobSection = JobSection()
     model: ModelSection = ModelSection()
+    task: TaskSection = TaskSection()
     tokenizer: TokenizerSection = TokenizerSection()
     optimizer: OptimizerSection = AdamWSection()
     lr_scheduler: LRSchedulerSection = LRSchedulerSection()

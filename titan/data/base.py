@@ -1,17 +1,53 @@
 """Say what the loader asks for: `Samples`, the endless numbered rows of samples.py and streams.py, and `RankShare`, the
-part of them that one data-parallel rank takes.
+part of them that one data-parallel rank takes. `TensorBatch` is what a rank computes with.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from titan.data.special_tokens import SpecialTokens
 
 if TYPE_CHECKING:
     import numpy as np
+    from torch import Tensor
+
+_Batch = TypeVar("_Batch", bound="TensorBatch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorBatch:
+    """Hold one micro-batch of one rank: tensors, or None, with the samples in their first dimension.
+
+    ALONG_SEQUENCE: fields whose second dimension is the sequence, of which each context parallel rank gets its part.
+    """
+
+    ALONG_SEQUENCE: ClassVar[tuple[str, ...]] = ()
+
+    first_sample: int = 0
+    """Global number of the first row's sample. Those of the other rows follow."""
+
+    def map(self: _Batch, function: Callable[[str, Tensor], Tensor]) -> _Batch:
+        """Return the batch with each tensor replaced by a function of its name and itself."""
+        from torch import Tensor
+
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **{name: function(name, value) for name, value in tensors.items()})
+
+    def to(self: _Batch, device: Any) -> _Batch:
+        """Return the batch on another device. The copy does not block if the batch is pinned."""
+        return self.map(lambda _, tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self: _Batch) -> _Batch:
+        """Return the batch in page-locked memory."""
+        return self.map(lambda _, tensor: tensor.pin_memory())
+
+    def ignore_from(self, row: int) -> None:
+        """Leave the rows from `row` on out of the loss, in place."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +65,9 @@ class RankShare:
 
 
 class Samples(ABC):
-    """Give an endless sequence of numbered rows of tokens."""
+    """Give an endless sequence of numbered samples; of text, rows of tokens."""
 
-    special_tokens: SpecialTokens
+    special_tokens: SpecialTokens = SpecialTokens(None, None)
     """The ids that begin and end a document in these samples."""
 
     @property
@@ -40,8 +76,8 @@ class Samples(ABC):
         return None
 
     @abstractmethod
-    def get(self, indices: np.ndarray) -> np.ndarray:
-        """Return the rows of these samples, int64[len(indices), seq_len + 1]."""
+    def get(self, indices: np.ndarray) -> Any:
+        """Return these samples as the task's `collate` wants them; of text, int64[len(indices), seq_len + 1]."""
 
     def seek(self, position: int, *, bookmark: Any = None) -> None:  # noqa: B027
         """Prepare for samples from `position` on. bookmark: of this place, if there is one."""

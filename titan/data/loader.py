@@ -14,10 +14,9 @@ the last step that was handed out.
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -27,21 +26,16 @@ import torch
 
 from titan.config import schema as s
 from titan.data import DataError
-from titan.data.base import RankShare, Samples
-from titan.data.packing import Batch, pack
-from titan.data.samples import SampleOptions, build_samples
-from titan.data.sources import resolve_sources
-from titan.data.tokenizer import Tokenizer
-from titan.loss import IGNORED
+from titan.data.base import RankShare, Samples, TensorBatch
 
-logger = logging.getLogger(__name__)
+Collate = Callable[..., TensorBatch]
 
 
 @dataclass(frozen=True)
 class _Step:
     """A step from the background thread, and the loader's state after it."""
 
-    batches: list[Batch]
+    batches: list[Any]
     state: dict[str, Any]
 
 
@@ -53,31 +47,21 @@ class Loader:
         samples: Samples,
         *,
         share: RankShare,
-        tokenizer: Tokenizer,
-        data: s.DataSection,
+        collate: Collate,
         dataloader: s.DataloaderSection,
         accumulation: int = 1,
     ) -> None:
-        # These options read document boundaries from the tokens themselves.
-        wants_boundaries = data.reset_positions or data.document_mask or data.packing == "best_fit"
-        if wants_boundaries and not samples.special_tokens.marks_boundaries:
-            raise DataError(
-                "data.reset_positions, data.document_mask and data.packing = 'best_fit' need documents that begin or end with a token of "
-                "their own: set data.add_bos or data.add_eos, with a tokenizer that has such a token"
-            )
-        self.samples, self.share, self.tokenizer = samples, share, tokenizer
-        self._data, self._accumulation = data, accumulation
+        """collate: makes a batch of what `samples.get` returns, given the number of its first sample."""
+        self.samples, self.share = samples, share
+        self._collate, self._accumulation = collate, accumulation
         self._prefetch = dataloader.prefetch_factor if dataloader.num_workers else 0
         self._pin = dataloader.pin_memory and torch.cuda.is_available()
-        # Without byte lengths, `num_bytes` is 0 and bits a byte are left out.
-        lengths = tokenizer.byte_lengths if tokenizer.keeps_bytes else 0 * tokenizer.byte_lengths
-        self._byte_lengths = torch.from_numpy(lengths)
         # Replaced as a whole with each step, so that a saved state never changes afterwards.
         self._state: dict[str, Any] = {"position": 0}
         self._steps: Iterator[_Step] | None = None
-        self._validation: list[Batch] = []
+        self._validation: list[Any] = []
 
-    def next_step(self) -> list[Batch]:
+    def next_step(self) -> list[Any]:
         """Return this rank's `accumulation` micro-batches of the next step."""
         if self._steps is None:
             position, bookmark = self._state["position"], self._state.get("bookmark")
@@ -120,10 +104,10 @@ class Loader:
         skipped = sorted([*self._state.get("skipped", []), [first, end]])
         self.load_state_dict(self._state | {"skipped": skipped})
 
-    def validation_batches(self, steps: int) -> Iterator[Batch]:
+    def validation_batches(self, steps: int) -> Iterator[Any]:
         """Return `steps` batches from the beginning of the samples, the same each time. -1 returns those of all the text.
 
-        Finite text is read once at most. There are no batches past its end, and the labels of rows past it are ignored, so
+        Finite text is read once at most. There are no batches past its end, and rows past it are ignored, so
         that no sample counts twice in any layout. Batches of a stream are kept, so that it is read once. Raises DataError
         for -1 with a stream. Use a separate loader, not the one that trains.
         """
@@ -131,7 +115,7 @@ class Loader:
         num_samples = self.samples.num_samples
         is_stream = num_samples is None
         if num_samples is not None:
-            # A last, incomplete stride still counts: labels past the end are ignored.
+            # A last, incomplete stride still counts: samples past the end are ignored.
             all_steps = -(-num_samples // self.share.stride)
             steps = all_steps if steps == -1 else min(steps, all_steps)
         elif steps == -1:
@@ -148,15 +132,6 @@ class Loader:
         if is_stream:
             self._validation = list(batches)
         return iter(self._validation) if is_stream else batches
-
-    def num_bytes(self, batch: Batch) -> int:
-        """Return the bytes of text that the valid labels of a batch (on the CPU) stand for, for bits a byte: loss / ln 2 / this.
-
-        Return 0 for a tokenizer that drops bytes of the text, for which bits a byte would be wrong.
-        """
-        # IGNORED is the only negative label.
-        labels = batch.labels_BS[batch.labels_BS >= 0]
-        return int(self._byte_lengths[labels].sum())
 
     def close(self) -> None:
         """End the background thread, and drop what it has read ahead."""
@@ -184,19 +159,14 @@ class Loader:
             state |= {"bookmark": bookmark} if bookmark else {}
             yield _Step(batches, state)
 
-    def _make_batch(self, begin: int, *, end: int | None = None) -> Batch:
-        """Return the rank's share of the stride of samples from `begin` on. Ignore labels of samples from `end` on."""
+    def _make_batch(self, begin: int, *, end: int | None = None) -> Any:
+        """Return the rank's share of the stride of samples from `begin` on. Ignore samples from `end` on."""
         # Rows of one rank are consecutive, those of all ranks make the stride.
         first = begin + self.share.rank * self.share.batch
-        batch = pack(
-            self.samples.get(np.arange(first, first + self.share.batch)),
-            special_tokens=self.samples.special_tokens,
-            reset_positions=self._data.reset_positions,
-            document_mask=self._data.document_mask,
-            first_sample=first,
-        )
+        rows = self.samples.get(np.arange(first, first + self.share.batch))
+        batch = self._collate(rows, first_sample=first)
         if end is not None:
-            batch.labels_BS[max(end - first, 0) :] = IGNORED
+            batch.ignore_from(max(end - first, 0))
         return batch.pin_memory() if self._pin else batch
 
 
@@ -252,84 +222,3 @@ class _Prefetcher(Iterator[_Step]):
     def close(self) -> None:
         self._closed.set()
         self._thread.join(timeout=10)  # a network read may hang; the thread is a daemon
-
-
-def build_loader(
-    training: s.TrainingSection,
-    *,
-    data: s.DataSection,
-    tokenizer: Tokenizer,
-    rank: int,
-    world: int,
-    seed: int,
-    accumulation: int = 1,
-) -> Loader:
-    """Return the training data of a data-parallel rank. Raises DataError.
-
-    The first process that needs a text tokenizes it into the cache. The others wait here.
-
-    Args:
-        training, data: sections of the job.
-        tokenizer: makes tokens of text; prepared data must have been made with the same one.
-        rank, world: this data-parallel rank, and how many read different samples.
-        seed: orders the samples.
-        accumulation: batches of a step.
-    """
-    options = SampleOptions(
-        tokenizer=tokenizer,
-        data=data,
-        seq_len=training.seq_len,
-        split="train",
-        seed=seed,
-        rank=rank,
-        world=world,
-    )
-    return Loader(
-        build_samples(_training_sources(training, data), options=options),
-        share=RankShare(rank=rank, world=world, batch=training.local_batch_size),
-        tokenizer=tokenizer,
-        data=data,
-        dataloader=training.dataloader,
-        accumulation=accumulation,
-    )
-
-
-def build_validation_loader(
-    validation: s.ValidationSection,
-    *,
-    training: s.TrainingSection,
-    data: s.DataSection,
-    tokenizer: Tokenizer,
-    rank: int,
-    world: int,
-) -> Loader:
-    """Return the validation data: validation.dataset in full, or the documents held out of the training sources.
-
-    The order does not depend on the job's seed, so that runs with different seeds measure the same samples.
-    """
-    if validation.dataset:
-        sources = resolve_sources(validation.dataset, dataset_path=validation.dataset_path)
-        # A dataset for validation is used whole: nothing is held out of it.
-        split, data = "train", data.model_copy(update={"validation_fraction": 0.0})
-    else:
-        sources, split = _training_sources(training, data), "validation"
-    if not tokenizer.keeps_bytes and rank == 0:
-        logger.warning(
-            "this tokenizer drops or changes parts of a text, such as spaces: bits per byte are left out, since bytes "
-            "cannot be counted from its tokens"
-        )
-    seq_len = validation.seq_len or training.seq_len
-    options = SampleOptions(
-        tokenizer=tokenizer, data=data, seq_len=seq_len, split=split, seed=0, rank=rank, world=world
-    )
-    return Loader(
-        build_samples(sources, options=options),
-        share=RankShare(rank=rank, world=world, batch=validation.local_batch_size),
-        tokenizer=tokenizer,
-        data=data,
-        dataloader=training.dataloader,
-    )
-
-
-def _training_sources(training: s.TrainingSection, data: s.DataSection) -> Sequence[s.Section]:
-    return data.sources or resolve_sources(training.dataset, dataset_path=training.dataset_path)

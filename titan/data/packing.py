@@ -5,21 +5,29 @@ Legend: B batch, S sequence length. A row has T = S + 1 tokens, so that each of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from titan.data.base import TensorBatch
 from titan.data.special_tokens import SpecialTokens
 from titan.loss import IGNORED
 from titan.parallel.documents import document_ends
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
-    """Hold one micro-batch of one rank. The tensors are int64[B, S]."""
+class Batch(TensorBatch):
+    """Hold one micro-batch of text. The tensors are int64[B, S]."""
+
+    ALONG_SEQUENCE: ClassVar[tuple[str, ...]] = (
+        "tokens_BS",
+        "labels_BS",
+        "positions_BS",
+        "document_ids_BS",
+    )
 
     tokens_BS: Tensor
     labels_BS: Tensor
@@ -30,20 +38,10 @@ class Batch:
     """Number of the document within its sequence, for the attention mask; None: only the causal mask."""
     document_ends_BN: Tensor | None = None
     """Where each document of a row ends, of `titan.parallel.documents.document_ends`: int32, the same for all context parallel ranks."""
-    first_sample: int = 0
-    """Global number of the first row's sample. Those of the other rows follow."""
 
-    def to(self, device: torch.device | str) -> Batch:
-        """Return the batch on another device. The copy does not block if the batch is pinned."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def pin_memory(self) -> Batch:
-        """Return the batch in page-locked memory."""
-        return self._map(lambda tensor: tensor.pin_memory())
-
-    def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **{name: function(tensor) for name, tensor in tensors.items()})
+    def ignore_from(self, row: int) -> None:
+        """Ignore the labels of the rows from `row` on, in place."""
+        self.labels_BS[row:] = IGNORED
 
 
 def pack(

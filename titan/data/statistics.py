@@ -9,27 +9,28 @@ from __future__ import annotations
 import numpy as np
 
 from titan.data.loader import Loader
+from titan.data.tokenizer import Tokenizer
 
 
 def unigram_bits_per_byte(
-    train: Loader, *, validation: Loader, max_tokens: int = 2**22
+    train: Loader, *, validation: Loader, tokenizer: Tokenizer, max_tokens: int = 2**22
 ) -> float | None:
     """Return the cross entropy of the validation text under the byte frequencies of the training text, in bits a byte.
 
     Each is measured on its first `max_tokens` tokens, in the order of its samples. Return None if either is endless or the
     tokenizer does not keep all bytes of a text.
     """
-    if not train.tokenizer.keeps_bytes:
+    if not tokenizer.keeps_bytes:
         return None
     if train.samples.num_samples is None or validation.samples.num_samples is None:
         return None
-    counts = byte_counts(train, max_tokens=max_tokens)
-    return cross_entropy_bits(counts, validation=byte_counts(validation, max_tokens=max_tokens))
+    counts, other = (byte_counts(x, tokenizer, max_tokens=max_tokens) for x in (train, validation))
+    return cross_entropy_bits(counts, validation=other)
 
 
-def byte_counts(loader: Loader, *, max_tokens: int) -> np.ndarray:
+def byte_counts(loader: Loader, tokenizer: Tokenizer, *, max_tokens: int) -> np.ndarray:
     """Return how often each byte occurs in the first `max_tokens` of an epoch, float64[256]."""
-    token_counts = np.zeros(loader.tokenizer.vocab_size, dtype=np.int64)
+    token_counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     for number in range(loader.samples.num_samples or 0):
         # Labels, since a model predicts those.
         labels = loader.samples.get(np.array([number]))[0, 1:]
@@ -39,7 +40,7 @@ def byte_counts(loader: Loader, *, max_tokens: int) -> np.ndarray:
     # From counts of tokens to counts of the bytes that they stand for.
     counts = np.zeros(256, dtype=np.float64)
     for token in np.flatnonzero(token_counts):
-        spelling = np.frombuffer(loader.tokenizer.token_bytes(int(token)), dtype=np.uint8)
+        spelling = np.frombuffer(tokenizer.token_bytes(int(token)), dtype=np.uint8)
         counts += token_counts[token] * np.bincount(spelling, minlength=256)
     return counts
 

@@ -48,7 +48,7 @@ def startup_page(
     run_dir: Path,
     device_name: str,
     hardware: Hardware | None,
-    tokenizer: str = "",
+    data: str = "",
     resume_step: int = 0,
     tokens_seen: int = 0,
     ranks_per_node: int = 0,
@@ -56,7 +56,7 @@ def startup_page(
     """Return the page of a job.
 
     Args:
-        tokenizer: name and size, such as "bytes, 264 tokens".
+        data: what the run reads, of its task.
         resume_step: the step that the run continues from, 0 for a fresh run.
         tokens_seen: tokens trained on up to resume_step.
         ranks_per_node: 0 if not known.
@@ -73,7 +73,7 @@ def startup_page(
         lines={
             "model": _model(model_config),
             **_experts(config, model_config, layout, ranks_per_node),
-            "data": _data(config) + (f"; tokenizer {tokenizer}" if tokenizer else ""),
+            "data": data,
             "layout": _layout(config, layout),
             "precision": f"{training.compute_dtype} compute, "
             f"{training.mixed_precision_reduce} gradient reduction, {_states(config)}",
@@ -122,19 +122,6 @@ def _experts(config: JobConfig, model: Any, layout: Layout, ranks_per_node: int)
             nodes = max(b // ranks_per_node - a // ranks_per_node + 1 for a, b in ends)
             parts.append(f"a group on {_count(nodes, 'nodes')}")
     return {"experts": ", ".join(parts)}
-
-
-def _data(config: JobConfig) -> str:
-    sources = config.data.sources
-    if not sources:
-        path = config.training.dataset_path
-        return config.training.dataset + (f" ({path})" if path else "")
-    total = sum(source.weight for source in sources)
-    return ", ".join(
-        f"{source.type} {getattr(source, 'path', '')}".rstrip()
-        + (f" {source.weight / total:.0%}" if len(sources) > 1 else "")
-        for source in sources
-    )
 
 
 def _layout(config: JobConfig, layout: Layout) -> str:

@@ -21,7 +21,6 @@ from torch import nn
 from titan import train_step as module
 from titan.config.layout import Layout
 from titan.config.schema import JobConfig
-from titan.data.packing import Batch
 from titan.optim.adam import local
 from titan.parallel.init_weights import canonical_name
 from titan.sim.record.microbatches import Microbatches, repeating
@@ -48,7 +47,7 @@ class Program:
 def job_program(config: JobConfig, layout: Layout, device: Any, mesh: Any) -> Program:
     """Return the program of a job."""
     train_step = module.build_train_step(config, device=device, mesh=mesh)
-    batches = [_fake_batch(config) for _ in range(layout.accumulation)]
+    batches = [train_step.task.fake_batch() for _ in range(layout.accumulation)]
     # A pipeline learns shapes in its first step, and an early update makes states in the backward pass.
     needs_two = train_step.pipeline is not None or train_step.early_step is not None
     return Program(
@@ -225,20 +224,3 @@ def _watched(program: Program, tracer: Any) -> Iterator[list[Any]]:
             clip = clipping(getattr(where, name))
             replaced.enter_context(patch.object(where, name, clip))
         yield without_gradient
-
-
-def _fake_batch(config: JobConfig) -> Any:
-    """Return a batch as the loader would: whole sequences on the host."""
-
-    def numbers() -> Any:
-        shape = (config.training.local_batch_size, config.training.seq_len)
-        return torch.zeros(shape, dtype=torch.int64)
-
-    ids = numbers() if config.data.document_mask else None
-    return Batch(
-        tokens_BS=numbers(),
-        labels_BS=numbers(),
-        positions_BS=numbers() if config.data.reset_positions else None,
-        document_ids_BS=ids,
-        document_ends_BN=None if ids is None else ids[:, : -(-ids.shape[1] // 256)].int(),
-    )

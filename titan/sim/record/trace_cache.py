@@ -37,6 +37,7 @@ logger = logging.getLogger("titan")
 
 _PROGRAM = (
     "model",
+    "task",
     "optimizer",
     "loss",
     "parallelism",

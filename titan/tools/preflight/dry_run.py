@@ -19,11 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan.async_scalars import AsyncScalars
 from titan.config.layout import Layout
 from titan.config.schema import JobConfig
-from titan.data.loader import build_loader
-from titan.data.tokenizer import build_tokenizer
 from titan.observe.memory import peak_memory
 from titan.parallel.mesh import axis_rank
 from titan.parallel.torch_compat import set_timeout
+from titan.task import task_of
 from titan.train_step import build_train_step
 
 NUM_STEPS = 2
@@ -61,16 +60,8 @@ def dry_run(config: JobConfig, layout: Layout, *, device: torch.device, mesh: De
     if device.type != "cpu":  # memory that the measurements took is not the job's
         torch.get_device_module(device).empty_cache()
         peak_memory(reset=True)
-    tokenizer = build_tokenizer(config.tokenizer, hf_assets_path=config.model.hf_assets_path)
-    loader = build_loader(
-        config.training,
-        data=config.data,
-        tokenizer=tokenizer,
-        rank=axis_rank(mesh, "dp_replicate", "dp_shard"),
-        world=layout.dp,
-        seed=config.debug.seed,
-        accumulation=layout.accumulation,
-    )
+    rank = axis_rank(mesh, "dp_replicate", "dp_shard")
+    loader = task_of(config).loader(rank=rank, world=layout.dp, accumulation=layout.accumulation)
     try:
         train_step = build_train_step(config, device=device, mesh=mesh)
         set_timeout(timedelta(seconds=config.comm.init_timeout_seconds))  # of its new groups, too
