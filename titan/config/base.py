@@ -73,7 +73,14 @@ class DocumentOptions(Section):
 
 
 GROUPS = (
-    *("titan.hooks", "titan.losses", "titan.models", "titan.optimizers", "titan.sources"),
+    *(
+        "titan.hooks",
+        "titan.losses",
+        "titan.models",
+        "titan.optimizers",
+        "titan.sources",
+        "titan.tasks",
+    ),
     "torch_dynamo_backends",
 )
 
