@@ -92,7 +92,9 @@ def init(argv: list[str]) -> int:
 
 def train(argv: list[str]) -> int:
     """Run `titan train`: this process alone, or as the launcher of several."""
-    parser = _parser("train", f"{JOB} [--nproc N] [--max-restarts R] [--quiet]")
+    parser = _parser(
+        "train", f"{JOB} [--nproc N] [--max-restarts R] [--elastic --groups G] [--quiet]"
+    )
     parser.add_argument(
         "--nproc",
         type=positive,
@@ -106,6 +108,14 @@ def train(argv: list[str]) -> int:
         metavar="R",
         help="times to go on from the newest checkpoint after a process has failed; default: 0",
     )
+    parser.add_argument(
+        "--elastic",
+        action="store_true",
+        help="train in replica groups of --nproc processes, which may fail one by one (docs/elastic.md)",
+    )
+    parser.add_argument(
+        "--groups", type=positive, metavar="G", help="with --elastic: replica groups; default: 2"
+    )
     add_quiet(parser)
     options, job = parser.parse_known_args(argv)
     # torchrun sets RANK. Then this process is a rank already, and starts no others.
@@ -114,10 +124,20 @@ def train(argv: list[str]) -> int:
         from titan.health.launch import launch
 
         num_processes = options.nproc or max(1, count_accelerators())
-        options_here = ["--nproc", "--max-restarts", "--quiet"]
+        options_here = ["--nproc", "--max-restarts", "--elastic", "--groups", "--quiet"]
         config, _ = _load_to_run(
             job, world_size=num_processes, options=options_here, here=True, warn=False
         )  # rank 0 warns
+        if options.elastic:
+            from titan.health.launch_groups import launch_groups
+
+            return launch_groups(
+                job,
+                config,
+                num_groups=options.groups or 2,
+                num_processes=num_processes,
+                max_restarts=options.max_restarts,
+            )
         # One process without restarts needs no launcher.
         if num_processes > 1 or options.max_restarts:
             code = import_module("titan.train").before_start(config)

@@ -138,6 +138,9 @@ class Run(Protocol):
     last_step: int
     saved_step: int | None  # the last that a checkpoint holds
     is_stopping: bool
+    is_writer: (
+        bool  # whether this replica group writes the checkpoints; False for all but one of them
+    )
     tokens_seen: int
     tokens_per_step: int
     sequences_per_step: int

@@ -111,6 +111,7 @@ class TrainStep:
 
     model_parts: the whole model, or this rank's pipeline stages. float8: the layers that compute in 8 bits.
     async_tp, compile_log: what the compiler did. on_gradients: called with whole gradients, before they are clipped.
+    sum_over_groups: sums tensors over replica groups (titan/hooks/elastic.py), in place.
     mark: called after the forward and after the backward pass of a micro-batch; of a pipeline, whose passes are interleaved, after both.
     """
 
@@ -129,6 +130,7 @@ class TrainStep:
     float8: list[Conversion]
     balance: Balance
     on_gradients: Callable[[], None] | None = None
+    sum_over_groups: Callable[[Sequence[Tensor]], None] = lambda _: None
     mark: Callable[[str], None] = lambda _: None
 
     def __post_init__(self) -> None:
@@ -160,6 +162,7 @@ class TrainStep:
         self._compute_scales()
         local = [self.to_local(batch) for batch in batches]
         num_valid = _sum(_count_valid(local), self.groups.tokens)
+        self.sum_over_groups([num_valid])
         num_sequences = sum(len(batch.input) for batch in local) * self.num_replicas
         num_parts = 1 if self.context is None else self.context.size()
         num_tokens = num_sequences * local[0].input.shape[1] * num_parts
@@ -175,10 +178,13 @@ class TrainStep:
             if self.early_step is not None:
                 self.early_step.active = is_last
             losses.append(self._forward_backward(batch, num_valid, is_last=is_last))
+        self.sum_over_groups([p.grad for p in self.parameters if p.grad is not None])
         # From here on gradients are complete: reduced over ranks, and summed over micro-batches.
         grad_norm = self._clip()
         local_losses = torch.stack(losses)
-        loss = _sum(local_losses.sum(), self.groups.loss) / num_valid
+        loss = _sum(local_losses.sum(), self.groups.loss)
+        self.sum_over_groups([loss])
+        loss = loss / num_valid
         # The norm of offloaded parameters is on the host.
         grad_norm = grad_norm.to(self.device, non_blocking=True)
         accepted = True

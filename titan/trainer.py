@@ -99,6 +99,7 @@ class Trainer:
         self.step = self.tokens_seen = 0
         self.last_step = config.training.steps
         self.saved_step: int | None = None  # the last step that a checkpoint holds
+        self.is_writer = True
         self.is_stopping = False
         self.decision = ""  # the last about a step that was not taken
         # Says on every rank alike whether to update; the host then waits for each step.
@@ -130,9 +131,9 @@ class Trainer:
     def train_one_step(self) -> None:
         """Train one step. The order of the calls is that of the collectives."""
         self.step += 1
-        step = self.step
         for hook in self.hooks:
             hook.step_begin()
+        step = self.step  # a hook may have taken over the state of another group
         if step % self.config.training.gc_freq == 0:
             gc.collect(1)
         with self.timer.data_wait():

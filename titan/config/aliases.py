@@ -17,7 +17,11 @@ from .model import family
 from .schema import ModelSection
 
 # Old key and its new place.
-RENAMED: dict[str, str] = {"model.tokenizer_path": "tokenizer.path"}
+RENAMED: dict[str, str] = {
+    "model.tokenizer_path": "tokenizer.path",
+    "fault_tolerance.group_size": "fault_tolerance.replica_groups",
+    "fault_tolerance.min_replica_size": "fault_tolerance.min_replicas",
+}
 
 # Keys that titan has no use for, with the value that asks for nothing. False and empty values ask for nothing either.
 UNUSED: dict[str, Any] = {
@@ -32,7 +36,6 @@ UNUSED: dict[str, Any] = {
     "debug.deterministic_warn_only": False,
     "experimental.custom_args_module": "",
     "experimental.custom_import": "",
-    "fault_tolerance.enable": False,
     "job.custom_config_module": "",
     "memory_estimation": {},
     "model.print_after_conversion": False,
@@ -45,13 +48,11 @@ UNUSED: dict[str, Any] = {
 IGNORED = (
     *("job.save_config_file", "training.dataloader.persistent_workers", "validation.dataloader"),
     *("quantize.linear.mx.mxfp8_dim1_cast_kernel_choice", "fault_tolerance.process_group"),
-    *("fault_tolerance.process_group_timeout_ms", "fault_tolerance.replica_id"),
-    *("fault_tolerance.group_size", "fault_tolerance.min_replica_size"),
+    "fault_tolerance.process_group_timeout_ms",
     "fault_tolerance.semi_sync_method",
 )
 # What to use instead of some of them.
 _INSTEAD = {
-    "fault_tolerance.enable": "use `titan train --max-restarts`, and remove the key",
     "job.custom_config_module": "register your parts through entry points (titan.models, titan.optimizers, titan.losses, titan.sources)",
     "memory_estimation": "use `titan check`, which estimates memory without a GPU",
     "parallelism.expert_parallel_comm_backend": 'use "standard", an all-to-all; DeepEP is not built',

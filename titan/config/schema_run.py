@@ -334,6 +334,16 @@ class CommSection(Section):
 class FaultToleranceSection(Section):
     """What a run does about bad losses, differing weights, slow steps and signals. See docs/fault-tolerance.md."""
 
+    enable: bool = False
+    """Train in replica groups that may come and go, on torchft (docs/elastic.md). Needs the extra `elastic`."""
+    replica_groups: Positive = 1
+    """Replica groups at full strength. training.global_batch_size is that of all of them together."""
+    replica_id: NonNegative = 0
+    """Number of this group, from 0. `titan train --elastic` sets it."""
+    min_replicas: Positive = 1
+    """Groups without which no step is made: fewer wait for the others."""
+    lighthouse: str = ""
+    """Address of torchft's lighthouse, such as "http://node0:29510". Empty: the variable TORCHFT_LIGHTHOUSE."""
     grace_seconds: Positive = 120
     """Seconds to finish the step and save after SIGTERM, SIGUSR1 or SIGINT; then the process ends.
     Set it below what the scheduler grants before SIGKILL."""

@@ -99,6 +99,12 @@ class Loader:
                 )
             self._state["bookmark"] = bookmarks[self.share.rank]
 
+    def reshare(self, share: RankShare) -> None:
+        """Go on as another data-parallel rank, or one of another number of them."""
+        if share != self.share:
+            self.load_state_dict(self._state)  # what is read ahead belongs to the old share
+            self.share = share
+
     def skip(self, first: int, end: int) -> None:
         """Leave out samples first to end - 1. The next step is the next one that touches none of them."""
         skipped = sorted([*self._state.get("skipped", []), [first, end]])

@@ -55,4 +55,8 @@ def standard_hooks(trainer: Run, *, monitor: Monitor | None = None) -> list[Hook
     # columns reach its row.
     for entry in plug_ins("titan.hooks"):
         hooks.insert(-1, entry.load()(trainer))
+    if trainer.config.fault_tolerance.enable:
+        from titan.hooks.elastic import Elastic  # imports torchft
+
+        hooks.insert(0, Elastic(trainer))
     return hooks

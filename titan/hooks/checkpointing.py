@@ -86,6 +86,10 @@ class Checkpointing(Hook):
             trainer = self.trainer
             self._save(final=trainer.step == trainer.last_step or trainer.is_stopping)
 
+    def save_now(self) -> None:
+        """Save this step, due or not."""
+        self._save(final=False)
+
     def close(self) -> None:
         self.manager.close()
 
@@ -94,13 +98,16 @@ class Checkpointing(Hook):
     def _save(self, *, final: bool) -> None:
         """Save this step. If it is the `final` one, wait for the save and raise if it fails."""
         trainer, section = self.trainer, self.section
+        if not trainer.is_writer:
+            trainer.saved_step = trainer.step  # by another replica group
+            return
         is_last = trainer.step == trainer.config.training.steps
         with trainer.timer.pause("checkpoint"):
             try:
                 self.manager.save(
                     trainer.step,
                     self.state(),
-                    metadata=self._metadata(),
+                    metadata=self.metadata(),
                     model_only=is_last and section.last_save_model_only,
                     wait=final,
                 )
@@ -125,7 +132,7 @@ class Checkpointing(Hook):
             **checkpoints.rng_state(trainer.rank, trainer.device),
         }
 
-    def _metadata(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """Return what titan.json holds."""
         trainer = self.trainer
         return {
@@ -186,6 +193,8 @@ class Checkpointing(Hook):
 
     def resume(self) -> None:
         """Load the newest checkpoint of the run folder, or else the one that the job starts from."""
+        if self.trainer.step:
+            return  # a peer's state is newer
         # In order: this run's own checkpoints, a Hugging Face folder, a checkpoint of another run.
         section = self.section
         path, model_only = self.manager.step_to_resume(), False
@@ -238,7 +247,7 @@ class Checkpointing(Hook):
             checkpoints.load(path, checkpoints.empty_optimizer_state(path, parts, optimizer))
         try:
             if "train_state" not in exclude:
-                self._load_train_state(metadata)
+                self.load_train_state(metadata)
             if "dataloader" not in exclude:
                 trainer.loader.load_state_dict(metadata["data"])
             checkpoints.load_rng_state(path, trainer.rank, trainer.device)
@@ -250,7 +259,8 @@ class Checkpointing(Hook):
                 f"{path}: its state does not fit this program: {error}"
             ) from error
 
-    def _load_train_state(self, metadata: Mapping[str, Any]) -> None:
+    def load_train_state(self, metadata: Mapping[str, Any]) -> None:
+        """Take over the counters of a checkpoint, and what hooks keep in it."""
         trainer = self.trainer
         trainer.step, trainer.tokens_seen = metadata["step"], metadata["tokens"]
         self.changes = changed_settings(

@@ -28,7 +28,7 @@ class Metrics(Hook):
 
     def start(self) -> None:
         trainer = self.trainer
-        self.since_step = trainer.step
+        self.since_step, self.since_tokens = trainer.step, trainer.tokens_seen
         self.losses.clear()
         self.log = MetricsLog(
             trainer.run_dir,
@@ -73,11 +73,11 @@ class Metrics(Hook):
         """Return the row of this step, with the columns of all hooks."""
         trainer, result = self.trainer, self.trainer.result
         # The window covers all steps since the last row.
-        num_steps = trainer.step - self.since_step
-        self.since_step = trainer.step
+        tokens = trainer.tokens_seen - self.since_tokens
+        self.since_step, self.since_tokens = trainer.step, trainer.tokens_seen
         loss_mean = fmean(self.losses) if self.losses else math.nan
         self.losses.clear()
-        window = trainer.timer.window(step=trainer.step, tokens=num_steps * trainer.tokens_per_step)
+        window = trainer.timer.window(step=trainer.step, tokens=tokens)
         tflops = model_tflops(
             tokens_per_s=window.tokens_per_s,
             flops_per_token=self.flops_per_token,

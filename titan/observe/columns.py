@@ -87,6 +87,9 @@ COLUMNS: dict[str, Column] = {
     "slowest_rank_s": Column("throughput/slowest_rank_s"),
     "median_rank_s": Column("throughput/median_rank_s"),
     "goodput": Column("throughput/goodput"),
+    # Only runs of replica groups have these.
+    "replica_groups": Column("progress/replica_groups", always=False),
+    "first_sample": Column(always=False),
     # Only rows of steps that validate have these. Readers find such rows by them.
     "validation_loss": Column("loss/validation", always=False),
     "bits_per_byte": Column("loss/validation_bits_per_byte", always=False),

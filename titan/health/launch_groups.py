@@ -1,0 +1,144 @@
+"""Start replica groups on this machine with their lighthouse: `titan train --elastic --groups N`.
+
+Each group is a `titan train --nproc` of its own, in RUN/group-0, RUN/group-1 and so on. All write and read checkpoints in one
+folder. A group that ends with an error is started again, and heals from the others' memory.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
+from typing import IO
+
+from titan.config.schema import JobConfig
+from titan.health.launch import FORWARDED
+from titan.health.signals import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR
+from titan.untrusted import InputError
+
+# Without a sign of life for so long, a group counts as lost. Lost connections are noticed at once.
+_HEARTBEAT_S = 3
+_ENDS = (EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR)
+
+
+def launch_groups(
+    argv: Sequence[str],
+    config: JobConfig,
+    *,
+    num_groups: int,
+    num_processes: int,
+    max_restarts: int,
+) -> int:
+    """Run the groups until the last one has ended; returns the largest of their exit codes. Raises InputError without torchft.
+
+    Args:
+        num_processes: of each group. max_restarts: of each group.
+    """
+    try:
+        os.environ.setdefault("RUST_LOG", "error")  # torchft reports every quorum
+        from torchft.coordination import LighthouseServer
+    except ImportError:
+        raise InputError("--elastic needs torchft: pip install 'titan-pretrain[elastic]'") from None
+    section = config.fault_tolerance
+    address, lighthouse = section.lighthouse, None
+    if not address:
+        lighthouse = LighthouseServer(
+            bind="127.0.0.1:0",
+            min_replicas=section.min_replicas,
+            # Nobody is left behind who lives: a group may save for long.
+            join_timeout_ms=1000 * config.comm.train_timeout_seconds,
+            heartbeat_timeout_ms=1000 * _HEARTBEAT_S,
+        )
+        port = lighthouse.address().rpartition(":")[2]
+        address = f"http://127.0.0.1:{port}"
+    run, checkpoints = Path(config.job.dump_folder), config.checkpoint.folder
+    folder = checkpoints if "://" in checkpoints else str((run / checkpoints).absolute())
+    command = [sys.executable, "-m", "titan.cli", "train", *argv, "--nproc", str(num_processes)]
+    command += ["--fault_tolerance.enable=true", f"--fault_tolerance.replica_groups={num_groups}"]
+    command += [f"--fault_tolerance.lighthouse={address}", f"--checkpoint.folder={folder}"]
+    groups = [
+        _Group(
+            number,
+            [
+                *command,
+                f"--fault_tolerance.replica_id={number}",
+                f"--job.dump_folder={run / f'group-{number}'}",
+            ],
+        )
+        for number in range(num_groups)
+    ]
+
+    def forward(number: int, _: object) -> None:
+        for group in groups:
+            group.signal(number)
+
+    handlers = {number: signal.signal(number, forward) for number in FORWARDED}
+    try:
+        while living := [group for group in groups if group.poll(max_restarts)]:
+            living[0].is_shown = True
+            time.sleep(0.2)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if lighthouse is not None:
+            lighthouse.shutdown()
+    return max(group.code for group in groups)
+
+
+class _Group:
+    """Hold the launcher of one group. is_shown: its rows are printed; what is no row of a step always is."""
+
+    def __init__(self, number: int, command: Sequence[str]) -> None:
+        self.number, self.command = number, command
+        self.restarts, self.code, self.is_stopped, self.is_shown = 0, EXIT_DONE, False, False
+        self.process: subprocess.Popen[str] | None = None
+        self._start()
+
+    def _start(self) -> None:
+        # A session of its own: a Ctrl-C reaches this process alone, which passes it on once.
+        self.process = subprocess.Popen(
+            self.command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        assert self.process.stdout is not None
+        Thread(target=self._print, args=(self.process.stdout,), daemon=True).start()
+
+    def _print(self, lines: IO[str]) -> None:
+        for line in lines:
+            if self.is_shown or not line.startswith("step "):
+                print(f"group {self.number} | {line}", end="", flush=True)
+
+    def poll(self, max_restarts: int) -> bool:
+        """Return whether the group lives, after a start if it has failed."""
+        if self.process is None:
+            return False
+        code = self.process.poll()
+        if code is None:
+            return True
+        self.code = abs(code)
+        if code in _ENDS or self.is_stopped or self.restarts >= max_restarts:
+            self.process, self.is_shown = None, False
+            return False
+        self.restarts += 1
+        print(
+            f"group {self.number} | ended with {code}: started again, {self.restarts} of {max_restarts} times",
+            flush=True,
+        )
+        self._start()
+        return True
+
+    def signal(self, number: int) -> None:
+        """Pass a signal on. A group that was asked to stop is not started again."""
+        self.is_stopped |= number in (signal.SIGTERM, signal.SIGINT)
+        if self.process is not None:
+            with suppress(ProcessLookupError):
+                self.process.send_signal(number)

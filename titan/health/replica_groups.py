@@ -1,0 +1,220 @@
+"""Train in replica groups that come and go, on torchft (pytorch.org/torchft): the groups of a step, their sums, and healing.
+
+A replica group is a run of its own: processes, a process group, a layout. The lighthouse knows which groups live. Before each
+step, the groups that live make a quorum, and torchft connects rank r of each group with rank r of the others. A group that is
+behind gets weights, optimizer and counters from a peer's memory.
+
+    begin   the quorum of the next step; heals this group if it is behind
+    sum_    a sum over the groups; after an error it does nothing, and the step does not count
+    commit  whether the step counts, the same on all ranks of a group
+
+torchft's manager listens on every interface, on random ports (docs/security.md). The state that heals a group is read without
+unpickling.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import secrets
+import urllib.request
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from titan.config.schema import FaultToleranceSection
+from titan.untrusted import InputError
+
+LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"  # torchft's name
+_RETRY_S = 5  # how long a quorum is waited for at a time
+_BUCKET_ELEMENTS = 2**24
+
+
+class ReplicaGroups:
+    """Hold this rank's connection to the same rank of the other groups.
+
+    rank, size: of this group among those of the current step. has_healed: `begin` got a peer's state.
+    """
+
+    def __init__(
+        self,
+        section: FaultToleranceSection,
+        *,
+        device: torch.device,
+        timeout_s: float,
+        state: Callable[[], dict[str, Any]],
+        load: Callable[[dict[str, Any]], None],
+    ) -> None:
+        """Connect. Raises InputError without torchft.
+
+        Args:
+            timeout_s: limit of a sum, after which the step does not count.
+            state, load: what heals a group: JSON and plain tensors of this rank.
+        """
+        try:
+            from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL
+        except ImportError:
+            raise InputError(
+                "fault_tolerance.enable needs torchft: pip install 'titan-pretrain[elastic]'"
+            ) from None
+        for name in ("torchft", "torchft.manager", "torchft_quorums", "torchft_commits"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        self.device, self._load = device, load
+        self.has_healed = False
+        kind = ProcessGroupGloo if device.type == "cpu" else ProcessGroupNCCL
+        timeout = timedelta(seconds=timeout_s)
+        # Ranks of one machine need no other address.
+        ranks = os.environ.get("WORLD_SIZE", "1")
+        is_local = os.environ.get("LOCAL_WORLD_SIZE", ranks) == ranks
+        host = "127.0.0.1" if is_local else os.environ.get("MASTER_ADDR", "127.0.0.1")
+        self._transport = _transport("127.0.0.1" if is_local else "0.0.0.0", timeout)
+        self.group = kind(timeout)
+        self._store, port = _store(host)
+        self._manager: Any = Manager(
+            pg=self.group,
+            load_state_dict=self._take,  # pyright: ignore[reportArgumentType]
+            state_dict=state,
+            min_replica_size=section.min_replicas,
+            use_async_quorum=False,  # a step's groups are known before its samples are
+            timeout=timeout,
+            connect_timeout=timedelta(seconds=_RETRY_S),
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            store_addr=host,
+            store_port=port,
+            lighthouse_addr=section.lighthouse or os.environ.get(LIGHTHOUSE),
+            replica_id=f"group-{section.replica_id}",
+            hostname=host,
+            checkpoint_transport=self._transport,
+            init_sync=False,  # weights come from the seed, or all groups load one checkpoint
+        )
+
+    @property
+    def rank(self) -> int:
+        return self._manager.participating_rank() or 0
+
+    @property
+    def size(self) -> int:
+        return self._manager.num_participants()
+
+    def at(self, step: int) -> None:
+        """Set the number of steps that this group has done."""
+        self._manager.load_state_dict({"step": step, "batches_committed": 0})
+
+    def begin(self, *, step: int, waiting: Callable[[str], None]) -> None:
+        """Wait until enough groups live, and heal this one if it is behind.
+
+        Args:
+            step: steps that this group has done.
+            waiting: called with the reason, on all ranks, each time that a quorum has not come within seconds.
+        """
+        self.at(step)
+        while True:
+            self.has_healed, reason = False, ""
+            try:
+                self._manager.start_quorum(timeout=timedelta(seconds=_RETRY_S))
+            except (TimeoutError, RuntimeError) as error:
+                reason = str(error).splitlines()[0]
+                self._manager._quorum_future = None  # or the next one would raise this again
+            if not reason and (error := self._manager.errored()):
+                reason = str(error.original_exception).splitlines()[0]
+            # Ranks may differ by the moment at which each gave up.
+            failed = torch.tensor([float(bool(reason))], device=self.device)
+            dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+            if not failed.item():
+                return
+            waiting(reason or "another rank of this group has no quorum")
+
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        """Sum tensors over the groups, in place, in buckets of one dtype."""
+        local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+        buckets: dict[torch.dtype, list[list[Tensor]]] = {}
+        for tensor in local:
+            of_dtype = buckets.setdefault(tensor.dtype, [[]])
+            if sum(t.numel() for t in of_dtype[-1]) > _BUCKET_ELEMENTS:
+                of_dtype.append([])
+            of_dtype[-1].append(tensor)
+        for bucket in (b for of_dtype in buckets.values() for b in of_dtype):
+            flat = torch.cat([tensor.flatten() for tensor in bucket])
+            self._manager.allreduce(flat, reduce_op=dist.ReduceOp.SUM).wait()
+            parts = flat.split([tensor.numel() for tensor in bucket])
+            torch._foreach_copy_(bucket, [p.view_as(t) for p, t in zip(parts, bucket, strict=True)])
+
+    def commit(self) -> bool:
+        """Return whether the step counts: no group was lost in it."""
+        return self._manager.should_commit()
+
+    def close(self) -> None:
+        """Leave the groups."""
+        self._manager.shutdown(wait=False)
+        self.group.shutdown()
+
+    def _take(self, state: dict[str, Any]) -> None:
+        self.has_healed = True
+        self._load(state)
+
+
+def _store(host: str) -> tuple[Any, int]:
+    """Return a store of this group's ranks, in which torchft keeps addresses, and its port."""
+    store = dist.TCPStore(host, 0, is_master=True) if dist.get_rank() == 0 else None
+    found = [store.port if store is not None else 0]
+    dist.broadcast_object_list(found, src=0)
+    return store, found[0]
+
+
+def _transport(host: str, timeout: timedelta) -> Any:
+    """Return what hands this rank's state to a peer, over HTTP on `host`."""
+    from torchft.checkpointing import CheckpointTransport
+
+    class Transport(CheckpointTransport[dict[str, Any]]):
+        """Serve a copy of the state at a secret address; read one without unpickling."""
+
+        def __init__(self) -> None:
+            served: dict[str, bytes] = {}
+
+            class Handler(BaseHTTPRequestHandler):
+                def do_GET(self) -> None:
+                    content = served.get(self.path)
+                    self.send_response(404 if content is None else 200)
+                    self.end_headers()
+                    self.wfile.write(content or b"")
+
+                def log_message(self, *_: Any) -> None: ...
+
+            self._served, self._secret = served, secrets.token_urlsafe(16)
+            self._server = ThreadingHTTPServer((host, 0), Handler)
+            Thread(target=self._server.serve_forever, name="titan-healing", daemon=True).start()
+
+        def metadata(self) -> str:
+            import socket
+
+            name = "127.0.0.1" if host == "127.0.0.1" else socket.gethostname()
+            return f"http://{name}:{self._server.server_port}/{self._secret}/"
+
+        def send_checkpoint(
+            self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta
+        ) -> None:
+            torch.save(state_dict, file := io.BytesIO())
+            self._served[f"/{self._secret}/{step}"] = file.getvalue()
+
+        def disallow_checkpoint(self) -> None:
+            self._served.clear()  # whoever reads has a reference
+
+        def recv_checkpoint(
+            self, src_rank: int, metadata: str, step: int, timeout: timedelta
+        ) -> dict[str, Any]:
+            with urllib.request.urlopen(metadata + str(step), timeout=timeout.total_seconds()) as f:
+                return torch.load(io.BytesIO(f.read()), weights_only=True, map_location="cpu")
+
+        def shutdown(self, wait: bool = True) -> None:
+            self._server.shutdown()
+
+    return Transport()

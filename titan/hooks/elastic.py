@@ -1,0 +1,159 @@
+"""Train in replica groups (titan/health/replica_groups.py): share out each step's samples among those that live, and take back a step that a lost group broke."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from titan.config.render import to_toml
+from titan.config.resume_diff import changed_settings
+from titan.config.toml import tomllib
+from titan.data.base import RankShare
+from titan.health.replica_groups import ReplicaGroups
+from titan.hook import Hook, Run
+from titan.hooks.checkpointing import Checkpointing
+from titan.observe.clock import Window
+from titan.optim.optimizers import allocate_state
+from titan.train_step import StepReport
+from titan.untrusted import InputError
+
+
+class Elastic(Hook):
+    """Be the first hook: it decides which step comes next.
+
+    With n groups, a step has n times the samples of one. Losses and gradients are divided by the tokens of all of them. If a
+    group is lost, nothing of the step counts: the others repeat it, with the samples that follow the last step that counts.
+    """
+
+    def __init__(self, trainer: Run) -> None:
+        self.trainer = trainer
+        self.groups = ReplicaGroups(
+            trainer.config.fault_tolerance,
+            device=trainer.device,
+            timeout_s=trainer.config.comm.train_timeout_seconds,
+            state=self._state,
+            load=self._load,
+        )
+        self.accept, self.is_committed, self.is_first = None, False, False
+        self.before: dict[str, Any] = {}
+        self.size = 0
+        self.sequences_per_group = trainer.sequences_per_step
+        trainer.train_step.sum_over_groups = self.groups.sum_
+
+    def resume(self) -> None:
+        """Join the groups that are training, if there are any; else Checkpointing loads what is on disk.
+
+        This is the quorum of the first step, too: groups that know of each other wait for each other's sums.
+        """
+        self._begin()
+        self.is_first = True
+
+    def start(self) -> None:
+        # What other hooks decide comes after the groups' own decision.
+        self.accept = self.trainer.accept
+        self.trainer.accept = self._accept
+
+    def step_begin(self) -> None:
+        trainer = self.trainer
+        if not self.is_first:
+            trainer.step -= 1
+            self._begin()
+            trainer.step += 1
+        self.is_first = False
+        self.groups.at(trainer.step - 1)
+        groups, batch = self.groups, trainer.config.training.local_batch_size
+        share = RankShare(
+            rank=groups.rank * trainer.layout.dp + trainer.dp_rank,
+            world=groups.size * trainer.layout.dp,
+            batch=batch,
+        )
+        trainer.loader.reshare(share)
+        trainer.sequences_per_step = self.sequences_per_group * groups.size
+        trainer.tokens_per_step = trainer.sequences_per_step * trainer.config.training.seq_len
+        trainer.is_writer = groups.rank == 0
+        self.before = trainer.loader.state_dict()
+        if groups.size != self.size:
+            if self.size:
+                trainer.announce(
+                    f"step {trainer.step}: {self.size} -> {groups.size} replica groups"
+                )
+            self.size = groups.size
+
+    def updated(self, report: StepReport) -> None:
+        if self.is_committed:
+            return
+        trainer = self.trainer
+        trainer.announce(f"step {trainer.step}: a replica group was lost; its samples come again")
+        trainer.tokens_seen -= trainer.tokens_per_step
+        trainer.loader.load_state_dict(self.before)
+        trainer.step -= 1
+
+    def columns(self, window: Window, result: Any) -> dict[str, Any]:
+        return {"replica_groups": self.size, "first_sample": result.first_sample}
+
+    def close(self) -> None:
+        self.groups.close()
+
+    def _accept(self, loss: Tensor, grad_norm: Tensor) -> bool:
+        self.is_committed = self.groups.commit()
+        return self.is_committed and (self.accept is None or self.accept(loss, grad_norm))
+
+    def _begin(self) -> None:
+        self.groups.begin(step=self.trainer.step, waiting=self._wait)
+
+    def _wait(self, reason: str) -> None:
+        """Say what is waited for, and save what would be lost, once."""
+        trainer = self.trainer
+        needed = trainer.config.fault_tolerance.min_replicas
+        text = f"waiting for {needed} replica groups and their lighthouse: {reason}"
+        if not hasattr(trainer, "events"):  # before the start
+            print(text, flush=True)
+            return
+        trainer.announce(text)
+        checkpointing = trainer.hook(Checkpointing)
+        if checkpointing and checkpointing.manager.can_save and trainer.saved_step != trainer.step:
+            checkpointing.save_now()
+
+    # ---- healing
+
+    def _state(self) -> dict[str, Any]:
+        checkpointing = self.trainer.hook(Checkpointing)
+        assert checkpointing is not None
+        tensors = {name: _local(tensor) for name, tensor in checkpointing.state().items()}
+        return {"tensors": tensors, "metadata": json.dumps(checkpointing.metadata())}
+
+    @torch.no_grad()
+    def _load(self, state: dict[str, Any]) -> None:
+        trainer, metadata = self.trainer, json.loads(state["metadata"])
+        changes = changed_settings(
+            metadata["config"], trainer.config, sequences=(None, trainer.sequences_per_step)
+        )
+        if changes or _shape(metadata["config"]) != _shape(to_toml(trainer.config)):
+            what = "; ".join(changes) or "another model or layout"
+            raise InputError(f"the other replica groups run another job: {what}")
+        checkpointing = trainer.hook(Checkpointing)
+        assert checkpointing is not None
+        if not allocate_state(trainer.train_step.optimizer):
+            raise InputError(
+                "fault_tolerance.enable: this optimizer cannot take over a peer's state"
+            )
+        mine = checkpointing.state()
+        for name, tensor in state["tensors"].items():
+            if not name.startswith("rng."):
+                _local(mine[name]).copy_(tensor)
+        checkpointing.load_train_state(metadata)
+        trainer.loader.load_state_dict(metadata["data"])
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _shape(toml: str) -> list[Any]:
+    """Return what must be the same for rank r of two groups to hold the same tensors."""
+    job = tomllib.loads(toml)
+    return [job.get(section) for section in ("model", "task", "parallelism")]
