@@ -344,6 +344,9 @@ class FaultToleranceSection(Section):
     """Groups without which no step is made: fewer wait for the others."""
     lighthouse: str = ""
     """Address of torchft's lighthouse, such as "http://node0:29510". Empty: the variable TORCHFT_LIGHTHOUSE."""
+    process_group_timeout_ms: Positive = 10_000
+    """Milliseconds that a group waits for the others' part of a sum, in which they may still compute. After
+    that the step is repeated."""
     grace_seconds: Positive = 120
     """Seconds to finish the step and save after SIGTERM, SIGUSR1 or SIGINT; then the process ends.
     Set it below what the scheduler grants before SIGKILL."""

@@ -18,6 +18,8 @@ import io
 import logging
 import os
 import secrets
+import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -49,14 +51,12 @@ class ReplicaGroups:
         section: FaultToleranceSection,
         *,
         device: torch.device,
-        timeout_s: float,
         state: Callable[[], dict[str, Any]],
         load: Callable[[dict[str, Any]], None],
     ) -> None:
         """Connect. Raises InputError without torchft.
 
         Args:
-            timeout_s: limit of a sum, after which the step does not count.
             state, load: what heals a group: JSON and plain tensors of this rank.
         """
         try:
@@ -70,7 +70,7 @@ class ReplicaGroups:
         self.device, self._load = device, load
         self.has_healed = False
         kind = ProcessGroupGloo if device.type == "cpu" else ProcessGroupNCCL
-        timeout = timedelta(seconds=timeout_s)
+        timeout = timedelta(milliseconds=section.process_group_timeout_ms)
         # Ranks of one machine need no other address.
         ranks = os.environ.get("WORLD_SIZE", "1")
         is_local = os.environ.get("LOCAL_WORLD_SIZE", ranks) == ranks
@@ -121,11 +121,14 @@ class ReplicaGroups:
             self.has_healed, reason = False, ""
             try:
                 self._manager.start_quorum(timeout=timedelta(seconds=_RETRY_S))
-            except (TimeoutError, RuntimeError) as error:
+            except TimeoutError:
+                reason = "there are fewer, or one is busy"
+            except RuntimeError as error:
                 reason = str(error).splitlines()[0]
+            if reason:
                 self._manager._quorum_future = None  # or the next one would raise this again
-            if not reason and (error := self._manager.errored()):
-                reason = str(error.original_exception).splitlines()[0]
+            elif error := self._manager.errored():
+                reason = f"one was lost ({str(error.original_exception).splitlines()[0]})"
             # Ranks may differ by the moment at which each gave up.
             failed = torch.tensor([float(bool(reason))], device=self.device)
             dist.all_reduce(failed, op=dist.ReduceOp.MAX)
@@ -211,8 +214,16 @@ def _transport(host: str, timeout: timedelta) -> Any:
         def recv_checkpoint(
             self, src_rank: int, metadata: str, step: int, timeout: timedelta
         ) -> dict[str, Any]:
-            with urllib.request.urlopen(metadata + str(step), timeout=timeout.total_seconds()) as f:
-                return torch.load(io.BytesIO(f.read()), weights_only=True, map_location="cpu")
+            ends_s = time.monotonic() + timeout.total_seconds()
+            while True:  # the peer may still be copying
+                try:
+                    with urllib.request.urlopen(metadata + str(step), timeout=10) as file:
+                        content = io.BytesIO(file.read())
+                    return torch.load(content, weights_only=True, map_location="cpu")
+                except urllib.error.HTTPError:
+                    if time.monotonic() > ends_s:
+                        raise
+                    time.sleep(0.1)
 
         def shutdown(self, wait: bool = True) -> None:
             self._server.shutdown()

@@ -34,7 +34,6 @@ class Elastic(Hook):
         self.groups = ReplicaGroups(
             trainer.config.fault_tolerance,
             device=trainer.device,
-            timeout_s=trainer.config.comm.train_timeout_seconds,
             state=self._state,
             load=self._load,
         )
@@ -103,13 +102,17 @@ class Elastic(Hook):
         return self.is_committed and (self.accept is None or self.accept(loss, grad_norm))
 
     def _begin(self) -> None:
+        self.waited_for = ""
         self.groups.begin(step=self.trainer.step, waiting=self._wait)
 
     def _wait(self, reason: str) -> None:
         """Say what is waited for, and save what would be lost, once."""
         trainer = self.trainer
         needed = trainer.config.fault_tolerance.min_replicas
-        text = f"waiting for {needed} replica groups and their lighthouse: {reason}"
+        text = f"waiting for {needed} replica groups: {reason}"
+        if text == self.waited_for:
+            return
+        self.waited_for = text
         if not hasattr(trainer, "events"):  # before the start
             print(text, flush=True)
             return
@@ -146,6 +149,7 @@ class Elastic(Hook):
             if not name.startswith("rng."):
                 _local(mine[name]).copy_(tensor)
         checkpointing.load_train_state(metadata)
+        checkpointing.changes.clear()
         trainer.loader.load_state_dict(metadata["data"])
 
 

@@ -1,0 +1,174 @@
+"""Kill replica groups at random while they train, and check every step against one process that repeats it.
+
+    python scripts/elastic_drill.py FOLDER [--groups 3] [--nproc 2] [--steps 200] [--every 20] [--runs 1] [--seed 0]
+
+Prints a line for each run: kills, seconds from a kill to the survivors' next step and to full strength, and the largest
+relative difference of loss and gradient norm. Exit code 1 if a step differs by more than 1e-5, or a sample is lost or comes twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+BOUND = 1e-5
+_JOB = ("train_configs/debug_model.toml", "--model.flavor=tiny", "--training.seq_len=64")
+_SETTINGS = (
+    *("--training.local_batch_size=2", "--metrics.log_freq=1", "--training.dataset=synthetic"),
+    *("--checkpoint.enable=true", "--checkpoint.interval=50", "--lr_scheduler.warmup_steps=2"),
+    # AdamW takes the rounding error of an element without gradient as a full step.
+    "--optimizer.eps=1e-6",
+)
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of all groups, those of one step beside each other."""
+    found: list[dict[str, Any]] = []
+    for file in sorted(folder.glob("group-*/metrics.jsonl")):
+        lines = file.read_text().splitlines()
+        found += [
+            json.loads(line) | {"group": file.parent.name} for line in lines if line.endswith("}")
+        ]
+    return sorted(found, key=lambda row: row["step"])
+
+
+def drill(folder: Path, options: argparse.Namespace, seed: int) -> list[dict[str, float]]:
+    """Run the groups, and kill one every so often; return what each kill cost."""
+    generator = random.Random(seed)
+    command = [sys.executable, "-m", "titan.cli", "train", *_JOB, *_SETTINGS, "--elastic"]
+    command += [
+        "--groups",
+        str(options.groups),
+        "--nproc",
+        str(options.nproc),
+        "--max-restarts",
+        "100",
+    ]
+    command += [f"--training.steps={options.steps}", f"--job.dump_folder={folder}"]
+    kills: list[dict[str, float]] = []
+    with (folder.with_suffix(".log")).open("w") as log:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        next_s = None
+        while process.poll() is None:
+            time.sleep(0.1)
+            rows = rows_of(folder)
+            # The first kill comes when all groups train together.
+            if next_s is None and rows and rows[-1]["replica_groups"] == options.groups:
+                next_s = time.time() + options.every
+            if next_s is not None and time.time() > next_s and rows[-1]["step"] < options.steps - 5:
+                _kill(generator.randrange(options.groups))
+                kills.append({"at_s": time.time(), "step": rows[-1]["step"]})
+                next_s = time.time() + options.every
+            for kill in kills:
+                _measure(kill, rows, options.groups)
+    if process.returncode:
+        raise SystemExit(
+            f"the run ended with {process.returncode}; see {folder.with_suffix('.log')}"
+        )
+    return kills
+
+
+def _kill(number: int) -> None:
+    """End all processes of a group, as the loss of its node does."""
+    mark = f"--fault_tolerance.replica_id={number}".encode()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+            if mark in words:
+                os.kill(int(path.parent.name), signal.SIGKILL)
+        except OSError:
+            continue
+
+
+def _measure(kill: dict[str, float], rows: list[dict[str, Any]], groups: int) -> None:
+    later = [row for row in rows if row["step"] > kill["step"] + 1]
+    now = time.time() - kill["at_s"]
+    if later and "next_step_s" not in kill:
+        kill["next_step_s"] = now
+    # A row of before the kill has all groups, too.
+    if "lost" not in kill and later and later[-1]["replica_groups"] < groups:
+        kill["lost"] = later[-1]["step"]
+    if "lost" in kill and "full_s" not in kill and later[-1]["replica_groups"] == groups:
+        kill["full_s"] = now
+
+
+def replay(folder: Path, steps: int) -> float:
+    """Repeat every step on one process; return the largest relative difference. Raises SystemExit for wrong samples."""
+    import torch
+
+    from titan.config.load import load_from_argv
+    from titan.data.base import RankShare
+    from titan.parallel import build_mesh
+    from titan.parallel.init_distributed import start_process_group
+    from titan.train_step import build_train_step
+
+    by_step: dict[int, list[dict[str, Any]]] = {}
+    for row in rows_of(folder):
+        by_step.setdefault(row["step"], []).append(row)
+    config = load_from_argv([*_JOB, *_SETTINGS, f"--training.steps={steps}"], warn=False).on_device(
+        "cpu"
+    )
+    if not torch.distributed.is_initialized():
+        start_process_group(init_timeout_s=60, expandable_segments=False)
+    train_step = build_train_step(config, device=torch.device("cpu"), mesh=build_mesh("cpu"))
+    loader, position, tokens, worst = train_step.task.loader(rank=0, world=1), 0, 0, 0.0
+    for step in range(1, steps + 1):
+        rows = by_step.get(step, [])
+        if (
+            not rows
+            or len({(row["first_sample"], row["tokens"], row["replica_groups"]) for row in rows})
+            > 1
+        ):
+            raise SystemExit(f"step {step}: groups disagree about their samples: {rows}")
+        row = rows[-1]
+        count = (row["tokens"] - tokens) // config.training.seq_len
+        if row["first_sample"] != position:
+            raise SystemExit(
+                f"step {step} begins at sample {row['first_sample']}, and the one before ended at {position}"
+            )
+        loader.reshare(RankShare(rank=0, world=1, batch=count))
+        report = train_step.train(loader.next_step(), step=step)
+        for name, value in (("loss", report.loss.item()), ("grad_norm", report.grad_norm.item())):
+            worst = max(worst, *(abs(row[name] - value) / abs(value) for row in rows))
+        position, tokens = position + count, row["tokens"]
+    loader.close()
+    return worst
+
+
+def main() -> int:
+    """Run the drill."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    for name, default in (("groups", 3), ("nproc", 2), ("steps", 200), ("runs", 1), ("seed", 0)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--every", type=float, default=20, help="seconds from one kill to the next")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    worst, waits, full = 0.0, [], []
+    for number in range(options.runs):
+        folder = options.folder / f"run-{number}"
+        kills = drill(folder, options, options.seed + number)
+        worst = max(worst, difference := replay(folder, options.steps))
+        waits += [kill["next_step_s"] for kill in kills if "next_step_s" in kill]
+        full += [kill["full_s"] for kill in kills if "full_s" in kill]
+        print(f"run {number}: {len(kills)} kills, largest difference {difference:.1e}", flush=True)
+    for what, values in (("next step of the survivors", waits), ("full strength", full)):
+        if values:
+            print(
+                f"{what}: median {median(values):.1f} s, worst {max(values):.1f} s, {len(values)} kills"
+            )
+    return int(worst > BOUND)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
