@@ -86,7 +86,7 @@ def _kill(number: int) -> None:
             words = path.read_bytes().split(b"\0")
             if mark in words:
                 os.kill(int(path.parent.name), signal.SIGKILL)
-        except OSError:
+        except OSError:  # noqa: PERF203
             continue
 
 
@@ -98,7 +98,7 @@ def _measure(kill: dict[str, float], rows: list[dict[str, Any]], groups: int) ->
     # A row of before the kill has all groups, too.
     if "lost" not in kill and later and later[-1]["replica_groups"] < groups:
         kill["lost"] = later[-1]["step"]
-    if "lost" in kill and "full_s" not in kill and later[-1]["replica_groups"] == groups:
+    if later and "lost" in kill and "full_s" not in kill and later[-1]["replica_groups"] == groups:
         kill["full_s"] = now
 
 

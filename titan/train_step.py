@@ -111,7 +111,7 @@ class TrainStep:
 
     model_parts: the whole model, or this rank's pipeline stages. float8: the layers that compute in 8 bits.
     async_tp, compile_log: what the compiler did. on_gradients: called with whole gradients, before they are clipped.
-    sum_over_groups: sums tensors over replica groups (titan/hooks/elastic.py), in place.
+    num_groups, sum_over_groups: replica groups of this step, and a sum over them in place (titan/hooks/elastic.py).
     mark: called after the forward and after the backward pass of a micro-batch; of a pipeline, whose passes are interleaved, after both.
     """
 
@@ -130,6 +130,7 @@ class TrainStep:
     float8: list[Conversion]
     balance: Balance
     on_gradients: Callable[[], None] | None = None
+    num_groups: int = 1
     sum_over_groups: Callable[[Sequence[Tensor]], None] = lambda _: None
     mark: Callable[[str], None] = lambda _: None
 
@@ -163,7 +164,8 @@ class TrainStep:
         local = [self.to_local(batch) for batch in batches]
         num_valid = _sum(_count_valid(local), self.groups.tokens)
         self.sum_over_groups([num_valid])
-        num_sequences = sum(len(batch.input) for batch in local) * self.num_replicas
+        replicas = self.num_replicas * self.num_groups
+        num_sequences = sum(len(batch.input) for batch in local) * replicas
         num_parts = 1 if self.context is None else self.context.size()
         num_tokens = num_sequences * local[0].input.shape[1] * num_parts
         self.balance.begin(num_sequences=num_sequences, num_tokens=num_tokens)
@@ -185,6 +187,7 @@ class TrainStep:
         loss = _sum(local_losses.sum(), self.groups.loss)
         self.sum_over_groups([loss])
         loss = loss / num_valid
+        self.balance.sum_loads(self.sum_over_groups)
         # The norm of offloaded parameters is on the host.
         grad_norm = grad_norm.to(self.device, non_blocking=True)
         accepted = True

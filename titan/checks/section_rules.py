@@ -402,6 +402,18 @@ def _fault_tolerance(config: JobConfig) -> Iterator[RuleViolation]:
         if action in ("skip", "rewind") and early:
             # The weights are updated before the loss is known.
             yield key, f'"{action}" cannot undo optimizer.early_step_in_backward; use "stop"'
+    if section.enable:
+        if section.replica_id >= section.replica_groups:
+            count = section.replica_groups
+            yield "replica_id", f"must be below replica_groups = {count}, got {section.replica_id}"
+        if section.min_replicas > section.replica_groups:
+            yield "min_replicas", f"is more than replica_groups = {section.replica_groups}"
+        if not checkpoint.enable:
+            yield "enable", "needs checkpoint.enable = true, for the case that all groups are lost"
+        if early:
+            yield "enable", "cannot undo optimizer.early_step_in_backward; set that to false"
+        if any(getattr(source, "streaming", False) for source in config.data.sources):
+            yield "enable", "shares samples out anew in each step, which no stream can"
     window, limit = section.spike_window, section.step_timeout_seconds
     # Only the losses of the window are remembered.
     if section.spike_min_steps > window:

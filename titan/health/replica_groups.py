@@ -15,6 +15,7 @@ unpickling.
 from __future__ import annotations
 
 import io
+import json
 import logging
 import os
 import secrets
@@ -38,6 +39,7 @@ from titan.untrusted import InputError
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"  # torchft's name
 _RETRY_S = 5  # how long a quorum is waited for at a time
 _BUCKET_ELEMENTS = 2**24
+_MOST_BYTES = 2**16  # of what a group tells the others
 
 
 class ReplicaGroups:
@@ -68,7 +70,8 @@ class ReplicaGroups:
         for name in ("torchft", "torchft.manager", "torchft_quorums", "torchft_commits"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
         self.device, self._load = device, load
-        self.has_healed = False
+        self.has_healed, self._quorum_id = False, -1
+        self._name = f"group-{section.replica_id}"
         kind = ProcessGroupGloo if device.type == "cpu" else ProcessGroupNCCL
         timeout = timedelta(milliseconds=section.process_group_timeout_ms)
         # Ranks of one machine need no other address.
@@ -91,7 +94,7 @@ class ReplicaGroups:
             store_addr=host,
             store_port=port,
             lighthouse_addr=section.lighthouse or os.environ.get(LIGHTHOUSE),
-            replica_id=f"group-{section.replica_id}",
+            replica_id=self._name,
             hostname=host,
             checkpoint_transport=self._transport,
             init_sync=False,  # weights come from the seed, or all groups load one checkpoint
@@ -109,11 +112,16 @@ class ReplicaGroups:
         """Set the number of steps that this group has done."""
         self._manager.load_state_dict({"step": step, "batches_committed": 0})
 
-    def begin(self, *, step: int, waiting: Callable[[str], None]) -> None:
+    def begin(
+        self, *, step: int, text: str, waiting: Callable[[str], None]
+    ) -> list[tuple[str, str]]:
         """Wait until enough groups live, and heal this one if it is behind.
+
+        Returns the names and the texts of groups that came before this one if the groups are others than before, else nothing.
 
         Args:
             step: steps that this group has done.
+            text: what the others get from this group, below 64 KiB.
             waiting: called with the reason, on all ranks, each time that a quorum has not come within seconds.
         """
         self.at(step)
@@ -129,12 +137,30 @@ class ReplicaGroups:
                 self._manager._quorum_future = None  # or the next one would raise this again
             elif error := self._manager.errored():
                 reason = f"one was lost ({str(error.original_exception).splitlines()[0]})"
+            texts: list[tuple[str, str]] = []
+            if not reason and self._manager._quorum_id != self._quorum_id:
+                texts = self._exchange(text)
+                if self._manager.errored():
+                    reason = "one was lost"
             # Ranks may differ by the moment at which each gave up.
             failed = torch.tensor([float(bool(reason))], device=self.device)
             dist.all_reduce(failed, op=dist.ReduceOp.MAX)
             if not failed.item():
-                return
+                self._quorum_id = self._manager._quorum_id
+                return texts
             waiting(reason or "another rank of this group has no quorum")
+
+    def _exchange(self, text: str) -> list[tuple[str, str]]:
+        """Return the names and the texts of the groups before this one."""
+        mine = json.dumps([self._name, text]).encode()
+        # Rows of one group are zero in the others', so that a sum gathers them.
+        rows = torch.zeros(self.size, _MOST_BYTES, dtype=torch.uint8, device=self.device)
+        rows[self.rank, : len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        self.sum_([rows])
+        if self._manager.errored():
+            return []
+        sent = [bytes(row.tolist()).rstrip(b"\0") for row in rows[: self.rank].cpu()]
+        return [tuple(json.loads(row)) for row in sent if row]
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Sum tensors over the groups, in place, in buckets of one dtype."""
@@ -220,7 +246,7 @@ def _transport(host: str, timeout: timedelta) -> Any:
                     with urllib.request.urlopen(metadata + str(step), timeout=10) as file:
                         content = io.BytesIO(file.read())
                     return torch.load(content, weights_only=True, map_location="cpu")
-                except urllib.error.HTTPError:
+                except urllib.error.HTTPError:  # noqa: PERF203
                     if time.monotonic() > ends_s:
                         raise
                     time.sleep(0.1)

@@ -73,7 +73,7 @@ class Elastic(Hook):
         trainer.loader.reshare(share)
         trainer.sequences_per_step = self.sequences_per_group * groups.size
         trainer.tokens_per_step = trainer.sequences_per_step * trainer.config.training.seq_len
-        trainer.is_writer = groups.rank == 0
+        trainer.is_writer, trainer.train_step.num_groups = groups.rank == 0, groups.size
         self.before = trainer.loader.state_dict()
         if groups.size != self.size:
             if self.size:
@@ -103,7 +103,10 @@ class Elastic(Hook):
 
     def _begin(self) -> None:
         self.waited_for = ""
-        self.groups.begin(step=self.trainer.step, waiting=self._wait)
+        trainer = self.trainer
+        text = to_toml(trainer.config)
+        for name, other in self.groups.begin(step=trainer.step, text=text, waiting=self._wait):
+            self._require_same(other, name=name)
 
     def _wait(self, reason: str) -> None:
         """Say what is waited for, and save what would be lost, once."""
@@ -121,6 +124,16 @@ class Elastic(Hook):
         if checkpointing and checkpointing.manager.can_save and trainer.saved_step != trainer.step:
             checkpointing.save_now()
 
+    def _require_same(self, other: str, *, name: str) -> None:
+        """Raise InputError if another group's job, as TOML, differs in what decides about numbers."""
+        trainer = self.trainer
+        sequences = (None, trainer.sequences_per_step)
+        changes = changed_settings(other, trainer.config, sequences=sequences)
+        changes += _changes_of_shape(other, to_toml(trainer.config))
+        if changes:
+            mine = f"group-{trainer.config.fault_tolerance.replica_id}"
+            raise InputError(f"{mine} runs another job than {name}: {'; '.join(changes)}")
+
     # ---- healing
 
     def _state(self) -> dict[str, Any]:
@@ -132,12 +145,7 @@ class Elastic(Hook):
     @torch.no_grad()
     def _load(self, state: dict[str, Any]) -> None:
         trainer, metadata = self.trainer, json.loads(state["metadata"])
-        changes = changed_settings(
-            metadata["config"], trainer.config, sequences=(None, trainer.sequences_per_step)
-        )
-        if changes or _shape(metadata["config"]) != _shape(to_toml(trainer.config)):
-            what = "; ".join(changes) or "another model or layout"
-            raise InputError(f"the other replica groups run another job: {what}")
+        self._require_same(metadata["config"], name="the others")
         checkpointing = trainer.hook(Checkpointing)
         assert checkpointing is not None
         if not allocate_state(trainer.train_step.optimizer):
@@ -157,7 +165,13 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _shape(toml: str) -> list[Any]:
-    """Return what must be the same for rank r of two groups to hold the same tensors."""
-    job = tomllib.loads(toml)
-    return [job.get(section) for section in ("model", "task", "parallelism")]
+def _changes_of_shape(other: str, mine: str) -> list[str]:
+    """Return what differs in what rank r of two groups must share to hold the same tensors."""
+    jobs = [tomllib.loads(text) for text in (other, mine)]
+    return [
+        f"{section}.{key}: {theirs.get(key)} -> {ours.get(key)}"
+        for section in ("model", "parallelism")
+        for theirs, ours in [[job.get(section, {}) for job in jobs]]
+        for key in sorted({*theirs, *ours})
+        if theirs.get(key) != ours.get(key)
+    ]

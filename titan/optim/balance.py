@@ -6,7 +6,7 @@ Loads are integers, so their sum, and with it the bias, is the same bits in ever
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -40,19 +40,23 @@ class Balance:
             moe.num_sequences, moe.num_tokens = num_sequences, num_tokens
 
     @torch.no_grad()
-    def finish(self, *, accepted: bool) -> None:
-        """End a step: move the biases, unless its update was refused."""
+    def sum_loads(self, sum_over_groups: Callable[[Sequence[Tensor]], None]) -> None:
+        """Sum the loads of a step over ranks, and over replica groups."""
         if not self.moes:
             return
         # One reduction for all layers.
-        loads = torch.stack([moe.loads for moe in self.moes.values()])
+        self.loads = loads = torch.stack([moe.loads for moe in self.moes.values()])
         if self.group is not None:
             dist.all_reduce(loads, group=self.group)
-        self.loads = loads
-        moes = list(self.moes.values())
-        # Also after a step that was refused: the next one counts from 0.
-        torch._foreach_zero_([moe.loads for moe in moes])
-        if accepted:
+        sum_over_groups([loads])
+        # Also after a step that is refused: the next one counts from 0.
+        torch._foreach_zero_([moe.loads for moe in self.moes.values()])
+
+    @torch.no_grad()
+    def finish(self, *, accepted: bool) -> None:
+        """End a step: move the biases, unless its update was refused."""
+        moes, loads = list(self.moes.values()), self.loads
+        if accepted and loads is not None:
             torch._foreach_copy_([moe.last_loads for moe in moes], list(loads.unbind()))
             step = moes[0].config.load_balance_coeff
             move_biases([moe.bias for moe in moes], loads, step=step)
