@@ -408,6 +408,9 @@ def _fault_tolerance(config: JobConfig) -> Iterator[RuleViolation]:
             yield "replica_id", f"must be below replica_groups = {count}, got {section.replica_id}"
         if section.min_replicas > section.replica_groups:
             yield "min_replicas", f"is more than replica_groups = {section.replica_groups}"
+        if section.sync_steps % section.num_fragments:
+            count = section.num_fragments
+            yield "sync_steps", f"must be a multiple of num_fragments = {count}"
         if not checkpoint.enable:
             yield "enable", "needs checkpoint.enable = true, for the case that all groups are lost"
         if early:

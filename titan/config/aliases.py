@@ -48,7 +48,6 @@ UNUSED: dict[str, Any] = {
 IGNORED = (
     *("job.save_config_file", "training.dataloader.persistent_workers", "validation.dataloader"),
     *("quantize.linear.mx.mxfp8_dim1_cast_kernel_choice", "fault_tolerance.process_group"),
-    "fault_tolerance.semi_sync_method",
 )
 # What to use instead of some of them.
 _INSTEAD = {

@@ -347,6 +347,25 @@ class FaultToleranceSection(Section):
     process_group_timeout_ms: Positive = 10_000
     """Milliseconds that a group waits for the others' part of a sum, in which they may still compute. After
     that the step is repeated."""
+    semi_sync_method: Literal["local_sgd", "diloco"] | None = None
+    """How groups meet if not in every step: "local_sgd" averages their weights every sync_steps steps,
+    "diloco" (arXiv:2311.08105) takes the average of their moves as the gradient of an outer optimizer.
+    For groups with a slow link between them."""
+    sync_steps: Positive = 50
+    """Steps of a group from one meeting to the next."""
+    num_fragments: Positive = 1
+    """Parts of the model, each with meetings of its own, evenly between two of the others (streaming
+    DiLoCo, arXiv:2501.18512). Divides sync_steps."""
+    fragment_sync_delay: NonNegative = 0
+    """Steps in which a part's average is under way while training goes on."""
+    fragment_update_alpha: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of a group's own weights that stays after a meeting."""
+    should_quantize: bool = False
+    """Send DiLoCo's moves in 8 bits. Needs a GPU with Triton."""
+    outer_lr: Annotated[float, Field(gt=0)] = 0.7
+    """Learning rate of DiLoCo's outer optimizer, SGD with Nesterov momentum."""
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Momentum of the outer optimizer. 0: plain SGD."""
     grace_seconds: Positive = 120
     """Seconds to finish the step and save after SIGTERM, SIGUSR1 or SIGINT; then the process ends.
     Set it below what the scheduler grants before SIGKILL."""

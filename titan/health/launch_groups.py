@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,11 +16,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
-from typing import IO
+from typing import IO, Any
 
+from titan.config.load import load_from_argv
 from titan.config.schema import JobConfig
 from titan.health.launch import FORWARDED
 from titan.health.signals import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR
+from titan.run_folder import write_text_atomically
 from titan.untrusted import InputError
 
 # Without a sign of life for so long, a group counts as lost. Lost connections are noticed at once.
@@ -40,23 +43,11 @@ def launch_groups(
     Args:
         num_processes: of each group. max_restarts: of each group.
     """
-    try:
-        os.environ.setdefault("RUST_LOG", "error")  # torchft reports every quorum
-        from torchft.coordination import LighthouseServer
-    except ImportError:
-        raise InputError("--elastic needs torchft: pip install 'titan-pretrain[elastic]'") from None
-    section = config.fault_tolerance
-    address, lighthouse = section.lighthouse, None
+    address, lighthouse = config.fault_tolerance.lighthouse, None
+    os.environ.setdefault("RUST_LOG", "error")  # torchft reports every quorum
     if not address:
-        lighthouse = LighthouseServer(
-            bind="127.0.0.1:0",
-            min_replicas=section.min_replicas,
-            # Nobody is left behind who lives: a group may save for long.
-            join_timeout_ms=1000 * config.comm.train_timeout_seconds,
-            heartbeat_timeout_ms=1000 * _HEARTBEAT_S,
-        )
-        port = lighthouse.address().rpartition(":")[2]
-        address = f"http://127.0.0.1:{port}"
+        lighthouse = _lighthouse(config, "127.0.0.1:0")
+        address = f"http://127.0.0.1:{lighthouse.address().rpartition(':')[2]}"
     run, checkpoints = Path(config.job.dump_folder), config.checkpoint.folder
     folder = checkpoints if "://" in checkpoints else str((run / checkpoints).absolute())
     command = [sys.executable, "-m", "titan.cli", "train", *argv, "--nproc", str(num_processes)]
@@ -89,6 +80,30 @@ def launch_groups(
         if lighthouse is not None:
             lighthouse.shutdown()
     return max(group.code for group in groups)
+
+
+def _lighthouse(config: JobConfig, bind: str) -> Any:
+    try:
+        from torchft.coordination import LighthouseServer
+    except ImportError:
+        raise InputError("--elastic needs torchft: pip install 'titan-pretrain[elastic]'") from None
+    return LighthouseServer(
+        bind=bind,
+        min_replicas=config.fault_tolerance.min_replicas,
+        # Nobody is left behind who lives: a group may save for long.
+        join_timeout_ms=1000 * config.comm.train_timeout_seconds,
+        heartbeat_timeout_ms=1000 * _HEARTBEAT_S,
+    )
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the lighthouse of a job until the process is ended: FILE JOB.toml ... FILE gets its address."""
+    file, *job = argv
+    lighthouse = _lighthouse(load_from_argv(job), "0.0.0.0:0")
+    port = lighthouse.address().rpartition(":")[2]
+    write_text_atomically(Path(file), f"http://{socket.gethostname()}:{port}\n")
+    while True:
+        time.sleep(3600)
 
 
 class _Group:
@@ -142,3 +157,7 @@ class _Group:
         if self.process is not None:
             with suppress(ProcessLookupError):
                 self.process.send_signal(number)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

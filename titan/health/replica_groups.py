@@ -45,7 +45,7 @@ _MOST_BYTES = 2**16  # of what a group tells the others
 class ReplicaGroups:
     """Hold this rank's connection to the same rank of the other groups.
 
-    rank, size: of this group among those of the current step. has_healed: `begin` got a peer's state.
+    rank, size: of this group among those of the current step. has_healed: `begin` got a peer's state. manager: torchft's.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class ReplicaGroups:
         self._transport = _transport("127.0.0.1" if is_local else "0.0.0.0", timeout)
         self.group = kind(timeout)
         self._store, port = _store(host)
-        self._manager: Any = Manager(
+        self.manager: Any = Manager(
             pg=self.group,
             load_state_dict=self._take,  # pyright: ignore[reportArgumentType]
             state_dict=state,
@@ -100,17 +100,19 @@ class ReplicaGroups:
             init_sync=False,  # weights come from the seed, or all groups load one checkpoint
         )
 
+        self._start_quorum = self.manager.start_quorum
+
     @property
     def rank(self) -> int:
-        return self._manager.participating_rank() or 0
+        return self.manager.participating_rank() or 0
 
     @property
     def size(self) -> int:
-        return self._manager.num_participants()
+        return self.manager.num_participants()
 
     def at(self, step: int) -> None:
         """Set the number of steps that this group has done."""
-        self._manager.load_state_dict({"step": step, "batches_committed": 0})
+        self.manager.load_state_dict({"step": step, "batches_committed": 0})
 
     def begin(
         self, *, step: int, text: str, waiting: Callable[[str], None]
@@ -128,25 +130,25 @@ class ReplicaGroups:
         while True:
             self.has_healed, reason = False, ""
             try:
-                self._manager.start_quorum(timeout=timedelta(seconds=_RETRY_S))
+                self._start_quorum(timeout=timedelta(seconds=_RETRY_S))
             except TimeoutError:
                 reason = "there are fewer, or one is busy"
             except RuntimeError as error:
                 reason = str(error).splitlines()[0]
             if reason:
-                self._manager._quorum_future = None  # or the next one would raise this again
-            elif error := self._manager.errored():
+                self.manager._quorum_future = None  # or the next one would raise this again
+            elif error := self.manager.errored():
                 reason = f"one was lost ({str(error.original_exception).splitlines()[0]})"
             texts: list[tuple[str, str]] = []
-            if not reason and self._manager._quorum_id != self._quorum_id:
+            if not reason and self.manager._quorum_id != self._quorum_id:
                 texts = self._exchange(text)
-                if self._manager.errored():
+                if self.manager.errored():
                     reason = "one was lost"
             # Ranks may differ by the moment at which each gave up.
             failed = torch.tensor([float(bool(reason))], device=self.device)
             dist.all_reduce(failed, op=dist.ReduceOp.MAX)
             if not failed.item():
-                self._quorum_id = self._manager._quorum_id
+                self._quorum_id = self.manager._quorum_id
                 return texts
             waiting(reason or "another rank of this group has no quorum")
 
@@ -157,7 +159,7 @@ class ReplicaGroups:
         rows = torch.zeros(self.size, _MOST_BYTES, dtype=torch.uint8, device=self.device)
         rows[self.rank, : len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         self.sum_([rows])
-        if self._manager.errored():
+        if self.manager.errored():
             return []
         sent = [bytes(row.tolist()).rstrip(b"\0") for row in rows[: self.rank].cpu()]
         return [tuple(json.loads(row)) for row in sent if row]
@@ -173,17 +175,17 @@ class ReplicaGroups:
             of_dtype[-1].append(tensor)
         for bucket in (b for of_dtype in buckets.values() for b in of_dtype):
             flat = torch.cat([tensor.flatten() for tensor in bucket])
-            self._manager.allreduce(flat, reduce_op=dist.ReduceOp.SUM).wait()
+            self.manager.allreduce(flat, reduce_op=dist.ReduceOp.SUM).wait()
             parts = flat.split([tensor.numel() for tensor in bucket])
             torch._foreach_copy_(bucket, [p.view_as(t) for p, t in zip(parts, bucket, strict=True)])
 
     def commit(self) -> bool:
         """Return whether the step counts: no group was lost in it."""
-        return self._manager.should_commit()
+        return self.manager.should_commit()
 
     def close(self) -> None:
         """Leave the groups."""
-        self._manager.shutdown(wait=False)
+        self.manager.shutdown(wait=False)
         self.group.shutdown()
 
     def _take(self, state: dict[str, Any]) -> None:

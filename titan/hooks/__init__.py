@@ -56,7 +56,7 @@ def standard_hooks(trainer: Run, *, monitor: Monitor | None = None) -> list[Hook
     for entry in plug_ins("titan.hooks"):
         hooks.insert(-1, entry.load()(trainer))
     if trainer.config.fault_tolerance.enable:
-        from titan.hooks.elastic import Elastic  # imports torchft
+        from titan.hooks.elastic import elastic_hook  # imports torchft
 
-        hooks.insert(0, Elastic(trainer))
+        hooks.insert(0, elastic_hook(trainer))
     return hooks

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan.config.render import to_toml
@@ -20,6 +22,12 @@ from titan.observe.clock import Window
 from titan.optim.optimizers import allocate_state
 from titan.train_step import StepReport
 from titan.untrusted import InputError
+
+
+def elastic_hook(trainer: Run) -> Hook:
+    """Return the hook of a job with `fault_tolerance.enable`."""
+    method = trainer.config.fault_tolerance.semi_sync_method
+    return Elastic(trainer) if method is None else SemiSync(trainer)
 
 
 class Elastic(Hook):
@@ -159,6 +167,88 @@ class Elastic(Hook):
         checkpointing.load_train_state(metadata)
         checkpointing.changes.clear()
         trainer.loader.load_state_dict(metadata["data"])
+
+
+class SemiSync(Elastic):
+    """Let groups train alone, and meet every few steps (torchft's LocalSGD and DiLoCo).
+
+    Each group has its own share of the samples, whichever others live. A group that comes back takes over a peer's state at its
+    first meeting. What a lost group did since the last one is lost.
+    """
+
+    def __init__(self, trainer: Run) -> None:
+        super().__init__(trainer)
+        section, layout = trainer.config.fault_tolerance, trainer.layout
+        trainer.train_step.sum_over_groups = lambda _: None
+        trainer.sequences_per_step *= section.replica_groups
+        trainer.tokens_per_step *= section.replica_groups
+        trainer.is_writer = section.replica_id == 0
+        self.size = section.replica_groups
+        self.share = RankShare(
+            rank=section.replica_id * layout.dp + trainer.dp_rank,
+            world=section.replica_groups * layout.dp,
+            batch=trainer.config.training.local_batch_size,
+        )
+        self.groups.manager.start_quorum = self._meet
+
+    def resume(self) -> None:
+        """Leave it to Checkpointing: peers in the middle of their steps would have to wait."""
+
+    def start(self) -> None:
+        from torchft.local_sgd import DiLoCo, LocalSGD
+
+        trainer, section = self.trainer, self.trainer.config.fault_tolerance
+        trainer.loader.reshare(self.share)
+        step, manager = trainer.train_step, self.groups.manager
+        if section.semi_sync_method == "local_sgd":
+            whole = nn.ModuleList(step.model_parts)
+            method: Any = LocalSGD(manager, whole, step.optimizer, section.sync_steps)
+        else:
+            fragments = _fragments(step.model_parts, section.num_fragments)
+            momentum = section.outer_momentum
+            outer = [
+                torch.optim.SGD(
+                    fragment.parameters(),
+                    lr=section.outer_lr,
+                    momentum=momentum,
+                    nesterov=momentum > 0,
+                )
+                for fragment in fragments
+            ]
+            method = DiLoCo(
+                manager,
+                fragments,
+                step.optimizer,
+                outer,
+                sync_every=section.sync_steps,
+                should_quantize=section.should_quantize,
+                fragment_sync_delay=section.fragment_sync_delay,
+                fragment_update_alpha=section.fragment_update_alpha,
+            )
+        method.__enter__()
+
+    def step_begin(self) -> None: ...
+
+    def updated(self, report: StepReport) -> None: ...
+
+    def _meet(self, **_: Any) -> None:
+        """Begin a meeting; torchft calls this where an optimizer's step ends."""
+        self.waited_for = ""
+        step, text = self.groups.manager.current_step(), to_toml(self.trainer.config)
+        for name, other in self.groups.begin(step=step, text=text, waiting=self._wait):
+            self._require_same(other, name=name)
+        self.size, self.trainer.is_writer = self.groups.size, self.groups.rank == 0
+
+
+def _fragments(parts: Sequence[nn.Module], count: int) -> list[nn.ModuleList]:
+    """Return the modules with parameters in `count` runs of about the same length."""
+    units: list[nn.Module] = []
+    for part in parts:
+        for name, child in part.named_children():
+            units += child.children() if name == "layers" else [child]
+    units = [unit for unit in units if any(True for _ in unit.parameters())]
+    ends = [len(units) * number // count for number in range(count + 1)]
+    return [nn.ModuleList(units[a:b]) for a, b in pairwise(ends)]
 
 
 def _local(tensor: Tensor) -> Tensor:

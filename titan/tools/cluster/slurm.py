@@ -34,7 +34,7 @@ _PATTERNS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code. Raises ConfigError, which titan.cli reports."""
-    usage = "[--time T] [--partition P] [--account A] [--container IMAGE] [--submit]"
+    usage = "[--time T] [--partition P] [--account A] [--container IMAGE] [--groups G] [--submit]"
     parser = command_parser(
         "slurm", f"{JOB} --nodes N [--gpus-per-node G] {usage}", summary=SUMMARY
     )
@@ -50,6 +50,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--account", metavar="A")
     add("--container", metavar="IMAGE", help="run in this image, through pyxis")
     add("--mounts", metavar="FROM:TO,...", help="folders of the container beside this one")
+    help_ = "make an array of G jobs, replica groups of --nodes machines each (docs/elastic.md)"
+    add("--groups", type=positive, metavar="G", help=help_)
     add("--submit", action="store_true", help="pass the script to sbatch")
     options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     # Without GPUs one rank uses the cores of a node.
@@ -72,12 +74,17 @@ def main(argv: list[str] | None = None) -> int:
         print(f"titan slurm: {error}", file=sys.stderr)
         return 2
     print(text, end="", flush=True)
-    command = ["sbatch", str(path)]
+    commands = [["sbatch", str(path)]]
+    if options.groups:
+        beside = path.with_name("lighthouse.sbatch")
+        beside.write_text(_lighthouse_script(options, job, folder), encoding="utf-8")
+        commands.insert(0, ["sbatch", str(beside)])
     if not options.submit:
-        print(f"\nwritten. To submit it: {shlex.join(command)}", file=sys.stderr)
+        text = " && ".join(map(shlex.join, commands))
+        print(f"\nwritten. To submit it: {text}", file=sys.stderr)
         return 0
     try:
-        return subprocess.run(command).returncode
+        return max(subprocess.run(command).returncode for command in commands)
     except FileNotFoundError:
         message = "there is no sbatch on this machine"
         raise ConfigError([Problem(COMMAND_LINE, 0, "--submit", message)]) from None
@@ -104,6 +111,7 @@ def script(
     log = f"{folder}/slurm-%j.out".replace("\\", "\\\\").replace('"', '\\"')
     directives = {
         "job-name": _job_name(job),
+        "array": f"0-{options.groups - 1}" if options.groups else None,
         "nodes": options.nodes,
         "gpus-per-node": options.gpus_per_node or None,
         "time": options.time,
@@ -138,8 +146,47 @@ def script(
             f"cd -- {shlex.quote(str(Path.cwd()))} || exit 2",
             *(f"{key}={shlex.quote(str(value))}" for key, value in settings.items()),
             f"set -- {shlex.join(job)}",
+            *(_group_lines(options.groups, config, folder) if options.groups else ()),
             "",
             rest[rest.index("set -uo pipefail") :],
+        ]
+    )
+
+
+def _group_lines(groups: int, config: JobConfig, folder: str) -> list[str]:
+    """Return what makes an element of the array a replica group."""
+    file, checkpoints = f"{folder}/lighthouse", config.checkpoint.folder
+    saved = checkpoints if "://" in checkpoints else str(Path(folder) / checkpoints)
+    settings = ["--fault_tolerance.enable=true", f"--fault_tolerance.replica_groups={groups}"]
+    return [
+        f"until [[ -s {shlex.quote(file)} ]]; do sleep 1; done  # lighthouse.sbatch writes it",
+        f'set -- "$@" {shlex.join([*settings, f"--checkpoint.folder={saved}"])} \\',
+        '  --fault_tolerance.replica_id="$SLURM_ARRAY_TASK_ID" \\',
+        f'  --fault_tolerance.lighthouse="$(cat {shlex.quote(file)})" \\',
+        f'  --job.dump_folder={shlex.quote(folder)}/group-"$SLURM_ARRAY_TASK_ID"',
+    ]
+
+
+def _lighthouse_script(options: argparse.Namespace, job: Sequence[str], folder: Path) -> str:
+    """Return the script of the groups' lighthouse, a process that needs one core."""
+    directives = {
+        "job-name": f"{_job_name(job)}-lighthouse",
+        "ntasks": 1,
+        "time": options.time,
+        "partition": options.partition,
+        "account": options.account,
+        "output": f'"{folder}/lighthouse-%j.out"',
+    }
+    python = "python" if options.container else sys.executable
+    command = ["-m", "titan.health.launch_groups", f"{folder}/lighthouse", *job]
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH --{key}={value}" for key, value in directives.items() if value is not None),
+            "",
+            f"cd -- {shlex.quote(str(Path.cwd()))} || exit 2",
+            f"exec {shlex.join([python, *command])}",
+            "",
         ]
     )
 
