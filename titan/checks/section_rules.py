@@ -25,7 +25,7 @@ from titan.data.sources import resolve_sources
 from titan.hardware import HARDWARE
 from titan.parallel.kept_operations import KeepError, parse_blocks, parse_rule
 from titan.parallel.schedules import canonical_schedule, splits_backward
-from titan.parallel.stage_split import split_modules
+from titan.parallel.stage_split import FIRST, split_modules
 
 STACKS_S = 15  # from a step's time limit until the stacks of all ranks are written; titan/health
 LOCAL_PRESETS = ("text", "jsonl", "parquet", "shards")
@@ -255,7 +255,8 @@ def _modules(config: JobConfig) -> Iterator[RuleViolation]:
         return  # a plug-in's modules may have other names, which only its model knows
     key = "module_fqns_per_model_part"
     # One stage has all modules, in the order of the model.
-    [modules] = split_modules(layers, num_stages=1, first_less=0, last_less=0)
+    first = getattr(model, "first_modules", FIRST)
+    [modules] = split_modules(layers, num_stages=1, first_less=0, last_less=0, first=first)
     named = [name for names in stages for name in names]
     for name in dict.fromkeys(named):
         if name not in modules:

@@ -26,6 +26,7 @@ from titan.config.layout import Layout, stage_split
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
 from titan.observe.routing import busiest_rank
+from titan.parallel.stage_split import FIRST
 from titan.sim.record import trace as events
 from titan.sim.record.extrapolate import CannotExtrapolate, Depth, extrapolate
 from titan.sim.record.ranks import remap_ranks
@@ -300,7 +301,7 @@ def at_depth(request: TraceRequest, depth: int) -> JobConfig:
         names = [
             [f"layers.{stage * depth + n}" for n in range(depth)] for stage in range(num_stages)
         ]
-        names[0].insert(0, "tok_embeddings")
+        names[0][:0] = getattr(model_config(config.model), "first_modules", FIRST)
         names[-1] += ["norm", "output"]
         parallelism = parallelism.model_copy(
             update={"module_fqns_per_model_part": names, "pipeline_parallel_layers_per_stage": None}
