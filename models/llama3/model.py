@@ -180,6 +180,12 @@ class Llama(nn.Module):
         """
         cos_sin = self._cos_sin(positions_BS, tokens_BS.shape[1], tokens_BS.device)
         x_BSD = tokens_BS if self.tok_embeddings is None else self.tok_embeddings(tokens_BS)
+        return self.decode(x_BSD, cos_sin, document_ids_BS)
+
+    def decode(
+        self, x_BSD: Tensor, cos_sin: tuple[Tensor, Tensor], document_ids_BS: Tensor | None
+    ) -> Tensor:
+        """Return the logits of embedded tokens. cos_sin: of their positions, for all blocks."""
         for block in self.layers.values():
             x_BSD = block(x_BSD, cos_sin, document_ids_BS)
         if self.norm is not None:

@@ -403,7 +403,7 @@ def largest(results: list[dict[str, Any]], reference: dict[str, Any], what: str)
             ]
         else:
             pairs = [(abs(a - b), abs(b)) for a, b in zip(result[what], expected, strict=True)]
-        ratios = [difference / size for difference, size in pairs]
+        ratios = [difference and difference / size for difference, size in pairs]  # of zeros: 0
         # max() passes over NaN, which equals nothing.
         largest = max(largest, 0.0, *(math.inf if math.isnan(ratio) else ratio for ratio in ratios))
     return largest

@@ -18,6 +18,9 @@ model names a style for each module; nothing in the model changes. With S the se
     token_weights    whole         as `sequence`, and gives a plain tensor: a router's matrix
     experts          -             left alone: `apply_ep` and FSDP split them
     head_norm        whole         (B, S, H/tp, K) -> same: norms within each rank's heads
+    cut_sequence     whole         (N, T, ...) -> (N, T'/tp, D): each rank's part of the output, with zeros after T that make parts equal
+    place            none          x (B, S/tp, D), features (N, T/tp, D) -> (B, S/tp, D): features are gathered, and of an index (B, S)
+                                   each rank takes its part; in this order of arguments
     width_norm       channels /tp  (B, S, F/tp) -> same: norms over the channels of all ranks, which add up their squares
     vocab_output     columns V/tp  (B, S/tp, D) -> (B, S, V/tp) for the vocabulary-parallel loss, or (B, S, V);
                                    -> (B, S, D) where the loss applies the weight
@@ -32,6 +35,7 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
@@ -151,18 +155,12 @@ class ReplicatedHeads(ParallelStyle):
         # Neighbouring ranks share a head, as their query heads do.
         head = device_mesh.get_local_rank() * self.num_heads // device_mesh.size()
 
-        def replicate(_: str, child: nn.Module, mesh: DeviceMesh) -> None:
-            for name, parameter in list(child.named_parameters(recurse=False)):
-                # src_data_rank=None: every rank has the whole weight, so nothing is sent.
-                whole = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)
-                child.register_parameter(name, nn.Parameter(whole))
-
         def keep_head(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
             # Each rank's gradient reaches its own head only: what all ranks have is an unfinished sum.
             local = output.to_local(grad_placements=(Partial(),))
             return local.unflatten(-1, (self.num_heads, -1))[..., head, :]
 
-        return distribute_module(module, device_mesh, replicate, _accept_replicated, keep_head)  # pyright: ignore
+        return distribute_module(module, device_mesh, _replicate, _accept_replicated, keep_head)  # pyright: ignore
 
 
 class GatherShared(ParallelStyle):
@@ -174,6 +172,36 @@ class GatherShared(ParallelStyle):
             return whole.to_local(grad_placements=(Partial(),))
 
         module.register_forward_hook(gather)
+        return module
+
+
+class CutSequence(ParallelStyle):
+    """Run a module with whole weights on whole inputs on each rank, and keep the rank's part of the output."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def cut(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
+            whole = output.to_local()
+            sides = [0, 0] * (whole.ndim - SEQUENCE_DIM - 1)  # of the dimensions after it: none
+            whole = F.pad(whole, [*sides, 0, -whole.shape[SEQUENCE_DIM] % mesh.size()])
+            whole = DTensor.from_local(whole, mesh, (Replicate(),), run_check=False)
+            return whole.redistribute(placements=(Shard(SEQUENCE_DIM),)).to_local()
+
+        return distribute_module(module, device_mesh, _replicate, _accept_replicated, cut)  # pyright: ignore
+
+
+class PlaceShared(ParallelStyle):
+    """Let a module without weights read features of all ranks for the rank's part of the sequence."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def prepare(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            x, features, index = args
+            cut = DTensor.from_local(features, device_mesh, (Shard(SEQUENCE_DIM),), run_check=False)
+            whole = cut.redistribute(placements=(Replicate(),))
+            part = index.chunk(device_mesh.size(), dim=SEQUENCE_DIM)[device_mesh.get_local_rank()]
+            # Each rank's gradient is that of its own positions.
+            return x, whole.to_local(grad_placements=(Partial(),)), part
+
+        module.register_forward_pre_hook(prepare)
         return module
 
 
@@ -243,6 +271,13 @@ def _accept_replicated(_: nn.Module, args: tuple[Any, ...], mesh: DeviceMesh) ->
         if isinstance(x, DTensor)
         else DTensor.from_local(x, mesh, (Replicate(),), run_check=False),
     )
+
+
+def _replicate(_: str, child: nn.Module, mesh: DeviceMesh) -> None:
+    for name, parameter in list(child.named_parameters(recurse=False)):
+        # src_data_rank=None: every rank has the whole weight, so nothing is sent.
+        whole = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)
+        child.register_parameter(name, nn.Parameter(whole))
 
 
 def apply_tp(
@@ -316,7 +351,7 @@ def check_plan(
     }
     _require_fit(model, style_of, size=size, num_kv_heads=num_kv_heads)
     # A style makes DTensors of the parameters in its module and below, except those that only move what goes in or out.
-    moving = (GATHER, "gather_shared", "tokens", "")
+    moving = (GATHER, "gather_shared", "place", "tokens", "")
     split = [name for name, style in style_of.items() if style.split(":")[0] not in moving]
     _require_all_split(model, left=lambda _: True, but=split)
     return style_of
@@ -345,6 +380,8 @@ def _styles(
         "kv_colwise": ColwiseParallel if kv_split else lambda: ReplicatedHeads(num_kv_heads),
         "gather_colwise": lambda: ColwiseParallel(input_layouts=Shard(SEQUENCE_DIM)),
         "gather_shared": GatherShared,
+        "cut_sequence": CutSequence,
+        "place": PlaceShared,
         "rowwise": lambda: RowwiseParallel(output_layouts=Shard(SEQUENCE_DIM)),
         "vocab_output": GatherForLoss
         if output_in_loss
