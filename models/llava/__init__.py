@@ -33,7 +33,11 @@ class TaskOptions:
     fit. samples: held-out pictures to describe at each validation, with at most max_new_tokens tokens.
     """
 
-    reads_text: ClassVar[bool] = False  # nothing of [training] and [data] that names text
+    # No sources of text; of [data] what says how documents share rows.
+    reads_text: ClassVar[bool] = False
+    data_keys: ClassVar[tuple[str, ...]] = (
+        *("add_bos", "add_eos", "document_mask", "reset_positions", "shuffle", "validation_fraction"),
+    )
 
     path: str = ""
     image_key: str = "image"
@@ -48,6 +52,8 @@ class TaskOptions:
             yield "task.options.path", "missing: a folder with captions.jsonl, or Parquet files"
         elif not Path(self.path).expanduser().exists():
             yield "task.options.path", f"'{self.path}' does not exist"
+        if config.validation.enable and not config.data.validation_fraction:
+            yield "data.validation_fraction", "missing: 0.1 holds out every tenth picture"
         patches, tp = sizes.num_patches, config.parallelism.tensor_parallel_degree
         lengths = {"training.seq_len": config.training.seq_len}
         if config.validation.enable and config.validation.seq_len:

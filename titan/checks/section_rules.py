@@ -19,7 +19,7 @@ from titan.config.schema import (
     JobConfig,
     SyntheticSource,
 )
-from titan.config.task import check_task, predicts_tokens, reads_text
+from titan.config.task import check_task, data_keys, predicts_tokens, reads_text
 from titan.data import DataError
 from titan.data.sources import resolve_sources
 from titan.hardware import HARDWARE
@@ -71,7 +71,7 @@ def _hardware(config: JobConfig) -> Iterator[RuleViolation]:
 def _data(config: JobConfig) -> Iterator[RuleViolation]:
     training, data = config.training, config.data
     if not reads_text(config):
-        for key in data.model_dump(exclude_defaults=True):
+        for key in data.model_dump(exclude_defaults=True, exclude={*data_keys(config)}):
             yield key, "has no effect: the task of this model reads no text; remove it"
         return
     # The default dataset gives way to [[data.sources]] silently; one that the job names does not.
