@@ -48,11 +48,11 @@ def draw(number: int) -> tuple[np.ndarray, str]:
     chosen = [kinds[i] for i in generator.choice(len(kinds), size=2, replace=False)]
     is_row = bool(generator.integers(2))
     pixels = np.full((SIDE, SIDE, 3), generator.integers(225, 256), dtype=np.int64)
-    # Each in its half; along the other axis anywhere.
+    # Both in one half of the other axis, so that it is clear which word is true.
+    other = SIDE / 4 * (1 + 2 * generator.integers(2))
     for half, (colour, shape) in enumerate(chosen):
-        radius = generator.uniform(4.5, 6.5)
-        along = half * SIDE / 2 + generator.uniform(radius + 0.5, SIDE / 2 - radius + 0.5)
-        beside = generator.uniform(radius + 1, SIDE - radius - 1)
+        radius = generator.uniform(5, 6.5)
+        along, beside = (SIDE / 4 * (1 + 2 * half), other) + generator.uniform(-1, 1, size=2)
         x, y = (along, beside) if is_row else (beside, along)
         pixels[mask(shape, x, y, radius)] = COLOURS[colour]
     pixels += generator.integers(-6, 7, size=pixels.shape)

@@ -36,7 +36,14 @@ class TaskOptions:
     # No sources of text; of [data] what says how documents share rows.
     reads_text: ClassVar[bool] = False
     data_keys: ClassVar[tuple[str, ...]] = (
-        *("add_bos", "add_eos", "document_mask", "reset_positions", "shuffle", "validation_fraction"),
+        *(
+            "add_bos",
+            "add_eos",
+            "document_mask",
+            "reset_positions",
+            "shuffle",
+            "validation_fraction",
+        ),
     )
 
     path: str = ""

@@ -168,7 +168,14 @@ class Llava(Llama):
         """Return the standard deviation of a parameter's initial weights: as Llama's, and zeros for biases."""
         if name.endswith(".bias"):
             return 0.0
-        if name.startswith("projector."):
-            # As the output layer: of order one at any size, as embeddings are.
-            return (self.sizes.vision_dim if ".w1." in name else self.sizes.dim) ** -0.5
+        # Patches, positions and features are of order one at any size, as embeddings are.
+        order_one = {
+            "vision.embed.class_token": 1.0,
+            "vision.embed.positions": 1.0,
+            "vision.embed.patches": self.sizes.patch_dim**-0.5,
+            "projector.w1.weight": self.sizes.vision_dim**-0.5,
+            "projector.w2.weight": self.sizes.dim**-0.5,
+        }
+        if name in order_one:
+            return order_one[name]
         return super().init_std(name.removeprefix("vision."))

@@ -196,6 +196,7 @@ class DescribePictures(NextToken):
     """Predict the text that belongs to a picture."""
 
     options: TaskOptions
+    described: float | None = None  # known to rank 0
 
     @cached_property
     def sizes(self) -> LlavaConfig:

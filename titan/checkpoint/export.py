@@ -279,7 +279,9 @@ def _write_texts(folder: Path, export: Export, files: dict[str, list[str]]) -> N
     weight_map = {name: file for file, names in files.items() for name in names}
     total = sum(map(export.num_bytes, model.on_disk))
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    for name, value in ((INDEX, index), (CONFIG, export.config())):
+    texts = {INDEX: index, CONFIG: export.config()}
+    texts |= getattr(model.hooks, "hf_files", lambda _: {})(model.sizes)
+    for name, value in texts.items():
         LocalStorage().write(folder / name, (json.dumps(value, indent=2) + "\n").encode())
     for asset in export.assets:
         LocalStorage().write(folder / asset.name, read_asset(asset))

@@ -12,6 +12,7 @@ neither the index, nor links, nor that weights are finite. Its writer writes sha
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -102,6 +103,16 @@ class HFModel:
         names = {ours: theirs for ours, theirs in names.items() if theirs}
         shapes = {ours: t.shape for ours, t in state.items()}
         return HFModel(name, sizes, hooks, names, shapes, buffers)
+
+    def spelled_as(self, folder: HFFolder) -> HFModel:
+        """Return the model with the names of a folder that begins them in another way, of the family's SPELLINGS."""
+        names = self.names
+        for ours, theirs in getattr(self.hooks, "SPELLINGS", ()):
+            if not any(name.startswith(ours) for name in folder.files):
+                names = {
+                    n: re.sub(f"^{re.escape(ours)}", theirs, name) for n, name in names.items()
+                }
+        return dataclasses.replace(self, names=names)
 
     @property
     def architecture(self) -> str:
@@ -222,7 +233,7 @@ def check_folder(path: Path, model: HFModel) -> HFFolder:
         fix = ", ".join(f"model.{key} = {format_value(value)}" for key, value in keys)
         raise CheckpointError(f"{path / CONFIG}: {what}; set {fix}")
     # At most five: a folder of another model differs in every tensor.
-    if problems := list(tensor_problems(folder, model)):
+    if problems := list(tensor_problems(folder, model.spelled_as(folder))):
         rest = f"\n{len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError("\n".join(problems[:5]) + rest)
     return folder
@@ -247,7 +258,7 @@ def load(path: Path, state: StateDict, *, model: HFModel, group: CheckpointGroup
     # No rank raises alone: the others would wait for it in the next collective.
     if problems := [problem for of_rank in group.gather(bad) for problem in of_rank]:
         raise CheckpointError(problems[0])
-    return left_out_messages(folder, model.sizes)
+    return left_out_messages(folder, model)
 
 
 def fill(folder: HFFolder, tensors: Mapping[str, Tensor], *, model: HFModel) -> list[str]:
@@ -255,8 +266,9 @@ def fill(folder: HFFolder, tensors: Mapping[str, Tensor], *, model: HFModel) -> 
     from safetensors import safe_open
 
     by_file: dict[Path, list[_Piece]] = defaultdict(list)
+    names = model.spelled_as(folder).names
     for ours, tensor in tensors.items():
-        for piece in _pieces(model.names[ours], tensor) if ours in model.names else ():
+        for piece in _pieces(names[ours], tensor) if ours in names else ():
             by_file[folder.files[piece.name]].append(piece)
     bad: list[str] = []
     # File by file: a mapped file's pages can go when its tensors are copied.
@@ -345,7 +357,7 @@ def tensor_problems(folder: HFFolder, model: HFModel) -> Iterator[str]:
     for name in scaled:
         wanted[name + _SCALES] = [-(-size // _BLOCK) for size in wanted[name]]
     tied = {model.hooks.hf_name("output.weight")} if model.sizes.tied_embeddings else set()
-    skipped = left_out(folder, model.sizes)
+    skipped = tuple(left_out(folder, model))
     # Folders of tied models may hold the output layer all the same.
     for name in folder.files.keys() - wanted.keys() - tied:
         if not name.endswith(_DERIVED) and not name.startswith(skipped):
@@ -364,21 +376,22 @@ def tensor_problems(folder: HFFolder, model: HFModel) -> Iterator[str]:
                 yield f"{file}: tensor {name} is {dtype}; quantized weights must be converted to bfloat16 first"
 
 
-def left_out_messages(folder: HFFolder, sizes: Any) -> list[str]:
+def left_out_messages(folder: HFFolder, model: HFModel) -> list[str]:
     """Return a message for each layer that is left out."""
-    prefixes = left_out(folder, sizes)
-    return [
-        f"left out {prefix}* of {folder.path}: it predicts further tokens" for prefix in prefixes
-    ]
+    reasons = left_out(folder, model)
+    return [f"left out {prefix}* of {folder.path}: {why}" for prefix, why in reasons.items()]
 
 
-def left_out(folder: HFFolder, sizes: Any) -> tuple[str, ...]:
-    """Return how names of layers begin that predict further tokens (DeepSeek-V3's layer 61), which titan does not have."""
-    extra = folder.config.get("num_nextn_predict_layers")
+def left_out(folder: HFFolder, model: HFModel) -> dict[str, str]:
+    """Return how names of layers begin which titan does not have, and why: those that predict further tokens (DeepSeek-V3's layer 61),
+    and what the family's `hf_unused` names."""
+    extra, first = folder.config.get("num_nextn_predict_layers"), model.sizes.n_layers
     extra = extra if isinstance(extra, int) else 0
-    numbers = range(sizes.n_layers, sizes.n_layers + min(extra, 100))
-    names = (f"model.layers.{number}." for number in numbers)
-    return tuple(prefix for prefix in names if any(n.startswith(prefix) for n in folder.files))
+    numbers = range(first, first + min(extra, 100))
+    reasons = {f"model.layers.{number}.": "it predicts further tokens" for number in numbers}
+    unused = getattr(model.hooks, "hf_unused", lambda *_: ())(folder.config, model.sizes)
+    reasons |= dict.fromkeys(unused, "the model's output does not depend on it")
+    return {p: why for p, why in reasons.items() if any(n.startswith(p) for n in folder.files)}
 
 
 def _headers(file: Path) -> dict[str, tuple[list[int], str]]:

@@ -59,6 +59,7 @@ def from_hf(source: Path, output: Path) -> list[str]:
     require_weights_for(sizes, opened)
     model = HFModel.of(name, sizes)
     folder = check_folder(source, model)
+    model = model.spelled_as(folder)
     assets = {file.name: read_asset(file) for file in tokenizer_files(str(source))}
     if assets:
         tokenizer_named(str(source))  # raises where it cannot be used
@@ -111,7 +112,7 @@ def from_hf(source: Path, output: Path) -> list[str]:
     )
     return [
         f"{step}: {name} {keys['flavor']}, {sizes.num_params:,} parameters",
-        *left_out_messages(folder, sizes),
+        *left_out_messages(folder, model),
         f"train it: titan train JOB.toml {overlay}",
     ]
 

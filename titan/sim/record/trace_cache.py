@@ -251,9 +251,11 @@ def shallow(request: TraceRequest) -> list[Depth] | None:
     config, layout = request.config, request.layout
     if config.model.freeze or len(config.activation_checkpoint.op_keep_by_block) > 1:
         return None  # blocks differ
-    size = config.parallelism.fsdp_blocks_per_unit
+    size, sizes = config.parallelism.fsdp_blocks_per_unit, model_config(config.model)
+    if getattr(sizes, "first_modules", FIRST) != FIRST:
+        return None  # an encoder's results are read past the first block
     if layout.pp == 1:
-        depths = [Depth(0, -(-model_config(config.model).n_layers // size))]
+        depths = [Depth(0, -(-sizes.n_layers // size))]
     elif size > 1:  # stages begin anywhere within a unit
         return None
     else:
