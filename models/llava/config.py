@@ -1,10 +1,13 @@
-"""Define the sizes of LLaVA 1.5 (arXiv:2310.03744, and the config.json of llava-hf/llava-1.5-7b-hf and 13b). Imports no torch."""
+"""Define the sizes of LLaVA 1.5 (arXiv:2310.03744, and the config.json of llava-hf/llava-1.5-7b-hf and 13b), and the options of its task. Imports no torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
 
+from ..llama3.config import FLAVORS as LLAMA
 from ..llama3.config import LlamaConfig
 
 
@@ -79,6 +82,79 @@ class LlavaConfig(LlamaConfig):
         return super().flops_per_token(seq_len, causal=causal) + share
 
 
+@dataclass(frozen=True)
+class TaskOptions:
+    """Say which pictures with text to train on.
+
+    path: a folder with captions.jsonl, whose lines have `image` (a file, relative to the folder) and `text`; or a Parquet file, or
+    a folder of them. image_key, text_key: names of these fields or columns. images: pictures that a row has room for; 0: as many as
+    fit. samples: held-out pictures to describe at each validation, with at most max_new_tokens tokens.
+    """
+
+    # No sources of text; of [data] what says how documents share rows.
+    reads_text: ClassVar[bool] = False
+    data_keys: ClassVar[tuple[str, ...]] = (
+        *(
+            "add_bos",
+            "add_eos",
+            "document_mask",
+            "reset_positions",
+            "shuffle",
+            "validation_fraction",
+        ),
+    )
+
+    path: str = ""
+    image_key: str = "image"
+    text_key: str = "text"
+    images: int = 0
+    samples: int = 0
+    max_new_tokens: int = 64
+
+    def problems(self, config: Any, sizes: LlavaConfig) -> Iterator[tuple[str, str]]:
+        """Yield what the job must change, as key and message."""
+        if not self.path:
+            yield "task.options.path", "missing: a folder with captions.jsonl, or Parquet files"
+        elif not Path(self.path).expanduser().exists():
+            yield "task.options.path", f"'{self.path}' does not exist"
+        if config.validation.enable and not config.data.validation_fraction:
+            yield "data.validation_fraction", "missing: 0.1 holds out every tenth picture"
+        patches, tp = sizes.num_patches, config.parallelism.tensor_parallel_degree
+        lengths = {"training.seq_len": config.training.seq_len}
+        if config.validation.enable and config.validation.seq_len:
+            lengths["validation.seq_len"] = config.validation.seq_len
+        for key, length in lengths.items():
+            if not (room := sizes.images_in(length)):
+                yield (
+                    key,
+                    f"{length} has no room for {patches} patches and a word; use {patches + 64}",
+                )
+            elif self.images > room:
+                yield (
+                    "task.options.images",
+                    f"{key} {length} has room for {room}; use at most {room}",
+                )
+        if sizes.image_size % sizes.patch_size:
+            message = f"{sizes.patch_size} does not divide the image_size {sizes.image_size}"
+            yield "model.overrides.patch_size", message
+        if sizes.image_token >= sizes.vocab_size:
+            message = f"{sizes.image_token} is not below the vocab_size {sizes.vocab_size}"
+            yield "model.overrides.image_token", message
+        for name in ("vision_heads", "vision_ffn_dim"):
+            if (value := getattr(sizes, name)) % tp:
+                message = f"{tp} does not divide the model's {name} {value}"
+                yield "parallelism.tensor_parallel_degree", message
+        if sizes.vision_dim % sizes.vision_heads:
+            message = f"{sizes.vision_heads} does not divide the vision_dim {sizes.vision_dim}"
+            yield "model.overrides.vision_heads", message
+        if self.samples and config.parallelism.pipeline_parallel_degree > 1:
+            yield "task.options.samples", "a pipeline's ranks cannot describe pictures; use 0"
+
+
+def _with_vision(decoder: LlamaConfig, **vision: Any) -> LlavaConfig:
+    return LlavaConfig(**(vars(decoder) | vision))
+
+
 def _llava(dim: int, n_layers: int, n_heads: int, ffn_dim: int) -> LlavaConfig:
     """Return Vicuna, which is Llama 2 with a larger vocabulary, and CLIP ViT-L/14 at 336 pixels without its last block."""
     return LlavaConfig(
@@ -99,14 +175,9 @@ def _llava(dim: int, n_layers: int, n_heads: int, ffn_dim: int) -> LlavaConfig:
 
 
 FLAVORS: dict[str, LlavaConfig] = {
-    # titan's own, as Llama's of that name, with pictures of four patches
-    "tiny": LlavaConfig(
-        dim=64,
-        n_layers=8,
-        n_heads=4,
-        n_kv_heads=2,
-        ffn_dim=192,
-        vocab_size=2048,
+    # titan's own: Llama's of that name, and pictures of four patches
+    "tiny": _with_vision(
+        LLAMA["tiny"],
         vision_dim=32,
         vision_layers=2,
         vision_heads=4,
@@ -116,13 +187,10 @@ FLAVORS: dict[str, LlavaConfig] = {
         image_token=2047,
     ),
     # The demo's: describes pictures of 32 x 32 pixels in bytes, after three minutes on two CPU cores.
-    "demo": LlavaConfig(
-        dim=128,
-        n_layers=4,
-        n_heads=4,
-        n_kv_heads=4,
-        ffn_dim=384,
-        vocab_size=264,
+    "demo": _with_vision(
+        replace(
+            LLAMA["demo"], dim=128, n_heads=4, n_kv_heads=4, ffn_dim=384, head_dim=32, init_std=0.08
+        ),
         vision_dim=128,
         vision_layers=3,
         vision_heads=4,

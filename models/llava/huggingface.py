@@ -99,19 +99,11 @@ def hf_files(config: LlavaConfig) -> dict[str, dict[str, Any]]:
     """Return the further files that say how transformers prepares a picture, as `titan.models.llava.task` does."""
     side = config.image_size
     return {
+        # All else as CLIPImageProcessor does by itself.
         "preprocessor_config.json": {
             "image_processor_type": "CLIPImageProcessor",
-            "do_resize": True,
             "size": {"shortest_edge": side},
-            "resample": 3,
-            "do_center_crop": True,
             "crop_size": {"height": side, "width": side},
-            "do_rescale": True,
-            "rescale_factor": 1 / 255,
-            "do_normalize": True,
-            "image_mean": list(IMAGE_MEAN),
-            "image_std": list(IMAGE_STD),
-            "do_convert_rgb": True,
         },
         "processor_config.json": {
             "processor_class": "LlavaProcessor",

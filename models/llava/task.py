@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -35,9 +35,9 @@ from titan.parallel import materialize
 from titan.parallel.init_weights import canonical_name
 from titan.task import Microbatch, NextToken
 
-from . import TaskOptions, build_model
-from .config import LlavaConfig
+from .config import LlavaConfig, TaskOptions
 from .huggingface import IMAGE_MEAN, IMAGE_STD
+from .model import Llava
 
 _ROW = ("images", "image_index_BS")
 
@@ -75,57 +75,43 @@ def patches_of(pixels: np.ndarray, config: LlavaConfig) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Pictures:
-    """Offer pictures with text, by number. read: returns the file, or the bytes of one, of a picture. text: returns its text."""
+    """Hold texts, and the file of each one's picture, or the bytes of one, as values of Arrow."""
 
-    count: int
-    read: Callable[[int], Path | bytes]
-    text: Callable[[int], str]
+    texts: list[str]
+    files: Sequence[Any]
 
     @staticmethod
     def open(options: TaskOptions) -> Pictures:
         """Open what the options name. Raises DataError."""
-        where = Path(options.path).expanduser()
+        where, keys = Path(options.path).expanduser(), (options.text_key, options.image_key)
         captions = where / "captions.jsonl"
         if not captions.is_file():
-            return Pictures._of_parquet(where, options)
-        lines = captions.read_text(encoding="utf-8").splitlines()
-        try:
-            found = [json.loads(line) for line in lines if line.strip()]
-            rows = [(where / row[options.image_key], str(row[options.text_key])) for row in found]
-        except (ValueError, TypeError, KeyError) as error:
-            raise DataError(
-                f"{captions}: a line is no JSON object with '{options.image_key}' and '{options.text_key}': {error}"
-            ) from error
-        return Pictures(len(rows), lambda i: rows[i][0], lambda i: rows[i][1])
-
-    @staticmethod
-    def _of_parquet(where: Path, options: TaskOptions) -> Pictures:
-        files = [str(file) for file in find_files(str(where), patterns=["*.parquet"])]
-        datasets = require("datasets", purpose=f"reading {where}")
-        # Mapped from datasets' cache, not read as a whole.
-        table = datasets.Dataset.from_parquet(files).data
-        for key in (options.image_key, options.text_key):
-            if key not in table.column_names:
+            files = find_files(str(where), patterns=["*.parquet"])
+            datasets = require("datasets", purpose=f"reading {where}")
+            # Mapped from datasets' cache, not read as a whole.
+            table = datasets.Dataset.from_parquet([str(file) for file in files]).data
+            if missing := {*keys} - {*table.column_names}:
                 known = ", ".join(table.column_names)
-                raise DataError(f"{where}: no column '{key}'; its columns are {known}")
-        images, texts = table.column(options.image_key), table.column(options.text_key)
-
-        def read(number: int) -> bytes:
-            value = images[number].as_py()
-            return value["bytes"] if isinstance(value, dict) else value
-
-        return Pictures(len(texts), read, lambda i: texts[i].as_py())
+                raise DataError(f"{where}: no column '{min(missing)}'; its columns are {known}")
+            texts, images = map(table.column, keys)
+            return Pictures(texts.to_pylist(), images)
+        try:
+            lines = map(json.loads, captions.read_text(encoding="utf-8").splitlines())
+            rows = [tuple(str(line[key]) for key in keys) for line in lines]
+        except (ValueError, TypeError, KeyError) as error:
+            raise DataError(f"{captions}: a line is no object with {keys}: {error}") from error
+        return Pictures([text for text, _ in rows], [where / name for _, name in rows])
 
     def pixels(self, number: int, *, side: int) -> np.ndarray:
-        """Return a picture in its middle square, uint8 (side, side, 3), as CLIP's preparation has it. Raises DataError."""
-        source = self.read(number)
-        image = require("PIL.Image", purpose="reading pictures", extra="vision")
+        """Return the middle square of a picture, uint8 (side, side, 3), as CLIP's preparation has it. Raises DataError."""
+        source, image = self.files[number], require("PIL.Image", purpose="pictures", extra="vision")
+        if not isinstance(source, Path):
+            value = source.as_py()
+            source = io.BytesIO(value["bytes"] if isinstance(value, dict) else value)
         try:
-            opened = image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
-            opened = opened.convert("RGB")
+            opened = image.open(source).convert("RGB")
         except (OSError, ValueError) as error:
-            name = f"picture {number}" if isinstance(source, bytes) else source
-            raise DataError(f"{name}: cannot be read: {error}") from error
+            raise DataError(f"picture {number}, {source}: cannot be read: {error}") from error
         if opened.size != (side, side):
             scale = side / min(opened.size)
             # The longer side rounds down, as in transformers.
@@ -136,60 +122,46 @@ class Pictures:
 
 
 class PictureSamples(Samples):
-    """Give rows of documents with pictures: int64 (B, seq_len + 1) and fp32 (B, I, P, C).
-
-    numbers: those of the split. room: pictures of a row. key: orders the rows of each epoch; None: as they are.
-    """
+    """Give rows of documents with pictures, int64 (B, S + 1) and fp32 (B, I, P, C), in another order each epoch."""
 
     def __init__(
-        self,
-        pictures: Pictures,
-        numbers: list[int],
-        *,
-        encode: Callable[[int], list[int]],
-        sizes: LlavaConfig,
-        seq_len: int,
-        room: int,
-        special_tokens: SpecialTokens,
-        key: int | None,
+        self, task: DescribePictures, numbers: list[int], *, seq_len: int, key: int | None
     ) -> None:
-        self.special_tokens = special_tokens
-        self._pictures, self._encode, self._sizes = pictures, encode, sizes
-        self._length, self._room, self._key = seq_len + 1, room, key
+        """numbers: of the pictures. key: of the orders; None: the order is always the same."""
+        self.special_tokens = task.special_tokens
+        self._task, self._length, self._key = task, seq_len + 1, key
         # A document takes as much as lets no more than `room` of them into a row.
-        least = self._length // room
-        lengths = [max(least, min(len(encode(n)), self._length)) for n in numbers]
-        order = sorted(range(len(numbers)), key=lambda place: -lengths[place])
+        least = self._length // task.room(seq_len)
+        lengths = {n: max(least, min(len(task.document(n)), self._length)) for n in numbers}
+        longest_first = sorted(numbers, key=lambda number: -lengths[number])
         rows = best_fit(
-            [lengths[place] for place in order], [False] * len(order), capacity=self._length
+            [lengths[n] for n in longest_first], [False] * len(numbers), capacity=self._length
         )
         self._rows: list[list[int]] = [[] for _ in range(1 + max(rows))]
-        for place, row in zip(order, rows, strict=True):
-            self._rows[row].append(numbers[place])
+        for number, row in zip(longest_first, rows, strict=True):
+            self._rows[row].append(number)
 
     @property
     def num_samples(self) -> int:
         return len(self._rows)
 
     def get(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        drawn = [self._row(*divmod(int(index), len(self._rows))) for index in indices]
-        rows, images = zip(*drawn, strict=True)
-        return np.stack(rows), np.stack(images)
-
-    def _row(self, epoch: int, place: int) -> tuple[np.ndarray, np.ndarray]:
-        if self._key is not None:
-            key = derive_key(self._key, epoch)
-            place = int(permute(np.array([place]), length=len(self._rows), key=key)[0])
-        sizes = self._sizes
-        row = np.full(self._length, IGNORED, dtype=np.int64)
-        images = np.zeros((self._room, sizes.num_patches, sizes.patch_dim), dtype=np.float32)
-        filled = 0
-        for image, number in zip(images, self._rows[place], strict=False):
-            ids = self._encode(number)[: self._length]  # a text that is too long loses its end
-            row[filled : filled + len(ids)] = ids
-            filled += len(ids)
-            image[:] = patches_of(self._pictures.pixels(number, side=sizes.image_size), sizes)
-        return row, images
+        sizes, length = self._task.sizes, self._length
+        rows_BT = np.full((len(indices), length), IGNORED, dtype=np.int64)
+        shape = (len(indices), self._task.room(length - 1), sizes.num_patches, sizes.patch_dim)
+        images = np.zeros(shape, dtype=np.float32)
+        for row_T, images_IPC, index in zip(rows_BT, images, indices.tolist(), strict=True):
+            epoch, place = divmod(index, len(self._rows))
+            if self._key is not None:
+                key, places = derive_key(self._key, epoch), np.array([place])
+                place = int(permute(places, length=len(self._rows), key=key)[0])
+            filled = 0
+            for image_PC, number in zip(images_IPC, self._rows[place], strict=False):
+                ids = self._task.document(number)[:length]  # a text that is too long loses its end
+                row_T[filled : filled + len(ids)] = ids
+                filled += len(ids)
+                image_PC[:] = self._task.patches(number)
+        return rows_BT, images
 
 
 class DescribePictures(NextToken):
@@ -205,7 +177,7 @@ class DescribePictures(NextToken):
 
     @cached_property
     def pictures(self) -> Pictures:
-        """Return all pictures, of both splits. Raises DataError."""
+        """Return the pictures of both splits. Raises DataError."""
         return Pictures.open(self.options)
 
     @cached_property
@@ -214,65 +186,62 @@ class DescribePictures(NextToken):
         data = self.config.data
         return SpecialTokens.of(self.tokenizer, add_bos=data.add_bos, add_eos=data.add_eos)
 
+    def room(self, seq_len: int) -> int:
+        """Return the pictures of a row."""
+        return self.options.images or self.sizes.images_in(seq_len)
+
     def document(self, number: int) -> list[int]:
         """Return the ids of a picture and its text."""
-        text = self.tokenizer.encode(self.pictures.text(number))
-        patches = [self.sizes.image_token] * self.sizes.num_patches
-        return self.special_tokens.wrap([*patches, *text])
+        text = self.tokenizer.encode(self.pictures.texts[number])
+        return self.special_tokens.wrap([self.sizes.image_token] * self.sizes.num_patches + text)
+
+    def patches(self, number: int) -> np.ndarray:
+        """Return a picture, fp32 (P, C)."""
+        pixels = self.pictures.pixels(number, side=self.sizes.image_size)
+        return patches_of(pixels, self.sizes)
 
     @cached_property
     def numbers(self) -> dict[str, list[int]]:
         """Return the numbers of the pictures of each split."""
         fraction, found = self.config.data.validation_fraction, {"train": [], "validation": []}
-        for number in range(self.pictures.count):
-            is_held = in_validation(self.pictures.text(number), fraction=fraction)
+        for number, text in enumerate(self.pictures.texts):
+            is_held = in_validation(text, fraction=fraction)
             found["validation" if is_held else "train"].append(number)
         return found
-
-    def seq_len(self, split: str) -> int:
-        """Return the positions of a row."""
-        of_validation = self.config.validation.seq_len if split == "validation" else None
-        return of_validation or self.config.training.seq_len
 
     def samples(self, split: str, *, rank: int, world: int) -> Samples:
         numbers, config = self.numbers[split], self.config
         if not numbers:
-            raise DataError(
-                f"{self.options.path}: no picture for {split}; change data.validation_fraction"
-            )
-        shuffles = split == "train" and config.data.shuffle
-        seq_len = self.seq_len(split)
-        return PictureSamples(
-            self.pictures,
-            numbers,
-            encode=self.document,
-            sizes=self.sizes,
-            seq_len=seq_len,
-            room=self.options.images or self.sizes.images_in(seq_len),
-            special_tokens=self.special_tokens,
-            key=derive_key(config.debug.seed, split, "pictures") if shuffles else None,
-        )
+            fix = "change data.validation_fraction"
+            raise DataError(f"{self.options.path}: no picture for {split}; {fix}")
+        is_training = split == "train"
+        own_length = None if is_training else config.validation.seq_len
+        shuffles = is_training and config.data.shuffle
+        key = derive_key(config.debug.seed, "pictures") if shuffles else None
+        seq_len = own_length or config.training.seq_len
+        return PictureSamples(self, numbers, seq_len=seq_len, key=key)
 
     def collate(self, samples: Samples) -> Collate:
         pack_rows = collate_rows(samples, self.config.data)
 
         def make(drawn: tuple[np.ndarray, np.ndarray], *, first_sample: int) -> PictureBatch:
-            rows_BT, images = drawn
-            batch = pack_rows(rows_BT, first_sample=first_sample)
+            batch, images = pack_rows(drawn[0], first_sample=first_sample), drawn[1]
             assert isinstance(batch, Batch)
-            images = torch.from_numpy(images)
-            return PictureBatch.of(batch, images, image_token=self.sizes.image_token)
+            return PictureBatch.of(
+                batch, torch.from_numpy(images), image_token=self.sizes.image_token
+            )
 
         return make
 
     def describe(self) -> str:
         tokenizer = f"{self.tokenizer.kind}, {self.tokenizer.vocab_size:,} tokens"
-        return f"{self.pictures.count:,} pictures of {self.options.path}; tokenizer {tokenizer}"
+        return (
+            f"{len(self.pictures.texts):,} pictures of {self.options.path}; tokenizer {tokenizer}"
+        )
 
     def fake_batch(self) -> PictureBatch:
         text, sizes = super().fake_batch(), self.sizes
-        seq_len = self.config.training.seq_len
-        room = self.options.images or sizes.images_in(seq_len)
+        room = self.room(self.config.training.seq_len)
         shape = (len(text.tokens_BS), room, sizes.num_patches, sizes.patch_dim)
         return PictureBatch(
             **vars(text), images=torch.zeros(shape), image_index_BS=torch.zeros_like(text.tokens_BS)
@@ -302,7 +271,7 @@ class DescribePictures(NextToken):
         if not numbers:
             return
         with torch.device("meta"):
-            model = build_model(self.sizes)
+            model = Llava(self.sizes)
         if run.rank == 0:
             materialize(model, device=run.device)
         for name, parameter in run.train_step.model_parts[0].named_parameters():
@@ -311,12 +280,11 @@ class DescribePictures(NextToken):
                 model.get_parameter(canonical_name(name)).copy_(whole)
         if run.rank:
             return
-        sizes = self.sizes
-        pixels = [self.pictures.pixels(number, side=sizes.image_size) for number in numbers]
-        images = torch.from_numpy(np.stack([patches_of(image, sizes) for image in pixels]))
+        images = torch.from_numpy(np.stack([self.patches(number) for number in numbers]))
         found = self._describe(model.eval(), images.to(run.device))
-        expected = [self.pictures.text(number) for number in numbers]
+        expected = [self.pictures.texts[number] for number in numbers]
         self.described = sum(map(str.__eq__, found, expected)) / len(numbers)
+        pixels = [self.pictures.pixels(n, side=self.sizes.image_size) for n in numbers]
         file = run.run_dir / "samples" / f"step-{run.step}.png"
         file.parent.mkdir(exist_ok=True)
         write_page(file, pixels, found, expected)
@@ -339,15 +307,17 @@ class DescribePictures(NextToken):
 
 def write_page(file: Path, pixels: list[np.ndarray], found: list[str], expected: list[str]) -> None:
     """Draw pictures in four columns, each above its description, green if it is the text, else red and above the text."""
-    image = require("PIL.Image", purpose="writing pictures", extra="vision")
-    draw_on = require("PIL.ImageDraw", purpose="writing pictures", extra="vision").Draw
+    image, drawing = (
+        require(f"PIL.{name}", purpose="pictures", extra="vision")
+        for name in ("Image", "ImageDraw")
+    )
     width, height, side = 260, 170, 120
     page = image.new("RGB", (4 * width, height * -(-len(pixels) // 4)), "white")
-    draw = draw_on(page)
+    pen = drawing.Draw(page)
     for number, (picture, text, truth) in enumerate(zip(pixels, found, expected, strict=True)):
         x, y = number % 4 * width + 10, number // 4 * height + 10
         page.paste(image.fromarray(picture).resize((side, side), image.NEAREST), (x, y))
-        draw.text((x, y + side + 4), text[:42], fill="darkgreen" if text == truth else "darkred")
-        if text != truth:
-            draw.text((x, y + side + 18), truth[:42], fill="black")
+        lines = ((text, "darkgreen" if text == truth else "darkred"), (truth, "black"))
+        for line, (words, colour) in enumerate(lines[: 1 + (text != truth)]):
+            pen.text((x, y + side + 4 + 14 * line), words[:42], fill=colour)
     page.save(file)
