@@ -1,9 +1,10 @@
-"""Define the sizes of LLaVA 1.5 (arXiv:2310.03744, and the config.json of llava-hf/llava-1.5-7b-hf and 13b), and the options of its task. Imports no torch."""
+"""Define the sizes of LLaVA 1.5 (arXiv:2310.03744, and the config.json of llava-hf/llava-1.5-7b-hf and 13b), and the options of its
+task. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -151,8 +152,8 @@ class TaskOptions:
             yield "task.options.samples", "a pipeline's ranks cannot describe pictures; use 0"
 
 
-def _with_vision(decoder: LlamaConfig, **vision: Any) -> LlavaConfig:
-    return LlavaConfig(**(vars(decoder) | vision))
+def _with_vision(decoder: LlamaConfig, **changes: Any) -> LlavaConfig:
+    return LlavaConfig(**(vars(decoder) | changes))
 
 
 def _llava(dim: int, n_layers: int, n_heads: int, ffn_dim: int) -> LlavaConfig:
@@ -188,13 +189,18 @@ FLAVORS: dict[str, LlavaConfig] = {
     ),
     # The demo's: describes pictures of 32 x 32 pixels in bytes, after three minutes on two CPU cores.
     "demo": _with_vision(
-        replace(
-            LLAMA["demo"], dim=128, n_heads=4, n_kv_heads=4, ffn_dim=384, head_dim=32, init_std=0.08
-        ),
+        LLAMA["demo"],
+        dim=128,
+        n_layers=3,
+        n_heads=4,
+        n_kv_heads=4,
+        head_dim=32,
+        ffn_dim=256,
+        init_std=0.08,  # 1 / sqrt(dim): with less, attention begins to work only late in so short a run
         vision_dim=128,
-        vision_layers=3,
+        vision_layers=2,
         vision_heads=4,
-        vision_ffn_dim=384,
+        vision_ffn_dim=256,
         image_size=32,
         patch_size=8,
         image_token=263,

@@ -34,6 +34,7 @@ from titan.loss import IGNORED
 from titan.parallel import materialize
 from titan.parallel.init_weights import canonical_name
 from titan.task import Microbatch, NextToken
+from titan.untrusted import open_regular
 
 from .config import LlavaConfig, TaskOptions
 from .huggingface import IMAGE_MEAN, IMAGE_STD
@@ -75,8 +76,9 @@ def patches_of(pixels: np.ndarray, config: LlavaConfig) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Pictures:
-    """Hold texts, and the file of each one's picture, or the bytes of one, as values of Arrow."""
+    """Hold texts, and the file of each one's picture below `root`, or the bytes of one, as values of Arrow."""
 
+    root: Path
     texts: list[str]
     files: Sequence[Any]
 
@@ -94,24 +96,28 @@ class Pictures:
                 known = ", ".join(table.column_names)
                 raise DataError(f"{where}: no column '{min(missing)}'; its columns are {known}")
             texts, images = map(table.column, keys)
-            return Pictures(texts.to_pylist(), images)
+            return Pictures(where, texts.to_pylist(), images)
         try:
             lines = map(json.loads, captions.read_text(encoding="utf-8").splitlines())
             rows = [tuple(str(line[key]) for key in keys) for line in lines]
         except (ValueError, TypeError, KeyError) as error:
             raise DataError(f"{captions}: a line is no object with {keys}: {error}") from error
-        return Pictures([text for text, _ in rows], [where / name for _, name in rows])
+        return Pictures(where, [text for text, _ in rows], [where / name for _, name in rows])
 
     def pixels(self, number: int, *, side: int) -> np.ndarray:
         """Return the middle square of a picture, uint8 (side, side, 3), as CLIP's preparation has it. Raises DataError."""
         source, image = self.files[number], require("PIL.Image", purpose="pictures", extra="vision")
-        if not isinstance(source, Path):
-            value = source.as_py()
-            source = io.BytesIO(value["bytes"] if isinstance(value, dict) else value)
         try:
-            opened = image.open(source).convert("RGB")
-        except (OSError, ValueError) as error:
-            raise DataError(f"picture {number}, {source}: cannot be read: {error}") from error
+            if isinstance(source, Path):
+                file = open_regular(source, within=self.root)
+            else:
+                value = source.as_py()
+                file = io.BytesIO(value["bytes"] if isinstance(value, dict) else value)
+            with file:
+                opened = image.open(file).convert("RGB")
+        except Exception as error:  # many kinds, of files that anyone may have written
+            where = source if isinstance(source, Path) else f"{self.root}, picture {number}"
+            raise DataError(f"{where}: cannot be read: {error}") from error
         if opened.size != (side, side):
             scale = side / min(opened.size)
             # The longer side rounds down, as in transformers.
