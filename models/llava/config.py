@@ -112,12 +112,15 @@ class TaskOptions:
     samples: int = 0
     max_new_tokens: int = 64
 
+    def missing(self) -> Iterator[tuple[str, str]]:
+        """Yield what this machine lacks, as key and message."""
+        if not Path(self.path).expanduser().exists():
+            yield "task.options.path", f"'{self.path}' does not exist"
+
     def problems(self, config: Any, sizes: LlavaConfig) -> Iterator[tuple[str, str]]:
         """Yield what the job must change, as key and message."""
         if not self.path:
             yield "task.options.path", "missing: a folder with captions.jsonl, or Parquet files"
-        elif not Path(self.path).expanduser().exists():
-            yield "task.options.path", f"'{self.path}' does not exist"
         if config.validation.enable and not config.data.validation_fraction:
             yield "data.validation_fraction", "missing: 0.1 holds out every tenth picture"
         patches, tp = sizes.num_patches, config.parallelism.tensor_parallel_degree

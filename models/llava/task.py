@@ -41,6 +41,7 @@ from .huggingface import IMAGE_MEAN, IMAGE_STD
 from .model import Llava
 
 _ROW = ("images", "image_index_BS")
+_DRAWN = 24  # at most, of the pictures that are described
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,7 +272,7 @@ class DescribePictures(NextToken):
     def sample(self, run: Any) -> None:
         """Describe held-out pictures, with the likeliest token each time, and write them to samples/step-N.png.
 
-        All ranks gather the weights, and rank 0 computes on one device. `described` is the share of descriptions that are the text.
+        All ranks gather the weights, and rank 0 computes alone. `described` becomes the share of descriptions that equal the text.
         """
         numbers = self.numbers["validation"][: self.options.samples]
         if not numbers:
@@ -290,7 +291,7 @@ class DescribePictures(NextToken):
         found = self._describe(model.eval(), images.to(run.device))
         expected = [self.pictures.texts[number] for number in numbers]
         self.described = sum(map(str.__eq__, found, expected)) / len(numbers)
-        pixels = [self.pictures.pixels(n, side=self.sizes.image_size) for n in numbers]
+        pixels = [self.pictures.pixels(n, side=self.sizes.image_size) for n in numbers[:_DRAWN]]
         file = run.run_dir / "samples" / f"step-{run.step}.png"
         file.parent.mkdir(exist_ok=True)
         write_page(file, pixels, found, expected)
@@ -320,7 +321,7 @@ def write_page(file: Path, pixels: list[np.ndarray], found: list[str], expected:
     width, height, side = 260, 170, 120
     page = image.new("RGB", (4 * width, height * -(-len(pixels) // 4)), "white")
     pen = drawing.Draw(page)
-    for number, (picture, text, truth) in enumerate(zip(pixels, found, expected, strict=True)):
+    for number, (picture, text, truth) in enumerate(zip(pixels, found, expected, strict=False)):
         x, y = number % 4 * width + 10, number // 4 * height + 10
         page.paste(image.fromarray(picture).resize((side, side), image.NEAREST), (x, y))
         lines = ((text, "darkgreen" if text == truth else "darkred"), (truth, "black"))

@@ -30,6 +30,7 @@ FITTING = {
     "mixtral_8x7b": 16,
     "olmoe_1b_7b": 8,
     "starter": 2,
+    "vision_language_demo": 2,
 }
 
 

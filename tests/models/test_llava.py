@@ -36,6 +36,7 @@ from tests.support.layouts import (
 from tests.support.metrics import read_json_lines
 from tests.support.ranks import Pool
 from tests.support.trainers import PoolTrainer, Trainer
+from titan.checks.machine import check_machine
 from titan.checks.rules import check
 from titan.config.schema import JobConfig
 from titan.data import DataError
@@ -314,7 +315,6 @@ def test_resumes_on_another_layout(folder: Path, pool: Pool) -> None:
         ({"parallelism": {"pipeline_parallel_degree": 2}}, "task.options.samples"),
         ({"parallelism": {"tensor_parallel_degree": 8}}, "parallelism.tensor_parallel_degree"),
         ({"task": {"options": {}}}, "task.options.path"),
-        ({"task": {"options": {"path": "nowhere"}}}, "task.options.path"),
         ({"task": {"options": {"path": ".", "images": 11}}}, "task.options.images"),
         ({"training": {"seq_len": 4}}, "training.seq_len"),
         ({"validation": {"seq_len": 4}}, "validation.seq_len"),
@@ -326,5 +326,7 @@ def test_resumes_on_another_layout(folder: Path, pool: Pool) -> None:
     ],
 )
 def test_problems(changes: dict[str, Any], key: str, folder: Path) -> None:
-    assert not check(picture_job(folder))
+    assert not check(picture_job(folder)) and not check_machine(picture_job(folder))
+    [problem] = check_machine(picture_job(folder / "nowhere"))
+    assert problem.key == "task.options.path"
     assert key in [problem.key for problem in check(picture_job(folder, **changes))]

@@ -75,6 +75,9 @@ def apply_compile(
         settings["mode"] = mode
     set_memory_budget(memory_budget)
     containers = [container] if isinstance(container, str) else container
+    if len(containers) > 1:
+        # torch keeps programs by code object, which all modules share. It would take another shape for one that varies.
+        settings["dynamic"] = False
     blocks = [block for name in containers for block in model.get_submodule(name).children()]
     # The fault is at the border: where an output from outside goes into a compiled block.
     inside = {module for block in blocks for module in block.modules()}
