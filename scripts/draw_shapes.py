@@ -52,7 +52,8 @@ def draw(number: int) -> tuple[np.ndarray, str]:
     other = SIDE / 4 * (1 + 2 * generator.integers(2))
     for half, (colour, shape) in enumerate(chosen):
         radius = generator.uniform(5, 6.5)
-        along, beside = (SIDE / 4 * (1 + 2 * half), other) + generator.uniform(-1, 1, size=2)
+        along = SIDE / 4 * (1 + 2 * half) + generator.uniform(-1, 1)
+        beside = other + generator.uniform(-1, 1)
         x, y = (along, beside) if is_row else (beside, along)
         pixels[mask(shape, x, y, radius)] = COLOURS[colour]
     pixels += generator.integers(-6, 7, size=pixels.shape)

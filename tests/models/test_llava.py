@@ -46,7 +46,6 @@ from titan.data.special_tokens import SpecialTokens
 from titan.models.llava import FLAVORS, TaskOptions, build_model
 from titan.models.llava.huggingface import hf_config, hf_files, read_config
 from titan.models.llava.task import (
-    DescribePictures,
     PictureBatch,
     Pictures,
     image_index,
@@ -83,11 +82,17 @@ def picture_batch(layout: Layout, step: int) -> TensorBatch:
 
 
 def rows(*layouts: tuple[str, tuple[tuple[str, int], ...], dict[str, Any]]) -> list[Layout]:
-    shared: dict[str, Any] = {"model": ("llava", "tiny"), "batch": picture_batch}
+    # The gradients of the projector are large. Where one of its biases' passes through zero, AdamW would take its rounding error
+    # for a step, unless eps is above that error (see `job_of`).
+    adamw = (("eps", 1e-4),)
+    shared: dict[str, Any] = {
+        "model": ("llava", "tiny"),
+        "batch": picture_batch,
+        "optimizer": adamw,
+    }
     return [Layout(name, degrees, **shared, **options) for name, degrees, options in layouts]
 
 
-FIRST_LESS = ("pipeline_parallel_first_stage_less_layers", 1)
 LAYOUTS = rows(
     ("accumulation", (), {"accumulation": 2}),
     ("FSDP2", fsdp(2), {"settings": ALWAYS}),
@@ -181,8 +186,7 @@ def test_transformers_both_ways(old_names: bool, tmp_path: Path) -> None:
     back = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path / "back").eval()
     assert json.loads((tmp_path / "back" / "preprocessor_config.json").read_text())["crop_size"]
     model, _, _ = load_model(tmp_path / "ours", device=torch.device("cpu"), tokenizer="bytes")
-    batch = picture_batch(LAYOUTS[0], 0)
-    assert isinstance(batch, PictureBatch)
+    batch: Any = picture_batch(LAYOUTS[0], 0)
     tokens, rows = batch.tokens_BS[2:3], batch.images[2:3]  # three pictures, all there are room for
     with torch.no_grad():
         ours = model(tokens, images=rows, image_index_BS=image_index(tokens, image_token=TOKEN))
@@ -224,8 +228,7 @@ def picture_job(folder: Path, **changes: dict[str, Any]) -> JobConfig:
 
 def test_rows(folder: Path) -> None:
     """Each picture of an epoch is in one row, before its text, and only text is predicted."""
-    task = task_of(picture_job(folder))
-    assert isinstance(task, DescribePictures)
+    task: Any = task_of(picture_job(folder))
     loader, texts = task.loader(rank=0, world=1), []
     for _ in range(loader.samples.num_samples or 0):
         [batch] = loader.next_step()

@@ -68,7 +68,7 @@ def apply_fsdp(
             next one when the host gets there. -1: 1 where `own_mesh` has modules that are gathered, else 0.
         own_mesh: modules within blocks that are units by themselves, over another mesh: experts, whose stacked parameters are cut
             between experts, or within each where ranks outnumber them.
-        encoders: further modules that run before the blocks, each a unit, in forward order. A unit has what those within it leave.
+        encoders: more modules that run before the blocks, a unit each, outer ones first.
         first, last: modules that run before and after the blocks, one unit each; without them they are the root's, gathered during all
             of the step.
     """
@@ -80,8 +80,8 @@ def apply_fsdp(
     )
     # Inner units first, so that what is left belongs to the root.
     blocks = [*(blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks)]
-    ends = {"first": first, "last": last}
-    units = [[m] for m in encoders] + units_of(blocks, **ends, blocks_per_unit=blocks_per_unit)
+    ends = {"encoders": encoders, "first": first, "last": last}
+    units = units_of(blocks, **ends, blocks_per_unit=blocks_per_unit)
     # A loss in chunks has done the output layer's part of the backward pass. What follows, the norm, is too short to
     # gather the last block behind it.
     kept = {*last, *blocks[-kept_blocks:]}
@@ -89,19 +89,7 @@ def apply_fsdp(
     gathered: list[list[nn.Module]] = []
     for unit in reversed(units):
         reshard = reshard_after_forward and kept.isdisjoint(unit)
-        parts = {part for module in unit for part in module.modules()}
-        inside = [module for module in own_mesh or () if module in parts]
-        for inner in inside:
-            inner_mesh = (own_mesh or {})[inner]
-            dim = _shard_dimension(inner, inner_mesh)
-            fully_shard(
-                inner,
-                mesh=inner_mesh,
-                reshard_after_forward=reshard,
-                shard_placement_fn=lambda _, dim=dim: Shard(dim),
-                **options,
-            )
-            _run_hooks_outside_selection(inner)
+        inside = _shard_inside(unit, own_mesh or {}, reshard_after_forward=reshard, **options)
         gathered.insert(0, [unit[0], *inside])
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, **options)  # pyright: ignore
     # What is left is used at both ends of the forward pass (tied embeddings), so it stays gathered.
@@ -119,9 +107,28 @@ def apply_fsdp(
         _prefetch(gathered, prefetch)
 
 
+def _shard_inside(
+    unit: Sequence[nn.Module], own_mesh: Mapping[nn.Module, DeviceMesh], **options: Any
+) -> list[nn.Module]:
+    """Shard the modules within a unit that have a mesh of their own, and return them."""
+    parts = {part for module in unit for part in module.modules()}
+    inside = [module for module in own_mesh if module in parts]
+    for inner in inside:
+        dim = _shard_dimension(inner, own_mesh[inner])
+        fully_shard(
+            inner,
+            mesh=own_mesh[inner],
+            shard_placement_fn=lambda _, dim=dim: Shard(dim),
+            **options,
+        )
+        _run_hooks_outside_selection(inner)
+    return inside
+
+
 def units_of(
     blocks: Sequence[nn.Module],
     *,
+    encoders: Sequence[nn.Module] = (),
     first: Sequence[nn.Module],
     last: Sequence[nn.Module],
     blocks_per_unit: int = 1,
@@ -133,7 +140,8 @@ def units_of(
     ends = [{p for module in end for p in module.parameters()} for end in (first, last)]
     if ends[0] & ends[1]:
         first = last = ()
-    return [unit for unit in ([*first], *middle, [*last]) if unit]
+    alone = ([module] for module in encoders)
+    return [unit for unit in (*alone, [*first], *middle, [*last]) if unit]
 
 
 def _only_embeddings(modules: Iterable[nn.Module]) -> bool:
@@ -197,7 +205,7 @@ def apply_ddp(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=cast_forward_inputs
     )
     blocks = [*(blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks)]
-    units = [[module] for module in encoders] + units_of(blocks, first=first, last=last)
+    units = units_of(blocks, encoders=encoders, first=first, last=last)
     for unit in [*reversed(units), model]:
         replicate(unit, mesh=mesh, mp_policy=precision)
     sum_gradients(model)

@@ -35,7 +35,6 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
@@ -55,9 +54,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from .encoder_styles import SEQUENCE_DIM, CutSequence, PlaceShared
 from .float8 import cast_before_gather, is_tensorwise, rows_style
 
-SEQUENCE_DIM = 1
 GATHER = "gather_input"
 _SPLITS = {  # what torch's styles and ours know how to split
     "vocab_embedding": nn.Embedding,
@@ -155,12 +154,18 @@ class ReplicatedHeads(ParallelStyle):
         # Neighbouring ranks share a head, as their query heads do.
         head = device_mesh.get_local_rank() * self.num_heads // device_mesh.size()
 
+        def replicate(_: str, child: nn.Module, mesh: DeviceMesh) -> None:
+            for name, parameter in list(child.named_parameters(recurse=False)):
+                # src_data_rank=None: every rank has the whole weight, so nothing is sent.
+                whole = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)
+                child.register_parameter(name, nn.Parameter(whole))
+
         def keep_head(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
             # Each rank's gradient reaches its own head only: what all ranks have is an unfinished sum.
             local = output.to_local(grad_placements=(Partial(),))
             return local.unflatten(-1, (self.num_heads, -1))[..., head, :]
 
-        return distribute_module(module, device_mesh, _replicate, _accept_replicated, keep_head)  # pyright: ignore
+        return distribute_module(module, device_mesh, replicate, _accept_replicated, keep_head)  # pyright: ignore
 
 
 class GatherShared(ParallelStyle):
@@ -172,36 +177,6 @@ class GatherShared(ParallelStyle):
             return whole.to_local(grad_placements=(Partial(),))
 
         module.register_forward_hook(gather)
-        return module
-
-
-class CutSequence(ParallelStyle):
-    """Run a module with whole weights on whole inputs on each rank, and keep the rank's part of the output."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def cut(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
-            whole = output.to_local()
-            sides = [0, 0] * (whole.ndim - SEQUENCE_DIM - 1)  # of the dimensions after it: none
-            whole = F.pad(whole, [*sides, 0, -whole.shape[SEQUENCE_DIM] % mesh.size()])
-            whole = DTensor.from_local(whole, mesh, (Replicate(),), run_check=False)
-            return whole.redistribute(placements=(Shard(SEQUENCE_DIM),)).to_local()
-
-        return distribute_module(module, device_mesh, _replicate, _accept_replicated, cut)  # pyright: ignore
-
-
-class PlaceShared(ParallelStyle):
-    """Let a module without weights read features of all ranks for the rank's part of the sequence."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def prepare(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            x, features, index = args
-            cut = DTensor.from_local(features, device_mesh, (Shard(SEQUENCE_DIM),), run_check=False)
-            whole = cut.redistribute(placements=(Replicate(),))
-            part = index.chunk(device_mesh.size(), dim=SEQUENCE_DIM)[device_mesh.get_local_rank()]
-            # Each rank's gradient is that of its own positions.
-            return x, whole.to_local(grad_placements=(Partial(),)), part
-
-        module.register_forward_pre_hook(prepare)
         return module
 
 
@@ -271,13 +246,6 @@ def _accept_replicated(_: nn.Module, args: tuple[Any, ...], mesh: DeviceMesh) ->
         if isinstance(x, DTensor)
         else DTensor.from_local(x, mesh, (Replicate(),), run_check=False),
     )
-
-
-def _replicate(_: str, child: nn.Module, mesh: DeviceMesh) -> None:
-    for name, parameter in list(child.named_parameters(recurse=False)):
-        # src_data_rank=None: every rank has the whole weight, so nothing is sent.
-        whole = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)
-        child.register_parameter(name, nn.Parameter(whole))
 
 
 def apply_tp(
