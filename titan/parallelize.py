@@ -163,7 +163,7 @@ def _recompute_and_compile(model: nn.Module, config: JobConfig) -> None:
     kept: list[tuple[str, Container[int], Sequence[str]]] = []
     for container in containers:
         rest = recomputed = _blocks_with_gradient(model, container)
-        # Its numbers are those of the model's own blocks.
+        # Its numbers, and names of modules, are those of the model's own blocks.
         lines = section.op_keep_by_block if container == "layers" else ()
         for blocks, entries in map(parse_blocks, lines):
             rest = {n for n in rest if n not in blocks}
@@ -179,7 +179,7 @@ def _recompute_and_compile(model: nn.Module, config: JobConfig) -> None:
                 every=every,
                 blocks=blocks,
                 keep=keep,
-                keep_modules=section.op_keep_modules if by_op else (),
+                keep_modules=section.op_keep_modules if by_op and container == "layers" else (),
                 by_op=by_op,
                 preserve_rng_state=section.preserve_rng_state,
                 contexts=keep_routes,

@@ -2,8 +2,8 @@
 
 FSDP2 (torch.distributed.fsdp.fully_shard; ZeRO, arXiv:1910.02054; PyTorch FSDP, arXiv:2304.11277) shards
 parameters, gradients and optimizer state over a mesh axis and gathers one unit's parameters at a time. Units are what
-comes before the blocks (the embedding, and each part of an encoder), each block, and what comes after them (norm and output). What is left is the
-root's: embedding and output, where they share a weight. A mesh of two axes replicates over the first and
+comes before the blocks (the embedding, and each part of an encoder), each block, and what comes after them (norm and
+output). What is left is the root's: embedding and output, where they share a weight. A mesh of two axes replicates over the first and
 shards over the second (HSDP). DDP is torch's `replicate`, which runs on FSDP2's machinery and so composes with
 tensor parallelism and casts to a lower precision in the same way.
 
