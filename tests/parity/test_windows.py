@@ -87,8 +87,15 @@ def program(name: str) -> Any:
 _alone: dict[Any, dict[str, Any]] = {}
 
 
+def of_family(name: str, layout: Layout) -> Layout:
+    """Return the layout with a model of the family. Pipelines refuse tied embeddings, so half of Gemma's rows have none."""
+    untied = name == "gemma3" and not layout.documents
+    overrides = (("tied_embeddings", False),) if untied else ()
+    return replace(layout, **MODELS[name], overrides=overrides)
+
+
 def one_process(name: str, pool: Pool, layout: Layout) -> dict[str, Any]:
-    alone = replace(Layout("one process", **MODELS[name]), documents=layout.documents)
+    alone = of_family(name, Layout("one process", documents=layout.documents))
     if (name, alone) not in _alone:
         [_alone[name, alone]] = pool.run(1, program(name), alone)
     return _alone[name, alone]
@@ -99,11 +106,11 @@ def one_process(name: str, pool: Pool, layout: Layout) -> dict[str, Any]:
     [
         pytest.param(
             name,
-            replace(layout, **settings),
+            of_family(name, layout),
             id=f"{name}-{layout.name}-{mesh_name(layout)}",
             marks=[] if (name, layout.name) in DEFAULT else [pytest.mark.slow],
         )
-        for name, settings in MODELS.items()
+        for name in MODELS
         for layout in LAYOUTS
     ],
 )
@@ -116,7 +123,7 @@ def test_equals_one_process(name: str, layout: Layout, pool: Pool) -> None:
 
 def test_windows_and_sinks_are_trained(pool: Pool) -> None:
     """A model without them has another loss, and sinks have a gradient."""
-    layout = Layout("one process", documents=False, **MODELS["mistral"])
+    layout = of_family("mistral", Layout("one process", documents=False))
     losses = {}
     for name in ("mistral", "sinks"):
         losses[name] = one_process(name, pool, layout)

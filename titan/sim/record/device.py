@@ -290,10 +290,8 @@ def _flex_attention(
     were so many keys."""
     if sight.window:
         k, v = k[:, :, : sight.window], v[:, :, : sight.window]
-    out, lse, *_ = _aten._scaled_dot_product_flash_attention(
-        q, k, v, 0.0, sight.causal, scale=scale
-    )
-    out = out[..., : v.shape[-1]]
+    found = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, sight.causal, scale=scale)
+    out, lse = found[0][..., : v.shape[-1]], found[1]
     return (out, AuxOutput(lse=lse)) if return_aux else out
 
 
