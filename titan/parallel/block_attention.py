@@ -87,7 +87,7 @@ def attend(
     if ends is not None:
         length, flat = q_BHSK.shape[2], [_flat(x) for x in (q_BHSK, k_BGTK, v_BGTK)]
         how: dict[str, Any] = {"ends": ends, "length": length, "sight": sight, "scale": scale}
-        out, lse_HN = varlen_attention(*flat, **how, lse=True)
+        out, lse_HN = varlen_attention(*flat, **how)
         return _unflat(out, length), lse_HN.unflatten(1, (-1, length)).transpose(0, 1)
     kernel, causal = _choose_kernel(q_BHSK), sight.causal
     if kernel == "flash":
@@ -247,14 +247,13 @@ def varlen_attention(
     length: int,
     sight: Sight,
     scale: float | None,
-    lse: bool = False,
-) -> Any:
+) -> tuple[Tensor, Tensor]:
     """Compute FlashAttention of sequences one after the other, (all tokens, heads, size), that begin and end at `ends`,
-    int32, and have at most `length` tokens. lse: return the logsumexp too, (heads, all tokens)."""
+    int32, and have at most `length` tokens. Return the logsumexp too, (heads, all tokens), which has no gradient."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
     varlen: Any = varlen_attn
-    options: dict[str, Any] = {"scale": scale, "return_aux": AuxRequest(lse) if lse else None}
+    options: dict[str, Any] = {"scale": scale, "return_aux": AuxRequest(lse=True)}
     if _varlen_names_grouped_heads():
         options["enable_gqa"] = q.shape[1] != k.shape[1]
     window = sight.flash_window

@@ -29,9 +29,9 @@ from .block_attention import (
     CAUSAL,
     Sight,
     add_sinks,
+    attend,
     attend_with_sinks,
     match_heads,
-    varlen_attention,
     whole_rows,
 )
 from .torch_compat import compute_capability
@@ -95,10 +95,7 @@ class DocumentMask:
         qkv, how = (q_BHSK, k_BGTK, v_BGTK), {"ends": self.mask, "sight": sight, "scale": scale}
         if sinks_H is not None:
             return attend_with_sinks(*qkv, sinks_H, **how)[..., :v_size]
-        # (B, H, S, K) -> (B * S, H, K): a view of what projections wrote.
-        flat = [x.transpose(1, 2).flatten(0, 1) for x in qkv]
-        out = varlen_attention(*flat, length=self.length, **how)
-        return out.unflatten(0, (-1, self.length)).transpose(1, 2)[..., :v_size]
+        return attend(*qkv, **how)[0][..., :v_size]
 
 
 def choose_form(device_type: str, dtype: torch.dtype, *, whole: bool = True) -> MaskForm:
