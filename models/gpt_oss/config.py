@@ -65,7 +65,7 @@ FLAVORS: dict[str, GptOssConfig] = {
     "tiny": _gpt_oss(
         *(64, 4, 48),
         **{"n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "vocab_size": 2048},
-        **{"num_experts": 8, "top_k": 2, "window": 24, "original_context": 512},
+        **{"num_experts": 8, "top_k": 4, "window": 20, "original_context": 512},
     ),
     # TorchTitan v0.2.2's, with 201,088 tokens and experts of 2880 as well
     "debugmodel": _gpt_oss(

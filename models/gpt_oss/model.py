@@ -27,7 +27,7 @@ class Attention(LlamaAttention):
 
 
 class GptOss(Llama):
-    """Turn token ids into logits."""
+    """Turn token ids into logits. Biases and sinks are drawn as matrices are, as in TorchTitan."""
 
     config: GptOssConfig
 
@@ -44,7 +44,3 @@ class GptOss(Llama):
             context=config.original_context,
             truncate=False,
         )
-
-    def init_std(self, name: str) -> float | None:
-        """Return the standard deviation of a parameter's initial weights. Biases and sinks begin at zero."""
-        return 0.0 if name.endswith(("bias", "sinks.weight")) else super().init_std(name)

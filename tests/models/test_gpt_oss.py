@@ -9,7 +9,7 @@ import torch
 
 from titan.checkpoint.huggingface import HFModel
 from titan.models.gpt_oss import FLAVORS, build_model
-from titan.models.gpt_oss.huggingface import hf_config, read_config
+from titan.models.gpt_oss.huggingface import hf_config
 from titan.parallel.init_weights import initialize
 
 transformers = pytest.importorskip("transformers")

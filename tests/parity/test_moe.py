@@ -54,7 +54,7 @@ BY_OP: Options = {"recompute": "selective"}
 MUON: Options = {"optimizer": (("name", "Muon"), ("ns_dtype", "float32"))}
 EIGHT_BITS: Options = {"optimizer": (("name", "AdamW8bit"),)}
 EARLY: Options = {"optimizer": (("early_step_in_backward", True),)}
-HALF: Options = {"overrides": (("num_experts", 4),)}
+HALF: Options = {"overrides": (("num_experts", 4), ("top_k", 2))}
 SLOW: Options = {"repeats": True}
 LAYOUTS = [
     # Data parallelism
