@@ -181,7 +181,10 @@ def grouped_products(
 
     def multiply(rows_RI: Tensor, weights_eOI: Tensor, bias_eO: Tensor | None) -> Tensor:
         rows_RO = product(rows_RI, weights_eOI.mT, ends_e)
-        return rows_RO if bias_eO is None else _AddBias.apply(rows_RO, bias_eO, ends_e)  # pyright: ignore
+        if bias_eO is None:
+            return rows_RO
+        # Products in 8 bits are of padded rows (titan/parallel/grouped_float8.py).
+        return _AddBias.apply(rows_RO, bias_eO, ends_e, product is not grouped_mm)  # pyright: ignore
 
     hidden_RF = gate(multiply(rows_RD, w1_eFD, w1_bias), limit)
     hidden_RF = hidden_RF * gated(multiply(rows_RD, w3_eFD, w3_bias), limit)
@@ -228,13 +231,15 @@ class _AddBias(torch.autograd.Function):
     """Add each row's own expert's bias. Its gradient is a product with zeros and ones, which has a fixed order of sums."""
 
     @staticmethod
-    def forward(ctx: Any, rows_RO: Tensor, bias_eO: Tensor, ends_e: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, rows_RO: Tensor, bias_eO: Tensor, ends_e: Tensor, is_padded: bool
+    ) -> Tensor:
         numbers_R = torch.arange(len(rows_RO), dtype=ends_e.dtype, device=ends_e.device)
-        # Padding behind the last group is cut off again, so it does not matter what is added to it.
-        owners_R = torch.searchsorted(ends_e, numbers_R, right=True).clamp(max=len(ends_e) - 1)
+        owners_R = torch.searchsorted(ends_e, numbers_R, right=True)
         ctx.save_for_backward(owners_R)
-        ctx.num_experts = len(bias_eO)
-        return rows_RO + bias_eO[owners_R]
+        ctx.num_experts, ctx.is_padded = len(bias_eO), is_padded
+        # What lies behind the last group is cut off again, so it does not matter what is added to it.
+        return rows_RO + bias_eO[owners_R.clamp(max=len(bias_eO) - 1) if is_padded else owners_R]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -242,7 +247,11 @@ class _AddBias(torch.autograd.Function):
         (grad_RO,) = grads
         experts_e = torch.arange(ctx.num_experts, device=owners_R.device)
         is_own_eR = (experts_e[:, None] == owners_R).to(grad_RO.dtype)
-        return grad_RO, is_own_eR @ grad_RO, None
+        # No kernel writes the gradients behind the last group, and zero times them may not be zero.
+        known_RO = grad_RO
+        if ctx.is_padded:
+            known_RO = grad_RO.masked_fill((owners_R == ctx.num_experts)[:, None], 0)
+        return grad_RO, is_own_eR @ known_RO, None, None
 
 
 def run_experts(
