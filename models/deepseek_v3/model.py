@@ -26,24 +26,38 @@ _LATENT_EPS = 1e-6
 _FAST_TURNS, _SLOW_TURNS = 32, 1
 
 
-def yarn_frequencies(config: DeepSeekConfig, device: torch.device) -> Tensor:
-    """Return the rotation per position of each pair of channels, (R/2,) fp32, in radians (YaRN, arXiv:2309.00071)."""
-    size, theta = config.qk_rope_head_dim, config.rope_theta
+def yarn_frequencies(
+    size: int,
+    device: torch.device,
+    *,
+    theta: float,
+    factor: float,
+    context: int,
+    truncate: bool = True,
+) -> Tensor:
+    """Return the rotation per position of each pair of channels, (R/2,) fp32, in radians (YaRN, arXiv:2309.00071).
+
+    Args:
+        size: channels of a head that rotate. factor: stretches a context of so many tokens; 0: none.
+        truncate: round the first and the last stretched pair outwards to whole pairs.
+    """
     frequencies = rope_frequencies(size, theta, None, device)
-    if not config.rope_factor:
+    if not factor:
         return frequencies
 
     def pair_that_turns(times: float) -> float:
-        ratio = config.original_context / (times * 2 * math.pi)
+        ratio = context / (times * 2 * math.pi)
         return size * math.log(ratio) / (2 * math.log(theta))
 
     # Between these pairs of channels frequencies go from unchanged to divided by the factor.
-    first = max(math.floor(pair_that_turns(_FAST_TURNS)), 0)
-    last = min(math.ceil(pair_that_turns(_SLOW_TURNS)), size - 1)
+    first, last = pair_that_turns(_FAST_TURNS), pair_that_turns(_SLOW_TURNS)
+    if truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, size - 1)
     pairs = torch.arange(size // 2, dtype=torch.float32, device=device)
     # 0 for fast pairs, 1 for slow ones. The tiny number avoids a division by zero.
     stretch = ((pairs - first) / max(last - first, 1e-3)).clamp(0, 1)
-    return (1 - stretch) * frequencies + stretch * frequencies / config.rope_factor
+    return (1 - stretch) * frequencies + stretch * frequencies / factor
 
 
 def rotate_pairs(x_BSHR: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
@@ -111,4 +125,11 @@ class DeepSeek(Llama):
         super().__init__(config, attention=LatentAttention)
 
     def frequencies(self, device: torch.device) -> Tensor:
-        return yarn_frequencies(self.config, device)
+        config = self.config
+        return yarn_frequencies(
+            config.qk_rope_head_dim,
+            device,
+            theta=config.rope_theta,
+            factor=config.rope_factor,
+            context=config.original_context,
+        )

@@ -101,7 +101,7 @@ class Export:
     def num_bytes(self, theirs: str) -> int:
         """Return the bytes that a tensor takes in a file, by its name there."""
         tensor = self.model.on_disk[theirs]
-        return tensor.shape.numel() * self.dtype_of(tensor.ours).itemsize
+        return tensor.shape.numel() * self.dtype_of(tensor.ours[0]).itemsize
 
     def read(
         self,
@@ -116,7 +116,8 @@ class Export:
         """
         kept: StateDict = {}
         for ours, theirs in groupby(names, key=lambda name: self.model.on_disk[name].ours):
-            tensor = whole(ours, self.dtype_of(ours))
+            tensors = [whole(name, self.dtype_of(name)) for name in ours]
+            tensor = self.model.joined(ours, tensors) if keep else tensors[0]
             for name in theirs if keep else ():
                 expert = self.model.on_disk[name].expert
                 # A copy: a view would keep all experts in memory.
@@ -229,7 +230,7 @@ def write_folder(
         # One writer: it overlaps with the gathering of the next file.
         with ThreadPoolExecutor(1) as background:
             for number, names in enumerate(files):
-                holders = ranks_of[export.model.on_disk[names[0]].ours]
+                holders = ranks_of[export.model.on_disk[names[0]].ours[0]]
                 if group.rank not in holders:
                     continue
                 # All holders take part in gathering; the keepers change, so that they write at the same time.
@@ -256,9 +257,10 @@ def plan_files(export: Export, ranks_of: dict[str, list[int]]) -> list[list[str]
     # A tensor larger than `file_bytes` gets a file to itself.
     for name, tensor in export.model.on_disk.items():
         full = size + export.num_bytes(name) > export.file_bytes
-        if full or ranks_of[tensor.ours] != holders:
+        of_tensor = ranks_of[tensor.ours[0]]
+        if full or of_tensor != holders:
             files.append([])
-            holders, size = ranks_of[tensor.ours], 0
+            holders, size = of_tensor, 0
         files[-1].append(name)
         size += export.num_bytes(name)
     return files

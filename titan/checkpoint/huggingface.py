@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +29,14 @@ from torch.distributed.tensor import DTensor
 
 from titan.checkpoint import CheckpointError
 from titan.checkpoint.commit import CheckpointGroup
+from titan.checkpoint.quantized import (
+    Form,
+    Where,
+    read_part,
+    scales_name,
+    stored_as,
+    values_name,
+)
 from titan.checkpoint.state import model_state
 from titan.checkpoint.tensors import StateDict
 from titan.config.model import families, family, model_config
@@ -48,18 +56,16 @@ from titan.untrusted import (
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 _MAX_HEADER = 16 * 2**20
-_DTYPES = ("F32", "BF16", "F16")  # others are quantized
-# The released weights of DeepSeek-V3: fp8 in blocks of 128 x 128, each with a factor in the tensor of this name.
-_SCALES, _BLOCK = "_scale_inv", 128
 _DERIVED = (
     ".rotary_emb.inv_freq"  # old versions of transformers stored it; every version computes it
 )
 
 
 class DiskTensor(NamedTuple):
-    """Say what a tensor on disk is to us: a parameter, or one expert's part of it; and its shape."""
+    """Say what a tensor on disk is to us: a parameter, one expert's part of it, or several whose channels take turns; and
+    its shape."""
 
-    ours: str
+    ours: tuple[str, ...]
     expert: int | None
     shape: torch.Size
 
@@ -69,7 +75,8 @@ class HFModel:
     """Describe one of our models, and the names that transformers gives its tensors.
 
     hooks: the family's huggingface.py. names: ours to theirs, in the model's order, without buffers that are not on disk; a
-    parameter that is stacked by expert is many tensors there, and {} stands for the expert's number. shapes: by our names.
+    parameter that is stacked by expert is many tensors there, and {} stands for the expert's number. parts: where it is a
+    part of one tensor there, by the first of its channels and how far it is to the next. shapes: by our names.
     buffers: our names and dtypes of state that is not trained. A tied output layer is not among them.
     """
 
@@ -77,6 +84,7 @@ class HFModel:
     sizes: Any
     hooks: ModuleType
     names: dict[str, str]
+    parts: dict[str, tuple[int, int]]
     shapes: dict[str, torch.Size]
     buffers: dict[str, torch.dtype]
 
@@ -100,8 +108,10 @@ class HFModel:
             for ours in state
         }
         names = {ours: theirs for ours, theirs in names.items() if theirs}
+        part_of = getattr(hooks, "hf_part", lambda _: None)
+        parts = {ours: part for ours in names if (part := part_of(ours))}
         shapes = {ours: t.shape for ours, t in state.items()}
-        return HFModel(name, sizes, hooks, names, shapes, buffers)
+        return HFModel(name, sizes, hooks, names, parts, shapes, buffers)
 
     @property
     def architecture(self) -> str:
@@ -117,15 +127,25 @@ class HFModel:
     @cached_property
     def on_disk(self) -> dict[str, DiskTensor]:
         """Return the tensors on disk by their names, in the model's order."""
-        tensors = {}
+        tensors: dict[str, DiskTensor] = {}
         for ours, theirs in self.names.items():
             shape = self.shapes[ours]
-            if "{}" not in theirs:
-                tensors[theirs] = DiskTensor(ours, None, shape)
-                continue
-            for expert in range(shape[0]):
-                tensors[theirs.format(expert)] = DiskTensor(ours, expert, shape[1:])
+            if part := self.parts.get(ours):
+                before = tensors[theirs].ours if theirs in tensors else ()
+                on_disk = torch.Size((shape[0], *shape[2:], shape[1] * part[1]))
+                tensors[theirs] = DiskTensor((*before, ours), None, on_disk)
+            elif "{}" not in theirs:
+                tensors[theirs] = DiskTensor((ours,), None, shape)
+            else:
+                for expert in range(shape[0]):
+                    tensors[theirs.format(expert)] = DiskTensor((ours,), expert, shape[1:])
         return tensors
+
+    def joined(self, ours: Sequence[str], tensors: Sequence[Tensor]) -> Tensor:
+        """Return the tensor on disk that these of ours make."""
+        if ours[0] not in self.parts:
+            return tensors[0]
+        return torch.stack([t.mT if t.ndim == 3 else t for t in tensors], -1).flatten(-2)
 
 
 @dataclass(frozen=True)
@@ -198,7 +218,7 @@ def require_weights_for(sizes: Any, folder: HFFolder) -> None:
     This comes before the model is built, because a billion layers take for ever even on the meta device.
     """
     held = sum(file.stat().st_size for file in {*folder.files.values()})
-    smallest = 1 if folder.config.get("quantization_config") else 2  # bytes of a weight
+    smallest = 0.5 if folder.config.get("quantization_config") else 2  # bytes of a weight: MXFP4's
     if not 0 < smallest * sizes.num_params <= held:
         raise CheckpointError(
             f"{folder.path / CONFIG}: means {sizes.num_params:.3g} parameters, which the {held:,} bytes "
@@ -256,27 +276,28 @@ def fill(folder: HFFolder, tensors: Mapping[str, Tensor], *, model: HFModel) -> 
 
     by_file: dict[Path, list[_Piece]] = defaultdict(list)
     for ours, tensor in tensors.items():
-        for piece in _pieces(model.names[ours], tensor) if ours in model.names else ():
-            by_file[folder.files[piece.name]].append(piece)
+        for piece in _pieces(model, ours, tensor) if ours in model.names else ():
+            by_file[folder.files[values_name(piece.name, folder.files)]].append(piece)
     bad: list[str] = []
     # File by file: a mapped file's pages can go when its tensors are copied.
     for file, pieces in by_file.items():
         with ExitStack() as stack:
-            scales = {piece.name: piece.name + _SCALES for piece in pieces}
-            scales = {name: scale for name, scale in scales.items() if scale in folder.files}
+            scales = {scales_name(piece.name, folder.files) for piece in pieces} - {""}
             stored = {
                 f: stack.enter_context(safe_open(f, framework="pt"))
-                for f in {file, *(folder.files[scale] for scale in scales.values())}
+                for f in {file, *(folder.files[scale] for scale in scales)}
             }
-            for name, where, target in pieces:
-                values = stored[file].get_slice(name)[where]
-                if scale := scales.get(name):
-                    blocks = tuple(slice(s.start // _BLOCK, -(-s.stop // _BLOCK)) for s in where)
-                    factors = stored[folder.files[scale]].get_slice(scale)[blocks]
-                    values = _unscaled(values, factors, where)
+
+            def slice_of(name: str, where: Where, stored: Any = stored) -> Tensor:
+                return stored[folder.files[name]].get_slice(name)[where]
+
+            for piece in pieces:
+                values = read_part(
+                    slice_of, piece.name, piece.where, piece.part, names=folder.files
+                )
                 # The copy casts to the parameter's precision, and moves to its device.
-                target.copy_(values)
-                bad += [] if values.isfinite().all() else [not_finite(file, name)]
+                piece.target.copy_(values)
+                bad += [] if values.isfinite().all() else [not_finite(file, piece.name)]
     return bad
 
 
@@ -302,15 +323,20 @@ def model_keys(name: str, sizes: Any) -> dict[str, Any]:
 
 
 class _Piece(NamedTuple):
-    """Hold a tensor's name in a folder, the part of it that this rank takes, and where that goes."""
+    """Hold a tensor's name in a folder, the part of it that this rank takes, and where that goes.
+
+    part: where our tensor is a part of that one, see HFModel. Then `where` is of ours.
+    """
 
     name: str
-    where: tuple[slice, ...]
+    where: Where
     target: Tensor
+    part: tuple[int, int] | None = None
 
 
-def _pieces(theirs: str, tensor: Tensor) -> Iterator[_Piece]:
+def _pieces(model: HFModel, ours: str, tensor: Tensor) -> Iterator[_Piece]:
     """Yield what fills this rank's part of a tensor."""
+    theirs = model.names[ours]
     where = tuple(slice(0, n) for n in tensor.shape)
     if isinstance(tensor, DTensor):
         sizes, offsets = compute_local_shape_and_global_offset(
@@ -321,29 +347,20 @@ def _pieces(theirs: str, tensor: Tensor) -> Iterator[_Piece]:
     if not tensor.numel():  # with more ranks than rows, some ranks hold nothing
         return
     if "{}" not in theirs:
-        yield _Piece(theirs, where, tensor)
+        yield _Piece(theirs, where, tensor, model.parts.get(ours))
         return
     for expert, part in enumerate(tensor, where[0].start):
         yield _Piece(theirs.format(expert), where[1:], part)
 
 
-def _unscaled(values: Tensor, factors: Tensor, where: tuple[slice, ...]) -> Tensor:
-    """Return fp8 values times the factor of their block, in fp32. `factors` are those of the blocks that `where` touches."""
-    for dim, part in enumerate(where):
-        factors = factors.repeat_interleave(_BLOCK, dim)
-        factors = factors.narrow(dim, part.start % _BLOCK, part.stop - part.start)
-    return values.float() * factors
-
-
 def tensor_problems(folder: HFFolder, model: HFModel) -> Iterator[str]:
     """Yield what is wrong with the tensors of a folder, each with its file."""
-    wanted = {name: list(tensor.shape) for name, tensor in model.on_disk.items()}
+    wanted: dict[str, Form] = {}
+    for name, tensor in model.on_disk.items():
+        wanted |= stored_as(name, list(tensor.shape), folder.files)
     source = folder.path / (INDEX if (folder.path / INDEX).is_file() else SINGLE)
     for name in wanted.keys() - folder.files.keys():
         yield f"{source}: tensor {name} is missing"
-    scaled = {name for name in wanted if name + _SCALES in folder.files}
-    for name in scaled:
-        wanted[name + _SCALES] = [-(-size // _BLOCK) for size in wanted[name]]
     tied = {model.hooks.hf_name("output.weight")} if model.sizes.tied_embeddings else set()
     skipped = left_out(folder, model.sizes)
     # Folders of tied models may hold the output layer all the same.
@@ -358,9 +375,10 @@ def tensor_problems(folder: HFFolder, model: HFModel) -> Iterator[str]:
                 yield f"{file}: tensor {name} is missing, but {INDEX} says it is here"
                 continue
             shape, dtype = headers[name]
-            if shape != (expected := wanted[name]):
+            expected, dtypes = wanted[name]
+            if shape != expected:
                 yield f"{file}: tensor {name} has shape {shape}; the sizes in config.json make it {expected}"
-            elif dtype not in (("F8_E4M3",) if name in scaled else _DTYPES):
+            elif dtype not in dtypes:
                 yield f"{file}: tensor {name} is {dtype}; quantized weights must be converted to bfloat16 first"
 
 

@@ -38,6 +38,7 @@ from titan.checkpoint.huggingface import (
     read_sizes,
     require_weights_for,
 )
+from titan.checkpoint.quantized import values_name
 from titan.checkpoint.storage import Location, as_location
 from titan.config.load import ConfigError
 from titan.config.schema import CheckpointSection
@@ -82,13 +83,15 @@ def from_hf(source: Path, output: Path) -> list[str]:
             if theirs is None:  # transformers has none: as before the first step
                 state[f"model.{ours}"] = torch.zeros(shape, dtype=model.buffers[ours])
                 continue
-            file = folder.files[theirs.format(0)]
-            stored = open_files[file].get_slice(theirs.format(0))
-            if stored.get_dtype() != "F8_E4M3" and theirs in folder.files:
+            stored_name = values_name(theirs.format(0), folder.files)
+            file = folder.files[stored_name]
+            stored = open_files[file].get_slice(stored_name)
+            as_stored = theirs in folder.files and ours not in model.parts
+            if stored.get_dtype() != "F8_E4M3" and as_stored:
                 tensor = open_files[file].get_tensor(theirs)
                 bad = [] if tensor.isfinite().all() else [not_finite(file, theirs)]
             else:
-                # Mapped to a file of its own too: experts are stacked, and fp8 becomes bfloat16.
+                # Mapped to a file of its own too: experts are stacked, and quantized weights become bfloat16.
                 tensor = _mapped(Path(temporary) / ours, shape, stored[:0].dtype)
                 bad = fill(folder, {ours: tensor}, model=model)
             if bad:
@@ -117,7 +120,7 @@ def from_hf(source: Path, output: Path) -> list[str]:
 
 
 def _mapped(file: Path, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return a tensor whose memory is a file's, so that the kernel may write it out. fp8 becomes bfloat16."""
+    """Return a tensor whose memory is a file's, so that the kernel may write it out. 8 bits become bfloat16."""
     dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
     return torch.from_file(str(file), shared=True, size=shape.numel(), dtype=dtype).view(shape)
 
