@@ -90,9 +90,4 @@ class MoEConfig(LlamaConfig):
             for layer in range(self.n_layers)
         )
         matmul_params = sum(blocks) + self.num_embedding_params
-        attention = self.attention_flops_per_token(seq_len)
-        return 6 * matmul_params + (attention // 2 if causal else attention)
-
-    def attention_flops_per_token(self, seq_len: int) -> int:
-        """Return those of attention itself, with a whole S x S matrix."""
-        return 12 * self.n_layers * self.n_heads * self.head_dim * seq_len
+        return 6 * matmul_params + self.attention_flops_per_token(seq_len, causal=causal)

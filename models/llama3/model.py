@@ -11,12 +11,13 @@ B batch, S sequence, D model, H query heads, G key/value heads, K head dim, V vo
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention import InnerAttention
+from ..attention import InnerAttention, Sinks
 from ..moe import MoE
 from ..moe_config import MoEConfig
 from .config import LlamaConfig, RopeScaling
@@ -68,6 +69,7 @@ class Attention(nn.Module):
         self.wv = nn.Linear(config.dim, kv_dim, bias=False)
         self.wo = nn.Linear(q_dim, config.dim, bias=False)
         self.inner_attention = InnerAttention()
+        self.sinks: Sinks | None = None  # a family may have some
 
     def forward(
         self, x_BSD: Tensor, cos_sin: tuple[Tensor, Tensor], document_ids_BS: Tensor | None
@@ -78,7 +80,8 @@ class Attention(nn.Module):
         rotated = rotate(q_BSHK, cos_sin), rotate(k_BSGK, cos_sin), v_BSGK
         # Heads are moved last, and only as views: kernels of attention read them as they are.
         q_BHSK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in rotated)
-        o_BHSK = self.inner_attention(q_BHSK, k_BGSK, v_BGSK, document_ids_BS)
+        sinks = () if self.sinks is None else (self.sinks(),)
+        o_BHSK = self.inner_attention(q_BHSK, k_BGSK, v_BGSK, document_ids_BS, *sinks)
         return self.wo(o_BHSK.transpose(1, 2).flatten(-2))
 
     def heads(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,6 +114,8 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = attention(config)
+        inner: Any = self.attention.inner_attention
+        inner.window = config.window_of(layer)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.moe = build_moe(config, layer)
         if self.moe is None:

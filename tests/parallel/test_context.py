@@ -350,8 +350,7 @@ def test_blocks_are_the_causal_mask(balanced: bool) -> None:
         seen = torch.zeros(length, size * length, dtype=torch.bool)
         for source in range(size):
             part = SequencePart("", rank, size, balanced)
-            block = visible(range(source, source + 1), part=part, length=length)
-            if block is not None:
+            for block in visible(range(source, source + 1), part=part, length=length):
                 tile = seen[:, source * length : (source + 1) * length][block.queries, block.keys]
                 tile |= torch.ones_like(tile).tril() if block.causal else True
         assert torch.equal(seen, causal[rank * length : (rank + 1) * length])

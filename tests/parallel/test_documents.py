@@ -14,6 +14,7 @@ from torch import Tensor
 from titan.models.attention import InnerAttention
 from titan.models.llama3 import FLAVORS, build_model
 from titan.parallel import block_attention, documents, initialize
+from titan.parallel.block_attention import CAUSAL, Sight
 from titan.parallel.compile import apply_compile
 from titan.parallel.documents import choose_form, document_ends, mask_of, share_document_mask
 from titan.untrusted import InputError
@@ -35,14 +36,25 @@ def heads(v_size: int = 16) -> list[Tensor]:
 
 
 def by_sequence(
-    q: Tensor, k: Tensor, v: Tensor, *, ends: Tensor, length: int, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    ends: Tensor,
+    length: int,
+    sight: Sight,
+    scale: float | None,
 ) -> Tensor:
     """Compute what FlashAttention computes of packed sequences, on a CPU."""
     assert max(b - a for a, b in pairwise(ends.tolist())) <= length
     outs = []
     for a, b in pairwise(ends.tolist()):
         one_q, one_k, one_v = (x[a:b].transpose(0, 1)[None] for x in (q, k, v))
-        out = F.scaled_dot_product_attention(one_q, one_k, one_v, is_causal=True, **options)
+        at = torch.arange(b - a)
+        mask = sight.sees(at[:, None] - at)
+        out = F.scaled_dot_product_attention(
+            one_q, one_k, one_v, mask, scale=scale, enable_gqa=True
+        )
         outs.append(out[0].transpose(0, 1))
     return torch.cat(outs)
 
@@ -82,11 +94,11 @@ def test_blocks_equal_a_dense_mask(rate: float) -> None:
 def test_blocks_that_are_masked_are_left_out() -> None:
     """Documents of 128 tokens: a block for each, all of them partly visible, and the diagonal alone."""
     ids = (torch.arange(512) // 128)[None]
-    mask = mask_of(ids, form="flex").mask
+    mask = mask_of(ids, form="flex").mask[CAUSAL]
     assert mask.kv_num_blocks.tolist() == [[[1, 1, 1, 1]]]
     assert mask.kv_indices[0, 0, :, 0].tolist() == [0, 1, 2, 3]
     # One document of 512: below the diagonal, blocks need no mask.
-    mask = mask_of(0 * ids, form="flex").mask
+    mask = mask_of(0 * ids, form="flex").mask[CAUSAL]
     assert mask.full_kv_num_blocks.tolist() == [[[0, 1, 2, 3]]]
     assert mask.kv_num_blocks.tolist() == [[[1, 1, 1, 1]]]
 

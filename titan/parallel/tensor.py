@@ -18,6 +18,7 @@ model names a style for each module; nothing in the model changes. With S the se
     token_weights    whole         as `sequence`, and gives a plain tensor: a router's matrix
     experts          -             left alone: `apply_ep` and FSDP split them
     head_norm        whole         (B, S, H/tp, K) -> same: norms within each rank's heads
+    head_vector      values /tp    a module that returns its weight, a number for each query head: this rank's part
     width_norm       channels /tp  (B, S, F/tp) -> same: norms over the channels of all ranks, which add up their squares
     vocab_output     columns V/tp  (B, S/tp, D) -> (B, S, V/tp) for the vocabulary-parallel loss, or (B, S, V);
                                    -> (B, S, D) where the loss applies the weight
@@ -181,19 +182,22 @@ class NormOfAllRanks(ParallelStyle):
     """A norm in plain operations over channels that are split: DTensor adds up what ranks have of a token's sum."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def split(_: str, child: nn.Module, mesh: DeviceMesh) -> None:
-            weight = distribute_tensor(
-                child.get_parameter("weight"), mesh, [Shard(0)], src_data_rank=None
-            )
-            child.register_parameter("weight", nn.Parameter(weight))
-
         def take(_: nn.Module, args: tuple[Any, ...], mesh: DeviceMesh) -> DTensor:
             return DTensor.from_local(args[0], mesh, (Shard(-1),), run_check=False)
 
         def give(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
             return output.to_local()
 
-        return distribute_module(module, device_mesh, split, take, give)  # pyright: ignore
+        return distribute_module(module, device_mesh, _split_weight, take, give)  # pyright: ignore
+
+
+class HeadVector(ParallelStyle):
+    """Split a weight over heads. Each rank gets the values of its own."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _split_weight("", module, device_mesh)
+        module.register_forward_hook(lambda _, __, output: output.to_local())
+        return module
 
 
 class GatherForLoss(ParallelStyle):
@@ -209,12 +213,15 @@ class GatherForLoss(ParallelStyle):
             x: DTensor = args[0].redistribute(placements=(Replicate(),))
             return (x.to_local(grad_placements=(Partial(),)), *args[1:])
 
-        weight = distribute_tensor(
-            module.get_parameter("weight"), device_mesh, [Shard(0)], src_data_rank=None
-        )
-        module.register_parameter("weight", nn.Parameter(weight))
+        _split_weight("", module, device_mesh)
         module.register_forward_pre_hook(gather)
         return module
+
+
+def _split_weight(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    # src_data_rank=None: every rank has the whole weight, so nothing is sent.
+    weight = distribute_tensor(module.get_parameter("weight"), mesh, [Shard(0)], src_data_rank=None)
+    module.register_parameter("weight", nn.Parameter(weight))
 
 
 def _argument_names(module: nn.Module) -> list[str]:
@@ -340,6 +347,7 @@ def _styles(
         ),
         "token_weights": lambda: TokensOfRank(use_local_output=True),
         "head_norm": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
+        "head_vector": HeadVector,
         "width_norm": NormOfAllRanks,
         "colwise": ColwiseParallel,
         "kv_colwise": ColwiseParallel if kv_split else lambda: ReplicatedHeads(num_kv_heads),
