@@ -87,7 +87,10 @@ def one_process(pool: Pool) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(x, id=i, marks=pytest.mark.slow if x.repeats else ()) for x, i in zip(LAYOUTS, IDS, strict=True)],
+    [
+        pytest.param(x, id=i, marks=pytest.mark.slow if x.repeats else ())
+        for x, i in zip(LAYOUTS, IDS, strict=True)
+    ],
 )
 def test_equals_one_process(pool: Pool, one_process: dict[str, Any], layout: Layout) -> None:
     found = differences(pool.run(layout.ranks, train, replace(layout, **FLUX)), one_process)

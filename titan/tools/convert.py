@@ -123,17 +123,28 @@ def _mapped(file: Path, shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def to_hf(
-    source: Location, output: Path, *, dtype: torch.dtype | None, file_bytes: int, tokenizer: str
+    source: Location,
+    output: Path,
+    *,
+    dtype: torch.dtype | None,
+    file_bytes: int,
+    tokenizer: str,
+    average: bool = False,
 ) -> list[str]:
     """Write a Hugging Face folder of a step's weights. Return messages.
 
     Args:
         dtype: None keeps the stored precision.
         tokenizer: a path, or "" for the run's.
+        average: write the average of the weights, which the job must keep ([average]).
     """
     _check_new(output)
     config, step = find_checkpoint(source, tokenizer=tokenizer)
     stored = checkpoints.stored_shapes(step)
+    if average and not any(name.startswith("average.") for name in stored):
+        raise CheckpointError(
+            f"{step}: holds no average of the weights; the job needs average.enable"
+        )
     opened = open_run_tokenizer(config)
     weights = (kind for name, (_, kind) in stored.items() if name.startswith("model."))
     # All weights of a step have one dtype.
@@ -143,9 +154,10 @@ def to_hf(
 
     # One process holds every tensor, so there is nothing to gather.
     def whole(ours: str, dtype: torch.dtype) -> Tensor:
-        state = {f"model.{ours}": torch.empty(model.shapes[ours], dtype=dtype)}
+        name = f"average.{ours}" if average and ours not in model.buffers else f"model.{ours}"
+        state = {name: torch.empty(model.shapes[ours], dtype=dtype)}
         checkpoints.load(step, state)
-        return state[f"model.{ours}"]
+        return state[name]
 
     buffers = {ours: whole(ours, model.buffers[ours]) for ours in model.off_disk}
     if lost := lost_buffers(model, buffers):
@@ -201,6 +213,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     size = {"type": _size, "default": DEFAULT_FILE_BYTES, "metavar": "SIZE"}
     add("--max-shard-size", **size, help="the largest size of a file; default: 5GB")
     add("--tokenizer", **TOKENIZER_OPTION)
+    add(
+        "--average", action="store_true", help="the average of the weights, of a job with [average]"
+    )
     return parser.parse_args(argv)
 
 
@@ -213,6 +228,7 @@ def main(argv: Sequence[str]) -> int:
         else:
             dtype = getattr(torch, args.dtype) if args.dtype else None
             options = {"file_bytes": args.max_shard_size, "tokenizer": args.tokenizer}
+            options["average"] = args.average
             messages = to_hf(args.source, args.output, dtype=dtype, **options)
     except (ConfigError, InputError, SaveFailed) as error:
         print(f"titan convert: {error}", file=sys.stderr)
