@@ -103,12 +103,10 @@ class TaskOptions:
                 yield "options.channels", f"must be 1 (grey) or 3 (colours), got {self.channels}"
             if self.classes > len(SHAPES):
                 yield "options.classes", f"must be at most {len(SHAPES)}, got {self.classes}"
-        elif not Path(self.path).is_dir() or not self.path:
-            yield "options.path", f'"{self.path}" is no folder; source "{self.source}" reads one'
-        elif self.source == "pictures" and not (Path(self.path) / "labels.jsonl").is_file():
-            yield "options.path", f"{self.path} has no labels.jsonl"
-        elif self.source == "encoded" and not [*Path(self.path).rglob("latents.npy")]:
-            yield "options.path", f"{self.path} has no latents.npy, nor has a folder in it"
+        elif self.path:  # a run needs it, a simulation does not
+            name = "labels.jsonl" if self.source == "pictures" else "latents.npy"
+            if not any(Path(self.path).rglob(name)):
+                yield "options.path", f'"{self.path}" is no folder with {name}'
         widest = min(sizes.context_dim, sizes.pooled_dim)
         if self.source != "encoded" and self.classes > widest:
             yield "options.classes", f"{self.classes} labels do not fit into {widest} channels"

@@ -47,6 +47,7 @@ from titan.untrusted import (
 )
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+_OF_DIFFUSERS = "diffusion_pytorch_"  # comes before the names of its files
 _MAX_HEADER = 16 * 2**20
 _DTYPES = ("F32", "BF16", "F16")  # others are quantized
 # The released weights of DeepSeek-V3: fp8 in blocks of 128 x 128, each with a factor in the tensor of this name.
@@ -57,11 +58,15 @@ _DERIVED = (
 
 
 class DiskTensor(NamedTuple):
-    """Say what a tensor on disk is to us: a parameter, or one expert's part of it; and its shape."""
+    """Say what a tensor on disk is to us: a parameter, or one expert's part of it; and its shape.
+
+    others: parameters that are its further columns.
+    """
 
     ours: str
     expert: int | None
     shape: torch.Size
+    others: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,8 +100,9 @@ class HFModel:
         parameters = {ours for ours, _ in model.named_parameters()}
         buffers = {ours: t.dtype for ours, t in state.items() if ours not in parameters}
         name_of_buffer = getattr(hooks, "hf_buffer", lambda *_: None)
+        hf_name = hooks.hf_name_of(sizes) if hasattr(hooks, "hf_name_of") else hooks.hf_name
         names = {
-            ours: name_of_buffer(ours, sizes) if ours in buffers else hooks.hf_name(ours)
+            ours: name_of_buffer(ours, sizes) if ours in buffers else hf_name(ours)
             for ours in state
         }
         names = {ours: theirs for ours, theirs in names.items() if theirs}
@@ -106,7 +112,14 @@ class HFModel:
     @property
     def architecture(self) -> str:
         """Return what transformers calls the model."""
-        return self.hooks.hf_config(self.sizes)["architectures"][0]
+        config = self.hooks.hf_config(self.sizes)
+        return config.get("_class_name") or config["architectures"][0]
+
+    @property
+    def index_name(self) -> str:
+        """Return the name of the index of its files."""
+        is_diffusers = "_class_name" in self.hooks.hf_config(self.sizes)
+        return _OF_DIFFUSERS + INDEX if is_diffusers else INDEX
 
     @property
     def off_disk(self) -> list[str]:
@@ -117,15 +130,27 @@ class HFModel:
     @cached_property
     def on_disk(self) -> dict[str, DiskTensor]:
         """Return the tensors on disk by their names, in the model's order."""
-        tensors = {}
+        tensors: dict[str, DiskTensor] = {}
         for ours, theirs in self.names.items():
             shape = self.shapes[ours]
+            if first := tensors.get(theirs):
+                joined = torch.Size([*shape[:-1], first.shape[-1] + shape[-1]])
+                tensors[theirs] = first._replace(shape=joined, others=(*first.others, ours))
+                continue
             if "{}" not in theirs:
                 tensors[theirs] = DiskTensor(ours, None, shape)
                 continue
             for expert in range(shape[0]):
                 tensors[theirs.format(expert)] = DiskTensor(ours, expert, shape[1:])
         return tensors
+
+    def first_column(self, ours: str) -> int:
+        """Return where a parameter begins in its tensor on disk."""
+        tensor = self.on_disk.get(self.names[ours])
+        if tensor is None or ours == tensor.ours:
+            return 0
+        before = (tensor.ours, *tensor.others[: tensor.others.index(ours)])
+        return sum(self.shapes[name][-1] for name in before)
 
 
 @dataclass(frozen=True)
@@ -145,24 +170,31 @@ def open_folder(path: Path) -> HFFolder:
         raise CheckpointError(f"{path / CONFIG}: missing; it says which model a folder holds")
     config = read_json(path / CONFIG, dict[str, Any], limit=2**20, within=root_of(path))
     # Several files with an index, or one file.
-    if is_there(path / INDEX):
-        files = read_json(path / INDEX, dict[str, Any], within=root_of(path)).get("weight_map")
+    index, single = _file_names(path)
+    if is_there(path / index):
+        files = read_json(path / index, dict[str, Any], within=root_of(path)).get("weight_map")
         if not isinstance(files, dict) or not all(map(_is_weights_name, files.values())):
             raise CheckpointError(
-                f"{path / INDEX}: its weight_map does not name safetensors files of this folder"
+                f"{path / index}: its weight_map does not name safetensors files of this folder"
             )
         for name in sorted(set(files.values())):
             if not (path / name).is_file():
-                raise CheckpointError(f"{path / name}: missing, but {INDEX} names it")
+                raise CheckpointError(f"{path / name}: missing, but {index} names it")
         return HFFolder(path, config, {tensor: path / name for tensor, name in files.items()})
-    if (path / SINGLE).is_file():
-        return HFFolder(path, config, dict.fromkeys(_headers(path / SINGLE), path / SINGLE))
+    if (path / single).is_file():
+        return HFFolder(path, config, dict.fromkeys(_headers(path / single), path / single))
     pickles = [p.name for p in sorted(path.iterdir()) if p.suffix in (".bin", ".pth", ".pt")]
     reason = f"neither {INDEX} nor {SINGLE} is here"
     if pickles:
         reason += f". {pickles[0]} is a pickle, which can run any code when it is loaded, and is not opened: save the "
         reason += "model as safetensors (transformers: save_pretrained)"
     raise CheckpointError(f"{path}: {reason}")
+
+
+def _file_names(path: Path) -> tuple[str, str]:
+    """Return the names of index and single file: those of transformers, unless those of diffusers are there."""
+    theirs = _OF_DIFFUSERS + INDEX, _OF_DIFFUSERS + SINGLE
+    return theirs if any(is_there(path / name) for name in theirs) else (INDEX, SINGLE)
 
 
 def read_sizes(folder: HFFolder) -> tuple[str, Any]:
@@ -172,7 +204,8 @@ def read_sizes(folder: HFFolder) -> tuple[str, Any]:
     by_type = {type_: kind for h in hooks_of.values() for kind, type_ in h.ARCHITECTURES.items()}
     config = folder.config
     # config.json may name the type and not the architecture.
-    listed = config.get("architectures") or [by_type.get(str(config.get("model_type")))]
+    listed = config.get("architectures") or config.get("_class_name")
+    listed = listed or [by_type.get(str(config.get("model_type")))]
     architecture = listed[0] if isinstance(listed, list) and len(listed) == 1 else listed
     if not isinstance(architecture, str) or architecture not in known:
         raise CheckpointError(
@@ -256,7 +289,9 @@ def fill(folder: HFFolder, tensors: Mapping[str, Tensor], *, model: HFModel) -> 
 
     by_file: dict[Path, list[_Piece]] = defaultdict(list)
     for ours, tensor in tensors.items():
-        for piece in _pieces(model.names[ours], tensor) if ours in model.names else ():
+        if ours not in model.names:
+            continue
+        for piece in _pieces(model.names[ours], tensor, first=model.first_column(ours)):
             by_file[folder.files[piece.name]].append(piece)
     bad: list[str] = []
     # File by file: a mapped file's pages can go when its tensors are copied.
@@ -309,8 +344,8 @@ class _Piece(NamedTuple):
     target: Tensor
 
 
-def _pieces(theirs: str, tensor: Tensor) -> Iterator[_Piece]:
-    """Yield what fills this rank's part of a tensor."""
+def _pieces(theirs: str, tensor: Tensor, *, first: int) -> Iterator[_Piece]:
+    """Yield what fills this rank's part of a tensor, which begins at a column of the one on disk."""
     where = tuple(slice(0, n) for n in tensor.shape)
     if isinstance(tensor, DTensor):
         sizes, offsets = compute_local_shape_and_global_offset(
@@ -321,6 +356,8 @@ def _pieces(theirs: str, tensor: Tensor) -> Iterator[_Piece]:
     if not tensor.numel():  # with more ranks than rows, some ranks hold nothing
         return
     if "{}" not in theirs:
+        if first:
+            where = (*where[:-1], slice(where[-1].start + first, where[-1].stop + first))
         yield _Piece(theirs, where, tensor)
         return
     for expert, part in enumerate(tensor, where[0].start):
@@ -338,7 +375,8 @@ def _unscaled(values: Tensor, factors: Tensor, where: tuple[slice, ...]) -> Tens
 def tensor_problems(folder: HFFolder, model: HFModel) -> Iterator[str]:
     """Yield what is wrong with the tensors of a folder, each with its file."""
     wanted = {name: list(tensor.shape) for name, tensor in model.on_disk.items()}
-    source = folder.path / (INDEX if (folder.path / INDEX).is_file() else SINGLE)
+    index, single = _file_names(folder.path)
+    source = folder.path / (index if (folder.path / index).is_file() else single)
     for name in wanted.keys() - folder.files.keys():
         yield f"{source}: tensor {name} is missing"
     scaled = {name for name in wanted if name + _SCALES in folder.files}
@@ -355,7 +393,7 @@ def tensor_problems(folder: HFFolder, model: HFModel) -> Iterator[str]:
         headers = _headers(file)
         for name in (n for n in wanted if folder.files.get(n) == file):
             if name not in headers:
-                yield f"{file}: tensor {name} is missing, but {INDEX} says it is here"
+                yield f"{file}: tensor {name} is missing, but {index} says it is here"
                 continue
             shape, dtype = headers[name]
             if shape != (expected := wanted[name]):

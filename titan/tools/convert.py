@@ -84,11 +84,12 @@ def from_hf(source: Path, output: Path) -> list[str]:
                 continue
             file = folder.files[theirs.format(0)]
             stored = open_files[file].get_slice(theirs.format(0))
-            if stored.get_dtype() != "F8_E4M3" and theirs in folder.files:
+            is_whole = theirs in folder.files and stored.get_shape() == list(shape)
+            if stored.get_dtype() != "F8_E4M3" and is_whole:
                 tensor = open_files[file].get_tensor(theirs)
                 bad = [] if tensor.isfinite().all() else [not_finite(file, theirs)]
             else:
-                # Mapped to a file of its own too: experts are stacked, and fp8 becomes bfloat16.
+                # Mapped to a file of its own too: experts are stacked, columns cut out, and fp8 becomes bfloat16.
                 tensor = _mapped(Path(temporary) / ours, shape, stored[:0].dtype)
                 bad = fill(folder, {ours: tensor}, model=model)
             if bad:
