@@ -19,7 +19,7 @@ class FluxConfig:
     dim: model width. n_layers: all blocks; n_double: those of two streams, which come first. ffn_dim: of the feed-forward layers.
     in_channels: of a patch. context_dim, pooled_dim: of a context position, and of the vector that stands for all of the context.
     rope_axes: the channels of a head that rotate with a position's index, row and column. guidance_embed: the model also takes a
-    strength of guidance. gate_std: standard deviation of the initial weights of modulations and of the output layer. With 0 every block
+    strength of guidance. gate_init_std: standard deviation of the initial weights of modulations and of the output layer. With 0 every block
     begins as the identity (adaLN-Zero, arXiv:2212.09748).
     """
 
@@ -34,7 +34,7 @@ class FluxConfig:
     rope_axes: tuple[int, ...] = (16, 56, 56)
     rope_theta: float = 10_000.0
     guidance_embed: bool = False
-    gate_std: float = 0.0
+    gate_init_std: float = 0.0
     # What every family has: no words here.
     vocab_size = 0
     tied_embeddings = False

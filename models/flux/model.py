@@ -269,5 +269,5 @@ class Flux(nn.Module):
         if name.endswith(".bias"):
             return 0.0
         if ".modulation." in name or name.startswith("output."):
-            return self.config.gate_std
+            return self.config.gate_init_std
         return self._fan_in[name] ** -0.5

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -16,6 +17,8 @@ from tests.support.jobs import job
 from tests.support.layouts import RING, Layout, cp, fsdp, job_of, tp
 from tests.support.ranks import Pool
 from tests.support.trainers import PoolTrainer
+from titan.checkpoint.state import model_state
+from titan.checkpoint.tensors import load as checkpoints_load
 from titan.checks.rules import check_to_run
 from titan.config.errors import ConfigError
 from titan.config.schema import JobConfig
@@ -25,6 +28,7 @@ from titan.models.flux.huggingface import hf_config, hf_name_of, read_config
 from titan.models.flux.task import FlowMatching, squared_error_sum, write_png
 from titan.parallel import initialize
 from titan.task import task_of
+from titan.tools.convert import main as convert
 
 TINY = FLAVORS["tiny"]
 
@@ -73,7 +77,7 @@ def test_flops_are_what_torch_counts() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("guidance", [False, True])
-def test_outputs_equal_diffusers(guidance: bool) -> None:
+def test_outputs_equal_diffusers(guidance: bool, tmp_path: Path) -> None:
     diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
     sizes = dataclasses.replace(TINY, guidance_embed=guidance, context_dim=20, pooled_dim=10)
     model = build_model(sizes)
@@ -84,6 +88,11 @@ def test_outputs_equal_diffusers(guidance: bool) -> None:
     for name, parameter in model.named_parameters():
         columns.setdefault(hf_name_of(sizes)(name), []).append(parameter.detach())
     twin.load_state_dict({name: torch.cat(parts, -1) for name, parts in columns.items()})
+    twin.save_pretrained(tmp_path / "theirs")
+    assert convert(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 0
+    stored = {name: torch.empty_like(t) for name, t in model_state([model]).items()}
+    checkpoints_load(tmp_path / "ours/checkpoint/step-0", stored)
+    assert all(torch.equal(stored[name], t) for name, t in model_state([model]).items())
     given, patches = inputs(sizes, 12, 5), torch.randn(2, 12, 16)
     with torch.no_grad():
         ours = model(patches, **given)
@@ -198,7 +207,7 @@ def draw(layout: Layout, folder: str, steps: int) -> tuple[np.ndarray, list[floa
 
 FLUX: dict[str, Any] = {
     "model": ("flux", "tiny"),
-    "overrides": (("gate_std", 0.1),),
+    "overrides": (("gate_init_std", 0.1),),
     "task": (("context_len", 8), ("sample_steps", 4), ("sample_rows", 1)),
     "documents": False,
 }
@@ -242,3 +251,39 @@ def test_what_a_job_cannot_have_is_said_before_it_starts() -> None:
         "use 20",
     ):
         assert part in text, text
+
+
+def load(layout: Layout, folder: str, source: str) -> dict[str, torch.Tensor]:
+    """Return the weights of a run that begins from a folder of diffusers'."""
+    config = job_of(layout, steps=1).model_dump()
+    config["job"]["dump_folder"] = folder
+    config["checkpoint"] = {"initial_load_in_hf": True, "initial_load_path": source}
+    trainer = PoolTrainer(JobConfig.model_validate(config))
+    state = model_state(trainer.train_step.model_parts)
+    trainer.close()
+    return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in state.items()}
+
+
+def test_folders_of_diffusers(pool: Pool, tmp_path: Path) -> None:
+    layout, run = Layout("", **FLUX), tmp_path / "run"
+    pool.run(1, draw, layout, str(run), 2)
+    outputs = [tmp_path / "weights", tmp_path / "average"]
+    for average, output in enumerate(outputs):
+        argv = ["to-hf", str(run), str(output), *["--average"] * average]
+        assert convert(argv) == 0
+    [weights, averaged] = (pool.run(1, load, layout, f"{o}-run", str(o))[0] for o in outputs)
+    sharded = pool.run(2, load, Layout("", tp(2), **FLUX), f"{outputs[0]}-tp", str(outputs[0]))
+    stored = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
+    step = run / "checkpoint/step-2"
+    checkpoints_load(step, stored)
+    for found in (weights, *sharded):
+        assert all(torch.equal(found[name], tensor) for name, tensor in stored.items())
+    names = {name: name.replace("model.", "average.") for name in stored}
+    means = {names[name]: torch.empty_like(tensor) for name, tensor in stored.items()}
+    checkpoints_load(step, means)
+    assert all(torch.equal(averaged[name], means[other]) for name, other in names.items())
+    assert any((averaged[name] != tensor).any() for name, tensor in stored.items())
+    assert convert(["from-hf", str(outputs[0]), str(tmp_path / "back")]) == 0
+    again = {name: torch.empty_like(tensor) for name, tensor in stored.items()}
+    checkpoints_load(tmp_path / "back/checkpoint/step-0", again)
+    assert all(torch.equal(again[name], tensor) for name, tensor in stored.items())

@@ -46,7 +46,7 @@ def flow_batch(layout: Layout, step: int) -> TensorBatch:
 # Gates that begin at zero would hide most gradients.
 FLUX: dict[str, Any] = {
     "model": ("flux", "tiny"),
-    "overrides": (("gate_std", 0.1), ("guidance_embed", True)),
+    "overrides": (("gate_init_std", 0.1), ("guidance_embed", True)),
     "task": (("size", 16), ("context_len", 8)),
     "batch": flow_batch,
     "documents": False,

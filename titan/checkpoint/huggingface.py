@@ -449,8 +449,8 @@ def _is_weights_name(name: Any) -> bool:
 
 def differences(sizes: Any, other: Any) -> dict[str, Any]:
     """Return the fields in which two models differ. How they are initialised and balanced does not count."""
-    names = (f.name for f in dataclasses.fields(sizes) if f.init and f.name != "init_std")
-    names = (name for name in names if not name.endswith("_coeff"))
+    names = (f.name for f in dataclasses.fields(sizes) if f.init)
+    names = (name for name in names if not name.endswith(("init_std", "_coeff")))
     values = {name: getattr(sizes, name) for name in names}
     return {name: value for name, value in values.items() if getattr(other, name, None) != value}
 

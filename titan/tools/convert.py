@@ -41,6 +41,7 @@ from titan.checkpoint.huggingface import (
 from titan.checkpoint.storage import Location, as_location
 from titan.config.load import ConfigError
 from titan.config.schema import CheckpointSection
+from titan.config.task import reads_text
 from titan.config.toml import format_value
 from titan.data.tokenizer import tokenizer_named
 from titan.data.tokenizer_files import FOLDER, read_asset, tokenizer_files, write_files
@@ -146,7 +147,7 @@ def to_hf(
         raise CheckpointError(
             f"{step}: holds no average of the weights; the job needs average.enable"
         )
-    opened = open_run_tokenizer(config)
+    opened = open_run_tokenizer(config) if reads_text(config) else None
     weights = (kind for name, (_, kind) in stored.items() if name.startswith("model."))
     # All weights of a step have one dtype.
     dtype = dtype or next(weights, torch.float32)
@@ -173,7 +174,7 @@ def to_hf(
     precision = str(dtype).removeprefix("torch.")
     size = f"{model.sizes.num_params:,} parameters in {precision}"
     messages = [f"{output}: {model.architecture}, {size}"]
-    if not export.assets:
+    if opened and not export.assets:
         text = f'no tokenizer files: the run used "{opened.kind}", which has none'
         messages.append(text)
     return messages
