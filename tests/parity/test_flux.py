@@ -23,6 +23,7 @@ from tests.support.layouts import (
     differences,
     fsdp,
     job_of,
+    largest,
     mesh_name,
     tp,
     train,
@@ -83,6 +84,34 @@ IDS = [f"{layout.name}-{mesh_name(layout)}" for layout in LAYOUTS]
 def one_process(pool: Pool) -> dict[str, Any]:
     [result] = pool.run(1, train, Layout("one process", **FLUX))
     return result
+
+
+# As tests/parallel/test_float8.py has them: what casts equal tensors computes equal numbers; sums in another order flip some roundings.
+EXACT, FLIPS = 1e-5, 1e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "layout", "bound"),
+    [
+        ("tensorwise", Layout("FSDP2", fsdp(2)), EXACT),
+        ("rowwise", Layout("FSDP2", fsdp(2)), EXACT),
+        ("tensorwise", Layout("TP", tp(2)), FLIPS),
+        ("rowwise", Layout("TP", tp(2)), FLIPS),
+        ("rowwise", Layout("CP", cp(2)), FLIPS),
+    ],
+    ids=lambda value: value.name if isinstance(value, Layout) else value,
+)
+def test_float8_gradients(pool: Pool, recipe: str, layout: Layout, bound: float) -> None:
+    pytest.importorskip("torchao")
+    # A micro-batch has a scale of its own, as a data-parallel rank has.
+    split = dict(layout.degrees).get("dp_shard", 1)
+    base = Layout("one process", (), split, **FLUX)
+    [exact] = pool.run(1, train, base, "float32", 1)
+    [alone] = pool.run(1, train, replace(base, float8=recipe), "float32", 1)
+    found = pool.run(layout.ranks, train, replace(layout, float8=recipe, **FLUX), "float32", 1)
+    assert 0.02 < largest([alone], exact, "gradients") < 0.3  # it is 8 bits
+    assert largest(found, alone, "gradients") < bound
 
 
 @pytest.mark.parametrize(
