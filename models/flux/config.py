@@ -124,8 +124,8 @@ FLAVORS: dict[str, FluxConfig] = {
         pooled_dim=16,
         rope_axes=(4, 14, 14),
     ),
-    # TorchTitan v0.2.2's flux-debug
-    "debugmodel": FluxConfig(dim=1536, n_layers=4, n_double=2, n_heads=12, ffn_dim=6144),
+    # TorchTitan v0.2.2's of that name
+    "flux-debug": FluxConfig(dim=1536, n_layers=4, n_double=2, n_heads=12, ffn_dim=6144),
     # Flux.1 schnell; Flux.1 dev with guidance_embed = true
     "12B": FluxConfig(dim=3072, n_layers=57, n_double=19, n_heads=24, ffn_dim=12_288),
 }

@@ -82,8 +82,7 @@ class Heads(nn.Module):
     def __init__(self, config: FluxConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        for name in ("wq", "wk", "wv"):
-            self.add_module(name, nn.Linear(config.dim, config.dim))
+        self.wq, self.wk, self.wv = (nn.Linear(config.dim, config.dim) for _ in range(3))
         self.q_norm = nn.RMSNorm(config.head_dim, eps=_EPS)
         self.k_norm = nn.RMSNorm(config.head_dim, eps=_EPS)
 

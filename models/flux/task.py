@@ -36,8 +36,8 @@ from titan.parallel.context import unshard_sequence
 from titan.task import LossFunction, Microbatch, Task
 from titan.untrusted import is_plain_name, parse_json, read_text
 
-from . import SHAPES, TaskOptions
 from .config import FluxConfig
+from .options import SHAPES, TaskOptions
 
 _HELD_OUT = 20  # every so manieth picture of a folder is for validation
 _NUM_DRAWN = 1024  # shapes to validate on
@@ -121,7 +121,8 @@ class FlowSamples(Samples):
 
     def conditions(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Return context and pooled vectors to draw pictures of, one of each label."""
-        return tuple(map(np.stack, zip(*map(self.label, range(count)), strict=True)))
+        context, pooled = zip(*map(self.label, range(count)), strict=True)
+        return np.stack(context), np.stack(pooled)
 
     def label(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return a label as context, a one in its channel of the first position, and as a pooled vector."""

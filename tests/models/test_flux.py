@@ -198,9 +198,11 @@ def draw(layout: Layout, folder: str, steps: int) -> tuple[np.ndarray, list[floa
 
     trainer.train_step.train = watched  # pyright: ignore[reportAttributeAccessIssue]
     assert trainer.run() == 0
-    assert isinstance(trainer.task, FlowMatching) and trainer.train_step.average is not None
-    with trainer.train_step.average.in_place():
-        pictures = trainer.task.draw(trainer.train_step)
+    task: Any = trainer.task
+    average = trainer.train_step.average
+    assert isinstance(task, FlowMatching) and average is not None
+    with average.in_place():
+        pictures = task.draw(trainer.train_step)
     trainer.close()
     return pictures, losses
 
