@@ -308,7 +308,9 @@ def attend_with_sinks(
 def add_sinks(out_BHSK: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
     """Return output and logsumexp of rows of which each head's sink, a logit without a value, becomes a part."""
     total_BHS = torch.logaddexp(lse_BHS, sinks_H[:, None].to(lse_BHS.dtype))
-    return (out_BHSK * (lse_BHS - total_BHS).exp()[..., None]).to(out_BHSK.dtype), total_BHS
+    out = out_BHSK * (lse_BHS - total_BHS).exp()[..., None]
+    # A copy, also of the same dtype: compiled by torch 2.11, an alias that is returned and saved comes back wrong in backward.
+    return out.to(out_BHSK.dtype, copy=True), total_BHS
 
 
 def sinks_gradient(grad_BHSK: Tensor, out_BHSK: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> Tensor:

@@ -72,7 +72,8 @@ class DocumentMask:
         """
         qkv, grouped = (q_BHSK, k_BGTK, v_BGTK), q_BHSK.shape[1] != k_BGTK.shape[1]
         if self.form == "flex":
-            options = {"block_mask": self.mask[sight], "scale": scale, "enable_gqa": grouped}
+            options = {"block_mask": self.mask[sight], "sight": sight}
+            options |= {"scale": scale, "enable_gqa": grouped}
             if sinks_H is None:
                 return flex_attention(*qkv, **options)
             out_BHSK, aux = flex_attention(*qkv, **options, return_aux=AuxRequest(lse=True))
@@ -221,8 +222,11 @@ def share_document_mask(model: nn.Module, make: Callable[..., DocumentMask] = ma
     model.register_forward_pre_hook(before, with_kwargs=True)
 
 
-def flex_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-    """Call FlexAttention compiled, since the scores would exist as a whole otherwise. On a CPU, where it has no backward pass, as it is."""
+def flex_attention(q: Tensor, k: Tensor, v: Tensor, *, sight: Sight, **options: Any) -> Any:
+    """Call FlexAttention compiled, since the scores would exist as a whole otherwise. On a CPU, where it has no backward pass, as it is.
+
+    sight: of the mask, for the simulator alone.
+    """
     from torch.nn.attention import flex_attention as module
 
     # Within a compiled block it becomes a part of that.
