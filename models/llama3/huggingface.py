@@ -102,7 +102,7 @@ def header(architectures: Mapping[str, str], name: str) -> dict[str, Any]:
     return {"architectures": [name], "model_type": architectures[name]}
 
 
-def fields_of(config: LlamaConfig, fields: Iterable[Field]) -> dict[str, Any]:
+def fields_of(config: Any, fields: Iterable[Field]) -> dict[str, Any]:
     """Return the values of fields under transformers' names."""
     return {theirs: getattr(config, ours) for ours, theirs, _ in fields}
 

@@ -28,7 +28,6 @@ from titan.checkpoint import CheckpointError, SaveFailed
 from titan.checkpoint.commit import CheckpointGroup
 from titan.checkpoint.huggingface import (
     CONFIG,
-    INDEX,
     HFModel,
     differences,
 )
@@ -85,6 +84,8 @@ class Export:
     def config(self) -> dict[str, Any]:
         """Return the contents of config.json."""
         config = self.model.hooks.hf_config(self.model.sizes)
+        if "max_position_embeddings" not in config:  # no text model
+            return config
         # Positions up to the length it was trained on are valid, even beyond the family's default.
         return {
             **config,
@@ -281,7 +282,7 @@ def _write_texts(folder: Path, export: Export, files: dict[str, list[str]]) -> N
     weight_map = {name: file for file, names in files.items() for name in names}
     total = sum(map(export.num_bytes, model.on_disk))
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    for name, value in ((INDEX, index), (CONFIG, export.config())):
+    for name, value in ((model.index_name, index), (CONFIG, export.config())):
         LocalStorage().write(folder / name, (json.dumps(value, indent=2) + "\n").encode())
     for asset in export.assets:
         LocalStorage().write(folder / asset.name, read_asset(asset))

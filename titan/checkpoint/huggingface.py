@@ -55,6 +55,7 @@ from titan.untrusted import (
 )
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+_OF_DIFFUSERS = "diffusion_pytorch_"  # comes before the names of its files
 _MAX_HEADER = 16 * 2**20
 _DERIVED = (
     ".rotary_emb.inv_freq"  # old versions of transformers stored it; every version computes it
@@ -62,8 +63,10 @@ _DERIVED = (
 
 
 class DiskTensor(NamedTuple):
-    """Say what a tensor on disk is to us: a parameter, one expert's part of it, or several whose channels take turns; and
-    its shape."""
+    """Say what a tensor on disk is to us: a parameter, one expert's part of it, or several; and its shape.
+
+    Of several, those in `HFModel.parts` take turns by channel, and others are one after the other's columns.
+    """
 
     ours: tuple[str, ...]
     expert: int | None
@@ -103,8 +106,9 @@ class HFModel:
         parameters = {ours for ours, _ in model.named_parameters()}
         buffers = {ours: t.dtype for ours, t in state.items() if ours not in parameters}
         name_of_buffer = getattr(hooks, "hf_buffer", lambda *_: None)
+        hf_name = hooks.hf_name_of(sizes) if hasattr(hooks, "hf_name_of") else hooks.hf_name
         names = {
-            ours: name_of_buffer(ours, sizes) if ours in buffers else hooks.hf_name(ours)
+            ours: name_of_buffer(ours, sizes) if ours in buffers else hf_name(ours)
             for ours in state
         }
         names = {ours: theirs for ours, theirs in names.items() if theirs}
@@ -116,7 +120,14 @@ class HFModel:
     @property
     def architecture(self) -> str:
         """Return what transformers calls the model."""
-        return self.hooks.hf_config(self.sizes)["architectures"][0]
+        config = self.hooks.hf_config(self.sizes)
+        return config.get("_class_name") or config["architectures"][0]
+
+    @property
+    def index_name(self) -> str:
+        """Return the name of the index of its files."""
+        is_diffusers = "_class_name" in self.hooks.hf_config(self.sizes)
+        return _OF_DIFFUSERS + INDEX if is_diffusers else INDEX
 
     @property
     def off_disk(self) -> list[str]:
@@ -130,10 +141,14 @@ class HFModel:
         tensors: dict[str, DiskTensor] = {}
         for ours, theirs in self.names.items():
             shape = self.shapes[ours]
+            before = tensors.get(theirs)
             if part := self.parts.get(ours):
-                before = tensors[theirs].ours if theirs in tensors else ()
                 on_disk = torch.Size((shape[0], *shape[2:], shape[1] * part[1]))
-                tensors[theirs] = DiskTensor((*before, ours), None, on_disk)
+                names = (*(before.ours if before else ()), ours)
+                tensors[theirs] = DiskTensor(names, None, on_disk)
+            elif before is not None:
+                columns = torch.Size([*shape[:-1], before.shape[-1] + shape[-1]])
+                tensors[theirs] = DiskTensor((*before.ours, ours), None, columns)
             elif "{}" not in theirs:
                 tensors[theirs] = DiskTensor((ours,), None, shape)
             else:
@@ -143,9 +158,16 @@ class HFModel:
 
     def joined(self, ours: Sequence[str], tensors: Sequence[Tensor]) -> Tensor:
         """Return the tensor on disk that these of ours make."""
-        if ours[0] not in self.parts:
-            return tensors[0]
-        return torch.stack([t.mT if t.ndim == 3 else t for t in tensors], -1).flatten(-2)
+        if ours[0] in self.parts:
+            return torch.stack([t.mT if t.ndim == 3 else t for t in tensors], -1).flatten(-2)
+        return tensors[0] if len(tensors) == 1 else torch.cat([*tensors], dim=-1)
+
+    def first_column(self, ours: str) -> int:
+        """Return where a parameter begins in its tensor on disk."""
+        tensor = self.on_disk.get(self.names[ours])
+        if tensor is None or ours in self.parts:
+            return 0
+        return sum(self.shapes[name][-1] for name in tensor.ours[: tensor.ours.index(ours)])
 
 
 @dataclass(frozen=True)
@@ -165,24 +187,31 @@ def open_folder(path: Path) -> HFFolder:
         raise CheckpointError(f"{path / CONFIG}: missing; it says which model a folder holds")
     config = read_json(path / CONFIG, dict[str, Any], limit=2**20, within=root_of(path))
     # Several files with an index, or one file.
-    if is_there(path / INDEX):
-        files = read_json(path / INDEX, dict[str, Any], within=root_of(path)).get("weight_map")
+    index, single = _file_names(path)
+    if is_there(path / index):
+        files = read_json(path / index, dict[str, Any], within=root_of(path)).get("weight_map")
         if not isinstance(files, dict) or not all(map(_is_weights_name, files.values())):
             raise CheckpointError(
-                f"{path / INDEX}: its weight_map does not name safetensors files of this folder"
+                f"{path / index}: its weight_map does not name safetensors files of this folder"
             )
         for name in sorted(set(files.values())):
             if not (path / name).is_file():
-                raise CheckpointError(f"{path / name}: missing, but {INDEX} names it")
+                raise CheckpointError(f"{path / name}: missing, but {index} names it")
         return HFFolder(path, config, {tensor: path / name for tensor, name in files.items()})
-    if (path / SINGLE).is_file():
-        return HFFolder(path, config, dict.fromkeys(_headers(path / SINGLE), path / SINGLE))
+    if (path / single).is_file():
+        return HFFolder(path, config, dict.fromkeys(_headers(path / single), path / single))
     pickles = [p.name for p in sorted(path.iterdir()) if p.suffix in (".bin", ".pth", ".pt")]
     reason = f"neither {INDEX} nor {SINGLE} is here"
     if pickles:
         reason += f". {pickles[0]} is a pickle, which can run any code when it is loaded, and is not opened: save the "
         reason += "model as safetensors (transformers: save_pretrained)"
     raise CheckpointError(f"{path}: {reason}")
+
+
+def _file_names(path: Path) -> tuple[str, str]:
+    """Return the names of index and single file: those of transformers, unless those of diffusers are there."""
+    theirs = _OF_DIFFUSERS + INDEX, _OF_DIFFUSERS + SINGLE
+    return theirs if any(is_there(path / name) for name in theirs) else (INDEX, SINGLE)
 
 
 def read_sizes(folder: HFFolder) -> tuple[str, Any]:
@@ -192,7 +221,8 @@ def read_sizes(folder: HFFolder) -> tuple[str, Any]:
     by_type = {type_: kind for h in hooks_of.values() for kind, type_ in h.ARCHITECTURES.items()}
     config = folder.config
     # config.json may name the type and not the architecture.
-    listed = config.get("architectures") or [by_type.get(str(config.get("model_type")))]
+    listed = config.get("architectures") or config.get("_class_name")
+    listed = listed or [by_type.get(str(config.get("model_type")))]
     architecture = listed[0] if isinstance(listed, list) and len(listed) == 1 else listed
     if not isinstance(architecture, str) or architecture not in known:
         raise CheckpointError(
@@ -336,7 +366,7 @@ class _Piece(NamedTuple):
 
 def _pieces(model: HFModel, ours: str, tensor: Tensor) -> Iterator[_Piece]:
     """Yield what fills this rank's part of a tensor."""
-    theirs = model.names[ours]
+    theirs, first = model.names[ours], model.first_column(ours)
     where = tuple(slice(0, n) for n in tensor.shape)
     if isinstance(tensor, DTensor):
         sizes, offsets = compute_local_shape_and_global_offset(
@@ -347,6 +377,8 @@ def _pieces(model: HFModel, ours: str, tensor: Tensor) -> Iterator[_Piece]:
     if not tensor.numel():  # with more ranks than rows, some ranks hold nothing
         return
     if "{}" not in theirs:
+        if first:
+            where = (*where[:-1], slice(where[-1].start + first, where[-1].stop + first))
         yield _Piece(theirs, where, tensor, model.parts.get(ours))
         return
     for expert, part in enumerate(tensor, where[0].start):
@@ -358,7 +390,8 @@ def tensor_problems(folder: HFFolder, model: HFModel) -> Iterator[str]:
     wanted: dict[str, Form] = {}
     for name, tensor in model.on_disk.items():
         wanted |= stored_as(name, list(tensor.shape), folder.files)
-    source = folder.path / (INDEX if (folder.path / INDEX).is_file() else SINGLE)
+    index, single = _file_names(folder.path)
+    source = folder.path / (index if (folder.path / index).is_file() else single)
     for name in wanted.keys() - folder.files.keys():
         yield f"{source}: tensor {name} is missing"
     tied = {model.hooks.hf_name("output.weight")} if model.sizes.tied_embeddings else set()
@@ -372,7 +405,7 @@ def tensor_problems(folder: HFFolder, model: HFModel) -> Iterator[str]:
         headers = _headers(file)
         for name in (n for n in wanted if folder.files.get(n) == file):
             if name not in headers:
-                yield f"{file}: tensor {name} is missing, but {INDEX} says it is here"
+                yield f"{file}: tensor {name} is missing, but {index} says it is here"
                 continue
             shape, dtype = headers[name]
             expected, dtypes = wanted[name]
@@ -429,8 +462,8 @@ def _is_weights_name(name: Any) -> bool:
 
 def differences(sizes: Any, other: Any) -> dict[str, Any]:
     """Return the fields in which two models differ. How they are initialised and balanced does not count."""
-    names = (f.name for f in dataclasses.fields(sizes) if f.init and f.name != "init_std")
-    names = (name for name in names if not name.endswith("_coeff"))
+    names = (f.name for f in dataclasses.fields(sizes) if f.init)
+    names = (name for name in names if not name.endswith(("init_std", "_coeff")))
     values = {name: getattr(sizes, name) for name in names}
     return {name: value for name, value in values.items() if getattr(other, name, None) != value}
 

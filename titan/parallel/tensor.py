@@ -14,6 +14,11 @@ model names a style for each module; nothing in the model changes. With S the se
     gather_colwise   columns /tp   (B, S/tp, L) -> (B, S, F/tp): all-gather first; columns are key/value heads
     gather_shared    none          (B, S/tp, K) -> (B, S, K): keys that the heads of all ranks share
     rowwise          rows /tp      (B, S, F/tp) -> (B, S/tp, D), reduce-scatter
+    whole            whole         without sequence parallelism: whole tensor -> same, every rank computes it
+    whole_input      none          the same for a module with split layers: the gradients of their input add up before one all-reduce,
+                                   and if it returns parts of a sum, these are added up
+    rowwise_whole    rows /tp      (B, S, F/tp) -> (B, S, D), all-reduce
+    rowwise_part     rows /tp      (B, S, F/tp) -> (B, S, D), this rank's part of a sum, for `whole_input` around it
     tokens           none          (B, S/tp, D) -> same, as a plain tensor: experts, to whom each rank's tokens are tokens
     token_weights    whole         as `sequence`, and gives a plain tensor: a router's matrix
     experts          -             left alone: `apply_ep` and FSDP split them
@@ -58,7 +63,8 @@ SEQUENCE_DIM = 1
 GATHER = "gather_input"
 _SPLITS = {  # what torch's styles and ours know how to split
     "vocab_embedding": nn.Embedding,
-    **dict.fromkeys(("colwise", "kv_colwise", "gather_colwise", "rowwise"), nn.Linear),
+    **dict.fromkeys(("colwise", "kv_colwise", "gather_colwise"), nn.Linear),
+    **dict.fromkeys(("rowwise", "rowwise_whole", "rowwise_part"), nn.Linear),
     "vocab_output": nn.Linear,
 }
 
@@ -152,18 +158,38 @@ class ReplicatedHeads(ParallelStyle):
         # Neighbouring ranks share a head, as their query heads do.
         head = device_mesh.get_local_rank() * self.num_heads // device_mesh.size()
 
-        def replicate(_: str, child: nn.Module, mesh: DeviceMesh) -> None:
-            for name, parameter in list(child.named_parameters(recurse=False)):
-                # src_data_rank=None: every rank has the whole weight, so nothing is sent.
-                whole = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)
-                child.register_parameter(name, nn.Parameter(whole))
-
         def keep_head(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
             # Each rank's gradient reaches its own head only: what all ranks have is an unfinished sum.
             local = output.to_local(grad_placements=(Partial(),))
             return local.unflatten(-1, (self.num_heads, -1))[..., head, :]
 
-        return distribute_module(module, device_mesh, replicate, _accept_replicated, keep_head)  # pyright: ignore
+        return distribute_module(module, device_mesh, _replicate, _accept_replicated, keep_head)  # pyright: ignore
+
+
+class WholeInput(ParallelStyle):
+    """Let each rank have all of what goes in and out, where the module or its layers want DTensors.
+
+    What ranks compute alike has equal gradients on all of them. Where a layer gives each rank a part of the gradient, or of the
+    output, the parts are added up.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def add_up(_: nn.Module, __: Any, output: Any) -> Any:
+            if not isinstance(output, DTensor):
+                return output
+            return output.redistribute(placements=(Replicate(),)).to_local()
+
+        module.register_forward_pre_hook(partial(_accept_replicated, mesh=device_mesh))
+        module.register_forward_hook(add_up)
+        return module
+
+
+class Whole(WholeInput):
+    """Keep a module's parameters whole on each rank, as what goes in and out."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _replicate("", module, device_mesh)
+        return super()._apply(module, device_mesh)
 
 
 class GatherShared(ParallelStyle):
@@ -244,12 +270,17 @@ def _take_by_position(module: nn.Module) -> None:
 
 
 def _accept_replicated(_: nn.Module, args: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-    x = args[0]
-    return (
-        x
-        if isinstance(x, DTensor)
-        else DTensor.from_local(x, mesh, (Replicate(),), run_check=False),
-    )
+    x, *rest = args
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, (Replicate(),), run_check=False)
+    return (x, *rest)
+
+
+def _replicate(_: str, child: nn.Module, mesh: DeviceMesh) -> None:
+    for name, parameter in list(child.named_parameters(recurse=False)):
+        # src_data_rank=None: every rank has the whole weight, so nothing is sent.
+        whole = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)
+        child.register_parameter(name, nn.Parameter(whole))
 
 
 def apply_tp(
@@ -323,7 +354,7 @@ def check_plan(
     }
     _require_fit(model, style_of, size=size, num_kv_heads=num_kv_heads)
     # A style makes DTensors of the parameters in its module and below, except those that only move what goes in or out.
-    moving = (GATHER, "gather_shared", "tokens", "")
+    moving = (GATHER, "gather_shared", "tokens", "whole_input", "")
     split = [name for name, style in style_of.items() if style.split(":")[0] not in moving]
     _require_all_split(model, left=lambda _: True, but=split)
     return style_of
@@ -354,6 +385,10 @@ def _styles(
         "gather_colwise": lambda: ColwiseParallel(input_layouts=Shard(SEQUENCE_DIM)),
         "gather_shared": GatherShared,
         "rowwise": lambda: RowwiseParallel(output_layouts=Shard(SEQUENCE_DIM)),
+        "whole": Whole,
+        "whole_input": WholeInput,
+        "rowwise_whole": lambda: RowwiseParallel(output_layouts=Replicate()),
+        "rowwise_part": lambda: RowwiseParallel(output_layouts=Partial(), use_local_output=False),
         "vocab_output": GatherForLoss
         if output_in_loss
         else lambda: ColwiseParallel(
