@@ -12,6 +12,7 @@ from titan.models import gemma3, mistral
 from titan.models.gemma3 import huggingface as gemma3_hf
 from titan.models.mistral import huggingface as mistral_hf
 from titan.parallel import initialize
+from titan.tools.generate import sample
 
 FAMILIES = {
     "mistral": (mistral, mistral_hf, "MistralForCausalLM"),
@@ -95,6 +96,17 @@ def test_embeddings_are_scaled_by_a_rounded_root() -> None:
     assert model.tok_embeddings is not None
     tokens = torch.arange(50)[None]
     assert torch.equal(model.embed(tokens), model.tok_embeddings(tokens) * 25.25)
+
+
+def test_generated_text_is_that_of_whole_sequences() -> None:
+    """Caches of local layers hold their window alone, and the text is longer."""
+    model = gemma3.build_model(small("gemma3", {"window": 5}))
+    initialize(model, seed=1, std_of=lambda _: 0.2)
+    tokens = [7, 8, 9]
+    text = [*sample(model, tokens, max_new_tokens=30, temperature=0, top_k=0, seed=0)]
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens + text]))
+    assert text == logits[0].argmax(-1)[2:-1].tolist()
 
 
 def test_flops_count_what_windows_leave() -> None:

@@ -50,7 +50,7 @@ LAYOUTS = [
     Layout("PP x FSDP2 x TP+SP", (*pp(2), *fsdp(2), *tp(2)), documents=False),
     Layout("FSDP2 x CP x TP+SP", (*fsdp(2), *cp(2), *tp(2))),
 ]
-DEFAULT = {("gemma3", "TP+SP"), ("sinks", "CP ring")}
+DEFAULT = {("gemma3", "TP+SP"), ("sinks", "CP ring"), ("sinks", "TP+SP")}
 # Weights of its norms begin at zero: they are AdamW's steps and nothing else, and a step divides a gradient's rounding
 # error by the gradient's own size. A larger eps than the other tests' leaves steps in proportion to gradients.
 # Pipelines refuse tied embeddings.

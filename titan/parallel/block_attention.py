@@ -45,12 +45,10 @@ class Sight(NamedTuple):
     causal: bool = True
     window: int = 0
 
-    def sees(self, nearest: Tensor, farthest: Tensor | None = None) -> Tensor:
-        """Return, as booleans, whether a query sees a key so many positions before it, or any from the nearest to the farthest."""
-        if not self.causal:
-            return torch.ones_like(nearest, dtype=torch.bool)
-        sees = (nearest if farthest is None else farthest) >= 0
-        return sees & (nearest < self.window) if self.window else sees
+    def sees(self, query: Tensor, key: Tensor) -> Tensor:
+        """Return, as booleans, whether queries at these positions see keys at those. Shapes are broadcast."""
+        sees = query >= key if self.causal else torch.ones_like(query == key)
+        return sees & (query - key < self.window) if self.window else sees
 
     @property
     def flash_window(self) -> tuple[int, int]:
@@ -221,7 +219,7 @@ def _windowed(
     if _choose_kernel(q_BHSK) in ("flash", "cudnn"):
         return None, whole_rows(batch, length, q_BHSK.device)
     at_S = torch.arange(length, device=q_BHSK.device)
-    return sight.sees(at_S[:, None] - at_S)[None], None
+    return sight.sees(at_S[:, None], at_S)[None], None
 
 
 def whole_rows(batch: int, length: int, device: torch.device) -> Tensor:
@@ -315,7 +313,8 @@ def add_sinks(out_BHSK: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> tuple[Tenso
 def sinks_gradient(grad_BHSK: Tensor, out_BHSK: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> Tensor:
     """Return the gradient of the sinks, (H,), by output and logsumexp of whole rows."""
     share_BHS = (sinks_H[:, None] - lse_BHS).exp()  # the probability of the sink
-    return -(share_BHS * (grad_BHSK * out_BHSK).sum(-1)).sum((0, 2)).to(sinks_H.dtype)
+    product_BHS = (grad_BHSK.to(share_BHS.dtype) * out_BHSK).sum(-1)
+    return -(share_BHS * product_BHS).sum((0, 2)).to(sinks_H.dtype)
 
 
 class _AttentionWithSinks(torch.autograd.Function):
