@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ..llama3.config import LlamaConfig
 
@@ -19,14 +20,13 @@ class Gemma3Config(LlamaConfig):
         query_pre_attn_scalar: products of queries and keys are divided by its square root.
     """
 
-    n_kv_heads: int = 1
     vocab_size: int = 262_144
     head_dim: int = 256
     norm_eps: float = 1e-6
     rope_theta: float = 1_000_000.0
     rope_local_theta: float = 10_000.0
     tied_embeddings: bool = True
-    window: int = 1024
+    window: int = 0
     global_every: int = 6
     query_pre_attn_scalar: int = 256
 
@@ -48,40 +48,24 @@ class Gemma3Config(LlamaConfig):
         return 4 * self.dim + 2 * self.head_dim
 
 
-_MULTIMODAL = {"vocab_size": 262_208, "rope_factor": 8.0}
+def _gemma3(
+    dim: int, n_layers: int, n_heads: int, n_kv_heads: int, ffn_dim: int, **rest: Any
+) -> Gemma3Config:
+    return Gemma3Config(
+        dim=dim, n_layers=n_layers, n_heads=n_heads, n_kv_heads=n_kv_heads, ffn_dim=ffn_dim, **rest
+    )
+
+
+_TINY = {"vocab_size": 2048, "rope_factor": 8.0, "window": 24, "global_every": 3}
+# The text parts of models that also see images.
+_MULTIMODAL = {"vocab_size": 262_208, "rope_factor": 8.0, "window": 1024}
 
 FLAVORS: dict[str, Gemma3Config] = {
     # titan's own
-    "tiny": Gemma3Config(
-        dim=64,
-        n_layers=8,
-        n_heads=4,
-        n_kv_heads=2,
-        ffn_dim=192,
-        head_dim=32,
-        vocab_size=2048,
-        rope_factor=8.0,
-        window=24,
-        global_every=3,
-        query_pre_attn_scalar=24,
-    ),
-    "270M": Gemma3Config(dim=640, n_layers=18, n_heads=4, ffn_dim=2048, window=512),
-    "1B": Gemma3Config(dim=1152, n_layers=26, n_heads=4, ffn_dim=6912, window=512),
-    # The text parts of models that also see images.
-    "4B": Gemma3Config(
-        dim=2560, n_layers=34, n_heads=8, n_kv_heads=4, ffn_dim=10240, **_MULTIMODAL
-    ),
-    "12B": Gemma3Config(
-        dim=3840, n_layers=48, n_heads=16, n_kv_heads=8, ffn_dim=15360, **_MULTIMODAL
-    ),
-    "27B": Gemma3Config(
-        dim=5376,
-        n_layers=62,
-        n_heads=32,
-        n_kv_heads=16,
-        ffn_dim=21504,
-        head_dim=128,
-        query_pre_attn_scalar=168,
-        **_MULTIMODAL,
-    ),
+    "tiny": _gemma3(64, 8, 4, 2, 192, head_dim=32, query_pre_attn_scalar=24, **_TINY),
+    "270M": _gemma3(640, 18, 4, 1, 2048, window=512),
+    "1B": _gemma3(1152, 26, 4, 1, 6912, window=512),
+    "4B": _gemma3(2560, 34, 8, 4, 10240, **_MULTIMODAL),
+    "12B": _gemma3(3840, 48, 16, 8, 15360, **_MULTIMODAL),
+    "27B": _gemma3(5376, 62, 32, 16, 21504, head_dim=128, query_pre_attn_scalar=168, **_MULTIMODAL),
 }

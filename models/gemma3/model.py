@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from ..attention import InnerAttention
 from ..llama3.model import Block as LlamaBlock
-from ..llama3.model import FeedForward as SwiGLU
-from ..llama3.model import Llama, rope_frequencies
+from ..llama3.model import FeedForward, Llama, rope_frequencies
 from ..qwen3.model import Attention as NormedAttention
 from .config import Gemma3Config
 
@@ -34,8 +33,8 @@ class OffsetNorm(nn.Module):
         return F.rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)
 
 
-class FeedForward(SwiGLU):
-    """Compute GeGLU (arXiv:2002.05202), with the approximation of GELU by tanh."""
+class GeGLU(FeedForward):
+    """Compute GeGLU (arXiv:2002.05202), with GELU approximated by tanh."""
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Return (B, S, D) of (B, S, D)."""
@@ -62,7 +61,7 @@ class Block(LlamaBlock):
         super().__init__(config, layer, **options)
         for name in ("attention_norm", "post_attention_norm", "ffn_norm", "post_ffn_norm"):
             setattr(self, name, OffsetNorm(config.dim, eps=config.norm_eps))
-        self.feed_forward = FeedForward(config.dim, config.ffn_dim)
+        self.feed_forward = GeGLU(config.dim, config.ffn_dim)
         self.is_local = config.is_local(layer)
 
     def forward(self, x_BSD: Tensor, rotations: Any, document_ids_BS: Tensor | None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ..llama3.config import LlamaConfig
 
@@ -23,19 +24,14 @@ class MistralConfig(LlamaConfig):
         return self.window
 
 
+_7B: Any = {"dim": 4096, "n_layers": 32, "n_heads": 32, "ffn_dim": 14336}
+
 FLAVORS: dict[str, MistralConfig] = {
     # titan's own, as Llama's of that name
     "tiny": MistralConfig(
         dim=64, n_layers=8, n_heads=4, n_kv_heads=2, ffn_dim=192, vocab_size=2048, window=24
     ),
-    "7B-v0.1": MistralConfig(dim=4096, n_layers=32, n_heads=32, ffn_dim=14336, window=4096),
+    "7B-v0.1": MistralConfig(**_7B, window=4096),
     # Without a window, as v0.2, and with a larger vocabulary.
-    "7B-v0.3": MistralConfig(
-        dim=4096,
-        n_layers=32,
-        n_heads=32,
-        ffn_dim=14336,
-        vocab_size=32_768,
-        rope_theta=1_000_000.0,
-    ),
+    "7B-v0.3": MistralConfig(**_7B, vocab_size=32_768, rope_theta=1_000_000.0),
 }
