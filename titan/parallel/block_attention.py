@@ -313,7 +313,8 @@ def add_sinks(out_BHSK: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> tuple[Tenso
 def sinks_gradient(grad_BHSK: Tensor, out_BHSK: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> Tensor:
     """Return the gradient of the sinks, (H,), by output and logsumexp of whole rows."""
     share_BHS = (sinks_H[:, None] - lse_BHS).exp()  # the probability of the sink
-    return -(share_BHS * (grad_BHSK * out_BHSK).sum(-1)).sum((0, 2)).to(sinks_H.dtype)
+    product_BHS = (grad_BHSK.to(share_BHS.dtype) * out_BHSK).sum(-1)
+    return -(share_BHS * product_BHS).sum((0, 2)).to(sinks_H.dtype)
 
 
 class _AttentionWithSinks(torch.autograd.Function):
