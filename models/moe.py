@@ -216,12 +216,10 @@ def _expert(
     w1_FD: Tensor,
     w2_DF: Tensor,
     w3_FD: Tensor,
-    w1_bias: Tensor | None = None,
-    w2_bias: Tensor | None = None,
-    w3_bias: Tensor | None = None,
-    *,
+    *biases: Tensor,
     limit: float,
 ) -> Tensor:
+    w1_bias, w2_bias, w3_bias = biases or (None, None, None)
     hidden_RF = gate(F.linear(rows_RD, w1_FD, w1_bias), limit)
     hidden_RF = hidden_RF * gated(F.linear(rows_RD, w3_FD, w3_bias), limit)
     return F.linear(hidden_RF, w2_DF, w2_bias)

@@ -12,6 +12,7 @@ E = all heads' channels
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,26 +28,21 @@ _FAST_TURNS, _SLOW_TURNS = 32, 1
 
 
 def yarn_frequencies(
-    size: int,
-    device: torch.device,
-    *,
-    theta: float,
-    factor: float,
-    context: int,
-    truncate: bool = True,
+    config: Any, size: int, device: torch.device, *, truncate: bool = True
 ) -> Tensor:
     """Return the rotation per position of each pair of channels, (R/2,) fp32, in radians (YaRN, arXiv:2309.00071).
 
     Args:
-        size: channels of a head that rotate. factor: stretches a context of so many tokens; 0: none.
+        config: a family's sizes, with rope_theta, rope_factor and original_context. size: channels of a head that rotate.
         truncate: round the first and the last stretched pair outwards to whole pairs.
     """
+    theta = config.rope_theta
     frequencies = rope_frequencies(size, theta, None, device)
-    if not factor:
+    if not config.rope_factor:
         return frequencies
 
     def pair_that_turns(times: float) -> float:
-        ratio = context / (times * 2 * math.pi)
+        ratio = config.original_context / (times * 2 * math.pi)
         return size * math.log(ratio) / (2 * math.log(theta))
 
     # Between these pairs of channels frequencies go from unchanged to divided by the factor.
@@ -57,7 +53,7 @@ def yarn_frequencies(
     pairs = torch.arange(size // 2, dtype=torch.float32, device=device)
     # 0 for fast pairs, 1 for slow ones. The tiny number avoids a division by zero.
     stretch = ((pairs - first) / max(last - first, 1e-3)).clamp(0, 1)
-    return (1 - stretch) * frequencies + stretch * frequencies / factor
+    return (1 - stretch) * frequencies + stretch * frequencies / config.rope_factor
 
 
 def rotate_pairs(x_BSHR: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
@@ -125,11 +121,4 @@ class DeepSeek(Llama):
         super().__init__(config, attention=LatentAttention)
 
     def frequencies(self, device: torch.device) -> Tensor:
-        config = self.config
-        return yarn_frequencies(
-            config.qk_rope_head_dim,
-            device,
-            theta=config.rope_theta,
-            factor=config.rope_factor,
-            context=config.original_context,
-        )
+        return yarn_frequencies(self.config, self.config.qk_rope_head_dim, device)

@@ -35,12 +35,4 @@ class GptOss(Llama):
         super().__init__(config, attention=Attention)
 
     def frequencies(self, device: torch.device) -> Tensor:
-        config = self.config
-        return yarn_frequencies(
-            config.head_dim,
-            device,
-            theta=config.rope_theta,
-            factor=config.rope_factor,
-            context=config.original_context,
-            truncate=False,
-        )
+        return yarn_frequencies(self.config, self.config.head_dim, device, truncate=False)
