@@ -126,15 +126,10 @@ class FlowSamples(Samples):
 
     def label(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return a label as context, a one in its channel of the first position, and as a pooled vector."""
-        context, pooled = no_label(self.options, self.sizes)
+        context = np.zeros((self.options.context_len, self.sizes.context_dim), dtype=np.float32)
+        pooled = np.zeros(self.sizes.pooled_dim, dtype=np.float32)
         context[0, number] = pooled[number] = 1
         return context, pooled
-
-
-def no_label(options: TaskOptions, sizes: FluxConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Return the context, (T, C), and the pooled vector, (C,), that stand for no label: zeros."""
-    context = np.zeros((options.context_len, sizes.context_dim), dtype=np.float32)
-    return context, np.zeros(sizes.pooled_dim, dtype=np.float32)
 
 
 class Shapes(FlowSamples):
@@ -307,11 +302,17 @@ class FlowMatching(Task):
         return f"{source}, {size} in {patches}, with {options.context_len} context positions"
 
     def fake_batch(self) -> FlowBatch:
-        options, batch = self.options, self.config.training.local_batch_size
-        shape = (batch, options.channels, options.size, options.size)
-        context, pooled = (np.stack([x] * batch) for x in no_label(options, self.sizes))
-        rows = Rows(np.zeros(shape, np.float32), context, pooled)
-        return self._batch(rows, first_sample=0, seed=0, split="fake")
+        batch, sizes = self.config.training.local_batch_size, self.sizes
+        length = self.options.num_patches
+        return FlowBatch(
+            patches_BSC=torch.zeros(batch, length, sizes.in_channels),
+            noise_BSC=torch.zeros(batch, length, sizes.in_channels),
+            positions_BSA=torch.zeros(batch, length, 3, dtype=torch.int64),
+            context_BTC=torch.zeros(batch, self.options.context_len, sizes.context_dim),
+            pooled_BC=torch.zeros(batch, sizes.pooled_dim),
+            time_B=torch.zeros(batch),
+            valid_B=torch.zeros(batch, dtype=torch.int64),
+        )
 
     def microbatch(self, batch: FlowBatch) -> Microbatch:
         """Return noisy patches, and velocities with a last channel that is 1 where a sample counts."""
