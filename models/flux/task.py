@@ -13,7 +13,7 @@ from __future__ import annotations
 import struct
 import zlib
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -195,14 +195,22 @@ class PictureFolder(FlowSamples):
         line = self.items[place]
         file = self.folder / line.file
         if file.suffix == ".npy":
-            picture = np.load(file)
+            picture = _read(np.load, file)
         else:
-            image = require("PIL.Image", purpose="reading PNG files").open(file)
+            image = _read(require("PIL.Image", purpose="reading PNG files").open, file)
             picture = np.asarray(image.convert("L" if self.options.channels == 1 else "RGB"))
             picture = np.atleast_3d(picture).transpose(2, 0, 1) / 127.5 - 1
         if picture.shape != self.shape:
             raise DataError(f"{file}: has shape {picture.shape}; the task has {self.shape}")
         return (picture.astype(np.float32), *self.label(line.label))
+
+
+def _read(reader: Callable[[Path], Any], file: Path) -> Any:
+    """Read a file. Raises DataError."""
+    try:
+        return reader(file)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file}: cannot be read: {error}") from error
 
 
 class Encoded(FlowSamples):
@@ -214,7 +222,7 @@ class Encoded(FlowSamples):
         self.files = []
         for latents in sorted(Path(options.path).rglob("latents.npy")):
             names = [latents.with_name(f"{name}.npy") for name in ("latents", "context", "pooled")]
-            arrays = [np.load(name, mmap_mode="r") for name in names]
+            arrays = [_read(partial(np.load, mmap_mode="r"), name) for name in names]
             for name, array, shape in zip(names, arrays, shapes, strict=True):
                 if array.shape != (len(arrays[0]), *shape):
                     raise DataError(f"{name}: has shape {array.shape}; the job has (N, *{shape})")
