@@ -50,14 +50,7 @@ DEFAULTS: dict[str, Any] = {
 
 # Tables that TorchTitan lacks. It refuses a file that has one.
 _OURS = (
-    "average",
-    "data",
-    "hardware",
-    "loss",
-    "model.overrides",
-    "moe",
-    "simulator",
-    "task",
+    *("average", "data", "hardware", "loss", "model.overrides", "moe", "simulator", "task"),
     "tokenizer",
 )
 
