@@ -113,7 +113,7 @@ class GeluFeedForward(nn.Module):
         return self.w2(F.gelu(self.w1(x_BSD), approximate="tanh"))
 
 
-class Stream(nn.Module):
+class OneStream(nn.Module):
     """Hold the weights of a two-stream block for context or for patches."""
 
     def __init__(self, config: FluxConfig) -> None:
@@ -135,7 +135,7 @@ class DoubleBlock(nn.Module):
 
     def __init__(self, config: FluxConfig) -> None:
         super().__init__()
-        self.context_stream, self.patch_stream = Stream(config), Stream(config)
+        self.context_stream, self.patch_stream = OneStream(config), OneStream(config)
         self.inner_attention = InnerAttention(causal=False)
 
     def forward(

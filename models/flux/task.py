@@ -13,7 +13,7 @@ from __future__ import annotations
 import struct
 import zlib
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -126,15 +126,10 @@ class FlowSamples(Samples):
 
     def label(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return a label as context, a one in its channel of the first position, and as a pooled vector."""
-        context, pooled = no_label(self.options, self.sizes)
+        context = np.zeros((self.options.context_len, self.sizes.context_dim), dtype=np.float32)
+        pooled = np.zeros(self.sizes.pooled_dim, dtype=np.float32)
         context[0, number] = pooled[number] = 1
         return context, pooled
-
-
-def no_label(options: TaskOptions, sizes: FluxConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Return the context, (T, C), and the pooled vector, (C,), that stand for no label: zeros."""
-    context = np.zeros((options.context_len, sizes.context_dim), dtype=np.float32)
-    return context, np.zeros(sizes.pooled_dim, dtype=np.float32)
 
 
 class Shapes(FlowSamples):
@@ -200,14 +195,22 @@ class PictureFolder(FlowSamples):
         line = self.items[place]
         file = self.folder / line.file
         if file.suffix == ".npy":
-            picture = np.load(file)
+            picture = _read(np.load, file)
         else:
-            image = require("PIL.Image", purpose="reading PNG files").open(file)
+            image = _read(require("PIL.Image", purpose="reading PNG files").open, file)
             picture = np.asarray(image.convert("L" if self.options.channels == 1 else "RGB"))
             picture = np.atleast_3d(picture).transpose(2, 0, 1) / 127.5 - 1
         if picture.shape != self.shape:
             raise DataError(f"{file}: has shape {picture.shape}; the task has {self.shape}")
         return (picture.astype(np.float32), *self.label(line.label))
+
+
+def _read(reader: Callable[[Path], Any], file: Path) -> Any:
+    """Read a file. Raises DataError."""
+    try:
+        return reader(file)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file}: cannot be read: {error}") from error
 
 
 class Encoded(FlowSamples):
@@ -219,7 +222,7 @@ class Encoded(FlowSamples):
         self.files = []
         for latents in sorted(Path(options.path).rglob("latents.npy")):
             names = [latents.with_name(f"{name}.npy") for name in ("latents", "context", "pooled")]
-            arrays = [np.load(name, mmap_mode="r") for name in names]
+            arrays = [_read(partial(np.load, mmap_mode="r"), name) for name in names]
             for name, array, shape in zip(names, arrays, shapes, strict=True):
                 if array.shape != (len(arrays[0]), *shape):
                     raise DataError(f"{name}: has shape {array.shape}; the job has (N, *{shape})")
@@ -307,11 +310,17 @@ class FlowMatching(Task):
         return f"{source}, {size} in {patches}, with {options.context_len} context positions"
 
     def fake_batch(self) -> FlowBatch:
-        options, batch = self.options, self.config.training.local_batch_size
-        shape = (batch, options.channels, options.size, options.size)
-        context, pooled = (np.stack([x] * batch) for x in no_label(options, self.sizes))
-        rows = Rows(np.zeros(shape, np.float32), context, pooled)
-        return self._batch(rows, first_sample=0, seed=0, split="fake")
+        batch, sizes = self.config.training.local_batch_size, self.sizes
+        length = self.options.num_patches
+        return FlowBatch(
+            patches_BSC=torch.zeros(batch, length, sizes.in_channels),
+            noise_BSC=torch.zeros(batch, length, sizes.in_channels),
+            positions_BSA=torch.zeros(batch, length, 3, dtype=torch.int64),
+            context_BTC=torch.zeros(batch, self.options.context_len, sizes.context_dim),
+            pooled_BC=torch.zeros(batch, sizes.pooled_dim),
+            time_B=torch.zeros(batch),
+            valid_B=torch.zeros(batch, dtype=torch.int64),
+        )
 
     def microbatch(self, batch: FlowBatch) -> Microbatch:
         """Return noisy patches, and velocities with a last channel that is 1 where a sample counts."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tests.support.layouts import Layout, cp, fsdp, job_of, pp, text_batch, tp
+from tests.support.layouts import REPLICAS, Layout, cp, fsdp, job_of, pp, text_batch, tp
 from tests.support.ranks import Pool
 from tests.support.trainers import PoolTrainer
 from titan.config.schema import AverageSection, JobConfig
@@ -81,7 +81,7 @@ def alone(pool: Pool) -> list[float]:
         fsdp(2),
         *(
             pytest.param(degrees, marks=pytest.mark.slow)
-            for degrees in ((), tp(2), cp(2), pp(2), (("dp_replicate", 2), *fsdp(2)))
+            for degrees in ((), tp(2), cp(2), pp(2), REPLICAS, (*REPLICAS, *fsdp(2)))
         ),
     ],
     ids=str,

@@ -51,7 +51,10 @@ DEFAULTS: dict[str, Any] = {
 
 
 # Tables that TorchTitan lacks. It refuses a file that has one.
-_OURS = ("data", "hardware", "loss", "model.overrides", "moe", "simulator", "task", "tokenizer")
+_OURS = (
+    *("average", "data", "hardware", "loss", "model.overrides", "moe", "simulator", "task"),
+    "tokenizer",
+)
 
 
 def differences(config: JobConfig) -> list[str]:
