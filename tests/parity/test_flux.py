@@ -90,16 +90,19 @@ def one_process(pool: Pool) -> dict[str, Any]:
 EXACT, FLIPS = 1e-5, 1e-2
 
 
+FLOAT8 = [
+    ("tensorwise", Layout("FSDP2", fsdp(2)), EXACT),
+    ("rowwise", Layout("FSDP2", fsdp(2)), EXACT),
+    ("tensorwise", Layout("TP", tp(2)), FLIPS),
+    ("rowwise", Layout("TP", tp(2)), FLIPS),
+    ("rowwise", Layout("CP", cp(2)), FLIPS),
+]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "layout", "bound"),
-    [
-        ("tensorwise", Layout("FSDP2", fsdp(2)), EXACT),
-        ("rowwise", Layout("FSDP2", fsdp(2)), EXACT),
-        ("tensorwise", Layout("TP", tp(2)), FLIPS),
-        ("rowwise", Layout("TP", tp(2)), FLIPS),
-        ("rowwise", Layout("CP", cp(2)), FLIPS),
-    ],
+    FLOAT8,
     ids=lambda value: value.name if isinstance(value, Layout) else value,
 )
 def test_float8_gradients(pool: Pool, recipe: str, layout: Layout, bound: float) -> None:
