@@ -1,6 +1,6 @@
 """Compute attention in this one place. Every model calls `InnerAttention` between its projections.
 
-Context parallelism, document masks and key/value caches act here and nowhere else: they replace or wrap this
+Windows, sinks, context parallelism, document masks and key/value caches act here and nowhere else: they replace or wrap this
 module from outside, and no model file changes.
 
 B batch, S query positions, T key positions, H query heads, G key/value heads, K head dim
@@ -14,23 +14,50 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan.parallel.block_attention import match_heads
-from titan.parallel.documents import DocumentMask, mask_of
+from titan.parallel.block_attention import Sight, attend_with_sinks, match_heads
+from titan.parallel.documents import DocumentMask, mask_of, mask_of_window
 
 DocumentIds: TypeAlias = Tensor | DocumentMask
 
 
-class InnerAttention(nn.Module):
-    """Compute causal scaled-dot-product attention over grouped heads, optionally only within documents.
+class Sinks(nn.Module):
+    """Hold a logit for each query head that joins the softmax of every query and has no value (gpt-oss, arXiv:2508.10925).
 
-    scale: of the products of queries and keys; None: 1 / sqrt(K).
+    A module of its own, so that tensor parallelism can split it (style `head_vector`).
+    """
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_heads))
+
+    def forward(self) -> Tensor:
+        """Return the logits of this rank's heads, (H,)."""
+        return self.weight
+
+
+class InnerAttention(nn.Module):
+    """Compute scaled-dot-product attention over grouped heads, optionally only within documents.
+
+    Args:
+        scale: of the products of queries and keys; None: 1 / sqrt(K).
+        window: how many keys a query sees, the last of which is at its own position; 0: all of them. A block may set it.
+        causal: a query sees no key after its position. Else it sees all, and there is no window.
     """
 
     is_causal_softmax = True  # so that context parallelism may compute it block by block
 
-    def __init__(self, *, scale: float | None = None) -> None:
+    def __init__(self, *, scale: float | None = None, window: int = 0, causal: bool = True) -> None:
         super().__init__()
         self.scale = scale
+        self.window = window
+        self.causal = causal
+
+    @property
+    def sight(self) -> Sight:
+        """Return which keys a query sees. Raises ValueError for a window of attention that is not causal."""
+        if self.window and not self.causal:
+            raise ValueError(f"a window of {self.window} needs attention that is causal")
+        return Sight(self.causal, self.window)
 
     def forward(
         self,
@@ -38,22 +65,30 @@ class InnerAttention(nn.Module):
         k_BGSK: Tensor,
         v_BGSK: Tensor,
         document_ids_BS: DocumentIds | None = None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Return the attention output, (B, H, S, K) in the inputs' dtype; with values of another size than K, of that size.
 
         document_ids_BS (int64) numbers the documents packed into each sequence: a query sees only keys
         of the same document. A `DocumentMask` made of them once serves all layers. H must be a multiple of G; query head h reads key/value head h // (H // G).
+        sinks_H: what `Sinks` returns, for these heads.
         """
-        if document_ids_BS is not None:
-            mask = document_ids_BS
-            mask = mask_of(mask) if isinstance(mask, Tensor) else mask
-            return mask.attend(q_BHSK, k_BGSK, v_BGSK, scale=self.scale)
+        mask, sight = document_ids_BS, self.sight
+        if isinstance(mask, Tensor):
+            mask = mask_of(mask, sights=(sight,))
+        elif mask is None and 0 < self.window < q_BHSK.shape[2]:
+            mask = mask_of_window(q_BHSK, sight)
+        options = {"sight": sight, "scale": self.scale}
+        if mask is not None:
+            return mask.attend(q_BHSK, k_BGSK, v_BGSK, **options, sinks_H=sinks_H)
+        if sinks_H is not None:
+            return attend_with_sinks(q_BHSK, k_BGSK, v_BGSK, sinks_H, **options)
         k_BGSK, v_BGSK = match_heads(q_BHSK, k_BGSK, v_BGSK)
         return F.scaled_dot_product_attention(
             q_BHSK,
             k_BGSK,
             v_BGSK,
-            is_causal=True,
+            is_causal=self.causal,
             scale=self.scale,
             enable_gqa=q_BHSK.shape[1] != k_BGSK.shape[1],
         )
@@ -77,17 +112,22 @@ class CachedAttention(nn.Module):
         k_BGSK: Tensor,
         v_BGSK: Tensor,
         document_ids_BS: DocumentIds | None = None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Return the attention output, (B, H, S, K). Raises ValueError for several tokens after the first call."""
+        last = slice(-self.inner.window, None)  # with no window: all
         if self.k_BGTK is None or self.v_BGTK is None:
             # The prompt: nothing is cached yet, and the inner attention masks it.
-            self.k_BGTK, self.v_BGTK = k_BGSK, v_BGSK
-            return self.inner(q_BHSK, k_BGSK, v_BGSK, document_ids_BS)
+            self.k_BGTK, self.v_BGTK = k_BGSK[:, :, last], v_BGSK[:, :, last]
+            return self.inner(q_BHSK, k_BGSK, v_BGSK, document_ids_BS, sinks_H)
         if q_BHSK.shape[2] != 1:
             raise ValueError(f"one token a call after the prompt, got {q_BHSK.shape[2]}")
-        self.k_BGTK = torch.cat([self.k_BGTK, k_BGSK], dim=2)
-        self.v_BGTK = torch.cat([self.v_BGTK, v_BGSK], dim=2)
-        # The newest token sees everything before it: no mask.
+        self.k_BGTK = torch.cat([self.k_BGTK, k_BGSK], dim=2)[:, :, last]
+        self.v_BGTK = torch.cat([self.v_BGTK, v_BGSK], dim=2)[:, :, last]
+        # The newest token sees all that is kept: no mask.
+        if sinks_H is not None:
+            whole = {"sight": Sight(causal=False), "scale": self.inner.scale}
+            return attend_with_sinks(q_BHSK, self.k_BGTK, self.v_BGTK, sinks_H, **whole)
         return F.scaled_dot_product_attention(
             q_BHSK,
             self.k_BGTK,

@@ -63,8 +63,9 @@ class DeepSeekConfig(MoEConfig):
     def num_block_norm_params(self) -> int:
         return 2 * self.dim + self.q_lora_rank + self.kv_lora_rank
 
-    def attention_flops_per_token(self, seq_len: int) -> int:
-        return 6 * self.n_layers * self.n_heads * (self.head_dim + self.v_head_dim) * seq_len
+    def attention_flops_per_token(self, seq_len: int, *, causal: bool) -> int:
+        sizes = self.head_dim + self.v_head_dim
+        return (3 if causal else 6) * self.n_layers * self.n_heads * sizes * seq_len
 
 
 # V2 balances by a loss of each sequence (aux_loss_alpha and seq_aux in its config.json).

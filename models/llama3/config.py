@@ -76,12 +76,16 @@ class LlamaConfig:
         # The last norm counts once.
         return embeddings + self.n_layers * self.num_block_params + self.dim
 
+    def window_of(self, layer: int) -> int:
+        """Return how many keys a query of a layer sees, itself included; 0: all before it."""
+        return 0
+
     def flops_per_token(self, seq_len: int, *, causal: bool = False) -> int:
         """Return the floating-point operations of forward and backward for one token of a sequence of `seq_len`.
 
         6 for every matrix-product parameter (the output layer counted, the embedding look-up and norms
-        not) plus 12 x layers x heads x head_dim x seq_len for attention (PaLM, arXiv:2204.02311, appendix B);
-        `causal` counts half of the attention, the part that a causal mask leaves.
+        not) plus 12 x layers x heads x head_dim x seq_len for attention (PaLM, arXiv:2204.02311, appendix B), where a
+        layer's window may be shorter; `causal` counts only what a causal mask leaves, without a window half of it.
         """
         # Norms are no matrix products, and an embedding is looked up. The output layer multiplies,
         # also if it is tied.
@@ -89,8 +93,17 @@ class LlamaConfig:
             self.n_layers * (self.num_block_params - self.num_block_norm_params)
             + self.num_embedding_params
         )
-        attention = 12 * self.n_layers * self.n_heads * self.head_dim * seq_len
-        return 6 * matmul_params + (attention // 2 if causal else attention)
+        return 6 * matmul_params + self.attention_flops_per_token(seq_len, causal=causal)
+
+    def attention_flops_per_token(self, seq_len: int, *, causal: bool) -> int:
+        """Return those of attention itself."""
+        flops = 0
+        for layer in range(self.n_layers):
+            keys = min(self.window_of(layer) or seq_len, seq_len)
+            # The first queries see fewer keys than the window has: keys^2 / 2 pairs less in a sequence.
+            pairs = 2 * seq_len * keys - (keys * keys if causal else 0)
+            flops += 6 * self.n_heads * self.head_dim * pairs // seq_len
+        return flops
 
 
 def _llama(

@@ -11,12 +11,13 @@ B batch, S sequence, D model, H query heads, G key/value heads, K head dim, V vo
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention import InnerAttention
+from ..attention import InnerAttention, Sinks
 from ..moe import MoE
 from ..moe_config import MoEConfig
 from .config import LlamaConfig, RopeScaling
@@ -68,6 +69,7 @@ class Attention(nn.Module):
         self.wv = nn.Linear(config.dim, kv_dim, bias=False)
         self.wo = nn.Linear(q_dim, config.dim, bias=False)
         self.inner_attention = InnerAttention()
+        self.sinks: Sinks | None = None  # a family may have some
 
     def forward(
         self, x_BSD: Tensor, cos_sin: tuple[Tensor, Tensor], document_ids_BS: Tensor | None
@@ -78,7 +80,8 @@ class Attention(nn.Module):
         rotated = rotate(q_BSHK, cos_sin), rotate(k_BSGK, cos_sin), v_BSGK
         # Heads are moved last, and only as views: kernels of attention read them as they are.
         q_BHSK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in rotated)
-        o_BHSK = self.inner_attention(q_BHSK, k_BGSK, v_BGSK, document_ids_BS)
+        sinks = () if self.sinks is None else (self.sinks(),)
+        o_BHSK = self.inner_attention(q_BHSK, k_BGSK, v_BGSK, document_ids_BS, *sinks)
         return self.wo(o_BHSK.transpose(1, 2).flatten(-2))
 
     def heads(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,6 +114,8 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = attention(config)
+        inner: Any = self.attention.inner_attention
+        inner.window = config.window_of(layer)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.moe = build_moe(config, layer)
         if self.moe is None:
@@ -152,12 +157,18 @@ class Llama(nn.Module):
 
     rotations: Tensor | None
 
-    def __init__(self, config: LlamaConfig, *, attention: type[nn.Module] = Attention) -> None:
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        attention: type[nn.Module] = Attention,
+        block: type[Block] = Block,
+    ) -> None:
         super().__init__()
         self.config = config
         self.tok_embeddings: nn.Module | None = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict(
-            {str(i): Block(config, i, attention=attention) for i in range(config.n_layers)}
+            {str(i): block(config, i, attention=attention) for i in range(config.n_layers)}
         )
         self.norm: nn.Module | None = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output: nn.Module | None = nn.Linear(config.dim, config.vocab_size, bias=False)
@@ -179,7 +190,7 @@ class Llama(nn.Module):
         document_ids_BS: int64, see InnerAttention; None: one document.
         """
         cos_sin = self._cos_sin(positions_BS, tokens_BS.shape[1], tokens_BS.device)
-        x_BSD = tokens_BS if self.tok_embeddings is None else self.tok_embeddings(tokens_BS)
+        x_BSD = tokens_BS if self.tok_embeddings is None else self.embed(tokens_BS)
         return self.decode(x_BSD, cos_sin, document_ids_BS)
 
     def decode(
@@ -191,6 +202,11 @@ class Llama(nn.Module):
         if self.norm is not None:
             x_BSD = self.norm(x_BSD)
         return x_BSD if self.output is None else self.output(x_BSD)
+
+    def embed(self, tokens_BS: Tensor) -> Tensor:
+        """Return the embeddings of tokens, (B, S, D). Not called on a stage without them."""
+        assert self.tok_embeddings is not None
+        return self.tok_embeddings(tokens_BS)
 
     def reserve_positions(self, length: int) -> None:
         """Keep the rotations of positions below `length`, so that forward passes compute none. Also on meta."""

@@ -159,7 +159,7 @@ class Llava(Llama):
         The others are as for Llama. A pipeline stage without embedding needs neither.
         """
         cos_sin = self._cos_sin(positions_BS, tokens_BS.shape[1], tokens_BS.device)
-        x_BSD = tokens_BS if self.tok_embeddings is None else self.tok_embeddings(tokens_BS)
+        x_BSD = tokens_BS if self.tok_embeddings is None else self.embed(tokens_BS)
         if self.vision is not None and self.projector is not None and images is not None:
             x_BSD = self.projector(self.vision(images), x_BSD, image_index_BS)
         return self.decode(x_BSD, cos_sin, document_ids_BS)

@@ -29,6 +29,8 @@ FITTING = {
     "deepseek_v3_16b": 8,
     "mixtral_8x7b": 16,
     "olmoe_1b_7b": 8,
+    "gpt_oss_20b": 8,
+    "gpt_oss_120b": 64,
     "starter": 2,
     "vision_language_demo": 2,
 }

@@ -21,6 +21,7 @@ from tests.support.trainers import Trainer
 from titan.data.loader import Batch
 from titan.models.moe import grouped_products, looped_products
 from titan.parallel import block_attention, build_mesh, ring
+from titan.parallel.block_attention import Sight
 from titan.sim.price import calibrate
 from titan.sim.price.profiles import load_profile
 from titan.train_step import build_train_step
@@ -116,14 +117,14 @@ def test_merged_blocks_equal_the_whole(
     out, lse = torch.zeros_like(q, dtype=torch.float32), torch.full((2, 4, n), -torch.inf, device=DEVICE)  # fmt: skip
     for rows, keys, causal in blocks:
         part = block_attention.attend(
-            q[:, :, rows], k[:, :, keys], v[:, :, keys], causal=causal, scale=None
+            q[:, :, rows], k[:, :, keys], v[:, :, keys], sight=Sight(causal), scale=None
         )
         ring._merge(out[:, :, rows], lse[:, :, rows], *part)
     found = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
     for rows, keys, causal in blocks:
         of_rows = (grad[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys])
         whole = (out.to(dtype)[:, :, rows], lse[:, :, rows])
-        parts = block_attention.attend_backward(*of_rows, *whole, causal=causal, scale=None)
+        parts = block_attention.attend_backward(*of_rows, *whole, sight=Sight(causal), scale=None)
         for total, where, part in zip(found, (rows, keys, keys), parts, strict=True):
             total[:, :, where] += part
     bound = 1e-5 if dtype == torch.float32 else 1e-2  # bf16 has 8 bits

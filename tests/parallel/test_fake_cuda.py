@@ -15,6 +15,7 @@ from titan.loss import cross_entropy_sum
 from titan.models.moe import Gate, grouped_products
 from titan.optim.clipping import clip_gradients
 from titan.parallel import block_attention
+from titan.parallel.block_attention import CAUSAL, Sight
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.cuda.is_built(),
@@ -63,9 +64,9 @@ def test_the_ring_s_kernels(
         patch.setattr(torch.cuda, "is_available", lambda: True)
         assert block_attention._choose_kernel(q) == kernel
     monkeypatch.setattr(block_attention, "_choose_kernel", lambda _, masked=False: kernel)
-    out, lse = block_attention.attend(q, k, v, causal=True, scale=None)
+    out, lse = block_attention.attend(q, k, v, sight=CAUSAL, scale=None)
     assert (form(out), form(lse)) == (form(q), ((2, 4, 75), FP32, "cuda"))
-    grads = block_attention.attend_backward(out, q, k, v, out, lse, causal=True, scale=None)
+    grads = block_attention.attend_backward(out, q, k, v, out, lse, sight=CAUSAL, scale=None)
     assert [form(grad) for grad in grads] == [form(x) for x in (q, k, v)]
 
 
@@ -73,7 +74,19 @@ def test_the_ring_s_kernels(
 def test_the_ring_with_a_mask(dtype: torch.dtype) -> None:
     q, k, v = (rand(2, heads, 75, 64, dtype=dtype).detach() for heads in (4, 2, 2))
     mask = torch.empty(2, 75, 75, device="cuda", dtype=torch.bool)
-    options: dict[str, Any] = {"causal": True, "scale": None, "mask_BST": mask}
+    options: dict[str, Any] = {"sight": CAUSAL, "scale": None, "mask_BST": mask}
+    out, lse = block_attention.attend(q, k, v, **options)
+    assert (form(out), form(lse)) == (form(q), ((2, 4, 75), FP32, "cuda"))
+    grads = block_attention.attend_backward(out, q, k, v, out, lse, **options)
+    assert [form(grad) for grad in grads] == [form(x) for x in (q, k, v)]
+
+
+@pytest.mark.parametrize("sight", [Sight(window=16), Sight(), Sight(causal=False)])
+def test_sequences_with_the_logsumexp(sight: Sight) -> None:
+    """As the ring's own block has them with a window, and sinks with packed documents."""
+    q, k, v = (rand(2, heads, 75, 64).detach() for heads in (4, 2, 2))
+    ends = block_attention.whole_rows(2, 75, q.device)
+    options: dict[str, Any] = {"sight": sight, "scale": None, "ends": ends}
     out, lse = block_attention.attend(q, k, v, **options)
     assert (form(out), form(lse)) == (form(q), ((2, 4, 75), FP32, "cuda"))
     grads = block_attention.attend_backward(out, q, k, v, out, lse, **options)

@@ -7,7 +7,9 @@ On an accelerator: in 16 bits FlashAttention (arXiv:2307.08691) or, where it is 
 memory-efficient kernel. cuDNN on an H200 took 0.6 of FlashAttention's time (bf16, 64k tokens, 32 heads of 128).
 
 The gradient of a block is exact when it is given the output and the logsumexp of the *whole* row: the kernel
-recomputes the block's probabilities exp(qk - logsumexp), and those are then the whole softmax's.
+recomputes the block's probabilities exp(qk - logsumexp), and those are then the whole softmax's. A sink (StreamingLLM,
+arXiv:2309.17453; learned for each head in gpt-oss, arXiv:2508.10925) is such a block: of one key, whose logit is a parameter
+and whose value is zero.
 
 B batch, S queries, T keys, H query heads, G key/value heads, K head dim
 """
@@ -16,7 +18,8 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from typing import Literal
+from inspect import signature
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,27 +36,58 @@ _LSE_ALIGNMENT = 32
 _BIAS_ALIGNMENT = 16
 
 
+class Sight(NamedTuple):
+    """Say which keys a query sees.
+
+    causal: none after itself. window: only the last of those, so many with itself; 0: all.
+    """
+
+    causal: bool = True
+    window: int = 0
+
+    def sees(self, query: Tensor, key: Tensor) -> Tensor:
+        """Return, as booleans, whether queries at these positions see keys at those. Shapes are broadcast."""
+        sees = query >= key if self.causal else torch.ones_like(query == key)
+        return sees & (query - key < self.window) if self.window else sees
+
+    @property
+    def flash_window(self) -> tuple[int, int]:
+        """Return how many keys before and after itself a query sees, as FlashAttention takes them: -1 for all."""
+        return (self.window - 1, 0) if self.causal else (-1, -1)
+
+
+CAUSAL = Sight()
+
+
 def attend(
     q_BHSK: Tensor,
     k_BGTK: Tensor,
     v_BGTK: Tensor,
     *,
-    causal: bool,
+    sight: Sight,
     scale: float | None,
     mask_BST: Tensor | None = None,
+    ends: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output (B, H, S, K) in q's dtype and natural logsumexp (B, H, S), fp32 (fp64 for fp64).
 
     Args:
-        causal: query i sees keys 0 .. i, and S equals T.
+        sight: which keys a query sees. S equals T if it is causal.
         scale: None is 1 / sqrt(K).
-        mask_BST: the keys that a query sees, in place of `causal`. A query that sees none has output 0 and logsumexp -inf.
+        mask_BST: the keys that a query sees, in place of `sight`. A query that sees none has output 0 and logsumexp -inf.
+        ends: of FlashAttention's sequences in the flattened batch, see `varlen_attention`; only in 16 bits on a GPU.
 
     Query head h reads key/value head h // (H // G).
     """
+    mask_BST, ends = _windowed(q_BHSK, sight, mask_BST, ends)
     if mask_BST is not None:
         return _attend_masked(q_BHSK, k_BGTK, v_BGTK, mask_BST, scale)
-    kernel = _choose_kernel(q_BHSK)
+    if ends is not None:
+        length, flat = q_BHSK.shape[2], [_flat(x) for x in (q_BHSK, k_BGTK, v_BGTK)]
+        how: dict[str, Any] = {"ends": ends, "length": length, "sight": sight, "scale": scale}
+        out, lse_HN = varlen_attention(*flat, **how)
+        return _unflat(out, length), lse_HN.unflatten(1, (-1, length)).transpose(0, 1)
+    kernel, causal = _choose_kernel(q_BHSK), sight.causal
     if kernel == "flash":
         out_BHSK, lse, *_ = _aten._scaled_dot_product_flash_attention(
             q_BHSK, k_BGTK, v_BGTK, 0.0, causal, scale=scale
@@ -85,19 +119,27 @@ def attend_backward(
     out_BHSK: Tensor,
     lse_BHS: Tensor,
     *,
-    causal: bool,
+    sight: Sight,
     scale: float | None,
     mask_BST: Tensor | None = None,
+    ends: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v by this block, in the shapes and dtype of the inputs.
 
-    grad, out and lse belong to the whole row of keys, of which k and v are one block. mask_BST: as in `attend`.
+    grad, out and lse belong to the whole row of keys, of which k and v are one block. mask_BST, ends: as in `attend`.
     """
+    mask_BST, ends = _windowed(q_BHSK, sight, mask_BST, ends)
+    if ends is not None:
+        rows = [_flat(x) for x in (grad_BHSK, q_BHSK, k_BGTK, v_BGTK, out_BHSK)]
+        lse_HN, length = lse_BHS.transpose(0, 1).flatten(1).contiguous(), q_BHSK.shape[2]
+        how: dict[str, Any] = {"ends": ends, "length": length, "sight": sight, "scale": scale}
+        dq, dk, dv = (_unflat(x, length) for x in varlen_backward(*rows, lse=lse_HN, **how))
+        return dq, dk, dv
     kernel, sizes = (
         _choose_kernel(q_BHSK, masked=mask_BST is not None),
         (q_BHSK.shape[2], k_BGTK.shape[2]),
     )
-    lse_BHS = lse_BHS.contiguous()  # some kernels read it as if it were
+    causal, lse_BHS = sight.causal, lse_BHS.contiguous()  # some kernels read it as if it were
     if kernel == "flash":
         state = torch.empty(2, dtype=torch.uint64, device=q_BHSK.device)  # of dropout: not read
         return _aten._scaled_dot_product_flash_attention_backward(
@@ -112,7 +154,7 @@ def attend_backward(
         )  # fmt: skip
     k_BHTK, v_BHTK = _expand(k_BGTK, q_BHSK.shape[1]), _expand(v_BGTK, q_BHSK.shape[1])
     bias = None if mask_BST is None else _bias(mask_BST, q_BHSK)
-    causal = causal and bias is None
+    causal = sight.causal and bias is None
     if kernel == "cpu":
         dq_BHSK, dk_BHTK, dv_BHTK = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_BHSK,
@@ -163,7 +205,137 @@ def _bias(mask_BST: Tensor, q_BHSK: Tensor) -> Tensor:
     # The memory-efficient kernel reads rows in whole vectors of 16 bytes.
     room = -(-length // _BIAS_ALIGNMENT) * _BIAS_ALIGNMENT
     bias_BST = q_BHSK.new_zeros(len(mask_BST), size, room)[..., :length]
-    return bias_BST.masked_fill_(~mask_BST, float("-inf"))[:, None].expand(-1, heads, -1, -1)
+    bias_B1ST = bias_BST.masked_fill_(~mask_BST, float("-inf"))[:, None]
+    return bias_B1ST.expand(len(q_BHSK), heads, -1, -1)
+
+
+def _windowed(
+    q_BHSK: Tensor, sight: Sight, mask_BST: Tensor | None, ends: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the mask or the ends of sequences by which a window reaches the kernel, unless the caller made one."""
+    if not sight.window or mask_BST is not None or ends is not None:
+        return mask_BST, ends
+    batch, length = q_BHSK.shape[0], q_BHSK.shape[2]
+    if _choose_kernel(q_BHSK) in ("flash", "cudnn"):
+        return None, whole_rows(batch, length, q_BHSK.device)
+    at_S = torch.arange(length, device=q_BHSK.device)
+    return sight.sees(at_S[:, None], at_S)[None], None
+
+
+def whole_rows(batch: int, length: int, device: torch.device) -> Tensor:
+    """Return the `ends` of a batch whose rows are one sequence each, int32 (batch + 1,)."""
+    return length * torch.arange(batch + 1, dtype=torch.int32, device=device)
+
+
+def _flat(x_BHSK: Tensor) -> Tensor:
+    """Return (B * S, H, K), a view of what projections wrote."""
+    return x_BHSK.transpose(1, 2).flatten(0, 1)
+
+
+def _unflat(x: Tensor, length: int) -> Tensor:
+    return x.unflatten(0, (-1, length)).transpose(1, 2)
+
+
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    ends: Tensor,
+    length: int,
+    sight: Sight,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Compute FlashAttention of sequences one after the other, (all tokens, heads, size), that begin and end at `ends`,
+    int32, and have at most `length` tokens. Return the logsumexp too, (heads, all tokens), which has no gradient."""
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+    varlen: Any = varlen_attn
+    options: dict[str, Any] = {"scale": scale, "return_aux": AuxRequest(lse=True)}
+    if _varlen_names_grouped_heads():
+        options["enable_gqa"] = q.shape[1] != k.shape[1]
+    window = sight.flash_window
+    return varlen(q, k, v, ends, ends, length, length, window_size=window, **options)
+
+
+def varlen_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    *,
+    lse: Tensor,
+    ends: Tensor,
+    length: int,
+    sight: Sight,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v of `varlen_attention`; out and lse: of the whole rows, as in `attend_backward`."""
+    state = torch.empty(2, dtype=torch.uint64, device=q.device)  # of dropout: not read
+    window = list(sight.flash_window)
+    return torch.ops.torch_attn._varlen_attn_backward(
+        grad, q, k, v, out, lse, ends, ends, length, length, window == [-1, 0], state, scale, window
+    )
+
+
+@torch.compiler.assume_constant_result
+def _varlen_names_grouped_heads() -> bool:
+    """Return whether grouped heads must be asked for, as since 2.12. Before, the kernel took them without a word."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in signature(varlen_attn).parameters
+
+
+def attend_with_sinks(
+    q_BHSK: Tensor,
+    k_BGTK: Tensor,
+    v_BGTK: Tensor,
+    sinks_H: Tensor,
+    *,
+    sight: Sight,
+    scale: float | None,
+    mask_BST: Tensor | None = None,
+    ends: Tensor | None = None,
+) -> Tensor:
+    """Return the attention output, (B, H, S, K), where each head's softmax also counts its sink. The other arguments are those of `attend`."""
+    return _AttentionWithSinks.apply(q_BHSK, k_BGTK, v_BGTK, sinks_H, mask_BST, ends, sight, scale)
+
+
+def add_sinks(out_BHSK: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
+    """Return output and logsumexp of rows of which each head's sink, a logit without a value, becomes a part."""
+    total_BHS = torch.logaddexp(lse_BHS, sinks_H[:, None].to(lse_BHS.dtype))
+    out = out_BHSK * (lse_BHS - total_BHS).exp()[..., None]
+    # A copy, also of the same dtype: compiled by torch 2.11, an alias that is returned and saved comes back wrong in backward.
+    return out.to(out_BHSK.dtype, copy=True), total_BHS
+
+
+def sinks_gradient(grad_BHSK: Tensor, out_BHSK: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> Tensor:
+    """Return the gradient of the sinks, (H,), by output and logsumexp of whole rows."""
+    share_BHS = (sinks_H[:, None] - lse_BHS).exp()  # the probability of the sink
+    product_BHS = (grad_BHSK.to(share_BHS.dtype) * out_BHSK).sum(-1)
+    return -(share_BHS * product_BHS).sum((0, 2)).to(sinks_H.dtype)
+
+
+class _AttentionWithSinks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor, *options: Any
+    ) -> Tensor:
+        mask_BST, ends, sight, scale = options
+        ctx.options = {"sight": sight, "scale": scale}
+        out, lse = attend(q, k, v, mask_BST=mask_BST, ends=ends, **ctx.options)
+        out, lse = add_sinks(out, lse, sinks_H)
+        ctx.save_for_backward(q, k, v, out, lse, sinks_H, mask_BST, ends)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, sinks_H, mask_BST, ends = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        masks = {"mask_BST": mask_BST, "ends": ends}
+        gradients = attend_backward(grad, q, k, v, out, lse, **masks, **ctx.options)
+        return *gradients, sinks_gradient(grad, out, lse, sinks_H), None, None, None, None
 
 
 _chosen = ExitStack()  # torch's choice comes back where the context ends, so it is kept

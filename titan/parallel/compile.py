@@ -112,9 +112,9 @@ def _with_any_rows(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Let one program take any number of rows: otherwise the compiler makes a program for the first number, and another for all others."""
 
     @wraps(compiled)
-    def call(rows: Tensor, *args: Tensor) -> Tensor:
+    def call(rows: Tensor, *args: Tensor, **options: Any) -> Tensor:
         torch._dynamo.maybe_mark_dynamic(rows, 0)
-        return compiled(rows, *args)
+        return compiled(rows, *args, **options)
 
     return call
 

@@ -11,8 +11,9 @@ queries, keys and values and returns the local part of attention over the whole 
     ulysses    DeepSpeed Ulysses (arXiv:2309.14509): two all-to-alls trade sequence for heads, so that a rank runs
                the wrapped attention over the whole sequence for its share of heads; at most as many ranks as heads
 
-Ulysses calls the wrapped attention, whatever that computes; the others compute causal softmax attention in its place,
-with its `scale`, else 1/sqrt(K), and want its class to say that it is that: `is_causal_softmax = True`.
+Ulysses calls the wrapped attention, whatever that computes; the others compute softmax attention in its place, with its
+`scale`, else 1/sqrt(K), and its `sight` (block_attention.py), else causal. They want its class to say that it is that:
+`is_causal_softmax = True`. Sinks are an argument of the call.
 
 Causal attention gives later positions more work. `balanced` deals each rank an early and a late chunk (head and
 tail, see ring.py) instead of one contiguous part; ring and allgather need it to be fast, Ulysses does not.
@@ -23,13 +24,15 @@ B batch, S local positions, T all positions, H query heads, G key/value heads, K
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from collections.abc import Iterable
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .block_attention import CAUSAL, Sight
 from .collectives import all_gather, all_to_all
 from .documents import DocumentMask, MaskForm, mask_of
 from .ring import SequencePart, ring_attention
@@ -47,8 +50,8 @@ def apply_cp(
 ) -> None:
     """Replace each `attention_type` in `model`, in place, by one that works on parts of the sequence.
 
-    mesh: the one cp axis. attention_type: a causal attention without parameters, called as forward(q_BHSK,
-    k_BGSK, v_BGSK, document_ids_BS=None), by position or by these names. balanced: how the caller splits the sequence. Raises
+    mesh: the one cp axis. attention_type: an attention without parameters, called as forward(q_BHSK, k_BGSK, v_BGSK,
+    document_ids_BS=None, sinks_H=None), by position or by these names. balanced: how the caller splits the sequence. Raises
     ValueError for an unknown method, if the model has no such module, or for one that ring or allgather may not replace.
     """
     if method not in get_args(Method):
@@ -70,7 +73,7 @@ def apply_cp(
         if not vars(kind).get("is_causal_softmax"):
             raise ValueError(
                 f"context parallelism by {method} computes causal softmax attention with `scale`, else 1/sqrt(head size), "
-                f"without bias, window or soft cap, in place of {kind.__name__}: if that is what it computes, say "
+                f"and with the window of `sight`, without bias or soft cap, in place of {kind.__name__}: if that is what it computes, say "
                 "`is_causal_softmax = True` in its class; else use the method 'ulysses', which calls it"
             )
     for parent, name, child, path in attentions:
@@ -120,6 +123,7 @@ class ContextParallelAttention(nn.Module):
         super().__init__()
         self.inner = inner
         self.scale: float | None = getattr(inner, "scale", None)
+        self.sight: Sight = getattr(inner, "sight", CAUSAL)
         self.name = name
         self.part = part
         self.method: Method = method
@@ -130,9 +134,10 @@ class ContextParallelAttention(nn.Module):
         k_BGSK: Tensor,
         v_BGSK: Tensor,
         document_ids_BS: Tensor | DocumentMask | None = None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Return the local output, (B, H, S, K), for local inputs; document_ids_BS are the local positions' too,
-        or the mask of `mask_over_ranks`.
+        or the mask of `mask_over_ranks`; sinks_H: a logit of each head, without a value.
 
         Values may be smaller than keys, and so is then the output. Raises ValueError for heads of other sizes, and for heads that
         Ulysses cannot deal out.
@@ -144,10 +149,10 @@ class ContextParallelAttention(nn.Module):
                 "those of queries and keys must be equal, and values no larger"
             )
         if size == v_size:
-            return self._attend(q_BHSK, k_BGSK, v_BGSK, document_ids_BS)
+            return self._attend(q_BHSK, k_BGSK, v_BGSK, document_ids_BS, sinks_H)
         # Keys and values travel in one tensor. Zeros beside the values make zeros beside the output.
         v_BGSK = F.pad(v_BGSK, (0, size - v_size))
-        return self._attend(q_BHSK, k_BGSK, v_BGSK, document_ids_BS)[..., :v_size]
+        return self._attend(q_BHSK, k_BGSK, v_BGSK, document_ids_BS, sinks_H)[..., :v_size]
 
     def _attend(
         self,
@@ -155,36 +160,38 @@ class ContextParallelAttention(nn.Module):
         k_BGSK: Tensor,
         v_BGSK: Tensor,
         document_ids_BS: Tensor | DocumentMask | None,
+        sinks_H: Tensor | None,
     ) -> Tensor:
         mask = document_ids_BS
         if self.method == "ulysses":
             # The wrapped attention may be anyone's, and want ids where it got ids.
             mask = _whole_ids(mask, self.part) if isinstance(mask, Tensor) else mask
-            return self._ulysses(q_BHSK, k_BGSK, v_BGSK, mask)
+            return self._ulysses(q_BHSK, k_BGSK, v_BGSK, mask, sinks_H)
         if isinstance(mask, Tensor):
-            mask = mask_over_ranks(mask, part=self.part, method=self.method)
-        gather = self.method == "allgather"
-        if mask is not None and gather:
-            return self._masked_allgather(q_BHSK, k_BGSK, v_BGSK, mask)
-        options = {"part": self.part, "gather": gather, "scale": self.scale}
-        ids_BCS = None if mask is None else mask.mask
-        return ring_attention(q_BHSK, k_BGSK, v_BGSK, **options, ids_BCS=ids_BCS)
+            sights = (self.sight,)
+            mask = mask_over_ranks(mask, part=self.part, method=self.method, sights=sights)
+        options: Any = {"scale": self.scale, "sight": self.sight, "sinks_H": sinks_H}
+        gather, part = self.method == "allgather", self.part
+        if mask is None or not gather:
+            ids_BCS = None if mask is None else mask.mask
+            options |= {"part": part, "gather": gather, "ids_BCS": ids_BCS}
+            return ring_attention(q_BHSK, k_BGSK, v_BGSK, **options)
+        # A mask over all keys, in the order in which ranks hold them: (2, B, G, S, K) -> (C, 2, B, G, S, K)
+        kv = all_gather(torch.stack([k_BGSK, v_BGSK]), group=part.group, size=part.size)
+        # Sources become part of the key dimension: (2, B, G, C x S, K), then keys and values apart.
+        k_BGTK, v_BGTK = kv.permute(1, 2, 3, 0, 4, 5).flatten(3, 4).unbind(0)
+        return mask.attend(q_BHSK, k_BGTK, v_BGTK, **options)
 
     def extra_repr(self) -> str:
         return f"method={self.method}, {self.part.size} ranks, balanced={self.part.balanced}"
 
-    def _masked_allgather(
-        self, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: DocumentMask
-    ) -> Tensor:
-        """Attend with a mask over all keys, in the order in which ranks hold them."""
-        # (2, B, G, S, K) -> (C, 2, B, G, S, K)
-        kv = all_gather(torch.stack([k_BGSK, v_BGSK]), group=self.part.group, size=self.part.size)
-        # Sources become part of the key dimension: (2, B, G, C x S, K), then keys and values apart.
-        k_BGTK, v_BGTK = kv.permute(1, 2, 3, 0, 4, 5).flatten(3, 4).unbind(0)
-        return mask.attend(q_BHSK, k_BGTK, v_BGTK, scale=self.scale)
-
     def _ulysses(
-        self, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | DocumentMask | None
+        self,
+        q_BHSK: Tensor,
+        k_BGSK: Tensor,
+        v_BGSK: Tensor,
+        mask: Tensor | DocumentMask | None,
+        sinks_H: Tensor | None,
     ) -> Tensor:
         size, balanced = self.part.size, self.part.balanced
         heads, groups = q_BHSK.shape[1], k_BGSK.shape[1]
@@ -202,7 +209,10 @@ class ContextParallelAttention(nn.Module):
         parts = all_to_all(torch.cat(per_rank, dim=2).movedim(1, 0), group=self.part.group)
         whole = parts.movedim(0, 2).flatten(2, 3)
         whole = unshard_sequence(whole, dim=2, size=size, balanced=balanced)
-        out_BHTK = self.inner(*whole.split([x.shape[2] for x in per_rank], dim=1), mask)
+        # An attention that takes no sinks is not given any.
+        sinks = () if sinks_H is None else (sinks_H.chunk(size)[self.part.rank],)
+        qkv = whole.split([x.shape[2] for x in per_rank], dim=1)
+        out_BHTK = self.inner(*qkv, mask, *sinks)
         # Back to the order in which ranks hold chunks, before the exchange.
         order = _chunks_held(size, balanced)
         out_BHTK = _pick(out_BHTK, 2, order, len(order))
@@ -224,13 +234,14 @@ def mask_over_ranks(
     method: Method,
     form: MaskForm = "dense",
     ends_BN: Tensor | None = None,
+    sights: Iterable[Sight] = (CAUSAL,),
 ) -> DocumentMask:
     """Return the mask of what a rank's attention computes, from the ids of its part of the sequence.
 
-    ends_BN: of whole sequences, for "varlen", which only Ulysses takes.
+    ends_BN: of whole sequences, for "varlen", which only Ulysses takes. sights: as in `mask_of`.
     """
     if method == "ulysses":
-        return mask_of(_whole_ids(ids_BS, part), form=form, ends_BN=ends_BN)
+        return mask_of(_whole_ids(ids_BS, part), form=form, ends_BN=ends_BN, sights=sights)
     length, order = ids_BS.shape[1], _chunks_held(part.size, part.balanced)
     ids_BT = _gather_ids(ids_BS, part)
     if method == "ring":
@@ -238,7 +249,7 @@ def mask_over_ranks(
     positions_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
     positions_T = _pick(positions_T, 0, order, len(order))
     positions_S = positions_T[part.rank * length : (part.rank + 1) * length]
-    return mask_of(ids_BS, form=form, keys=(ids_BT, positions_S, positions_T))
+    return mask_of(ids_BS, form=form, keys=(ids_BT, positions_S, positions_T), sights=sights)
 
 
 def _gather_ids(ids_BS: Tensor, part: SequencePart) -> Tensor:

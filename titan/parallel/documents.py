@@ -15,17 +15,25 @@ B batch, S queries, T keys, H query heads, G key/value heads, K head dim, N docu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
-from inspect import signature
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import AuxRequest
 
-from .block_attention import match_heads
+from .block_attention import (
+    CAUSAL,
+    Sight,
+    add_sinks,
+    attend,
+    attend_with_sinks,
+    match_heads,
+    whole_rows,
+)
 from .torch_compat import compute_capability
 
 MaskForm = Literal["varlen", "flex", "dense", "ring"]
@@ -37,10 +45,11 @@ _MEAN_LENGTH = 256
 
 @dataclass(frozen=True)
 class DocumentMask:
-    """Let a query see earlier keys, and the one at its position, of the same document.
+    """Let a query see keys of its document, of those that its `Sight` has.
 
-    mask: of "varlen", where each document ends in the flattened batch, int32 (B * N + 1,), beginning with 0; of "flex", a BlockMask; of
-    "dense", booleans (B, 1, S, T); of "ring", the ids of all ranks' positions, (B, ranks, S). length: S, which no document exceeds.
+    mask: of "varlen", where each document ends in the flattened batch, int32 (B * N + 1,), beginning with 0; of "flex", a BlockMask for
+    each sight of the model; of "dense", booleans (B, 1, S, T) for each; of "ring", the ids of all ranks' positions, (B, ranks, S).
+    length: S, which no document exceeds.
     """
 
     form: MaskForm
@@ -48,24 +57,45 @@ class DocumentMask:
     length: int
 
     def attend(
-        self, q_BHSK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, *, scale: float | None
+        self,
+        q_BHSK: Tensor,
+        k_BGTK: Tensor,
+        v_BGTK: Tensor,
+        *,
+        scale: float | None,
+        sight: Sight = CAUSAL,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
-        """Return the attention output, (B, H, S, size of a value). Query head h reads key/value head h // (H // G)."""
+        """Return the attention output, (B, H, S, size of a value). Query head h reads key/value head h // (H // G).
+
+        sight: one of those for which the mask was made. sinks_H: a logit of each head that joins the softmax, without a value.
+        """
         qkv, grouped = (q_BHSK, k_BGTK, v_BGTK), q_BHSK.shape[1] != k_BGTK.shape[1]
-        options: dict[str, Any] = {"scale": scale, "enable_gqa": grouped}
         if self.form == "flex":
-            return flex_attention(*qkv, block_mask=self.mask, **options)
+            options = {"block_mask": self.mask[sight], "sight": sight}
+            options |= {"scale": scale, "enable_gqa": grouped}
+            if sinks_H is None:
+                return flex_attention(*qkv, **options)
+            out_BHSK, aux = flex_attention(*qkv, **options, return_aux=AuxRequest(lse=True))
+            return add_sinks(out_BHSK, aux.lse, sinks_H)[0]
         if self.form == "dense":
+            mask = self.mask[sight]
+            if sinks_H is not None:
+                return attend_with_sinks(
+                    *qkv, sinks_H, sight=sight, scale=scale, mask_BST=mask[:, 0]
+                )
             qkv = q_BHSK, *match_heads(*qkv, has_mask=True)
-            options["enable_gqa"] = q_BHSK.shape[1] != qkv[1].shape[1]
-            return F.scaled_dot_product_attention(*qkv, attn_mask=self.mask, **options)
+            grouped = q_BHSK.shape[1] != qkv[1].shape[1]
+            return F.scaled_dot_product_attention(
+                *qkv, attn_mask=mask, scale=scale, enable_gqa=grouped
+            )
         size, v_size = q_BHSK.shape[-1], v_BGTK.shape[-1]
         # FlashAttention wants one size of heads. Zeros beside the values make zeros beside the output.
         v_BGTK = F.pad(v_BGTK, (0, size - v_size)) if v_size < size else v_BGTK
-        # (B, H, S, K) -> (B * S, H, K): a view of what projections wrote.
-        flat = [x.transpose(1, 2).flatten(0, 1) for x in (q_BHSK, k_BGTK, v_BGTK)]
-        out = varlen_attention(*flat, ends=self.mask, length=self.length, **options)
-        return out.unflatten(0, (-1, self.length)).transpose(1, 2)[..., :v_size]
+        qkv, how = (q_BHSK, k_BGTK, v_BGTK), {"ends": self.mask, "sight": sight, "scale": scale}
+        if sinks_H is not None:
+            return attend_with_sinks(*qkv, sinks_H, **how)[..., :v_size]
+        return attend(*qkv, **how)[0][..., :v_size]
 
 
 def choose_form(device_type: str, dtype: torch.dtype, *, whole: bool = True) -> MaskForm:
@@ -95,12 +125,14 @@ def mask_of(
     form: MaskForm = "dense",
     ends_BN: Tensor | None = None,
     keys: tuple[Tensor, Tensor, Tensor] | None = None,
+    sights: Iterable[Sight] = (CAUSAL,),
 ) -> DocumentMask:
     """Return the mask of documents with these numbers, int64 (B, S), on their device.
 
     Args:
         ends_BN: of `document_ends`, for "varlen". None: the host waits for the ids, to compute them.
         keys: where keys are others than queries, the documents of keys, (B, T), and the positions of queries and keys, (S,), (T,).
+        sights: of all layers that will use the mask.
     """
     length = ids_BS.shape[1]
     if form == "varlen":
@@ -114,18 +146,29 @@ def mask_of(
         keys = ids_BS, positions, positions
     ids_BT, at_S, at_T = keys
     if form == "flex":
-        return DocumentMask(form, _block_mask(ids_BS, ids_BT, at_S, at_T), length)
-    mask_BST = ids_BS[:, :, None] == ids_BT[:, None, :]
-    mask_BST &= at_S[:, None] >= at_T
-    return DocumentMask(form, mask_BST[:, None], length)
+        masks = {sight: _block_mask(ids_BS, ids_BT, at_S, at_T, sight) for sight in sights}
+        return DocumentMask(form, masks, length)
+    same_BST = ids_BS[:, :, None] == ids_BT[:, None, :]
+    masks = {sight: (same_BST & sight.sees(at_S[:, None], at_T))[:, None] for sight in sights}
+    return DocumentMask(form, masks, length)
 
 
-def _block_mask(ids_BS: Tensor, ids_BT: Tensor, at_S: Tensor, at_T: Tensor) -> Any:
+def mask_of_window(q_BHSK: Tensor, sight: Sight) -> DocumentMask:
+    """Return the mask of rows that are one document each, for queries and keys at the same positions: (S x S) only where nothing else will do."""
+    batch, length, device = q_BHSK.shape[0], q_BHSK.shape[2], q_BHSK.device
+    form = choose_form(device.type, q_BHSK.dtype)
+    if form == "varlen":
+        return DocumentMask(form, whole_rows(batch, length, device), length)
+    ids_BS = torch.zeros(1 if form == "dense" else batch, length, dtype=torch.int64, device=device)
+    return mask_of(ids_BS, form=form, sights=(sight,))
+
+
+def _block_mask(ids_BS: Tensor, ids_BT: Tensor, at_S: Tensor, at_T: Tensor, sight: Sight) -> Any:
     """Return FlexAttention's mask from the ranges of ids and positions in each block, so that no S x T mask exists."""
     from torch.nn.attention.flex_attention import BlockMask
 
     def visible(b: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (ids_BS[b, query] == ids_BT[b, key]) & (at_S[query] >= at_T[key])
+        return (ids_BS[b, query] == ids_BT[b, key]) & sight.sees(at_S[query], at_T[key])
 
     (low_BQ1, high_BQ1), (low_BC, high_BC) = _ranges(ids_BS), _ranges(ids_BT)
     (first_Q1, last_Q1), (first_C, last_C) = _ranges(at_S), _ranges(at_T)
@@ -134,8 +177,14 @@ def _block_mask(ids_BS: Tensor, ids_BT: Tensor, at_S: Tensor, at_T: Tensor) -> A
     )
     low_BC, high_BC = low_BC[:, None], high_BC[:, None]
     # Ranges that meet may hold no pair that is visible: then the block is computed and masked, as any other in part visible.
-    some_BQC = (low_BQ1 <= high_BC) & (low_BC <= high_BQ1) & (last_Q1 >= first_C)
-    all_BQC = (low_BQ1 == high_BC) & (low_BC == high_BQ1) & (first_Q1 >= last_C)
+    some_BQC = (low_BQ1 <= high_BC) & (low_BC <= high_BQ1)
+    all_BQC = (low_BQ1 == high_BC) & (low_BC == high_BQ1)
+    if sight.causal:
+        some_BQC = some_BQC & (last_Q1 >= first_C)
+        all_BQC = all_BQC & (first_Q1 >= last_C)
+    if sight.window:
+        some_BQC = some_BQC & (first_Q1 - last_C < sight.window)
+        all_BQC = all_BQC & (last_Q1 - first_C < sight.window)
     blocks = [*_listed(some_BQC & ~all_BQC), *_listed(all_BQC)]
     lengths = ids_BS.shape[1], ids_BT.shape[1]
     return BlockMask.from_kv_blocks(
@@ -158,22 +207,27 @@ def _listed(is_in_BQC: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def share_document_mask(model: nn.Module, make: Callable[..., DocumentMask] = mask_of) -> None:
-    """Have the forward pass of a model begin with the mask: `document_ids_BS=` reaches its modules as `make(ids, ends_BN=...)`.
+    """Have the forward pass of a model begin with the mask: `document_ids_BS=` reaches its modules as `make(ids, ends_BN=..., sights=...)`.
 
-    A keyword argument `document_ends_BN` of the call is used up.
+    The sights are those of modules that have one, as `sight`. A keyword argument `document_ends_BN` of the call is used up.
     """
+    found = {module.sight for module in model.modules() if hasattr(module, "sight")}
+    sights: Any = tuple(sorted(found)) or (CAUSAL,)  # pyright: ignore
 
     def before(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         ends_BN = kwargs.pop("document_ends_BN", None)
         if isinstance(ids_BS := kwargs.get("document_ids_BS"), Tensor):
-            kwargs["document_ids_BS"] = make(ids_BS, ends_BN=ends_BN)
+            kwargs["document_ids_BS"] = make(ids_BS, ends_BN=ends_BN, sights=sights)
         return args, kwargs
 
     model.register_forward_pre_hook(before, with_kwargs=True)
 
 
-def flex_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Call FlexAttention compiled, since the scores would exist as a whole otherwise. On a CPU, where it has no backward pass, as it is."""
+def flex_attention(q: Tensor, k: Tensor, v: Tensor, *, sight: Sight, **options: Any) -> Any:
+    """Call FlexAttention compiled, since the scores would exist as a whole otherwise. On a CPU, where it has no backward pass, as it is.
+
+    sight: of the mask, for the simulator alone.
+    """
     from torch.nn.attention import flex_attention as module
 
     # Within a compiled block it becomes a part of that.
@@ -182,27 +236,7 @@ def flex_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 
 @cache
-def _compiled_flex() -> Callable[..., Tensor]:
+def _compiled_flex() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention)
-
-
-def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, ends: Tensor, length: int, **options: Any
-) -> Tensor:
-    """Compute causal FlashAttention of sequences one after the other, (all tokens, heads, size), that begin and end at `ends`."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    varlen: Any = varlen_attn
-    if not _varlen_names_grouped_heads():
-        del options["enable_gqa"]
-    return varlen(q, k, v, ends, ends, length, length, window_size=(-1, 0), **options)
-
-
-@torch.compiler.assume_constant_result
-def _varlen_names_grouped_heads() -> bool:
-    """Return whether grouped heads must be asked for, as since 2.12. Before, the kernel took them without a word."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in signature(varlen_attn).parameters

@@ -152,7 +152,7 @@ class Pipeline:
 
     def step(
         self,
-        tokens: Tensor,
+        input: Tensor,
         targets: Tensor,
         *,
         divide_by: Tensor | float = 1.0,
@@ -163,12 +163,12 @@ class Pipeline:
         Returns the undivided loss of each microbatch if `is_last`, else nothing.
         """
         count = self.schedule.num_microbatches
-        runner = self._runner("train", tokens, count)
+        runner = self._runner("train", input, count)
         # Set for each step: torch passes the loss function an output and a target only.
         self._divisor = divide_by
         self._sums.clear()
         runner.step(
-            *self._args(tokens),
+            *self._args(input),
             target=self._target(targets),
             return_outputs=False,
             **_without_none(inputs),
@@ -181,7 +181,7 @@ class Pipeline:
     @torch.no_grad()
     def eval(
         self,
-        tokens: Tensor,
+        input: Tensor,
         targets: Tensor,
         *,
         num_microbatches: int | None = None,
@@ -189,10 +189,10 @@ class Pipeline:
     ) -> list[Tensor]:
         """Run forward on any number of microbatches; return the loss of each if `is_last`, else nothing."""
         count = num_microbatches or self.schedule.num_microbatches
-        runner = self._runner("eval", tokens, count)
+        runner = self._runner("eval", input, count)
         losses: list[Tensor] = []
         runner.eval(
-            *self._args(tokens),
+            *self._args(input),
             target=self._target(targets),
             losses=losses,
             return_outputs=False,
@@ -202,14 +202,14 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(
-        self, tokens: Tensor, *, num_microbatches: int = 1, **inputs: Tensor | None
+        self, input: Tensor, *, num_microbatches: int = 1, **inputs: Tensor | None
     ) -> Tensor | None:
         """Return the output of the whole model if `is_last`, else None."""
-        runner = self._runner("forward", tokens, num_microbatches)
-        return runner.eval(*self._args(tokens), **_without_none(inputs))
+        runner = self._runner("forward", input, num_microbatches)
+        return runner.eval(*self._args(input), **_without_none(inputs))
 
-    def _args(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        return (tokens,) if self.is_first else ()
+    def _args(self, input: Tensor) -> tuple[Tensor, ...]:
+        return (input,) if self.is_first else ()
 
     def _target(self, targets: Tensor) -> Tensor | None:
         return targets if self.is_last else None
@@ -220,14 +220,14 @@ class Pipeline:
         return loss_sum / self._divisor
 
     def _runner(
-        self, kind: Literal["train", "eval", "forward"], tokens: Tensor, num_microbatches: int
+        self, kind: Literal["train", "eval", "forward"], input: Tensor, num_microbatches: int
     ) -> Any:
-        if len(tokens) % num_microbatches:
+        if len(input) % num_microbatches:
             raise ValueError(
-                f"a batch of {len(tokens)} sequences does not divide into {num_microbatches} microbatches"
+                f"a batch of {len(input)} sequences does not divide into {num_microbatches} microbatches"
             )
         # torch's stages allocate receive buffers for the shapes of their first call.
-        key = (kind, num_microbatches, tokens.shape)
+        key = (kind, num_microbatches, input.shape)
         if key not in self._runners:
             if kind == "forward":  # generation calls it with ever longer sequences
                 self._runners = {k: r for k, r in self._runners.items() if k[0] != "forward"}

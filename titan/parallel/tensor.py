@@ -14,10 +14,16 @@ model names a style for each module; nothing in the model changes. With S the se
     gather_colwise   columns /tp   (B, S/tp, L) -> (B, S, F/tp): all-gather first; columns are key/value heads
     gather_shared    none          (B, S/tp, K) -> (B, S, K): keys that the heads of all ranks share
     rowwise          rows /tp      (B, S, F/tp) -> (B, S/tp, D), reduce-scatter
+    whole            whole         without sequence parallelism: whole tensor -> same, every rank computes it
+    whole_input      none          the same for a module with split layers: the gradients of their input add up before one all-reduce,
+                                   and if it returns parts of a sum, these are added up
+    rowwise_whole    rows /tp      (B, S, F/tp) -> (B, S, D), all-reduce
+    rowwise_part     rows /tp      (B, S, F/tp) -> (B, S, D), this rank's part of a sum, for `whole_input` around it
     tokens           none          (B, S/tp, D) -> same, as a plain tensor: experts, to whom each rank's tokens are tokens
     token_weights    whole         as `sequence`, and gives a plain tensor: a router's matrix
     experts          -             left alone: `apply_ep` and FSDP split them
     head_norm        whole         (B, S, H/tp, K) -> same: norms within each rank's heads
+    head_vector      values /tp    a module that returns its weight, a number for each query head: this rank's part
     cut_sequence     whole         (N, T, ...) -> (N, T'/tp, D): each rank's part of the output, with zeros after T that make parts equal
     place            none          x (B, S/tp, D), features (N, T/tp, D) -> (B, S/tp, D): features are gathered, and of an index (B, S)
                                    each rank takes its part; in this order of arguments
@@ -60,7 +66,8 @@ from .float8 import cast_before_gather, is_tensorwise, rows_style
 GATHER = "gather_input"
 _SPLITS = {  # what torch's styles and ours know how to split
     "vocab_embedding": nn.Embedding,
-    **dict.fromkeys(("colwise", "kv_colwise", "gather_colwise", "rowwise"), nn.Linear),
+    **dict.fromkeys(("colwise", "kv_colwise", "gather_colwise"), nn.Linear),
+    **dict.fromkeys(("rowwise", "rowwise_whole", "rowwise_part"), nn.Linear),
     "vocab_output": nn.Linear,
 }
 
@@ -154,18 +161,38 @@ class ReplicatedHeads(ParallelStyle):
         # Neighbouring ranks share a head, as their query heads do.
         head = device_mesh.get_local_rank() * self.num_heads // device_mesh.size()
 
-        def replicate(_: str, child: nn.Module, mesh: DeviceMesh) -> None:
-            for name, parameter in list(child.named_parameters(recurse=False)):
-                # src_data_rank=None: every rank has the whole weight, so nothing is sent.
-                whole = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)
-                child.register_parameter(name, nn.Parameter(whole))
-
         def keep_head(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
             # Each rank's gradient reaches its own head only: what all ranks have is an unfinished sum.
             local = output.to_local(grad_placements=(Partial(),))
             return local.unflatten(-1, (self.num_heads, -1))[..., head, :]
 
-        return distribute_module(module, device_mesh, replicate, _accept_replicated, keep_head)  # pyright: ignore
+        return distribute_module(module, device_mesh, _replicate, _accept_replicated, keep_head)  # pyright: ignore
+
+
+class WholeInput(ParallelStyle):
+    """Let each rank have all of what goes in and out, where the module or its layers want DTensors.
+
+    What ranks compute alike has equal gradients on all of them. Where a layer gives each rank a part of the gradient, or of the
+    output, the parts are added up.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def add_up(_: nn.Module, __: Any, output: Any) -> Any:
+            if not isinstance(output, DTensor):
+                return output
+            return output.redistribute(placements=(Replicate(),)).to_local()
+
+        module.register_forward_pre_hook(partial(_accept_replicated, mesh=device_mesh))
+        module.register_forward_hook(add_up)
+        return module
+
+
+class Whole(WholeInput):
+    """Keep a module's parameters whole on each rank, as what goes in and out."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _replicate("", module, device_mesh)
+        return super()._apply(module, device_mesh)
 
 
 class GatherShared(ParallelStyle):
@@ -184,19 +211,22 @@ class NormOfAllRanks(ParallelStyle):
     """A norm in plain operations over channels that are split: DTensor adds up what ranks have of a token's sum."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def split(_: str, child: nn.Module, mesh: DeviceMesh) -> None:
-            weight = distribute_tensor(
-                child.get_parameter("weight"), mesh, [Shard(0)], src_data_rank=None
-            )
-            child.register_parameter("weight", nn.Parameter(weight))
-
         def take(_: nn.Module, args: tuple[Any, ...], mesh: DeviceMesh) -> DTensor:
             return DTensor.from_local(args[0], mesh, (Shard(-1),), run_check=False)
 
         def give(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
             return output.to_local()
 
-        return distribute_module(module, device_mesh, split, take, give)  # pyright: ignore
+        return distribute_module(module, device_mesh, _split_weight, take, give)  # pyright: ignore
+
+
+class HeadVector(ParallelStyle):
+    """Split a weight over heads. Each rank gets the values of its own."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _split_weight("", module, device_mesh)
+        module.register_forward_hook(lambda _, __, output: output.to_local())
+        return module
 
 
 class GatherForLoss(ParallelStyle):
@@ -212,12 +242,15 @@ class GatherForLoss(ParallelStyle):
             x: DTensor = args[0].redistribute(placements=(Replicate(),))
             return (x.to_local(grad_placements=(Partial(),)), *args[1:])
 
-        weight = distribute_tensor(
-            module.get_parameter("weight"), device_mesh, [Shard(0)], src_data_rank=None
-        )
-        module.register_parameter("weight", nn.Parameter(weight))
+        _split_weight("", module, device_mesh)
         module.register_forward_pre_hook(gather)
         return module
+
+
+def _split_weight(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    # src_data_rank=None: every rank has the whole weight, so nothing is sent.
+    weight = distribute_tensor(module.get_parameter("weight"), mesh, [Shard(0)], src_data_rank=None)
+    module.register_parameter("weight", nn.Parameter(weight))
 
 
 def _argument_names(module: nn.Module) -> list[str]:
@@ -240,12 +273,17 @@ def _take_by_position(module: nn.Module) -> None:
 
 
 def _accept_replicated(_: nn.Module, args: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-    x = args[0]
-    return (
-        x
-        if isinstance(x, DTensor)
-        else DTensor.from_local(x, mesh, (Replicate(),), run_check=False),
-    )
+    x, *rest = args
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, (Replicate(),), run_check=False)
+    return (x, *rest)
+
+
+def _replicate(_: str, child: nn.Module, mesh: DeviceMesh) -> None:
+    for name, parameter in list(child.named_parameters(recurse=False)):
+        # src_data_rank=None: every rank has the whole weight, so nothing is sent.
+        whole = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)
+        child.register_parameter(name, nn.Parameter(whole))
 
 
 def apply_tp(
@@ -319,7 +357,7 @@ def check_plan(
     }
     _require_fit(model, style_of, size=size, num_kv_heads=num_kv_heads)
     # A style makes DTensors of the parameters in its module and below, except those that only move what goes in or out.
-    moving = (GATHER, "gather_shared", "place", "tokens", "")
+    moving = (GATHER, "gather_shared", "place", "tokens", "whole_input", "")
     split = [name for name, style in style_of.items() if style.split(":")[0] not in moving]
     _require_all_split(model, left=lambda _: True, but=split)
     return style_of
@@ -343,6 +381,7 @@ def _styles(
         ),
         "token_weights": lambda: TokensOfRank(use_local_output=True),
         "head_norm": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
+        "head_vector": HeadVector,
         "width_norm": NormOfAllRanks,
         "colwise": ColwiseParallel,
         "kv_colwise": ColwiseParallel if kv_split else lambda: ReplicatedHeads(num_kv_heads),
@@ -351,6 +390,10 @@ def _styles(
         "cut_sequence": CutSequence,
         "place": PlaceShared,
         "rowwise": lambda: RowwiseParallel(output_layouts=Shard(SEQUENCE_DIM)),
+        "whole": Whole,
+        "whole_input": WholeInput,
+        "rowwise_whole": lambda: RowwiseParallel(output_layouts=Replicate()),
+        "rowwise_part": lambda: RowwiseParallel(output_layouts=Partial(), use_local_output=False),
         "vocab_output": GatherForLoss
         if output_in_loss
         else lambda: ColwiseParallel(

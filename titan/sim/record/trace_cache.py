@@ -251,15 +251,19 @@ def shallow(request: TraceRequest) -> list[Depth] | None:
     config, layout = request.config, request.layout
     if config.model.freeze or len(config.activation_checkpoint.op_keep_by_block) > 1:
         return None  # blocks differ
-    size, sizes = config.parallelism.fsdp_blocks_per_unit, model_config(config.model)
-    if getattr(sizes, "first_modules", FIRST) != FIRST:
+    size = config.parallelism.fsdp_blocks_per_unit
+    model = model_config(config.model)
+    window_of = getattr(model, "window_of", lambda _: 0)
+    if len({window_of(layer) for layer in range(model.n_layers)}) > 1:
+        return None  # local and global layers
+    if getattr(model, "first_modules", FIRST) != FIRST:
         return None  # an encoder's results are read past the first block
     if layout.pp == 1:
-        depths = [Depth(0, -(-sizes.n_layers // size))]
+        depths = [Depth(0, -(-model.n_layers // size))]
     elif size > 1:  # stages begin anywhere within a unit
         return None
     else:
-        plan = stage_split(config, num_layers=model_config(config.model).n_layers)
+        plan = stage_split(config, num_layers=model.n_layers)
         depths = []
         for names in plan.modules:
             layers = [int(name.split(".")[1]) for name in names if name.startswith("layers.")]
