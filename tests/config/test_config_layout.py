@@ -32,6 +32,8 @@ FITTING = {
     "gpt_oss_20b": 8,
     "gpt_oss_120b": 64,
     "starter": 2,
+    "diffusion_demo": 1,
+    "flux_12b": 8,
     "vision_language_demo": 2,
 }
 

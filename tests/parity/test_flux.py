@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.support.layouts import (
     BOUND,
@@ -113,7 +114,12 @@ def test_float8_gradients(pool: Pool, recipe: str, layout: Layout, bound: float)
     [exact] = pool.run(1, train, base, "float32", 1)
     [alone] = pool.run(1, train, replace(base, float8=recipe), "float32", 1)
     found = pool.run(layout.ranks, train, replace(layout, float8=recipe, **FLUX), "float32", 1)
-    assert 0.02 < largest([alone], exact, "gradients") < 0.3  # it is 8 bits
+    # It is 8 bits, which move all gradients together by 0.15 to 0.18. A wrong scale would move them by 1 or more.
+    whole, rounded = (
+        torch.cat([run["gradients"][name].flatten() for name in exact["gradients"]])
+        for run in (exact, alone)
+    )
+    assert 0.05 < (rounded - whole).norm() / whole.norm() < 0.25
     assert largest(found, alone, "gradients") < bound
 
 
