@@ -400,7 +400,7 @@ def test_published_configs_are_our_flavors(
     name, sizes = read_sizes(folder)
     keys = model_keys(name, sizes)
     assert (keys["flavor"], keys.get("overrides", {})) == (flavor, overrides)
-    hooks = huggingface._hooks(name)
+    hooks = huggingface.hooks_of(name)
     assert hooks is not None and hooks.read_config(hooks.hf_config(sizes)) == sizes
 
 

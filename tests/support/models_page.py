@@ -58,7 +58,7 @@ def rows() -> dict[str, list[Layout]]:
     """Return the layouts that each family is trained on and compared with one process."""
     found: dict[str, list[Layout]] = {name: [] for name in _NAMES}
     windows = [
-        test_windows.of_family(name, layout)
+        replace(layout, **test_windows.MODELS[name])
         for name in ("mistral", "gemma3")
         for layout in test_windows.LAYOUTS
     ]

@@ -12,24 +12,19 @@ neither the index, nor links, nor that weights are finite. Its writer writes sha
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan.checkpoint import CheckpointError
 from titan.checkpoint.commit import CheckpointGroup
+from titan.checkpoint.hf_model import INDEX, OF_DIFFUSERS, HFModel, hooks_of
 from titan.checkpoint.quantized import (
     Form,
     Where,
@@ -38,12 +33,10 @@ from titan.checkpoint.quantized import (
     stored_as,
     values_name,
 )
-from titan.checkpoint.state import model_state
 from titan.checkpoint.tensors import StateDict
 from titan.config.model import families, family, model_config
 from titan.config.schema import ModelSection
 from titan.config.toml import format_value
-from titan.data import require
 from titan.parallel.torch_compat import compute_local_shape_and_global_offset
 from titan.untrusted import (
     MAX_VALUES,
@@ -55,130 +48,11 @@ from titan.untrusted import (
     root_of,
 )
 
-CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
-_OF_DIFFUSERS = "diffusion_pytorch_"  # comes before the names of its files
+CONFIG, SINGLE = "config.json", "model.safetensors"
 _MAX_HEADER = 16 * 2**20
 _DERIVED = (
     ".rotary_emb.inv_freq"  # old versions of transformers stored it; every version computes it
 )
-
-
-class DiskTensor(NamedTuple):
-    """Say what a tensor on disk is to us: a parameter, one expert's part of it, or several; and its shape.
-
-    Of several, those in `HFModel.parts` take turns by channel, and others are one after the other's columns.
-    """
-
-    ours: tuple[str, ...]
-    expert: int | None
-    shape: torch.Size
-
-
-@dataclass(frozen=True)
-class HFModel:
-    """Describe one of our models, and the names that transformers gives its tensors.
-
-    hooks: the family's huggingface.py. names: ours to theirs, in the model's order, without buffers that are not on disk; a
-    parameter that is stacked by expert is many tensors there, and {} stands for the expert's number. parts: where it is a
-    part of one tensor there, by the first of its channels and how far it is to the next. shapes: by our names.
-    buffers: our names and dtypes of state that is not trained. A tied output layer is not among them.
-    """
-
-    name: str
-    sizes: Any
-    hooks: ModuleType
-    names: dict[str, str]
-    parts: dict[str, tuple[int, int]]
-    shapes: dict[str, torch.Size]
-    buffers: dict[str, torch.dtype]
-
-    @staticmethod
-    def of(name: str, sizes: Any) -> HFModel:
-        """Return the model of a family with these sizes. Raises CheckpointError, or DataError without safetensors."""
-        require("safetensors", purpose="reading and writing Hugging Face folders")
-        hooks = _hooks(name)
-        if hooks is None:
-            raise CheckpointError(
-                f'model family "{name}" has no Hugging Face form: its package has no huggingface.py'
-            )
-        with torch.device("meta"):
-            model = family(name).build_model(sizes)
-        state = {key.removeprefix("model."): t for key, t in model_state([model]).items()}
-        parameters = {ours for ours, _ in model.named_parameters()}
-        buffers = {ours: t.dtype for ours, t in state.items() if ours not in parameters}
-        name_of_buffer = getattr(hooks, "hf_buffer", lambda *_: None)
-        hf_name = hooks.hf_name_of(sizes) if hasattr(hooks, "hf_name_of") else hooks.hf_name
-        names = {
-            ours: name_of_buffer(ours, sizes) if ours in buffers else hf_name(ours)
-            for ours in state
-        }
-        names = {ours: theirs for ours, theirs in names.items() if theirs}
-        part_of = getattr(hooks, "hf_part", lambda _: None)
-        parts = {ours: part for ours in names if (part := part_of(ours))}
-        shapes = {ours: t.shape for ours, t in state.items()}
-        return HFModel(name, sizes, hooks, names, parts, shapes, buffers)
-
-    def spelled_as(self, folder: HFFolder) -> HFModel:
-        """Return the model with the names of a folder that begins them in another way, of the family's SPELLINGS."""
-        names = self.names
-        for ours, theirs in getattr(self.hooks, "SPELLINGS", ()):
-            if not any(name.startswith(ours) for name in folder.files):
-                names = {
-                    n: re.sub(f"^{re.escape(ours)}", theirs, name) for n, name in names.items()
-                }
-        return dataclasses.replace(self, names=names)
-
-    @property
-    def architecture(self) -> str:
-        """Return what transformers calls the model."""
-        config = self.hooks.hf_config(self.sizes)
-        return config.get("_class_name") or config["architectures"][0]
-
-    @property
-    def index_name(self) -> str:
-        """Return the name of the index of its files."""
-        is_diffusers = "_class_name" in self.hooks.hf_config(self.sizes)
-        return _OF_DIFFUSERS + INDEX if is_diffusers else INDEX
-
-    @property
-    def off_disk(self) -> list[str]:
-        """Return our names of buffers that a folder does not hold. Integers count what a run did, and are no part of a model."""
-        floats = (ours for ours, dtype in self.buffers.items() if dtype.is_floating_point)
-        return [ours for ours in floats if ours not in self.names]
-
-    @cached_property
-    def on_disk(self) -> dict[str, DiskTensor]:
-        """Return the tensors on disk by their names, in the model's order."""
-        tensors: dict[str, DiskTensor] = {}
-        for ours, theirs in self.names.items():
-            shape = self.shapes[ours]
-            before = tensors.get(theirs)
-            if part := self.parts.get(ours):
-                on_disk = torch.Size((shape[0], *shape[2:], shape[1] * part[1]))
-                names = (*(before.ours if before else ()), ours)
-                tensors[theirs] = DiskTensor(names, None, on_disk)
-            elif before is not None:
-                columns = torch.Size([*shape[:-1], before.shape[-1] + shape[-1]])
-                tensors[theirs] = DiskTensor((*before.ours, ours), None, columns)
-            elif "{}" not in theirs:
-                tensors[theirs] = DiskTensor((ours,), None, shape)
-            else:
-                for expert in range(shape[0]):
-                    tensors[theirs.format(expert)] = DiskTensor((ours,), expert, shape[1:])
-        return tensors
-
-    def joined(self, ours: Sequence[str], tensors: Sequence[Tensor]) -> Tensor:
-        """Return the tensor on disk that these of ours make."""
-        if ours[0] in self.parts:
-            return torch.stack([t.mT if t.ndim == 3 else t for t in tensors], -1).flatten(-2)
-        return tensors[0] if len(tensors) == 1 else torch.cat([*tensors], dim=-1)
-
-    def first_column(self, ours: str) -> int:
-        """Return where a parameter begins in its tensor on disk."""
-        tensor = self.on_disk.get(self.names[ours])
-        if tensor is None or ours in self.parts:
-            return 0
-        return sum(self.shapes[name][-1] for name in tensor.ours[: tensor.ours.index(ours)])
 
 
 @dataclass(frozen=True)
@@ -221,15 +95,15 @@ def open_folder(path: Path) -> HFFolder:
 
 def _file_names(path: Path) -> tuple[str, str]:
     """Return the names of index and single file: those of transformers, unless those of diffusers are there."""
-    theirs = _OF_DIFFUSERS + INDEX, _OF_DIFFUSERS + SINGLE
+    theirs = OF_DIFFUSERS + INDEX, OF_DIFFUSERS + SINGLE
     return theirs if any(is_there(path / name) for name in theirs) else (INDEX, SINGLE)
 
 
 def read_sizes(folder: HFFolder) -> tuple[str, Any]:
     """Return our family and sizes for a folder. Raises CheckpointError if no family can be that model."""
-    hooks_of = {name: hooks for name in families() if (hooks := _hooks(name))}
-    known = {kind: (name, h) for name, h in hooks_of.items() for kind in h.ARCHITECTURES}
-    by_type = {type_: kind for h in hooks_of.values() for kind, type_ in h.ARCHITECTURES.items()}
+    by_family = {name: hooks for name in families() if (hooks := hooks_of(name))}
+    known = {kind: (name, h) for name, h in by_family.items() for kind in h.ARCHITECTURES}
+    by_type = {type_: kind for h in by_family.values() for kind, type_ in h.ARCHITECTURES.items()}
     config = folder.config
     # config.json may name the type and not the architecture.
     listed = config.get("architectures") or config.get("_class_name")
@@ -283,7 +157,7 @@ def check_folder(path: Path, model: HFModel) -> HFFolder:
         fix = ", ".join(f"model.{key} = {format_value(value)}" for key, value in keys)
         raise CheckpointError(f"{path / CONFIG}: {what}; set {fix}")
     # At most five: a folder of another model differs in every tensor.
-    if problems := list(tensor_problems(folder, model.spelled_as(folder))):
+    if problems := list(tensor_problems(folder, model.spelled_as(folder.files))):
         rest = f"\n{len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError("\n".join(problems[:5]) + rest)
     return folder
@@ -316,7 +190,7 @@ def fill(folder: HFFolder, tensors: Mapping[str, Tensor], *, model: HFModel) -> 
     from safetensors import safe_open
 
     by_file: dict[Path, list[_Piece]] = defaultdict(list)
-    model = model.spelled_as(folder)
+    model = model.spelled_as(folder.files)
     for ours, tensor in tensors.items():
         for piece in _pieces(model, ours, tensor) if ours in model.names else ():
             by_file[folder.files[values_name(piece.name, folder.files)]].append(piece)
@@ -479,10 +353,3 @@ def differences(sizes: Any, other: Any) -> dict[str, Any]:
     names = (name for name in names if not name.endswith(("init_std", "_coeff")))
     values = {name: getattr(sizes, name) for name in names}
     return {name: value for name, value in values.items() if getattr(other, name, None) != value}
-
-
-def _hooks(name: str) -> ModuleType | None:
-    """Return a family's huggingface.py, if it has a complete one (docs/architecture.md)."""
-    name = f"{family(name).__name__}.huggingface"
-    module = import_module(name) if find_spec(name) else None
-    return module if hasattr(module, "read_config") else None

@@ -61,7 +61,7 @@ def from_hf(source: Path, output: Path) -> list[str]:
     require_weights_for(sizes, opened)
     model = HFModel.of(name, sizes)
     folder = check_folder(source, model)
-    model = model.spelled_as(folder)
+    model = model.spelled_as(folder.files)
     assets = {file.name: read_asset(file) for file in tokenizer_files(str(source))}
     if assets:
         tokenizer_named(str(source))  # raises where it cannot be used
