@@ -41,15 +41,17 @@ class RouteSource(Protocol):
 class Gate(nn.Module):
     """Apply the router's matrix. It computes in fp32 at least, since rounding decides where a token goes."""
 
-    def __init__(self, dim: int, num_experts: int) -> None:
+    def __init__(self, dim: int, num_experts: int, *, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, dim))
+        self.bias = nn.Parameter(torch.empty(num_experts)) if bias else None
         self.into_fp32 = True  # see linear_in_fp32
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Return the router's logits, (B, S, E), in fp32 or better."""
         # bf16 would make scores equal that are not.
-        return linear_in_fp32(x_BSD, self.weight, into_fp32=self.into_fp32)
+        logits_BSE = linear_in_fp32(x_BSD, self.weight, into_fp32=self.into_fp32)
+        return logits_BSE if self.bias is None else logits_BSE + self.bias
 
 
 class Router(nn.Module):
@@ -58,7 +60,7 @@ class Router(nn.Module):
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         self.config = config
-        self.gate = Gate(config.dim, config.num_experts)
+        self.gate = Gate(config.dim, config.num_experts, bias=config.moe_biases)
 
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return scores (T, E), the same normalised to a sum of 1, and the logits' logsumexp (T,), all in fp32 at least."""
@@ -93,7 +95,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Apply each expert's SwiGLU to its rows. Weights are stacked. chunk_rows: see `forward`. 0
+    """Apply each expert's SwiGLU to its rows. Weights and biases are stacked. chunk_rows: see `forward`. 0
     means all rows at once."""
 
     def __init__(self, config: MoEConfig) -> None:
@@ -102,6 +104,12 @@ class Experts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(shape))
         self.w2 = nn.Parameter(torch.empty(shape).mT.contiguous())
         self.w3 = nn.Parameter(torch.empty(shape))
+        self.names = ("w1", "w2", "w3")
+        for name in self.names if config.moe_biases else ():
+            bias = nn.Parameter(torch.empty(self.get_parameter(name).shape[:2]))
+            self.register_parameter(f"{name}_bias", bias)
+            self.names += (f"{name}_bias",)
+        self.limit = config.swiglu_limit
         self.chunk_rows = 0
         self.grouped: Callable[..., Tensor] = grouped_products
         self.grouped_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
@@ -112,7 +120,7 @@ class Experts(nn.Module):
         With `chunk_rows` = n, n rows pass at a time, and each chunk is computed again in the backward pass: what is kept does
         not grow with the number of rows that happen to arrive. Outputs and gradients of rows are the same bits.
         """
-        weights = (self.w1, self.w2, self.w3)
+        weights = tuple(getattr(self, name) for name in self.names)
         size = self.chunk_rows
         if not 0 < size < len(rows_RD):
             return self._products(rows_RD, counts_e, *weights)
@@ -127,7 +135,24 @@ class Experts(nn.Module):
     def _products(self, rows_RD: Tensor, counts_e: Tensor, *weights: Tensor) -> Tensor:
         """Return grouped products in bf16, else a loop: the same bits."""
         is_grouped = rows_RD.dtype in self.grouped_dtypes and len(rows_RD) > 0
-        return (self.grouped if is_grouped else looped_products)(rows_RD, counts_e, *weights)
+        products = self.grouped if is_grouped else looped_products
+        return products(rows_RD, counts_e, *weights, limit=self.limit)
+
+
+def gate(x_RF: Tensor, limit: float) -> Tensor:
+    """Return what one half of an expert's hidden channels multiplies the other half with: silu.
+
+    With a limit, gpt-oss's (arXiv:2508.10925): from above clamped to it, and with a steeper sigmoid, which is nearly GELU.
+    """
+    if not limit:
+        return F.silu(x_RF)
+    x_RF = x_RF.clamp(max=limit)
+    return x_RF * torch.sigmoid(1.702 * x_RF)
+
+
+def gated(x_RF: Tensor, limit: float) -> Tensor:
+    """Return the other half: as it is. With a limit, gpt-oss's: clamped to +-limit, plus 1."""
+    return x_RF.clamp(-limit, limit) + 1 if limit else x_RF
 
 
 def grouped_mm(rows_RI: Tensor, weights_eIO: Tensor, ends_e: Tensor) -> Tensor:
@@ -141,15 +166,29 @@ def grouped_products(
     w1_eFD: Tensor,
     w2_eDF: Tensor,
     w3_eFD: Tensor,
-    *,
+    *biases: Tensor,
+    limit: float = 0.0,
     product: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_mm,
 ) -> Tensor:
-    """Return silu(x w1) (x w3) w2 with each row's own expert, (R, D), by one kernel for all experts (bf16 only)."""
+    """Return silu(x w1) (x w3) w2 with each row's own expert, (R, D), by one kernel for all experts (bf16 only).
+
+    Args:
+        biases: of w1, w2 and w3, (e, F), (e, D), (e, F), or none. limit: see `gate`.
+    """
     # The kernel wants the ends of groups as int32.
     ends_e = counts_e.cumsum(0, dtype=torch.int32)
-    hidden_RF = F.silu(product(rows_RD, w1_eFD.mT, ends_e))
-    hidden_RF = hidden_RF * product(rows_RD, w3_eFD.mT, ends_e)
-    return product(hidden_RF, w2_eDF.mT, ends_e)
+    w1_bias, w2_bias, w3_bias = biases or (None, None, None)
+
+    def multiply(rows_RI: Tensor, weights_eOI: Tensor, bias_eO: Tensor | None) -> Tensor:
+        rows_RO = product(rows_RI, weights_eOI.mT, ends_e)
+        if bias_eO is None:
+            return rows_RO
+        # Products in 8 bits are of padded rows (titan/parallel/grouped_float8.py).
+        return _AddBias.apply(rows_RO, bias_eO, ends_e, product is not grouped_mm)  # pyright: ignore
+
+    hidden_RF = gate(multiply(rows_RD, w1_eFD, w1_bias), limit)
+    hidden_RF = hidden_RF * gated(multiply(rows_RD, w3_eFD, w3_bias), limit)
+    return multiply(hidden_RF, w2_eDF, w2_bias)
 
 
 grouped_products.has_varying_rows = True  # pyright: ignore[reportFunctionMemberAccess]
@@ -157,19 +196,60 @@ grouped_products.is_recomputed_whole = True  # pyright: ignore[reportFunctionMem
 
 
 def looped_products(
-    rows_RD: Tensor, counts_e: Tensor, w1_eFD: Tensor, w2_eDF: Tensor, w3_eFD: Tensor
+    rows_RD: Tensor, counts_e: Tensor, *weights: Tensor, limit: float = 0.0
 ) -> Tensor:
-    """Return what `grouped_products` does, expert by expert, in any precision."""
+    """Return what `grouped_products` does, expert by expert, in any precision. weights: its weights and biases."""
     # An expert without rows takes part, so that its gradient is zeros and not None. unbind, since a gradient of w[i]
     # would be as large as w.
     sizes = host_counts(counts_e, num_rows=len(rows_RD)) if len(rows_RD) else [0] * len(counts_e)
-    weights = zip(w1_eFD.unbind(), w2_eDF.unbind(), w3_eFD.unbind(), strict=True)
+    experts = zip(*(weight.unbind() for weight in weights), strict=True)
     return torch.cat(
         [
-            F.linear(F.silu(F.linear(rows, w1)) * F.linear(rows, w3), w2)
-            for rows, (w1, w2, w3) in zip(rows_RD.split(sizes), weights, strict=True)
+            _expert(rows, *expert, limit=limit)
+            for rows, expert in zip(rows_RD.split(sizes), experts, strict=True)
         ]
     )
+
+
+def _expert(
+    rows_RD: Tensor,
+    w1_FD: Tensor,
+    w2_DF: Tensor,
+    w3_FD: Tensor,
+    *biases: Tensor,
+    limit: float,
+) -> Tensor:
+    w1_bias, w2_bias, w3_bias = biases or (None, None, None)
+    hidden_RF = gate(F.linear(rows_RD, w1_FD, w1_bias), limit)
+    hidden_RF = hidden_RF * gated(F.linear(rows_RD, w3_FD, w3_bias), limit)
+    return F.linear(hidden_RF, w2_DF, w2_bias)
+
+
+class _AddBias(torch.autograd.Function):
+    """Add each row's own expert's bias. Its gradient is a product with zeros and ones, which has a fixed order of sums."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows_RO: Tensor, bias_eO: Tensor, ends_e: Tensor, is_padded: bool
+    ) -> Tensor:
+        numbers_R = torch.arange(len(rows_RO), dtype=ends_e.dtype, device=ends_e.device)
+        owners_R = torch.searchsorted(ends_e, numbers_R, right=True)
+        ctx.save_for_backward(owners_R)
+        ctx.num_experts, ctx.is_padded = len(bias_eO), is_padded
+        # What lies behind the last group is cut off again, so it does not matter what is added to it.
+        return rows_RO + bias_eO[owners_R.clamp(max=len(bias_eO) - 1) if is_padded else owners_R]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (owners_R,) = ctx.saved_tensors
+        (grad_RO,) = grads
+        experts_e = torch.arange(ctx.num_experts, device=owners_R.device)
+        is_own_eR = (experts_e[:, None] == owners_R).to(grad_RO.dtype)
+        # No kernel writes the gradients behind the last group, and zero times them may not be zero.
+        known_RO = grad_RO
+        if ctx.is_padded:
+            known_RO = grad_RO.masked_fill((owners_R == ctx.num_experts)[:, None], 0)
+        return grad_RO, is_own_eR @ known_RO, None, None
 
 
 def run_experts(

@@ -19,6 +19,7 @@ class MoEConfig(LlamaConfig):
     score: "softmax" or "sigmoid" of the router's logits; normalize_weights: divide a token's weights by their
     sum; route_scale: then multiply them. num_groups, top_groups: experts are in groups, and a token goes to the
     best few of these only (0: no groups); group_top_k: a group is as good as the sum of its best so many.
+    moe_biases: the router and the experts have biases; swiglu_limit: experts have gpt-oss's clamped SwiGLU (0: SwiGLU).
 
     load_balance_coeff: step of the routing bias (arXiv:2408.15664). The others weigh terms of the loss:
     sequence_balance_coeff (DeepSeek-V3, arXiv:2412.19437, eq. 17), global_balance_coeff (arXiv:2501.11873) and
@@ -36,6 +37,8 @@ class MoEConfig(LlamaConfig):
     num_groups: int = 0
     top_groups: int = 0
     group_top_k: int = 2
+    moe_biases: bool = False
+    swiglu_limit: float = 0.0
     load_balance_coeff: float = 0.0
     sequence_balance_coeff: float = 0.0
     global_balance_coeff: float = 0.0
@@ -52,16 +55,21 @@ class MoEConfig(LlamaConfig):
 
     @property
     def num_expert_params(self) -> int:
-        """Return the parameters of one expert."""
+        """Return the parameters of one expert, without biases."""
         return 3 * self.dim * self.expert_dim
+
+    def num_bias_params(self, experts: int) -> int:
+        """Return the biases of the router and of so many experts."""
+        return self.moe_biases * (self.num_experts + experts * (2 * self.expert_dim + self.dim))
 
     def block_params(self, layer: int, *, active: bool = False) -> int:
         """Return the parameters of a block; active: only those that a token meets."""
         common = self.num_attention_params + self.num_block_norm_params
         if not self.is_moe_layer(layer):
             return common + 3 * self.dim * self.ffn_dim
-        experts = self.num_shared_experts + (self.top_k if active else self.num_experts)
-        return common + self.dim * self.num_experts + experts * self.num_expert_params
+        routed = self.top_k if active else self.num_experts
+        common += self.dim * self.num_experts + self.num_bias_params(routed)
+        return common + (self.num_shared_experts + routed) * self.num_expert_params
 
     @property
     def num_block_params(self) -> int:
@@ -86,7 +94,9 @@ class MoEConfig(LlamaConfig):
     def flops_per_token(self, seq_len: int, *, causal: bool = False) -> int:
         """Return the operations of forward and backward for one token, as LlamaConfig's, of the active parameters."""
         blocks = (
-            self.block_params(layer, active=True) - self.num_block_norm_params
+            self.block_params(layer, active=True)
+            - self.num_block_norm_params
+            - self.is_moe_layer(layer) * self.num_bias_params(self.top_k)
             for layer in range(self.n_layers)
         )
         matmul_params = sum(blocks) + self.num_embedding_params

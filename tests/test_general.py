@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.support import models_page
+
 ROOT = Path(__file__).parents[1]
 # Why a file may name a family.
 MAY_NAME_FAMILIES = {
@@ -39,6 +41,7 @@ MAY_SAY_TOKEN = re.compile(
 MEANS_TOKENS = {
     "titan/parallel/expert.py": "experts route tokens",
     "titan/parallel/tensor.py": "names of styles",
+    "titan/parallel/tensor_styles.py": "names of styles",
     "titan/parallel/rows.py": "rows of experts",
     "titan/parallel/grouped_float8.py": "torchao's name of a function",
     "titan/checkpoint/export.py": "files of the tokenizer",
@@ -94,7 +97,8 @@ def test_no_picture_is_named() -> None:
     )
     draw = ("titan/tools/", "titan/sim/report/")  # pictures of runs, and containers' images
     paths = [p for p in SOURCES if not p.relative_to(ROOT).as_posix().startswith(draw)]
-    assert _found(_PICTURE, paths) == {}
+    # The names of diffusers' files.
+    assert _found(_PICTURE, paths).keys() == {"titan/checkpoint/hf_model.py"}
 
 
 def test_what_works_on_any_model_does_not_speak_of_tokens() -> None:
@@ -106,3 +110,11 @@ def test_what_works_on_any_model_does_not_speak_of_tokens() -> None:
         and (left := [hit for hit in hits if not MAY_SAY_TOKEN.search(hit.split(": ", 1)[1])])
     }
     assert found == {}
+
+
+def test_the_page_of_models_counts_the_rows_that_are_there() -> None:
+    """`python -m tests.support.models_page` writes the table."""
+    page = models_page.PAGE.read_text(encoding="utf-8")
+    assert models_page.table() in page
+    # Mixtral is Qwen3's experts in other sizes.
+    assert {*models_page.rows(), "mixtral"} == FAMILIES

@@ -17,8 +17,8 @@ MAX_FUNCTION, MAX_CLASS, MAX_FILE = 80, 300, 450
 LONGER = {
     "titan.sim.replay.queues",
 }
-# A family's modules have the names that its papers give them.
-SHARED = {"Attention", "Block", "Transformer"}
+# A family's modules have the names that its papers give them, and its task those that titan reads.
+SHARED = {"Attention", "Block", "TaskOptions", "Transformer"}
 
 
 def _tree(module: str) -> ast.Module:

@@ -17,7 +17,7 @@ ALLOWED = {
     "hardware": "",
     "async_scalars": "",
     "run_folder": "titan untrusted",
-    "models": "parallel",  # rows.py, documents.py
+    "models": "parallel tasks",  # rows.py, documents.py; a family's package builds its task
     "parallel": "untrusted",
     "loss": "parallel",
     "config": "titan hardware untrusted parallel",
@@ -28,6 +28,7 @@ ALLOWED = {
     "observe": "async_scalars config hardware health optim parallel run_folder untrusted",
     # What a family's models are trained on: titan/models/NAME/task.py.
     "tasks": "config data loss models parallel task untrusted",
+    "task": "checks config data loss models parallel",
     # Above data and checkpoints, below the trainer.
     "checks": "checkpoint config data hardware loss models optim parallel untrusted",
 }
@@ -104,6 +105,11 @@ def test_parts_import_only_what_they_may() -> None:
     assert forbidden == set()
 
 
+def test_only_a_package_knows_its_task() -> None:
+    knowing = {m for m in SOURCES if any(part_of(name) == "tasks" for name in imports(m))}
+    assert {SOURCES[m].name for m in knowing} == {"__init__.py"}
+
+
 def test_hooks_know_their_run_and_not_the_trainer() -> None:
     """What a hook may use is declared: titan.hook.Run."""
     hooks = [m for m in SOURCES if m.startswith(("titan.hooks.", "titan.sim.twin."))]
@@ -123,7 +129,7 @@ def test_models_import_only_torch_and_plans() -> None:
         if part_of(module) == "models"
         for name in imports(module)
     }
-    assert others <= {"torch", "titan", "__future__", "collections", "dataclasses", "math", "re", "typing"}  # fmt: skip
+    assert others <= {"torch", "titan", "__future__", "collections", "dataclasses", "math", "pathlib", "re", "typing"}  # fmt: skip
 
 
 # Modules that may be in a circle, and why.

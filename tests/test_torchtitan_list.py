@@ -114,6 +114,13 @@ qk_rope_head_dim = 8
 v_head_dim = 8
 expert_dim = 32
 """
+# Sizes of gpt-oss that other families do not have, or derive.
+WINDOWS = """
+n_kv_heads = 4
+head_dim = 8
+window = 24
+expert_dim = 32
+"""
 BOUND = 1e-5  # relative, as in tests/parity
 OUT = "artifacts-to-be-uploaded"
 PP, TP, CP = (f"--parallelism.{axis}_parallel_degree" for axis in ("pipeline", "tensor", "context"))
@@ -303,7 +310,6 @@ ENTRIES = [
         "gpt_oss_fsdp+tp+ep+compile",
         f"--model.name gpt_oss {SHARD} 4 {TP} 2 {EP} 4 {ETP} 1 {COMPILE}",
         ranks=8,
-        refused=NO_FAMILY,
     ),
 ]
 RUN = [entry for entry in ENTRIES if not entry.refused]
@@ -344,13 +350,15 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         lines.append(",".join(forward + backward))
     (assets / "custom_schedule.csv").write_text("\n".join(lines) + "\n")
     (root / "base_config.toml").write_text(JOB)
-    (root / "deepseek.toml").write_text(JOB.replace("n_kv_heads = 4\n", LATENT))
+    for file, sizes in (("deepseek.toml", LATENT), ("gpt_oss.toml", WINDOWS)):
+        (root / file).write_text(JOB.replace("n_kv_heads = 4\n", sizes))
     return root
 
 
 def words(command: str, *more: str) -> list[str]:
     """The arguments, as a shell passes them on, in the order of TorchTitan's runner."""
-    file = "deepseek.toml" if "deepseek" in command else "base_config.toml"
+    files = (f"{name}.toml" for name in ("deepseek", "gpt_oss") if name in command)
+    file = next(files, "base_config.toml")
     return [file, *more, *shlex.split(command)]
 
 

@@ -23,6 +23,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import partial
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -78,7 +79,7 @@ def parallelize(
     """Apply all techniques to a model, or to one pipeline stage of it, in place.
 
     Args:
-        model: its blocks are the children of its `layers`.
+        model: its blocks are the children of its `layers`. Encoders before it, with `layers` of their own, are laid out block by block too.
         mesh: built by `titan.parallel.build_mesh`.
         tensor_plan: the model family's TENSOR_PLAN.
         sparse_mesh: the experts', built by `build_sparse_mesh`; None: they are laid out like everything else.
@@ -156,23 +157,29 @@ def _recompute_and_compile(model: nn.Module, config: JobConfig) -> None:
     section, compile_section = config.activation_checkpoint, config.compile
     every = _recompute_every(section)
     by_op = section.mode == "selective" and section.selective_ac_option == "op"
-    rest = recomputed = _blocks_with_gradient(model)
+    op_keep = section.op_keep if by_op else ()
+    containers = containers_of(model)
     # What blocks keep, as far as not all keep the same.
-    kept: list[tuple[Container[int], Sequence[str]]] = []
-    for blocks, entries in map(parse_blocks, section.op_keep_by_block):
-        rest = {n for n in rest if n not in blocks}
-        if entries is not None:
-            kept.append(({n for n in recomputed if n in blocks}, entries))
-    kept.append((rest, section.op_keep if by_op else ()))
+    kept: list[tuple[str, Container[int], Sequence[str]]] = []
+    for container in containers:
+        rest = recomputed = _blocks_with_gradient(model, container)
+        # Its numbers, and names of modules, are those of the model's own blocks.
+        lines = section.op_keep_by_block if container == "layers" else ()
+        for blocks, entries in map(parse_blocks, lines):
+            rest = {n for n in rest if n not in blocks}
+            if entries is not None:
+                kept.append((container, {n for n in recomputed if n in blocks}, entries))
+        kept.append((container, rest, op_keep))
 
     def recompute() -> None:
-        for blocks, keep in kept:
+        for container, blocks, keep in kept:
             apply_ac(
                 model,
+                container=container,
                 every=every,
                 blocks=blocks,
                 keep=keep,
-                keep_modules=section.op_keep_modules if by_op else (),
+                keep_modules=section.op_keep_modules if by_op and container == "layers" else (),
                 by_op=by_op,
                 preserve_rng_state=section.preserve_rng_state,
                 contexts=keep_routes,
@@ -186,6 +193,7 @@ def _recompute_and_compile(model: nn.Module, config: JobConfig) -> None:
     if compiled:
         apply_compile(
             model,
+            container=containers,
             backend=compile_section.backend,
             mode=compile_section.mode,
             memory_budget=section.memory_budget if section.mode == "memory_budget" else 1.0,
@@ -196,18 +204,40 @@ def _recompute_and_compile(model: nn.Module, config: JobConfig) -> None:
         recompute()
 
 
-def _blocks_with_gradient(model: nn.Module) -> set[int]:
+def containers_of(model: nn.Module) -> list[str]:
+    """Return the names of what holds blocks, each a ModuleDict `layers`: that of the model, and those of encoders in it."""
+    modules = model.named_modules()
+    found = [name for name, module in modules if isinstance(module, nn.ModuleDict)]
+    return [name for name in found if name.rpartition(".")[2] == "layers"]
+
+
+def _blocks_with_gradient(model: nn.Module, container: str) -> set[int]:
     """Return the numbers of the blocks, without the first ones if nothing up to them is trained: they keep nothing for a backward pass,
     and torch cannot compile them to be recomputed."""
-    names = [name for name, _ in model.named_children()]
-    before = [model.get_submodule(name) for name in names[: names.index("layers")]]
-    blocks = {int(name): block for name, block in model.get_submodule("layers").named_children()}
+    before = _before_blocks(model.get_submodule(container.rpartition(".")[0])).values()
+    blocks = {int(name): block for name, block in model.get_submodule(container).named_children()}
     is_trained = not before or any(p.requires_grad for m in before for p in m.parameters())
     found = set()
     for number, block in blocks.items():
         is_trained = is_trained or any(p.requires_grad for p in block.parameters())
         if is_trained:
             found.add(number)
+    return found
+
+
+def _before_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the children of a module that come before its `layers`, and so run before them."""
+    children = dict(model.named_children())
+    return {name: children[name] for name in [*children][: [*children].index("layers")]}
+
+
+def _encoders(model: nn.Module) -> list[nn.Module]:
+    """Return what runs before the blocks beside the embedding: each part, and then each of its own blocks."""
+    found = []
+    for name, part in _before_blocks(model).items():
+        if name != "tok_embeddings" and any(True for _ in part.parameters()):
+            blocks = [part.get_submodule(container).children() for container in containers_of(part)]
+            found += [part, *chain(*blocks)]
     return found
 
 
@@ -241,6 +271,7 @@ def _apply_data_parallel(
     ends = {"first": ["tok_embeddings"], "last": ["norm", "output"]}
     options = {
         "blocks": list(model.get_submodule("layers").children()),
+        "encoders": _encoders(model),
         **{end: [m for n in names if (m := getattr(model, n))] for end, names in ends.items()},
         "param_dtype": torch_dtype(training.compute_dtype) if casts else None,
         "reduce_dtype": torch_dtype(training.mixed_precision_reduce),

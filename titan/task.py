@@ -172,7 +172,7 @@ class NextToken(Task):
         tokenizer = f"{self.tokenizer.kind}, {self.tokenizer.vocab_size:,} tokens"
         return f"{describe_sources(self.config)}; tokenizer {tokenizer}"
 
-    def fake_batch(self) -> TensorBatch:
+    def fake_batch(self) -> Batch:
         training, data = self.config.training, self.config.data
 
         def numbers() -> Tensor:

@@ -33,6 +33,7 @@ from titan.config.model import family as import_family
 from titan.config.model import model_config
 from titan.config.schema import CompileSection, JobConfig
 from titan.loss import leave_output_to_loss
+from titan.optim.average import WeightAverage
 from titan.optim.balance import Balance
 from titan.optim.clipping import clip_gradients
 from titan.optim.early import EarlyStep
@@ -129,6 +130,7 @@ class TrainStep:
     compile_log: CompileLog | None
     float8: list[Conversion]
     balance: Balance
+    average: WeightAverage | None = None
     on_gradients: Callable[[], None] | None = None
     num_groups: int = 1
     sum_over_groups: Callable[[Sequence[Tensor]], None] = lambda _: None
@@ -160,7 +162,7 @@ class TrainStep:
             accept: gets the loss and the gradient norm and returns whether to update, the same on all ranks. It waits for
                 the device, so the host no longer runs ahead.
         """
-        self._compute_scales()
+        self.compute_scales()
         local = [self.to_local(batch) for batch in batches]
         num_valid = _sum(_count_valid(local), self.groups.tokens)
         self.sum_over_groups([num_valid])
@@ -197,12 +199,14 @@ class TrainStep:
                 self.optimizer.step()
             self.optimizer.zero_grad()
         self.balance.finish(accepted=accepted)
+        if self.average is not None and accepted:
+            self.average.update(step)
         return StepReport(loss, grad_norm, num_valid, local_losses)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Any]) -> tuple[Tensor, Tensor]:
         """Return the summed loss in nats and the number of valid tokens over all ranks' batches, as device scalars."""
-        self._compute_scales()
+        self.compute_scales()
         # Dropout and the like are off while evaluating.
         for part in self.model_parts:
             part.eval()
@@ -231,7 +235,7 @@ class TrainStep:
 
         return self.task.microbatch(batch.map(part))
 
-    def _compute_scales(self) -> None:
+    def compute_scales(self) -> None:
         if self.precompute_scales:
             for part in self.model_parts:
                 precompute_scales(part)
@@ -371,6 +375,7 @@ def build_train_step(
         async_tp=async_tp,
         compile_log=_compile_log(config.compile, num_blocks),
         float8=float8,
+        average=WeightAverage(model_parts, config.average) if config.average.enable else None,
         balance=Balance.of({n: m for part in model_parts for n, m in moes_of(part).items()}, mesh),
     )
 

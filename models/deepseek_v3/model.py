@@ -12,6 +12,7 @@ E = all heads' channels
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +27,16 @@ _LATENT_EPS = 1e-6
 _FAST_TURNS, _SLOW_TURNS = 32, 1
 
 
-def yarn_frequencies(config: DeepSeekConfig, device: torch.device) -> Tensor:
-    """Return the rotation per position of each pair of channels, (R/2,) fp32, in radians (YaRN, arXiv:2309.00071)."""
-    size, theta = config.qk_rope_head_dim, config.rope_theta
+def yarn_frequencies(
+    config: Any, size: int, device: torch.device, *, truncate: bool = True
+) -> Tensor:
+    """Return the rotation per position of each pair of channels, (R/2,) fp32, in radians (YaRN, arXiv:2309.00071).
+
+    Args:
+        config: a family's sizes, with rope_theta, rope_factor and original_context. size: channels of a head that rotate.
+        truncate: round the first and the last stretched pair outwards to whole pairs.
+    """
+    theta = config.rope_theta
     frequencies = rope_frequencies(size, theta, None, device)
     if not config.rope_factor:
         return frequencies
@@ -38,8 +46,10 @@ def yarn_frequencies(config: DeepSeekConfig, device: torch.device) -> Tensor:
         return size * math.log(ratio) / (2 * math.log(theta))
 
     # Between these pairs of channels frequencies go from unchanged to divided by the factor.
-    first = max(math.floor(pair_that_turns(_FAST_TURNS)), 0)
-    last = min(math.ceil(pair_that_turns(_SLOW_TURNS)), size - 1)
+    first, last = pair_that_turns(_FAST_TURNS), pair_that_turns(_SLOW_TURNS)
+    if truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, size - 1)
     pairs = torch.arange(size // 2, dtype=torch.float32, device=device)
     # 0 for fast pairs, 1 for slow ones. The tiny number avoids a division by zero.
     stretch = ((pairs - first) / max(last - first, 1e-3)).clamp(0, 1)
@@ -111,4 +121,4 @@ class DeepSeek(Llama):
         super().__init__(config, attention=LatentAttention)
 
     def frequencies(self, device: torch.device) -> Tensor:
-        return yarn_frequencies(self.config, device)
+        return yarn_frequencies(self.config, self.config.qk_rope_head_dim, device)

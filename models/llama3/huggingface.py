@@ -51,6 +51,7 @@ FIELDS: tuple[Field, ...] = (
     ("tied_embeddings", "tie_word_embeddings", False),
 )
 # What transformers can do and this model cannot: the only value of each that is this model.
+FP8: tuple[str, Any] = ("fp8", [128, 128])
 _ONLY: dict[str, Any] = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -101,7 +102,7 @@ def header(architectures: Mapping[str, str], name: str) -> dict[str, Any]:
     return {"architectures": [name], "model_type": architectures[name]}
 
 
-def fields_of(config: LlamaConfig, fields: Iterable[Field]) -> dict[str, Any]:
+def fields_of(config: Any, fields: Iterable[Field]) -> dict[str, Any]:
     """Return the values of fields under transformers' names."""
     return {theirs: getattr(config, ours) for ours, theirs, _ in fields}
 
@@ -120,14 +121,16 @@ def read_sizes(
     head_dim: Any,
     fields: Iterable[Field] = (),
     only: Mapping[str, Any] = {},
+    quantized: tuple[str, Any] = FP8,
 ) -> _Config:
     """Return a family's config dataclass from config.json.
 
     Args:
         n_kv_heads, head_dim: what transformers takes by default.
         fields: those of the family, and `only`: its settings with one value that this model has.
+        quantized: see `require`.
     """
-    require(hf, only)
+    require(hf, only, quantized=quantized)
     rope = rope_of(hf)
     fields = (
         *FIELDS,
@@ -142,17 +145,22 @@ def read_sizes(
     return kind(**sizes, rope_factor=_rope_factor(rope))
 
 
-def require(hf: dict[str, Any], only: Mapping[str, Any]) -> None:
-    """Raise ValueError for a setting that titan's model does not have."""
+def require(
+    hf: dict[str, Any], only: Mapping[str, Any], *, quantized: tuple[str, Any] = FP8
+) -> None:
+    """Raise ValueError for a setting that titan's model does not have.
+
+    quantized: the quant_method and weight_block_size of the one form that published weights of the family have.
+    """
     for key, value in {**_ONLY, **only}.items():
         if hf.get(key, value) != value:
             raise ValueError(f"{key} is {hf[key]!r}; titan's model has {value!r} and nothing else")
-    quantized = hf.get("quantization_config")
-    form = quantized and (quantized.get("quant_method"), quantized.get("weight_block_size"))
-    if form and form != ("fp8", [128, 128]):
-        raise ValueError(
-            f"quantization_config is {quantized}; titan reads fp8 in blocks of 128 x 128 and no other"
+    found = hf.get("quantization_config")
+    if found and (found.get("quant_method"), found.get("weight_block_size")) != quantized:
+        form = (
+            "fp8 in blocks of 128 x 128" if quantized == FP8 else f"{quantized[0]} in this family"
         )
+        raise ValueError(f"quantization_config is {found}; titan reads {form} and no other")
 
 
 def rope_of(hf: dict[str, Any]) -> dict[str, Any]:

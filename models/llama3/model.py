@@ -157,12 +157,18 @@ class Llama(nn.Module):
 
     rotations: Tensor | None
 
-    def __init__(self, config: LlamaConfig, *, attention: type[nn.Module] = Attention) -> None:
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        attention: type[nn.Module] = Attention,
+        block: type[Block] = Block,
+    ) -> None:
         super().__init__()
         self.config = config
         self.tok_embeddings: nn.Module | None = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict(
-            {str(i): Block(config, i, attention=attention) for i in range(config.n_layers)}
+            {str(i): block(config, i, attention=attention) for i in range(config.n_layers)}
         )
         self.norm: nn.Module | None = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output: nn.Module | None = nn.Linear(config.dim, config.vocab_size, bias=False)
@@ -184,12 +190,23 @@ class Llama(nn.Module):
         document_ids_BS: int64, see InnerAttention; None: one document.
         """
         cos_sin = self._cos_sin(positions_BS, tokens_BS.shape[1], tokens_BS.device)
-        x_BSD = tokens_BS if self.tok_embeddings is None else self.tok_embeddings(tokens_BS)
+        x_BSD = tokens_BS if self.tok_embeddings is None else self.embed(tokens_BS)
+        return self.decode(x_BSD, cos_sin, document_ids_BS)
+
+    def decode(
+        self, x_BSD: Tensor, cos_sin: tuple[Tensor, Tensor], document_ids_BS: Tensor | None
+    ) -> Tensor:
+        """Return the logits of embedded tokens. cos_sin: of their positions, for all blocks."""
         for block in self.layers.values():
             x_BSD = block(x_BSD, cos_sin, document_ids_BS)
         if self.norm is not None:
             x_BSD = self.norm(x_BSD)
         return x_BSD if self.output is None else self.output(x_BSD)
+
+    def embed(self, tokens_BS: Tensor) -> Tensor:
+        """Return the embeddings of tokens, (B, S, D). Not called on a stage without them."""
+        assert self.tok_embeddings is not None
+        return self.tok_embeddings(tokens_BS)
 
     def reserve_positions(self, length: int) -> None:
         """Keep the rotations of positions below `length`, so that forward passes compute none. Also on meta."""

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from ..llama3.config import LlamaConfig
 from ..llama3.model import Attention as LlamaAttention
-from .config import Qwen3Config
 
 
 class Attention(LlamaAttention):
     """Add RMSNorm over each head's queries and keys to Llama's attention (arXiv:2505.09388, section 2)."""
 
-    def __init__(self, config: Qwen3Config) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)

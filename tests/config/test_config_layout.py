@@ -29,7 +29,12 @@ FITTING = {
     "deepseek_v3_16b": 8,
     "mixtral_8x7b": 16,
     "olmoe_1b_7b": 8,
+    "gpt_oss_20b": 8,
+    "gpt_oss_120b": 64,
     "starter": 2,
+    "diffusion_demo": 1,
+    "flux_12b": 8,
+    "vision_language_demo": 2,
 }
 
 

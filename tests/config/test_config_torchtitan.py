@@ -456,6 +456,19 @@ def test_deepseek_files_load_as_written(flavor: str, ep: int, tmp_path: Path) ->
     assert "model.overrides.rope_factor" in found and "model.flavor" not in found
 
 
+@pytest.mark.parametrize(("flavor", "ep"), [("debugmodel", 1), ("20b", 8), ("120b", 8)])
+def test_gpt_oss_files_load_as_written(flavor: str, ep: int, tmp_path: Path) -> None:
+    text = DEEPSEEK.replace("deepseek_v3", "gpt_oss").replace("4096", "2048")
+    config = load_text(text.replace("FLAVOR", flavor).replace("EP", str(ep)), tmp_path)
+    assert config.source_map.warnings == []
+    assert [p.key for p in [*check(config), *check_layout(config, world_size=64)]] == []
+    balance = [
+        f"model.overrides.load_balance_coeff: 0.0; {flavor} has 0.001 there",
+        f"model.overrides.global_balance_coeff: 0.001; {flavor} has 0.0 there",
+    ]
+    assert differences(config) == [*(balance if flavor != "debugmodel" else []), NORMS]
+
+
 def test_how_experts_are_balanced_there(tmp_path: Path) -> None:
     text = DEEPSEEK.replace("FLAVOR", "16B").replace("EP", "1").replace("4096", "8192")
     assert differences(load_text(text, tmp_path)) == [

@@ -116,7 +116,7 @@ def test_a_batch_has_masks_of_its_samples(installed: Path) -> None:
     # Padding, -1 in a row, is never masked.
     rows = np.full((1, 65), -1)
     rows[0, :10] = 65
-    padded = task.collate(task.samples("train", rank=0, world=1))(rows, first_sample=0)
+    padded: Any = task.collate(task.samples("train", rank=0, world=1))(rows, first_sample=0)
     assert (padded.labels_BS[0, 10:] == IGNORED).all() and (padded.labels_BS[0, :10] == 65).any()
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.trainers import Trainer
 from titan.config.schema import JobConfig
-from titan.data.loader import Batch
+from titan.data.packing import Batch
 from titan.parallel import build_mesh
 from titan.train_step import build_train_step
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from tests.support.jobs import ROOT, job
 from tests.support.metrics import read_json_lines
 from tests.support.trainers import Trainer
-from titan.data.loader import Batch
+from titan.data.packing import Batch
 from titan.models.moe import grouped_products, looped_products
 from titan.parallel import block_attention, build_mesh, ring
 from titan.parallel.block_attention import Sight

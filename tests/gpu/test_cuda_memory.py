@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from titan.config.schema import JobConfig
-from titan.data.loader import Batch
+from titan.data.packing import Batch
 from titan.parallel import build_mesh
 from titan.train_step import build_train_step
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan.config.schema import AdamW8bitSection, AdamWSection, JobConfig, MuonSection
-from titan.data.loader import Batch
+from titan.data.packing import Batch
 from titan.optim.optimizers import build_optimizer
 from titan.parallel import build_mesh
 from titan.train_step import build_train_step

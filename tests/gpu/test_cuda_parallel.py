@@ -13,6 +13,7 @@ from titan.loss import Kernels, cross_entropy_sum
 from titan.models.attention import InnerAttention
 from titan.models.llama3 import FLAVORS, build_model
 from titan.parallel import Pipeline, build_mesh, extract_stages, initialize, split_stages
+from titan.parallel.block_attention import Sight
 from titan.parallel.documents import MaskForm, document_ends, mask_of
 from titan.parallel.products import linear_in_fp32
 
@@ -99,7 +100,13 @@ def test_attention_kernels_equal_the_cpu(backend: SDPBackend, kv_heads: int) -> 
 
 @pytest.mark.parametrize("form", ["varlen", "flex"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_document_masks_equal_a_dense_one(form: MaskForm, compiled: bool) -> None:
+@pytest.mark.parametrize(
+    ("sight", "has_sinks"),
+    [(Sight(), False), (Sight(), True), (Sight(window=50), True), (Sight(causal=False), False)],
+)
+def test_document_masks_equal_a_dense_one(
+    sight: Sight, has_sinks: bool, form: MaskForm, compiled: bool
+) -> None:
     """Output and gradients in bf16 against a dense mask in fp32; documents of 1 to 700 tokens, and one of a whole row."""
     generator = torch.Generator().manual_seed(0)
     starts = torch.rand(2, 1000, generator=generator) < 0.005
@@ -107,19 +114,37 @@ def test_document_masks_equal_a_dense_one(form: MaskForm, compiled: bool) -> Non
     ids = starts.cumsum(1)
     assert ids.max() > 2
     shapes = ((2, 8, 1000, 64), (2, 2, 1000, 64), (2, 2, 1000, 64))
+    shapes = (*shapes, (8,)) if has_sinks else shapes
     inputs = [torch.randn(shape, generator=generator, dtype=torch.bfloat16) for shape in shapes]
     expected = [x.float().requires_grad_() for x in inputs]
-    out = InnerAttention()(*expected, ids)
+    attention = InnerAttention(window=sight.window, causal=sight.causal)
+    out = attention(*expected[:3], ids, *expected[3:])
     out.square().mean().backward()
     found = [x.cuda().requires_grad_() for x in inputs]
-    mask = mask_of(ids.cuda(), form=form, ends_BN=document_ends(ids).cuda())
-    attention = InnerAttention()
-    found_out = (torch.compile(attention) if compiled else attention)(*found, mask)
+    mask = mask_of(ids.cuda(), form=form, ends_BN=document_ends(ids).cuda(), sights=(sight,))
+    found_out = (torch.compile(attention) if compiled else attention)(*found[:3], mask, *found[3:])
     found_out.float().square().mean().backward()
     for a, b in zip(
         [out, *(x.grad for x in expected)], [found_out, *(x.grad for x in found)], strict=True
     ):
         assert a is not None and b is not None
+        assert (a - b.cpu().float()).abs().max() <= 0.02 * a.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("window", "has_sinks"), [(50, False), (50, True), (0, True)])
+def test_windows_and_sinks_equal_the_cpu(window: int, has_sinks: bool, dtype: torch.dtype) -> None:
+    """Without documents: FlashAttention in 16 bits, FlexAttention or the memory-efficient kernel in 32."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 8, 1000, 64), (2, 2, 1000, 64), (2, 2, 1000, 64), (8,))[: 3 + has_sinks]
+    inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    results = []
+    for device, precision in (("cpu", torch.float32), ("cuda", dtype)):
+        leaves = [x.to(device, precision).requires_grad_() for x in inputs]
+        out = InnerAttention(window=window)(*leaves[:3], None, *leaves[3:])
+        out.float().square().mean().backward()
+        results.append([out, *(x.grad for x in leaves)])
+    for a, b in zip(*results, strict=True):
         assert (a - b.cpu().float()).abs().max() <= 0.02 * a.abs().max()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from titan.config.model import family, resolve_model
 from titan.config.schema import ModelSection
 from titan.models.deepseek_v3 import FLAVORS as DEEPSEEK
-from titan.models.deepseek_v3.model import yarn_frequencies
+from titan.models.gpt_oss import FLAVORS as GPT_OSS
 
 # All parameters, those that a token meets, and those of experts: transformers' models on meta, DeepSeek-V3 without its layer
 # for predicting further tokens.
@@ -25,6 +26,9 @@ COUNTS = {
     ("mixtral", "8x7B"): (46_702_792_704, 12_879_925_248, 45_097_156_608),
     ("mixtral", "8x22B"): (140_620_634_112, 39_152_031_744, 135_291_469_824),
     ("olmoe", "1B-7B"): (6_919_161_856, 1_282_017_280, 6_442_450_944),
+    ("gpt_oss", "debugmodel"): (183_397_920, 147_912_224, 70_971_392),
+    ("gpt_oss", "20b"): (20_914_757_184, 4_187_440_704, 19_116_933_120),
+    ("gpt_oss", "120b"): (116_829_156_672, 5_711_982_912, 114_701_598_720),
 }
 
 
@@ -53,24 +57,47 @@ def test_flops_of_latent_attention() -> None:
     assert config.flops_per_token(4096) == 6 * products + attention
 
 
-@pytest.mark.parametrize("flavor", ["tiny", "16B", "671B"])
-def test_yarn_is_that_of_transformers(flavor: str) -> None:
+def test_flops_of_windows_and_without_biases() -> None:
+    """Half of the 24 layers of 64 heads of 64 see 128 keys. What is in no product: norms, biases and sinks."""
+    config = GPT_OSS["20b"]
+    attention = 12 * 12 * 64 * 64 * (4096 + 128)
+    q_k_v_o = 2880 * (64 + 8 + 8) * 64 + 64 * 64 * 2880
+    products = 24 * (q_k_v_o + 2880 * 32 + 4 * 3 * 2880 * 2880) + 201_088 * 2880
+    assert config.flops_per_token(4096) == 6 * products + attention
+
+
+def frequencies(name: str, config: Any) -> torch.Tensor:
+    with torch.device("meta"):
+        model = family(name).build_model(config)
+    return model.frequencies(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("name", "flavor"),
+    [*(("deepseek_v3", flavor) for flavor in ("tiny", "16B", "671B")), ("gpt_oss", "20b")],
+)
+def test_yarn_is_that_of_transformers(name: str, flavor: str) -> None:
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    config = DEEPSEEK[flavor]
-    mscale = {"mscale": config.rope_mscale, "mscale_all_dim": config.rope_mscale}
-    rope = {"rope_type": "yarn", "rope_theta": config.rope_theta, "factor": 40.0, **mscale}
-    theirs = transformers.DeepseekV3Config(
-        qk_rope_head_dim=config.qk_rope_head_dim,
-        max_position_embeddings=163_840,
-        rope_parameters=rope | {"original_max_position_embeddings": 4096},
-    )
+    config: Any = family(name).FLAVORS[flavor]
+    if name == "gpt_oss":
+        theirs, scale = transformers.GptOssConfig(), config.softmax_scale * config.head_dim**0.5
+    else:
+        mscale = {"mscale": config.rope_mscale, "mscale_all_dim": config.rope_mscale}
+        rope = {"rope_type": "yarn", "rope_theta": config.rope_theta, "factor": 40.0, **mscale}
+        theirs = transformers.DeepseekV3Config(
+            qk_rope_head_dim=config.qk_rope_head_dim,
+            max_position_embeddings=163_840,
+            rope_parameters=rope | {"original_max_position_embeddings": 4096},
+        )
+        scale = 1.0
     expected, factor = ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
-    torch.testing.assert_close(yarn_frequencies(config, torch.device("cpu")), expected)
-    assert factor == 1.0
-    plain = yarn_frequencies(dataclasses.replace(config, rope_factor=0.0), torch.device("cpu"))
-    assert (plain >= expected).all() and (plain > expected * 39).any()
+    torch.testing.assert_close(frequencies(name, config), expected)
+    # Queries and keys are both multiplied by it there.
+    assert factor**2 == pytest.approx(scale)
+    plain = frequencies(name, dataclasses.replace(config, rope_factor=0.0))
+    assert (plain >= expected).all() and (plain > expected * config.rope_factor * 0.97).any()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from titan.config.schema import AdamWSection, MuonSection
 from titan.models.moe import Experts, MoE, grouped_products, looped_products
 from titan.models.moe_config import MoEConfig
 from titan.optim.balance import Balance, move_biases
+from titan.optim.optimizers import build_optimizer
 from titan.parallel.grouped_float8 import apply_grouped_float8
 from titan.parallel.init_weights import initialize
 
@@ -133,15 +136,20 @@ def test_groups_limit_where_a_token_goes() -> None:
 # ---- experts -----------------------------------------------------------------------------------
 
 
+GPT_OSS: dict[str, Any] = {"moe_biases": True, "swiglu_limit": 0.5}
+PUBLISHED = {**GPT_OSS, "swiglu_limit": 7.0}
+
+
 def products(
-    function: Callable[..., Tensor], counts: list[int], dtype: torch.dtype
+    function: Callable[..., Tensor], counts: list[int], dtype: torch.dtype, **changes: Any
 ) -> list[Tensor]:
-    experts = Experts(config())
+    experts = Experts(config(**changes))
     initialize(experts, seed=1, std_of=lambda name: 0.2)
     experts.to(dtype)
     rows = torch.randn(sum(counts), D, generator=torch.Generator().manual_seed(2)).to(dtype)
     rows.requires_grad_()
-    out = function(rows, torch.tensor(counts), experts.w1, experts.w2, experts.w3)
+    weights = (getattr(experts, name) for name in experts.names)
+    out = function(rows, torch.tensor(counts), *weights, limit=experts.limit)
     (out * torch.linspace(-1, 1, D, dtype=dtype)).sum().backward()
     gradients = [parameter.grad for parameter in (rows, *experts.parameters())]
     assert all(gradient is not None for gradient in gradients)
@@ -158,11 +166,59 @@ def test_grouped_products_are_those_of_the_loop(counts: list[int]) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("counts", [[3, 9, 1, 0, 4, 16, 2, 5], [0, 0, 40, 0, 0, 0, 0, 0]])
+def test_biases_and_limit_are_those_of_the_formula(counts: list[int]) -> None:
+    """gpt-oss's experts, one row at a time, in fp64. Both the loop and the grouped kernel's function."""
+
+    def looped_mm(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        sizes = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
+        return torch.cat([x @ w for x, w in zip(rows.split(sizes), weights, strict=True)])
+
+    def formula(rows: Tensor, counts: Tensor, *weights: Tensor, limit: float) -> Tensor:
+        owners, outs = torch.arange(E).repeat_interleave(counts).tolist(), []
+        for x, e in zip(rows, owners, strict=True):
+            w1, w2, w3, b1, b2, b3 = (weight[e] for weight in weights)
+            gate, up = torch.minimum(w1 @ x + b1, torch.tensor(limit)), w3 @ x + b3
+            hidden = gate / (1 + (-1.702 * gate).exp()) * (1 + up.clip(-limit, limit))
+            outs.append(w2 @ hidden + b2)
+        return torch.stack(outs)
+
+    expected = products(formula, counts, torch.float64, **GPT_OSS)
+    for function in (looped_products, partial(grouped_products, product=looped_mm)):
+        for a, b in zip(
+            products(function, counts, torch.float64, **GPT_OSS), expected, strict=True
+        ):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    # In bf16, at the published limit: rounding takes no number to its other side.
+    expected = products(formula, counts, torch.float64, **PUBLISHED)
+    grouped = products(grouped_products, counts, torch.bfloat16, **PUBLISHED)
+    for a, b in zip(grouped, expected, strict=True):
+        assert ((a - b).norm() / b.norm()).item() < 0.02
+
+
+def test_biases_of_experts_are_vectors_to_an_optimizer() -> None:
+    """Neither decayed, nor orthogonalized by Muon as a matrix with a row for each expert."""
+    named = {f"layers.0.{name}": p for name, p in build(**GPT_OSS).named_parameters()}
+    vectors = {name for name in named if name.endswith("bias")}
+    assert len(vectors) == 4 and {named[name].ndim for name in vectors} == {1, 2}
+    for section in (AdamWSection(weight_decay=0.5), MuonSection(weight_decay=0.5)):
+        optimizer: Any = build_optimizer(section, named.items())
+        ids = {id(p): name for name, p in named.items()}
+        decayed = {
+            ids[id(p)]: group["weight_decay"] > 0
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
+        assert {name for name in decayed if not decayed[name]} == vectors
+    assert {ids[id(p)] for p in optimizer.param_groups[0]["params"]} == {*named} - vectors
+
+
+@pytest.mark.parametrize("changes", [{}, PUBLISHED], ids=["SwiGLU", "gpt-oss"])
 @pytest.mark.parametrize("recipe", ["float8", "mxfp8"])
-def test_products_in_eight_bits_are_near(recipe: str) -> None:
+def test_products_in_eight_bits_are_near(recipe: str, changes: dict[str, Any]) -> None:
     results = []
     for convert in (False, True):
-        moe, x = build(expert_dim=64), tokens().requires_grad_()
+        moe, x = build(expert_dim=64, **changes), tokens().requires_grad_()
         if convert:
             model = torch.nn.ModuleDict({"moe": moe})
             names = apply_grouped_float8(model, recipe=recipe, fqns=["experts"], emulate=True)

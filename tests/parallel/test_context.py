@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.support.attention import plain_formula
 from titan.parallel import block_attention, ring
 from titan.parallel.activation import apply_ac
+from titan.parallel.block_attention import CAUSAL, Sight
 from titan.parallel.context import apply_cp, check_divides, shard_sequence, unshard_sequence
 from titan.parallel.kept_operations import DEFAULT_KEEP
 from titan.parallel.ring import SequencePart, visible
@@ -24,14 +26,23 @@ METHODS = ("ring", "allgather", "ulysses")
 
 
 class PlainAttention(nn.Module):
-    """What a model of somebody else's may call: causal, grouped heads, documents."""
+    """What a model of somebody else's may call: causal or as `sight` says, grouped heads, documents, sinks."""
 
     is_causal_softmax = True
     scale: float | None = None
+    sight = CAUSAL
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        document_ids: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
+        if self.sight != CAUSAL or sinks is not None:
+            options = {"ids": document_ids, "sinks": sinks, "scale": self.scale}
+            return plain_formula(q, k, v, sight=self.sight, **options)
         mask = None
         if document_ids is not None:
             mask = (document_ids[:, :, None] == document_ids[:, None, :]).tril()[:, None]
@@ -43,18 +54,20 @@ class PlainAttention(nn.Module):
 class Net(nn.Module):
     """Holds the attention two levels deep, twice."""
 
-    def __init__(self, scale: float | None = None) -> None:
+    def __init__(self, scale: float | None = None, sight: Sight = CAUSAL) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([nn.Sequential(), nn.Sequential()])
         for block in self.blocks:
             attention = PlainAttention()
-            attention.scale = scale
+            attention.scale, attention.sight = scale, sight
             block.add_module("attention", attention)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor, ids: Tensor | None = None
+    ) -> Tensor:
         first, second = (block.get_submodule("attention") for block in self.blocks)
         size = q.shape[-1]
-        out = second(_wide(first(q, k, v, ids), size), k, v, ids)
+        out = second(_wide(first(q, k, v, ids, *sinks), size), k, v, ids, *sinks)
         return q + _wide(out, size)
 
 
@@ -78,30 +91,36 @@ def _inputs(
 
 def _gradients(net: Net, qkv: list[Tensor], grad: Tensor, ids: Tensor | None) -> list[Tensor]:
     leaves = [x.clone().requires_grad_() for x in qkv]
-    out = net(*leaves, ids)
+    out = net(*leaves, ids=ids)
     # Not contiguous, as a model's transpose makes it.
     out.backward(grad.transpose(1, 2).contiguous().transpose(1, 2))
     return [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
 
 
 def _largest_error(case: dict[str, Any], documents: bool = False) -> float:
-    """Of output, dq, dk and dv of the part here, through two layers, against the whole on one process."""
+    """Of output, dq, dk and dv of the part here, and of sinks' gradient, through two layers, against the whole on one process."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("cp",))
     case = dict(case)
     method, balanced = case.pop("method"), case.pop("balanced")
-    scale = case.pop("scale", None)
+    scale, sight = case.pop("scale", None), case.pop("sight", CAUSAL)
+    sinks = [torch.linspace(-1, 2, case["heads"], dtype=case["dtype"])] * case.pop("sinks", False)
     qkv, grad, ids = _inputs(**case)
     split = {"rank": mesh.get_local_rank(), "size": mesh.size(), "balanced": balanced}
-    expected = _gradients(Net(scale), qkv, grad, ids if documents else None)
-    net = Net(scale)
+    expected = _gradients(Net(scale, sight), [*qkv, *sinks], grad, ids if documents else None)
+    net = Net(scale, sight)
     apply_cp(net, mesh=mesh, attention_type=PlainAttention, method=method, balanced=balanced)
     local_ids = shard_sequence(ids, dim=1, **split) if documents else None
     local_qkv = [shard_sequence(x, dim=2, **split) for x in qkv]
-    actual = _gradients(net, local_qkv, shard_sequence(grad, dim=2, **split), local_ids)
-    assert len(actual) == len(expected) == 4
+    local_grad = shard_sequence(grad, dim=2, **split)
+    actual = _gradients(net, [*local_qkv, *sinks], local_grad, local_ids)
+    assert len(actual) == len(expected) == 4 + len(sinks)
     errors = []
     for mine, whole in zip(actual, expected, strict=True):
-        theirs = shard_sequence(whole, dim=2, **split)
+        if whole.ndim == 1:  # of sinks: each rank has a part of the sum
+            torch.distributed.all_reduce(mine)
+            theirs = whole
+        else:
+            theirs = shard_sequence(whole, dim=2, **split)
         assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
         errors.append(((mine - theirs).abs().max() / whole.abs().max()).item())
     return max(errors)
@@ -164,6 +183,28 @@ def test_scale_and_values_of_another_size(pool, documents: bool) -> None:
         assert max(errors) < 1e-14
 
 
+SIGHTS = (Sight(window=2), Sight(window=7), Sight(window=50), Sight(causal=False))
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("world", [2, 3])
+def test_windows_sinks_and_all_keys(pool, world: int, documents: bool) -> None:
+    """Windows within a chunk, over several, and longer than the sequence: chunks have 5 to 36 keys."""
+    cases = [
+        case | {"sight": sight, "sinks": sinks, "scale": 0.4}
+        for case in _cases(world, torch.float64)
+        for sight, sinks in (
+            *((sight, False) for sight in SIGHTS),
+            (CAUSAL, True),
+            (SIGHTS[1], True),
+        )
+        if case["groups"] == 2 and case["length"] != 2 * world
+    ]
+    for errors in pool.run(world, _largest_errors, cases, documents):
+        for case, error in zip(cases, errors, strict=True):
+            assert error < 1e-14, (case, error)
+
+
 def test_rounding_in_bfloat16(pool) -> None:
     _check(pool, 4, torch.bfloat16, 2e-2, documents=False)
 
@@ -172,9 +213,15 @@ def _compiled_errors(method: Any) -> list[float]:
     """Forward and backward of one compiled graph, without a break, against the same uncompiled."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     errors = []
-    for dtype in (torch.float32, torch.bfloat16):
+    sinks = [torch.linspace(-1, 2, 4)]
+    for dtype, sight, more in (
+        (torch.float32, CAUSAL, []),
+        (torch.float32, Sight(window=3), sinks),
+        (torch.bfloat16, CAUSAL, []),
+    ):
         qkv, grad, _ = _inputs(length=8, heads=4, groups=2, dtype=dtype)
-        net = Net()
+        qkv = [*qkv, *more]
+        net = Net(sight=sight)
         apply_cp(net, mesh=mesh, attention_type=PlainAttention, method=method)
         expected = _gradients(net, qkv, grad, None)
         net.compile(backend="aot_eager", fullgraph=True)
@@ -187,8 +234,8 @@ def _compiled_errors(method: Any) -> list[float]:
 @pytest.mark.parametrize("method", METHODS)
 def test_compiles_without_a_graph_break(pool, method: str) -> None:
     """torch 2.11 gave wrong gradients here, without a word, until the output became a copy of its own."""
-    for float32, bfloat16 in pool.run(2, _compiled_errors, method):
-        assert float32 < 2e-6 and bfloat16 < 2e-2
+    for *float32, bfloat16 in pool.run(2, _compiled_errors, method):
+        assert max(float32) < 2e-6 and bfloat16 < 2e-2
 
 
 class Block(nn.Module):
@@ -339,23 +386,34 @@ def test_a_part_is_a_head_and_a_tail() -> None:
     assert shard_sequence(positions, **split, balanced=False).tolist() == [4, 5, 6, 7]
 
 
+@pytest.mark.parametrize("window", [0, 1, 3, 5, 30])
 @pytest.mark.parametrize("balanced", [True, False])
-def test_blocks_are_the_causal_mask(balanced: bool) -> None:
-    """Block for block the mask of the whole sequence; balanced, every rank computes as much as any other."""
-    size, length = 4, 6
+def test_blocks_are_the_causal_mask(balanced: bool, window: int) -> None:
+    """Block for block the mask of the whole sequence; balanced, every rank computes as much as any other.
+
+    With a window, blocks have neither a query that sees nothing nor a key that nobody sees.
+    """
+    size, length, sight = 4, 6, Sight(window=window)
     order = unshard_sequence(torch.arange(24), dim=0, size=size, balanced=balanced).argsort()
-    causal = order[:, None] >= order  # rows and columns as ranks hold them
+    mask = sight.sees(order[:, None], order)  # rows and columns as ranks hold them
     work = []
     for rank in range(size):
         seen = torch.zeros(length, size * length, dtype=torch.bool)
+        part = SequencePart("", rank, size, balanced)
         for source in range(size):
-            part = SequencePart("", rank, size, balanced)
-            for block in visible(range(source, source + 1), part=part, length=length):
-                tile = seen[:, source * length : (source + 1) * length][block.queries, block.keys]
-                tile |= torch.ones_like(tile).tril() if block.causal else True
-        assert torch.equal(seen, causal[rank * length : (rank + 1) * length])
+            sources, tiles = range(source, source + 1), seen.split(length, dim=1)
+            for block in visible(sources, part=part, length=length, sight=sight):
+                tile = tiles[source][block.queries, block.keys]
+                how = ring._seen(block, sources, None, part, sight, tile.device)
+                queries, keys = (torch.arange(n) for n in tile.shape)
+                of_block = how["sight"].sees(queries[:, None], keys)
+                of_block = of_block if how["mask_BST"] is None else how["mask_BST"][0]
+                assert of_block.any(0).all() and of_block.any(1).all()
+                tile |= of_block
+        assert torch.equal(seen, mask[rank * length : (rank + 1) * length])
         work.append(int(seen.sum()))
-    assert work == ([75] * 4 if balanced else [21, 57, 93, 129])
+    if not window:
+        assert work == ([75] * 4 if balanced else [21, 57, 93, 129])
 
 
 def test_lengths_that_do_not_divide() -> None:
@@ -408,7 +466,7 @@ def _refusals() -> list[str]:
         qkv[2] = _wide(qkv[2], value_size)
         with pytest.raises(ValueError) as error:
             apply_cp(net, mesh=mesh, attention_type=attention_type, method=method)
-            net(*qkv, ids)
+            net(*qkv, ids=ids)
         messages.append(str(error.value))
 
     refuse("ulysses", PlainAttention, 3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from itertools import pairwise
 from typing import Any, Literal
 
 import pytest
@@ -13,8 +12,8 @@ from torch import Tensor
 
 from titan.models.attention import InnerAttention
 from titan.models.llama3 import FLAVORS, build_model
-from titan.parallel import block_attention, documents, initialize
-from titan.parallel.block_attention import CAUSAL, Sight
+from titan.parallel import block_attention, initialize
+from titan.parallel.block_attention import CAUSAL
 from titan.parallel.compile import apply_compile
 from titan.parallel.documents import choose_form, document_ends, mask_of, share_document_mask
 from titan.untrusted import InputError
@@ -33,46 +32,6 @@ def heads(v_size: int = 16) -> list[Tensor]:
     generator = torch.Generator().manual_seed(2)
     shapes = ((BATCH, 4, LENGTH, 16), (BATCH, 2, LENGTH, 16), (BATCH, 2, LENGTH, v_size))
     return [torch.randn(s, generator=generator).requires_grad_() for s in shapes]
-
-
-def by_sequence(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    ends: Tensor,
-    length: int,
-    sight: Sight,
-    scale: float | None,
-) -> Tensor:
-    """Compute what FlashAttention computes of packed sequences, on a CPU."""
-    assert max(b - a for a, b in pairwise(ends.tolist())) <= length
-    outs = []
-    for a, b in pairwise(ends.tolist()):
-        one_q, one_k, one_v = (x[a:b].transpose(0, 1)[None] for x in (q, k, v))
-        at = torch.arange(b - a)
-        mask = sight.sees(at[:, None] - at)
-        out = F.scaled_dot_product_attention(
-            one_q, one_k, one_v, mask, scale=scale, enable_gqa=True
-        )
-        outs.append(out[0].transpose(0, 1))
-    return torch.cat(outs)
-
-
-@pytest.mark.parametrize("v_size", [16, 8])
-@pytest.mark.parametrize("scale", [None, 0.3])
-def test_documents_as_sequences_equal_a_dense_mask(
-    v_size: int, scale: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(documents, "varlen_attention", by_sequence)
-    ids = document_ids()
-    results = []
-    for mask in (mask_of(ids), mask_of(ids, form="varlen", ends_BN=document_ends(ids))):
-        inputs = heads(v_size)
-        out = mask.attend(*inputs, scale=scale)
-        out.square().sum().backward()
-        results.append([out, *(x.grad for x in inputs)])
-    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

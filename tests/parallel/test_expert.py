@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.jobs import SMALL, job, with_changes
 from tests.support.ranks import Pool
 from tests.support.trainers import PoolTrainer
+from titan.checkpoint.manager import optimizer_state
 from titan.config.schema import JobConfig
 from titan.parallel import apply_ep, build_mesh, build_sparse_mesh
 from titan.parallel.expert import RoundRobin
@@ -150,13 +151,20 @@ def _state(trainer: PoolTrainer) -> dict[str, Tensor]:
     for part in trainer.train_step.model_parts:
         for name, tensor in part.state_dict().items():
             state[name] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+        moments = optimizer_state([part], trainer.train_step.optimizer)
+        for name, tensor in moments.items() if trainer.step else ():
+            state[name] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
     return state
 
 
-def test_a_run_goes_on_under_other_degrees(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", [("qwen3", "tiny_moe"), ("gpt_oss", "tiny")], ids=" ".join)
+def test_a_run_goes_on_under_other_degrees(
+    model: tuple[str, str], pool: Pool, tmp_path: Path
+) -> None:
     """EP 4, then EP 2 x TP 2, then one process: each resumes what the one before had, to the bit."""
     last: dict[str, Tensor] = {}
     changes = {
+        "model": {**MOE["model"], "name": model[0], "flavor": model[1]},
         "training": {**MOE["training"], "steps": 6},
         "checkpoint": {"enable": True, "interval": 2},
     }
@@ -167,7 +175,10 @@ def test_a_run_goes_on_under_other_degrees(pool: Pool, tmp_path: Path) -> None:
             assert torch.equal(results[0]["before"][name], tensor), name
         last = results[0]["after"]
         assert any(name.endswith("last_loads") and last[name].sum() for name in last)
-        assert any(name.endswith("bias") and last[name].count_nonzero() for name in last)
+        assert any(name.endswith("moe.bias") and last[name].count_nonzero() for name in last)
+        # Weights, and two moments of each.
+        moments = [name for name in last if name.endswith(("exp_avg", "exp_avg_sq"))]
+        assert len(moments) == 2 * len([name for name in last if name.endswith("exp_avg")]) > 40
 
 
 # ---- alone -------------------------------------------------------------------------------------

@@ -436,7 +436,7 @@ def test_split_counts_embedding_and_output() -> None:
         ({"num_stages": 4, "last_less": 5}, "stage 3 of 4 .* norm and output"),
     ],
 )
-def test_split_that_cannot_be(options: dict[str, int], message: str) -> None:
+def test_split_that_cannot_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         split_modules(6, **options)
 

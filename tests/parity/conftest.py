@@ -79,7 +79,8 @@ rounded up. Each block has eight experts, two for a token.
 
 - The routing bias, both balance losses (sequence and global batch) and the z-loss are on, each with a coefficient of 0.01.
 - Rows with "latent" train the tiny DeepSeek-V3: a dense block first, latent attention, groups and a shared expert. Rows
-  with "wide norms" train OLMoE, and all others the tiny Qwen3-MoE.
+  with "wide norms" train OLMoE, those with "sinks" gpt-oss (windows, sinks, and biases everywhere; four of eight experts
+  for a token), and all others the tiny Qwen3-MoE.
 - The tests also compare integers. In each of the ten steps, each expert of each layer gets **the same number of tokens** as
   on one process. The final routing bias is **the same to the last bit**.
 - tests/examples/test_route_records.py compares the routes of every token as sets. tests/support/planted.py plants faults that other

@@ -33,7 +33,7 @@ from tests.support.planted import train_with
 from tests.support.ranks import Pool
 
 QWEN, DEEPSEEK = ("qwen3", "tiny_moe"), ("deepseek_v3", "tiny")
-OLMOE = ("olmoe", "tiny")
+OLMOE, GPT_OSS = ("olmoe", "tiny"), ("gpt_oss", "tiny")
 COLUMNS = ("losses", "norms", "gradients", "weights")
 # All balance terms at once, large enough to be seen in the gradients.
 TERMS = (
@@ -54,6 +54,7 @@ BY_OP: Options = {"recompute": "selective"}
 MUON: Options = {"optimizer": (("name", "Muon"), ("ns_dtype", "float32"))}
 EIGHT_BITS: Options = {"optimizer": (("name", "AdamW8bit"),)}
 EARLY: Options = {"optimizer": (("early_step_in_backward", True),)}
+HALF: Options = {"overrides": (("num_experts", 4), ("top_k", 2))}
 SLOW: Options = {"repeats": True}
 LAYOUTS = [
     # Data parallelism
@@ -209,6 +210,41 @@ LAYOUTS = [
             ("FSDP2, EP 2, 8-bit moments", fsdp(4), ep(2), {**EIGHT_BITS, **SLOW}),
         )
     ),
+    # Windows, sinks, and biases everywhere
+    *(
+        Layout(f"sinks {name}", degrees, settings=settings, model=GPT_OSS, **options)
+        for name, degrees, settings, options in (
+            ("FSDP2, EP 2", fsdp(2), ep(2), {}),
+            ("FSDP2 within experts, EP 2", fsdp(8), ep(2), {**HALF, **SLOW}),
+            ("HSDP, EP 2", (*REPLICAS, *fsdp(2)), ep(2), SLOW),
+            ("TP+SP, EP 2", tp(2), ep(2), {}),
+            ("TP+SP, EP 1, more ranks than key/value heads", tp(4), (), SLOW),
+            ("FSDP2 x TP+SP, EP 4", (*fsdp(2), *tp(2)), ep(4), {"accumulation": 2, **SLOW}),
+            ("CP all-gather, EP 2", cp(2), ep(2), {}),
+            ("CP Ulysses, EP 2", cp(2), (*ep(2), *ULYSSES), SLOW),
+            ("CP ring, EP 2", cp(2), (*ep(2), *RING), {"documents": False, **SLOW}),
+            ("CP ring, EP 2, document masks", cp(2), (*ep(2), *RING), SLOW),
+            ("CP x TP+SP, EP 4", (*cp(2), *tp(2)), ep(4), SLOW),
+            ("PP 1F1B, EP 1", pp(2), (), SLOW),
+            ("PP zero bubble x FSDP2, EP 2", (*pp(2), *fsdp(2)), (*ep(2), *ZERO_BUBBLE), SLOW),
+            ("PP x FSDP2 x TP+SP, EP 4", (*pp(2), *fsdp(2), *tp(2)), ep(4), SLOW),
+            ("FSDP2, EP 2, compiled", fsdp(2), ep(2), {"compiled": TRACED, **SLOW}),
+            (
+                "FSDP2, EP 2, compiled, selective AC",
+                fsdp(2),
+                ep(2),
+                {"compiled": TRACED, **BY_OP, **SLOW},
+            ),
+            (
+                "PP x FSDP2 x CP x TP+SP, EP 8, compiled, selective AC",
+                FOUR_AXES,
+                ep(8),
+                {"compiled": TRACED, **BY_OP, **SLOW},
+            ),
+            ("FSDP2 x TP+SP, EP 2, full AC", (*fsdp(2), *tp(2)), ep(2), {**FULL, **SLOW}),
+            ("FSDP2, EP 2, Muon", fsdp(4), ep(2), {**MUON, **SLOW}),
+        )
+    ),
     # Norms over the heads of all ranks
     Layout("wide norms TP+SP, EP 2", tp(2), settings=ep(2), model=OLMOE),
 ]
@@ -240,7 +276,7 @@ def test_equals_one_process(layout: Layout, references, pool: Pool, moe_table) -
 
 
 def with_terms(layout: Layout) -> Layout:
-    model = layout.model if layout.model in (DEEPSEEK, OLMOE) else QWEN
+    model = layout.model if layout.model in (DEEPSEEK, OLMOE, GPT_OSS) else QWEN
     return replace(layout, model=model, overrides=(*TERMS, *layout.overrides))
 
 

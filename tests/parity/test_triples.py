@@ -21,13 +21,30 @@ from tests.support.ranks import Pool
 
 NAMES = ("losses", "norms", "gradients", "weights")
 LAYOUTS = 98  # as many as `drawn` finds, which takes 20 s
+COMPILED_EXPERTS = 24  # so many of them are experts that are compiled and recomputed
 STEPS = 3  # the first update, and steps from weights that it has changed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(LAYOUTS))
 def test_equals_one_process(number: int, pool: Pool, references: References) -> None:
-    layout = drawn()[number]
+    require_equal(drawn()[number], pool, references)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(COMPILED_EXPERTS))
+def test_windows_and_sinks_equal_one_process(
+    number: int, pool: Pool, references: References
+) -> None:
+    """Compiled and recomputed experts with whatever else, as gpt-oss's."""
+    recomputed = ("full", "selective", "2")
+    chosen = [row for row in drawn() if row.compiled and row.recompute in recomputed]
+    chosen = [row for row in chosen if row.model[0] != "llama3"]
+    assert len(chosen) == COMPILED_EXPERTS
+    require_equal(replace(chosen[number], model=("gpt_oss", "tiny")), pool, references)
+
+
+def require_equal(layout: Layout, pool: Pool, references: References) -> None:
     degrees = dict(layout.degrees)
     # A tensor's scale is that of what a rank multiplies at once, see test_composition.py.
     passes = degrees.get("dp_shard", 1) * degrees.get("dp_replicate", 1) * layout.accumulation

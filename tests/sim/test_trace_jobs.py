@@ -447,6 +447,37 @@ def test_documents_cost_what_causal_attention_costs() -> None:
         assert not [k for k in found if any(s[-2:] == (length, length) for s in k.shapes)]
 
 
+def test_windows_cost_as_many_keys() -> None:
+    """In 16 bits, in 32, with documents, and where context-parallel ranks hold parts: no layer keeps S x S of anything."""
+    length, window = 96, 24
+    context = {"context_parallel_degree": 2, "context_parallel_rotate_method": "allgather"}
+    masked = {"document_mask": True, "add_eos": True}
+
+    def kernels(world_size: int = 1, precision: str = "bfloat16", **sections: Any) -> list[Kernel]:
+        model = {"name": "gemma3", "flavor": "tiny", "overrides": {"n_layers": 3}}
+        training = {**BF16, "seq_len": length, "mixed_precision_param": precision}
+        config = job(batch=4, model=model, training=training, **sections)
+        step = trace_ranks(config, world_size=world_size, ranks=[0])[0].step
+        return [e.kernel for e in step if isinstance(e, Launch)]
+
+    def keys(found: list[Kernel]) -> Counter[int]:
+        return Counter(k.shapes[1][2] for k in found if k.kind == "attention")
+
+    # Two layers of three have a window.
+    for found in (kernels(), kernels(data=masked)):
+        assert keys(found) == {window: 2, length: 1}
+        [*local, whole] = sorted(
+            (k for k in found if k.kind == "attention_backward"), key=lambda k: k.flops
+        )
+        assert [k.flops * length // window for k in local] == [whole.flops] * 2
+    assert keys(kernels(2, data=masked, parallelism=context)) == {window: 2, length: 1}
+    # Of 48 positions, chunks of 24 each: an own one twice, and what is within reach before them.
+    split = kernels(2, parallelism=context)
+    assert set(keys(split)) <= {window - 1, window, length // 2}
+    for found in (kernels(precision="float32"), split):
+        assert not [k for k in found if any(s[-2:] == (length, length) for s in k.shapes)]
+
+
 def test_grouped_heads_in_32_bits_keep_no_scores() -> None:
     """torch has no fused kernel for them on a GPU (titan/parallel/block_attention.py: match_heads)."""
     fp32 = {"mixed_precision_param": "float32"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan.config.schema import JobConfig
+from titan.data.base import TensorBatch
 from titan.data.packing import IGNORED, Batch
 from titan.parallel import build_mesh
 from titan.parallel.init_weights import canonical_name
@@ -21,6 +23,15 @@ STEPS, GLOBAL_BATCH, SEQUENCE, VOCABULARY = 10, 8, 64, 2048
 # Four blocks are enough for two ranks with two stages each, for a first, a last and two that are neither.
 BLOCKS = 4
 BOUND = 1e-5
+
+
+def text_batch(layout: Layout, step: int) -> TensorBatch:
+    tokens, labels, documents = global_batch(step)
+    return Batch(
+        tokens_BS=tokens,
+        labels_BS=labels,
+        document_ids_BS=documents if layout.documents else None,
+    )
 
 
 @dataclass(frozen=True)
@@ -44,6 +55,8 @@ class Layout:
     loss: tuple[tuple[str, Any], ...] = ()
     freeze: tuple[str, ...] = ()  # patterns of parameters
     documents: bool = True  # two documents in each sequence, and no attention between them
+    batch: Callable[[Layout, int], TensorBatch] = text_batch  # the global batch of a step
+    task: tuple[tuple[str, Any], ...] = ()  # options
 
     @property
     def ranks(self) -> int:
@@ -321,6 +334,7 @@ def job_of(layout: Layout, *, precision: str = "float32", steps: int = STEPS) ->
                 **dict(layout.settings),
             },
             "loss": {"chunk_tokens": 100, **dict(layout.loss)},
+            "task": {"options": dict(layout.task)},
         }
     )
 
@@ -342,18 +356,12 @@ def train(layout: Layout, precision: str = "float32", steps: int = STEPS) -> dic
     train_step.optimizer.register_step_pre_hook(keep_gradients)
     world = axis_size(mesh, "dp_replicate", "dp_shard")
     rank = axis_rank(mesh, "dp_replicate", "dp_shard")
+    count = world * layout.accumulation
+    mine = range(rank, count, world)
     losses, norms, loads = [], [], []
     for step in range(1, steps + 1):
-        parts = [t.chunk(world * layout.accumulation) for t in global_batch(step)]
-        mine = range(rank, world * layout.accumulation, world)
-        batches = [
-            Batch(
-                tokens_BS=parts[0][i],
-                labels_BS=parts[1][i],
-                document_ids_BS=parts[2][i] if layout.documents else None,
-            )
-            for i in mine
-        ]
+        whole = layout.batch(layout, step)
+        batches = [whole.map(lambda _, t, i=i: t.chunk(count)[i]) for i in mine]
         report = train_step.train(batches, step=step)
         losses.append(report.loss.item())
         norms.append(report.grad_norm.item())
@@ -395,7 +403,7 @@ def largest(results: list[dict[str, Any]], reference: dict[str, Any], what: str)
             ]
         else:
             pairs = [(abs(a - b), abs(b)) for a, b in zip(result[what], expected, strict=True)]
-        ratios = [difference / size for difference, size in pairs]
+        ratios = [difference and difference / size for difference, size in pairs]  # of zeros: 0
         # max() passes over NaN, which equals nothing.
         largest = max(largest, 0.0, *(math.inf if math.isnan(ratio) else ratio for ratio in ratios))
     return largest

@@ -29,9 +29,13 @@ PUBLISHED = json.loads((Path(__file__).parents[1] / "checkpoint" / "published.js
 
 TINY = {**SIZES, "vocab_size": 301}
 GROUPED = TINY | {"num_key_value_heads": 2}
-BASES = {"Llama": TINY, "Qwen3": GROUPED | {"head_dim": 32}} | {
-    name: TINY | changes for name, changes in MODELS.items()
-}
+LOCAL = GROUPED | {"sliding_window": 8}  # shorter than the test's sequences
+BASES = {
+    "Llama": TINY,
+    "Qwen3": GROUPED | {"head_dim": 32},
+    "Mistral": LOCAL,
+    "Gemma3": LOCAL | {"head_dim": 32, "sliding_window_pattern": 2},
+} | {name: TINY | changes for name, changes in MODELS.items()}
 LLAMA_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 1e4,
@@ -39,6 +43,10 @@ LLAMA_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
+}
+GEMMA_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 2e5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
 }
 YARN = BASES["DeepseekV3"]["rope_parameters"]
 # What may stand in a config.json, and whether titan's model can be that. Where it can, the logits must be equal.
@@ -63,6 +71,12 @@ CHANGES: list[tuple[str, dict[str, Any], bool]] = [
     ("Llama", {"mlp_bias": True}, False),
     ("Llama", {"hidden_act": "gelu"}, False),
     ("Llama", {"model_type": "internlm3"}, False),
+    ("Mistral", {"sliding_window": None}, True),
+    ("Mistral", {"hidden_act": "gelu"}, False),
+    ("Gemma3", {"rope_parameters": GEMMA_ROPE, "query_pre_attn_scalar": 24}, True),
+    ("Gemma3", {"rope_parameters": GEMMA_ROPE | {"full_attention": LLAMA_ROPE}}, False),
+    ("Gemma3", {"attn_logit_softcapping": 50.0}, False),
+    ("Gemma3", {"use_bidirectional_attention": True}, False),
     ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}, True),
     ("Qwen3", {"attention_bias": True}, False),
     ("Qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, False),
@@ -85,8 +99,8 @@ def random_model(name: str, changes: dict[str, Any]) -> Any:
     kind = name.partition(",")[0]
     torch.manual_seed(0)
     values = {key: value for key, value in (BASES[name] | changes).items() if value is not ...}
-    config = getattr(transformers, f"{kind}Config")(**values)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    architecture = getattr(transformers, f"{kind}ForCausalLM")
+    model = architecture(architecture.config_class(**values)).eval()
     with torch.no_grad():
         for key, tensor in model.named_parameters():
             tensor.uniform_(0.5, 1.5) if "norm" in key else tensor.normal_(std=0.2)

@@ -28,7 +28,6 @@ from titan.checkpoint import CheckpointError, SaveFailed
 from titan.checkpoint.commit import CheckpointGroup
 from titan.checkpoint.huggingface import (
     CONFIG,
-    INDEX,
     HFModel,
     differences,
 )
@@ -85,6 +84,8 @@ class Export:
     def config(self) -> dict[str, Any]:
         """Return the contents of config.json."""
         config = self.model.hooks.hf_config(self.model.sizes)
+        if "max_position_embeddings" not in config:  # no text model
+            return config
         # Positions up to the length it was trained on are valid, even beyond the family's default.
         return {
             **config,
@@ -101,7 +102,7 @@ class Export:
     def num_bytes(self, theirs: str) -> int:
         """Return the bytes that a tensor takes in a file, by its name there."""
         tensor = self.model.on_disk[theirs]
-        return tensor.shape.numel() * self.dtype_of(tensor.ours).itemsize
+        return tensor.shape.numel() * self.dtype_of(tensor.ours[0]).itemsize
 
     def read(
         self,
@@ -116,7 +117,8 @@ class Export:
         """
         kept: StateDict = {}
         for ours, theirs in groupby(names, key=lambda name: self.model.on_disk[name].ours):
-            tensor = whole(ours, self.dtype_of(ours))
+            tensors = [whole(name, self.dtype_of(name)) for name in ours]
+            tensor = self.model.joined(ours, tensors) if keep else tensors[0]
             for name in theirs if keep else ():
                 expert = self.model.on_disk[name].expert
                 # A copy: a view would keep all experts in memory.
@@ -229,7 +231,7 @@ def write_folder(
         # One writer: it overlaps with the gathering of the next file.
         with ThreadPoolExecutor(1) as background:
             for number, names in enumerate(files):
-                holders = ranks_of[export.model.on_disk[names[0]].ours]
+                holders = ranks_of[export.model.on_disk[names[0]].ours[0]]
                 if group.rank not in holders:
                     continue
                 # All holders take part in gathering; the keepers change, so that they write at the same time.
@@ -256,9 +258,10 @@ def plan_files(export: Export, ranks_of: dict[str, list[int]]) -> list[list[str]
     # A tensor larger than `file_bytes` gets a file to itself.
     for name, tensor in export.model.on_disk.items():
         full = size + export.num_bytes(name) > export.file_bytes
-        if full or ranks_of[tensor.ours] != holders:
+        of_tensor = ranks_of[tensor.ours[0]]
+        if full or of_tensor != holders:
             files.append([])
-            holders, size = ranks_of[tensor.ours], 0
+            holders, size = of_tensor, 0
         files[-1].append(name)
         size += export.num_bytes(name)
     return files
@@ -279,7 +282,9 @@ def _write_texts(folder: Path, export: Export, files: dict[str, list[str]]) -> N
     weight_map = {name: file for file, names in files.items() for name in names}
     total = sum(map(export.num_bytes, model.on_disk))
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    for name, value in ((INDEX, index), (CONFIG, export.config())):
+    texts = {model.index_name: index, CONFIG: export.config()}
+    texts |= getattr(model.hooks, "hf_files", lambda _: {})(model.sizes)
+    for name, value in texts.items():
         LocalStorage().write(folder / name, (json.dumps(value, indent=2) + "\n").encode())
     for asset in export.assets:
         LocalStorage().write(folder / asset.name, read_asset(asset))

@@ -16,25 +16,27 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan.checkpoint import CheckpointError
 from titan.checkpoint.commit import CheckpointGroup
-from titan.checkpoint.state import model_state
+from titan.checkpoint.hf_model import INDEX, OF_DIFFUSERS, HFModel, hooks_of
+from titan.checkpoint.quantized import (
+    Form,
+    Where,
+    read_part,
+    scales_name,
+    stored_as,
+    values_name,
+)
 from titan.checkpoint.tensors import StateDict
 from titan.config.model import families, family, model_config
 from titan.config.schema import ModelSection
 from titan.config.toml import format_value
-from titan.data import require
 from titan.parallel.torch_compat import compute_local_shape_and_global_offset
 from titan.untrusted import (
     MAX_VALUES,
@@ -46,86 +48,11 @@ from titan.untrusted import (
     root_of,
 )
 
-CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+CONFIG, SINGLE = "config.json", "model.safetensors"
 _MAX_HEADER = 16 * 2**20
-_DTYPES = ("F32", "BF16", "F16")  # others are quantized
-# The released weights of DeepSeek-V3: fp8 in blocks of 128 x 128, each with a factor in the tensor of this name.
-_SCALES, _BLOCK = "_scale_inv", 128
 _DERIVED = (
     ".rotary_emb.inv_freq"  # old versions of transformers stored it; every version computes it
 )
-
-
-class DiskTensor(NamedTuple):
-    """Say what a tensor on disk is to us: a parameter, or one expert's part of it; and its shape."""
-
-    ours: str
-    expert: int | None
-    shape: torch.Size
-
-
-@dataclass(frozen=True)
-class HFModel:
-    """Describe one of our models, and the names that transformers gives its tensors.
-
-    hooks: the family's huggingface.py. names: ours to theirs, in the model's order, without buffers that are not on disk; a
-    parameter that is stacked by expert is many tensors there, and {} stands for the expert's number. shapes: by our names.
-    buffers: our names and dtypes of state that is not trained. A tied output layer is not among them.
-    """
-
-    name: str
-    sizes: Any
-    hooks: ModuleType
-    names: dict[str, str]
-    shapes: dict[str, torch.Size]
-    buffers: dict[str, torch.dtype]
-
-    @staticmethod
-    def of(name: str, sizes: Any) -> HFModel:
-        """Return the model of a family with these sizes. Raises CheckpointError, or DataError without safetensors."""
-        require("safetensors", purpose="reading and writing Hugging Face folders")
-        hooks = _hooks(name)
-        if hooks is None:
-            raise CheckpointError(
-                f'model family "{name}" has no Hugging Face form: its package has no huggingface.py'
-            )
-        with torch.device("meta"):
-            model = family(name).build_model(sizes)
-        state = {key.removeprefix("model."): t for key, t in model_state([model]).items()}
-        parameters = {ours for ours, _ in model.named_parameters()}
-        buffers = {ours: t.dtype for ours, t in state.items() if ours not in parameters}
-        name_of_buffer = getattr(hooks, "hf_buffer", lambda *_: None)
-        names = {
-            ours: name_of_buffer(ours, sizes) if ours in buffers else hooks.hf_name(ours)
-            for ours in state
-        }
-        names = {ours: theirs for ours, theirs in names.items() if theirs}
-        shapes = {ours: t.shape for ours, t in state.items()}
-        return HFModel(name, sizes, hooks, names, shapes, buffers)
-
-    @property
-    def architecture(self) -> str:
-        """Return what transformers calls the model."""
-        return self.hooks.hf_config(self.sizes)["architectures"][0]
-
-    @property
-    def off_disk(self) -> list[str]:
-        """Return our names of buffers that a folder does not hold. Integers count what a run did, and are no part of a model."""
-        floats = (ours for ours, dtype in self.buffers.items() if dtype.is_floating_point)
-        return [ours for ours in floats if ours not in self.names]
-
-    @cached_property
-    def on_disk(self) -> dict[str, DiskTensor]:
-        """Return the tensors on disk by their names, in the model's order."""
-        tensors = {}
-        for ours, theirs in self.names.items():
-            shape = self.shapes[ours]
-            if "{}" not in theirs:
-                tensors[theirs] = DiskTensor(ours, None, shape)
-                continue
-            for expert in range(shape[0]):
-                tensors[theirs.format(expert)] = DiskTensor(ours, expert, shape[1:])
-        return tensors
 
 
 @dataclass(frozen=True)
@@ -145,18 +72,19 @@ def open_folder(path: Path) -> HFFolder:
         raise CheckpointError(f"{path / CONFIG}: missing; it says which model a folder holds")
     config = read_json(path / CONFIG, dict[str, Any], limit=2**20, within=root_of(path))
     # Several files with an index, or one file.
-    if is_there(path / INDEX):
-        files = read_json(path / INDEX, dict[str, Any], within=root_of(path)).get("weight_map")
+    index, single = _file_names(path)
+    if is_there(path / index):
+        files = read_json(path / index, dict[str, Any], within=root_of(path)).get("weight_map")
         if not isinstance(files, dict) or not all(map(_is_weights_name, files.values())):
             raise CheckpointError(
-                f"{path / INDEX}: its weight_map does not name safetensors files of this folder"
+                f"{path / index}: its weight_map does not name safetensors files of this folder"
             )
         for name in sorted(set(files.values())):
             if not (path / name).is_file():
-                raise CheckpointError(f"{path / name}: missing, but {INDEX} names it")
+                raise CheckpointError(f"{path / name}: missing, but {index} names it")
         return HFFolder(path, config, {tensor: path / name for tensor, name in files.items()})
-    if (path / SINGLE).is_file():
-        return HFFolder(path, config, dict.fromkeys(_headers(path / SINGLE), path / SINGLE))
+    if (path / single).is_file():
+        return HFFolder(path, config, dict.fromkeys(_headers(path / single), path / single))
     pickles = [p.name for p in sorted(path.iterdir()) if p.suffix in (".bin", ".pth", ".pt")]
     reason = f"neither {INDEX} nor {SINGLE} is here"
     if pickles:
@@ -165,14 +93,21 @@ def open_folder(path: Path) -> HFFolder:
     raise CheckpointError(f"{path}: {reason}")
 
 
+def _file_names(path: Path) -> tuple[str, str]:
+    """Return the names of index and single file: those of transformers, unless those of diffusers are there."""
+    theirs = OF_DIFFUSERS + INDEX, OF_DIFFUSERS + SINGLE
+    return theirs if any(is_there(path / name) for name in theirs) else (INDEX, SINGLE)
+
+
 def read_sizes(folder: HFFolder) -> tuple[str, Any]:
     """Return our family and sizes for a folder. Raises CheckpointError if no family can be that model."""
-    hooks_of = {name: hooks for name in families() if (hooks := _hooks(name))}
-    known = {kind: (name, h) for name, h in hooks_of.items() for kind in h.ARCHITECTURES}
-    by_type = {type_: kind for h in hooks_of.values() for kind, type_ in h.ARCHITECTURES.items()}
+    by_family = {name: hooks for name in families() if (hooks := hooks_of(name))}
+    known = {kind: (name, h) for name, h in by_family.items() for kind in h.ARCHITECTURES}
+    by_type = {type_: kind for h in by_family.values() for kind, type_ in h.ARCHITECTURES.items()}
     config = folder.config
     # config.json may name the type and not the architecture.
-    listed = config.get("architectures") or [by_type.get(str(config.get("model_type")))]
+    listed = config.get("architectures") or config.get("_class_name")
+    listed = listed or [by_type.get(str(config.get("model_type")))]
     architecture = listed[0] if isinstance(listed, list) and len(listed) == 1 else listed
     if not isinstance(architecture, str) or architecture not in known:
         raise CheckpointError(
@@ -198,7 +133,7 @@ def require_weights_for(sizes: Any, folder: HFFolder) -> None:
     This comes before the model is built, because a billion layers take for ever even on the meta device.
     """
     held = sum(file.stat().st_size for file in {*folder.files.values()})
-    smallest = 1 if folder.config.get("quantization_config") else 2  # bytes of a weight
+    smallest = 0.5 if folder.config.get("quantization_config") else 2  # bytes of a weight: MXFP4's
     if not 0 < smallest * sizes.num_params <= held:
         raise CheckpointError(
             f"{folder.path / CONFIG}: means {sizes.num_params:.3g} parameters, which the {held:,} bytes "
@@ -222,7 +157,7 @@ def check_folder(path: Path, model: HFModel) -> HFFolder:
         fix = ", ".join(f"model.{key} = {format_value(value)}" for key, value in keys)
         raise CheckpointError(f"{path / CONFIG}: {what}; set {fix}")
     # At most five: a folder of another model differs in every tensor.
-    if problems := list(tensor_problems(folder, model)):
+    if problems := list(tensor_problems(folder, model.spelled_as(folder.files))):
         rest = f"\n{len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError("\n".join(problems[:5]) + rest)
     return folder
@@ -247,7 +182,7 @@ def load(path: Path, state: StateDict, *, model: HFModel, group: CheckpointGroup
     # No rank raises alone: the others would wait for it in the next collective.
     if problems := [problem for of_rank in group.gather(bad) for problem in of_rank]:
         raise CheckpointError(problems[0])
-    return left_out_messages(folder, model.sizes)
+    return left_out_messages(folder, model)
 
 
 def fill(folder: HFFolder, tensors: Mapping[str, Tensor], *, model: HFModel) -> list[str]:
@@ -255,28 +190,30 @@ def fill(folder: HFFolder, tensors: Mapping[str, Tensor], *, model: HFModel) -> 
     from safetensors import safe_open
 
     by_file: dict[Path, list[_Piece]] = defaultdict(list)
+    model = model.spelled_as(folder.files)
     for ours, tensor in tensors.items():
-        for piece in _pieces(model.names[ours], tensor) if ours in model.names else ():
-            by_file[folder.files[piece.name]].append(piece)
+        for piece in _pieces(model, ours, tensor) if ours in model.names else ():
+            by_file[folder.files[values_name(piece.name, folder.files)]].append(piece)
     bad: list[str] = []
     # File by file: a mapped file's pages can go when its tensors are copied.
     for file, pieces in by_file.items():
         with ExitStack() as stack:
-            scales = {piece.name: piece.name + _SCALES for piece in pieces}
-            scales = {name: scale for name, scale in scales.items() if scale in folder.files}
+            scales = {scales_name(piece.name, folder.files) for piece in pieces} - {""}
             stored = {
                 f: stack.enter_context(safe_open(f, framework="pt"))
-                for f in {file, *(folder.files[scale] for scale in scales.values())}
+                for f in {file, *(folder.files[scale] for scale in scales)}
             }
-            for name, where, target in pieces:
-                values = stored[file].get_slice(name)[where]
-                if scale := scales.get(name):
-                    blocks = tuple(slice(s.start // _BLOCK, -(-s.stop // _BLOCK)) for s in where)
-                    factors = stored[folder.files[scale]].get_slice(scale)[blocks]
-                    values = _unscaled(values, factors, where)
+
+            def slice_of(name: str, where: Where, stored: Any = stored) -> Tensor:
+                return stored[folder.files[name]].get_slice(name)[where]
+
+            for piece in pieces:
+                values = read_part(
+                    slice_of, piece.name, piece.where, piece.part, names=folder.files
+                )
                 # The copy casts to the parameter's precision, and moves to its device.
-                target.copy_(values)
-                bad += [] if values.isfinite().all() else [not_finite(file, name)]
+                piece.target.copy_(values)
+                bad += [] if values.isfinite().all() else [not_finite(file, piece.name)]
     return bad
 
 
@@ -302,15 +239,20 @@ def model_keys(name: str, sizes: Any) -> dict[str, Any]:
 
 
 class _Piece(NamedTuple):
-    """Hold a tensor's name in a folder, the part of it that this rank takes, and where that goes."""
+    """Hold a tensor's name in a folder, the part of it that this rank takes, and where that goes.
+
+    part: where our tensor is a part of that one, see HFModel. Then `where` is of ours.
+    """
 
     name: str
-    where: tuple[slice, ...]
+    where: Where
     target: Tensor
+    part: tuple[int, int] | None = None
 
 
-def _pieces(theirs: str, tensor: Tensor) -> Iterator[_Piece]:
+def _pieces(model: HFModel, ours: str, tensor: Tensor) -> Iterator[_Piece]:
     """Yield what fills this rank's part of a tensor."""
+    theirs, first = model.names[ours], model.first_column(ours)
     where = tuple(slice(0, n) for n in tensor.shape)
     if isinstance(tensor, DTensor):
         sizes, offsets = compute_local_shape_and_global_offset(
@@ -321,31 +263,25 @@ def _pieces(theirs: str, tensor: Tensor) -> Iterator[_Piece]:
     if not tensor.numel():  # with more ranks than rows, some ranks hold nothing
         return
     if "{}" not in theirs:
-        yield _Piece(theirs, where, tensor)
+        if first:
+            where = (*where[:-1], slice(where[-1].start + first, where[-1].stop + first))
+        yield _Piece(theirs, where, tensor, model.parts.get(ours))
         return
     for expert, part in enumerate(tensor, where[0].start):
         yield _Piece(theirs.format(expert), where[1:], part)
 
 
-def _unscaled(values: Tensor, factors: Tensor, where: tuple[slice, ...]) -> Tensor:
-    """Return fp8 values times the factor of their block, in fp32. `factors` are those of the blocks that `where` touches."""
-    for dim, part in enumerate(where):
-        factors = factors.repeat_interleave(_BLOCK, dim)
-        factors = factors.narrow(dim, part.start % _BLOCK, part.stop - part.start)
-    return values.float() * factors
-
-
 def tensor_problems(folder: HFFolder, model: HFModel) -> Iterator[str]:
     """Yield what is wrong with the tensors of a folder, each with its file."""
-    wanted = {name: list(tensor.shape) for name, tensor in model.on_disk.items()}
-    source = folder.path / (INDEX if (folder.path / INDEX).is_file() else SINGLE)
+    wanted: dict[str, Form] = {}
+    for name, tensor in model.on_disk.items():
+        wanted |= stored_as(name, list(tensor.shape), folder.files)
+    index, single = _file_names(folder.path)
+    source = folder.path / (index if (folder.path / index).is_file() else single)
     for name in wanted.keys() - folder.files.keys():
         yield f"{source}: tensor {name} is missing"
-    scaled = {name for name in wanted if name + _SCALES in folder.files}
-    for name in scaled:
-        wanted[name + _SCALES] = [-(-size // _BLOCK) for size in wanted[name]]
     tied = {model.hooks.hf_name("output.weight")} if model.sizes.tied_embeddings else set()
-    skipped = left_out(folder, model.sizes)
+    skipped = tuple(left_out(folder, model))
     # Folders of tied models may hold the output layer all the same.
     for name in folder.files.keys() - wanted.keys() - tied:
         if not name.endswith(_DERIVED) and not name.startswith(skipped):
@@ -355,30 +291,32 @@ def tensor_problems(folder: HFFolder, model: HFModel) -> Iterator[str]:
         headers = _headers(file)
         for name in (n for n in wanted if folder.files.get(n) == file):
             if name not in headers:
-                yield f"{file}: tensor {name} is missing, but {INDEX} says it is here"
+                yield f"{file}: tensor {name} is missing, but {index} says it is here"
                 continue
             shape, dtype = headers[name]
-            if shape != (expected := wanted[name]):
+            expected, dtypes = wanted[name]
+            if shape != expected:
                 yield f"{file}: tensor {name} has shape {shape}; the sizes in config.json make it {expected}"
-            elif dtype not in (("F8_E4M3",) if name in scaled else _DTYPES):
+            elif dtype not in dtypes:
                 yield f"{file}: tensor {name} is {dtype}; quantized weights must be converted to bfloat16 first"
 
 
-def left_out_messages(folder: HFFolder, sizes: Any) -> list[str]:
+def left_out_messages(folder: HFFolder, model: HFModel) -> list[str]:
     """Return a message for each layer that is left out."""
-    prefixes = left_out(folder, sizes)
-    return [
-        f"left out {prefix}* of {folder.path}: it predicts further tokens" for prefix in prefixes
-    ]
+    reasons = left_out(folder, model)
+    return [f"left out {prefix}* of {folder.path}: {why}" for prefix, why in reasons.items()]
 
 
-def left_out(folder: HFFolder, sizes: Any) -> tuple[str, ...]:
-    """Return how names of layers begin that predict further tokens (DeepSeek-V3's layer 61), which titan does not have."""
-    extra = folder.config.get("num_nextn_predict_layers")
+def left_out(folder: HFFolder, model: HFModel) -> dict[str, str]:
+    """Return how names of layers begin which titan does not have, and why: those that predict further tokens (DeepSeek-V3's layer 61),
+    and what the family's `hf_unused` names."""
+    extra, first = folder.config.get("num_nextn_predict_layers"), model.sizes.n_layers
     extra = extra if isinstance(extra, int) else 0
-    numbers = range(sizes.n_layers, sizes.n_layers + min(extra, 100))
-    names = (f"model.layers.{number}." for number in numbers)
-    return tuple(prefix for prefix in names if any(n.startswith(prefix) for n in folder.files))
+    numbers = range(first, first + min(extra, 100))
+    reasons = {f"model.layers.{number}.": "it predicts further tokens" for number in numbers}
+    unused = getattr(model.hooks, "hf_unused", lambda *_: ())(folder.config, model.sizes)
+    reasons |= dict.fromkeys(unused, "the model's output does not depend on it")
+    return {p: why for p, why in reasons.items() if any(n.startswith(p) for n in folder.files)}
 
 
 def _headers(file: Path) -> dict[str, tuple[list[int], str]]:
@@ -411,14 +349,7 @@ def _is_weights_name(name: Any) -> bool:
 
 def differences(sizes: Any, other: Any) -> dict[str, Any]:
     """Return the fields in which two models differ. How they are initialised and balanced does not count."""
-    names = (f.name for f in dataclasses.fields(sizes) if f.init and f.name != "init_std")
-    names = (name for name in names if not name.endswith("_coeff"))
+    names = (f.name for f in dataclasses.fields(sizes) if f.init)
+    names = (name for name in names if not name.endswith(("init_std", "_coeff")))
     values = {name: getattr(sizes, name) for name in names}
     return {name: value for name, value in values.items() if getattr(other, name, None) != value}
-
-
-def _hooks(name: str) -> ModuleType | None:
-    """Return a family's huggingface.py, if it has a complete one (docs/architecture.md)."""
-    name = f"{family(name).__name__}.huggingface"
-    module = import_module(name) if find_spec(name) else None
-    return module if hasattr(module, "read_config") else None

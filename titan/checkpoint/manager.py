@@ -24,6 +24,7 @@ from titan.checkpoint.manifest import NAME as MANIFEST
 from titan.checkpoint.manifest import Damage, describe, find_damage, list_steps
 from titan.checkpoint.staging import Staging
 from titan.checkpoint.state import (
+    average_state,
     empty_optimizer_state,
     load_rng_state,
     model_state,
@@ -41,6 +42,7 @@ __all__ = [
     "CheckpointManager",
     "SaveFailed",
     "StateDict",
+    "average_state",
     "empty_optimizer_state",
     "list_steps",
     "load",

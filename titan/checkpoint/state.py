@@ -2,6 +2,7 @@
 
     model.<parameter>                 weights
     optimizer.<parameter>.<state>     moments and step counts
+    average.<parameter>               the average of the weights, if the job keeps one
     rng.rank-<r>.<generator>          random states, of each rank
 
 DCP stores the shards and puts them together again under any other layout. It gets only tensors, because it would write
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from titan.checkpoint.storage import Location
 from titan.checkpoint.tensors import StateDict, load, stored_shapes
+from titan.optim.average import WeightAverage
 from titan.optim.optimizers import allocate_state
 from titan.parallel.float8 import plain
 from titan.parallel.init_weights import canonical_name
@@ -88,6 +90,11 @@ def _step_device(parameter: Tensor, optimizer: torch.optim.Optimizer) -> torch.d
     group = optimizer.param_groups[0]
     on_device = group.get("fused") or group.get("capturable")
     return parameter.device if on_device else torch.device("cpu")
+
+
+def average_state(average: WeightAverage | None) -> StateDict:
+    """Return the average of the weights, {} of None."""
+    return {f"average.{name}": x for name, x in (average.tensors if average else {}).items()}
 
 
 def rng_state(rank: int, device: torch.device) -> StateDict:

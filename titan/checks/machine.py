@@ -20,7 +20,7 @@ from titan.config.errors import Problem, RuleViolation, violations_of
 from titan.config.model import model_config, resolve_model
 from titan.config.quantize import eight_bit_sections
 from titan.config.schema import JobConfig
-from titan.config.task import reads_text
+from titan.config.task import check_task, reads_text, task_options
 from titan.data import DataError
 from titan.data.sources import open_documents, resolve_sources
 from titan.data.special_tokens import SpecialTokens
@@ -101,6 +101,8 @@ def _why_unwritable(folder: Path) -> str:
 def _check_data(config: JobConfig) -> Iterator[Any]:
     """Check the tokenizer, then what each source reads with it. A violation may have lines to paste, too (see `Problem`)."""
     if not reads_text(config):
+        if not [*check_task(config)]:
+            yield from getattr(task_options(config), "missing", list)()
         return
     data, tokenizer = config.data, None
     if resolve_model(config.model)[0] is not None:

@@ -19,13 +19,13 @@ from titan.config.schema import (
     JobConfig,
     SyntheticSource,
 )
-from titan.config.task import check_task, predicts_tokens, reads_text
+from titan.config.task import check_task, data_keys, predicts_tokens, reads_text
 from titan.data import DataError
 from titan.data.sources import resolve_sources
 from titan.hardware import HARDWARE
 from titan.parallel.kept_operations import KeepError, parse_blocks, parse_rule
 from titan.parallel.schedules import canonical_schedule, splits_backward
-from titan.parallel.stage_split import split_modules
+from titan.parallel.stage_split import FIRST, split_modules
 
 STACKS_S = 15  # from a step's time limit until the stacks of all ranks are written; titan/health
 LOCAL_PRESETS = ("text", "jsonl", "parquet", "shards")
@@ -71,7 +71,7 @@ def _hardware(config: JobConfig) -> Iterator[RuleViolation]:
 def _data(config: JobConfig) -> Iterator[RuleViolation]:
     training, data = config.training, config.data
     if not reads_text(config):
-        for key in data.model_dump(exclude_defaults=True):
+        for key in data.model_dump(exclude_defaults=True, exclude={*data_keys(config)}):
             yield key, "has no effect: the task of this model reads no text; remove it"
         return
     # The default dataset gives way to [[data.sources]] silently; one that the job names does not.
@@ -255,7 +255,8 @@ def _modules(config: JobConfig) -> Iterator[RuleViolation]:
         return  # a plug-in's modules may have other names, which only its model knows
     key = "module_fqns_per_model_part"
     # One stage has all modules, in the order of the model.
-    [modules] = split_modules(layers, num_stages=1, first_less=0, last_less=0)
+    first = getattr(model, "first_modules", FIRST)
+    [modules] = split_modules(layers, num_stages=1, first_less=0, last_less=0, first=first)
     named = [name for names in stages for name in names]
     for name in dict.fromkeys(named):
         if name not in modules:

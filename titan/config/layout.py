@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from titan.parallel.schedules import canonical_schedule
-from titan.parallel.stage_split import StageSplit, split_stages
+from titan.parallel.stage_split import FIRST, StageSplit, split_stages
 
 from .errors import (
     ConfigError,
@@ -292,6 +292,7 @@ def _check_stages(config: JobConfig, model: Any, world_size: int) -> Iterator[Ru
 def stage_split(config: JobConfig, *, num_layers: int, **changes: int) -> StageSplit:
     """Return the pipeline stages of a job, with other values for some keys. Raises ValueError, or OSError for its CSV."""
     section = config.parallelism.model_copy(update=changes)
+    sizes, _ = resolve_model(config.model)
     batch = changes.get("local_batch_size", config.training.local_batch_size)
     return split_stages(
         num_layers,
@@ -303,6 +304,7 @@ def stage_split(config: JobConfig, *, num_layers: int, **changes: int) -> StageS
         first_less=section.pipeline_parallel_first_stage_less_layers,
         last_less=section.pipeline_parallel_last_stage_less_layers,
         modules=section.module_fqns_per_model_part,
+        first=getattr(sizes, "first_modules", FIRST),
     )
 
 

@@ -33,6 +33,7 @@ from .base import (
 from .errors import SourceMap
 from .schema_run import (
     ActivationCheckpointSection,
+    AverageSection,
     CheckpointSection,
     CommSection,
     CompileSection,
@@ -407,6 +408,7 @@ class JobConfig(Section):
     parallelism: ParallelismSection = ParallelismSection()
     checkpoint: CheckpointSection = CheckpointSection()
     validation: ValidationSection = ValidationSection()
+    average: AverageSection = AverageSection()
     moe: MoESection = MoESection()
     metrics: MetricsSection = MetricsSection()
     profiling: ProfilingSection = ProfilingSection()

@@ -42,17 +42,22 @@ def reads_text(config: JobConfig) -> bool:
     return _says(config, "reads_text")
 
 
+def data_keys(config: JobConfig) -> tuple[str, ...]:
+    """Return the keys of [data] that a task reads which does not read text: what its options name as `data_keys`."""
+    return _says(config, "data_keys", ())
+
+
 def predicts_tokens(config: JobConfig) -> bool:
     """Return whether the model's output are logits for the loss of [loss], which may then apply the output layer itself."""
     return _says(config, "predicts_tokens")
 
 
-def _says(config: JobConfig, name: str) -> bool:
+def _says(config: JobConfig, name: str, default: Any = True) -> Any:
     try:
         module = task_module(config)
     except KeyError:
-        return True  # `check_task` reports it
-    return module is None or getattr(module.TaskOptions, name, True)
+        return default  # `check_task` reports it
+    return default if module is None else getattr(module.TaskOptions, name, default)
 
 
 def check_task(config: JobConfig) -> Iterator[RuleViolation]:

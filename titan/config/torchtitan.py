@@ -23,11 +23,13 @@ FLAVORS = {
         *("debugmodel_moe", "30B-A3B", "235B-A22B"),
     ),
     "deepseek_v3": ("debugmodel", "16B", "236B", "671B"),
+    "gpt_oss": ("debugmodel", "20b", "120b"),
 }
-# How TorchTitan balances experts: it moves the routing bias of DeepSeek, and leaves Qwen3's routers alone.
+# How TorchTitan balances experts: it moves the routing bias of DeepSeek and gpt-oss, and leaves Qwen3's routers alone.
 _BALANCE = {
     "qwen3": {"load_balance_coeff": 0.0, "global_balance_coeff": 0.0},
     "deepseek_v3": {"load_balance_coeff": 1e-3, "sequence_balance_coeff": 0.0},
+    "gpt_oss": {"load_balance_coeff": 1e-3, "global_balance_coeff": 0.0},
 }
 # Where a flavor of that name is another model there than the published one, which is ours.
 _OTHERS: dict[tuple[str, str], dict[str, Any]] = {
@@ -49,7 +51,10 @@ DEFAULTS: dict[str, Any] = {
 
 
 # Tables that TorchTitan lacks. It refuses a file that has one.
-_OURS = ("data", "hardware", "loss", "model.overrides", "moe", "simulator", "task", "tokenizer")
+_OURS = (
+    *("average", "data", "hardware", "loss", "model.overrides", "moe", "simulator", "task"),
+    "tokenizer",
+)
 
 
 def differences(config: JobConfig) -> list[str]:
@@ -78,8 +83,9 @@ def _in_model(config: JobConfig) -> Iterator[RuleViolation]:
     others = dict(_OTHERS.get((model.name, model.flavor), {}))
     if getattr(flavor, "num_experts", 0):
         others |= _BALANCE.get(model.name, {})
-    # YaRN is for sequences longer than those of pretraining there, and for all here, as in transformers.
-    if config.training.seq_len <= getattr(flavor, "original_context", 0):
+    # DeepSeek's YaRN is for sequences longer than those of pretraining there, and for all here, as in transformers.
+    has_yarn = model.name == "deepseek_v3"
+    if has_yarn and config.training.seq_len <= getattr(flavor, "original_context", 0):
         others["rope_factor"] = 0.0
     for name in {**model.overrides, **others}:
         value = model.overrides.get(name, getattr(flavor, name))

@@ -43,12 +43,12 @@ class DataError(InputError):
         super().__init__("\n".join([printable(message, _MAX_CHARS), *self.paste]))
 
 
-def require(module: str, *, purpose: str) -> ModuleType:
+def require(module: str, *, purpose: str, extra: str = "huggingface") -> ModuleType:
     """Import an optional package. Raises DataError that says how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         raise DataError(
             f"{purpose} needs '{module}', which cannot be imported ({error}); "
-            "install it with: pip install 'titan-pretrain[huggingface]'"
+            f"install it with: pip install 'titan-pretrain[{extra}]'"
         ) from error

@@ -289,6 +289,7 @@ _OWNERS |= {
     "mistral": "mistralai",
     "deepseek": "deepseek-ai",
     "olmoe": "allenai",
+    "gpt-oss": "openai",
     "opt": "facebook",
 }
 

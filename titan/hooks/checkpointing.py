@@ -129,6 +129,7 @@ class Checkpointing(Hook):
         return {
             **checkpoints.model_state(parts),
             **checkpoints.optimizer_state(parts, optimizer),
+            **checkpoints.average_state(trainer.train_step.average),
             **checkpoints.rng_state(trainer.rank, trainer.device),
         }
 
@@ -205,6 +206,8 @@ class Checkpointing(Hook):
             model, group = self.export.model, self.manager.group
             for text in huggingface.load(path, state, model=model, group=group):
                 self.trainer.console.message(text)
+            if self.trainer.train_step.average is not None:
+                self.trainer.train_step.average.restart()
         elif path is None and section.enable and section.initial_load_path:
             path, model_only = (
                 as_location(section.initial_load_path),
@@ -232,6 +235,9 @@ class Checkpointing(Hook):
         parts, optimizer = trainer.train_step.model_parts, trainer.train_step.optimizer
         # Weights come first: a job may want them alone.
         checkpoints.load(path, checkpoints.model_state(parts))
+        average = trainer.train_step.average
+        if average is not None:
+            average.restart()  # where the checkpoint has none
         if model_only:
             return
         metadata = checkpoints.read_metadata(path, "step", "tokens", "data")
@@ -245,6 +251,10 @@ class Checkpointing(Hook):
         has_optimizer = step > 0 and not metadata.get("model_only")
         if has_optimizer and "optimizer" not in exclude:
             checkpoints.load(path, checkpoints.empty_optimizer_state(path, parts, optimizer))
+        stored = checkpoints.stored_shapes(path)
+        names = checkpoints.average_state(average)
+        if names.keys() <= stored.keys():
+            checkpoints.load(path, names)
         try:
             if "train_state" not in exclude:
                 self.load_train_state(metadata)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -31,6 +32,11 @@ class Validation(Hook):
     def columns(self, window: Window, result: StepResult) -> dict[str, Any]:
         return self.row or {}
 
+    def _average(self, *, wanted: bool = True) -> AbstractContextManager[None]:
+        """Return a block in which the model has the average of its weights, if that is wanted and the job keeps one."""
+        average = self.trainer.train_step.average
+        return average.in_place() if average is not None and wanted else nullcontext()
+
     def _validate(self) -> Row:
         trainer, loader = self.trainer, self.trainer.validation_loader
         assert loader is not None, "the rules demand validation data"
@@ -43,13 +49,16 @@ class Validation(Hook):
                 yield batch
 
         with trainer.timer.pause("validation"):
-            loss_sum, num_valid = trainer.train_step.evaluate(batches())
+            with self._average(wanted=trainer.config.average.validate_with):
+                loss_sum, num_valid = trainer.train_step.evaluate(batches())
             total = to_device([sum(measured)], trainer.device)
             if trainer.train_step.groups.data is not None:
                 dist.all_reduce(total, group=trainer.train_step.groups.data)
             # One wait for the device: every number is a sum over all data-parallel ranks.
             loss, valid, sum_measured = AsyncScalars([loss_sum, num_valid, total[0]]).values()
-            trainer.task.sample(trainer)
+            with self._average():
+                trainer.train_step.compute_scales()
+                trainer.task.sample(trainer)
         # The mean over all ranks' tokens, or what else counts as valid. Nothing valid divides by 1.
         mean_loss = loss / max(valid, 1)
         trainer.events.write(

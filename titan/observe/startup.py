@@ -11,6 +11,7 @@ from rich.text import Text
 
 from titan.config.layout import AXES, Layout
 from titan.config.schema import JobConfig
+from titan.config.task import reads_text
 from titan.hardware import MARGIN, Hardware
 from titan.observe.estimate import ModelSizes, estimate_memory, keeps_gathered
 from titan.optim.schedule import learning_rate_factor, phases
@@ -77,8 +78,8 @@ def startup_page(
             "layout": _layout(config, layout),
             "precision": f"{training.compute_dtype} compute, "
             f"{training.mixed_precision_reduce} gradient reduction, {_states(config)}",
-            "tokens per step": f"{_factors(config, layout)} = {tokens:,}",
-            "steps": f"{training.steps:,}{resumed}; {in_all:,} tokens in all",
+            f"{_units(config)[1]} per step": f"{_factors(config, layout)} = {tokens:,}",
+            "steps": f"{training.steps:,}{resumed}; {in_all:,} {_units(config)[1]} in all",
             "schedule": _schedule(config),
             "memory": _memory(estimate_memory(config, model_config, layout), hardware),
             "hardware": _hardware(config, device_name, hardware),
@@ -92,10 +93,16 @@ def _model(model: ModelSizes) -> str:
     # A model may have experts in all of its blocks.
     has_dense = not getattr(model, "num_experts", 0) or getattr(model, "n_dense_layers", 0)
     ffn = f", ffn {model.ffn_dim:,}" if has_dense else ""
+    vocabulary = f", vocabulary {model.vocab_size:,}" if model.vocab_size else ""
     return (
         f"{_count(model.n_layers, 'layers')}, dim {model.dim:,}, {_count(model.n_heads, 'heads')}"
-        f"{kv}{ffn}, vocabulary {model.vocab_size:,}"
+        f"{kv}{ffn}{vocabulary}"
     )
+
+
+def _units(config: JobConfig) -> tuple[str, str]:
+    """Return what a batch has, and what a sequence has."""
+    return ("sequences", "tokens") if reads_text(config) else ("samples", "positions")
 
 
 def _parameters(model: ModelSizes) -> str:
@@ -144,8 +151,8 @@ def _factors(config: JobConfig, layout: Layout) -> str:
     """Return the factors of the number of tokens in a step."""
     kind = "data-parallel ranks" if layout.world_size > layout.dp else "ranks"
     factors = [
-        _count(config.training.local_batch_size, "sequences"),
-        f"{config.training.seq_len:,} tokens",
+        _count(config.training.local_batch_size, _units(config)[0]),
+        f"{config.training.seq_len:,} {_units(config)[1]}",
         _count(layout.dp, kind),
     ]
     if layout.accumulation > 1:

@@ -10,6 +10,7 @@ Groups keep their own peak learning rate as "initial_lr" (torch's name for it), 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -31,14 +32,28 @@ from .muon import Muon
 from .rounding import RoundingNoise
 
 
+def is_matrix(name: str, parameter: nn.Parameter) -> bool:
+    """Return whether a parameter is a matrix or a stack of them. A stack of biases is one of vectors."""
+    return parameter.ndim >= 2 and not name.endswith("bias")
+
+
 def parameter_groups(
-    parameters: Iterable[nn.Parameter], *, weight_decay: float, decay_norms: bool = False
+    parameters: Iterable[nn.Parameter],
+    *,
+    weight_decay: float,
+    decay_norms: bool = False,
+    names: Iterable[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return two groups: parameters with two or more dimensions, which are decayed, and vectors, which are with `decay_norms`."""
-    trained = [p for p in parameters if p.requires_grad]
+    """Return two groups: matrices, which are decayed, and vectors, which are with `decay_norms`.
+
+    names: of all parameters, if stacks of biases may be among them.
+    """
+    named = zip(names or repeat(""), parameters, strict=False)
+    trained = [(is_matrix(name, p), p) for name, p in named if p.requires_grad]
+    vector_decay = weight_decay * decay_norms
     groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": weight_decay * decay_norms},
+        {"params": [p for matrix, p in trained if matrix], "weight_decay": weight_decay},
+        {"params": [p for matrix, p in trained if not matrix], "weight_decay": vector_decay},
     ]
     return [group for group in groups if group["params"]]
 
@@ -96,7 +111,10 @@ def _adam(
     section: AdamOptions, named: Mapping[str, nn.Parameter], *, lr: float, seed: int
 ) -> torch.optim.Optimizer:
     groups = parameter_groups(
-        named.values(), weight_decay=section.weight_decay, decay_norms=section.decay_norms
+        named.values(),
+        weight_decay=section.weight_decay,
+        decay_norms=section.decay_norms,
+        names=named,
     )
     options: dict[str, Any] = {
         "lr": lr,
@@ -128,7 +146,7 @@ def _muon(
     section: MuonSection, named: Mapping[str, nn.Parameter], *, seed: int
 ) -> torch.optim.Optimizer:
     """Build Muon. Blocks are the children of `layers`, the one name that every model family shares."""
-    in_blocks = {k: p for k, p in named.items() if k.startswith("layers.") and p.ndim > 1}
+    in_blocks = {k: p for k, p in named.items() if k.startswith("layers.") and is_matrix(k, p)}
     rest = {name: p for name, p in named.items() if name not in in_blocks}
     adam_lr = section.lr if section.adam_lr is None else section.adam_lr
     others = _adam(section, rest, lr=adam_lr, seed=seed)

@@ -45,12 +45,10 @@ class Sight(NamedTuple):
     causal: bool = True
     window: int = 0
 
-    def sees(self, nearest: Tensor, farthest: Tensor | None = None) -> Tensor:
-        """Return, as booleans, whether a query sees a key so many positions before it, or any from the nearest to the farthest."""
-        if not self.causal:
-            return torch.ones_like(nearest, dtype=torch.bool)
-        sees = (nearest if farthest is None else farthest) >= 0
-        return sees & (nearest < self.window) if self.window else sees
+    def sees(self, query: Tensor, key: Tensor) -> Tensor:
+        """Return, as booleans, whether queries at these positions see keys at those. Shapes are broadcast."""
+        sees = query >= key if self.causal else torch.ones_like(query == key)
+        return sees & (query - key < self.window) if self.window else sees
 
     @property
     def flash_window(self) -> tuple[int, int]:
@@ -87,7 +85,7 @@ def attend(
     if ends is not None:
         length, flat = q_BHSK.shape[2], [_flat(x) for x in (q_BHSK, k_BGTK, v_BGTK)]
         how: dict[str, Any] = {"ends": ends, "length": length, "sight": sight, "scale": scale}
-        out, lse_HN = varlen_attention(*flat, **how, lse=True)
+        out, lse_HN = varlen_attention(*flat, **how)
         return _unflat(out, length), lse_HN.unflatten(1, (-1, length)).transpose(0, 1)
     kernel, causal = _choose_kernel(q_BHSK), sight.causal
     if kernel == "flash":
@@ -221,7 +219,7 @@ def _windowed(
     if _choose_kernel(q_BHSK) in ("flash", "cudnn"):
         return None, whole_rows(batch, length, q_BHSK.device)
     at_S = torch.arange(length, device=q_BHSK.device)
-    return sight.sees(at_S[:, None] - at_S)[None], None
+    return sight.sees(at_S[:, None], at_S)[None], None
 
 
 def whole_rows(batch: int, length: int, device: torch.device) -> Tensor:
@@ -247,14 +245,13 @@ def varlen_attention(
     length: int,
     sight: Sight,
     scale: float | None,
-    lse: bool = False,
-) -> Any:
+) -> tuple[Tensor, Tensor]:
     """Compute FlashAttention of sequences one after the other, (all tokens, heads, size), that begin and end at `ends`,
-    int32, and have at most `length` tokens. lse: return the logsumexp too, (heads, all tokens)."""
+    int32, and have at most `length` tokens. Return the logsumexp too, (heads, all tokens), which has no gradient."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
     varlen: Any = varlen_attn
-    options: dict[str, Any] = {"scale": scale, "return_aux": AuxRequest(lse) if lse else None}
+    options: dict[str, Any] = {"scale": scale, "return_aux": AuxRequest(lse=True)}
     if _varlen_names_grouped_heads():
         options["enable_gqa"] = q.shape[1] != k.shape[1]
     window = sight.flash_window
@@ -308,13 +305,16 @@ def attend_with_sinks(
 def add_sinks(out_BHSK: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
     """Return output and logsumexp of rows of which each head's sink, a logit without a value, becomes a part."""
     total_BHS = torch.logaddexp(lse_BHS, sinks_H[:, None].to(lse_BHS.dtype))
-    return (out_BHSK * (lse_BHS - total_BHS).exp()[..., None]).to(out_BHSK.dtype), total_BHS
+    out = out_BHSK * (lse_BHS - total_BHS).exp()[..., None]
+    # A copy, also of the same dtype: compiled by torch 2.11, an alias that is returned and saved comes back wrong in backward.
+    return out.to(out_BHSK.dtype, copy=True), total_BHS
 
 
 def sinks_gradient(grad_BHSK: Tensor, out_BHSK: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> Tensor:
     """Return the gradient of the sinks, (H,), by output and logsumexp of whole rows."""
     share_BHS = (sinks_H[:, None] - lse_BHS).exp()  # the probability of the sink
-    return -(share_BHS * (grad_BHSK * out_BHSK).sum(-1)).sum((0, 2)).to(sinks_H.dtype)
+    product_BHS = (grad_BHSK.to(share_BHS.dtype) * out_BHSK).sum(-1)
+    return -(share_BHS * product_BHS).sum((0, 2)).to(sinks_H.dtype)
 
 
 class _AttentionWithSinks(torch.autograd.Function):

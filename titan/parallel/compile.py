@@ -9,7 +9,7 @@ compiled again or in pieces (a graph break), either of which costs speed without
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from typing import Any, Literal
 
@@ -37,7 +37,7 @@ class BackendError(ValueError):
 def apply_compile(
     model: nn.Module,
     *,
-    container: str = "layers",
+    container: str | Sequence[str] = "layers",
     backend: str = "inductor",
     mode: CompileMode = "default",
     memory_budget: float = 1.0,
@@ -45,7 +45,7 @@ def apply_compile(
     preserve_rng_state: bool = True,
     kinds: int = 1,
 ) -> None:
-    """Compile every block in `model.<container>` (a ModuleDict or ModuleList), in place; names do not change.
+    """Compile every block in `model.<container>` (a ModuleDict or ModuleList, or several), in place; names do not change.
 
     A block with a method `compiled_parts` has the functions compiled that it returns as (module, attribute), if it returns any; one
     whose first argument has another number of rows each time says so by an attribute `has_varying_rows`. In a block that is recomputed
@@ -74,14 +74,18 @@ def apply_compile(
     if mode != "default":
         settings["mode"] = mode
     set_memory_budget(memory_budget)
-    blocks = model.get_submodule(container)
+    containers = [container] if isinstance(container, str) else container
+    if len(containers) > 1:
+        # torch keeps programs by code object, which all modules share. It would take another shape for one that varies.
+        settings["dynamic"] = False
+    blocks = [block for name in containers for block in model.get_submodule(name).children()]
     # The fault is at the border: where an output from outside goes into a compiled block.
-    inside = set(blocks.modules())
+    inside = {module for block in blocks for module in block.modules()}
     for module in model.modules():
         if module not in inside and _leaves_collective(module):
             detach_collective(module)
     # Each call of a block looks up the program that the first block of its shape compiled.
-    for block in blocks.children():
+    for block in blocks:
         unwrapped: Any = getattr(block, "_checkpoint_wrapped_module", block)
         parts = getattr(unwrapped, "compiled_parts", list)()
         select = selection_of(block) if parts else None
@@ -108,9 +112,9 @@ def _with_any_rows(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Let one program take any number of rows: otherwise the compiler makes a program for the first number, and another for all others."""
 
     @wraps(compiled)
-    def call(rows: Tensor, *args: Tensor) -> Tensor:
+    def call(rows: Tensor, *args: Tensor, **options: Any) -> Tensor:
         torch._dynamo.maybe_mark_dynamic(rows, 0)
-        return compiled(rows, *args)
+        return compiled(rows, *args, **options)
 
     return call
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -168,41 +168,22 @@ class ContextParallelAttention(nn.Module):
             mask = _whole_ids(mask, self.part) if isinstance(mask, Tensor) else mask
             return self._ulysses(q_BHSK, k_BGSK, v_BGSK, mask, sinks_H)
         if isinstance(mask, Tensor):
-            options = {"part": self.part, "method": self.method, "sights": (self.sight,)}
-            mask = mask_over_ranks(mask, **options)
-        gather = self.method == "allgather"
-        if mask is not None and gather:
-            return self._masked_allgather(q_BHSK, k_BGSK, v_BGSK, mask, sinks_H)
-        return ring_attention(
-            q_BHSK,
-            k_BGSK,
-            v_BGSK,
-            part=self.part,
-            gather=gather,
-            scale=self.scale,
-            ids_BCS=None if mask is None else mask.mask,
-            sight=self.sight,
-            sinks_H=sinks_H,
-        )
+            sights = (self.sight,)
+            mask = mask_over_ranks(mask, part=self.part, method=self.method, sights=sights)
+        options: Any = {"scale": self.scale, "sight": self.sight, "sinks_H": sinks_H}
+        gather, part = self.method == "allgather", self.part
+        if mask is None or not gather:
+            ids_BCS = None if mask is None else mask.mask
+            options |= {"part": part, "gather": gather, "ids_BCS": ids_BCS}
+            return ring_attention(q_BHSK, k_BGSK, v_BGSK, **options)
+        # A mask over all keys, in the order in which ranks hold them: (2, B, G, S, K) -> (C, 2, B, G, S, K)
+        kv = all_gather(torch.stack([k_BGSK, v_BGSK]), group=part.group, size=part.size)
+        # Sources become part of the key dimension: (2, B, G, C x S, K), then keys and values apart.
+        k_BGTK, v_BGTK = kv.permute(1, 2, 3, 0, 4, 5).flatten(3, 4).unbind(0)
+        return mask.attend(q_BHSK, k_BGTK, v_BGTK, **options)
 
     def extra_repr(self) -> str:
         return f"method={self.method}, {self.part.size} ranks, balanced={self.part.balanced}"
-
-    def _masked_allgather(
-        self,
-        q_BHSK: Tensor,
-        k_BGSK: Tensor,
-        v_BGSK: Tensor,
-        mask: DocumentMask,
-        sinks_H: Tensor | None,
-    ) -> Tensor:
-        """Attend with a mask over all keys, in the order in which ranks hold them."""
-        # (2, B, G, S, K) -> (C, 2, B, G, S, K)
-        kv = all_gather(torch.stack([k_BGSK, v_BGSK]), group=self.part.group, size=self.part.size)
-        # Sources become part of the key dimension: (2, B, G, C x S, K), then keys and values apart.
-        k_BGTK, v_BGTK = kv.permute(1, 2, 3, 0, 4, 5).flatten(3, 4).unbind(0)
-        options = {"scale": self.scale, "sight": self.sight, "sinks_H": sinks_H}
-        return mask.attend(q_BHSK, k_BGTK, v_BGTK, **options)
 
     def _ulysses(
         self,

@@ -29,9 +29,9 @@ from .block_attention import (
     CAUSAL,
     Sight,
     add_sinks,
+    attend,
     attend_with_sinks,
     match_heads,
-    varlen_attention,
     whole_rows,
 )
 from .torch_compat import compute_capability
@@ -72,7 +72,8 @@ class DocumentMask:
         """
         qkv, grouped = (q_BHSK, k_BGTK, v_BGTK), q_BHSK.shape[1] != k_BGTK.shape[1]
         if self.form == "flex":
-            options = {"block_mask": self.mask[sight], "scale": scale, "enable_gqa": grouped}
+            options = {"block_mask": self.mask[sight], "sight": sight}
+            options |= {"scale": scale, "enable_gqa": grouped}
             if sinks_H is None:
                 return flex_attention(*qkv, **options)
             out_BHSK, aux = flex_attention(*qkv, **options, return_aux=AuxRequest(lse=True))
@@ -94,10 +95,7 @@ class DocumentMask:
         qkv, how = (q_BHSK, k_BGTK, v_BGTK), {"ends": self.mask, "sight": sight, "scale": scale}
         if sinks_H is not None:
             return attend_with_sinks(*qkv, sinks_H, **how)[..., :v_size]
-        # (B, H, S, K) -> (B * S, H, K): a view of what projections wrote.
-        flat = [x.transpose(1, 2).flatten(0, 1) for x in qkv]
-        out = varlen_attention(*flat, length=self.length, **how)
-        return out.unflatten(0, (-1, self.length)).transpose(1, 2)[..., :v_size]
+        return attend(*qkv, **how)[0][..., :v_size]
 
 
 def choose_form(device_type: str, dtype: torch.dtype, *, whole: bool = True) -> MaskForm:
@@ -151,8 +149,7 @@ def mask_of(
         masks = {sight: _block_mask(ids_BS, ids_BT, at_S, at_T, sight) for sight in sights}
         return DocumentMask(form, masks, length)
     same_BST = ids_BS[:, :, None] == ids_BT[:, None, :]
-    distance_ST = at_S[:, None] - at_T
-    masks = {sight: (same_BST & sight.sees(distance_ST))[:, None] for sight in sights}
+    masks = {sight: (same_BST & sight.sees(at_S[:, None], at_T))[:, None] for sight in sights}
     return DocumentMask(form, masks, length)
 
 
@@ -171,7 +168,7 @@ def _block_mask(ids_BS: Tensor, ids_BT: Tensor, at_S: Tensor, at_T: Tensor, sigh
     from torch.nn.attention.flex_attention import BlockMask
 
     def visible(b: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (ids_BS[b, query] == ids_BT[b, key]) & sight.sees(at_S[query] - at_T[key])
+        return (ids_BS[b, query] == ids_BT[b, key]) & sight.sees(at_S[query], at_T[key])
 
     (low_BQ1, high_BQ1), (low_BC, high_BC) = _ranges(ids_BS), _ranges(ids_BT)
     (first_Q1, last_Q1), (first_C, last_C) = _ranges(at_S), _ranges(at_T)
@@ -180,9 +177,14 @@ def _block_mask(ids_BS: Tensor, ids_BT: Tensor, at_S: Tensor, at_T: Tensor, sigh
     )
     low_BC, high_BC = low_BC[:, None], high_BC[:, None]
     # Ranges that meet may hold no pair that is visible: then the block is computed and masked, as any other in part visible.
-    near_QC, far_QC = first_Q1 - last_C, last_Q1 - first_C
-    some_BQC = (low_BQ1 <= high_BC) & (low_BC <= high_BQ1) & sight.sees(near_QC, far_QC)
-    all_BQC = (low_BQ1 == high_BC) & (low_BC == high_BQ1) & sight.sees(near_QC) & sight.sees(far_QC)
+    some_BQC = (low_BQ1 <= high_BC) & (low_BC <= high_BQ1)
+    all_BQC = (low_BQ1 == high_BC) & (low_BC == high_BQ1)
+    if sight.causal:
+        some_BQC = some_BQC & (last_Q1 >= first_C)
+        all_BQC = all_BQC & (first_Q1 >= last_C)
+    if sight.window:
+        some_BQC = some_BQC & (first_Q1 - last_C < sight.window)
+        all_BQC = all_BQC & (last_Q1 - first_C < sight.window)
     blocks = [*_listed(some_BQC & ~all_BQC), *_listed(all_BQC)]
     lengths = ids_BS.shape[1], ids_BT.shape[1]
     return BlockMask.from_kv_blocks(
@@ -221,8 +223,11 @@ def share_document_mask(model: nn.Module, make: Callable[..., DocumentMask] = ma
     model.register_forward_pre_hook(before, with_kwargs=True)
 
 
-def flex_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-    """Call FlexAttention compiled, since the scores would exist as a whole otherwise. On a CPU, where it has no backward pass, as it is."""
+def flex_attention(q: Tensor, k: Tensor, v: Tensor, *, sight: Sight, **options: Any) -> Any:
+    """Call FlexAttention compiled, since the scores would exist as a whole otherwise. On a CPU, where it has no backward pass, as it is.
+
+    sight: of the mask, for the simulator alone.
+    """
     from torch.nn.attention import flex_attention as module
 
     # Within a compiled block it becomes a part of that.

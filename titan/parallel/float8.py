@@ -111,6 +111,8 @@ def apply_float8(
             kept = "shares its weight with another module"
         elif style == "kv_colwise" and num_kv_heads % tp:
             kept = f"{tp} tensor-parallel ranks are more than {num_kv_heads} key/value heads"
+        elif style == "whole":
+            kept = "every rank computes all of it, on few rows"
         elif rows % multiple or columns % multiple:
             kept = f"{rows} x {columns}{' on a rank' * (tp > 1)} does not divide by {multiple}"
         elif is_small and is_small(layer, name):
@@ -253,7 +255,7 @@ def _local_shape(layer: nn.Linear, *, style: str, tp: int) -> tuple[int, int]:
     rows, columns = layer.out_features, layer.in_features
     if style in ("colwise", "kv_colwise", "gather_colwise", "vocab_output"):
         return rows // tp, columns
-    return (rows, columns // tp) if style == "rowwise" else (rows, columns)
+    return (rows, columns // tp) if style.startswith("rowwise") else (rows, columns)
 
 
 def _converter(

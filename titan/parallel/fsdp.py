@@ -2,8 +2,8 @@
 
 FSDP2 (torch.distributed.fsdp.fully_shard; ZeRO, arXiv:1910.02054; PyTorch FSDP, arXiv:2304.11277) shards
 parameters, gradients and optimizer state over a mesh axis and gathers one unit's parameters at a time. Units are what
-comes before the blocks (the embedding), each block, and what comes after them (norm and output). What is left is the
-root's: embedding and output, where they share a weight. A mesh of two axes replicates over the first and
+comes before the blocks (the embedding, and each part of an encoder), each block, and what comes after them (norm and
+output). What is left is the root's: embedding and output, where they share a weight. A mesh of two axes replicates over the first and
 shards over the second (HSDP). DDP is torch's `replicate`, which runs on FSDP2's machinery and so composes with
 tensor parallelism and casts to a lower precision in the same way.
 
@@ -48,6 +48,7 @@ def apply_fsdp(
     cast_forward_inputs: bool = True,
     prefetch: int = -1,
     own_mesh: Mapping[nn.Module, DeviceMesh] | None = None,
+    encoders: Sequence[nn.Module] = (),
     first: Sequence[nn.Module] = (),
     last: Sequence[nn.Module] = (),
 ) -> None:
@@ -67,6 +68,7 @@ def apply_fsdp(
             next one when the host gets there. -1: 1 where `own_mesh` has modules that are gathered, else 0.
         own_mesh: modules within blocks that are units by themselves, over another mesh: experts, whose stacked parameters are cut
             between experts, or within each where ranks outnumber them.
+        encoders: more modules that run before the blocks, a unit each, outer ones first.
         first, last: modules that run before and after the blocks, one unit each; without them they are the root's, gathered during all
             of the step.
     """
@@ -78,28 +80,17 @@ def apply_fsdp(
     )
     # Inner units first, so that what is left belongs to the root.
     blocks = [*(blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks)]
-    units = units_of(blocks, first=first, last=last, blocks_per_unit=blocks_per_unit)
+    ends = {"encoders": encoders, "first": first, "last": last}
+    units = units_of(blocks, **ends, blocks_per_unit=blocks_per_unit)
     # A loss in chunks has done the output layer's part of the backward pass. What follows, the norm, is too short to
     # gather the last block behind it.
     kept = {*last, *blocks[-kept_blocks:]}
     options: Any = {"mp_policy": precision, "offload_policy": offload}
     gathered: list[list[nn.Module]] = []
-    for unit in units:
+    for unit in reversed(units):
         reshard = reshard_after_forward and kept.isdisjoint(unit)
-        parts = {part for module in unit for part in module.modules()}
-        inside = [module for module in own_mesh or () if module in parts]
-        for inner in inside:
-            inner_mesh = (own_mesh or {})[inner]
-            dim = _shard_dimension(inner, inner_mesh)
-            fully_shard(
-                inner,
-                mesh=inner_mesh,
-                reshard_after_forward=reshard,
-                shard_placement_fn=lambda _, dim=dim: Shard(dim),
-                **options,
-            )
-            _run_hooks_outside_selection(inner)
-        gathered.append([unit[0], *inside])
+        inside = _shard_inside(unit, own_mesh or {}, reshard_after_forward=reshard, **options)
+        gathered.insert(0, [unit[0], *inside])
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, **options)  # pyright: ignore
     # What is left is used at both ends of the forward pass (tied embeddings), so it stays gathered.
     fully_shard(model, mesh=mesh, reshard_after_forward=False, **options)
@@ -107,8 +98,8 @@ def apply_fsdp(
     if mesh.size() == 1:
         alone |= {*model.modules()} - {*(own_mesh or ())}
     sum_gradients(model, alone=alone)
-    if units[:1] == [[*first]] and _only_embeddings(first):
-        units[0][0].set_unshard_in_backward(False)  # pyright: ignore
+    if [*first] in units and _only_embeddings(first):
+        first[0].set_unshard_in_backward(False)  # pyright: ignore
     if prefetch < 0:
         # FSDP finds a unit inside another one only when it runs, and experts run after a wait of the host.
         prefetch = int(any(inner.size(inner.ndim - 1) > 1 for inner in (own_mesh or {}).values()))
@@ -116,9 +107,28 @@ def apply_fsdp(
         _prefetch(gathered, prefetch)
 
 
+def _shard_inside(
+    unit: Sequence[nn.Module], own_mesh: Mapping[nn.Module, DeviceMesh], **options: Any
+) -> list[nn.Module]:
+    """Shard the modules within a unit that have a mesh of their own, and return them."""
+    parts = {part for module in unit for part in module.modules()}
+    inside = [module for module in own_mesh if module in parts]
+    for inner in inside:
+        dim = _shard_dimension(inner, own_mesh[inner])
+        fully_shard(
+            inner,
+            mesh=own_mesh[inner],
+            shard_placement_fn=lambda _, dim=dim: Shard(dim),
+            **options,
+        )
+        _run_hooks_outside_selection(inner)
+    return inside
+
+
 def units_of(
     blocks: Sequence[nn.Module],
     *,
+    encoders: Sequence[nn.Module] = (),
     first: Sequence[nn.Module],
     last: Sequence[nn.Module],
     blocks_per_unit: int = 1,
@@ -130,7 +140,8 @@ def units_of(
     ends = [{p for module in end for p in module.parameters()} for end in (first, last)]
     if ends[0] & ends[1]:
         first = last = ()
-    return [unit for unit in ([*first], *middle, [*last]) if unit]
+    alone = ([module] for module in encoders)
+    return [unit for unit in (*alone, [*first], *middle, [*last]) if unit]
 
 
 def _only_embeddings(modules: Iterable[nn.Module]) -> bool:
@@ -178,6 +189,7 @@ def apply_ddp(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype = torch.float32,
     cast_forward_inputs: bool = True,
+    encoders: Sequence[nn.Module] = (),
     first: Sequence[nn.Module] = (),
     last: Sequence[nn.Module] = (),
 ) -> None:
@@ -187,13 +199,14 @@ def apply_ddp(
     all; `replicas.require_equal_replicas` checks any others.
 
     Args:
-        blocks, param_dtype, reduce_dtype, cast_forward_inputs, first, last: as in `apply_fsdp`.
+        blocks, param_dtype, reduce_dtype, cast_forward_inputs, encoders, first, last: as in `apply_fsdp`.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=cast_forward_inputs
     )
     blocks = [*(blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks)]
-    for unit in [*units_of(blocks, first=first, last=last), model]:
+    units = units_of(blocks, encoders=encoders, first=first, last=last)
+    for unit in [*reversed(units), model]:
         replicate(unit, mesh=mesh, mp_policy=precision)
     sum_gradients(model)
 

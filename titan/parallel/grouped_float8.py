@@ -60,6 +60,7 @@ def _products(
     function: Callable[..., Tensor],
     product: Callable[[Tensor, Tensor, Tensor], Tensor],
     multiple: int,
+    **options: Any,
 ) -> Tensor:
     """Return the function of rows that are padded to whole multiples for each expert."""
     padded_e = (counts_e + multiple - 1) // multiple * multiple
@@ -69,7 +70,7 @@ def _products(
     # As many rows as could be needed: how many are is known on the device alone.
     most = -(-(len(rows_RD) + len(counts_e) * (multiple - 1)) // multiple) * multiple
     padded = rows_RD.new_zeros(most, rows_RD.shape[1]).index_copy(0, places_R, rows_RD)
-    return function(padded, padded_e, *weights, product=product)[places_R]
+    return function(padded, padded_e, *weights, product=product, **options)[places_R]
 
 
 def _grouped_mm(recipe: str, *, emulate: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:

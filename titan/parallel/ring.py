@@ -146,7 +146,7 @@ def _seen(
     seen: dict[str, Any] = {"sight": Sight(block.causal, window), "mask_BST": None}
     if is_cut and not (block.causal and ids_BCS is None):
         at_S = torch.arange(size, device=device)
-        seen["mask_BST"] = sight.sees(block.distance + at_S[:, None] - at_S)[None]
+        seen["mask_BST"] = sight.sees(block.distance + at_S[:, None], at_S)[None]
     if ids_BCS is not None:
         ids_BS = ids_BCS[:, part.rank, block.queries]
         ids_BT = ids_BCS[:, sources.start : sources.stop, block.keys].flatten(1)

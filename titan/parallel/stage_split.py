@@ -17,6 +17,8 @@ from .schedules import (
     stages_per_rank,
 )
 
+FIRST = ("tok_embeddings",)  # what comes before the blocks, in most families
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageSplit:
@@ -51,6 +53,7 @@ def split_stages(
     first_less: int = 1,
     last_less: int = 1,
     modules: Sequence[Sequence[str]] | None = None,
+    first: Sequence[str] = FIRST,
 ) -> StageSplit:
     """Split a model into stages. Raises SplitError, with the nearest numbers that would work; ValueError for the CSV or a name.
 
@@ -59,6 +62,7 @@ def split_stages(
         layers_per_stage: makes as many stages as that takes; None: one or two for each rank, as the schedule has.
         first_less, last_less: how many layers embedding and output layer count for.
         modules: names for each stage, instead of an even split.
+        first: names of the modules that come before the blocks, and go to the first stage.
     """
     custom = read_schedule(csv) if csv else None
     # Embedding and output layer count as layers here, too. The division rounds up.
@@ -96,7 +100,11 @@ def split_stages(
         modules=[list(names) for names in modules]
         if modules
         else split_modules(
-            num_layers, num_stages=num_stages, first_less=first_less, last_less=last_less
+            num_layers,
+            num_stages=num_stages,
+            first_less=first_less,
+            last_less=last_less,
+            first=first,
         ),
         schedule_name=schedule,
         custom=custom,
@@ -106,11 +114,16 @@ def split_stages(
 
 
 def split_modules(
-    num_layers: int, *, num_stages: int, first_less: int = 1, last_less: int = 1
+    num_layers: int,
+    *,
+    num_stages: int,
+    first_less: int = 1,
+    last_less: int = 1,
+    first: Sequence[str] = FIRST,
 ) -> list[list[str]]:
     """Return the names of each stage's modules, named as in models/, as even as can be.
 
-    The embedding counts as `first_less` layers, norm and output layer as `last_less`. What does not divide goes
+    The embedding, with all that is in `first`, counts as `first_less` layers, norm and output layer as `last_less`. What does not divide goes
     one by one to the middle stages, later ones first, since earlier ones hold more microbatches in flight; then to
     the first stage, and not to the last, which has the logits.
     """
@@ -140,6 +153,6 @@ def split_modules(
     layers = iter(range(num_layers))
     for stage, count in enumerate(counts):
         names[stage] = [f"layers.{next(layers)}" for _ in range(count)]
-    names[0].insert(0, "tok_embeddings")
+    names[0][:0] = first
     names[-1] += ["norm", "output"]
     return names

@@ -14,11 +14,19 @@ model names a style for each module; nothing in the model changes. With S the se
     gather_colwise   columns /tp   (B, S/tp, L) -> (B, S, F/tp): all-gather first; columns are key/value heads
     gather_shared    none          (B, S/tp, K) -> (B, S, K): keys that the heads of all ranks share
     rowwise          rows /tp      (B, S, F/tp) -> (B, S/tp, D), reduce-scatter
+    whole            whole         without sequence parallelism: whole tensor -> same, every rank computes it
+    whole_input      none          the same for a module with split layers: the gradients of their input add up before one all-reduce,
+                                   and if it returns parts of a sum, these are added up
+    rowwise_whole    rows /tp      (B, S, F/tp) -> (B, S, D), all-reduce
+    rowwise_part     rows /tp      (B, S, F/tp) -> (B, S, D), this rank's part of a sum, for `whole_input` around it
     tokens           none          (B, S/tp, D) -> same, as a plain tensor: experts, to whom each rank's tokens are tokens
     token_weights    whole         as `sequence`, and gives a plain tensor: a router's matrix
     experts          -             left alone: `apply_ep` and FSDP split them
     head_norm        whole         (B, S, H/tp, K) -> same: norms within each rank's heads
     head_vector      values /tp    a module that returns its weight, a number for each query head: this rank's part
+    cut_sequence     whole         (N, T, ...) -> (N, T'/tp, D): each rank's part of the output, with zeros after T that make parts equal
+    place            none          x (B, S/tp, D), features (N, T/tp, D) -> (B, S/tp, D): features are gathered, and of an index (B, S)
+                                   each rank takes its part; in this order of arguments
     width_norm       channels /tp  (B, S, F/tp) -> same: norms over the channels of all ranks, which add up their squares
     vocab_output     columns V/tp  (B, S/tp, D) -> (B, S, V/tp) for the vocabulary-parallel loss, or (B, S, V);
                                    -> (B, S, D) where the loss applies the weight
@@ -30,7 +38,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
@@ -40,8 +47,6 @@ from torch.distributed.tensor import (
     Partial,
     Replicate,
     Shard,
-    distribute_module,
-    distribute_tensor,
 )
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -52,187 +57,35 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from .float8 import cast_before_gather, is_tensorwise, rows_style
+from .float8 import is_tensorwise, rows_style
+from .tensor_styles import (
+    SEQUENCE_DIM,
+    CutSequence,
+    GatherForLoss,
+    GatherSequence,
+    GatherShared,
+    HeadVector,
+    NormOfAllRanks,
+    PlaceShared,
+    ReplicatedHeads,
+    TokensOfRank,
+    Whole,
+    WholeInput,
+    argument_names,
+)
 
-SEQUENCE_DIM = 1
 GATHER = "gather_input"
 _SPLITS = {  # what torch's styles and ours know how to split
     "vocab_embedding": nn.Embedding,
-    **dict.fromkeys(("colwise", "kv_colwise", "gather_colwise", "rowwise"), nn.Linear),
+    **dict.fromkeys(("colwise", "kv_colwise", "gather_colwise"), nn.Linear),
+    **dict.fromkeys(("rowwise", "rowwise_whole", "rowwise_part"), nn.Linear),
     "vocab_output": nn.Linear,
 }
 
 
-class GatherSequence(ParallelStyle):
-    """Gather one argument of the module over the sequence, in float8 where the layers that read it
-    cast it anyway.
-
-    The module gets a DTensor, so that the gradients of its uses add up before the one reduce-scatter.
-
-    argument: its name; "": the first tensor, in the order of forward's signature. The caller may give it by position or by name.
-    """
-
-    def __init__(self, name: str, argument: str = "") -> None:
-        self.name = name
-        self.argument = argument
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        cast = cast_before_gather(module, device_mesh)
-        names = _argument_names(module)
-        if self.argument and self.argument not in names:
-            raise ValueError(
-                f"{self.name} has no argument {self.argument} to gather; its forward takes {', '.join(names)}"
-            )
-
-        def gather(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            # Arguments by position and by name, in one table.
-            arguments: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
-            if self.argument:
-                order = (self.argument, names.index(self.argument))
-            else:
-                order = (*range(len(args)), *names, *kwargs)
-            place = next((key for key in order if isinstance(arguments.get(key), Tensor)), None)
-            if place is None:
-                what = (
-                    f"argument {self.argument}" if self.argument else "tensor among the arguments"
-                )
-                raise ValueError(f"{self.name} was called with no {what} that could be gathered")
-            x = arguments[place]
-            # A DTensor: the gradients of all layers that read it add up before one reduce-scatter.
-            if not isinstance(x, DTensor):
-                x = DTensor.from_local(x, device_mesh, (Shard(SEQUENCE_DIM),), run_check=False)
-            if cast is not None:
-                x = cast(x)
-            arguments[place] = x.redistribute(placements=(Replicate(),))
-            return tuple(arguments[i] for i in range(len(args))), {
-                key: arguments[key] for key in kwargs
-            }
-
-        module.register_forward_pre_hook(gather, with_kwargs=True)
-        return module
-
-
-class TokensOfRank(SequenceParallel):
-    """Run a module with whole weights on each rank's part of the sequence.
-
-    A matrix sees that part as cut over its first dimension, since a rank's tokens are tokens: its product flattens (B, S),
-    which torch 2.11 does for no tensor that is cut over S.
-    """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if any(parameter.ndim > 1 for parameter in module.parameters()):
-
-            def cut_first(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-                x = args[0].to_local() if isinstance(args[0], DTensor) else args[0]
-                return DTensor.from_local(x, device_mesh, (Shard(0),), run_check=False), *args[1:]
-
-            def cut_sequence(_: nn.Module, __: Any, output: DTensor) -> Tensor:
-                local = output.to_local()
-                if self.use_local_output:
-                    return local
-                return DTensor.from_local(
-                    local, device_mesh, (Shard(SEQUENCE_DIM),), run_check=False
-                )
-
-            self._replicate_module_fn("", module, device_mesh)
-            module.register_forward_pre_hook(cut_first)
-            module.register_forward_hook(cut_sequence)
-            return module
-        return super()._apply(module, device_mesh)
-
-
-class ReplicatedHeads(ParallelStyle):
-    """Keep a key or value projection with fewer heads than ranks whole on each rank, which uses one
-    head of its output."""
-
-    def __init__(self, num_heads: int) -> None:
-        self.num_heads = num_heads
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        # Neighbouring ranks share a head, as their query heads do.
-        head = device_mesh.get_local_rank() * self.num_heads // device_mesh.size()
-
-        def replicate(_: str, child: nn.Module, mesh: DeviceMesh) -> None:
-            for name, parameter in list(child.named_parameters(recurse=False)):
-                # src_data_rank=None: every rank has the whole weight, so nothing is sent.
-                whole = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)
-                child.register_parameter(name, nn.Parameter(whole))
-
-        def keep_head(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
-            # Each rank's gradient reaches its own head only: what all ranks have is an unfinished sum.
-            local = output.to_local(grad_placements=(Partial(),))
-            return local.unflatten(-1, (self.num_heads, -1))[..., head, :]
-
-        return distribute_module(module, device_mesh, replicate, _accept_replicated, keep_head)  # pyright: ignore
-
-
-class GatherShared(ParallelStyle):
-    """What the module returns, gathered over the sequence. Each rank uses it for its heads, so gradients are parts of a sum."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gather(_: nn.Module, args: tuple[Any, ...], output: DTensor) -> Tensor:
-            whole: DTensor = output.redistribute(placements=(Replicate(),))
-            return whole.to_local(grad_placements=(Partial(),))
-
-        module.register_forward_hook(gather)
-        return module
-
-
-class NormOfAllRanks(ParallelStyle):
-    """A norm in plain operations over channels that are split: DTensor adds up what ranks have of a token's sum."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def take(_: nn.Module, args: tuple[Any, ...], mesh: DeviceMesh) -> DTensor:
-            return DTensor.from_local(args[0], mesh, (Shard(-1),), run_check=False)
-
-        def give(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
-            return output.to_local()
-
-        return distribute_module(module, device_mesh, _split_weight, take, give)  # pyright: ignore
-
-
-class HeadVector(ParallelStyle):
-    """Split a weight over heads. Each rank gets the values of its own."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _split_weight("", module, device_mesh)
-        module.register_forward_hook(lambda _, __, output: output.to_local())
-        return module
-
-
-class GatherForLoss(ParallelStyle):
-    """Split the output layer where the loss applies its weight: V/tp rows of it for each rank, and
-    what goes in comes out gathered.
-
-    Each rank's gradient belongs to its part of the vocabulary, so it is a part of a sum. The way
-    back reduces and scatters it.
-    """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            x: DTensor = args[0].redistribute(placements=(Replicate(),))
-            return (x.to_local(grad_placements=(Partial(),)), *args[1:])
-
-        _split_weight("", module, device_mesh)
-        module.register_forward_pre_hook(gather)
-        return module
-
-
-def _split_weight(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
-    # src_data_rank=None: every rank has the whole weight, so nothing is sent.
-    weight = distribute_tensor(module.get_parameter("weight"), mesh, [Shard(0)], src_data_rank=None)
-    module.register_parameter("weight", nn.Parameter(weight))
-
-
-def _argument_names(module: nn.Module) -> list[str]:
-    """Return the names that a module's forward gives to its arguments, in order."""
-    parameters = signature(module.forward).parameters.values()
-    return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-
-
 def _take_by_position(module: nn.Module) -> None:
     """Let callers give the first argument by name: torch's styles and ours read it by position."""
-    names = _argument_names(module)[:1]
+    names = argument_names(module)[:1]
 
     def reorder(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args or not kwargs:
@@ -241,15 +94,6 @@ def _take_by_position(module: nn.Module) -> None:
         return (kwargs[first],), {name: value for name, value in kwargs.items() if name != first}
 
     module.register_forward_pre_hook(reorder, with_kwargs=True)
-
-
-def _accept_replicated(_: nn.Module, args: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-    x = args[0]
-    return (
-        x
-        if isinstance(x, DTensor)
-        else DTensor.from_local(x, mesh, (Replicate(),), run_check=False),
-    )
 
 
 def apply_tp(
@@ -323,7 +167,7 @@ def check_plan(
     }
     _require_fit(model, style_of, size=size, num_kv_heads=num_kv_heads)
     # A style makes DTensors of the parameters in its module and below, except those that only move what goes in or out.
-    moving = (GATHER, "gather_shared", "tokens", "")
+    moving = (GATHER, "gather_shared", "place", "tokens", "whole_input", "")
     split = [name for name, style in style_of.items() if style.split(":")[0] not in moving]
     _require_all_split(model, left=lambda _: True, but=split)
     return style_of
@@ -353,7 +197,13 @@ def _styles(
         "kv_colwise": ColwiseParallel if kv_split else lambda: ReplicatedHeads(num_kv_heads),
         "gather_colwise": lambda: ColwiseParallel(input_layouts=Shard(SEQUENCE_DIM)),
         "gather_shared": GatherShared,
+        "cut_sequence": CutSequence,
+        "place": PlaceShared,
         "rowwise": lambda: RowwiseParallel(output_layouts=Shard(SEQUENCE_DIM)),
+        "whole": Whole,
+        "whole_input": WholeInput,
+        "rowwise_whole": lambda: RowwiseParallel(output_layouts=Replicate()),
+        "rowwise_part": lambda: RowwiseParallel(output_layouts=Partial(), use_local_output=False),
         "vocab_output": GatherForLoss
         if output_in_loss
         else lambda: ColwiseParallel(

@@ -79,7 +79,7 @@ def _problems(folder: Path, name: str, sizes: Any) -> list[str]:
     try:
         opened = open_folder(folder)
         require_weights_for(sizes, opened)
-        return [*tensor_problems(opened, HFModel.of(name, sizes))]
+        return [*tensor_problems(opened, HFModel.of(name, sizes).spelled_as(opened.files))]
     except CheckpointError as error:
         return [str(error)]
 

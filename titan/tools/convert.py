@@ -38,9 +38,11 @@ from titan.checkpoint.huggingface import (
     read_sizes,
     require_weights_for,
 )
+from titan.checkpoint.quantized import values_name
 from titan.checkpoint.storage import Location, as_location
 from titan.config.load import ConfigError
 from titan.config.schema import CheckpointSection
+from titan.config.task import reads_text
 from titan.config.toml import format_value
 from titan.data.tokenizer import tokenizer_named
 from titan.data.tokenizer_files import FOLDER, read_asset, tokenizer_files, write_files
@@ -59,6 +61,7 @@ def from_hf(source: Path, output: Path) -> list[str]:
     require_weights_for(sizes, opened)
     model = HFModel.of(name, sizes)
     folder = check_folder(source, model)
+    model = model.spelled_as(folder.files)
     assets = {file.name: read_asset(file) for file in tokenizer_files(str(source))}
     if assets:
         tokenizer_named(str(source))  # raises where it cannot be used
@@ -82,13 +85,15 @@ def from_hf(source: Path, output: Path) -> list[str]:
             if theirs is None:  # transformers has none: as before the first step
                 state[f"model.{ours}"] = torch.zeros(shape, dtype=model.buffers[ours])
                 continue
-            file = folder.files[theirs.format(0)]
-            stored = open_files[file].get_slice(theirs.format(0))
-            if stored.get_dtype() != "F8_E4M3" and theirs in folder.files:
+            stored_name = values_name(theirs.format(0), folder.files)
+            file = folder.files[stored_name]
+            stored = open_files[file].get_slice(stored_name)
+            is_whole = theirs in folder.files and stored.get_shape() == list(shape)
+            if stored.get_dtype() != "F8_E4M3" and is_whole and ours not in model.parts:
                 tensor = open_files[file].get_tensor(theirs)
                 bad = [] if tensor.isfinite().all() else [not_finite(file, theirs)]
             else:
-                # Mapped to a file of its own too: experts are stacked, and fp8 becomes bfloat16.
+                # Mapped to a file of its own too: experts are stacked, columns cut out, and quantized weights become bfloat16.
                 tensor = _mapped(Path(temporary) / ours, shape, stored[:0].dtype)
                 bad = fill(folder, {ours: tensor}, model=model)
             if bad:
@@ -111,30 +116,41 @@ def from_hf(source: Path, output: Path) -> list[str]:
     )
     return [
         f"{step}: {name} {keys['flavor']}, {sizes.num_params:,} parameters",
-        *left_out_messages(folder, sizes),
+        *left_out_messages(folder, model),
         f"train it: titan train JOB.toml {overlay}",
     ]
 
 
 def _mapped(file: Path, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return a tensor whose memory is a file's, so that the kernel may write it out. fp8 becomes bfloat16."""
+    """Return a tensor whose memory is a file's, so that the kernel may write it out. 8 bits become bfloat16."""
     dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
     return torch.from_file(str(file), shared=True, size=shape.numel(), dtype=dtype).view(shape)
 
 
 def to_hf(
-    source: Location, output: Path, *, dtype: torch.dtype | None, file_bytes: int, tokenizer: str
+    source: Location,
+    output: Path,
+    *,
+    dtype: torch.dtype | None,
+    file_bytes: int,
+    tokenizer: str,
+    average: bool = False,
 ) -> list[str]:
     """Write a Hugging Face folder of a step's weights. Return messages.
 
     Args:
         dtype: None keeps the stored precision.
         tokenizer: a path, or "" for the run's.
+        average: write the average of the weights, which the job must keep ([average]).
     """
     _check_new(output)
     config, step = find_checkpoint(source, tokenizer=tokenizer)
     stored = checkpoints.stored_shapes(step)
-    opened = open_run_tokenizer(config)
+    if average and not any(name.startswith("average.") for name in stored):
+        raise CheckpointError(
+            f"{step}: holds no average of the weights; the job needs average.enable"
+        )
+    opened = open_run_tokenizer(config) if reads_text(config) else None
     weights = (kind for name, (_, kind) in stored.items() if name.startswith("model."))
     # All weights of a step have one dtype.
     dtype = dtype or next(weights, torch.float32)
@@ -143,9 +159,10 @@ def to_hf(
 
     # One process holds every tensor, so there is nothing to gather.
     def whole(ours: str, dtype: torch.dtype) -> Tensor:
-        state = {f"model.{ours}": torch.empty(model.shapes[ours], dtype=dtype)}
+        name = f"average.{ours}" if average and ours not in model.buffers else f"model.{ours}"
+        state = {name: torch.empty(model.shapes[ours], dtype=dtype)}
         checkpoints.load(step, state)
-        return state[f"model.{ours}"]
+        return state[name]
 
     buffers = {ours: whole(ours, model.buffers[ours]) for ours in model.off_disk}
     if lost := lost_buffers(model, buffers):
@@ -160,7 +177,7 @@ def to_hf(
     precision = str(dtype).removeprefix("torch.")
     size = f"{model.sizes.num_params:,} parameters in {precision}"
     messages = [f"{output}: {model.architecture}, {size}"]
-    if not export.assets:
+    if opened and not export.assets:
         text = f'no tokenizer files: the run used "{opened.kind}", which has none'
         messages.append(text)
     return messages
@@ -201,6 +218,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     size = {"type": _size, "default": DEFAULT_FILE_BYTES, "metavar": "SIZE"}
     add("--max-shard-size", **size, help="the largest size of a file; default: 5GB")
     add("--tokenizer", **TOKENIZER_OPTION)
+    add(
+        "--average", action="store_true", help="the average of the weights, of a job with [average]"
+    )
     return parser.parse_args(argv)
 
 
@@ -213,6 +233,7 @@ def main(argv: Sequence[str]) -> int:
         else:
             dtype = getattr(torch, args.dtype) if args.dtype else None
             options = {"file_bytes": args.max_shard_size, "tokenizer": args.tokenizer}
+            options["average"] = args.average
             messages = to_hf(args.source, args.output, dtype=dtype, **options)
     except (ConfigError, InputError, SaveFailed) as error:
         print(f"titan convert: {error}", file=sys.stderr)

@@ -25,6 +25,7 @@ class MaskedTokens(NextToken):
 
         def mask(rows_BT: np.ndarray, *, first_sample: int) -> Batch:
             batch = pack(rows_BT, first_sample=first_sample)
+            assert isinstance(batch, Batch)
             tokens_BS = batch.tokens_BS
             numbers = range(first_sample, first_sample + len(rows_BT))
             chosen = np.stack([self._draw(number, tokens_BS.shape[1]) for number in numbers])

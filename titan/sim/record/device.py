@@ -15,8 +15,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 from titan.parallel import documents
+from titan.parallel.block_attention import Sight
 from titan.sim.record import torch_compat
 from titan.sim.record.trace import COMPUTE_STREAM, AwaitEvent, AwaitStream, RecordEvent, Synchronize
 
@@ -275,11 +277,22 @@ def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: fl
 
 
 def _flex_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, **_: Any
-) -> Tensor:
-    """Stand for compiled FlexAttention, which is FlashAttention's algorithm over the blocks of its mask."""
-    out = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scale)[0]
-    return out[..., : v.shape[-1]]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    sight: Sight,
+    scale: float | None = None,
+    return_aux: AuxRequest | None = None,
+    **_: Any,
+) -> Any:
+    """Stand for compiled FlexAttention, which is FlashAttention's algorithm over the blocks of its mask: with a window, as if there
+    were so many keys."""
+    if sight.window:
+        k, v = k[:, :, : sight.window], v[:, :, : sight.window]
+    found = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, sight.causal, scale=scale)
+    out, lse = found[0][..., : v.shape[-1]], found[1]
+    return (out, AuxOutput(lse=lse)) if return_aux else out
 
 
 def _attention(

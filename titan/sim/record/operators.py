@@ -119,8 +119,14 @@ def kernel_of(
     if kind in ("attention", "attention_backward"):
         if name.startswith("_varlen_attn"):
             length = argument_of(op.func, "max_q", args, kwargs)
+            before, _ = argument_of(op.func, "window_size", args, kwargs) or (-1, -1)
+            # With a window, as if there were so many keys.
+            keys = min(length, before + 1) or length
             # Packed documents are priced as if each filled its sequence: how long they are is in the data alone.
-            shapes = tuple((tokens // length, h, length, *k) for tokens, h, *k in shapes)
+            shapes = tuple(
+                (tokens // length, h, keys if i else length, *k)
+                for i, (tokens, h, *k) in enumerate(shapes)
+            )
         flops = _attention_flops(kind, shapes)
         causal = bool(argument_of(op.func, "is_causal", args, kwargs))
     elif name == "_grouped_mm":

@@ -24,8 +24,9 @@ from titan.sim.record.trace import (
     number_of,
 )
 
-# "layers.3" as a whole component of a module path.
-LAYER = re.compile(r"(?<![^.])layers\.(\d+)(?![^.])")
+# "layers.3" as a whole component of a module path: of the model itself, whose depth may vary, and anywhere.
+LAYER = re.compile(r"^layers\.(\d+)(?![^.])")
+_ANY_LAYER = re.compile(r"(?<![^.])layers\.\d+(?![^.])")
 SECTIONS = ("setup", "first_step", "step")
 # A recomputation runs in the middle of a backward pass, in the same direction.
 _FORWARD, _BACKWARD = "forward", ("backward", "recompute")
@@ -163,7 +164,7 @@ def _layer_of(module: str) -> int | None:
 @functools.cache
 def any_layer(module: str) -> str:
     """Return a module's path with "*" in place of its block's number."""
-    return LAYER.sub("layers.*", module)
+    return _ANY_LAYER.sub("layers.*", module)
 
 
 def _segments(labelled: Iterable[tuple[Event, tuple[Any, int]]], depth: int) -> Iterator[Segment]:

@@ -26,6 +26,7 @@ from titan.config.layout import Layout, stage_split
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
 from titan.observe.routing import busiest_rank
+from titan.parallel.stage_split import FIRST
 from titan.sim.record import trace as events
 from titan.sim.record.extrapolate import CannotExtrapolate, Depth, extrapolate
 from titan.sim.record.ranks import remap_ranks
@@ -251,12 +252,18 @@ def shallow(request: TraceRequest) -> list[Depth] | None:
     if config.model.freeze or len(config.activation_checkpoint.op_keep_by_block) > 1:
         return None  # blocks differ
     size = config.parallelism.fsdp_blocks_per_unit
+    model = model_config(config.model)
+    window_of = getattr(model, "window_of", lambda _: 0)
+    if len({window_of(layer) for layer in range(model.n_layers)}) > 1:
+        return None  # local and global layers
+    if getattr(model, "first_modules", FIRST) != FIRST:
+        return None  # an encoder's results are read past the first block
     if layout.pp == 1:
-        depths = [Depth(0, -(-model_config(config.model).n_layers // size))]
+        depths = [Depth(0, -(-model.n_layers // size))]
     elif size > 1:  # stages begin anywhere within a unit
         return None
     else:
-        plan = stage_split(config, num_layers=model_config(config.model).n_layers)
+        plan = stage_split(config, num_layers=model.n_layers)
         depths = []
         for names in plan.modules:
             layers = [int(name.split(".")[1]) for name in names if name.startswith("layers.")]
@@ -300,7 +307,7 @@ def at_depth(request: TraceRequest, depth: int) -> JobConfig:
         names = [
             [f"layers.{stage * depth + n}" for n in range(depth)] for stage in range(num_stages)
         ]
-        names[0].insert(0, "tok_embeddings")
+        names[0][:0] = getattr(model_config(config.model), "first_modules", FIRST)
         names[-1] += ["norm", "output"]
         parallelism = parallelism.model_copy(
             update={"module_fqns_per_model_part": names, "pipeline_parallel_layers_per_stage": None}

@@ -1,0 +1,131 @@
+"""Define the sizes of Flux.1, a transformer that turns noise into pictures (the models' config.json; Stable Diffusion 3,
+arXiv:2403.03206, for its blocks of two streams). Imports no torch.
+
+A sample is a sequence of context positions (encodings of a text, or a label) and of patches of a picture. The first
+`n_double` blocks keep separate weights for the two, the others have one set for both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TIME_CHANNELS = 256  # sines and cosines of the time
+
+
+@dataclass(frozen=True, kw_only=True)
+class FluxConfig:
+    """Describe one size of the family.
+
+    dim: model width. n_layers: all blocks; n_double: those of two streams, which come first. ffn_dim: of the feed-forward layers.
+    in_channels: of a patch. context_dim, pooled_dim: of a context position, and of the vector that stands for all of the context.
+    rope_axes: the channels of a head that rotate with a position's index, row and column. guidance_embed: the model also takes a
+    strength of guidance. gate_init_std: standard deviation of the initial weights of modulations and of the output layer. With 0 every block
+    begins as the identity (adaLN-Zero, arXiv:2212.09748).
+    """
+
+    dim: int
+    n_layers: int
+    n_double: int
+    n_heads: int
+    ffn_dim: int
+    in_channels: int = 64
+    context_dim: int = 4096
+    pooled_dim: int = 768
+    rope_axes: tuple[int, ...] = (16, 56, 56)
+    rope_theta: float = 10_000.0
+    guidance_embed: bool = False
+    gate_init_std: float = 0.0
+    # What every family has: no words here.
+    vocab_size = 0
+    tied_embeddings = False
+
+    @property
+    def head_dim(self) -> int:
+        """Return the channels of a head."""
+        return self.dim // self.n_heads
+
+    @property
+    def n_kv_heads(self) -> int:
+        """Return the key/value heads: each query head has its own."""
+        return self.n_heads
+
+    @property
+    def num_block_matrix_params(self) -> int:
+        """Return the parameters of the matrices that a position meets in a block: the same in both kinds of blocks."""
+        return 4 * self.dim**2 + 2 * self.dim * self.ffn_dim
+
+    @property
+    def num_modulation_params(self) -> int:
+        """Return the parameters of the matrices that turn the time into shifts, scales and gates, of all blocks."""
+        n_single = self.n_layers - self.n_double
+        return (2 * 6 * self.n_double + 3 * n_single) * self.dim**2
+
+    @property
+    def num_params_in_blocks(self) -> int:
+        """Return the parameters of all blocks."""
+        n_single = self.n_layers - self.n_double
+        # Biases: of modulations, of queries, keys, values and outputs, of feed-forward layers; and the norms of heads. A block of one
+        # stream has one bias for both of its outputs.
+        double = 2 * ((6 + 4 + 1) * self.dim + self.ffn_dim + 2 * self.head_dim)
+        single = (3 + 3 + 1) * self.dim + self.ffn_dim + 2 * self.head_dim
+        matrices = (2 * self.n_double + n_single) * self.num_block_matrix_params
+        return matrices + self.num_modulation_params + self.n_double * double + n_single * single
+
+    @property
+    def num_block_params(self) -> int:
+        """Return the parameters of a block, on average over both kinds."""
+        return self.num_params_in_blocks // self.n_layers
+
+    @property
+    def num_embedding_params(self) -> int:
+        """Return the parameters before the blocks: of patches, context, time and the pooled vector."""
+        times = 1 + self.guidance_embed
+        inputs = self.in_channels + self.context_dim + self.pooled_dim + times * TIME_CHANNELS
+        return (inputs + (1 + times) * self.dim + 2 + 2 + 2 * times) * self.dim
+
+    @property
+    def num_params(self) -> int:
+        """Return all parameters."""
+        last = 2 * (self.dim + 1) * self.dim + (self.dim + 1) * self.in_channels
+        return self.num_params_in_blocks + self.num_embedding_params + last
+
+    def flops_per_token(self, seq_len: int, *, causal: bool = False) -> int:
+        """Return the floating-point operations of forward and backward for one position of a sequence of `seq_len`.
+
+        6 for every matrix parameter that the position meets, and 12 x layers x width x seq_len for attention, which sees all
+        positions whatever `causal` says. Modulations are computed once a sample. The ends are left out: 0.1% of the whole.
+        """
+        per_position = self.n_layers * (6 * self.num_block_matrix_params + 12 * self.dim * seq_len)
+        return per_position + 6 * self.num_modulation_params // seq_len
+
+
+FLAVORS: dict[str, FluxConfig] = {
+    # titan's own, for tests
+    "tiny": FluxConfig(
+        dim=64,
+        n_layers=4,
+        n_double=2,
+        n_heads=4,
+        ffn_dim=256,
+        in_channels=16,
+        context_dim=16,
+        pooled_dim=16,
+        rope_axes=(4, 6, 6),
+    ),
+    # The demo's: learns to draw shapes on two CPU cores.
+    "demo": FluxConfig(
+        dim=128,
+        n_layers=6,
+        n_double=2,
+        n_heads=4,
+        ffn_dim=512,
+        in_channels=16,
+        context_dim=16,
+        pooled_dim=16,
+        rope_axes=(4, 14, 14),
+    ),
+    # TorchTitan v0.2.2's of that name
+    "flux-debug": FluxConfig(dim=1536, n_layers=4, n_double=2, n_heads=12, ffn_dim=6144),
+    # Flux.1 schnell; Flux.1 dev with guidance_embed = true
+    "12B": FluxConfig(dim=3072, n_layers=57, n_double=19, n_heads=24, ffn_dim=12_288),
+}

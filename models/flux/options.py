@@ -1,0 +1,102 @@
+"""Define the options of Flux's task, and check them against a job. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SHAPES = ("disc", "ring", "square", "frame", "triangle", "plus", "cross", "bars")
+_CHOICES = {
+    "source": ("shapes", "pictures", "encoded"),
+    "time": ("logit_normal", "uniform"),
+}
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """Say what pictures a model learns to draw, and how.
+
+    source: "shapes", drawn by the task; "pictures", PNG or NPY files of the folder `path` with their labels in labels.jsonl; "encoded",
+    latents and encodings of text, which .npy files below `path` hold (models/flux/task.py). size: height and width of a picture, or of
+    its latents, with as many channels. patch: height and width of a patch. context_len: positions of the context. classes: labels.
+
+    time: how times are drawn, "logit_normal" or "uniform"; shift: more noise for larger pictures (arXiv:2403.03206, section 5.3.2).
+    dropout: how often a sample's context is left out, so that samples can be guided. guidance: what a model with guidance_embed gets.
+
+    sample_steps, sample_guidance, sample_rows: of the pictures that are drawn at each validation, a column for each label.
+    """
+
+    source: str = "shapes"
+    path: str = ""
+    size: int = 16
+    channels: int = 1
+    patch: int = 4
+    context_len: int = 4
+    classes: int = len(SHAPES)
+    time: str = "logit_normal"
+    shift: float = 1.0
+    dropout: float = 0.1
+    guidance: float = 1.0
+    sample_steps: int = 25
+    sample_guidance: float = 3.0
+    sample_rows: int = 4
+
+    # No words: neither sources of [training] and [data], nor a tokenizer, nor logits.
+    reads_text = False
+    predicts_tokens = False
+
+    @property
+    def num_patches(self) -> int:
+        """Return the patches of a picture."""
+        return (self.size // self.patch) ** 2
+
+    def problems(self, config: Any, sizes: Any) -> Iterator[tuple[str, str]]:
+        """Yield what is wrong with a job of this task, key and message."""
+        for name, choices in _CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                yield f"options.{name}", f'must be one of {", ".join(choices)}, got "{value}"'
+        if self.shift <= 0:
+            yield "options.shift", "must be above 0"
+        if self.dropout > 1:
+            yield "options.dropout", f"must be at most 1, got {self.dropout}"
+        if self.size % self.patch:
+            yield "options.size", f"{self.size} does not divide by the patch of {self.patch}"
+        channels = self.channels * self.patch**2
+        if channels != sizes.in_channels:
+            message = (
+                f"{channels} channels in a patch of {self.patch} x {self.patch} x {self.channels}"
+            )
+            yield "model.overrides.in_channels", f"{sizes.in_channels}; the task has {message}"
+        length = self.context_len + self.num_patches
+        for section in ("training", "validation"):
+            if (value := getattr(config, section).seq_len) not in (None, length):
+                what = f"{self.num_patches} patches + context_len {self.context_len} = {length}"
+                yield f"{section}.seq_len", f"{value}; a sample has {what}: use {length}"
+        yield from self._source_problems(sizes)
+        parallel = config.parallelism
+        if parallel.pipeline_parallel_degree > 1:
+            reason = (
+                "its blocks need the time, which pipeline stages do not hand on; use 1, and FSDP"
+            )
+            yield "parallelism.pipeline_parallel_degree", f"this model has no stages: {reason}"
+        chunks = parallel.context_parallel_degree * (1 + parallel.splits_from_both_ends)
+        for name, value in (("context_len", self.context_len), ("patches", self.num_patches)):
+            if parallel.context_parallel_degree > 1 and value % chunks:
+                message = f"{name} {value} must divide by {chunks} with context parallelism"
+                yield "parallelism.context_parallel_degree", message
+
+    def _source_problems(self, sizes: Any) -> Iterator[tuple[str, str]]:
+        if self.source == "shapes":
+            if self.channels not in (1, 3):
+                yield "options.channels", f"must be 1 (grey) or 3 (colours), got {self.channels}"
+            if self.classes > len(SHAPES):
+                yield "options.classes", f"must be at most {len(SHAPES)}, got {self.classes}"
+        elif self.path:  # a run needs it, a simulation does not
+            name = "labels.jsonl" if self.source == "pictures" else "latents.npy"
+            if not any(Path(self.path).rglob(name)):
+                yield "options.path", f'"{self.path}" is no folder with {name}'
+        widest = min(sizes.context_dim, sizes.pooled_dim)
+        if self.source != "encoded" and self.classes > widest:
+            yield "options.classes", f"{self.classes} labels do not fit into {widest} channels"

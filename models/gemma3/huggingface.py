@@ -1,0 +1,100 @@
+"""Translate the text models of Gemma 3 to and from `transformers` (Gemma3ForCausalLM). Imports no torch.
+
+A norm multiplies by 1 + weight in both, so that tensors are the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ..llama3 import huggingface as llama3
+from .config import Gemma3Config
+
+ARCHITECTURES = {"Gemma3ForCausalLM": "gemma3_text"}
+
+_BLOCK = {
+    **llama3.BLOCK,
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffn_norm": "post_feedforward_layernorm",
+}
+_FIELDS: tuple[llama3.Field, ...] = (
+    ("vocab_size", "vocab_size", 262_208),
+    ("tied_embeddings", "tie_word_embeddings", True),
+    ("window", "sliding_window", 0),
+    ("global_every", "sliding_window_pattern", 6),
+    ("rope_local_theta", "rope_local_base_freq", 10_000.0),
+    ("query_pre_attn_scalar", "query_pre_attn_scalar", 256),
+)
+# Gemma 2's soft caps are in no published model of Gemma 3.
+_ONLY: dict[str, Any] = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "use_bidirectional_attention": False,
+}
+
+
+def hf_name(name: str) -> str:
+    """Name in transformers of one of our parameters. Raises KeyError for a name that is not Gemma 3's."""
+    return llama3.hf_name(name, block=_BLOCK)
+
+
+def hf_config(config: Gemma3Config) -> dict[str, Any]:
+    """Return the config.json of these sizes, in the spelling that transformers 4 and 5 both read."""
+    written = {**llama3.hf_config(config), **llama3.header(ARCHITECTURES, "Gemma3ForCausalLM")}
+    del written["hidden_act"]
+    factor = config.rope_factor
+    return {
+        **written,
+        **llama3.fields_of(config, _FIELDS),
+        **_ONLY,
+        "rope_scaling": {"rope_type": "linear", "factor": factor} if factor else None,
+        "layer_types": _layer_types(config),
+        "max_position_embeddings": 131_072 if factor else 32_768,
+    }
+
+
+def read_config(hf: dict[str, Any]) -> Gemma3Config:
+    """Return the sizes of a config.json. Raises ValueError if it describes something else than Gemma 3."""
+    rope = llama3.rope_of(hf)
+    # transformers 5 writes a table for each kind of layer, 4 the global one.
+    wide, local = (
+        llama3.rope_of({"rope_scaling": rope.get(kind, otherwise)})
+        for kind, otherwise in (("full_attention", rope), ("sliding_attention", {}))
+    )
+    flat = {
+        "rope_theta": wide.get("rope_theta", 1_000_000.0),
+        "rope_local_base_freq": local.get("rope_theta", 10_000.0),
+        "sliding_window_pattern": hf.get("_sliding_window_pattern", 6),
+        **hf,
+        "sliding_window": hf.get("sliding_window", 4096) or 0,  # null: no window
+        "rope_parameters": None,
+        "rope_scaling": None,
+    }
+    sizes = llama3.read_sizes(
+        flat, Gemma3Config, n_kv_heads=4, head_dim=256, fields=_FIELDS, only=_ONLY
+    )
+    config = replace(sizes, rope_factor=_rope_factor(wide))
+    if (types := hf.get("layer_types")) and types != _layer_types(config):
+        raise ValueError(
+            f"layer_types is {types}; titan's model has a global layer at equal distances"
+        )
+    return config
+
+
+def _layer_types(config: Gemma3Config) -> list[str]:
+    kinds = ("full_attention", "sliding_attention")
+    return [kinds[config.is_local(layer)] for layer in range(config.n_layers)]
+
+
+def _rope_factor(rope: dict[str, Any]) -> float:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "linear"):
+        raise ValueError(
+            f"the rope_type of global layers is {kind}; titan's model has linear and no other"
+        )
+    return float(rope.get("factor", 1.0)) if kind == "linear" else 0.0

@@ -1,0 +1,77 @@
+"""Define the sizes of gpt-oss (arXiv:2508.10925, section 2, and the models' config.json). Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..moe_config import MoEConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptOssConfig(MoEConfig):
+    """Describe one size of the family: as MoEConfig, with biases everywhere, and sinks and windows in attention.
+
+    window: positions that a query of an even layer sees, its own among them; odd layers see all. A token's weights are
+    the softmax over the logits of its experts alone, which is that over all, divided by the sum.
+
+    rope_factor: YaRN's (arXiv:2309.00071), which stretches a context of original_context tokens; 0: none.
+    """
+
+    n_heads: int = 64
+    n_kv_heads: int = 8
+    head_dim: int = 64
+    vocab_size: int = 201_088
+    rope_theta: float = 150_000.0
+    rope_factor: float = 32.0
+    original_context: int = 4096
+    window: int = 128
+    top_k: int = 4
+    normalize_weights: bool = True
+    moe_biases: bool = True
+    swiglu_limit: float = 7.0
+    global_balance_coeff: float = 0.001  # router_aux_loss_coef of transformers' GptOssConfig
+
+    def window_of(self, layer: int) -> int:
+        """Return the window of a layer's attention; 0: none."""
+        return self.window if layer % 2 == 0 else 0
+
+    @property
+    def softmax_scale(self) -> float:
+        """Return what products of queries and keys are multiplied by: YaRN scales both by its attention factor."""
+        stretch = math.log(self.rope_factor) if self.rope_factor else 0.0
+        return self.head_dim**-0.5 * (0.1 * stretch + 1) ** 2
+
+    @property
+    def num_block_norm_params(self) -> int:
+        """Return the parameters of a block that are in no matrix: norms, biases of attention, and sinks."""
+        biases = (self.n_heads + 2 * self.n_kv_heads) * self.head_dim + self.dim
+        return 2 * self.dim + biases + self.n_heads
+
+
+def _gpt_oss(dim: int, n_layers: int, expert_dim: int, **rest: object) -> GptOssConfig:
+    # All layers have experts: no feed-forward layer has this width.
+    return GptOssConfig(
+        dim=dim,
+        n_layers=n_layers,
+        ffn_dim=expert_dim,
+        expert_dim=expert_dim,
+        **rest,  # pyright: ignore
+    )
+
+
+FLAVORS: dict[str, GptOssConfig] = {
+    # titan's own
+    "tiny": _gpt_oss(
+        *(64, 4, 48),
+        **{"n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "vocab_size": 2048},
+        **{"num_experts": 8, "top_k": 4, "window": 20, "original_context": 512},
+    ),
+    # TorchTitan v0.2.2's, with 201,088 tokens and experts of 2880 as well
+    "debugmodel": _gpt_oss(
+        *(256, 4, 2880),
+        **{"num_experts": 8, "load_balance_coeff": 1e-3, "global_balance_coeff": 0.0},
+    ),
+    "20b": _gpt_oss(2880, 24, 2880, num_experts=32),
+    "120b": _gpt_oss(2880, 36, 2880, num_experts=128),
+}

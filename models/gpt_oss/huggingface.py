@@ -1,0 +1,107 @@
+"""Translate gpt-oss to and from `transformers` (GptOssForCausalLM). Imports no torch.
+
+On disk experts are stacked as here. Their matrices are transposed, and those of w1 and w3 are one tensor whose last
+channels take turns. Published weights of experts are MXFP4, which titan.checkpoint.huggingface reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ..llama3 import huggingface as llama3
+from .config import GptOssConfig
+
+ARCHITECTURES = {"GptOssForCausalLM": "gpt_oss"}
+
+_BLOCK = {**llama3.BLOCK, "moe.router.gate": "mlp.router"}
+# Ours, theirs, and which channels are ours: the first, and how far to the next.
+_PARTS = {
+    "moe.experts.w1": ("mlp.experts.gate_up_proj", (0, 2)),
+    "moe.experts.w2": ("mlp.experts.down_proj", (0, 1)),
+    "moe.experts.w3": ("mlp.experts.gate_up_proj", (1, 2)),
+    "moe.experts.w1_bias": ("mlp.experts.gate_up_proj_bias", (0, 2)),
+    "moe.experts.w2_bias": ("mlp.experts.down_proj_bias", (0, 1)),
+    "moe.experts.w3_bias": ("mlp.experts.gate_up_proj_bias", (1, 2)),
+}
+_FIELDS: tuple[llama3.Field, ...] = (
+    ("num_experts", "num_local_experts", 128),
+    ("top_k", "num_experts_per_tok", 4),
+    ("expert_dim", "intermediate_size", ...),
+    ("norm_eps", "rms_norm_eps", 1e-5),
+    ("window", "sliding_window", 128),
+    ("swiglu_limit", "swiglu_limit", 7.0),
+)
+_YARN: tuple[llama3.Field, ...] = (
+    ("rope_factor", "factor", ...),
+    ("original_context", "original_max_position_embeddings", ...),
+)
+_YARN_ONLY = {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+# What transformers takes where config.json says nothing.
+_YARN_DEFAULT = {**_YARN_ONLY, "factor": 32.0, "original_max_position_embeddings": 4096}
+_ONLY = {"attention_bias": True, "swiglu_alpha": 1.702}
+
+
+def hf_name(name: str) -> str:
+    """Name in transformers of one of our parameters. Raises KeyError for a name that is not gpt-oss's."""
+    layer, _, rest = name.removeprefix("layers.").partition(".")
+    if rest == "attention.sinks.weight":
+        return f"model.layers.{layer}.self_attn.sinks"
+    if rest in _PARTS:
+        return f"model.layers.{layer}.{_PARTS[rest][0]}"
+    return llama3.hf_name(name, block=_BLOCK)
+
+
+def hf_part(name: str) -> tuple[int, int] | None:
+    """Return which of the last channels of a tensor on disk, stacked by expert, are ours: the first, and how far to the next.
+    None: the tensor is ours as it is."""
+    return _PARTS.get(name.removeprefix("layers.").partition(".")[2], (None, None))[1]
+
+
+def hf_config(config: GptOssConfig) -> dict[str, Any]:
+    """Return the config.json of these sizes."""
+    yarn = {**_YARN_ONLY, **llama3.fields_of(config, _YARN)}
+    return {
+        **llama3.hf_config(config),
+        **llama3.header(ARCHITECTURES, "GptOssForCausalLM"),
+        **llama3.fields_of(config, _FIELDS),
+        **_ONLY,
+        "sliding_window": config.window or 128,
+        "layer_types": _layer_types(config),
+        "rope_scaling": yarn if config.rope_factor else {"rope_type": "default"},
+        "max_position_embeddings": 131_072 if config.rope_factor else 4096,
+    }
+
+
+def read_config(hf: dict[str, Any]) -> GptOssConfig:
+    """Return the sizes of a config.json. Raises ValueError if it describes something else than gpt-oss."""
+    rope = llama3.rope_of(hf) or _YARN_DEFAULT
+    theta = {"rope_theta": rope.get("rope_theta", 150_000.0)}
+    config = llama3.read_sizes(
+        {**hf, "rope_parameters": theta, "rope_scaling": None},
+        GptOssConfig,
+        n_kv_heads=8,
+        head_dim=64,
+        fields=_FIELDS,
+        only=_ONLY,
+        quantized=("mxfp4", None),
+    )
+    if rope.get("rope_type", "default") != "default":
+        same = {"truncate": True, **rope}
+        if rope.get("attention_factor") or any(same.get(k, v) != v for k, v in _YARN_ONLY.items()):
+            raise ValueError(f"rope_scaling is {rope}; titan's model has YaRN with {_YARN_ONLY}")
+        config = replace(config, **llama3.read_fields(rope, GptOssConfig, _YARN))
+    types = hf.get("layer_types")
+    if types and set(types) == {"full_attention"}:
+        config = replace(config, window=0)
+    # The length first: it is all that keeps a list of a billion layers from being made.
+    if types and (len(types) != config.n_layers or types != _layer_types(config)):
+        raise ValueError(
+            "layer_types: titan's model has windows in every second layer, from the first on"
+        )
+    return config
+
+
+def _layer_types(config: GptOssConfig) -> list[str]:
+    has_window = (config.window_of(layer) > 0 for layer in range(config.n_layers))
+    return ["sliding_attention" if window else "full_attention" for window in has_window]

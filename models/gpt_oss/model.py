@@ -1,0 +1,38 @@
+"""Define where gpt-oss differs from Llama: sinks, windows and biases in attention, and YaRN.
+
+Its experts are those of models/moe.py with `moe_biases` and `swiglu_limit`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import InnerAttention, Sinks
+from ..deepseek_v3.model import yarn_frequencies
+from ..llama3.model import Attention as LlamaAttention
+from ..llama3.model import Llama
+from .config import GptOssConfig
+
+
+class Attention(LlamaAttention):
+    """Compute Llama's attention with biases of all projections, and a sink for each head."""
+
+    def __init__(self, config: GptOssConfig) -> None:
+        super().__init__(config)
+        for matrix in (self.wq, self.wk, self.wv, self.wo):
+            matrix.bias = nn.Parameter(torch.empty(matrix.out_features))
+        self.sinks = Sinks(config.n_heads)
+        self.inner_attention = InnerAttention(scale=config.softmax_scale)
+
+
+class GptOss(Llama):
+    """Turn token ids into logits. Biases and sinks are drawn as matrices are, as in TorchTitan."""
+
+    config: GptOssConfig
+
+    def __init__(self, config: GptOssConfig) -> None:
+        super().__init__(config, attention=Attention)
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        return yarn_frequencies(self.config, self.config.head_dim, device, truncate=False)

@@ -1,0 +1,10 @@
+"""Say what of gpt-oss may be split how: as Llama, its experts, and a sink for each head."""
+
+from ..llama3.plan import MOE_PLAN
+from ..llama3.plan import TENSOR_PLAN as LLAMA_PLAN
+
+TENSOR_PLAN: dict[str, str] = {
+    **LLAMA_PLAN,
+    **MOE_PLAN,
+    "layers.*.attention.sinks": "head_vector",
+}

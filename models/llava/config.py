@@ -1,0 +1,214 @@
+"""Define the sizes of LLaVA 1.5 (arXiv:2310.03744, and the config.json of llava-hf/llava-1.5-7b-hf and 13b), and the options of its
+task. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ..llama3.config import FLAVORS as LLAMA
+from ..llama3.config import LlamaConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlavaConfig(LlamaConfig):
+    """Describe one size: the fields of the decoder, which is a Llama, and those of its encoder of pictures, a ViT.
+
+    vision_dim, vision_layers, vision_heads, vision_ffn_dim: of the ViT. LLaVA reads the layer before CLIP's last one, so 23 of 24.
+    image_size, patch_size: pixels of a side. image_token: id that stands in a text where a patch goes.
+    """
+
+    # What a pipeline puts on its first stage, before the blocks.
+    first_modules: ClassVar[tuple[str, ...]] = ("tok_embeddings", "vision", "projector")
+
+    vision_dim: int
+    vision_layers: int
+    vision_heads: int
+    vision_ffn_dim: int
+    image_size: int
+    patch_size: int
+    image_token: int
+    vision_norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+
+    @property
+    def num_patches(self) -> int:
+        """Return the patches of a picture, each of which is a position of the decoder."""
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def patch_dim(self) -> int:
+        """Return the numbers of a patch: three colours of each pixel."""
+        return 3 * self.patch_size**2
+
+    def images_in(self, seq_len: int) -> int:
+        """Return how many pictures a row of `seq_len` positions can hold, each with a begin token and a token of text."""
+        return (seq_len + 1) // (self.num_patches + 2)
+
+    @property
+    def _vision_matmul_params(self) -> int:
+        """Return the parameters in matrices of the ViT's blocks."""
+        width = self.vision_dim
+        return self.vision_layers * (4 * width**2 + 2 * width * self.vision_ffn_dim)
+
+    @property
+    def num_vision_params(self) -> int:
+        """Return the parameters of encoder and projector."""
+        width, dim = self.vision_dim, self.dim
+        # Of a block: biases of five matrices of this width and one of the feed-forward layer, and two norms with biases.
+        rest = self.vision_layers * (9 * width + self.vision_ffn_dim)
+        # Patches; the class token, whose position is the first; positions; the norm before the blocks.
+        embed = width * (self.patch_dim + 1 + (1 + self.num_patches) + 2)
+        return embed + self._vision_matmul_params + rest + (width + dim + 2) * dim
+
+    @property
+    def num_params(self) -> int:
+        """Return all parameters."""
+        return super().num_params + self.num_vision_params
+
+    def flops_per_token(self, seq_len: int, *, causal: bool = False) -> int:
+        """Return the operations of forward and backward for one position of a row, as `LlamaConfig` counts them.
+
+        A row has as many pictures as fit. Its positions share the operations of their encoding.
+        """
+        tokens = self.num_patches + 1
+        # Every patch sees all others, so causal halves nothing.
+        blocks = 6 * self._vision_matmul_params
+        blocks += 12 * self.vision_layers * self.vision_dim * tokens
+        ends = 6 * (self.vision_dim * (self.patch_dim + self.dim) + self.dim**2)
+        image = tokens * blocks + self.num_patches * ends
+        share = self.images_in(seq_len) * image // seq_len
+        return super().flops_per_token(seq_len, causal=causal) + share
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """Say which pictures with text to train on.
+
+    path: a folder with captions.jsonl, whose lines have `image` (a file, relative to the folder) and `text`; or a Parquet file, or
+    a folder of them. image_key, text_key: names of these fields or columns. images: pictures that a row has room for; 0: as many as
+    fit. samples: held-out pictures to describe at each validation, with at most max_new_tokens tokens.
+    """
+
+    # No sources of text; of [data] what says how documents share rows.
+    reads_text: ClassVar[bool] = False
+    data_keys: ClassVar[tuple[str, ...]] = (
+        *(
+            "add_bos",
+            "add_eos",
+            "document_mask",
+            "reset_positions",
+            "shuffle",
+            "validation_fraction",
+        ),
+    )
+
+    path: str = ""
+    image_key: str = "image"
+    text_key: str = "text"
+    images: int = 0
+    samples: int = 0
+    max_new_tokens: int = 64
+
+    def missing(self) -> Iterator[tuple[str, str]]:
+        """Yield what this machine lacks, as key and message."""
+        if not Path(self.path).expanduser().exists():
+            yield "task.options.path", f"'{self.path}' does not exist"
+
+    def problems(self, config: Any, sizes: LlavaConfig) -> Iterator[tuple[str, str]]:
+        """Yield what the job must change, as key and message."""
+        if not self.path:
+            yield "task.options.path", "missing: a folder with captions.jsonl, or Parquet files"
+        if config.validation.enable and not config.data.validation_fraction:
+            yield "data.validation_fraction", "missing: 0.1 holds out every tenth picture"
+        patches, tp = sizes.num_patches, config.parallelism.tensor_parallel_degree
+        lengths = {"training.seq_len": config.training.seq_len}
+        if config.validation.enable and config.validation.seq_len:
+            lengths["validation.seq_len"] = config.validation.seq_len
+        for key, length in lengths.items():
+            if not (room := sizes.images_in(length)):
+                yield (
+                    key,
+                    f"{length} has no room for {patches} patches and a word; use {patches + 64}",
+                )
+            elif self.images > room:
+                yield (
+                    "task.options.images",
+                    f"{key} {length} has room for {room}; use at most {room}",
+                )
+        if sizes.image_size % sizes.patch_size:
+            message = f"{sizes.patch_size} does not divide the image_size {sizes.image_size}"
+            yield "model.overrides.patch_size", message
+        if sizes.image_token >= sizes.vocab_size:
+            message = f"{sizes.image_token} is not below the vocab_size {sizes.vocab_size}"
+            yield "model.overrides.image_token", message
+        for name in ("vision_heads", "vision_ffn_dim"):
+            if (value := getattr(sizes, name)) % tp:
+                message = f"{tp} does not divide the model's {name} {value}"
+                yield "parallelism.tensor_parallel_degree", message
+        if sizes.vision_dim % sizes.vision_heads:
+            message = f"{sizes.vision_heads} does not divide the vision_dim {sizes.vision_dim}"
+            yield "model.overrides.vision_heads", message
+        if self.samples and config.parallelism.pipeline_parallel_degree > 1:
+            yield "task.options.samples", "a pipeline's ranks cannot describe pictures; use 0"
+
+
+def _with_vision(decoder: LlamaConfig, **changes: Any) -> LlavaConfig:
+    return LlavaConfig(**(vars(decoder) | changes))
+
+
+def _llava(dim: int, n_layers: int, n_heads: int, ffn_dim: int) -> LlavaConfig:
+    """Return Vicuna, which is Llama 2 with a larger vocabulary, and CLIP ViT-L/14 at 336 pixels without its last block."""
+    return LlavaConfig(
+        dim=dim,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=n_heads,
+        ffn_dim=ffn_dim,
+        vocab_size=32_064,
+        vision_dim=1024,
+        vision_layers=23,
+        vision_heads=16,
+        vision_ffn_dim=4096,
+        image_size=336,
+        patch_size=14,
+        image_token=32_000,
+    )
+
+
+FLAVORS: dict[str, LlavaConfig] = {
+    # titan's own: Llama's of that name, and pictures of four patches
+    "tiny": _with_vision(
+        LLAMA["tiny"],
+        vision_dim=32,
+        vision_layers=2,
+        vision_heads=4,
+        vision_ffn_dim=96,
+        image_size=8,
+        patch_size=4,
+        image_token=2047,
+    ),
+    # The demo's: describes pictures of 32 x 32 pixels in bytes, after three minutes on two CPU cores.
+    "demo": _with_vision(
+        LLAMA["demo"],
+        dim=128,
+        n_layers=3,
+        n_heads=4,
+        n_kv_heads=4,
+        head_dim=32,
+        ffn_dim=256,
+        init_std=0.08,  # 1 / sqrt(dim): with less, attention begins to work only late in so short a run
+        vision_dim=128,
+        vision_layers=2,
+        vision_heads=4,
+        vision_ffn_dim=256,
+        image_size=32,
+        patch_size=8,
+        image_token=263,
+    ),
+    # LLaVA 1.5
+    "7B": _llava(4096, 32, 32, 11_008),
+    "13B": _llava(5120, 40, 40, 13_824),
+}

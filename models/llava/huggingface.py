@@ -1,0 +1,160 @@
+"""Translate LLaVA to and from `transformers` (LlavaForConditionalGeneration with CLIP and Llama). Imports no torch.
+
+Names are those of the published folders, llava-hf/llava-1.5-*. CLIP's blocks past `vision_feature_layer` and its last norm have
+no effect on what the decoder reads. They are left out on the way in, and a folder that is written ends with the last layer read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ..llama3 import huggingface as llama3
+from .config import LlavaConfig
+
+ARCHITECTURES = {"LlavaForConditionalGeneration": "llava"}
+_VISION = "vision_tower.vision_model."
+# The second spelling is transformers 5's, of folders that it writes.
+SPELLINGS = ((_VISION, "vision_tower."),)
+
+_TOP = {
+    "vision.embed.patches": f"{_VISION}embeddings.patch_embedding.weight",
+    "vision.embed.class_token": f"{_VISION}embeddings.class_embedding",
+    "vision.embed.positions": f"{_VISION}embeddings.position_embedding.weight",
+}
+_PARTS = {
+    "vision.norm": f"{_VISION}pre_layrnorm",
+    "projector.w1": "multi_modal_projector.linear_1",
+    "projector.w2": "multi_modal_projector.linear_2",
+}
+_BLOCK = {
+    "attention_norm": "layer_norm1",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.out_proj",
+    "ffn_norm": "layer_norm2",
+    "feed_forward.w1": "mlp.fc1",
+    "feed_forward.w2": "mlp.fc2",
+}
+_VISION_FIELDS: tuple[llama3.Field, ...] = (
+    ("vision_dim", "hidden_size", 1024),
+    ("vision_heads", "num_attention_heads", 16),
+    ("vision_ffn_dim", "intermediate_size", 4096),
+    ("image_size", "image_size", 336),
+    ("patch_size", "patch_size", 14),
+    ("vision_norm_eps", "layer_norm_eps", 1e-5),
+)
+# What transformers takes where text_config does not say, as the published ones do not. Newer folders say all.
+_TEXT = {
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 32_000,
+}
+_ONLY = {
+    "projector_hidden_act": "gelu",
+    "multimodal_projector_bias": True,
+    "vision_feature_select_strategy": "default",
+}
+_ONLY_VISION = {"hidden_act": "quick_gelu", "num_channels": 3, "model_type": "clip_vision_model"}
+
+
+def hf_name(name: str) -> str:
+    """Name in transformers of one of our parameters. Raises KeyError for a name that is not the family's."""
+    if name in _TOP:
+        return _TOP[name]
+    module, _, leaf = name.rpartition(".")
+    if module in _PARTS:
+        return f"{_PARTS[module]}.{leaf}"
+    if not name.startswith("vision."):
+        return f"language_model.{llama3.hf_name(name)}"
+    _, _, number, part = module.split(".", 3)
+    return f"{_VISION}encoder.layers.{number}.{_BLOCK[part]}.{leaf}"
+
+
+def hf_config(config: LlavaConfig) -> dict[str, Any]:
+    """Return the config.json of these sizes."""
+    text = llama3.hf_config(config)
+    return {
+        **llama3.header(ARCHITECTURES, "LlavaForConditionalGeneration"),
+        "text_config": {**text, "max_position_embeddings": 4096},
+        "vision_config": {
+            **_ONLY_VISION,
+            **llama3.fields_of(config, _VISION_FIELDS),
+            "num_hidden_layers": config.vision_layers,
+            "projection_dim": config.dim,  # unused
+        },
+        **_ONLY,
+        "image_token_index": config.image_token,
+        "image_seq_length": config.num_patches,
+        "vision_feature_layer": -1,
+        "tie_word_embeddings": config.tied_embeddings,
+        "max_position_embeddings": 4096,
+    }
+
+
+def hf_files(config: LlavaConfig) -> dict[str, dict[str, Any]]:
+    """Return the further files that say how transformers prepares a picture, as `titan.models.llava.task` does."""
+    side = config.image_size
+    return {
+        # All else as CLIPImageProcessor does by itself.
+        "preprocessor_config.json": {
+            "image_processor_type": "CLIPImageProcessor",
+            "size": {"shortest_edge": side},
+            "crop_size": {"height": side, "width": side},
+        },
+        "processor_config.json": {
+            "processor_class": "LlavaProcessor",
+            "patch_size": config.patch_size,
+            "vision_feature_select_strategy": "default",
+            "num_additional_image_tokens": 1,
+        },
+    }
+
+
+# Of each colour, 0 to 1: CLIP's, over its training pictures.
+IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
+IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+def read_config(hf: dict[str, Any]) -> LlavaConfig:
+    """Return the sizes of a config.json. Raises ValueError if it describes something else than LLaVA 1.5."""
+    text, vision = ({**hf[name]} for name in ("text_config", "vision_config"))
+    text = {**_TEXT, **text}
+    llama3.require(hf, _ONLY)
+    kind = text.get("model_type", "llama")
+    if kind != "llama":
+        raise ValueError(f"text_config is of a {kind}; titan's decoder is a Llama")
+    for key, value in _ONLY_VISION.items():
+        if vision.get(key, value) != value:
+            raise ValueError(f"vision_config: {key} is {vision[key]!r}; titan's has {value!r}")
+    decoder = llama3.read_config(text)
+    sizes = llama3.read_fields(vision, LlavaConfig, _VISION_FIELDS)
+    token = llama3.read_fields(hf, LlavaConfig, (("image_token", "image_token_index", 32_000),))
+    fields = {name: getattr(decoder, name) for name in decoder.__dataclass_fields__}
+    return LlavaConfig(**{**fields, **sizes, **token}, vision_layers=_layers_read(hf))
+
+
+def hf_unused(hf: dict[str, Any], sizes: LlavaConfig) -> Iterator[str]:
+    """Yield how the names of tensors begin that the decoder's input does not depend on."""
+    for vision in SPELLINGS[0]:
+        yield f"{vision}post_layernorm."
+        for number in range(sizes.vision_layers, hf["vision_config"].get("num_hidden_layers", 24)):
+            yield f"{vision}encoder.layers.{number}."
+
+
+def _layers_read(hf: dict[str, Any]) -> int:
+    """Return how many blocks of the encoder come before what the decoder reads."""
+    total, layer = (
+        hf["vision_config"].get("num_hidden_layers", 24),
+        hf.get("vision_feature_layer", -2),
+    )
+    if not isinstance(layer, int) or not isinstance(total, int) or total > 1000:
+        raise ValueError(f"vision_feature_layer is {layer!r} of {total!r}; titan reads one layer")
+    # Layer 0 is the embedding, so there is one more than blocks.
+    number = layer if layer >= 0 else total + 1 + layer
+    if not 1 <= number <= total:
+        raise ValueError(f"vision_feature_layer {layer} is none of the {total} blocks")
+    return number

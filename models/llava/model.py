@@ -1,0 +1,181 @@
+"""Define LLaVA (arXiv:2304.08485, 2310.03744): a ViT (arXiv:2010.11929, as CLIP has it) encodes pictures, two layers project each patch
+to the decoder's width, and a Llama reads them in the places of tokens.
+
+N pictures of all rows, I of a row, P patches of a picture, C numbers of a patch, T tokens of the ViT: a class token and the
+patches, W its width. Else as in models/llama3.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..llama3.model import Llama
+from .config import LlavaConfig
+
+
+class PatchEmbedding(nn.Module):
+    """Map patches to the width of the ViT, put the class token before them, and add learned positions."""
+
+    def __init__(self, config: LlavaConfig) -> None:
+        super().__init__()
+        width, side = config.vision_dim, config.patch_size
+        # As CLIP's convolution has it, whose stride is its width: a matrix product of each patch.
+        self.patches = nn.Parameter(torch.empty(width, 3, side, side))
+        self.class_token = nn.Parameter(torch.empty(width))
+        self.positions = nn.Parameter(torch.empty(1 + config.num_patches, width))
+
+    def forward(self, images_NPC: Tensor) -> Tensor:
+        """Return (N, T, W)."""
+        x_NPW = F.linear(images_NPC.to(self.patches.dtype), self.patches.flatten(1))
+        first_N1W = self.class_token.expand(len(x_NPW), 1, -1)
+        return torch.cat([first_N1W, x_NPW], dim=1) + self.positions
+
+
+class VisionAttention(nn.Module):
+    """Let every token of a picture see all others."""
+
+    def __init__(self, config: LlavaConfig) -> None:
+        super().__init__()
+        width = config.vision_dim
+        self.head_dim, self.num_tokens = width // config.vision_heads, 1 + config.num_patches
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x_NTW: Tensor) -> Tensor:
+        """Return (N, T, W). What follows the picture's tokens is padding, which nobody sees."""
+        q_NHTK, k_NHTK, v_NHTK = (
+            w(x_NTW).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for w in (self.wq, self.wk, self.wv)
+        )
+        k_NHTK, v_NHTK = k_NHTK[:, :, : self.num_tokens], v_NHTK[:, :, : self.num_tokens]
+        # Not InnerAttention: context parallelism cuts rows of the decoder, and no pictures.
+        o_NHTK = F.scaled_dot_product_attention(q_NHTK, k_NHTK, v_NHTK)
+        return self.wo(o_NHTK.transpose(1, 2).flatten(-2))
+
+
+class VisionFeedForward(nn.Module):
+    """Compute two layers with CLIP's approximation of GELU between them."""
+
+    def __init__(self, config: LlavaConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.vision_dim, config.vision_ffn_dim)
+        self.w2 = nn.Linear(config.vision_ffn_dim, config.vision_dim)
+
+    def forward(self, x_NTW: Tensor) -> Tensor:
+        """Return (N, T, W) of (N, T, W)."""
+        h_NTF = self.w1(x_NTW)
+        return self.w2(h_NTF * torch.sigmoid(1.702 * h_NTF))
+
+
+class VisionBlock(nn.Module):
+    """Add attention, then feed-forward, to the residual stream. Each is normalised before."""
+
+    def __init__(self, config: LlavaConfig) -> None:
+        super().__init__()
+        norm = {"normalized_shape": config.vision_dim, "eps": config.vision_norm_eps}
+        self.attention_norm, self.ffn_norm = nn.LayerNorm(**norm), nn.LayerNorm(**norm)
+        self.attention, self.feed_forward = VisionAttention(config), VisionFeedForward(config)
+
+    def forward(self, x_NTW: Tensor) -> Tensor:
+        """Return the residual stream after the block, (N, T, W)."""
+        h_NTW = x_NTW + self.attention(self.attention_norm(x_NTW))
+        return h_NTW + self.feed_forward(self.ffn_norm(h_NTW))
+
+
+class Vision(nn.Module):
+    """Encode pictures."""
+
+    def __init__(self, config: LlavaConfig) -> None:
+        super().__init__()
+        self.embed = PatchEmbedding(config)
+        self.norm = nn.LayerNorm(config.vision_dim, eps=config.vision_norm_eps)
+        self.layers = nn.ModuleDict(
+            {str(i): VisionBlock(config) for i in range(config.vision_layers)}
+        )
+
+    def forward(self, images_BIPC: Tensor) -> Tensor:
+        """Return (N, T, W), without a last norm."""
+        x_NTW = self.norm(self.embed(images_BIPC.flatten(0, 1)))
+        for block in self.layers.values():
+            x_NTW = block(x_NTW)
+        return x_NTW
+
+
+class Place(nn.Module):
+    """Put projected patches into their places in the rows."""
+
+    def __init__(self, config: LlavaConfig) -> None:
+        super().__init__()
+        self.num_patches = config.num_patches
+
+    def forward(self, x_BSD: Tensor, features_NTD: Tensor, image_index_BS: Tensor) -> Tensor:
+        """Return (B, S, D): the patch of a row's pictures that the index names, and x where it is negative."""
+        image_BS, patch_BS = image_index_BS // self.num_patches, image_index_BS % self.num_patches
+        # Beyond the class token. Padding may follow the patches of a picture.
+        place_BS = image_BS * features_NTD.shape[1] + 1 + patch_BS
+        features_BFD = features_NTD.view(len(x_BSD), -1, features_NTD.shape[-1])
+        index_BSD = place_BS.clamp(min=0)[..., None].expand(-1, -1, features_BFD.shape[-1])
+        return torch.where(image_index_BS[..., None] < 0, x_BSD, features_BFD.gather(1, index_BSD))
+
+
+class Projector(nn.Module):
+    """Map tokens of the ViT to the decoder's width, and put them into the rows."""
+
+    def __init__(self, config: LlavaConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.vision_dim, config.dim)
+        self.w2 = nn.Linear(config.dim, config.dim)
+        self.place = Place(config)
+
+    def forward(self, x_NTW: Tensor, x_BSD: Tensor, image_index_BS: Tensor) -> Tensor:
+        """Return (B, S, D), see `Place`."""
+        return self.place(x_BSD, self.w2(F.gelu(self.w1(x_NTW))), image_index_BS)
+
+
+class Llava(Llama):
+    """Turn token ids and pictures into logits."""
+
+    def __init__(self, config: LlavaConfig) -> None:
+        super().__init__(config)
+        self.sizes = config
+        self.vision: nn.Module | None = Vision(config)
+        self.projector: nn.Module | None = Projector(config)
+        # Children are in the order in which they run: what comes before the blocks has gradients before them.
+        for name in ("layers", "norm", "output"):
+            self.add_module(name, self._modules.pop(name))
+
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        positions_BS: Tensor | None = None,
+        document_ids_BS: Tensor | None = None,
+        images: Tensor | None = None,
+        image_index_BS: Tensor | None = None,
+    ) -> Tensor:
+        """Return logits (B, S, V) in the dtype of the weights.
+
+        images: (B, I, P, C), pictures of each row. image_index_BS: int64, which of a row's I x P patches stands here; -1: none.
+        The others are as for Llama. A pipeline stage without embedding needs neither.
+        """
+        cos_sin = self._cos_sin(positions_BS, tokens_BS.shape[1], tokens_BS.device)
+        x_BSD = tokens_BS if self.tok_embeddings is None else self.embed(tokens_BS)
+        if self.vision is not None and self.projector is not None and images is not None:
+            x_BSD = self.projector(self.vision(images), x_BSD, image_index_BS)
+        return self.decode(x_BSD, cos_sin, document_ids_BS)
+
+    def init_std(self, name: str) -> float | None:
+        """Return the standard deviation of a parameter's initial weights: as Llama's, and zeros for biases."""
+        if name.endswith(".bias"):
+            return 0.0
+        # Patches, positions and features are of order one at any size, as embeddings are.
+        order_one = {
+            "vision.embed.class_token": 1.0,
+            "vision.embed.positions": 1.0,
+            "vision.embed.patches": self.sizes.patch_dim**-0.5,
+            "projector.w1.weight": self.sizes.vision_dim**-0.5,
+            "projector.w2.weight": self.sizes.dim**-0.5,
+        }
+        if name in order_one:
+            return order_one[name]
+        return super().init_std(name.removeprefix("vision."))

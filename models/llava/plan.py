@@ -1,0 +1,20 @@
+"""Say what of LLaVA may be split how, as data for titan.parallel.tensor: the decoder as Llama, and patches as the encoder's sequence."""
+
+from ..llama3 import TENSOR_PLAN as LLAMA
+
+TENSOR_PLAN: dict[str, str] = {
+    "vision.embed": "cut_sequence",
+    "vision.norm": "token_weights",  # a plain tensor: the residual stream begins with it
+    "vision.layers.*.*_norm": "sequence",
+    "vision.layers.*.attention": "gather_input",
+    "vision.layers.*.attention.w[qkv]": "colwise",
+    "vision.layers.*.attention.wo": "rowwise",
+    "vision.layers.*.feed_forward": "gather_input",
+    "vision.layers.*.feed_forward.w1": "colwise",
+    "vision.layers.*.feed_forward.w2": "rowwise",
+    "projector": "gather_input",
+    "projector.w1": "colwise",
+    "projector.w2": "rowwise",
+    "projector.place": "place",
+    **LLAMA,
+}

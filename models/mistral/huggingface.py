@@ -1,0 +1,30 @@
+"""Translate Mistral to and from `transformers` (MistralForCausalLM). Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..llama3 import huggingface as llama3
+from .config import MistralConfig
+
+ARCHITECTURES = {"MistralForCausalLM": "mistral"}
+hf_name = llama3.hf_name
+
+
+def hf_config(config: MistralConfig) -> dict[str, Any]:
+    """Return the config.json of these sizes."""
+    written = {**llama3.hf_config(config), **llama3.header(ARCHITECTURES, "MistralForCausalLM")}
+    del written["attention_bias"]  # a key of Llama's
+    return {
+        **written,
+        "max_position_embeddings": 32_768,
+        "sliding_window": config.window or None,
+    }
+
+
+def read_config(hf: dict[str, Any]) -> MistralConfig:
+    """Return the sizes of a config.json. Raises ValueError if it describes something else than Mistral."""
+    # null: no window.
+    hf = {**hf, "sliding_window": hf.get("sliding_window", 4096) or 0}
+    window: llama3.Field = ("window", "sliding_window", 0)
+    return llama3.read_sizes(hf, MistralConfig, n_kv_heads=8, head_dim=0, fields=(window,))

@@ -1,0 +1,149 @@
+"""Describe a model of titan in the words of a Hugging Face folder: its tensors there, their names, shapes and files."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from titan.checkpoint import CheckpointError
+from titan.checkpoint.state import model_state
+from titan.config.model import family
+from titan.data import require
+
+INDEX = "model.safetensors.index.json"
+OF_DIFFUSERS = "diffusion_pytorch_"  # comes before the names of its files
+
+
+class DiskTensor(NamedTuple):
+    """Say what a tensor on disk is to us: a parameter, one expert's part of it, or several; and its shape.
+
+    Of several, those in `HFModel.parts` take turns by channel, and others are one after the other's columns.
+    """
+
+    ours: tuple[str, ...]
+    expert: int | None
+    shape: torch.Size
+
+
+@dataclass(frozen=True)
+class HFModel:
+    """Describe one of our models, and the names that transformers gives its tensors.
+
+    hooks: the family's huggingface.py. names: ours to theirs, in the model's order, without buffers that are not on disk; a
+    parameter that is stacked by expert is many tensors there, and {} stands for the expert's number. parts: where it is a
+    part of one tensor there, by the first of its channels and how far it is to the next. shapes: by our names.
+    buffers: our names and dtypes of state that is not trained. A tied output layer is not among them.
+    """
+
+    name: str
+    sizes: Any
+    hooks: ModuleType
+    names: dict[str, str]
+    parts: dict[str, tuple[int, int]]
+    shapes: dict[str, torch.Size]
+    buffers: dict[str, torch.dtype]
+
+    @staticmethod
+    def of(name: str, sizes: Any) -> HFModel:
+        """Return the model of a family with these sizes. Raises CheckpointError, or DataError without safetensors."""
+        require("safetensors", purpose="reading and writing Hugging Face folders")
+        hooks = hooks_of(name)
+        if hooks is None:
+            raise CheckpointError(
+                f'model family "{name}" has no Hugging Face form: its package has no huggingface.py'
+            )
+        with torch.device("meta"):
+            model = family(name).build_model(sizes)
+        state = {key.removeprefix("model."): t for key, t in model_state([model]).items()}
+        parameters = {ours for ours, _ in model.named_parameters()}
+        buffers = {ours: t.dtype for ours, t in state.items() if ours not in parameters}
+        name_of_buffer = getattr(hooks, "hf_buffer", lambda *_: None)
+        hf_name = hooks.hf_name_of(sizes) if hasattr(hooks, "hf_name_of") else hooks.hf_name
+        names = {
+            ours: name_of_buffer(ours, sizes) if ours in buffers else hf_name(ours)
+            for ours in state
+        }
+        names = {ours: theirs for ours, theirs in names.items() if theirs}
+        part_of = getattr(hooks, "hf_part", lambda _: None)
+        parts = {ours: part for ours in names if (part := part_of(ours))}
+        shapes = {ours: t.shape for ours, t in state.items()}
+        return HFModel(name, sizes, hooks, names, parts, shapes, buffers)
+
+    def spelled_as(self, files: Collection[str]) -> HFModel:
+        """Return the model with the names of a folder's tensors, if it begins them in another way, of the family's SPELLINGS."""
+        names = self.names
+        for ours, theirs in getattr(self.hooks, "SPELLINGS", ()):
+            if not any(name.startswith(ours) for name in files):
+                names = {
+                    n: re.sub(f"^{re.escape(ours)}", theirs, name) for n, name in names.items()
+                }
+        return dataclasses.replace(self, names=names)
+
+    @property
+    def architecture(self) -> str:
+        """Return what transformers calls the model."""
+        config = self.hooks.hf_config(self.sizes)
+        return config.get("_class_name") or config["architectures"][0]
+
+    @property
+    def index_name(self) -> str:
+        """Return the name of the index of its files."""
+        is_diffusers = "_class_name" in self.hooks.hf_config(self.sizes)
+        return OF_DIFFUSERS + INDEX if is_diffusers else INDEX
+
+    @property
+    def off_disk(self) -> list[str]:
+        """Return our names of buffers that a folder does not hold. Integers count what a run did, and are no part of a model."""
+        floats = (ours for ours, dtype in self.buffers.items() if dtype.is_floating_point)
+        return [ours for ours in floats if ours not in self.names]
+
+    @cached_property
+    def on_disk(self) -> dict[str, DiskTensor]:
+        """Return the tensors on disk by their names, in the model's order."""
+        tensors: dict[str, DiskTensor] = {}
+        for ours, theirs in self.names.items():
+            shape = self.shapes[ours]
+            before = tensors.get(theirs)
+            if part := self.parts.get(ours):
+                on_disk = torch.Size((shape[0], *shape[2:], shape[1] * part[1]))
+                names = (*(before.ours if before else ()), ours)
+                tensors[theirs] = DiskTensor(names, None, on_disk)
+            elif before is not None:
+                columns = torch.Size([*shape[:-1], before.shape[-1] + shape[-1]])
+                tensors[theirs] = DiskTensor((*before.ours, ours), None, columns)
+            elif "{}" not in theirs:
+                tensors[theirs] = DiskTensor((ours,), None, shape)
+            else:
+                for expert in range(shape[0]):
+                    tensors[theirs.format(expert)] = DiskTensor((ours,), expert, shape[1:])
+        return tensors
+
+    def joined(self, ours: Sequence[str], tensors: Sequence[Tensor]) -> Tensor:
+        """Return the tensor on disk that these of ours make."""
+        if ours[0] in self.parts:
+            return torch.stack([t.mT if t.ndim == 3 else t for t in tensors], -1).flatten(-2)
+        return tensors[0] if len(tensors) == 1 else torch.cat([*tensors], dim=-1)
+
+    def first_column(self, ours: str) -> int:
+        """Return where a parameter begins in its tensor on disk."""
+        tensor = self.on_disk.get(self.names[ours])
+        if tensor is None or ours in self.parts:
+            return 0
+        return sum(self.shapes[name][-1] for name in tensor.ours[: tensor.ours.index(ours)])
+
+
+def hooks_of(name: str) -> ModuleType | None:
+    """Return a family's huggingface.py, if it has a complete one (docs/architecture.md)."""
+    name = f"{family(name).__name__}.huggingface"
+    module = import_module(name) if find_spec(name) else None
+    return module if hasattr(module, "read_config") else None

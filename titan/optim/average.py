@@ -1,0 +1,80 @@
+"""Average the weights over the steps of a run, in fp32 and sharded as the weights are (Polyak and Juditsky, 1992; as an
+exponential moving average in arXiv:1809.11096, appendix C). Samples and validation may use the average in place of the weights.
+
+After step s, with n = s - start_step: average = d x average + (1 - d) x weights, with d = min(decay, (1 + n) / (10 + n)), which
+forgets the first steps early. Up to start_step it is a copy of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from titan.config.schema import AverageSection
+from titan.parallel.float8 import plain
+from titan.parallel.init_weights import canonical_name
+
+from .adam import local
+
+
+class WeightAverage:
+    """Keep the average of a model's parameters, or of its pipeline stages on this rank. It begins as a copy of them.
+
+    tensors: fp32, laid out as the parameters, under their plain names.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module], section: AverageSection) -> None:
+        self.parts, self.section = parts, section
+        # A shared parameter comes once.
+        self.parameters = {
+            canonical_name(name): p for part in parts for name, p in part.named_parameters()
+        }
+        self.tensors = {
+            name: torch.empty_like(plain(p), dtype=torch.float32, requires_grad=False)
+            for name, p in self.parameters.items()
+        }
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin anew with the weights."""
+        self._mix(1.0)
+
+    def update(self, step: int) -> None:
+        """Take in the weights after a step."""
+        number = step - self.section.start_step
+        decay = min(self.section.decay, (1 + number) / (10 + number)) if number > 0 else 0.0
+        self._mix(1 - decay)
+
+    @torch.no_grad()
+    def _mix(self, share: float) -> None:
+        for name, parameter in self.parameters.items():
+            average, weight = local(self.tensors[name]), local(parameter)
+            if share == 1:
+                average.copy_(weight)
+            else:
+                average.lerp_(weight.float(), share)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Let the model compute with the average within a block. Keeps a copy of the weights, sharded as they are."""
+        weights = [local(p) for p in self.parameters.values()]
+        kept = [weight.clone() for weight in weights]
+        try:
+            self._set(weights, map(local, self.tensors.values()))
+            yield
+        finally:
+            self._set(weights, kept)
+
+    @torch.no_grad()
+    def _set(self, weights: Sequence[Tensor], values: Iterator[Tensor] | Sequence[Tensor]) -> None:
+        for weight, value in zip(weights, values, strict=True):
+            weight.copy_(value)
+        # FSDP may still hold what it has gathered of the others.
+        for part in self.parts:
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
