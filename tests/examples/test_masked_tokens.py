@@ -17,13 +17,19 @@ import torch
 from tests.support.jobs import job
 from tests.support.ranks import Pool
 from titan.checks.rules import check
-from titan.config import base
+from titan.config import base, model
 from titan.config.toml import tomllib
 from titan.loss import IGNORED
 from titan.task import task_of
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "masked_tokens"
+
+
+def forget() -> None:
+    """Have families and entry points looked up again."""
+    for cached in (model.families, model.family, base.installed_entry_points, model._check_module):
+        cached.cache_clear()
 
 
 @pytest.fixture
@@ -41,9 +47,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     for folder in (tmp_path, FOLDER):
         monkeypatch.syspath_prepend(folder)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (tmp_path, FOLDER, ROOT))))
-    base.installed_entry_points.cache_clear()
+    forget()
     yield tmp_path
-    base.installed_entry_points.cache_clear()
+    forget()
 
 
 def masked(**sections: Any) -> Any:
@@ -56,7 +62,7 @@ def two_steps(degrees: dict[str, int], settings: dict[str, Any]) -> list[tuple[f
     from titan.parallel import axis_rank, build_mesh
     from titan.train_step import build_train_step
 
-    base.installed_entry_points.cache_clear()  # read before this process's path had the package
+    forget()  # read before this process's path had the package
     world = degrees.get("dp_shard", 1)
     config = masked(
         training={
