@@ -37,7 +37,7 @@ PHRASES = {
     "[optimizer]\nbeta2 = 1\n": "must be less than 1, got 1",
     "[model.overrides]\nn_heads = 6\nn_kv_heads = 2\n": "use 4 or 8",
     "[parallelism]\ntensor_parallel_degree = 3\n": "tensor_parallel_degree = 2 or 4, or 15 or 18 ranks",
-    "[fault_tolerance]\nenable = true\n": "titan train --max-restarts",
+    "[fault_tolerance]\nenable = true\nreplica_id = 1\n": "must be below replica_groups = 1",
     "[model]\ntokenizer_path = 'a'\n[tokenizer]\npath = 'b'\n": "which job.toml:4 sets too",
 }
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from titan.checks.elastic_rules import check_groups
 from titan.config.base import LIMIT, Section
 from titan.config.errors import KeyPath, RuleViolation, choose, did_you_mean, key_text
 from titan.config.layout import CUDA_GRAPHS
@@ -403,21 +404,6 @@ def _fault_tolerance(config: JobConfig) -> Iterator[RuleViolation]:
         if action in ("skip", "rewind") and early:
             # The weights are updated before the loss is known.
             yield key, f'"{action}" cannot undo optimizer.early_step_in_backward; use "stop"'
-    if section.enable:
-        if section.replica_id >= section.replica_groups:
-            count = section.replica_groups
-            yield "replica_id", f"must be below replica_groups = {count}, got {section.replica_id}"
-        if section.min_replicas > section.replica_groups:
-            yield "min_replicas", f"is more than replica_groups = {section.replica_groups}"
-        if section.sync_steps % section.num_fragments:
-            count = section.num_fragments
-            yield "sync_steps", f"must be a multiple of num_fragments = {count}"
-        if not checkpoint.enable:
-            yield "enable", "needs checkpoint.enable = true, for the case that all groups are lost"
-        if early:
-            yield "enable", "cannot undo optimizer.early_step_in_backward; set that to false"
-        if any(getattr(source, "streaming", False) for source in config.data.sources):
-            yield "enable", "shares samples out anew in each step, which no stream can"
     window, limit = section.spike_window, section.step_timeout_seconds
     # Only the losses of the window are remembered.
     if section.spike_min_steps > window:
@@ -454,4 +440,5 @@ RULES: tuple[tuple[str, Callable[[JobConfig], Iterator[RuleViolation]]], ...] = 
     ("checkpoint", _checkpoint),
     ("profiling", _profiling),
     ("fault_tolerance", _fault_tolerance),
+    ("fault_tolerance", check_groups),
 )

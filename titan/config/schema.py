@@ -31,6 +31,7 @@ from .base import (
     plug_ins,
 )
 from .errors import SourceMap
+from .schema_faults import FaultToleranceSection
 from .schema_run import (
     ActivationCheckpointSection,
     AverageSection,
@@ -38,7 +39,6 @@ from .schema_run import (
     CommSection,
     CompileSection,
     DebugSection,
-    FaultToleranceSection,
     JobSection,
     MetricsSection,
     MoESection,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from titan.cli import main
-from titan.config.schema_run import FaultToleranceSection
+from titan.config.schema import FaultToleranceSection
 
 ROOT = Path(__file__).parents[3]
 JOB = "train_configs/debug_model.toml"

@@ -1,0 +1,28 @@
+"""Check the replica groups of a job (docs/elastic.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from titan.config.errors import RuleViolation
+from titan.config.schema import JobConfig
+
+
+def check_groups(config: JobConfig) -> Iterator[RuleViolation]:
+    """Check their numbers, and that a step can be taken back."""
+    section = config.fault_tolerance
+    if not section.enable:
+        return
+    count = section.replica_groups
+    if section.replica_id >= count:
+        yield "replica_id", f"must be below replica_groups = {count}, got {section.replica_id}"
+    if section.min_replicas > count:
+        yield "min_replicas", f"is more than replica_groups = {count}"
+    if section.sync_steps % section.num_fragments:
+        yield "sync_steps", f"must be a multiple of num_fragments = {section.num_fragments}"
+    if not config.checkpoint.enable:
+        yield "enable", "needs checkpoint.enable = true, for the case that all groups are lost"
+    if getattr(config.optimizer, "early_step_in_backward", False):
+        yield "enable", "cannot undo optimizer.early_step_in_backward; set that to false"
+    if any(getattr(source, "streaming", False) for source in config.data.sources):
+        yield "enable", "shares samples out anew in each step, which no stream can"
