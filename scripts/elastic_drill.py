@@ -62,13 +62,14 @@ def drill(folder: Path, options: argparse.Namespace, seed: int) -> list[dict[str
         while process.poll() is None:
             time.sleep(0.1)
             rows = rows_of(folder)
-            # The first kill comes when all groups train together.
-            if next_s is None and rows and rows[-1]["replica_groups"] == options.groups:
+            # The next kill comes some seconds after all groups train together again.
+            is_full = bool(rows) and rows[-1]["replica_groups"] == options.groups
+            if next_s is None and is_full and all("full_s" in kill for kill in kills):
                 next_s = time.time() + options.every
             if next_s is not None and time.time() > next_s and rows[-1]["step"] < options.steps - 5:
                 _kill(generator.randrange(options.groups))
                 kills.append({"at_s": time.time(), "step": rows[-1]["step"]})
-                next_s = time.time() + options.every
+                next_s = None
             for kill in kills:
                 _measure(kill, rows, options.groups)
     if process.returncode:
@@ -95,10 +96,7 @@ def _measure(kill: dict[str, float], rows: list[dict[str, Any]], groups: int) ->
     now = time.time() - kill["at_s"]
     if later and "next_step_s" not in kill:
         kill["next_step_s"] = now
-    # A row of before the kill has all groups, too.
-    if "lost" not in kill and later and later[-1]["replica_groups"] < groups:
-        kill["lost"] = later[-1]["step"]
-    if later and "lost" in kill and "full_s" not in kill and later[-1]["replica_groups"] == groups:
+    if later and "full_s" not in kill and later[-1]["replica_groups"] == groups:
         kill["full_s"] = now
 
 
@@ -151,7 +149,9 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     for name, default in (("groups", 3), ("nproc", 2), ("steps", 200), ("runs", 1), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--every", type=float, default=20, help="seconds from one kill to the next")
+    parser.add_argument(
+        "--every", type=float, default=20, help="seconds from full strength to the next kill"
+    )
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     worst, waits, full = 0.0, [], []

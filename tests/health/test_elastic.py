@@ -30,7 +30,7 @@ spec.loader.exec_module(drill)
 @needs_torchft
 def test_every_step_of_groups_that_are_killed_is_that_of_one_process(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "scripts" / "elastic_drill.py"), str(tmp_path)]
-    command += ["--groups", "2", "--nproc", "1", "--steps", "150", "--every", "3"]
+    command += ["--groups", "2", "--nproc", "1", "--steps", "200", "--every", "1.5"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert "next step of the survivors" in done.stdout, done.stdout

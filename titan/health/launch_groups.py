@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from titan.config.load import load_from_argv
 from titan.config.schema import JobConfig
-from titan.health.launch import FORWARDED
+from titan.health.launch import FORWARDED, environment
 from titan.health.signals import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR
 from titan.run_folder import write_text_atomically
 from titan.untrusted import InputError
@@ -53,6 +53,7 @@ def launch_groups(
     command = [sys.executable, "-m", "titan.cli", "train", *argv, "--nproc", str(num_processes)]
     command += ["--fault_tolerance.enable=true", f"--fault_tolerance.replica_groups={num_groups}"]
     command += [f"--fault_tolerance.lighthouse={address}", f"--checkpoint.folder={folder}"]
+    variables = environment(num_groups * num_processes)  # groups share the cores
     groups = [
         _Group(
             number,
@@ -61,6 +62,7 @@ def launch_groups(
                 f"--fault_tolerance.replica_id={number}",
                 f"--job.dump_folder={run / f'group-{number}'}",
             ],
+            variables,
         )
         for number in range(num_groups)
     ]
@@ -109,8 +111,8 @@ def main(argv: Sequence[str]) -> None:
 class _Group:
     """Hold the launcher of one group. is_shown: its rows are printed; what is no row of a step always is."""
 
-    def __init__(self, number: int, command: Sequence[str]) -> None:
-        self.number, self.command = number, command
+    def __init__(self, number: int, command: Sequence[str], variables: dict[str, str]) -> None:
+        self.number, self.command, self.variables = number, command, variables
         self.restarts, self.code, self.is_stopped, self.is_shown = 0, EXIT_DONE, False, False
         self.process: subprocess.Popen[str] | None = None
         self._start()
@@ -119,6 +121,7 @@ class _Group:
         # A session of its own: a Ctrl-C reaches this process alone, which passes it on once.
         self.process = subprocess.Popen(
             self.command,
+            env=self.variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
