@@ -150,6 +150,8 @@ class ReplicaGroups:
             if not failed.item():
                 self._quorum_id = self.manager._quorum_id
                 return texts
+            # Other groups may already sum by this quorum: the next one must connect all anew, or sums of two attempts would meet.
+            self.manager._commit_failures += 1
             waiting(reason or "another rank of this group has no quorum")
 
     def _exchange(self, text: str) -> list[tuple[str, str]]:
