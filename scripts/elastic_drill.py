@@ -22,13 +22,19 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 BOUND = 1e-5
-_JOB = ("train_configs/debug_model.toml", "--model.flavor=tiny", "--training.seq_len=64")
+_JOB = ("train_configs/debug_model.toml", "--model.flavor=tiny")
 _SETTINGS = (
     *("--training.local_batch_size=2", "--metrics.log_freq=1", "--training.dataset=synthetic"),
     *("--checkpoint.enable=true", "--checkpoint.interval=50", "--lr_scheduler.warmup_steps=2"),
     # Steps in proportion to gradients: else rounding errors grow over hundreds of steps in any two layouts.
     *("--optimizer.eps=1e-3", "--optimizer.lr=1e-3"),
 )
+
+
+def settings(options: argparse.Namespace) -> list[str]:
+    """Return the job's arguments."""
+    sizes = [f"--training.steps={options.steps}", f"--training.seq_len={options.seq_len}"]
+    return [*_JOB, *_SETTINGS, *sizes]
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -45,7 +51,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 def drill(folder: Path, options: argparse.Namespace, seed: int) -> list[dict[str, float]]:
     """Run the groups, and kill one every so often; return what each kill cost."""
     generator = random.Random(seed)
-    command = [sys.executable, "-m", "titan.cli", "train", *_JOB, *_SETTINGS, "--elastic"]
+    command = [sys.executable, "-m", "titan.cli", "train", *settings(options), "--elastic"]
     command += [
         "--groups",
         str(options.groups),
@@ -54,7 +60,7 @@ def drill(folder: Path, options: argparse.Namespace, seed: int) -> list[dict[str
         "--max-restarts",
         "100",
     ]
-    command += [f"--training.steps={options.steps}", f"--job.dump_folder={folder}"]
+    command += [f"--job.dump_folder={folder}"]
     kills: list[dict[str, float]] = []
     with (folder.with_suffix(".log")).open("w") as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
@@ -62,14 +68,16 @@ def drill(folder: Path, options: argparse.Namespace, seed: int) -> list[dict[str
         while process.poll() is None:
             time.sleep(0.1)
             rows = rows_of(folder)
-            # The next kill comes some seconds after all groups train together again.
-            is_full = bool(rows) and rows[-1]["replica_groups"] == options.groups
-            if next_s is None and is_full and all("full_s" in kill for kill in kills):
+            # The first kill comes some seconds after all groups train together. A group may be killed while it returns, but
+            # never the last one that trains.
+            groups = rows[-1]["replica_groups"] if rows else 0
+            if next_s is None and groups == options.groups:
                 next_s = time.time() + options.every
-            if next_s is not None and time.time() > next_s and rows[-1]["step"] < options.steps - 5:
+            is_due = next_s is not None and time.time() > next_s
+            if is_due and groups > 1 and rows[-1]["step"] < options.steps - 5:
                 _kill(generator.randrange(options.groups))
                 kills.append({"at_s": time.time(), "step": rows[-1]["step"]})
-                next_s = None
+                next_s = time.time() + options.every
             for kill in kills:
                 _measure(kill, rows, options.groups)
     if process.returncode:
@@ -100,7 +108,7 @@ def _measure(kill: dict[str, float], rows: list[dict[str, Any]], groups: int) ->
         kill["full_s"] = now
 
 
-def replay(folder: Path, steps: int) -> float:
+def replay(folder: Path, options: argparse.Namespace) -> float:
     """Repeat every step on one process; return the largest relative difference. Raises SystemExit for wrong samples."""
     import torch
 
@@ -113,14 +121,12 @@ def replay(folder: Path, steps: int) -> float:
     by_step: dict[int, list[dict[str, Any]]] = {}
     for row in rows_of(folder):
         by_step.setdefault(row["step"], []).append(row)
-    config = load_from_argv([*_JOB, *_SETTINGS, f"--training.steps={steps}"], warn=False).on_device(
-        "cpu"
-    )
+    config = load_from_argv(settings(options), warn=False).on_device("cpu")
     if not torch.distributed.is_initialized():
         start_process_group(init_timeout_s=60, expandable_segments=False)
     train_step = build_train_step(config, device=torch.device("cpu"), mesh=build_mesh("cpu"))
     loader, position, tokens, worst = train_step.task.loader(rank=0, world=1), 0, 0, 0.0
-    for step in range(1, steps + 1):
+    for step in range(1, options.steps + 1):
         rows = by_step.get(step, [])
         if (
             not rows
@@ -147,10 +153,12 @@ def main() -> int:
     """Run the drill."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
-    for name, default in (("groups", 3), ("nproc", 2), ("steps", 200), ("runs", 1), ("seed", 0)):
+    for name, default in (
+        *(("groups", 3), ("nproc", 2), ("steps", 200), ("runs", 1), ("seed", 0), ("seq_len", 64)),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument(
-        "--every", type=float, default=20, help="seconds from full strength to the next kill"
+        "--every", type=float, default=20, help="seconds between two kills"
     )
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -158,7 +166,7 @@ def main() -> int:
     for number in range(options.runs):
         folder = options.folder / f"run-{number}"
         kills = drill(folder, options, options.seed + number)
-        worst = max(worst, difference := replay(folder, options.steps))
+        worst = max(worst, difference := replay(folder, options))
         waits += [kill["next_step_s"] for kill in kills if "next_step_s" in kill]
         full += [kill["full_s"] for kill in kills if "full_s" in kill]
         print(f"run {number}: {len(kills)} kills, largest difference {difference:.1e}", flush=True)

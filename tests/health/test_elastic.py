@@ -25,6 +25,7 @@ spec = importlib.util.spec_from_file_location("elastic_drill", ROOT / "scripts/e
 assert spec is not None and spec.loader is not None
 drill = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(drill)
+JOB = (*drill._JOB, *drill._SETTINGS, "--training.seq_len=64")
 
 
 @needs_torchft
@@ -40,8 +41,8 @@ def test_every_step_of_groups_that_are_killed_is_that_of_one_process(tmp_path: P
     folder = tmp_path / "run-0"
     last = max(row["step"] for row in rows)
     assert (folder / "checkpoint" / f"step-{last}" / "titan.json").exists()
-    settings = [*drill._JOB, *drill._SETTINGS, f"--job.dump_folder={tmp_path}/alone"]
-    settings += [f"--checkpoint.folder={folder}/checkpoint", f"--training.steps={last + 2}"]
+    settings = [*JOB, f"--job.dump_folder={tmp_path}/alone", f"--training.steps={last + 2}"]
+    settings += [f"--checkpoint.folder={folder}/checkpoint"]
     command = [
         sys.executable,
         "-m",
@@ -57,7 +58,7 @@ def test_every_step_of_groups_that_are_killed_is_that_of_one_process(tmp_path: P
 
 
 def start_group(number: int, folder: Path, address: str, *settings: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "titan.cli", "train", *drill._JOB, *drill._SETTINGS]
+    command = [sys.executable, "-m", "titan.cli", "train", *JOB]
     command += [
         "--nproc",
         "1",
