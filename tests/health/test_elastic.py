@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.jobs import job
+from tests.support.runs import logged_rows, logged_steps, saved_tensors
 from titan.checks.rules import check
+from titan.cli import main
+from titan.config.load import load_from_argv
 from titan.untrusted import InputError
 
 ROOT = Path(__file__).parents[2]
@@ -57,6 +64,86 @@ def test_every_step_of_groups_that_are_killed_is_that_of_one_process(tmp_path: P
     assert first["step"] == last + 1 and first["tokens"] == rows[-1]["tokens"] + 4 * 64
 
 
+@needs_torchft
+def test_a_checkpoint_of_three_groups_resumes_with_any_number(tmp_path: Path) -> None:
+    def train(name: str, *settings: str) -> Path:
+        """Train to step 4; a rate of 1e-30 leaves the weights as they were loaded."""
+        folder = tmp_path / name
+        command = [sys.executable, "-m", "titan.cli", "train", *JOB, f"--job.dump_folder={folder}"]
+        command += ["--checkpoint.interval=1", *settings]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return folder
+
+    def groups(number: int) -> tuple[str, ...]:
+        """Begin when all of them are there."""
+        least = f"--fault_tolerance.min_replicas={number}"
+        return ("--elastic", "--groups", str(number), "--nproc", "1", least)
+
+    saved = train("three", *groups(3), "--training.steps=3") / "checkpoint"
+    expected, tensors = saved_tensors(saved / "step-3"), {}
+    weights = [name for name in expected if name.startswith("model.")]
+    assert len(weights) > 30
+    for name, settings in (
+        ("one", groups(1)),
+        ("four", groups(4)),
+        ("none", ()),
+    ):
+        shutil.copytree(saved, tmp_path / name / "checkpoint")
+        folder = train(name, "--optimizer.lr=1e-30", "--training.steps=4", *settings)
+        tensors[name] = saved_tensors(folder / "checkpoint" / "step-4")
+        assert all(torch.equal(tensors[name][key], expected[key]) for key in weights), name
+    # Where the arithmetic is the same, the moments after the step are too.
+    assert all(torch.equal(tensors["one"][key], tensors["none"][key]) for key in expected)
+    rows = drill.rows_of(tmp_path / "four")
+    assert {(row["step"], row["first_sample"], row["replica_groups"]) for row in rows} == {
+        (4, 18, 4)
+    }
+
+
+@needs_torchft
+@pytest.mark.parametrize("of_lighthouse", [1, 2])
+def test_below_min_replicas_a_group_waits_and_saves(tmp_path: Path, of_lighthouse: int) -> None:
+    server = lighthouse(0, of_lighthouse)
+    address = "http://127.0.0.1:" + server.address().rpartition(":")[2]
+    both = (
+        "--fault_tolerance.min_replicas=2",
+        "--training.steps=100000",
+        "--checkpoint.interval=99999",
+    )
+    groups = [start_group(number, tmp_path, address, *both) for number in (0, 1)]
+    folder = tmp_path / "group-0"
+    try:
+        wait_for(lambda: len(logged_steps(folder)) > 3, groups)
+        end_group(groups[1])
+        wait_for(
+            lambda: "waiting for 2 replica groups" in (folder / "events.jsonl").read_text(),
+            groups[:1],
+        )
+        wait_for(lambda: list((tmp_path / "saved").glob("step-*/titan.json")), groups[:1])
+        before = len(logged_steps(folder))
+        groups[1] = start_group(1, tmp_path, address, *both)
+        wait_for(lambda: len(logged_steps(folder)) > before + 3, groups)
+        assert {row["replica_groups"] for row in logged_rows(folder)} == {2}
+    finally:
+        for group in groups:
+            end_group(group)
+        server.shutdown()
+
+
+def wait_for(what: Callable[[], Any], groups: Sequence[subprocess.Popen[str]]) -> None:
+    end = time.time() + 120
+    while not what():
+        assert all(group.poll() is None for group in groups) and time.time() < end
+        time.sleep(0.1)
+
+
+def end_group(group: subprocess.Popen[str]) -> None:
+    """End a group as the loss of its node does: its processes end with their launcher."""
+    group.kill()
+    group.communicate()
+
+
 def start_group(number: int, folder: Path, address: str, *settings: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "titan.cli", "train", *JOB]
     command += [
@@ -72,11 +159,14 @@ def start_group(number: int, folder: Path, address: str, *settings: str) -> subp
     )
 
 
-def lighthouse(port: int) -> Any:
+def lighthouse(port: int, min_replicas: int = 1) -> Any:
     from torchft.coordination import LighthouseServer
 
     return LighthouseServer(
-        bind=f"127.0.0.1:{port}", min_replicas=1, join_timeout_ms=20_000, heartbeat_timeout_ms=2000
+        bind=f"127.0.0.1:{port}",
+        min_replicas=min_replicas,
+        join_timeout_ms=20_000,
+        heartbeat_timeout_ms=2000,
     )
 
 
@@ -107,29 +197,45 @@ def test_a_group_waits_for_a_lighthouse_that_died(tmp_path: Path) -> None:
     server = lighthouse(0)
     port = int(server.address().rpartition(":")[2])
     group = start_group(0, tmp_path, f"http://127.0.0.1:{port}", "--training.steps=100000")
-    metrics = tmp_path / "group-0" / "metrics.jsonl"
-
-    def steps() -> int:
-        return len(metrics.read_text().splitlines()) if metrics.exists() else 0
-
-    def wait_for(what: Any) -> None:
-        end = time.time() + 120
-        while not what():
-            assert group.poll() is None and time.time() < end
-            time.sleep(0.1)
-
+    folder = tmp_path / "group-0"
     try:
-        wait_for(lambda: steps() > 3)
+        wait_for(lambda: len(logged_steps(folder)) > 3, [group])
         server.shutdown()
         del server
-        events = tmp_path / "group-0" / "events.jsonl"
-        wait_for(lambda: "waiting for 1 replica groups" in events.read_text())
-        wait_for(lambda: list((tmp_path / "saved").glob("step-*/titan.json")))
-        before, again = steps(), lighthouse(port)
-        wait_for(lambda: steps() > before + 3 and again)
+        events = folder / "events.jsonl"
+        wait_for(lambda: "waiting for 1 replica groups" in events.read_text(), [group])
+        wait_for(lambda: list((tmp_path / "saved").glob("step-*/titan.json")), [group])
+        before, again = len(logged_steps(folder)), lighthouse(port)
+        wait_for(lambda: len(logged_steps(folder)) > before + 3 and again, [group])
     finally:
         group.send_signal(signal.SIGTERM)
         group.communicate()
+
+
+def test_the_script_of_groups_is_an_array_that_finds_its_lighthouse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "lighthouse").write_text("http://of-an-earlier-run:1\n")
+    arguments = [str(ROOT / JOB[0]), f"--job.dump_folder={run}", "--checkpoint.enable=true"]
+    options = ["--nodes", "2", "--gpus-per-node", "0", "--groups", "3"]
+    assert main(["slurm", *arguments, *options]) == 0
+    script = (run / "job.sbatch").read_text()
+    assert "#SBATCH --array=0-2" in script and not (run / "lighthouse").exists()
+    assert f"titan.health.launch_groups {run}/lighthouse" in (run / "lighthouse.sbatch").read_text()
+    # What an element of the array gives to titan.
+    (run / "lighthouse").write_text("http://host:29510\n")
+    shown = script[: script.index("set -uo pipefail")] + "printf '%s\\n' \"$@\""
+    variables = {**os.environ, "SLURM_ARRAY_TASK_ID": "1"}
+    done = subprocess.run(["bash", "-c", shown], capture_output=True, text=True, env=variables)
+    job = load_from_argv(done.stdout.splitlines())
+    section = job.fault_tolerance
+    assert (section.enable, section.replica_id, section.replica_groups) == (True, 1, 3)
+    assert section.lighthouse == "http://host:29510"
+    assert job.job.dump_folder == f"{run}/group-1" and job.checkpoint.folder == f"{run}/checkpoint"
+    capsys.readouterr()
 
 
 def test_without_torchft_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,6 +102,18 @@ def test_a_rewind_loses_the_steps_since_the_save(tmp_path: Path) -> None:
     assert events.share({"data": 4.0}) == pytest.approx(96 / 140)  # a new step timer counts anew
 
 
+def test_a_step_that_is_repeated_is_lost_and_waiting_for_groups_is_a_part(tmp_path: Path) -> None:
+    clock = Clock(1000)
+    events = begin(tmp_path, clock, step=0, started=1000)
+    events.begin_steps()
+    events.warm({})
+    clock.now_s = 1100
+    events.share({"quorum": 20.0})
+    events.repeat(5.0)
+    assert parts(events) == {"trained": 75, "quorum": 20, "lost": 5}
+    assert events.lost_steps == 1
+
+
 def test_a_graceful_stop_loses_nothing_and_its_pause_counts_as_down(tmp_path: Path) -> None:
     clock = Clock(1000)
     events = begin(tmp_path, clock, step=0, started=1000)

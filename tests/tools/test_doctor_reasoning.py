@@ -228,6 +228,23 @@ def test_a_run_that_ended_without_last_words(folder: Folder) -> None:
     assert [found.kind for found in folder.diagnosis().findings] == ["no_progress"]
 
 
+def test_the_command_reads_replica_groups(
+    folder: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, state in ((10, "done"), (2, "failed")):
+        folder.status(state)
+        (folder.path / f"group-{number}").mkdir()
+        (folder.path / "status.json").rename(folder.path / f"group-{number}" / "status.json")
+    assert main(["doctor", str(folder.path)]) == 1
+    first, second = capsys.readouterr().out.split("\n\n" + str(folder.path))
+    assert "group-2: failed" in first and second.startswith("/group-10: ")
+    assert main(["doctor", str(folder.path), "--json"]) == 1
+    assert [Path(page["run"]).name for page in json.loads(capsys.readouterr().out)] == [
+        "group-2",
+        "group-10",
+    ]
+
+
 def test_the_command(folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(folder.path / "none")]) == 2
     assert "there is no such folder; give the job.dump_folder of a run" in capsys.readouterr().err

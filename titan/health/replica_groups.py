@@ -71,6 +71,7 @@ class ReplicaGroups:
             logging.getLogger(name).setLevel(logging.CRITICAL)
         self.device, self._load = device, load
         self.has_healed, self._quorum_id = False, -1
+        self._min_replicas = section.min_replicas
         self._name = f"group-{section.replica_id}"
         kind = ProcessGroupGloo if device.type == "cpu" else ProcessGroupNCCL
         timeout = timedelta(milliseconds=section.process_group_timeout_ms)
@@ -139,6 +140,9 @@ class ReplicaGroups:
                 self.manager._quorum_future = None  # or the next one would raise this again
             elif error := self.manager.errored():
                 reason = f"one was lost ({str(error.original_exception).splitlines()[0]})"
+            elif self.size < self._min_replicas:  # the lighthouse may be content with fewer
+                reason = f"there are {self.size}"
+                time.sleep(1)
             texts: list[tuple[str, str]] = []
             if not reason and self.manager._quorum_id != self._quorum_id:
                 texts = self._exchange(text)

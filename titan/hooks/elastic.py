@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -47,6 +49,7 @@ class Elastic(Hook):
         )
         self.accept, self.is_committed, self.is_first = None, False, False
         self.before: dict[str, Any] = {}
+        self.began_s = 0.0
         self.size = 0
         self.sequences_per_group = trainer.sequences_per_step
         trainer.train_step.sum_over_groups = self.groups.sum_
@@ -82,7 +85,7 @@ class Elastic(Hook):
         trainer.sequences_per_step = self.sequences_per_group * groups.size
         trainer.tokens_per_step = trainer.sequences_per_step * trainer.config.training.seq_len
         trainer.is_writer, trainer.train_step.num_groups = groups.rank == 0, groups.size
-        self.before = trainer.loader.state_dict()
+        self.before, self.began_s = trainer.loader.state_dict(), time.monotonic()
         if groups.size != self.size:
             if self.size:
                 trainer.announce(
@@ -97,6 +100,7 @@ class Elastic(Hook):
         trainer.announce(f"step {trainer.step}: a replica group was lost; its samples come again")
         trainer.tokens_seen -= trainer.tokens_per_step
         trainer.loader.load_state_dict(self.before)
+        trainer.events.repeat(time.monotonic() - self.began_s)
         trainer.step -= 1
 
     def columns(self, window: Window, result: Any) -> dict[str, Any]:
@@ -113,7 +117,10 @@ class Elastic(Hook):
         self.waited_for = ""
         trainer = self.trainer
         text = to_toml(trainer.config)
-        for name, other in self.groups.begin(step=trainer.step, text=text, waiting=self._wait):
+        pause = trainer.timer.pause("quorum") if hasattr(trainer, "timer") else nullcontext()
+        with pause:
+            others = self.groups.begin(step=trainer.step, text=text, waiting=self._wait)
+        for name, other in others:
             self._require_same(other, name=name)
 
     def _wait(self, reason: str) -> None:
@@ -206,7 +213,7 @@ class SemiSync(Elastic):
         else:
             fragments = _fragments(step.model_parts, section.num_fragments)
             momentum = section.outer_momentum
-            outer = [
+            outer: list[torch.optim.Optimizer] = [
                 torch.optim.SGD(
                     fragment.parameters(),
                     lr=section.outer_lr,
@@ -240,7 +247,7 @@ class SemiSync(Elastic):
         self.size, self.trainer.is_writer = self.groups.size, self.groups.rank == 0
 
 
-def _fragments(parts: Sequence[nn.Module], count: int) -> list[nn.ModuleList]:
+def _fragments(parts: Sequence[nn.Module], count: int) -> list[nn.Module]:
     """Return the modules with parameters in `count` runs of about the same length."""
     units: list[nn.Module] = []
     for part in parts:

@@ -56,6 +56,15 @@ def read_rows(path: Path) -> list[Row]:
         return [row for line in file if (row := parse(line))]
 
 
+def with_groups(paths: Iterable[Path]) -> list[Path]:
+    """Return run folders, with those of its replica groups (docs/elastic.md) in the place of a run that has some."""
+    found: list[Path] = []
+    for path in paths:
+        groups = [file.parent for file in path.glob("group-[0-9]*/status.json")]
+        found += sorted(groups, key=lambda group: int(group.name[6:])) or [path]
+    return found
+
+
 def run_names(paths: list[Path]) -> list[str]:
     """Return short names that tell the runs apart: folder names, or whole paths if two are the same."""
     names = [path.resolve().name for path in paths]

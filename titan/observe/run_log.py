@@ -3,7 +3,7 @@
 The wall time since the first start is divided into parts:
 
     trained      steps that were kept, without the times below
-    data_wait, validation, checkpoint, profiling    the training loop waited for this
+    data_wait, validation, checkpoint, profiling, quorum    the training loop waited for this; quorum: for replica groups
     setup        from the start of a process to its first step
     compile      the first step of each start, with its compilations
     lost         steps that were not kept: rewound, or after the checkpoint that a later start resumed from
@@ -27,7 +27,7 @@ from typing import Any
 
 _LOG = logging.getLogger("titan")
 
-WASTED = ("trained", "data_wait", "validation", "checkpoint", "profiling")
+WASTED = ("trained", "data_wait", "validation", "checkpoint", "profiling", "quorum")
 """Parts that become `lost` when their steps are lost."""
 PARTS = (*WASTED, "setup", "compile", "lost", "down")
 Seconds = dict[str, float]
@@ -128,6 +128,12 @@ class EventLog:
         if self.is_on:
             self._go_back(to, from_step=step)
             self.write("rewind", step=to, at=step)
+
+    def repeat(self, seconds: float) -> None:
+        """Count a step that is repeated, since it was lost with a replica group."""
+        self.seconds["trained"] -= seconds
+        self.seconds["lost"] += seconds
+        self.lost_steps += 1
 
     def end(self, state: str, *, step: int, **facts: Any) -> None:
         """Write the last event. Later calls do nothing."""

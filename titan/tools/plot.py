@@ -14,7 +14,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from titan.observe.rows import Row, RowFile, number, read_rows, run_names, runs_near
+from titan.observe.rows import Row, RowFile, number, read_rows, run_names, runs_near, with_groups
 from titan.observe.sinks import require
 from titan.untrusted import InputError
 
@@ -36,8 +36,9 @@ def main(argv: list[str] | None = None) -> int:
     add("--x", choices=("step", "tokens", "time"), default="step", help="horizontal axis")
     arguments = parser.parse_args(argv)
     require("matplotlib", extra="plot", asked_by="titan plot")
-    files = [run if run.is_file() else run / "metrics.jsonl" for run in arguments.runs]
-    runs = dict(zip(run_names(arguments.runs), map(read_metrics, files), strict=True))
+    folders = with_groups(arguments.runs)
+    files = [run if run.is_file() else run / "metrics.jsonl" for run in folders]
+    runs = dict(zip(run_names(folders), map(read_metrics, files), strict=True))
     starts = [read_starts(file.with_name("events.jsonl")) for file in files]
     output = arguments.output or files[0].with_name("curves.png")
     try:

@@ -34,7 +34,7 @@ _PATTERNS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code. Raises ConfigError, which titan.cli reports."""
-    usage = "[--time T] [--partition P] [--account A] [--container IMAGE] [--groups G] [--submit]"
+    usage = "[--time T] [--partition P] [--account A] [--container IMAGE] [--elastic --groups G] [--submit]"
     parser = command_parser(
         "slurm", f"{JOB} --nodes N [--gpus-per-node G] {usage}", summary=SUMMARY
     )
@@ -52,8 +52,10 @@ def main(argv: list[str] | None = None) -> int:
     add("--mounts", metavar="FROM:TO,...", help="folders of the container beside this one")
     help_ = "make an array of G jobs, replica groups of --nodes machines each (docs/elastic.md)"
     add("--groups", type=positive, metavar="G", help=help_)
+    add("--elastic", action="store_true", help="replica groups; two without --groups")
     add("--submit", action="store_true", help="pass the script to sbatch")
     options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    options.groups = options.groups or (2 if options.elastic else None)
     # Without GPUs one rank uses the cores of a node.
     ranks = options.ranks_per_node or options.gpus_per_node or 1
     known = [f"--{name.replace('_', '-')}" for name in vars(options)]
@@ -78,6 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.groups:
         beside = path.with_name("lighthouse.sbatch")
         beside.write_text(_lighthouse_script(options, job, folder), encoding="utf-8")
+        (folder / "lighthouse").unlink(missing_ok=True)  # the address of an earlier submission
         commands.insert(0, ["sbatch", str(beside)])
     if not options.submit:
         text = " && ".join(map(shlex.join, commands))

@@ -11,7 +11,9 @@ import sys
 import textwrap
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+from titan.observe.rows import with_groups
 from titan.tools.doctor.diagnosis import Diagnosis, diagnose
 from titan.tools.doctor.evidence import Evidence
 from titan.untrusted import printable
@@ -29,21 +31,26 @@ def main(argv: list[str]) -> int:
     parser.add_argument("run", metavar="RUN_DIR", type=Path, help="a run folder (job.dump_folder)")
     parser.add_argument("--json", action="store_true", help="the answer as JSON")
     options = parser.parse_args(argv)
-    if not (options.run / "status.json").is_file():
+    runs = with_groups([options.run])
+    if not (runs[0] / "status.json").is_file():
         what = "there is no such folder"
         if options.run.is_dir():
             what = "holds no run (no status.json)"
         print(f"{options.run}: {what}; give the job.dump_folder of a run", file=sys.stderr)
         return 2
     # Reading and judging write nothing, so this may run beside a live run.
-    diagnosis = diagnose(Evidence(options.run))
+    diagnoses = {run: diagnose(Evidence(run)) for run in runs}
     if options.json:
-        findings = [asdict(finding) | {"advice": finding.advice} for finding in diagnosis.findings]
-        page = asdict(diagnosis) | {"run": str(options.run), "findings": findings}
-        print(json.dumps(page, indent=2))
+        pages = [_as_json(run, diagnosis) for run, diagnosis in diagnoses.items()]
+        print(json.dumps(pages if len(pages) > 1 else pages[0], indent=2))
     else:
-        print(_page(options.run, diagnosis))
-    return 1 if diagnosis.findings else 0
+        print("\n\n".join(_page(run, diagnosis) for run, diagnosis in diagnoses.items()))
+    return int(any(diagnosis.findings for diagnosis in diagnoses.values()))
+
+
+def _as_json(run: Path, diagnosis: Diagnosis) -> dict[str, Any]:
+    findings = [asdict(finding) | {"advice": finding.advice} for finding in diagnosis.findings]
+    return asdict(diagnosis) | {"run": str(run), "findings": findings}
 
 
 def _page(run: Path, diagnosis: Diagnosis) -> str:

@@ -7,7 +7,7 @@ import socket
 import sys
 from pathlib import Path
 
-from titan.observe.rows import MAX_ROWS, run_names
+from titan.observe.rows import MAX_ROWS, run_names, with_groups
 from titan.tools.watch.reading import RunReader, read_all
 from titan.tools.watch.server import LOOPBACK, Server, page
 from titan.untrusted import InputError
@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--host", default="127.0.0.1", metavar="H", help="address to listen on; default: 127.0.0.1")
     add("--once", type=Path, metavar="FILE.html", help="write the page as it is now, and end")
     arguments = parser.parse_args(argv)
-    readers, host = open_runs(arguments.runs), arguments.host
+    readers, host = open_runs(with_groups(arguments.runs)), arguments.host
     if arguments.once:
         try:
             arguments.once.write_text(page(read_all(readers)), encoding="utf-8")
