@@ -406,6 +406,7 @@ COMMANDS: dict[str, tuple[str, Run | str]] = {
     ),
     "verify": ("check a checkpoint and name any damaged file", "titan.tools.verify"),
     "convert": ("Hugging Face folders to checkpoints, and back", "titan.tools.convert"),
+    "average": ("write the mean of the weights of checkpoints", "titan.tools.average"),
     "generate": ("sample text from a checkpoint", "titan.tools.generate"),
 }
 

@@ -55,7 +55,7 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 def from_hf(source: Path, output: Path) -> list[str]:
     """Write a checkpoint of a Hugging Face folder's weights, and the config that it implies. Return messages."""
     # Refuse before anything is read: the output must be new or empty.
-    _check_new(output)
+    check_new(output)
     name, sizes = read_sizes(opened := open_folder(source))
     # Checked on the folder's own claims, before a model of those sizes is built.
     require_weights_for(sizes, opened)
@@ -94,7 +94,7 @@ def from_hf(source: Path, output: Path) -> list[str]:
                 bad = [] if tensor.isfinite().all() else [not_finite(file, theirs)]
             else:
                 # Mapped to a file of its own too: experts are stacked, columns cut out, and quantized weights become bfloat16.
-                tensor = _mapped(Path(temporary) / ours, shape, stored[:0].dtype)
+                tensor = mapped(Path(temporary) / ours, shape, stored[:0].dtype)
                 bad = fill(folder, {ours: tensor}, model=model)
             if bad:
                 raise CheckpointError(bad[0])
@@ -121,7 +121,7 @@ def from_hf(source: Path, output: Path) -> list[str]:
     ]
 
 
-def _mapped(file: Path, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+def mapped(file: Path, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Return a tensor whose memory is a file's, so that the kernel may write it out. 8 bits become bfloat16."""
     dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
     return torch.from_file(str(file), shared=True, size=shape.numel(), dtype=dtype).view(shape)
@@ -143,7 +143,7 @@ def to_hf(
         tokenizer: a path, or "" for the run's.
         average: write the average of the weights, which the job must keep ([average]).
     """
-    _check_new(output)
+    check_new(output)
     config, step = find_checkpoint(source, tokenizer=tokenizer)
     stored = checkpoints.stored_shapes(step)
     if average and not any(name.startswith("average.") for name in stored):
@@ -183,7 +183,7 @@ def to_hf(
     return messages
 
 
-def _check_new(output: Path) -> None:
+def check_new(output: Path) -> None:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError(f"{output} is there already; name a new folder, or remove it")
 

@@ -1,0 +1,62 @@
+"""`titan average`: the mean of checkpoints, which the other tools read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.runs import Run, saved_tensors
+from titan.cli import main
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("average") / "run"
+    assert Run(folder, "--training.steps=3", "--checkpoint.interval=1").end() == 0
+    return folder
+
+
+def test_the_mean_is_that_of_a_formula_and_other_tools_read_it(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = [run / "checkpoint" / f"step-{number}" for number in (1, 2, 3)]
+    held = [saved_tensors(step) for step in steps]
+    for name, arguments, weights in (
+        ("equal", [str(run), "--last", "3"], (1, 1, 1)),
+        ("weighted", [*map(str, steps), "--weights", "1,2,5"], (1, 2, 5)),
+    ):
+        out = tmp_path / name
+        assert main(["average", *arguments, f"--output={out}"]) == 0
+        assert "the mean of step-1, step-2, step-3" in capsys.readouterr().out
+        mean = saved_tensors(out / "checkpoint" / "step-3")
+        assert mean.keys() == {key for key in held[0] if key.startswith("model.")}
+        for key, tensor in mean.items():
+            of_steps = torch.stack([state[key].double() for state in held])
+            shares = torch.tensor(weights, dtype=torch.float64) / sum(weights)
+            expected = torch.einsum("s,s...->...", shares, of_steps)
+            torch.testing.assert_close(tensor.double(), expected, rtol=1e-6, atol=1e-9)
+        assert main(["generate", f"--checkpoint={out}", "--max-new-tokens=2"]) == 0
+        assert main(["convert", "to-hf", str(out), str(tmp_path / f"{name}-hf")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--last", "9"], "holds 3 steps, and --last 9 wants 9"),
+        (["--weights", "1,2"], "2 weights for 1 checkpoints"),
+        (["--weights=-1"], "weights must be positive"),
+        (["--weights=much"], "could not convert string to float: 'much'"),
+    ],
+)
+def test_mistakes_are_one_line(
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    assert main(["average", str(run), f"--output={tmp_path}/out", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("titan average: ") and message in error and error.count("\n") == 1
