@@ -13,6 +13,7 @@ from titan.data.base import TensorBatch
 from titan.hook import Hook, Run, StepResult
 from titan.observe.clock import Window
 from titan.observe.rows import Row
+from titan.optim.average import of_optimizer
 
 
 class Validation(Hook):
@@ -33,9 +34,15 @@ class Validation(Hook):
         return self.row or {}
 
     def _average(self, *, wanted: bool = True) -> AbstractContextManager[None]:
-        """Return a block in which the model has the average of its weights, if that is wanted and the job keeps one."""
-        average = self.trainer.train_step.average
-        return average.in_place() if average is not None and wanted else nullcontext()
+        """Return a block in which the model has an average of its weights: the job's, if that is wanted, or the optimizer's."""
+        step = self.trainer.train_step
+        if step.average is not None and wanted:
+            return step.average.in_place()
+        return (
+            of_optimizer(step.optimizer, step.model_parts)
+            if hasattr(step.optimizer, "eval")
+            else nullcontext()
+        )
 
     def _validate(self) -> Row:
         trainer, loader = self.trainer, self.trainer.validation_loader

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,8 +74,24 @@ class WeightAverage:
     def _set(self, weights: Sequence[Tensor], values: Iterator[Tensor] | Sequence[Tensor]) -> None:
         for weight, value in zip(weights, values, strict=True):
             weight.copy_(value)
-        # FSDP may still hold what it has gathered of the others.
-        for part in self.parts:
-            for module in part.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+        _reshard(self.parts)
+
+
+@contextmanager
+def of_optimizer(optimizer: Any, parts: Sequence[nn.Module]) -> Iterator[None]:
+    """Let the model compute with the weights that an optimizer's `eval` sets, until its `train` (arXiv:2405.15682)."""
+    optimizer.eval()
+    _reshard(parts)
+    try:
+        yield
+    finally:
+        optimizer.train()
+        _reshard(parts)
+
+
+def _reshard(parts: Sequence[nn.Module]) -> None:
+    """Let FSDP drop what it has gathered: it may be of other weights."""
+    for part in parts:
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
