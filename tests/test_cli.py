@@ -325,3 +325,18 @@ def test_check_reads_the_first_lines_of_jsonl(tmp_path: Path) -> None:
         f'    path = "{data}"',
         '    text_key = "content"',
     ]
+
+
+def test_the_shell_completes_commands_and_keys() -> None:
+    def complete(*words: str) -> list[str]:
+        asked = f"COMP_WORDS=({' '.join(words)}) COMP_CWORD={len(words) - 1}; _titan"
+        script = f"{shown}\n{asked}\nprintf '%s\\n' \"${{COMPREPLY[@]}}\""
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    exit_code, shown, _ = titan("completion")
+    assert exit_code == 0
+    assert complete("titan", "pl") == ["plan", "plot"]
+    assert complete("titan", "train", "job.toml", "--training.seq") == ["--training.seq_len="]
+    assert complete("titan", "train", "jo") == []  # files, by the shell's default

@@ -408,6 +408,7 @@ COMMANDS: dict[str, tuple[str, Run | str]] = {
     "convert": ("Hugging Face folders to checkpoints, and back", "titan.tools.convert"),
     "average": ("write the mean of the weights of checkpoints", "titan.tools.average"),
     "generate": ("sample text from a checkpoint", "titan.tools.generate"),
+    "completion": ("let the shell complete commands, files and keys", "titan.tools.completion"),
 }
 
 if __name__ == "__main__":
