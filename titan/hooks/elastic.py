@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from titan.config.render import to_toml
 from titan.config.resume_diff import changed_settings
 from titan.config.toml import tomllib
 from titan.data.base import RankShare
-from titan.health.replica_groups import ReplicaGroups
+from titan.health.replica_groups import ReplicaGroups, in_fragments
 from titan.hook import Hook, Run
 from titan.hooks.checkpointing import Checkpointing
 from titan.observe.clock import Window
@@ -247,8 +246,7 @@ def _fragments(parts: Sequence[nn.Module], count: int) -> list[nn.ModuleList]:
         for name, child in part.named_children():
             units += child.children() if name == "layers" else [child]
     units = [unit for unit in units if any(True for _ in unit.parameters())]
-    ends = [len(units) * number // count for number in range(count + 1)]
-    return [nn.ModuleList(units[a:b]) for a, b in pairwise(ends)]
+    return [nn.ModuleList(run) for run in in_fragments(units, count)]
 
 
 def _local(tensor: Tensor) -> Tensor:
