@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.jobs import job
+from tests.support.runs import logged_rows, same_tensors, saved_tensors
 from titan.checks.rules import check
 from titan.untrusted import InputError
 
@@ -130,6 +132,30 @@ def test_a_group_waits_for_a_lighthouse_that_died(tmp_path: Path) -> None:
     finally:
         group.send_signal(signal.SIGTERM)
         group.communicate()
+
+
+@needs_torchft
+def test_diloco_goes_on_from_a_meeting_bit_for_bit(tmp_path: Path) -> None:
+    """The checkpoint holds the outer momentum; without it the weights of the next meeting differ."""
+    server = lighthouse(0)
+    address = "http://127.0.0.1:" + server.address().rpartition(":")[2]
+    section = {"replica_groups": 1, "semi_sync_method": "diloco", "sync_steps": 2}
+    settings = [f"--fault_tolerance.{key}={value}" for key, value in section.items()]
+    settings += ["--training.steps=8", "--checkpoint.interval=4"]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    try:
+        for folder in (whole, resumed):
+            group = start_group(0, folder, address, *settings)
+            text = group.communicate()[0]
+            assert group.returncode == 0, text
+            if folder == whole:
+                shutil.copytree(whole / "saved/step-4", resumed / "saved/step-4")
+    finally:
+        server.shutdown()
+    assert [row["step"] for row in logged_rows(resumed / "group-0")] == [5, 6, 7, 8]
+    names = [name for name in saved_tensors(whole / "saved/step-4") if name.startswith("outer.")]
+    assert "outer.optimizer.layers.0.attention.wq.weight.momentum_buffer" in names
+    assert same_tensors(whole / "saved/step-8", resumed / "saved/step-8")
 
 
 def test_without_torchft_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

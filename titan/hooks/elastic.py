@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titan.checkpoint.state import optimizer_state
+from titan.checkpoint.tensors import StateDict
 from titan.config.render import to_toml
 from titan.config.resume_diff import changed_settings
 from titan.config.toml import tomllib
@@ -191,7 +193,32 @@ class SemiSync(Elastic):
         self.groups.manager.start_quorum = self._meet
 
     def resume(self) -> None:
-        """Leave it to Checkpointing: peers in the middle of their steps would have to wait."""
+        """Leave it to Checkpointing, the outer optimizers' momentum too: peers in the middle of their steps would have to wait."""
+        trainer, section = self.trainer, self.trainer.config.fault_tolerance
+        if section.semi_sync_method != "diloco":
+            return
+        momentum = section.outer_momentum
+        self.fragments = _fragments(trainer.train_step.model_parts, section.num_fragments)
+        self.outer = [
+            torch.optim.SGD(
+                fragment.parameters(),
+                lr=section.outer_lr,
+                momentum=momentum,
+                nesterov=momentum > 0,
+            )
+            for fragment in self.fragments
+        ]
+        checkpointing = trainer.hook(Checkpointing)
+        if momentum and checkpointing:
+            for optimizer, fragment in zip(self.outer, self.fragments, strict=True):
+                for parameter in fragment.parameters():
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            checkpointing.more = self._momentum
+
+    def _momentum(self) -> StateDict:
+        parts = self.trainer.train_step.model_parts
+        named = (optimizer_state(parts, optimizer).items() for optimizer in self.outer)
+        return {f"outer.{name}": tensor for items in named for name, tensor in items}
 
     def start(self) -> None:
         from torchft.local_sgd import DiLoCo, LocalSGD
@@ -203,22 +230,11 @@ class SemiSync(Elastic):
             whole = nn.ModuleList(step.model_parts)
             method: Any = LocalSGD(manager, whole, step.optimizer, section.sync_steps)
         else:
-            fragments = _fragments(step.model_parts, section.num_fragments)
-            momentum = section.outer_momentum
-            outer = [
-                torch.optim.SGD(
-                    fragment.parameters(),
-                    lr=section.outer_lr,
-                    momentum=momentum,
-                    nesterov=momentum > 0,
-                )
-                for fragment in fragments
-            ]
             method = DiLoCo(
                 manager,
-                fragments,
+                self.fragments,
                 step.optimizer,
-                outer,
+                self.outer,
                 sync_every=section.sync_steps,
                 should_quantize=section.should_quantize,
                 fragment_sync_delay=section.fragment_sync_delay,
