@@ -16,7 +16,8 @@ from titan.sim.simulate import Facts, Simulation, facts, simulate
 
 H100 = load_profile("h100-sxm")
 SIZES = {"dim": 2048, "ffn_dim": 8192, "vocab_size": 32_000, "n_layers": 4}
-PER_GBIT_S = 8 / 0.9  # seconds of a GB; nic_share of the profile
+PER_GB_S = 8 / 0.9  # at 1 Gbit/s, of which the profile reaches nic_share
+HELD_GB = model_config(job(model={"overrides": SIZES}).model).num_params * 4 / 2 / 1e9
 
 
 @pytest.fixture(scope="module")
@@ -33,21 +34,15 @@ def cost(
     return group_facts(replace(group, config=config), profile=H100)["groups"]
 
 
-@pytest.fixture(scope="module")
-def held_gb(group: Simulation) -> float:
-    """Float32 on each of two ranks."""
-    return model_config(group.config.model).num_params * 4 / 2 / 1e9
-
-
-def test_each_method_waits_for_what_it_sends(group: Simulation, held_gb: float) -> None:
-    ring_s, copies_s = held_gb * PER_GBIT_S, 3 * held_gb / 55
+def test_each_method_waits_for_what_it_sends(group: Simulation) -> None:
+    ring_s, copies_s = HELD_GB * PER_GB_S, 3 * HELD_GB / 55
     diloco: Facts = {"semi_sync_method": "diloco"}
     cases: list[tuple[Facts, float, float]] = [
-        ({}, held_gb, ring_s),
-        ({"semi_sync_method": "local_sgd"}, held_gb, ring_s / 50),
-        (diloco, held_gb, (ring_s + copies_s) / 50),
-        (diloco | {"should_quantize": True}, held_gb / 4, (ring_s / 4 + copies_s) / 50),
-        ({"replica_groups": 3}, held_gb * 4 / 3, ring_s * 4 / 3),
+        ({}, HELD_GB, ring_s),
+        ({"semi_sync_method": "local_sgd"}, HELD_GB, ring_s / 50),
+        (diloco, HELD_GB, (ring_s + copies_s) / 50),
+        (diloco | {"should_quantize": True}, HELD_GB / 4, (ring_s / 4 + copies_s) / 50),
+        ({"replica_groups": 3}, HELD_GB * 4 / 3, ring_s * 4 / 3),
     ]
     for section, sent_gb, wait_s in cases:
         found = cost(group, **section)
@@ -58,17 +53,17 @@ def test_each_method_waits_for_what_it_sends(group: Simulation, held_gb: float) 
         assert found["tokens_per_s"] == pytest.approx(tokens / step_s)
 
 
-def test_fragments_meet_by_turns_while_steps_go_on(group: Simulation, held_gb: float) -> None:
+def test_fragments_meet_by_turns_while_steps_go_on(group: Simulation) -> None:
     """Of seven units, the embedding and two blocks are the first fragment; each has half but for the last norm."""
-    hidden_s, fragment_s = 20 * group.timeline.step_s, held_gb / 2 * PER_GBIT_S
+    hidden_s, fragment_s = 20 * group.timeline.step_s, HELD_GB / 2 * PER_GB_S
     streaming: Facts = {"num_fragments": 2, "fragment_sync_delay": 20}
     found = cost(group, semi_sync_method="diloco", **streaming)
-    assert found["sent_bytes"] == pytest.approx(held_gb / 2 * 1e9)
+    assert found["sent_bytes"] == pytest.approx(HELD_GB / 2 * 1e9)
     assert found["steps_per_meeting"] == 25 and fragment_s > 1.5 * hidden_s
     late_s = 2 * (fragment_s - hidden_s)
-    assert found["exposed_s"] == pytest.approx((late_s + 3 * held_gb / 55) / 50, rel=1e-3)
+    assert found["exposed_s"] == pytest.approx((late_s + 3 * HELD_GB / 55) / 50, rel=1e-3)
     hidden = cost(group, semi_sync_method="diloco", link=100, **streaming)
-    assert hidden["exposed_s"] == pytest.approx(3 * held_gb / 55 / 50)
+    assert hidden["exposed_s"] == pytest.approx(3 * HELD_GB / 55 / 50)
 
 
 def test_each_sum_goes_there_and_back(group: Simulation) -> None:
@@ -82,12 +77,12 @@ def test_each_sum_goes_there_and_back(group: Simulation) -> None:
     assert later_s() == pytest.approx((8 + 2) * 0.1, rel=1e-3)
 
 
-def test_hsdp_sends_the_same_over_the_same_link(group: Simulation, held_gb: float) -> None:
+def test_hsdp_sends_the_same_over_the_same_link(group: Simulation) -> None:
     slow, fast = cost(group, link=0.01), cost(group, link=None)
-    assert slow["hsdp"]["step_time_s"] == pytest.approx(held_gb * PER_GBIT_S * 100, rel=1e-2)
+    assert slow["hsdp"]["step_time_s"] == pytest.approx(HELD_GB * PER_GB_S * 100, rel=1e-2)
     assert fast["hsdp"]["step_time_s"] < fast["step_time_s"]
-    tokens = 2 * group.tokens_per_step
-    assert fast["hsdp"]["tokens_per_s"] == pytest.approx(tokens / fast["hsdp"]["step_time_s"])
+    speed = 2 * group.tokens_per_step / fast["hsdp"]["step_time_s"]
+    assert fast["hsdp"]["tokens_per_s"] == pytest.approx(speed)
     # A pipeline's replicas are no runs of ranks.
     assert cost(replace(group, layout=replace(group.layout, pp=2)))["hsdp"] is None
 

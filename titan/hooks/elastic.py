@@ -198,20 +198,13 @@ class SemiSync(Elastic):
         if section.semi_sync_method != "diloco":
             return
         momentum = section.outer_momentum
+        how: Any = {"lr": section.outer_lr, "momentum": momentum, "nesterov": momentum > 0}
         self.fragments = _fragments(trainer.train_step.model_parts, section.num_fragments)
-        self.outer = [
-            torch.optim.SGD(
-                fragment.parameters(),
-                lr=section.outer_lr,
-                momentum=momentum,
-                nesterov=momentum > 0,
-            )
-            for fragment in self.fragments
-        ]
+        self.outer = [torch.optim.SGD(part.parameters(), **how) for part in self.fragments]
         checkpointing = trainer.hook(Checkpointing)
         if momentum and checkpointing:
-            for optimizer, fragment in zip(self.outer, self.fragments, strict=True):
-                for parameter in fragment.parameters():
+            for optimizer in self.outer:
+                for parameter in optimizer.param_groups[0]["params"]:
                     optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
             checkpointing.more = self._momentum
 

@@ -21,7 +21,6 @@ from titan.config.schema import JobConfig
 from titan.health.replica_groups import in_buckets, in_fragments
 from titan.sim.price.network import price_transfer
 from titan.sim.price.profiles import Profile, Tier
-from titan.sim.record.segments import LAYER
 from titan.sim.record.trace import Allocate, Group, Scope, Trace, Transfer
 from titan.sim.report.whole_run import BYTES
 from titan.sim.simulate import Facts, Simulation, simulate
@@ -38,7 +37,8 @@ def group_facts(simulation: Simulation, **how: Any) -> Facts:
     if not section.enable:
         return {}
     count, is_diloco = section.replica_groups, section.semi_sync_method == "diloco"
-    stride = profile.gpus_per_node * profile.network[-1].nodes
+    link = profile.network[-1]
+    stride = profile.gpus_per_node * link.nodes
     group = Group("groups", ("groups",), tuple(range(0, count * stride, stride)))
     sent = 1 / BYTES[training.dtype] if is_diloco and section.should_quantize else 1.0
 
@@ -55,13 +55,12 @@ def group_facts(simulation: Simulation, **how: Any) -> Facts:
     steps = section.sync_steps if section.semi_sync_method else 1
     copies_s = 3 * size / 1e9 / profile.host_gb_per_s * is_diloco
     exposed_s = (sum(max(0.0, s - hidden_s) for s in seconds) + copies_s) / steps
-    card = 8 * profile.nic_gb_per_s
     return {
         "groups": {
             "replica_groups": count,
             "method": section.semi_sync_method or "gradients",
-            "link_gbit_per_s": min(card, config.simulator.group_link_gbit_per_s or card),
-            "link_latency_us": config.simulator.group_link_latency_us,
+            "link_gbit_per_s": 8 * profile.nic_gb_per_s / link.oversubscription,
+            "link_latency_us": link.latency_us,
             "steps_per_meeting": steps / len(meetings),
             "sent_bytes": round(2 * (count - 1) / count * sent * size / len(meetings)),
             "meeting_s": sum(seconds) / len(meetings),
@@ -96,14 +95,14 @@ def _meetings(trace: Trace, config: JobConfig) -> list[list[int]]:
         # Counted tokens, and the loss.
         return [[*map(sum, buckets), 4, 4]]
     count = section.num_fragments if section.semi_sync_method == "diloco" else 1
-    units = [[*unit] for _, unit in groupby(tensors, key=lambda event: _unit(event.scope.module))]
+
+    def unit_of(tensor: Allocate) -> list[str]:
+        """Return the path of the block that a tensor is in, or else of the model's child."""
+        path = tensor.scope.module.split(".")
+        return path[: 1 + (path[0] == "layers")]
+
+    units = [[*unit] for _, unit in groupby(tensors, key=unit_of)]
     return [[e.size_bytes for unit in run for e in unit] for run in in_fragments(units, count)]
-
-
-def _unit(module: str) -> str:
-    """Return the block, or else the child of the model, that a module is in."""
-    block = LAYER.match(module)
-    return block[0] if block else module.partition(".")[0]
 
 
 def _hsdp(simulation: Simulation, **how: Any) -> Facts | None:
