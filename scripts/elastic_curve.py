@@ -33,9 +33,9 @@ HSDP = [
 ]  # fmt: skip
 
 
-def groups(method: str, **section: float) -> list[str]:
+def groups(method: str, *, sync_steps: int) -> list[str]:
     """Return the settings of two groups."""
-    keys = {"semi_sync_method": method, **section}
+    keys = {"semi_sync_method": method, "sync_steps": sync_steps}
     return [*GROUPS, *(f"--fault_tolerance.{key}={value}" for key, value in keys.items())]
 
 
@@ -43,9 +43,8 @@ RUNS = {
     "HSDP": HSDP,
     "local_sgd, 10 steps": groups("local_sgd", sync_steps=10),
     "local_sgd, 50 steps": groups("local_sgd", sync_steps=50),
-    "diloco, 50 steps, momentum 0.5": groups("diloco", sync_steps=50, outer_momentum=0.5),
-    "diloco, 50 steps, momentum 0.9": groups("diloco", sync_steps=50),
-    "diloco, 10 steps, momentum 0.9": groups("diloco", sync_steps=10),
+    "diloco, 50 steps": groups("diloco", sync_steps=50),
+    "diloco, 10 steps": groups("diloco", sync_steps=10),
 }
 
 
@@ -75,9 +74,9 @@ def draw() -> None:
         folder = folder_of(name)
         rows = read_rows(min(folder.rglob("metrics.jsonl")))
         tokens, losses = points(rows, "tokens", "validation_loss")
-        axes.plot(tokens, losses, marker="o", markersize=4, label=name)
+        axes.plot([count / 1e6 for count in tokens], losses, marker="o", markersize=4, label=name)
         print(f"| {name} | {losses[-1]:.3f} |")
-    axes.set(xlabel="tokens", ylabel="validation loss, nats per byte")
+    axes.set(xlabel="million tokens", ylabel="validation loss, nats per byte")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     save(figure, "elastic_curves.png")
