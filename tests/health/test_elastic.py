@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.support.jobs import job
-from tests.support.runs import logged_rows, logged_steps, saved_tensors
+from tests.support.runs import logged_rows, logged_steps, same_tensors, saved_tensors
 from titan.checks.rules import check
 from titan.cli import main
 from titan.config.load import load_from_argv
@@ -236,6 +236,30 @@ def test_the_script_of_groups_is_an_array_that_finds_its_lighthouse(
     assert section.lighthouse == "http://host:29510"
     assert job.job.dump_folder == f"{run}/group-1" and job.checkpoint.folder == f"{run}/checkpoint"
     capsys.readouterr()
+
+
+@needs_torchft
+def test_diloco_goes_on_from_a_meeting_bit_for_bit(tmp_path: Path) -> None:
+    """The checkpoint holds the outer momentum; without it the weights of the next meeting differ."""
+    server = lighthouse(0)
+    address = "http://127.0.0.1:" + server.address().rpartition(":")[2]
+    section = {"replica_groups": 1, "semi_sync_method": "diloco", "sync_steps": 2}
+    settings = [f"--fault_tolerance.{key}={value}" for key, value in section.items()]
+    settings += ["--training.steps=8", "--checkpoint.interval=4"]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    try:
+        for folder in (whole, resumed):
+            group = start_group(0, folder, address, *settings)
+            text = group.communicate()[0]
+            assert group.returncode == 0, text
+            if folder == whole:
+                shutil.copytree(whole / "saved/step-4", resumed / "saved/step-4")
+    finally:
+        server.shutdown()
+    assert [row["step"] for row in logged_rows(resumed / "group-0")] == [5, 6, 7, 8]
+    names = [name for name in saved_tensors(whole / "saved/step-4") if name.startswith("outer.")]
+    assert "outer.optimizer.layers.0.attention.wq.weight.momentum_buffer" in names
+    assert same_tensors(whole / "saved/step-8", resumed / "saved/step-8")
 
 
 def test_without_torchft_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,19 @@ def test_gathering_is_a_ring() -> None:
     assert seconds == transfer_s(transfer_of("reduce_scatter", 1 << 30), group(range(8)), H100)
 
 
+def test_a_block_may_be_far_away() -> None:
+    """A ring of two goes there and back, and so does a tree; a send only there."""
+    link = Tier(nodes=2, latency_us=30_000)
+    far = H100.model_copy(update={"network": (link,)})
+    for between, times in (((0, 16), 2), ((0, 8), 0)):
+        tensor = transfer_of("all_reduce", MIB)
+        near_s, far_s = (transfer_s(tensor, Group("g", (), between), p) for p in (H100, far))
+        assert far_s - near_s == pytest.approx(times * 0.03)
+    for tensor in (transfer_of("send", MIB, peer=16), transfer_of("all_to_all", MIB)):
+        both = Group("g", (), (0, 16))
+        assert transfer_s(tensor, both, far) - transfer_s(tensor, both, H100) == pytest.approx(0.03)
+
+
 def test_placement_decides_which_links() -> None:
     gather = transfer_of("all_gather", 1 << 30)
     within = price_transfer(gather, group(range(8, 16)), H100, rank=8)

@@ -3,6 +3,7 @@
     model.<parameter>                 weights
     optimizer.<parameter>.<state>     moments and step counts
     average.<parameter>               the average of the weights, if the job keeps one
+    outer.optimizer.<parameter>...    momentum of DiLoCo's outer optimizer
     rng.rank-<r>.<generator>          random states, of each rank
 
 DCP stores the shards and puts them together again under any other layout. It gets only tensors, because it would write

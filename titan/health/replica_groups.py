@@ -22,11 +22,12 @@ import secrets
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from threading import Thread
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,7 @@ from titan.config.schema import FaultToleranceSection
 from titan.untrusted import InputError
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"  # torchft's name
+T = TypeVar("T")
 _RETRY_S = 5  # how long a quorum is waited for at a time
 _BUCKET_ELEMENTS = 2**24
 _MOST_BYTES = 2**16  # of what a group tells the others
@@ -172,14 +174,10 @@ class ReplicaGroups:
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Sum tensors over the groups, in place, in buckets of one dtype."""
-        local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
-        buckets: dict[torch.dtype, list[list[Tensor]]] = {}
-        for tensor in local:
-            of_dtype = buckets.setdefault(tensor.dtype, [[]])
-            if sum(t.numel() for t in of_dtype[-1]) > _BUCKET_ELEMENTS:
-                of_dtype.append([])
-            of_dtype[-1].append(tensor)
-        for bucket in (b for of_dtype in buckets.values() for b in of_dtype):
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in (t.to_local() if isinstance(t, DTensor) else t for t in tensors):
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        for bucket in (b for same in by_dtype.values() for b in in_buckets(same, Tensor.numel)):
             flat = torch.cat([tensor.flatten() for tensor in bucket])
             self.manager.allreduce(flat, reduce_op=dist.ReduceOp.SUM).wait()
             parts = flat.split([tensor.numel() for tensor in bucket])
@@ -197,6 +195,22 @@ class ReplicaGroups:
     def _take(self, state: dict[str, Any]) -> None:
         self.has_healed = True
         self._load(state)
+
+
+def in_buckets(items: Iterable[T], num_elements: Callable[[T], int]) -> list[list[T]]:
+    """Return tensors, or what stands for them, as lists that are summed together."""
+    buckets: list[list[T]] = [[]]
+    for item in items:
+        if sum(map(num_elements, buckets[-1])) > _BUCKET_ELEMENTS:
+            buckets.append([])
+        buckets[-1].append(item)
+    return buckets
+
+
+def in_fragments(units: Sequence[T], count: int) -> list[Sequence[T]]:
+    """Return the units of a model in `count` runs of about the same length, which meet by turns."""
+    ends = [len(units) * number // count for number in range(count + 1)]
+    return [units[a:b] for a, b in pairwise(ends)]
 
 
 def _store(host: str) -> tuple[Any, int]:

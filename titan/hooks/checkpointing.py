@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ class Checkpointing(Hook):
         self.resumed_from: Location | None = None
         self.changes: list[str] = []  # settings that differ from those of the checkpoint
         self.is_due_by_time = False
+        self.more: Callable[[], checkpoints.StateDict] = dict  # another hook's tensors
         # The copy overlaps the next step until its update.
         if self.section.async_mode == "async_with_pinned_mem":
             trainer.train_step.optimizer.register_step_pre_hook(self._before_update)
@@ -131,6 +132,7 @@ class Checkpointing(Hook):
             **checkpoints.optimizer_state(parts, optimizer),
             **checkpoints.average_state(trainer.train_step.average),
             **checkpoints.rng_state(trainer.rank, trainer.device),
+            **self.more(),
         }
 
     def metadata(self) -> dict[str, Any]:
@@ -252,9 +254,9 @@ class Checkpointing(Hook):
         if has_optimizer and "optimizer" not in exclude:
             checkpoints.load(path, checkpoints.empty_optimizer_state(path, parts, optimizer))
         stored = checkpoints.stored_shapes(path)
-        names = checkpoints.average_state(average)
-        if names.keys() <= stored.keys():
-            checkpoints.load(path, names)
+        for names in (checkpoints.average_state(average), self.more()):
+            if names.keys() <= stored.keys():
+                checkpoints.load(path, names)
         try:
             if "train_state" not in exclude:
                 self.load_train_state(metadata)

@@ -6,18 +6,19 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titan.checkpoint.state import optimizer_state
+from titan.checkpoint.tensors import StateDict
 from titan.config.render import to_toml
 from titan.config.resume_diff import changed_settings
 from titan.config.toml import tomllib
 from titan.data.base import RankShare
-from titan.health.replica_groups import ReplicaGroups
+from titan.health.replica_groups import ReplicaGroups, in_fragments
 from titan.hook import Hook, Run
 from titan.hooks.checkpointing import Checkpointing
 from titan.observe.clock import Window
@@ -199,7 +200,27 @@ class SemiSync(Elastic):
         self.groups.manager.start_quorum = self._meet
 
     def resume(self) -> None:
-        """Leave it to Checkpointing: peers in the middle of their steps would have to wait."""
+        """Leave it to Checkpointing, the outer optimizers' momentum too: peers in the middle of their steps would have to wait."""
+        trainer, section = self.trainer, self.trainer.config.fault_tolerance
+        if section.semi_sync_method != "diloco":
+            return
+        momentum = section.outer_momentum
+        how: Any = {"lr": section.outer_lr, "momentum": momentum, "nesterov": momentum > 0}
+        self.fragments = _fragments(trainer.train_step.model_parts, section.num_fragments)
+        self.outer: list[torch.optim.Optimizer] = [
+            torch.optim.SGD(part.parameters(), **how) for part in self.fragments
+        ]
+        checkpointing = trainer.hook(Checkpointing)
+        if momentum and checkpointing:
+            for optimizer in self.outer:
+                for parameter in optimizer.param_groups[0]["params"]:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            checkpointing.more = self._momentum
+
+    def _momentum(self) -> StateDict:
+        parts = self.trainer.train_step.model_parts
+        named = (optimizer_state(parts, optimizer).items() for optimizer in self.outer)
+        return {f"outer.{name}": tensor for items in named for name, tensor in items}
 
     def start(self) -> None:
         from torchft.local_sgd import DiLoCo, LocalSGD
@@ -211,22 +232,11 @@ class SemiSync(Elastic):
             whole = nn.ModuleList(step.model_parts)
             method: Any = LocalSGD(manager, whole, step.optimizer, section.sync_steps)
         else:
-            fragments = _fragments(step.model_parts, section.num_fragments)
-            momentum = section.outer_momentum
-            outer: list[torch.optim.Optimizer] = [
-                torch.optim.SGD(
-                    fragment.parameters(),
-                    lr=section.outer_lr,
-                    momentum=momentum,
-                    nesterov=momentum > 0,
-                )
-                for fragment in fragments
-            ]
             method = DiLoCo(
                 manager,
-                fragments,
+                self.fragments,
                 step.optimizer,
-                outer,
+                self.outer,
                 sync_every=section.sync_steps,
                 should_quantize=section.should_quantize,
                 fragment_sync_delay=section.fragment_sync_delay,
@@ -242,7 +252,9 @@ class SemiSync(Elastic):
         """Begin a meeting; torchft calls this where an optimizer's step ends."""
         self.waited_for = ""
         step, text = self.groups.manager.current_step(), to_toml(self.trainer.config)
-        for name, other in self.groups.begin(step=step, text=text, waiting=self._wait):
+        with self.trainer.timer.pause("quorum"):
+            others = self.groups.begin(step=step, text=text, waiting=self._wait)
+        for name, other in others:
             self._require_same(other, name=name)
         self.size, self.trainer.is_writer = self.groups.size, self.groups.rank == 0
 
@@ -254,8 +266,7 @@ def _fragments(parts: Sequence[nn.Module], count: int) -> list[nn.Module]:
         for name, child in part.named_children():
             units += child.children() if name == "layers" else [child]
     units = [unit for unit in units if any(True for _ in unit.parameters())]
-    ends = [len(units) * number // count for number in range(count + 1)]
-    return [nn.ModuleList(units[a:b]) for a, b in pairwise(ends)]
+    return [nn.ModuleList(run) for run in in_fragments(units, count)]
 
 
 def _local(tensor: Tensor) -> Tensor:

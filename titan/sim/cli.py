@@ -129,7 +129,11 @@ def _simulate(options: argparse.Namespace, job: list[str]) -> int:
         for overlay in ([], *([file] for file in options.phase))
     )
 
+    if options.run and config.fault_tolerance.enable:
+        raise mistake("--run", "does not know replica groups; add --fault_tolerance.enable=false")
+
     # torch comes with these imports, so the config's mistakes are reported before.
+    from titan.sim.report.groups import group_facts
     from titan.sim.report.imbalance import simulate_with_limit
     from titan.sim.report.measured import compare
     from titan.sim.report.whole_run import whole_run, whole_run_page
@@ -142,7 +146,7 @@ def _simulate(options: argparse.Namespace, job: list[str]) -> int:
 
     def run_job() -> tuple[StepSimulation, Facts, str]:
         simulation = simulate_with_limit(config, **how)
-        figures, more = facts(simulation), ""
+        figures, more = facts(simulation) | group_facts(simulation, **how), ""
         if run:
             figures["measured"] = compare(simulation, run)
         if options.run:

@@ -120,7 +120,7 @@ def price_transfer(
     # Ranks of the group on the fullest node.
     members = ceil(ranks / nodes)
     links = _links(nodes, members)
-    card = _card(group.ranks, profile)
+    card, delay = _card(group.ranks, profile)
     # The share of the tensor that a rank does not hold.
     others = (ranks - 1) / ranks
     if transfer.kind == "all_to_all":
@@ -129,12 +129,12 @@ def price_transfer(
         return _price_all_to_all(size, group.ranks, nodes, profile, dispatch if sends_rows else None)  # fmt: skip
     if transfer.kind == "broadcast":
         # Every byte passes every rank once, so the volume is the whole tensor.
-        ways = _rings(ranks, nodes, ranks - 1, size, profile, card)
+        ways = _rings(ranks, nodes, ranks - 1, size, profile, card, delay)
     elif transfer.kind == "all_reduce":
         # A reduce-scatter and an all-gather in one: twice the steps and twice the volume.
         ways = [
-            *_rings(ranks, nodes, 2 * (ranks - 1), 2 * others * size, profile, card),
-            *_trees(ranks, nodes, 2 * others * size, profile, card),
+            *_rings(ranks, nodes, 2 * (ranks - 1), 2 * others * size, profile, card, delay),
+            *_trees(ranks, nodes, 2 * others * size, profile, card, delay),
         ]
         # NVLink SHARP adds in the switch. Between nodes titan models no such switch.
         if profile.has_nvls and nodes == 1:
@@ -142,7 +142,7 @@ def price_transfer(
             ways.append((_SWITCH_US * 1e-6, volume))
     else:
         # all_gather and reduce_scatter: a ring passes each of the other ranks' parts along once.
-        ways = _rings(ranks, nodes, ranks - 1, others * size, profile, card)
+        ways = _rings(ranks, nodes, ranks - 1, others * size, profile, card, delay)
     # NCCL compares the total times of all pairs of algorithm and protocol in the same way.
     latency, volume = min(ways, key=sum)
     return TransferPrice(latency, volume, links)
@@ -161,19 +161,21 @@ def _memory(profile: Profile) -> float:
     return profile.memory_share[-1][1] * profile.memory_tb_per_s * 1e12
 
 
-def _card(ranks: Sequence[int], profile: Profile) -> float:
-    """Return the bytes per second that a card gets in a ring or tree over these ranks.
+def _card(ranks: Sequence[int], profile: Profile) -> tuple[float, float]:
+    """Return the bytes per second that a card gets in a ring or tree over these ranks, and the microseconds that blocks add to
+    a hop between nodes, on average.
 
     Of a ring, one flow in as many as the group has nodes in a block leaves the block, and so do the rings of the block's other
     ranks: oversubscription costs nothing up to that many.
     """
     nodes = {rank // profile.gpus_per_node for rank in ranks}
-    slowest = 1.0
+    slowest, delay = 1.0, 0.0
     for tier in profile.network:
         blocks = len({node // tier.nodes for node in nodes})
         if blocks > 1:
             slowest = min(slowest, len(nodes) / blocks * tier.share)
-    return slowest * profile.card_bytes_per_s
+            delay += blocks / len(nodes) * tier.latency_us
+    return slowest * profile.card_bytes_per_s, delay
 
 
 def _bus(ranks: int, nodes: int, profile: Profile, card: float) -> float:
@@ -188,7 +190,7 @@ def _bus(ranks: int, nodes: int, profile: Profile, card: float) -> float:
 
 
 def _rings(
-    ranks: int, nodes: int, steps: int, volume: float, profile: Profile, card: float
+    ranks: int, nodes: int, steps: int, volume: float, profile: Profile, card: float, delay: float
 ) -> list[tuple[float, float]]:
     """Return latency and volume of a ring in each protocol."""
     # `nodes` of the `ranks` hops of one turn around the ring cross to the next node.
@@ -197,13 +199,13 @@ def _rings(
     for protocol in _PROTOCOLS:
         start, hop, far_hop = protocol.ring
         share = protocol.share_intra if nodes == 1 else protocol.share_inter
-        latency = start + (steps - between) * hop + between * far_hop
+        latency = start + (steps - between) * hop + between * (far_hop + delay)
         ways.append((latency * 1e-6, volume / (share * _bus(ranks, nodes, profile, card))))
     return ways
 
 
 def _trees(
-    ranks: int, nodes: int, volume: float, profile: Profile, card: float
+    ranks: int, nodes: int, volume: float, profile: Profile, card: float, delay: float
 ) -> list[tuple[float, float]]:
     """Return latency and volume of a double binary tree over nodes, with chains in them. Within one
     node there is none."""
@@ -213,7 +215,7 @@ def _trees(
     # Up the tree and down again. NCCL charges the chain within a node for each of its hops.
     for protocol in _PROTOCOLS:
         start, hop, far_hop = protocol.tree
-        latency = start + 2 * ((ranks / nodes - 1) * hop + log2(nodes) * far_hop)
+        latency = start + 2 * ((ranks / nodes - 1) * hop + log2(nodes) * (far_hop + delay))
         share = protocol.share_inter * _TREE_SHARE
         ways.append((latency * 1e-6, volume / (share * _bus(ranks, nodes, profile, card))))
     return ways
@@ -241,6 +243,7 @@ def _price_all_to_all(
     for tier in profile.network:
         blocks = len({rank // (profile.gpus_per_node * tier.nodes) for rank in group})
         across = max(across, far * (1 - 1 / blocks) / (card * tier.share))
+        far_hop += tier.latency_us * (blocks > 1)
     latency = start + hop + (far_hop if nodes > 1 else 0.0)
     return TransferPrice(latency * 1e-6, max(within, across), _links(nodes, members))
 
@@ -262,5 +265,6 @@ def _price_p2p(transfer: Transfer, rank: int, profile: Profile) -> TransferPrice
             beside = tier.rails and rank % size != transfer.peer % size
             if beside or rank // block != transfer.peer // block:
                 bandwidth = min(bandwidth, tier.share * profile.card_bytes_per_s)
+                latency += tier.latency_us
         link = NIC_OUT if sends else NIC_IN
     return TransferPrice(latency * 1e-6, transfer.size_bytes / bandwidth, (link,))

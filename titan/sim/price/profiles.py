@@ -45,7 +45,8 @@ class Tier(BaseModel):
     """Describe the switches that join a block of nodes, and what leads out of the block.
 
     nodes: in the block. oversubscription: of the cards' bandwidth to that of the way out. left: share of the way out that other jobs
-    leave. rails: cards of one place in each node share a switch, so that others meet above the block.
+    leave. rails: cards of one place in each node share a switch, so that others meet above the block. latency_us: one way, on top of
+    that between nodes of a block.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -54,6 +55,7 @@ class Tier(BaseModel):
     oversubscription: float = Field(ge=1, default=1.0)
     left: float = Field(gt=0, le=1, default=1.0)
     rails: bool = False
+    latency_us: float = Field(ge=0, default=0.0)
 
     @property
     def share(self) -> float:

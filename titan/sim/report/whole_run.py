@@ -25,7 +25,7 @@ from titan.sim.report.text import duration
 from titan.sim.simulate import Facts, Simulation
 
 _DAY_S, _HOUR_S = 86_400.0, 3_600.0
-_BYTES = {"float32": 4, "bfloat16": 2}
+BYTES = {"float32": 4, "bfloat16": 2}
 _NEVER = 1e-6  # goodput of a run that does not end
 
 
@@ -39,7 +39,7 @@ def state_bytes(simulation: Simulation) -> float:
         ranks = [estimate_memory(config, model, layout)]
     params, optimizer = (sum(r[name] for r in ranks) for name in ("parameters", "optimizer"))
     # The ranks seen hold the largest shards, which at a thousand shards are far above the mean. Their proportions are exact.
-    return model.num_params * _BYTES[config.training.dtype] * (1 + optimizer / params)
+    return model.num_params * BYTES[config.training.dtype] * (1 + optimizer / params)
 
 
 def save_times_s(simulation: Simulation, size: float, *, nodes: int) -> tuple[float, float]:

@@ -1,0 +1,121 @@
+"""Say what replica groups cost (docs/elastic.md): what they send each other, and how long a step waits for it.
+
+The simulated job is one group. Rank r of each group meets rank r of the others in a ring all-reduce, which network.py prices as any
+other. How often, and of what, is fault_tolerance.semi_sync_method's choice:
+
+    every step    gradients after the backward pass, in buckets, and two numbers
+    local_sgd     weights every sync_steps, tensor by tensor
+    diloco        moves of a fragment every sync_steps / num_fragments, tensor by tensor, while `fragment_sync_delay` steps go on.
+                  The weights of the last meeting are in pinned memory: copied to the device twice, and back once
+
+The same job as HSDP has as many replicas in place of groups, over the same link. Asking the lighthouse is not priced.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from math import ceil
+from typing import Any
+
+from titan.config.schema import JobConfig
+from titan.health.replica_groups import in_buckets, in_fragments
+from titan.sim.price.network import price_transfer
+from titan.sim.price.profiles import Profile, Tier
+from titan.sim.record.trace import Allocate, Group, Scope, Trace, Transfer
+from titan.sim.report.whole_run import BYTES
+from titan.sim.simulate import Facts, Simulation, simulate
+
+
+def group_facts(simulation: Simulation, **how: Any) -> Facts:
+    """Return `groups` of a job with replica groups, else nothing. docs/simulator.md defines every field.
+
+    Args:
+        simulation: of one group. how: as for `simulate`, for the same job as HSDP.
+    """
+    config, step_s = simulation.config, simulation.timeline.step_s
+    section, training, profile = config.fault_tolerance, config.training, linked(simulation)
+    if not section.enable:
+        return {}
+    count, is_diloco = section.replica_groups, section.semi_sync_method == "diloco"
+    link = profile.network[-1]
+    stride = profile.gpus_per_node * link.nodes
+    group = Group("groups", ("groups",), tuple(range(0, count * stride, stride)))
+    sent = 1 / BYTES[training.dtype] if is_diloco and section.should_quantize else 1.0
+
+    def all_reduce_s(size: int) -> float:
+        data = (ceil(sent * size), training.dtype, 0, True, 0, Scope("clip"))
+        transfer = Transfer("all_reduce", group.name, *data)
+        return price_transfer(transfer, group, profile, rank=0).seconds
+
+    # Pipeline ranks meet beside each other, so the one with most parameters counts.
+    found = (_meetings(trace, config) for trace in simulation.traces.values())
+    meetings = max(found, key=lambda meetings: sum(map(sum, meetings)))
+    seconds = [sum(map(all_reduce_s, sizes)) for sizes in meetings]
+    size, hidden_s = sum(map(sum, meetings)), section.fragment_sync_delay * step_s * is_diloco
+    steps = section.sync_steps if section.semi_sync_method else 1
+    copies_s = 3 * size / 1e9 / profile.host_gb_per_s * is_diloco
+    exposed_s = (sum(max(0.0, s - hidden_s) for s in seconds) + copies_s) / steps
+    return {
+        "groups": {
+            "replica_groups": count,
+            "method": section.semi_sync_method or "gradients",
+            "link_gbit_per_s": 8 * profile.nic_gb_per_s / link.oversubscription,
+            "link_latency_us": link.latency_us,
+            "steps_per_meeting": steps / len(meetings),
+            "sent_bytes": round(2 * (count - 1) / count * sent * size / len(meetings)),
+            "meeting_s": sum(seconds) / len(meetings),
+            "exposed_s": exposed_s,
+            "step_time_s": step_s + exposed_s,
+            "tokens_per_s": count * simulation.tokens_per_step / (step_s + exposed_s),
+            "hsdp": _hsdp(simulation, **how | {"profile": profile}),
+        }
+    }
+
+
+def linked(simulation: Simulation) -> Profile:
+    """Return the hardware of all groups: each has nodes of its own, and a link leads out of them."""
+    section, size, profile = simulation.config.simulator, simulation.world_size, simulation.profile
+    per_node, card = min(profile.gpus_per_node, size), 8 * profile.nic_gb_per_s
+    link = Tier(
+        nodes=ceil(size / per_node),
+        oversubscription=max(1.0, card / (section.group_link_gbit_per_s or card)),
+        latency_us=section.group_link_latency_us,
+    )
+    network = (*profile.network, link)
+    return profile.model_copy(update={"gpus_per_node": per_node, "network": network})
+
+
+def _meetings(trace: Trace, config: JobConfig) -> list[list[int]]:
+    """Return the bytes of the tensors that a rank sums in each meeting of a round. After a round, all repeats."""
+    section, width = config.fault_tolerance, BYTES[config.training.dtype]
+    # What belongs to no module is a table of positions.
+    tensors = [e for e in trace.setup if isinstance(e, Allocate) and e.scope.module]
+    if section.semi_sync_method is None:
+        buckets = in_buckets((e.size_bytes for e in tensors), lambda size: size // width)
+        # Counted tokens, and the loss.
+        return [[*map(sum, buckets), 4, 4]]
+    count = section.num_fragments if section.semi_sync_method == "diloco" else 1
+
+    def unit_of(tensor: Allocate) -> list[str]:
+        """Return the path of the block that a tensor is in, or else of the model's child."""
+        path = tensor.scope.module.split(".")
+        return path[: 1 + (path[0] == "layers")]
+
+    units = [[*unit] for _, unit in groupby(tensors, key=unit_of)]
+    return [[e.size_bytes for unit in run for e in unit] for run in in_fragments(units, count)]
+
+
+def _hsdp(simulation: Simulation, **how: Any) -> Facts | None:
+    """Return time and speed of the job with replicas in place of groups. None: its ranks would not be those of the groups."""
+    config, layout, size = simulation.config, simulation.layout, simulation.world_size
+    count, section = config.fault_tolerance.replica_groups, config.parallelism
+    # Pipeline stages come before replicas in the order of ranks.
+    if layout.pp > 1 or size % how["profile"].gpus_per_node:
+        return None
+    degree = {"data_parallel_replicate_degree": count * layout.dp_replicate}
+    alone = config.fault_tolerance.model_copy(update={"enable": False})
+    sections = {"parallelism": section.model_copy(update=degree), "fault_tolerance": alone}
+    how["world_size"] = count * size
+    hsdp = simulate(config.model_copy(update=sections), **how)
+    speed = hsdp.tokens_per_s_per_gpu * hsdp.world_size
+    return {"step_time_s": hsdp.timeline.step_s, "tokens_per_s": speed}
