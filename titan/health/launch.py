@@ -85,9 +85,11 @@ def torchrun(argv: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
-    from titan.health import rendezvous
+    from titan.health import rendezvous, warm_start
 
     rendezvous.register()
+    if "titan.train" in argv:
+        warm_start.prepare()
     # torchrun's own --standalone listens on every interface, and unpickles what it reads there.
     arguments = [
         f"--rdzv-backend={rendezvous.BACKEND}" if argument == "--standalone" else argument
