@@ -201,6 +201,13 @@ def _set_compile_cache(folder: str) -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(path.absolute())
 
 
+def import_all() -> None:
+    """Import what `_run` will, for a launcher whose forks are the ranks (titan/health/warm_start.py)."""
+    import titan.checkpoint
+    import titan.hooks
+    import titan.trainer  # noqa: F401
+
+
 def run_rank() -> NoReturn:
     """Train as sys.argv says, and end the process with the exit code."""
     faulthandler.enable()

@@ -16,6 +16,7 @@ import os
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -25,8 +26,6 @@ from titan.health.signals import EXIT_FAILED
 
 # What torchrun starts a rank with, before the job's arguments.
 _RANK = (sys.executable, "-u", "-m", "titan.train")
-# What a rank imports before its first step. Models and data sources come with the job.
-_MODULES = ("titan.train", "titan.trainer", "titan.hooks", "titan.checkpoint")
 _ACCELERATORS = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 
 
@@ -41,20 +40,20 @@ def can_fork() -> bool:
 def prepare() -> None:
     """Import what ranks need, and have torchrun fork them. Do nothing where `can_fork` is false.
 
+    Call it before torch is imported, which imports numpy.
     OpenMP reads OMP_NUM_THREADS when it is loaded. Without that variable torchrun sets it for the ranks only, so they
     start cold.
     """
     if "OMP_NUM_THREADS" not in os.environ or not can_fork():
         return
-    # numpy's OpenBLAS would start its threads when it is imported.
-    before = os.environ.get("OPENBLAS_NUM_THREADS")
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    # numpy's OpenBLAS starts its threads when it is imported. Ranks multiply no matrices with numpy.
+    ours = {"OPENBLAS_NUM_THREADS"} - {*os.environ}
+    os.environ |= dict.fromkeys(ours, "1")
     importlib.import_module("numpy")
-    del os.environ["OPENBLAS_NUM_THREADS"]
-    if before is not None:
-        os.environ["OPENBLAS_NUM_THREADS"] = before
-    for name in _MODULES:
-        importlib.import_module(name)
+    for name in ours:
+        del os.environ[name]
+    # By its name, as torchrun starts it: nothing here imports the trainer.
+    importlib.import_module(_RANK[-1]).import_all()
     # Else the ranks' first garbage collection copies every page that they share with this process.
     gc.freeze()
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
@@ -91,11 +90,9 @@ def _run_rank(argv: Sequence[str], env: dict[str, str]) -> None:
         Path("/proc/self/comm").write_text(f"titan rank {env['RANK']}")
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
-        from titan.train import run_rank
-
-        sys.argv = ["titan.train", *argv]
-        run_rank()
+        sys.argv = [_RANK[-1], *argv]
+        sys.modules[_RANK[-1]].run_rank()
     except BaseException:
-        sys.excepthook(*sys.exc_info())
+        traceback.print_exc()
     finally:
         os._exit(EXIT_FAILED)
