@@ -25,7 +25,7 @@ sys.modules["titan.train"] = types.SimpleNamespace(run_rank=run_rank)
 os.environ["TITAN_OLD"] = "of the launcher"
 kept = open(os.devnull)  # the launcher's, which a rank must not inherit
 os.set_inheritable(kept.fileno(), True)
-for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
     signal.signal(number, lambda number, frame: print("the launcher's handler"))
 ranks = [
     warm_start._Rank((*warm_start._RANK, word), {"RANK": str(n)}, start_new_session=True)
@@ -60,12 +60,12 @@ def run_python(program: str, *arguments: str) -> subprocess.CompletedProcess[str
 
 
 def test_a_fork_ends_as_a_program_does() -> None:
-    words = ["0", "2", "75", "-9", "-15", "-1", "raises"]
+    words = ["0", "2", "75", "-9", "-15", "-1", "-10", "raises"]
     done = run_python(FORKS, *words)
     said = done.stdout.splitlines()
     # 0, 1, 2 and the one that lists them: no file of the launcher's.
     assert sorted(said[:-2]) == sorted(f"{word} {n} False 4" for n, word in enumerate(words)), done
-    assert said[-2:] == ["[0, 2, 75, -9, -15, -1, 1] True", "False"], done
+    assert said[-2:] == ["[0, 2, 75, -9, -15, -1, -10, 1] True", "False"], done
     assert "RuntimeError: its own words" in done.stderr
 
 

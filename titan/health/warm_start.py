@@ -78,9 +78,10 @@ def _run_rank(argv: Sequence[str], env: dict[str, str]) -> None:
     try:
         # Popen waits until its pipe, one of these, is closed.
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-        # torchrun's handlers end its ranks.
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-            signal.signal(number, signal.SIG_DFL)
+        # The launcher's handlers end its ranks.
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         gc.enable()  # Popen has stopped it
         logging.disable(logging.NOTSET)
