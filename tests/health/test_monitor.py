@@ -119,12 +119,7 @@ def test_rank_0_waits_for_the_living_only(tmp_path: Path, monkeypatch: pytest.Mo
     for rank, text in enumerate([waiting._beat(), json.dumps(asdict(dead)), alive._beat(), "gone"]):
         waiting.store.set(f"beat/{rank}", text)
     signs_off = threading.Event()
-
-    def sign_off() -> None:
-        signs_off.set()
-        alive.wait()
-
-    threading.Timer(0.5, sign_off).start()
+    threading.Timer(0.5, lambda: (signs_off.set(), alive.wait())).start()
     waiting.wait()
     assert signs_off.is_set()
 
