@@ -17,7 +17,8 @@ import os, signal, sys, threading, types
 from titan.health import warm_start
 def run_rank():
     word = sys.argv[1]
-    print(word, os.environ["RANK"], "OLD" in os.environ, len(os.listdir("/proc/self/fd")), flush=True)
+    files = len(os.listdir("/proc/self/fd"))
+    os.write(1, f"{word} {os.environ['RANK']} {'OLD' in os.environ} {files}\\n".encode())
     if word == "raises":
         raise RuntimeError("its own words")
     os.kill(os.getpid(), int(word[1:])) if word[0] == "-" else os._exit(int(word))
