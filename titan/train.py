@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from titan.checks.environment import check_environment
 from titan.checks.rules import load_to_run
@@ -200,7 +201,15 @@ def _set_compile_cache(folder: str) -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(path.absolute())
 
 
-if __name__ == "__main__":
+def import_all() -> None:
+    """Import what `_run` will, for a launcher whose forks are the ranks (titan/health/warm_start.py)."""
+    import titan.checkpoint
+    import titan.hooks
+    import titan.trainer  # noqa: F401
+
+
+def run_rank() -> NoReturn:
+    """Train as sys.argv says, and end the process with the exit code."""
     faulthandler.enable()
     if has_agent():
         die_with_parent()
@@ -210,3 +219,7 @@ if __name__ == "__main__":
     # Not sys.exit: gloo's threads may still free a work object while the interpreter is torn down, and abort a
     # run that has ended well (docs/torch.md).
     os._exit(code)
+
+
+if __name__ == "__main__":
+    run_rank()

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from tests.support.ranks import Pool
+from titan.health import peers
 from titan.health.beats import Beat, FolderStore, describe_hang, describe_silence
 from titan.health.errors import Failure, kind_of
 from titan.health.monitor import Monitor
@@ -103,6 +106,22 @@ def test_the_first_failure_is_that_of_all(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "port").write_text(str(server.port))
     results = pool.run(3, _first_failure, str(tmp_path))
     assert results == [(1, "rank 1 is broken in step 4, silent (2,)")] * 3
+
+
+def test_rank_0_waits_for_the_living_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that waited for the dead would wait for hours here."""
+    monkeypatch.setattr(peers, "LINGER_S", 1e4)
+    waiting = Monitor(tmp_path, world_size=4, heartbeat_s=30).peers
+    waiting.beat_s, waiting.store = 1e4, FolderStore(tmp_path / "store")
+    alive = Monitor(tmp_path, rank=2, world_size=4).peers
+    alive.store = waiting.store
+    dead = replace(beat(), process=replace(waiting.me, started="1"))
+    for rank, text in enumerate([waiting._beat(), json.dumps(asdict(dead)), alive._beat(), "gone"]):
+        waiting.store.set(f"beat/{rank}", text)
+    signs_off = threading.Event()
+    threading.Timer(0.5, lambda: (signs_off.set(), alive.wait())).start()
+    waiting.wait()
+    assert signs_off.is_set()
 
 
 def test_a_rank_alone_agrees_with_itself(tmp_path: Path) -> None:

@@ -24,11 +24,9 @@ LISTEN = "0A"  # the state in /proc/net/tcp
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[bytes]]:
     """`titan train --nproc 2` after its first step. It must then end well, whatever the tests did to it."""
-    run = Run(
-        tmp_path_factory.mktemp("strangers") / "run",
-        "--nproc=2",
-        "--training.steps=100000",
-    )
+    folder = tmp_path_factory.mktemp("strangers")
+    settings = ("--nproc=2", "--training.steps=100000")
+    run = Run(folder / "run", *settings, TMPDIR=str(folder))
     try:
         run.wait_until_training()
         yield run.process
@@ -98,8 +96,9 @@ def test_no_socket_takes_what_the_launcher_would_unpickle(run: subprocess.Popen[
 
 
 def test_the_folder_where_ranks_meet_is_private(run: subprocess.Popen[bytes]):
-    *_, rank = processes(run.pid)
-    environment = Path(f"/proc/{rank}/environ").read_bytes().split(b"\0")
-    folder = next(Path(os.fsdecode(v[12:])) for v in environment if v.startswith(b"TITAN_STORE="))
+    environment = Path(f"/proc/{run.pid}/environ").read_bytes().split(b"\0")
+    parent = next(Path(os.fsdecode(v[7:])) for v in environment if v.startswith(b"TMPDIR="))
+    [folder] = parent.glob("titan-*")
+    assert any(folder.glob("attempt-0*")), "where they have met"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert folder.stat().st_uid == os.getuid()

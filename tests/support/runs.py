@@ -101,7 +101,7 @@ class Run:
 
     def rank(self, number: int) -> int:
         """A rank's process id."""
-        [pid] = [p for p in self.processes() if f"\0RANK={number}\0" in _environment(p)]
+        [pid] = [p for p in self.processes() if _is_rank(p, number)]
         return pid
 
     def agent(self) -> int:
@@ -115,8 +115,12 @@ class Run:
         self.process.wait()
 
 
-def _environment(pid: int) -> str:
+def _is_rank(pid: int, number: int) -> bool:
+    """By its name, or if it started cold, by its environment."""
     try:
-        return Path(f"/proc/{pid}/environ").read_text(errors="replace")
+        name, environment = (
+            Path(f"/proc/{pid}/{file}").read_text(errors="replace") for file in ("comm", "environ")
+        )
     except OSError:
-        return ""
+        return False
+    return name == f"titan rank {number}\n" or f"\0RANK={number}\0" in environment

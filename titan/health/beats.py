@@ -110,13 +110,6 @@ class FolderStore:
         mine.unlink()
         return self.get(key)
 
-    def add(self, key: str, amount: int) -> int:
-        """Count the processes that have added 1 to a key."""
-        # A file for each, since two that count in one file could lose a number.
-        if amount:
-            (self.folder / f"{key}-by-{os.getpid()}").touch()
-        return len(list(self.folder.glob(f"{key}-by-*")))
-
 
 def describe_silence(
     beats: dict[int, Beat], silent: Sequence[int], *, limit_s: float

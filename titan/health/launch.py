@@ -3,7 +3,8 @@
 A signal is passed on to the ranks, not to torchrun, which would give them 30 seconds to save and knows nothing of
 SIGUSR1. torchrun ends with 1 whatever its ranks said; status.json, written by the ranks, keeps the real exit code.
 If ranks have failed, their own messages are enough: torchrun's traceback of itself is left out. Whichever process is
-killed, launcher or torchrun, those below it end with it (titan/health/signals.py).
+killed, launcher or torchrun, those below it end with it (titan/health/signals.py). Ranks of `titan train` start warm
+(titan/health/warm_start.py).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from types import FrameType
 from typing import Any
 
 from titan.config.options import is_quiet
+from titan.health import warm_start
 from titan.health.errors import count_oom_kills
 from titan.health.signals import (
     ASKING,
@@ -82,6 +84,8 @@ def torchrun(argv: Sequence[str]) -> int:
     die_with_parent()
     logging.disable(logging.ERROR)  # torchrun's account of a failed rank
     oom_kills_before = count_oom_kills()
+    if "titan.train" in argv:
+        warm_start.prepare()
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 

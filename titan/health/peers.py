@@ -25,7 +25,7 @@ LINGER_S = (
 # Beats that fit into the silence after which a rank is lost, and the longest time between two
 # beats, in seconds.
 BEATS_PER_TIMEOUT, LONGEST_BEAT_S = 20, 1.5
-_FAILURE, _SIGNED_OFF, _GONE = "failure", "signed_off", "gone"  # keys, and the last beat
+_FAILURE, _GONE = "failure", "gone"  # a key, and the last beat
 T = TypeVar("T")
 
 
@@ -96,21 +96,24 @@ class Peers:
         return _parse_failure(first) if first else None
 
     def wait(self) -> None:
-        """Sign off. Rank 0, whose process or agent holds the store, waits until all have, or had the time to."""
+        """Sign off. Rank 0, whose process or agent holds the store, waits for all that live, as long as they may take."""
         if self.store is None:
             return
         within_s = min(LINGER_S, 3 * self.beat_s)
         deadline = time.monotonic() + within_s
 
         def wait() -> None:
-            self.store.add(_SIGNED_OFF, 1)
-            # The other ranks need nobody: they may end at once.
-            while (
-                self.rank == 0
-                and self.store.add(_SIGNED_OFF, 0) < self.world_size
-                and time.monotonic() < deadline
-            ):
-                time.sleep(0.05)
+            self.store.set(_signed_off_key(self.rank), _GONE)
+            if self.rank > 0:  # needs nobody: it may end at once
+                return
+            beats = self._read_beats()
+            for rank in range(self.world_size):
+                while (
+                    not self.store.check([_signed_off_key(rank)])
+                    and not _has_ended(beats.get(rank, ""))
+                    and time.monotonic() < deadline
+                ):
+                    time.sleep(0.05)
 
         call_with_timeout(within_s, wait)
 
@@ -176,3 +179,15 @@ def _parse_failure(text: bytes) -> Failure:
 
 def _beat_key(rank: int) -> str:
     return f"beat/{rank}"
+
+
+def _signed_off_key(rank: int) -> str:
+    return f"signed_off/{rank}"
+
+
+def _has_ended(beat: str) -> bool:
+    """Return whether the rank of a beat is known to have ended. Of another machine's, only its own word is known."""
+    if beat in ("", _GONE):
+        return beat == _GONE
+    process = Beat.parse(beat).process
+    return process.is_here() and not process.is_running()

@@ -1,0 +1,83 @@
+"""titan/health/warm_start.py: a forked rank behaves as a started one, and goes on where a killed one was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.support.runs import Run, logged_rows, same_tensors
+
+# A launcher with handlers, a variable and an open file, and a rank for each word of argv. Prints their exit codes.
+FORKS = """
+import os, signal, sys, threading, types
+from titan.health import warm_start
+def run_rank():
+    word = sys.argv[1]
+    files = len(os.listdir("/proc/self/fd"))
+    os.write(1, f"{word} {os.environ['RANK']} {'OLD' in os.environ} {files}\\n".encode())
+    if word == "raises":
+        raise RuntimeError("its own words")
+    os.kill(os.getpid(), int(word[1:])) if word[0] == "-" else os._exit(int(word))
+sys.modules["titan.train"] = types.SimpleNamespace(run_rank=run_rank)
+os.environ["OLD"] = "the launcher's"
+os.set_inheritable(os.open(os.devnull, os.O_RDONLY), True)
+for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    signal.signal(number, lambda number, frame: print("the launcher's"))
+ranks = [warm_start._Rank((*warm_start._RANK, w), {"RANK": str(n)}) for n, w in enumerate(sys.argv[1:])]
+print([rank.wait() for rank in ranks], warm_start.can_fork())
+threading.Thread(target=signal.pause, daemon=True).start()
+print(warm_start.can_fork())
+"""
+# All that a rank imports leaves one thread, where OpenMP and OpenBLAS may have several.
+PREPARES = """
+import os, sys
+from titan.health import warm_start
+os.environ["OMP_NUM_THREADS"] = "8"
+warm_start.prepare()
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+assert subprocess_handler.Popen is warm_start._Rank and "titan.trainer" in sys.modules
+assert warm_start.can_fork() and "OPENBLAS_NUM_THREADS" not in os.environ
+"""
+
+
+def run_python(program: str, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True)
+
+
+def test_a_fork_ends_as_a_program_does() -> None:
+    words = ["0", "2", "75", "-9", "-15", "-1", "-10", "raises"]
+    done = run_python(FORKS, *words)
+    said = done.stdout.splitlines()
+    # 0, 1, 2 and the one that lists them: no file of the launcher's.
+    assert sorted(said[:-2]) == sorted(f"{word} {n} False 4" for n, word in enumerate(words)), done
+    assert said[-2:] == ["[0, 2, 75, -9, -15, -1, -10, 1] True", "False"], done
+    assert "RuntimeError: its own words" in done.stderr
+
+
+def test_a_launcher_may_fork_after_its_imports() -> None:
+    done = run_python(PREPARES)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_killed_rank_goes_on_as_an_undisturbed_run(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    settings = ("--nproc=2", "--training.steps=40", "--checkpoint.interval=5", "--max-restarts=1")
+    calm = Run(tmp_path / "calm", *settings)
+    assert calm.end() == 0, calm.said()
+    run = start(*settings)
+    run.wait_until_training(step=12)
+    os.kill(run.rank(1), signal.SIGKILL)
+    run.wait_until(lambda: "started again by torchrun, 1 of 1 times" in run.said())
+    # A fork has the command line of its launcher.
+    commands = {Path(f"/proc/{pid}/cmdline").read_bytes() for pid in (run.agent(), run.rank(0))}
+    assert len(commands) == 1
+    assert run.end() == 0, run.said()
+    for a, b in zip(logged_rows(calm.folder), logged_rows(run.folder), strict=True):
+        assert all(a[key] == b[key] for key in ("step", "loss", "grad_norm")), (a, b)
+    last = "checkpoint/step-40"
+    assert same_tensors(calm.folder / last, run.folder / last)

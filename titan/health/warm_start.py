@@ -1,0 +1,99 @@
+"""Start the ranks of one machine as forks of a launcher that has imported torch and titan.
+
+A fresh interpreter imports for seconds before it can train, and a restart waits for the slowest of them. A fork has
+nothing left to import. It stays a child of torchrun, which signals it and reads its exit code as before.
+
+A fork copies only the thread that asks for it, and no use of an accelerator survives it. Where a launcher has a second
+thread or an open accelerator, and on systems other than Linux, ranks start cold.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from titan.health.signals import EXIT_FAILED
+
+# What torchrun starts a rank with, before the job's arguments.
+_RANK = (sys.executable, "-u", "-m", "titan.train")
+_ACCELERATORS = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
+
+
+def can_fork() -> bool:
+    """Return whether a fork of this process may train: it has one thread, and no accelerator open."""
+    if not sys.platform.startswith("linux") or len([*Path("/proc/self/task").iterdir()]) > 1:
+        return False
+    opened = (os.path.realpath(path) for path in Path("/proc/self/fd").iterdir())
+    return not any(path.startswith(_ACCELERATORS) for path in opened)
+
+
+def prepare() -> None:
+    """Import what ranks need, and have torchrun fork them. Do nothing where `can_fork` is false.
+
+    Call it before torch is imported, which imports numpy.
+    OpenMP reads OMP_NUM_THREADS when it is loaded. Without that variable torchrun sets it for the ranks only, so they
+    start cold.
+    """
+    if "OMP_NUM_THREADS" not in os.environ or not can_fork():
+        return
+    # numpy's OpenBLAS starts its threads when it is imported. Ranks multiply no matrices with numpy.
+    ours = {"OPENBLAS_NUM_THREADS"} - {*os.environ}
+    os.environ |= dict.fromkeys(ours, "1")
+    importlib.import_module("numpy")
+    for name in ours:
+        del os.environ[name]
+    # By its name, as torchrun starts it: nothing here imports the trainer.
+    importlib.import_module(_RANK[-1]).import_all()
+    # Else the ranks' first garbage collection copies every page that they share with this process.
+    gc.freeze()
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    subprocess_handler.Popen = _Rank  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _Rank(subprocess.Popen[bytes]):
+    """Stand in for torchrun's Popen: fork a rank, and start everything else as usual."""
+
+    def __init__(self, args: Sequence[str], env: dict[str, str], **options: Any) -> None:
+        if tuple(args[: len(_RANK)]) == _RANK and can_fork():
+            sys.stdout.flush()  # else the fork would print it once more
+            sys.stderr.flush()
+            # Called in the fork, with its files and its session set up. It never returns, so nothing is executed.
+            options["preexec_fn"] = partial(_run_rank, args[len(_RANK) :], env)
+        super().__init__(args, env=env, **options)
+
+
+def _run_rank(argv: Sequence[str], env: dict[str, str]) -> None:
+    """Be a rank, and end with its exit code. A new program would begin with the same files, signals and variables."""
+    try:
+        # Popen waits until its pipe, one of these, is closed.
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        # The launcher's handlers end its ranks.
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        gc.enable()  # Popen has stopped it
+        logging.disable(logging.NOTSET)
+        os.environ.clear()
+        os.environ.update(env)
+        # `ps` shows the launcher's command line for all of them.
+        Path("/proc/self/comm").write_text(f"titan rank {env['RANK']}")
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+        sys.argv = [_RANK[-1], *argv]
+        sys.modules[_RANK[-1]].run_rank()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(EXIT_FAILED)
