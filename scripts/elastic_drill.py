@@ -159,9 +159,7 @@ def main() -> int:
         *(("groups", 3), ("nproc", 2), ("steps", 200), ("runs", 1), ("seed", 0), ("seq_len", 64)),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument(
-        "--every", type=float, default=20, help="seconds between two kills"
-    )
+    parser.add_argument("--every", type=float, default=20, help="seconds between two kills")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     worst, waits, full = 0.0, [], []
