@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan.async_scalars import AsyncScalars
 from titan.config.layout import Layout
+from titan.config.phases import Phase
 from titan.config.schema import JobConfig
 from titan.data.base import TensorBatch
 from titan.data.loader import Loader
@@ -133,6 +134,9 @@ class Run(Protocol):
     console: Console
     events: EventLog
 
+    phases: list[Phase]
+    phase: Phase  # that the newest step belongs to
+
     step: int  # the one that runs, or the last that is done
     first_step: int  # of this start
     last_step: int
@@ -156,6 +160,10 @@ class Run(Protocol):
 
     def hook(self, kind: type[_Hook]) -> _Hook | None:
         """Return the first hook of a class, or None."""
+
+    def enter_phase(self, step: int) -> bool:
+        """Go on with the settings of the phase that a step belongs to. Return whether they are others than before."""
+        ...
 
     def announce(self, text: str) -> None:
         """Report a decision in the log of every rank, on the console, in events.jsonl and in status.json."""

@@ -2,7 +2,7 @@
 
     set-up   process group, mesh, data, program (model, parallelism, optimizer), hooks
     start    hooks resume from a checkpoint; console, clock and event log open; hooks start
-    loop     next batch -> train_step -> hooks
+    loop     next batch -> train_step -> hooks; a step may begin a phase (titan/config/phases.py)
     end      status.json records how the run ended
 
 The host reads the numbers of one step while the device works on the next. On a CPU that would gain nothing, so there it
@@ -31,6 +31,7 @@ from titan.async_scalars import AsyncScalars, to_device
 from titan.checks.rules import resolve_layout
 from titan.config.layout import AXES
 from titan.config.model import model_config
+from titan.config.phases import Phase, phases_of
 from titan.config.quantize import eight_bit_sections, quantize_section
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
@@ -42,7 +43,7 @@ from titan.hook import Hook, StepResult
 from titan.observe.clock import StepTimer
 from titan.observe.console import Console
 from titan.observe.run_log import EventLog
-from titan.observe.startup import startup_page
+from titan.observe.startup import describe_phase, startup_page
 from titan.parallel import build_mesh
 from titan.parallel.block_attention import prefer_backend
 from titan.parallel.float8 import require_hardware, table
@@ -134,6 +135,8 @@ class Trainer:
         for hook in self.hooks:
             hook.step_begin()
         step = self.step  # a hook may have taken over the state of another group
+        if self.enter_phase(step):
+            self.announce(f"step {step}: {describe_phase(self.phase, of=len(self.phases))}")
         if step % self.config.training.gc_freq == 0:
             gc.collect(1)
         with self.timer.data_wait():
@@ -190,9 +193,36 @@ class Trainer:
 
     @property
     def logs_this_step(self) -> bool:
-        """Return whether this step writes a row of metrics."""
+        """Return whether this step writes a row of metrics. The last of a phase does, so that no row has steps of two."""
         every = self.config.metrics.log_freq
-        return self.step in (1, self.last_step) or self.step % every == 0
+        ends = (self.last_step, self.phase.last_step)
+        return self.step == 1 or self.step in ends or self.step % every == 0
+
+    def enter_phase(self, step: int) -> bool:
+        """Go on with the settings of the phase that a step belongs to. Return whether they are others than before."""
+        # Steps past the end are of the last phase.
+        begun = [phase for phase in self.phases if phase.first_step <= max(step, 1)]
+        if (phase := begun[-1]) is self.phase:
+            return False
+        accumulation, training = self.set_sizes(phase), phase.config.training
+        self.loader.change(
+            batch=training.local_batch_size,
+            accumulation=accumulation,
+            seq_len=training.seq_len,
+            weights=phase.weights,
+        )
+        self.train_step.change(phase.config)
+        if hasattr(self, "timer"):
+            self.timer.forget_mean()
+        return True
+
+    def set_sizes(self, phase: Phase) -> int:
+        """Set what follows from a phase's batch. Return its accumulation."""
+        self.phase, training = phase, phase.config.training
+        accumulation = resolve_layout(phase.config, self.world_size).accumulation
+        self.sequences_per_step = training.local_batch_size * self.layout.dp * accumulation
+        self.tokens_per_step = self.sequences_per_step * training.seq_len
+        return accumulation
 
     def announce(self, text: str) -> None:
         """Report a decision in the log of every rank, on the console, in events.jsonl and in status.json."""
@@ -237,14 +267,12 @@ class Trainer:
         flight_recorder.name_axes(self.mesh)
 
     def _build_data(self) -> None:
-        config, training = self.config, self.config.training
+        config = self.config
         self.task, self.sizes = task_of(config), model_config(config.model)
         self.tokenizer = self.task.tokenizer
         self.dp_rank = axis_rank(self.mesh, "dp_replicate", "dp_shard")
-        self.sequences_per_step = (
-            training.local_batch_size * self.layout.dp * self.layout.accumulation
-        )
-        self.tokens_per_step = self.sequences_per_step * training.seq_len
+        self.phases = phases_of(config, dp=self.layout.dp)
+        self.set_sizes(self.phases[0])
         # Ranks that differ only in tp, cp or pp get the same samples.
         share = {"rank": self.dp_rank, "world": self.layout.dp}
         self.loader = self.task.loader(**share, accumulation=self.layout.accumulation)
@@ -289,6 +317,7 @@ class Trainer:
                 data=self.task.describe(),
                 resume_step=self.step,
                 tokens_seen=self.tokens_seen,
+                phases=self.phases,
                 ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", 0)),
             )
         )

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from titan.config import schema as s
+from titan.config.phases import longest_sequence
 from titan.data import DataError
 from titan.data.base import Samples
 from titan.data.loader import Collate
@@ -67,8 +68,10 @@ def training_samples(
         seed=config.debug.seed,
         rank=rank,
         world=world,
+        longest=longest_sequence(config),
     )
-    return build_samples(_training_sources(config), options=options)
+    changes = any(phase.seq_len or phase.weights for phase in config.phase)
+    return build_samples(_training_sources(config), options=options, changes=changes)
 
 
 def validation_samples(

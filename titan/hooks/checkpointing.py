@@ -273,6 +273,7 @@ class Checkpointing(Hook):
         """Take over the counters of a checkpoint, and what hooks keep in it."""
         trainer = self.trainer
         trainer.step, trainer.tokens_seen = metadata["step"], metadata["tokens"]
+        trainer.enter_phase(trainer.step)
         self.changes = changed_settings(
             metadata.get("config") or "",
             trainer.config,
