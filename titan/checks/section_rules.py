@@ -9,10 +9,21 @@ from typing import Any
 
 from titan.checks.elastic_rules import check_groups
 from titan.config.base import LIMIT, Section
-from titan.config.errors import KeyPath, RuleViolation, choose, did_you_mean, key_text
+from titan.config.errors import (
+    KeyPath,
+    RuleViolation,
+    around,
+    choose,
+    did_you_mean,
+    divisors,
+    either,
+    key_text,
+    neighbours,
+)
 from titan.config.layout import CUDA_GRAPHS
 from titan.config.loss import check_loss
 from titan.config.model import family, resolve_model
+from titan.config.phases import longest_sequence
 from titan.config.quantize import check_converters, grouped_section, lacks_units
 from titan.config.schema import (
     ActivationCheckpointSection,
@@ -136,6 +147,45 @@ def _training(config: JobConfig) -> Iterator[RuleViolation]:
         yield "seq_len", f"{size} in one forward pass; use at most {LIMIT:,}"
     if (training.mixed_precision_param, training.mixed_precision_reduce) == ("float32", "bfloat16"):
         yield "mixed_precision_reduce", 'would round float32 gradients; use "float32"'
+
+
+def _phases(config: JobConfig) -> Iterator[RuleViolation]:
+    sources, longest, text = config.data.sources, longest_sequence(config), reads_text(config)
+    for number, phase in enumerate(config.phase):
+        key = f"phase[{number}]"
+        begins = [unit for unit in ("from_step", "from_tokens") if getattr(phase, unit) is not None]
+        if len(begins) != 1:
+            both = "from_step and from_tokens say it twice; remove one" if begins else ""
+            yield key, both or "does not say where it begins; set from_step or from_tokens"
+        if not phase.model_dump(exclude_none=True, exclude={"from_step", "from_tokens"}):
+            yield key, "changes nothing; set what it changes, such as seq_len, or remove it"
+        if not text and (phase.seq_len or phase.weights):
+            yield (
+                key,
+                "the task of this model reads no text; only batch and learning rate can change",
+            )
+        if phase.seq_len and config.data.packing == "best_fit" and text:
+            name = "data.packing"
+            yield f"{key}.seq_len", f'best-fit rows have one length in a run; set {name} = "cut"'
+        if phase.weights is not None and len(phase.weights) != len(sources):
+            has = f"data.sources has {len(sources)}; give one for each, in their order"
+            yield f"{key}.weights", f"{len(phase.weights)} weights, but {has}"
+        elif phase.weights is not None and not any(phase.weights):
+            yield f"{key}.weights", "all are 0, so nothing is left to train on; raise one"
+    lengths = {f"phase[{n}].seq_len": p.seq_len for n, p in enumerate(config.phase) if p.seq_len}
+    for key, length in lengths.items():
+        # Where the job's own length does not fit, the phase has the line that was added.
+        other = config.training.seq_len if length == longest else longest
+        if max(length, other) % min(length, other):
+            near = around(length, other) if length > other else neighbours(length, divisors(other))
+            rule = (
+                f"the longest length of the job, {longest}, must be a multiple of every other one"
+            )
+            yield key, f"{length} does not fit {other}: {rule}; use {either(near)}"
+    if config.phase and config.fault_tolerance.enable:
+        yield "phase[0]", "replica groups train one phase; set fault_tolerance.enable = false"
+    if config.phase and config.simulator.twin:
+        yield "simulator.twin", "simulates one phase, and this job has several; use false"
 
 
 def _optimizer(config: JobConfig) -> Iterator[RuleViolation]:
@@ -426,6 +476,7 @@ RULES: tuple[tuple[str, Callable[[JobConfig], Iterator[RuleViolation]]], ...] = 
     ("data", _data),
     ("validation", _validation),
     ("training", _training),
+    ("phase", _phases),
     ("optimizer", _optimizer),
     ("optimizer", _early_step),
     ("model", check_converters),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .errors import SourceMap
+from .errors import SourceMap, UnknownValue
 from .schema import JobConfig
 from .schema_run import PhaseSection
 
@@ -80,6 +80,14 @@ def jobs_of(config: JobConfig) -> list[JobConfig]:
         job._source_map = SourceMap(before.file, before.line, lines | own)
         jobs.append(job)
     return jobs
+
+
+def later_jobs(config: JobConfig) -> list[JobConfig]:
+    """Return the jobs of all phases but the first, which a check of the job itself covers. None, if what they are is unknown."""
+    try:
+        return jobs_of(config)[1:]
+    except UnknownValue:
+        return []
 
 
 def phases_of(config: JobConfig, *, dp: int) -> list[Phase]:

@@ -24,7 +24,6 @@ from titan.data.special_tokens import SpecialTokens
 from titan.data.tokenizer import Tokenizer
 from titan.data.writer import TokenizationSpec
 
-
 # Windows of the longest length whose rows are mixed: at most so many, and this part of an epoch.
 _BLOCK, _BLOCKS = 1024, 64
 
