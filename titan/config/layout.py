@@ -193,9 +193,12 @@ def _check_phases(config: JobConfig, model: Any, world_size: int) -> Iterator[Ru
         if (section.from_step is None) == (section.from_tokens is None):
             return  # the rules report it
         key = f"phase[{phase.number - 2}].from_{'tokens' if section.from_step is None else 'step'}"
-        begins = f"phase {phase.number} begins at step {phase.first_step:,}"
+        tokens = f", after {section.from_tokens:,} tokens" if section.from_tokens else ""
+        begins = f"phase {phase.number} begins at step {phase.first_step:,}{tokens}"
         if phase.first_step <= before.first_step:
-            reason = f"{begins}, and phase {before.number} before it at {before.first_step:,}"
+            begins = begins if section.from_step else f"phase {phase.number} begins{tokens[1:]}"
+            first = f"at step {before.first_step:,}, after {before.first_token:,} tokens"
+            reason = f"{begins}, but phase {before.number} before it {first}"
             yield key, f"{reason}; put the tables in order, a step or more apart"
             return
         if phase.first_step > steps:
