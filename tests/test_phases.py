@@ -80,8 +80,11 @@ def test_each_phase_has_its_batch_its_length_and_its_rate(whole: Path) -> None:
     data = json.loads((whole / "checkpoint" / f"step-{STEPS}" / "titan.json").read_text())["data"]
     assert data["part"]["first"] == 36 and data["part"]["weights"] == [1.0, 0.0]
     events = (whole / "events.jsonl").read_text()
-    assert "phase 2 of 3, steps 4 to 6; 8 sequences of 32 tokens in a step" in events
-    assert "phase 3 of 3, steps 7 to 10; 8 sequences of 64 tokens" in events
+    assert "phase 2, steps 4 to 6: 8 sequences of 32 tokens in a step" in events
+    assert (
+        "phase 3, steps 7 to 10: 8 sequences of 64 tokens in a step, weights = [1.0, 0.0], min_lr_"
+        in events
+    )
 
 
 def test_a_run_that_is_lost_in_each_phase_goes_on_to_the_same_bits(

@@ -281,7 +281,6 @@ def _facts(config: JobConfig, layout: Layout, profile: Profile | None) -> dict[s
     from titan.config.torchtitan import differences
     from titan.hardware import MARGIN, by_name
     from titan.observe.estimate import estimate_memory
-    from titan.observe.startup import describe_phase
 
     model, training = model_config(config.model), config.training
     phases = phases_of(config, dp=layout.dp)
@@ -308,8 +307,7 @@ def _facts(config: JobConfig, layout: Layout, profile: Profile | None) -> dict[s
         "tokens_per_step": sequences * training.seq_len,
         "phases": [
             {
-                "about": describe_phase(phase, of=len(phases)),
-                "first_step": phase.first_step,
+                "about": str(phase),
                 "steps": phase.steps,
                 "tokens": phase.tokens,
                 "memory_gib": gib["total"],

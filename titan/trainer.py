@@ -31,7 +31,7 @@ from titan.async_scalars import AsyncScalars, to_device
 from titan.checks.rules import resolve_layout
 from titan.config.layout import AXES
 from titan.config.model import model_config
-from titan.config.phases import Phase, phases_of
+from titan.config.phases import phases_of
 from titan.config.quantize import eight_bit_sections, quantize_section
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
@@ -43,7 +43,7 @@ from titan.hook import Hook, StepResult
 from titan.observe.clock import StepTimer
 from titan.observe.console import Console
 from titan.observe.run_log import EventLog
-from titan.observe.startup import describe_phase, startup_page
+from titan.observe.startup import startup_page
 from titan.parallel import build_mesh
 from titan.parallel.block_attention import prefer_backend
 from titan.parallel.float8 import require_hardware, table
@@ -95,6 +95,7 @@ class Trainer:
         self.train_step = build_train_step(
             config, device=self.device, mesh=self.mesh, task=self.task
         )
+        self.enter_phase(1)
         # Groups of a mesh start with torch's limits. All of them exist now, and none has communicated yet.
         set_timeout(timedelta(seconds=config.comm.init_timeout_seconds))
         self.step = self.tokens_seen = 0
@@ -136,7 +137,7 @@ class Trainer:
             hook.step_begin()
         step = self.step  # a hook may have taken over the state of another group
         if self.enter_phase(step):
-            self.announce(f"step {step}: {describe_phase(self.phase, of=len(self.phases))}")
+            self.announce(str(self.phase))
         if step % self.config.training.gc_freq == 0:
             gc.collect(1)
         with self.timer.data_wait():
@@ -204,7 +205,10 @@ class Trainer:
         begun = [phase for phase in self.phases if phase.first_step <= max(step, 1)]
         if (phase := begun[-1]) is self.phase:
             return False
-        accumulation, training = self.set_sizes(phase), phase.config.training
+        self.phase, training = phase, phase.config.training
+        accumulation = resolve_layout(phase.config, self.world_size).accumulation
+        self.sequences_per_step = training.local_batch_size * self.layout.dp * accumulation
+        self.tokens_per_step = self.sequences_per_step * training.seq_len
         self.loader.change(
             batch=training.local_batch_size,
             accumulation=accumulation,
@@ -215,14 +219,6 @@ class Trainer:
         if hasattr(self, "timer"):
             self.timer.forget_mean()
         return True
-
-    def set_sizes(self, phase: Phase) -> int:
-        """Set what follows from a phase's batch. Return its accumulation."""
-        self.phase, training = phase, phase.config.training
-        accumulation = resolve_layout(phase.config, self.world_size).accumulation
-        self.sequences_per_step = training.local_batch_size * self.layout.dp * accumulation
-        self.tokens_per_step = self.sequences_per_step * training.seq_len
-        return accumulation
 
     def announce(self, text: str) -> None:
         """Report a decision in the log of every rank, on the console, in events.jsonl and in status.json."""
@@ -271,8 +267,7 @@ class Trainer:
         self.task, self.sizes = task_of(config), model_config(config.model)
         self.tokenizer = self.task.tokenizer
         self.dp_rank = axis_rank(self.mesh, "dp_replicate", "dp_shard")
-        self.phases = phases_of(config, dp=self.layout.dp)
-        self.set_sizes(self.phases[0])
+        self.phases, self.phase = phases_of(config, dp=self.layout.dp), None
         # Ranks that differ only in tp, cp or pp get the same samples.
         share = {"rank": self.dp_rank, "world": self.layout.dp}
         self.loader = self.task.loader(**share, accumulation=self.layout.accumulation)
@@ -317,7 +312,6 @@ class Trainer:
                 data=self.task.describe(),
                 resume_step=self.step,
                 tokens_seen=self.tokens_seen,
-                phases=self.phases,
                 ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", 0)),
             )
         )

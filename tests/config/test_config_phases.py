@@ -97,18 +97,21 @@ def test_an_annealing_phase_goes_on_from_the_rate_and_ends_at_its_floor() -> Non
 BAD = {
     "from_step = 50\nseq_len = 64\n[[phase]]\nfrom_step = 40\nseq_len = 32": (
         ("phase[1].from_step", 10),
-        "phase 3 begins at step 40, but phase 2 before it at step 50, after 3,136 tokens; put the tables",
+        "40 is not after the first step of phase 2 (step 50, after 3,136 tokens); put the tables in",
     ),
     "from_step = 50\nseq_len = 64\n[[phase]]\nfrom_tokens = 2_000\nseq_len = 32": (
         ("phase[1].from_tokens", 10),
-        "phase 3 begins after 2,000 tokens, but phase 2 before it at step 50, after 3,136 tokens",
+        "2,000 is not after the first step of phase 2 (step 50, after 3,136 tokens)",
     ),
     "from_step = 500\nseq_len = 64": (("phase[0].from_step", 7), "ends at training.steps = 100"),
-    "seq_len = 64": (("phase[0]", 6), "set from_step or from_tokens"),
-    "from_step = 5\nfrom_tokens = 9\nseq_len = 64": (("phase[0]", 6), "remove one"),
+    "seq_len = 64": (("phase[0]", 6), "set either from_step or from_tokens"),
+    "from_step = 5\nfrom_tokens = 9\nseq_len = 64": (
+        ("phase[0]", 6),
+        "set either from_step or from_tokens",
+    ),
     "from_step = 5": (("phase[0]", 6), "changes nothing"),
     "from_step = 5\nseq_len = 48": (("phase[0].seq_len", 8), "48 does not fit 32: "),
-    "from_step = 5\nweights = [1, 2]": (("phase[0].weights", 8), "data.sources has 0"),
+    "from_step = 5\nweights = [1, 2]": (("phase[0].weights", 8), "expected 0 weights"),
     "from_step = 5\nglobal_batch_size = 3": (
         ("phase[0].global_batch_size", 8),
         "3 is not a multiple of local_batch_size 2 x 1 data-parallel ranks = 2; use 2 or 4",

@@ -150,38 +150,29 @@ def _training(config: JobConfig) -> Iterator[RuleViolation]:
 
 
 def _phases(config: JobConfig) -> Iterator[RuleViolation]:
-    sources, longest, text = config.data.sources, longest_sequence(config), reads_text(config)
+    count, longest, is_text = len(config.data.sources), longest_sequence(config), reads_text(config)
     for number, phase in enumerate(config.phase):
-        key = f"phase[{number}]"
-        begins = [unit for unit in ("from_step", "from_tokens") if getattr(phase, unit) is not None]
-        if len(begins) != 1:
-            both = "from_step and from_tokens say it twice; remove one" if begins else ""
-            yield key, both or "does not say where it begins; set from_step or from_tokens"
+        key, length, weights = f"phase[{number}]", phase.seq_len, phase.weights
+        if (phase.from_step is None) == (phase.from_tokens is None):
+            yield key, "set either from_step or from_tokens, to say where it begins"
         if not phase.model_dump(exclude_none=True, exclude={"from_step", "from_tokens"}):
             yield key, "changes nothing; set what it changes, such as seq_len, or remove it"
-        if not text and (phase.seq_len or phase.weights):
-            yield (
-                key,
-                "the task of this model reads no text; only batch and learning rate can change",
-            )
-        if phase.seq_len and config.data.packing == "best_fit" and text:
-            name = "data.packing"
-            yield f"{key}.seq_len", f'best-fit rows have one length in a run; set {name} = "cut"'
-        if phase.weights is not None and len(phase.weights) != len(sources):
-            has = f"data.sources has {len(sources)}; give one for each, in their order"
-            yield f"{key}.weights", f"{len(phase.weights)} weights, but {has}"
-        elif phase.weights is not None and not any(phase.weights):
-            yield f"{key}.weights", "all are 0, so nothing is left to train on; raise one"
-    lengths = {f"phase[{n}].seq_len": p.seq_len for n, p in enumerate(config.phase) if p.seq_len}
-    for key, length in lengths.items():
+        if not is_text and (length or weights):
+            yield key, "the task reads no text; only batch sizes and the learning rate can change"
+        if length and is_text and config.data.packing == "best_fit":
+            reason = "best-fit rows have one length in a run"
+            yield f"{key}.seq_len", f'{reason}; set data.packing = "cut"'
+        if weights is not None and (len(weights) != count or not any(weights)):
+            reason = f"expected {count} weights, one for each of data.sources"
+            yield f"{key}.weights", f"{reason}, of which one or more are above 0"
         # Where the job's own length does not fit, the phase has the line that was added.
         other = config.training.seq_len if length == longest else longest
-        if max(length, other) % min(length, other):
+        if length and max(length, other) % min(length, other):
             near = around(length, other) if length > other else neighbours(length, divisors(other))
             rule = (
                 f"the longest length of the job, {longest}, must be a multiple of every other one"
             )
-            yield key, f"{length} does not fit {other}: {rule}; use {either(near)}"
+            yield f"{key}.seq_len", f"{length} does not fit {other}: {rule}; use {either(near)}"
     if config.phase and config.fault_tolerance.enable:
         yield "phase[0]", "replica groups train one phase; set fault_tolerance.enable = false"
     if config.phase and config.simulator.twin:

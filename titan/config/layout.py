@@ -188,22 +188,23 @@ def _check_phases(config: JobConfig, model: Any, world_size: int) -> Iterator[Ru
     """Check the order of phases. Which step a number of tokens is depends on the ranks. The first mistake shifts all that follow."""
     dp = config.parallelism.data_parallel_replicate_degree * _shard_degree(config, world_size)
     for before, phase in pairwise(phases_of(config, dp=dp) if config.phase else ()):
-        section, steps = phase.section, config.training.steps
-        assert section is not None
-        if (section.from_step is None) == (section.from_tokens is None):
+        first, of = phase.section, f"phase {before.number}"
+        if first is None or (first.from_step is None) == (first.from_tokens is None):
             return  # the rules report it
-        key = f"phase[{phase.number - 2}].from_{'tokens' if section.from_step is None else 'step'}"
-        tokens = f", after {section.from_tokens:,} tokens" if section.from_tokens else ""
-        begins = f"phase {phase.number} begins at step {phase.first_step:,}{tokens}"
+        unit, value = (
+            ("step", first.from_step) if first.from_step else ("tokens", first.from_tokens)
+        )
+        key, value = f"phase[{before.number - 1}].from_{unit}", f"{value:,}"
         if phase.first_step <= before.first_step:
-            begins = begins if section.from_step else f"phase {phase.number} begins{tokens[1:]}"
-            first = f"at step {before.first_step:,}, after {before.first_token:,} tokens"
-            reason = f"{begins}, but phase {before.number} before it {first}"
-            yield key, f"{reason}; put the tables in order, a step or more apart"
+            begin = f"step {before.first_step:,}, after {before.first_token:,} tokens"
+            yield (
+                key,
+                f"{value} is not after the first step of {of} ({begin}); put the tables in order",
+            )
             return
-        if phase.first_step > steps:
-            end = f"the run ends at training.steps = {steps:,}"
-            yield key, f"{begins}, but {end}; raise that, or remove this phase"
+        if phase.first_step > config.training.steps:
+            end = f"the run ends at training.steps = {config.training.steps:,}"
+            yield key, f"begins at step {phase.first_step:,}, but {end}; raise that, or remove this"
             return
 
 

@@ -12,8 +12,10 @@ from typing import Any
 from .errors import SourceMap, UnknownValue
 from .schema import JobConfig
 from .schema_run import PhaseSection
+from .toml import format_value
 
 _TRAINING = ("global_batch_size", "local_batch_size", "seq_len")
+_SHOWN = {"from_step", "from_tokens", *_TRAINING}  # in the text of every phase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,17 @@ class Phase:
     def tokens(self) -> int:
         """Return the tokens of all steps."""
         return self.steps * self.tokens_per_step
+
+    def steps_after(self, step: int) -> int:
+        """Return how many steps there are after a step of the run."""
+        return max(0, self.last_step - max(step, self.first_step - 1))
+
+    def __str__(self) -> str:
+        """Return what the phase is, in a line."""
+        text = f"phase {self.number}, steps {self.first_step:,} to {self.last_step:,}: {self.sequences:,} sequences"
+        text = f"{text} of {self.config.training.seq_len:,} tokens in a step"
+        own = self.section.model_dump(exclude_none=True, exclude=_SHOWN) if self.section else {}
+        return ", ".join([text, *(f"{key} = {format_value(own[key])}" for key in own)])
 
     @property
     def weights(self) -> list[float]:

@@ -99,13 +99,11 @@ class Samples(ABC):
     def seek(self, position: int, *, bookmark: Any = None) -> None:  # noqa: B027
         """Prepare for samples from `position` on. bookmark: of this place, if there is one."""
 
-    def part(self) -> Part | None:
+    def part(self) -> Part | None:  # noqa: B027
         """Return how samples are made now; None: it can never change."""
-        return None
 
-    def begin(self, part: Part) -> None:
+    def begin(self, part: Part) -> None:  # noqa: B027
         """Make samples as `part` says, numbered from 0."""
-        raise NotImplementedError
 
     def tokens_after(self, count: int, *, whole: bool) -> list[int]:
         """Return where each source is after `count` samples of this part, as `Part.tokens`.

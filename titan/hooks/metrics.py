@@ -76,12 +76,10 @@ class Metrics(Hook):
         self.losses.clear()
         flops_per_token, phase = self._flops_per_token(trainer.phase), trainer.phase
         # Steps that are left, as multiples of one of this phase.
-        flops_left = sum(
-            max(0, p.last_step - max(trainer.step, p.first_step - 1))
-            * (p.tokens_per_step * self._flops_per_token(p))
-            for p in trainer.phases
-        )
-        steps_left = flops_left / (phase.tokens_per_step * flops_per_token)
+        flops = [p.tokens_per_step * self._flops_per_token(p) for p in trainer.phases]
+        left = (p.steps_after(trainer.step) for p in trainer.phases)
+        flops_left = sum(steps * each for steps, each in zip(left, flops, strict=True))
+        steps_left = flops_left / flops[phase.number - 1]
         window = trainer.timer.window(step=trainer.step, tokens=tokens, steps_left=steps_left)
         tflops = model_tflops(
             tokens_per_s=window.tokens_per_s,

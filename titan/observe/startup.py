@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
@@ -11,7 +10,7 @@ from typing import Any
 from rich.text import Text
 
 from titan.config.layout import AXES, Layout
-from titan.config.phases import Phase
+from titan.config.phases import phases_of
 from titan.config.schema import JobConfig
 from titan.config.task import reads_text
 from titan.hardware import MARGIN, Hardware
@@ -54,7 +53,6 @@ def startup_page(
     data: str = "",
     resume_step: int = 0,
     tokens_seen: int = 0,
-    phases: Sequence[Phase] = (),
     ranks_per_node: int = 0,
 ) -> StartupPage:
     """Return the page of a job.
@@ -63,7 +61,6 @@ def startup_page(
         data: what the run reads, of its task.
         resume_step: the step that the run continues from, 0 for a fresh run.
         tokens_seen: tokens trained on up to resume_step.
-        phases: of the run; empty: one, which is `config`.
         ranks_per_node: 0 if not known.
     """
     training = config.training
@@ -72,14 +69,13 @@ def startup_page(
     tokens = sequences * training.seq_len
     # A resumed run may have another batch size, so the tokens before it are counted, not computed.
     in_all = tokens_seen + max(0, training.steps - resume_step) * tokens
-    changes: dict[str, str] = {}
-    jobs = [config, *(phase.config for phase in phases[1:])]
+    phases = phases_of(config, dp=layout.dp)
     if len(phases) > 1:
-        after = (p.last_step - max(resume_step, p.first_step - 1) for p in phases)
-        left = zip(after, phases, strict=True)
-        in_all = tokens_seen + sum(max(0, steps) * p.tokens_per_step for steps, p in left)
-        changes = {f"phase {p.number}": describe_phase(p, of=len(phases)) for p in phases[1:]}
-    memory = max((estimate_memory(job, model_config, layout) for job in jobs), key=_total)
+        left = sum(p.steps_after(resume_step) * p.tokens_per_step for p in phases)
+        in_all = tokens_seen + left
+    # Of the phase that needs most.
+    memory = (estimate_memory(phase.config, model_config, layout) for phase in phases)
+    most = max(memory, key=lambda gib: gib["total"])
     return StartupPage(
         title=f"titan: {config.model.name} {config.model.flavor}, {_parameters(model_config)}",
         description=config.job.description,
@@ -92,33 +88,13 @@ def startup_page(
             f"{training.mixed_precision_reduce} gradient reduction, {_states(config)}",
             f"{_units(config)[1]} per step": f"{_factors(config, layout)} = {tokens:,}",
             "steps": f"{training.steps:,}{resumed}; {in_all:,} {_units(config)[1]} in all",
-            **changes,
+            **{f"phase {p.number}": str(p).partition(", ")[2] for p in phases[1:]},
             "schedule": _schedule(config),
-            "memory": _memory(memory, hardware),
+            "memory": _memory(most, hardware),
             "hardware": _hardware(config, device_name, hardware),
             "written to": _outputs(config, run_dir),
         },
     )
-
-
-def describe_phase(phase: Phase, *, of: int) -> str:
-    """Return what a phase of a run changes, in a line."""
-    training, own = phase.config.training, phase.section
-    parts = [
-        f"phase {phase.number} of {of}, steps {phase.first_step:,} to {phase.last_step:,}",
-        f"{phase.sequences:,} sequences of {training.seq_len:,} tokens in a step",
-    ]
-    if own is not None and own.weights is not None:
-        parts.append(f"data by weights {', '.join(f'{weight:g}' for weight in own.weights)}")
-    if own is not None and own.sets_rate:
-        begin = "" if own.lr_factor is None else f" from {own.lr_factor:g}"
-        floor = "" if own.min_lr_factor is None else f" to {own.min_lr_factor:g} of the peak"
-        parts.append(f"learning rate {own.decay_type or 'linear'}{begin}{floor}")
-    return "; ".join(parts)
-
-
-def _total(memory: dict[str, float]) -> float:
-    return memory["total"]
 
 
 def _model(model: ModelSizes) -> str:
