@@ -306,12 +306,7 @@ def _facts(config: JobConfig, layout: Layout, profile: Profile | None) -> dict[s
         "seq_len": training.seq_len,
         "tokens_per_step": sequences * training.seq_len,
         "phases": [
-            {
-                "about": str(phase),
-                "steps": phase.steps,
-                "tokens": phase.tokens,
-                "memory_gib": gib["total"],
-            }
+            {"about": str(phase), "memory_gib": gib["total"]}
             for phase, gib in zip(phases, memory, strict=True)
         ],
         "precision": training.compute_dtype,

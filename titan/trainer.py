@@ -31,7 +31,7 @@ from titan.async_scalars import AsyncScalars, to_device
 from titan.checks.rules import resolve_layout
 from titan.config.layout import AXES
 from titan.config.model import model_config
-from titan.config.phases import phases_of
+from titan.config.phases import Phase, phases_of
 from titan.config.quantize import eight_bit_sections, quantize_section
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
@@ -95,7 +95,7 @@ class Trainer:
         self.train_step = build_train_step(
             config, device=self.device, mesh=self.mesh, task=self.task
         )
-        self.enter_phase(1)
+        self._begin_phase(self.phases[0])
         # Groups of a mesh start with torch's limits. All of them exist now, and none has communicated yet.
         set_timeout(timedelta(seconds=config.comm.init_timeout_seconds))
         self.step = self.tokens_seen = 0
@@ -202,9 +202,13 @@ class Trainer:
     def enter_phase(self, step: int) -> bool:
         """Go on with the settings of the phase that a step belongs to. Return whether they are others than before."""
         # Steps past the end are of the last phase.
-        begun = [phase for phase in self.phases if phase.first_step <= max(step, 1)]
-        if (phase := begun[-1]) is self.phase:
-            return False
+        phase = [phase for phase in self.phases if phase.first_step <= max(step, 1)][-1]
+        if phase is not self.phase:
+            self._begin_phase(phase)
+            return True
+        return False
+
+    def _begin_phase(self, phase: Phase) -> None:
         self.phase, training = phase, phase.config.training
         accumulation = resolve_layout(phase.config, self.world_size).accumulation
         self.sequences_per_step = training.local_batch_size * self.layout.dp * accumulation
@@ -213,12 +217,11 @@ class Trainer:
             batch=training.local_batch_size,
             accumulation=accumulation,
             seq_len=training.seq_len,
-            weights=phase.weights,
+            weights=[source.weight for source in phase.config.data.sources],
         )
         self.train_step.change(phase.config)
         if hasattr(self, "timer"):
             self.timer.forget_mean()
-        return True
 
     def announce(self, text: str) -> None:
         """Report a decision in the log of every rank, on the console, in events.jsonl and in status.json."""
@@ -267,7 +270,7 @@ class Trainer:
         self.task, self.sizes = task_of(config), model_config(config.model)
         self.tokenizer = self.task.tokenizer
         self.dp_rank = axis_rank(self.mesh, "dp_replicate", "dp_shard")
-        self.phases, self.phase = phases_of(config, dp=self.layout.dp), None
+        self.phases = phases_of(config, dp=self.layout.dp)
         # Ranks that differ only in tp, cp or pp get the same samples.
         share = {"rank": self.dp_rank, "world": self.layout.dp}
         self.loader = self.task.loader(**share, accumulation=self.layout.accumulation)

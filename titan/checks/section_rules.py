@@ -9,17 +9,7 @@ from typing import Any
 
 from titan.checks.elastic_rules import check_groups
 from titan.config.base import LIMIT, Section
-from titan.config.errors import (
-    KeyPath,
-    RuleViolation,
-    around,
-    choose,
-    did_you_mean,
-    divisors,
-    either,
-    key_text,
-    neighbours,
-)
+from titan.config.errors import KeyPath, RuleViolation, choose, did_you_mean, key_text
 from titan.config.layout import CUDA_GRAPHS
 from titan.config.loss import check_loss
 from titan.config.model import family, resolve_model
@@ -168,11 +158,9 @@ def _phases(config: JobConfig) -> Iterator[RuleViolation]:
         # Where the job's own length does not fit, the phase has the line that was added.
         other = config.training.seq_len if length == longest else longest
         if length and max(length, other) % min(length, other):
-            near = around(length, other) if length > other else neighbours(length, divisors(other))
-            rule = (
-                f"the longest length of the job, {longest}, must be a multiple of every other one"
-            )
-            yield f"{key}.seq_len", f"{length} does not fit {other}: {rule}; use {either(near)}"
+            rule = f"the longest, {longest}, must be a multiple of every other length of the job"
+            fix = f"use a multiple or a divisor of {other}"
+            yield f"{key}.seq_len", f"{length} does not fit {other}: {rule}; {fix}"
     if config.phase and config.fault_tolerance.enable:
         yield "phase[0]", "replica groups train one phase; set fault_tolerance.enable = false"
     if config.phase and config.simulator.twin:

@@ -187,24 +187,15 @@ def _check_sequence(config: JobConfig, model: Any, world_size: int) -> Iterator[
 def _check_phases(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:
     """Check the order of phases. Which step a number of tokens is depends on the ranks. The first mistake shifts all that follow."""
     dp = config.parallelism.data_parallel_replicate_degree * _shard_degree(config, world_size)
-    for before, phase in pairwise(phases_of(config, dp=dp) if config.phase else ()):
-        first, of = phase.section, f"phase {before.number}"
-        if first is None or (first.from_step is None) == (first.from_tokens is None):
-            return  # the rules report it
-        unit, value = (
-            ("step", first.from_step) if first.from_step else ("tokens", first.from_tokens)
-        )
-        key, value = f"phase[{before.number - 1}].from_{unit}", f"{value:,}"
+    for before, phase in pairwise(phases_of(config, dp=dp)):
+        key, steps = f"phase[{before.number - 1}]", config.training.steps
         if phase.first_step <= before.first_step:
-            begin = f"step {before.first_step:,}, after {before.first_token:,} tokens"
-            yield (
-                key,
-                f"{value} is not after the first step of {of} ({begin}); put the tables in order",
-            )
+            begin = f"at step {before.first_step:,}, after {before.first_token:,} tokens"
+            yield key, f"begins before phase {before.number} ({begin}); put the tables in order"
             return
-        if phase.first_step > config.training.steps:
-            end = f"the run ends at training.steps = {config.training.steps:,}"
-            yield key, f"begins at step {phase.first_step:,}, but {end}; raise that, or remove this"
+        if phase.first_step > steps:
+            end = f"the run ends at training.steps = {steps:,}"
+            yield key, f"begins at step {phase.first_step:,}, but {end}; raise that, or remove it"
             return
 
 

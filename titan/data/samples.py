@@ -76,12 +76,9 @@ class BlendSamples(Samples):
         self._starts = np.array([-(-tokens // part.seq_len) for tokens in part.tokens])
 
     def tokens_after(self, count: int, *, whole: bool) -> list[int]:
-        rows = self._starts + self._blend.consumed(count)
-        tokens = (rows * self._part.seq_len).tolist()
-        if whole:
-            pairs = zip(self._parts, tokens, strict=True)
-            tokens = [source.round_up(number) for source, number in pairs]
-        return tokens
+        tokens = ((self._starts + self._blend.consumed(count)) * self._part.seq_len).tolist()
+        pairs = zip(self._parts, tokens, strict=True)
+        return [source.round_up(number) if whole else number for source, number in pairs]
 
     def seek(self, position: int, *, bookmark: Any = None) -> None:
         # A source alone has a bookmark without a list.
@@ -108,16 +105,11 @@ class BlendSamples(Samples):
         return np.stack([rows[slot] for slot in range(len(indices))])
 
 
-def build_samples(
-    sources: Sequence[s.Section], *, options: SampleOptions, changes: bool = False
-) -> Samples:
-    """Return the samples of one source, or the blend of several by their weights. Raises DataError.
-
-    changes: whether lengths or weights change in the run, for which one source is a blend, too.
-    """
+def build_samples(sources: Sequence[s.Section], *, options: SampleOptions) -> Samples:
+    """Return the samples of one source, or the blend of several by their weights. Raises DataError."""
     # Numbered, so that two sources of equal text get different orders.
     parts = [_open_source(source, number, options) for number, source in enumerate(sources)]
-    if len(parts) == 1 and not changes:
+    if len(parts) == 1 and not options.longest:
         return parts[0]
     weights = [getattr(source, "weight", 1.0) for source in sources]
     key = derive_key(options.seed, options.split, "blend")

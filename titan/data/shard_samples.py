@@ -41,7 +41,7 @@ class SampleOptions:
     world: int = 1
     """Data-parallel ranks. Each reads a part of a stream."""
     longest: int = 0
-    """Tokens of the longest sequence of the run, of which every length is a divisor. 0: all are of seq_len."""
+    """Tokens of the longest sequence of a run with phases, of which every length is a divisor. 0: a run of one phase."""
 
     @property
     def spec(self) -> TokenizationSpec:

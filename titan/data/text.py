@@ -68,10 +68,9 @@ def training_samples(
         seed=config.debug.seed,
         rank=rank,
         world=world,
-        longest=longest_sequence(config),
+        longest=longest_sequence(config) if config.phase else 0,
     )
-    changes = any(phase.seq_len or phase.weights for phase in config.phase)
-    return build_samples(_training_sources(config), options=options, changes=changes)
+    return build_samples(_training_sources(config), options=options)
 
 
 def validation_samples(

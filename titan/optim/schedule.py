@@ -28,21 +28,20 @@ def learning_rate_factor(
     """Return the share of the peak learning rate for step 1, 2, ... total_steps: of `[lr_scheduler]`, until a phase begins a
     schedule of its own, which lasts until the next one or to the end."""
     changes = [phase for phase in phases if phase.section is not None and phase.section.sets_rate]
-    ends = [*(phase.first_step for phase in changes[1:]), total_steps + 1]
-    until = min([step, *(phase.first_step for phase in changes[:1])])
+    firsts = [*(phase.first_step for phase in changes), total_steps + 1]
+    until = min(step, firsts[0]) if changes else step
     factor = _scheduled(until, section=section, total_steps=total_steps)
-    for phase, end in zip(changes, ends, strict=False):
+    for phase, end in zip(changes, firsts[1:], strict=True):
         own = phase.section
         if own is None or step < phase.first_step:
             break
-        begin = factor if own.lr_factor is None else own.lr_factor
-        kind = own.decay_type or ("constant" if own.min_lr_factor is None else "linear")
-        progress = (min(step, end) - phase.first_step) / max(end - phase.first_step, 1)
         # At the end of its schedule, the factor is where the next one goes on.
-        factor = begin
+        factor = factor if own.lr_factor is None else own.lr_factor
+        kind = own.decay_type or ("constant" if own.min_lr_factor is None else "linear")
         if kind != "constant":
             floor = own.min_lr_factor or 0.0
-            factor = floor + (begin - floor) * _shape(kind, progress)
+            progress = (min(step, end) - phase.first_step) / (end - phase.first_step)
+            factor = floor + (factor - floor) * _shape(kind, progress)
     return factor
 
 
