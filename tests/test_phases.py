@@ -17,7 +17,9 @@ from tests.support.ranks import Pool
 from tests.support.runs import Run, logged_rows, same_tensors, saved_tensors
 from tests.support.trainers import PoolTrainer, Trainer
 from titan.checks.rules import check_to_run
+from titan.config.model import model_config
 from titan.config.schema import JobConfig
+from titan.observe.clock import StepTimer
 
 STEPS = 10
 # A larger batch, then longer sequences of another blend, in which the rate falls to a tenth.
@@ -42,6 +44,9 @@ BASE = with_changes(
 )
 
 
+FLOPS = model_config(any_job(base=BASE).model).flops_per_token
+
+
 def job(folder: Path | str, **changes: Any) -> JobConfig:
     config = any_job(folder, base=BASE, **changes)
     return JobConfig.model_validate(config.model_dump() | {"phase": PHASES})
@@ -61,10 +66,16 @@ def numbers(folder: Path) -> list[tuple[float, ...]]:
     return [tuple(row[name] for name in names) for row in logged_rows(folder)]
 
 
+steps_left: list[float] = []  # of the whole run, as its timer is told them
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("phases") / "whole"
-    finish(job(folder))
+    folder, window = tmp_path_factory.mktemp("phases") / "whole", StepTimer.window
+    with pytest.MonkeyPatch.context() as patch:
+        note = lambda timer, **how: steps_left.append(how["steps_left"]) or window(timer, **how)  # noqa: E731
+        patch.setattr(StepTimer, "window", note)
+        finish(job(folder))
     return folder
 
 
@@ -75,8 +86,10 @@ def test_each_phase_has_its_batch_its_length_and_its_rate(whole: Path) -> None:
     assert [row["tokens"] for row in rows] == [sum(tokens[: n + 1]) for n in range(STEPS)]
     rates = [0.5, *[1.0] * 6, 0.775, 0.55, 0.325]
     assert [row["lr"] for row in rows] == pytest.approx([1e-3 * rate for rate in rates])
-    # A step of the last phase takes more than twice the FLOPs of one in the phase before.
-    assert rows[-1]["eta_s"] == 0 and rows[5]["eta_s"] > 8 * rows[5]["step_s"]
+    # A step of the last phase has more than twice the FLOPs of one before, which has twice those of the first.
+    flops = [4 * 32 * FLOPS(32), 8 * 32 * FLOPS(32), 8 * 64 * FLOPS(64)]
+    left = [(2 * flops[0] + 3 * flops[1] + 4 * flops[2]) / flops[0], 4 * flops[2] / flops[1], 0]
+    assert [steps_left[n] for n in (0, 5, 9)] == pytest.approx(left)
     data = json.loads((whole / "checkpoint" / f"step-{STEPS}" / "titan.json").read_text())["data"]
     assert data["part"]["first"] == 36 and data["part"]["weights"] == [1.0, 0.0]
     events = (whole / "events.jsonl").read_text()

@@ -161,10 +161,6 @@ class Run(Protocol):
     def hook(self, kind: type[_Hook]) -> _Hook | None:
         """Return the first hook of a class, or None."""
 
-    def enter_phase(self, step: int) -> bool:
-        """Go on with the settings of the phase that a step belongs to. Return whether they are others than before."""
-        ...
-
     def announce(self, text: str) -> None:
         """Report a decision in the log of every rank, on the console, in events.jsonl and in status.json."""
 

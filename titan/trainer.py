@@ -50,6 +50,7 @@ from titan.parallel.float8 import require_hardware, table
 from titan.parallel.init_distributed import start_process_group
 from titan.parallel.mesh import axis_rank
 from titan.parallel.torch_compat import set_timeout
+from titan.phases import enter_phase
 from titan.run_folder import open_rank_log, write_environment, write_status
 from titan.task import task_of
 from titan.train_step import build_train_step
@@ -60,6 +61,11 @@ _Hook = TypeVar("_Hook", bound=Hook)
 
 class Trainer:
     """Run one rank of a training run."""
+
+    # Of the newest step; titan/phases.py sets them.
+    phase: Phase
+    sequences_per_step: int
+    tokens_per_step: int
 
     def __init__(
         self,
@@ -95,7 +101,7 @@ class Trainer:
         self.train_step = build_train_step(
             config, device=self.device, mesh=self.mesh, task=self.task
         )
-        self._begin_phase(self.phases[0])
+        enter_phase(self, 1)
         # Groups of a mesh start with torch's limits. All of them exist now, and none has communicated yet.
         set_timeout(timedelta(seconds=config.comm.init_timeout_seconds))
         self.step = self.tokens_seen = 0
@@ -136,8 +142,7 @@ class Trainer:
         for hook in self.hooks:
             hook.step_begin()
         step = self.step  # a hook may have taken over the state of another group
-        if self.enter_phase(step):
-            self.announce(str(self.phase))
+        enter_phase(self, step)
         if step % self.config.training.gc_freq == 0:
             gc.collect(1)
         with self.timer.data_wait():
@@ -196,32 +201,7 @@ class Trainer:
     def logs_this_step(self) -> bool:
         """Return whether this step writes a row of metrics. The last of a phase does, so that no row has steps of two."""
         every = self.config.metrics.log_freq
-        ends = (self.last_step, self.phase.last_step)
-        return self.step == 1 or self.step in ends or self.step % every == 0
-
-    def enter_phase(self, step: int) -> bool:
-        """Go on with the settings of the phase that a step belongs to. Return whether they are others than before."""
-        # Steps past the end are of the last phase.
-        phase = [phase for phase in self.phases if phase.first_step <= max(step, 1)][-1]
-        if phase is not self.phase:
-            self._begin_phase(phase)
-            return True
-        return False
-
-    def _begin_phase(self, phase: Phase) -> None:
-        self.phase, training = phase, phase.config.training
-        accumulation = resolve_layout(phase.config, self.world_size).accumulation
-        self.sequences_per_step = training.local_batch_size * self.layout.dp * accumulation
-        self.tokens_per_step = self.sequences_per_step * training.seq_len
-        self.loader.change(
-            batch=training.local_batch_size,
-            accumulation=accumulation,
-            seq_len=training.seq_len,
-            weights=[source.weight for source in phase.config.data.sources],
-        )
-        self.train_step.change(phase.config)
-        if hasattr(self, "timer"):
-            self.timer.forget_mean()
+        return self.step in (1, self.last_step, self.phase.last_step) or self.step % every == 0
 
     def announce(self, text: str) -> None:
         """Report a decision in the log of every rank, on the console, in events.jsonl and in status.json."""

@@ -14,6 +14,7 @@ from titan.sim.search.variants import simulate_variants
 JOB = """
 [model]
 flavor = "tiny"
+overrides = {n_layers = 2}
 [training]
 steps = 1000
 seq_len = 256
@@ -27,15 +28,16 @@ from_step = 501
 seq_len = 2048
 local_batch_size = 1
 """
+LONG = [
+    "--training.global_batch_size=8",
+    "--training.seq_len=2048",
+    "--training.local_batch_size=1",
+]
+# Steps and sequences of each phase, and the plain job's options that make it that phase.
 ALONE = [
     (100, 4, ["--training.steps=100"]),
     (400, 8, ["--training.steps=400", "--training.global_batch_size=8"]),
-    (
-        500,
-        8,
-        ["--training.steps=500", "--training.global_batch_size=8"]
-        + ["--training.seq_len=2048", "--training.local_batch_size=1"],
-    ),
+    (500, 8, ["--training.steps=500", *LONG]),
 ]
 WHERE = ["--world-size", "2", "--hardware", "h100-sxm"]
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from titan.checks.elastic_rules import check_groups
+from titan.checks.phase_rules import check_phases
 from titan.config.base import LIMIT, Section
 from titan.config.errors import KeyPath, RuleViolation, choose, did_you_mean, key_text
 from titan.config.layout import CUDA_GRAPHS
 from titan.config.loss import check_loss
 from titan.config.model import family, resolve_model
-from titan.config.phases import longest_sequence
 from titan.config.quantize import check_converters, grouped_section, lacks_units
 from titan.config.schema import (
     ActivationCheckpointSection,
@@ -137,34 +137,6 @@ def _training(config: JobConfig) -> Iterator[RuleViolation]:
         yield "seq_len", f"{size} in one forward pass; use at most {LIMIT:,}"
     if (training.mixed_precision_param, training.mixed_precision_reduce) == ("float32", "bfloat16"):
         yield "mixed_precision_reduce", 'would round float32 gradients; use "float32"'
-
-
-def _phases(config: JobConfig) -> Iterator[RuleViolation]:
-    count, longest, is_text = len(config.data.sources), longest_sequence(config), reads_text(config)
-    for number, phase in enumerate(config.phase):
-        key, length, weights = f"phase[{number}]", phase.seq_len, phase.weights
-        if (phase.from_step is None) == (phase.from_tokens is None):
-            yield key, "set either from_step or from_tokens, to say where it begins"
-        if not phase.model_dump(exclude_none=True, exclude={"from_step", "from_tokens"}):
-            yield key, "changes nothing; set what it changes, such as seq_len, or remove it"
-        if not is_text and (length or weights):
-            yield key, "the task reads no text; only batch sizes and the learning rate can change"
-        if length and is_text and config.data.packing == "best_fit":
-            reason = "best-fit rows have one length in a run"
-            yield f"{key}.seq_len", f'{reason}; set data.packing = "cut"'
-        if weights is not None and (len(weights) != count or not any(weights)):
-            reason = f"expected {count} weights, one for each of data.sources"
-            yield f"{key}.weights", f"{reason}, of which one or more are above 0"
-        # Where the job's own length does not fit, the phase has the line that was added.
-        other = config.training.seq_len if length == longest else longest
-        if length and max(length, other) % min(length, other):
-            rule = f"the longest, {longest}, must be a multiple of every other length of the job"
-            fix = f"use a multiple or a divisor of {other}"
-            yield f"{key}.seq_len", f"{length} does not fit {other}: {rule}; {fix}"
-    if config.phase and config.fault_tolerance.enable:
-        yield "phase[0]", "replica groups train one phase; set fault_tolerance.enable = false"
-    if config.phase and config.simulator.twin:
-        yield "simulator.twin", "simulates one phase, and this job has several; use false"
 
 
 def _optimizer(config: JobConfig) -> Iterator[RuleViolation]:
@@ -455,7 +427,7 @@ RULES: tuple[tuple[str, Callable[[JobConfig], Iterator[RuleViolation]]], ...] = 
     ("data", _data),
     ("validation", _validation),
     ("training", _training),
-    ("phase", _phases),
+    ("phase", check_phases),
     ("optimizer", _optimizer),
     ("optimizer", _early_step),
     ("model", check_converters),

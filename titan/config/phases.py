@@ -25,7 +25,6 @@ class Phase:
     Args:
         number: 1, 2, ...
         first_step: counted from 1, as in the run.
-        first_token: tokens of the steps before it.
         sequences: of a step, over all ranks.
         section: the table that begins the phase; None: the first phase, which none begins.
         config: the job with the settings of this phase, whose `training.steps` are its own.
@@ -33,7 +32,6 @@ class Phase:
 
     number: int
     first_step: int
-    first_token: int
     sequences: int
     section: PhaseSection | None
     config: JobConfig
@@ -102,21 +100,19 @@ def phases_of(config: JobConfig, *, dp: int) -> list[Phase]:
     """Return the phases of a job on `dp` data-parallel ranks, of which a job without `[[phase]]` has one."""
     phases: list[Phase] = []
     for section, job in zip([None, *config.phase], jobs_of(config), strict=True):
-        training, first_step, first_token = job.training, 1, 0
+        training, first_step = job.training, 1
         if section is not None:
             before = phases[-1]
             first_step = section.from_step or before.first_step + 1
             if section.from_tokens is not None:
                 # The first step before which so many tokens are trained on.
-                steps = -((before.first_token - section.from_tokens) // before.tokens_per_step)
-                first_step = before.first_step + steps
-            before = phases[-1] = _ending(before, first_step)
-            first_token = before.first_token + before.tokens
+                missing = section.from_tokens - sum(phase.tokens for phase in phases[:-1])
+                first_step = before.first_step - (-missing // before.tokens_per_step)
+            phases[-1] = _ending(before, first_step)
         size = training.global_batch_size
         phase = Phase(
             number=len(phases) + 1,
             first_step=first_step,
-            first_token=first_token,
             sequences=training.local_batch_size * dp if size == -1 else size,
             section=section,
             config=job,

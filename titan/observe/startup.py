@@ -69,7 +69,9 @@ def startup_page(
     tokens = sequences * training.seq_len
     # A resumed run may have another batch size, so the tokens before it are counted, not computed.
     phases = phases_of(config, dp=layout.dp)
-    in_all = tokens_seen + sum(p.steps_after(resume_step) * p.tokens_per_step for p in phases)
+    in_all = tokens_seen + max(0, training.steps - resume_step) * tokens
+    if len(phases) > 1:
+        in_all = tokens_seen + sum(p.steps_after(resume_step) * p.tokens_per_step for p in phases)
     # Of the phase that needs most.
     memory = (estimate_memory(phase.config, model_config, layout) for phase in phases)
     most = max(memory, key=lambda gib: gib["total"])

@@ -12,6 +12,8 @@ from titan.sim.report.imbalance import simulate_with_limit
 from titan.sim.report.text import columns, duration, utilization
 from titan.sim.simulate import Facts, Simulation, facts
 
+_FIGURES = ("step_time_s", "tokens_per_s_per_gpu", "mfu", "mfu_dtype", "fits", "tight")
+
 
 def simulate_phases(
     config: JobConfig, *, world_size: int, **how: Any
@@ -29,9 +31,9 @@ def phase_rows(parts: Sequence[tuple[Phase, Simulation]]) -> list[Facts]:
     rows = []
     for phase, simulation in parts:
         found = facts(simulation)
-        names = ("step_time_s", "tokens_per_s_per_gpu", "mfu", "mfu_dtype", "fits", "tight")
         rows.append(
-            {
+            {name: found[name] for name in _FIGURES}
+            | {
                 "first_step": phase.first_step,
                 "steps": phase.steps,
                 "tokens": phase.tokens,
@@ -39,7 +41,6 @@ def phase_rows(parts: Sequence[tuple[Phase, Simulation]]) -> list[Facts]:
                 "seq_len": phase.config.training.seq_len,
                 "seconds": phase.steps * found["step_time_s"],
                 "needed_gib": found["memory"]["needed_gib"],
-                **{name: found[name] for name in names},
             }
         )
     return rows
