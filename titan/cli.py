@@ -277,12 +277,15 @@ def _is_datasheet(hardware: str) -> bool:
 def _facts(config: JobConfig, layout: Layout, profile: Profile | None) -> dict[str, Any]:
     """Return the answer of `titan check` as data. A profile of the simulator replaces the job's hardware."""
     from titan.config.model import model_config
+    from titan.config.phases import phases_of
     from titan.config.torchtitan import differences
     from titan.hardware import MARGIN, by_name
     from titan.observe.estimate import estimate_memory
 
     model, training = model_config(config.model), config.training
-    memory_gib = estimate_memory(config, model, layout)
+    phases = phases_of(config, dp=layout.dp)
+    memory = [estimate_memory(phase.config, model, layout) for phase in phases]
+    memory_gib = max(memory, key=lambda gib: gib["total"])  # of the phase that needs most
     named = config.hardware.name != "auto"
     hardware = profile or (by_name(config.hardware.name) if named else None)
     available_gib = hardware.memory_gib if hardware else None
@@ -302,6 +305,10 @@ def _facts(config: JobConfig, layout: Layout, profile: Profile | None) -> dict[s
         "global_batch_size": sequences,
         "seq_len": training.seq_len,
         "tokens_per_step": sequences * training.seq_len,
+        "phases": [
+            {"about": str(phase), "memory_gib": gib["total"]}
+            for phase, gib in zip(phases, memory, strict=True)
+        ],
         "precision": training.compute_dtype,
         "differences": differences(config),
         "memory_gib": memory_gib,
@@ -334,11 +341,15 @@ def _page(facts: dict[str, Any], judged: dict[str, Any]) -> str:
     holds = "the simulation below holds" if "simulation" in judged else "not measured"
     differs = [f"    {line}" for line in facts["differences"]]
     memory = [f"    {name:<12} {gib:10.3f}" for name, gib in facts["memory_gib"].items()]
+    # The step above is the first phase's.
+    phases = [f"{p['about']}; {p['memory_gib']:.1f} GiB" for p in facts["phases"]]
+    phases = [f"         {line}" for line in phases] * (len(phases) > 1)
     return "\n".join(
         [
             f"model    {model['name']} {model['flavor']}, {model['parameters']:,} parameters{active}",
             f"layout   {facts['world_size']} ranks = {axes}",
             f"step     {batch} = {facts['tokens_per_step']:,} tokens",
+            *phases,
             f"memory   GiB on the fullest rank, in {facts['precision']}, by formula ({holds})",
             *memory,
             *(["differs  from TorchTitan v0.2.2 with the same file:"] if differs else []),

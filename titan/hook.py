@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan.async_scalars import AsyncScalars
 from titan.config.layout import Layout
+from titan.config.phases import Phase
 from titan.config.schema import JobConfig
 from titan.data.base import TensorBatch
 from titan.data.loader import Loader
@@ -132,6 +133,9 @@ class Run(Protocol):
     timer: StepTimer
     console: Console
     events: EventLog
+
+    phases: list[Phase]
+    phase: Phase  # that the newest step belongs to
 
     step: int  # the one that runs, or the last that is done
     first_step: int  # of this start

@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan.config.layout import stage_split
 from titan.config.model import family as import_family
 from titan.config.model import model_config
+from titan.config.phases import longest_sequence, phases_of
 from titan.config.schema import CompileSection, JobConfig
 from titan.loss import leave_output_to_loss
 from titan.optim.average import WeightAverage
@@ -142,6 +143,7 @@ class TrainStep:
         # Kept, because a walk over the modules costs a small model a hundredth of its step.
         self.parameters = [p for part in self.model_parts for p in part.parameters()]
         self.num_replicas = axis_size(self.mesh, "dp_replicate", "dp_shard")  # of the data
+        self.phases = phases_of(self.config, dp=self.num_replicas)
         float8 = self.config.quantize.linear.float8
         # Under TP always: FSDP alone would take the maximum of a rank's part, and the numbers would depend on the layout.
         self.precompute_scales = gathers_float8(self.config, self.mesh) and (
@@ -243,11 +245,20 @@ class TrainStep:
     def set_learning_rate(self, step: int) -> float:
         """Set each group's learning rate for a step, its own peak times the schedule; returns that of the first."""
         factor = learning_rate_factor(
-            step, section=self.config.lr_scheduler, total_steps=self.config.training.steps
+            step,
+            section=self.config.lr_scheduler,
+            total_steps=self.config.training.steps,
+            phases=self.phases,
         )
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
         return self.optimizer.param_groups[0]["lr"]
+
+    def change(self, config: JobConfig) -> None:
+        """Go on with the batch and the sequences of another phase's job (titan/config/phases.py)."""
+        if self.pipeline is not None:
+            num_layers = model_config(config.model).n_layers
+            self.pipeline.change(stage_split(config, num_layers=num_layers).schedule)
 
     def _clip(self) -> Tensor:
         """Clip the gradients by their global norm and return it. Early steps have used them up, and only have the norm."""
@@ -388,7 +399,7 @@ def build_whole_model(config: JobConfig, mesh: DeviceMesh) -> tuple[Any, list[Co
         model = family.build_model(sizes)
         # Rotations of all positions are computed once for the run, where the family can.
         if (reserve := getattr(model, "reserve_positions", None)) is not None:
-            reserve(max(config.training.seq_len, config.validation.seq_len or 0))
+            reserve(max(longest_sequence(config), config.validation.seq_len or 0))
     # Before the split: which layers are converted is decided for the whole model.
     float8 = convert_to_float8(
         model,

@@ -2,7 +2,7 @@
 
     set-up   process group, mesh, data, program (model, parallelism, optimizer), hooks
     start    hooks resume from a checkpoint; console, clock and event log open; hooks start
-    loop     next batch -> train_step -> hooks
+    loop     next batch -> train_step -> hooks; a step may begin a phase (titan/config/phases.py)
     end      status.json records how the run ended
 
 The host reads the numbers of one step while the device works on the next. On a CPU that would gain nothing, so there it
@@ -31,6 +31,7 @@ from titan.async_scalars import AsyncScalars, to_device
 from titan.checks.rules import resolve_layout
 from titan.config.layout import AXES
 from titan.config.model import model_config
+from titan.config.phases import Phase, phases_of
 from titan.config.quantize import eight_bit_sections, quantize_section
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
@@ -49,6 +50,7 @@ from titan.parallel.float8 import require_hardware, table
 from titan.parallel.init_distributed import start_process_group
 from titan.parallel.mesh import axis_rank
 from titan.parallel.torch_compat import set_timeout
+from titan.phases import enter_phase
 from titan.run_folder import open_rank_log, write_environment, write_status
 from titan.task import task_of
 from titan.train_step import build_train_step
@@ -59,6 +61,11 @@ _Hook = TypeVar("_Hook", bound=Hook)
 
 class Trainer:
     """Run one rank of a training run."""
+
+    # Of the newest step; titan/phases.py sets them.
+    phase: Phase
+    sequences_per_step: int
+    tokens_per_step: int
 
     def __init__(
         self,
@@ -94,6 +101,7 @@ class Trainer:
         self.train_step = build_train_step(
             config, device=self.device, mesh=self.mesh, task=self.task
         )
+        enter_phase(self, 1)
         # Groups of a mesh start with torch's limits. All of them exist now, and none has communicated yet.
         set_timeout(timedelta(seconds=config.comm.init_timeout_seconds))
         self.step = self.tokens_seen = 0
@@ -134,6 +142,7 @@ class Trainer:
         for hook in self.hooks:
             hook.step_begin()
         step = self.step  # a hook may have taken over the state of another group
+        enter_phase(self, step)
         if step % self.config.training.gc_freq == 0:
             gc.collect(1)
         with self.timer.data_wait():
@@ -190,9 +199,9 @@ class Trainer:
 
     @property
     def logs_this_step(self) -> bool:
-        """Return whether this step writes a row of metrics."""
+        """Return whether this step writes a row of metrics. The last of a phase does, so that no row has steps of two."""
         every = self.config.metrics.log_freq
-        return self.step in (1, self.last_step) or self.step % every == 0
+        return self.step in (1, self.last_step, self.phase.last_step) or self.step % every == 0
 
     def announce(self, text: str) -> None:
         """Report a decision in the log of every rank, on the console, in events.jsonl and in status.json."""
@@ -237,14 +246,11 @@ class Trainer:
         flight_recorder.name_axes(self.mesh)
 
     def _build_data(self) -> None:
-        config, training = self.config, self.config.training
+        config = self.config
         self.task, self.sizes = task_of(config), model_config(config.model)
         self.tokenizer = self.task.tokenizer
         self.dp_rank = axis_rank(self.mesh, "dp_replicate", "dp_shard")
-        self.sequences_per_step = (
-            training.local_batch_size * self.layout.dp * self.layout.accumulation
-        )
-        self.tokens_per_step = self.sequences_per_step * training.seq_len
+        self.phases = phases_of(config, dp=self.layout.dp)
         # Ranks that differ only in tp, cp or pp get the same samples.
         share = {"rank": self.dp_rank, "world": self.layout.dp}
         self.loader = self.task.loader(**share, accumulation=self.layout.accumulation)

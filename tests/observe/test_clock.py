@@ -33,6 +33,9 @@ def test_eta_forgets_the_slow_first_window_then_smooths() -> None:
         clock.now_s += 10 * step_s
         etas_s.append(timer.window(step=step, tokens=1).eta_s)
     assert etas_s == pytest.approx([90 * 9.0, 80 * 1.0, 70 * (0.7 * 1.0 + 0.3 * 2.0)])
+    timer.forget_mean()  # steps have another size from here on
+    clock.now_s += 10 * 5.0
+    assert timer.window(step=40, tokens=1, steps_left=30.5).eta_s == pytest.approx(30.5 * 5.0)
 
 
 def test_windows_do_not_leak_into_each_other() -> None:

@@ -34,6 +34,7 @@ from titan.checkpoint.huggingface import (
 from titan.checkpoint.storage import LocalStorage
 from titan.checkpoint.tensors import StateDict
 from titan.config.model import model_config
+from titan.config.phases import longest_sequence
 from titan.config.schema import JobConfig
 from titan.data.tokenizer import Tokenizer
 from titan.data.tokenizer_files import read_asset, tokenizer_files, tokenizer_path
@@ -77,7 +78,7 @@ class Export:
             file_bytes,
             bos_id=tokenizer and tokenizer.bos_id,
             eos_id=tokenizer and tokenizer.eos_id,
-            seq_len=config.training.seq_len,
+            seq_len=longest_sequence(config),
             assets=tokenizer_files(tokenizer_path(config)) if tokenizer else [],
         )
 

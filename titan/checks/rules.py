@@ -20,6 +20,7 @@ from titan.checks.section_rules import RULES
 from titan.config.errors import ConfigError, Problem, violations_of
 from titan.config.layout import Layout, check_layout, resolve_layout
 from titan.config.load import load_from_argv, print_warnings
+from titan.config.phases import later_jobs
 from titan.config.schema import JobConfig
 from titan.hardware import count_accelerators
 from titan.optim.schedule import phases
@@ -96,12 +97,14 @@ def _problems(
 
 
 def check(config: JobConfig) -> list[Problem]:
-    """Return everything about the config that is wrong for any number of ranks."""
-    return [
-        config.source_map.problem(key if "." in key else f"{section}.{key}", message)
+    """Return everything about the config that is wrong for any number of ranks, in any of its phases."""
+    problems = [
+        job.source_map.problem(key if "." in key or "[" in key else f"{section}.{key}", message)
+        for job in [config, *later_jobs(config)]
         for section, rule in RULES
-        for key, message in violations_of(rule, config)
+        for key, message in violations_of(rule, job)
     ]
+    return [*dict.fromkeys(problems)]  # most rules find the same in each phase
 
 
 def advise(config: JobConfig, *, device: str | None = None) -> list[str]:

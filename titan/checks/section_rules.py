@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.checks.elastic_rules import check_groups
+from titan.checks.phase_rules import check_phases
 from titan.config.base import LIMIT, Section
 from titan.config.errors import KeyPath, RuleViolation, choose, did_you_mean, key_text
 from titan.config.layout import CUDA_GRAPHS
@@ -426,6 +427,7 @@ RULES: tuple[tuple[str, Callable[[JobConfig], Iterator[RuleViolation]]], ...] = 
     ("data", _data),
     ("validation", _validation),
     ("training", _training),
+    ("phase", check_phases),
     ("optimizer", _optimizer),
     ("optimizer", _early_step),
     ("model", check_converters),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -28,6 +29,7 @@ from .errors import (
     violations_of,
 )
 from .model import check_split, is_plug_in, resolve_model
+from .phases import later_jobs, phases_of
 from .schema import JobConfig
 
 # Modes of torch.compile that replay CUDA graphs.
@@ -104,11 +106,16 @@ def check_layout(config: JobConfig, *, world_size: int) -> list[Problem]:
         ]
 
     # If the degrees themselves are wrong, what follows from them is no help.
-    violations = check(_check_world) or check(_check_batch, _check_sequence, _check_stages)
+    violations = check(_check_world) or check(
+        _check_batch, _check_sequence, _check_stages, _check_phases
+    )
     violations += check(_check_matrices, _check_experts, _check_units, _check_graphs)
     # Only for a layout that is right, since this builds the model.
     violations = violations or check(_check_plug_in)
-    return [config.source_map.problem(key, message) for key, message in violations]
+    problems = [config.source_map.problem(key, message) for key, message in violations]
+    for job in later_jobs(config):
+        problems += check_layout(job, world_size=world_size)
+    return [*dict.fromkeys(problems)]
 
 
 def _degrees(config: JobConfig) -> dict[str, int]:
@@ -175,6 +182,21 @@ def _check_sequence(config: JobConfig, model: Any, world_size: int) -> Iterator[
     for key, length in lengths.items():
         if length % (chunks * cp * tp):
             yield key, _not_a_multiple(length, chunks * cp * tp, unit)
+
+
+def _check_phases(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:
+    """Check the order of phases. Which step a number of tokens is depends on the ranks. The first mistake shifts all that follow."""
+    dp = config.parallelism.data_parallel_replicate_degree * _shard_degree(config, world_size)
+    for before, phase in pairwise(phases_of(config, dp=dp)):
+        key, steps = f"phase[{before.number - 1}]", config.training.steps
+        if phase.first_step <= before.first_step:
+            begin = f"phase {before.number}, whose first step is {before.first_step:,}"
+            yield key, f"does not begin after {begin}; put the tables in order"
+            return
+        if phase.first_step > steps:
+            end = f"the run ends at training.steps = {steps:,}"
+            yield key, f"begins at step {phase.first_step:,}, but {end}; raise that, or remove it"
+            return
 
 
 def _check_plug_in(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:

@@ -11,7 +11,7 @@ from .schema import JobConfig
 from .toml import KeyPath, format_value, tomllib
 
 # Settings that decide which samples follow and what is done with them. Layouts and limits may change at a resume.
-_SECTIONS = ("task", "tokenizer", "optimizer", "lr_scheduler", "data")
+_SECTIONS = ("task", "tokenizer", "optimizer", "lr_scheduler", "data", "phase")
 _KEYS = {
     ("debug", "seed"),
     ("loss", "name"),

@@ -43,6 +43,7 @@ from .schema_run import (
     MetricsSection,
     MoESection,
     ParallelismSection,
+    PhaseSection,
     ProfilingSection,
     QuantizeSection,
     ValidationSection,
@@ -404,6 +405,7 @@ class JobConfig(Section):
     lr_scheduler: LRSchedulerSection = LRSchedulerSection()
     training: TrainingSection = TrainingSection()
     data: DataSection = DataSection()
+    phase: list[PhaseSection] = []
     loss: LossSection = LossSection()
     parallelism: ParallelismSection = ParallelismSection()
     checkpoint: CheckpointSection = CheckpointSection()

@@ -1,5 +1,5 @@
-"""Say what the loader asks for: `Samples`, the endless numbered rows of samples.py and streams.py, and `RankShare`, the
-part of them that one data-parallel rank takes. `TensorBatch` is what a rank computes with.
+"""Say what the loader asks for: `Samples`, the endless numbered rows of samples.py and streams.py, `Source`, the rows
+of one source of text, and `RankShare`, the part of them that one data-parallel rank takes. `TensorBatch` is what a rank computes with.
 """
 
 from __future__ import annotations
@@ -64,6 +64,23 @@ class RankShare:
         return self.world * self.batch
 
 
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Say how samples are made from a position on (titan/config/phases.py): the state of the data, JSON-able with `asdict`.
+
+    Args:
+        first: position of its first sample.
+        tokens: where each source begins, one integer each, counted over all epochs.
+        seq_len: tokens of a sequence.
+        weights: relative shares of the sources.
+    """
+
+    first: int
+    tokens: list[int]
+    seq_len: int
+    weights: list[float]
+
+
 class Samples(ABC):
     """Give an endless sequence of numbered samples; of text, rows of tokens."""
 
@@ -82,6 +99,33 @@ class Samples(ABC):
     def seek(self, position: int, *, bookmark: Any = None) -> None:  # noqa: B027
         """Prepare for samples from `position` on. bookmark: of this place, if there is one."""
 
+    def part(self) -> Part | None:  # noqa: B027
+        """Return how samples are made now; None: it can never change."""
+
+    def begin(self, part: Part) -> None:  # noqa: B027
+        """Make samples as `part` says, numbered from 0."""
+
+    def tokens_after(self, count: int, *, whole: bool) -> list[int]:
+        """Return where each source is after `count` samples of this part, as `Part.tokens`.
+
+        whole: go on to the nearest place where sequences of another length may begin.
+        """
+        raise NotImplementedError
+
     def bookmark(self) -> dict[str, Any] | None:
         """Return what a later `seek` to this place needs, JSON-able, or None if the position is enough."""
         return None
+
+
+class Source(Samples):
+    """Give the rows of one source of text. Their length may change; numbers count rows of the present length."""
+
+    _seq_len: int
+
+    def resize(self, seq_len: int) -> None:
+        """Give rows of `seq_len` + 1 tokens from now on."""
+        self._seq_len = seq_len
+
+    def round_up(self, tokens: int) -> int:
+        """Return the nearest place at or after so many tokens where rows of another length may begin."""
+        return tokens

@@ -8,6 +8,9 @@ exception: each rank has a part of them, and a bookmark in it (streams.py).
 Samples to leave out (titan/health/recovery.py says when) are ranges of numbers. A step that would touch such a range begins
 after it, which is the same on every layout.
 
+A phase of the run (titan/config/phases.py) may change the length of sequences and the weights of sources. Samples are then numbered
+anew from its first position on, and the state has the `Part`: where each source stands, in tokens.
+
 A background thread prepares some steps. What it has read ahead is not part of the state: `state_dict()` is the state after
 the last step that was handed out.
 """
@@ -18,7 +21,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +29,7 @@ import torch
 
 from titan.config import schema as s
 from titan.data import DataError
-from titan.data.base import RankShare, Samples, TensorBatch
+from titan.data.base import Part, RankShare, Samples, TensorBatch
 
 Collate = Callable[..., TensorBatch]
 
@@ -56,6 +59,8 @@ class Loader:
         self._collate, self._accumulation = collate, accumulation
         self._prefetch = dataloader.prefetch_factor if dataloader.num_workers else 0
         self._pin = dataloader.pin_memory and torch.cuda.is_available()
+        # Of the first samples, and what is wanted in its place from the next step on: lengths and weights.
+        self._first_part, self._wanted = samples.part(), {}
         # Replaced as a whole with each step, so that a saved state never changes afterwards.
         self._state: dict[str, Any] = {"position": 0}
         self._steps: Iterator[_Step] | None = None
@@ -65,7 +70,7 @@ class Loader:
         """Return this rank's `accumulation` micro-batches of the next step."""
         if self._steps is None:
             position, bookmark = self._state["position"], self._state.get("bookmark")
-            self.samples.seek(position, bookmark=bookmark)
+            self.samples.seek(position - self._begin_part(), bookmark=bookmark)
             self._steps = self._make_steps(position)
             if self._prefetch:
                 self._steps = _Prefetcher(self._steps, depth=self._prefetch)
@@ -104,6 +109,17 @@ class Loader:
         if share != self.share:
             self.load_state_dict(self._state)  # what is read ahead belongs to the old share
             self.share = share
+
+    def change(
+        self, *, batch: int, accumulation: int, seq_len: int, weights: Sequence[float]
+    ) -> None:
+        """Go on with steps of another size, sequences of another length, and other shares of the sources.
+
+        weights: empty: as they are.
+        """
+        self.load_state_dict(self._state)  # what is read ahead belongs to the old sizes
+        self.share, self._accumulation = replace(self.share, batch=batch), accumulation
+        self._wanted = {"seq_len": seq_len} | ({"weights": [*weights]} if weights else {})
 
     def skip(self, first: int, end: int) -> None:
         """Leave out samples first to end - 1. The next step is the next one that touches none of them."""
@@ -145,8 +161,24 @@ class Loader:
             self._steps.close()
         self._steps = None
 
+    def _begin_part(self) -> int:
+        """Have the samples made as the state says, or as is wanted from here on. Return the first position of the part."""
+        if self._first_part is None:
+            return 0
+        part = Part(**self._state["part"]) if "part" in self._state else self._first_part
+        self.samples.begin(part)
+        if (new := replace(part, **self._wanted)) != part:
+            count, position = self._state["position"] - part.first, self._state["position"]
+            tokens = self.samples.tokens_after(count, whole=new.seq_len != part.seq_len)
+            new = replace(new, first=position, tokens=tokens)
+            self.samples.begin(new)
+            self._state = self._state | {"part": asdict(new)}
+        return new.first
+
     def _make_steps(self, position: int) -> Iterator[_Step]:
-        skipped = self._state.get("skipped", [])
+        # What stays the same in every step.
+        kept = {key: self._state[key] for key in ("skipped", "part") if key in self._state}
+        skipped = kept.get("skipped", [])
         num_samples = self._accumulation * self.share.stride
         while True:
             first = _after_skipped(position, num_samples, skipped)
@@ -160,8 +192,7 @@ class Loader:
                 position += self.share.stride
             # Taken after the last micro-batch: the state belongs to the step, not to what is read ahead.
             bookmark = self.samples.bookmark()
-            state: dict[str, Any] = {"position": position}
-            state |= {"skipped": skipped} if skipped else {}
+            state: dict[str, Any] = {"position": position, **kept}
             state |= {"bookmark": bookmark} if bookmark else {}
             yield _Step(batches, state)
 
@@ -169,7 +200,9 @@ class Loader:
         """Return the rank's share of the stride of samples from `begin` on. Ignore samples from `end` on."""
         # Rows of one rank are consecutive, those of all ranks make the stride.
         first = begin + self.share.rank * self.share.batch
-        rows = self.samples.get(np.arange(first, first + self.share.batch))
+        part = self.samples.part()
+        numbers = np.arange(first, first + self.share.batch)
+        rows = self.samples.get(numbers if part is None else numbers - part.first)
         batch = self._collate(rows, first_sample=first)
         if end is not None:
             batch.ignore_from(max(end - first, 0))

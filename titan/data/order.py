@@ -61,12 +61,12 @@ class Blend:
     """Say which source sample i comes from, and its number within that source."""
 
     def __init__(self, weights: list[float], *, key: int) -> None:
-        """Share out by relative weights. A source whose share rounds to nothing still gets one sample a block."""
+        """Share out by relative weights. A source whose share rounds to nothing still gets one sample a block, but none for 0."""
         assert 0 < len(weights) <= _BLOCK
         share = np.asarray(weights) / sum(weights) * _BLOCK
-        self.counts = np.ones(len(weights), dtype=np.int64)
+        self.counts = (share > 0).astype(np.int64)
         # The counts add up to the block exactly.
-        for _ in range(_BLOCK - len(weights)):
+        for _ in range(_BLOCK - int(self.counts.sum())):
             self.counts[np.argmax(share - self.counts)] += 1  # to the source that lacks most
         self._key = key
         self._block = lru_cache(maxsize=8)(self._compute_block)

@@ -16,7 +16,7 @@ import numpy as np
 
 from titan.config import schema as s
 from titan.data import DataError
-from titan.data.base import Samples
+from titan.data.base import Part, Samples, Source
 from titan.data.cache import cached_shards
 from titan.data.order import Blend, derive_key
 from titan.data.shard_samples import SampleOptions, ShardSamples
@@ -27,7 +27,7 @@ from titan.data.streams import StreamSamples
 from titan.data.tokenizer import Tokenizer
 
 
-class SyntheticSamples(Samples):
+class SyntheticSamples(Source):
     """Draw uniformly random ids without documents. Each sample has its own generator."""
 
     special_tokens = SpecialTokens(None, None)
@@ -47,9 +47,11 @@ class SyntheticSamples(Samples):
 class BlendSamples(Samples):
     """Mix several sources in proportion to their weights."""
 
-    def __init__(self, parts: Sequence[Samples], *, weights: list[float], key: int) -> None:
-        self._parts = parts
-        self._blend = Blend(weights, key=key)
+    def __init__(
+        self, parts: Sequence[Source], *, weights: list[float], key: int, seq_len: int
+    ) -> None:
+        self._parts, self._key = parts, key
+        self.begin(Part(first=0, tokens=[0] * len(parts), seq_len=seq_len, weights=weights))
         # Synthetic ids have no marks, and text that does has the same ones.
         marks = [part.special_tokens for part in parts]
         self.special_tokens = SpecialTokens(
@@ -63,12 +65,28 @@ class BlendSamples(Samples):
         known = [length for length in lengths if length is not None]
         return sum(known) if len(known) == len(lengths) else None
 
+    def part(self) -> Part:
+        return self._part
+
+    def begin(self, part: Part) -> None:
+        self._part, self._blend = part, Blend(part.weights, key=self._key)
+        for source in self._parts:
+            source.resize(part.seq_len)
+        # Numbers of the rows with which the sources begin.
+        self._starts = np.array([-(-tokens // part.seq_len) for tokens in part.tokens])
+
+    def tokens_after(self, count: int, *, whole: bool) -> list[int]:
+        tokens = ((self._starts + self._blend.consumed(count)) * self._part.seq_len).tolist()
+        pairs = zip(self._parts, tokens, strict=True)
+        return [source.round_up(number) if whole else number for source, number in pairs]
+
     def seek(self, position: int, *, bookmark: Any = None) -> None:
-        marks = (bookmark or {}).get("parts", [])
+        # A source alone has a bookmark without a list.
+        marks = (bookmark or {}).get("parts", [bookmark])
         if len(marks) != len(self._parts):
             marks = [None] * len(self._parts)
         # How far each source was read at this position of the blend.
-        numbers = self._blend.consumed(position)
+        numbers = (self._starts + self._blend.consumed(position)).tolist()
         for part, number, mark in zip(self._parts, numbers, marks, strict=True):
             part.seek(number, bookmark=mark)
 
@@ -82,7 +100,8 @@ class BlendSamples(Samples):
         rows: dict[int, np.ndarray] = {}
         for number, part in enumerate(self._parts):
             if len(here := np.flatnonzero(sources == number)):
-                rows.update(zip(here.tolist(), part.get(places[here]), strict=True))
+                numbers = places[here] + self._starts[number]
+                rows.update(zip(here.tolist(), part.get(numbers), strict=True))
         return np.stack([rows[slot] for slot in range(len(indices))])
 
 
@@ -90,15 +109,14 @@ def build_samples(sources: Sequence[s.Section], *, options: SampleOptions) -> Sa
     """Return the samples of one source, or the blend of several by their weights. Raises DataError."""
     # Numbered, so that two sources of equal text get different orders.
     parts = [_open_source(source, number, options) for number, source in enumerate(sources)]
-    if len(parts) == 1:
+    if len(parts) == 1 and not options.longest:
         return parts[0]
     weights = [getattr(source, "weight", 1.0) for source in sources]
-    return BlendSamples(
-        parts, weights=weights, key=derive_key(options.seed, options.split, "blend")
-    )
+    key = derive_key(options.seed, options.split, "blend")
+    return BlendSamples(parts, weights=weights, key=key, seq_len=options.seq_len)
 
 
-def _open_source(section: s.Section, number: int, options: SampleOptions) -> Samples:
+def _open_source(section: s.Section, number: int, options: SampleOptions) -> Source:
     tokenizer, seq_len, data = options.tokenizer, options.seq_len, options.data
     # Decides the order of this source: another seed, split or place in the list gives another one.
     key = derive_key(options.seed, options.split, number)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titan.data import DataError
-from titan.data.base import Samples
+from titan.data.base import Source
 from titan.data.order import derive_key, permute
 from titan.data.sources import TextStream
 from titan.data.special_tokens import SpecialTokens
@@ -43,7 +43,7 @@ class Mark(NamedTuple):
     state: dict[str, Any] | None = None
 
 
-class StreamSamples(Samples):
+class StreamSamples(Source):
     """Give a rank's samples of a stream: each call the next ones, whatever their numbers."""
 
     def __init__(

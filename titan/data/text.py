@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from titan.config import schema as s
+from titan.config.phases import longest_sequence
 from titan.data import DataError
 from titan.data.base import Samples
 from titan.data.loader import Collate
@@ -67,6 +68,7 @@ def training_samples(
         seed=config.debug.seed,
         rank=rank,
         world=world,
+        longest=longest_sequence(config) if config.phase else 0,
     )
     return build_samples(_training_sources(config), options=options)
 

@@ -18,6 +18,7 @@ from titan.config.render import to_toml
 from titan.config.resume_diff import changed_settings
 from titan.hook import Hook, Run, StepResult
 from titan.parallel.torch_compat import set_timeout
+from titan.phases import enter_phase
 from titan.train_step import torch_dtype
 from titan.untrusted import InputError
 
@@ -275,6 +276,7 @@ class Checkpointing(Hook):
         """Take over the counters of a checkpoint, and what hooks keep in it."""
         trainer = self.trainer
         trainer.step, trainer.tokens_seen = metadata["step"], metadata["tokens"]
+        enter_phase(trainer, trainer.step)
         self.changes = changed_settings(
             metadata.get("config") or "",
             trainer.config,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from statistics import fmean
 
+from titan.config.phases import Phase
 from titan.hook import Hook, Run, StepResult
 from titan.hooks.validation import Validation
 from titan.observe.columns import empty_row
@@ -21,10 +22,6 @@ class Metrics(Hook):
         self.trainer = trainer
         self.log: MetricsLog | None = None
         self.losses: list[float] = []  # finite ones since the last row
-        config = trainer.config
-        self.flops_per_token = trainer.sizes.flops_per_token(
-            config.training.seq_len, causal=config.metrics.mfu_convention == "causal"
-        )
 
     def start(self) -> None:
         trainer = self.trainer
@@ -77,10 +74,16 @@ class Metrics(Hook):
         self.since_step, self.since_tokens = trainer.step, trainer.tokens_seen
         loss_mean = fmean(self.losses) if self.losses else math.nan
         self.losses.clear()
-        window = trainer.timer.window(step=trainer.step, tokens=tokens)
+        flops_per_token, phase = self._flops_per_token(trainer.phase), trainer.phase
+        # Steps that are left, as multiples of one of this phase.
+        flops = [p.tokens_per_step * self._flops_per_token(p) for p in trainer.phases]
+        left = (p.steps_after(trainer.step) for p in trainer.phases)
+        flops_left = sum(steps * each for steps, each in zip(left, flops, strict=True))
+        steps_left = flops_left / flops[phase.number - 1]
+        window = trainer.timer.window(step=trainer.step, tokens=tokens, steps_left=steps_left)
         tflops = model_tflops(
             tokens_per_s=window.tokens_per_s,
-            flops_per_token=self.flops_per_token,
+            flops_per_token=flops_per_token,
             num_ranks=trainer.world_size,
         )
         # Reset, so that each row has the peak of its own steps.
@@ -105,7 +108,7 @@ class Metrics(Hook):
             "mfu": tflops * 1e12 / peak_flops if peak_flops else None,
             "mfu_dtype": dtype if peak_flops else None,
             "utilization": utilization(
-                flops_by_dtype(trainer.config, trainer.sizes, trainer.train_step.float8),
+                flops_by_dtype(phase.config, trainer.sizes, trainer.train_step.float8),
                 trainer.hardware.peak_flops if trainer.hardware else {},
                 tokens_per_s=window.tokens_per_s,
                 num_ranks=trainer.world_size,
@@ -117,3 +120,8 @@ class Metrics(Hook):
         for hook in trainer.hooks:
             row |= hook.columns(window, result)
         return row
+
+    def _flops_per_token(self, phase: Phase) -> float:
+        """Return the FLOPs of a token, which grow with the length of the sequences."""
+        causal = phase.config.metrics.mfu_convention == "causal"
+        return self.trainer.sizes.flops_per_token(phase.config.training.seq_len, causal=causal)

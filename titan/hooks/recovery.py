@@ -106,7 +106,7 @@ class StepRecovery(Hook):
         bad = [not math.isfinite(x) for x in AsyncScalars([result.report.local_losses]).values()]
         by_rank: list[Any] = [None] * trainer.world_size
         dist.all_gather_object(by_rank, (trainer.dp_rank, bad))
-        size = trainer.config.training.local_batch_size
+        size = trainer.phase.config.training.local_batch_size
         # Name the samples: loss is summed over ranks, but each micro-batch's loss is still known where it was computed.
         batches = []
         for rank, (dp_rank, flags) in enumerate(by_rank):

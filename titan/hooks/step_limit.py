@@ -15,7 +15,8 @@ class StepLimit(Hook):
 
     def step_begin(self) -> None:
         trainer = self.trainer
-        is_first = trainer.step == trainer.first_step  # which compiles, and connects to other ranks
+        # These compile, and the first connects to other ranks.
+        is_first = trainer.step in {trainer.first_step, *(p.first_step for p in trainer.phases)}
         set_up_s = trainer.config.comm.init_timeout_seconds if is_first else 0
         self.monitor.begin(trainer.step, extra_s=set_up_s)
 

@@ -66,8 +66,15 @@ class StepTimer:
         """Count the body as waiting for data. Unlike a pause, it stays in the throughput."""
         return self.pause("data")
 
-    def window(self, *, step: int, tokens: int) -> Window:
-        """Close the window after `step`, in which `tokens` were trained on, and start the next."""
+    def forget_mean(self) -> None:
+        """Begin the mean time of a step anew, since steps have another size from now on."""
+        self._num_windows = 0
+
+    def window(self, *, step: int, tokens: int, steps_left: float | None = None) -> Window:
+        """Close the window after `step`, in which `tokens` were trained on, and start the next.
+
+        steps_left: in the size of this window's steps; None: all to come are as these.
+        """
         num_steps = step - self._step
         assert num_steps > 0, f"no step since the last window (step {step})"
         now_s = self._clock()
@@ -83,11 +90,13 @@ class StepTimer:
         pause_per_step_s = self._all_paused_s / (step - self._first_step)
         self._step, self._start_s, self._num_windows = step, now_s, self._num_windows + 1
         self._spent_s.clear()
+        if steps_left is None:
+            steps_left = self._total_steps - step
         return Window(
             num_steps=num_steps,
             step_s=step_s,
             tokens_per_s=tokens / training_s,
             data_wait_s=data_wait_s / num_steps,
             paused_s=paused_s,
-            eta_s=max(self._total_steps - step, 0) * (self._smooth_step_s + pause_per_step_s),
+            eta_s=max(steps_left, 0) * (self._smooth_step_s + pause_per_step_s),
         )

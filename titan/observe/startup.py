@@ -10,6 +10,7 @@ from typing import Any
 from rich.text import Text
 
 from titan.config.layout import AXES, Layout
+from titan.config.phases import phases_of
 from titan.config.schema import JobConfig
 from titan.config.task import reads_text
 from titan.hardware import MARGIN, Hardware
@@ -67,7 +68,13 @@ def startup_page(
     sequences = training.local_batch_size * layout.dp * layout.accumulation
     tokens = sequences * training.seq_len
     # A resumed run may have another batch size, so the tokens before it are counted, not computed.
+    phases = phases_of(config, dp=layout.dp)
     in_all = tokens_seen + max(0, training.steps - resume_step) * tokens
+    if len(phases) > 1:
+        in_all = tokens_seen + sum(p.steps_after(resume_step) * p.tokens_per_step for p in phases)
+    # Of the phase that needs most.
+    memory = (estimate_memory(phase.config, model_config, layout) for phase in phases)
+    most = max(memory, key=lambda gib: gib["total"])
     return StartupPage(
         title=f"titan: {config.model.name} {config.model.flavor}, {_parameters(model_config)}",
         description=config.job.description,
@@ -80,8 +87,9 @@ def startup_page(
             f"{training.mixed_precision_reduce} gradient reduction, {_states(config)}",
             f"{_units(config)[1]} per step": f"{_factors(config, layout)} = {tokens:,}",
             "steps": f"{training.steps:,}{resumed}; {in_all:,} {_units(config)[1]} in all",
+            **{f"phase {p.number}": str(p).partition(", ")[2] for p in phases[1:]},
             "schedule": _schedule(config),
-            "memory": _memory(estimate_memory(config, model_config, layout), hardware),
+            "memory": _memory(most, hardware),
             "hardware": _hardware(config, device_name, hardware),
             "written to": _outputs(config, run_dir),
         },

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+from titan.config.phases import Phase
 from titan.config.schema import LRSchedulerSection
 
 
@@ -16,7 +18,34 @@ def phases(section: LRSchedulerSection, *, total_steps: int) -> tuple[int, int]:
     return warmup, min(wanted, total - warmup)
 
 
-def learning_rate_factor(step: int, *, section: LRSchedulerSection, total_steps: int) -> float:
+def learning_rate_factor(
+    step: int,
+    *,
+    section: LRSchedulerSection,
+    total_steps: int,
+    phases: Sequence[Phase] = (),
+) -> float:
+    """Return the share of the peak learning rate for step 1, 2, ... total_steps: of `[lr_scheduler]`, until a phase begins a
+    schedule of its own, which lasts until the next one or to the end."""
+    changes = [phase for phase in phases if phase.section is not None and phase.section.sets_rate]
+    firsts = [*(phase.first_step for phase in changes), total_steps + 1]
+    until = min(step, firsts[0]) if changes else step
+    factor = _scheduled(until, section=section, total_steps=total_steps)
+    for phase, end in zip(changes, firsts[1:], strict=True):
+        own = phase.section
+        if own is None or step < phase.first_step:
+            break
+        # At the end of its schedule, the factor is where the next one goes on.
+        factor = factor if own.lr_factor is None else own.lr_factor
+        kind = own.decay_type or ("constant" if own.min_lr_factor is None else "linear")
+        if kind != "constant":
+            floor = own.min_lr_factor or 0.0
+            progress = (min(step, end) - phase.first_step) / (end - phase.first_step)
+            factor = floor + (factor - floor) * _shape(kind, progress)
+    return factor
+
+
+def _scheduled(step: int, *, section: LRSchedulerSection, total_steps: int) -> float:
     """Return the share of the peak learning rate for step 1, 2, ... total_steps, which is TorchTitan's.
 
     Linear warm-up reaches 1 at warmup_steps. Then the rate is constant, until it decays along 1 - p (linear), 1 - sqrt(p) (sqrt)
@@ -32,9 +61,14 @@ def learning_rate_factor(step: int, *, section: LRSchedulerSection, total_steps:
     if decayed <= 0 or not decay_steps:
         return 1.0
     progress = min(decayed / decay_steps, 1.0)
-    shape = {
+    shape = _shape(section.decay_type, progress)
+    return section.min_lr_factor + (1 - section.min_lr_factor) * shape
+
+
+def _shape(kind: str, progress: float) -> float:
+    """Return what is left of a decay, from 1 to 0."""
+    return {
         "linear": 1 - progress,
         "sqrt": 1 - math.sqrt(progress),
         "cosine": (1 + math.cos(math.pi * progress)) / 2,
-    }[section.decay_type]
-    return section.min_lr_factor + (1 - section.min_lr_factor) * shape
+    }[kind]

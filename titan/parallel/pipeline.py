@@ -208,6 +208,12 @@ class Pipeline:
         runner = self._runner("forward", input, num_microbatches)
         return runner.eval(*self._args(input), **_without_none(inputs))
 
+    def change(self, schedule: Schedule) -> None:
+        """Go on with another number of microbatches, or sequences of another length. The stages stay where they are."""
+        self.schedule = schedule
+        # The next step makes runners for its shapes; those of the old ones would keep their memory.
+        self._runners.clear()
+
     def _args(self, input: Tensor) -> tuple[Tensor, ...]:
         return (input,) if self.is_first else ()
 

@@ -134,23 +134,27 @@ def _simulate(options: argparse.Namespace, job: list[str]) -> int:
 
     # torch comes with these imports, so the config's mistakes are reported before.
     from titan.sim.report.groups import group_facts
-    from titan.sim.report.imbalance import simulate_with_limit
     from titan.sim.report.measured import compare
+    from titan.sim.report.phases import phase_rows, simulate_phases
     from titan.sim.report.whole_run import whole_run, whole_run_page
 
-    from .simulate import facts, simulate
+    from .simulate import facts
 
+    if run and config.phase:
+        raise mistake("--measured", "is for a job of one phase")
     how: dict[str, Any] = {"world_size": size, "profile": profile, "say": say}
     how |= {"processes": options.processes, "whole": options.whole}
     how |= {"use_cache": not options.no_cache}
 
     def run_job() -> tuple[StepSimulation, Facts, str]:
-        simulation = simulate_with_limit(config, **how)
-        figures, more = facts(simulation) | group_facts(simulation, **how), ""
+        parts = simulate_phases(config, **how)
+        simulation, more = parts[0][1], ""
+        figures = facts(simulation) | {"phases": phase_rows(parts)} | group_facts(simulation, **how)
         if run:
             figures["measured"] = compare(simulation, run)
         if options.run:
-            figures["run"] = whole_run([simulation, *(simulate(phase, **how) for phase in later)])
+            jobs = [parts, *(simulate_phases(job, **how) for job in later)]
+            figures["run"] = whole_run([one for job in jobs for _, one in job])
             more = whole_run_page(figures["run"])
         return simulation, figures, more
 
@@ -191,6 +195,7 @@ def _show(options: argparse.Namespace, run: Callable[[], tuple[StepSimulation, F
     """Run a simulation, print its page and write the files that were asked for. Return 1 if it does not fit."""
     from titan.sim.record.trace_jobs import TraceError
     from titan.sim.replay.queues import ReplayError
+    from titan.sim.report.phases import phase_lines
 
     from .simulate import HardwareError
 
@@ -199,7 +204,7 @@ def _show(options: argparse.Namespace, run: Callable[[], tuple[StepSimulation, F
         say("")
         # --json - leaves standard output to the data.
         if not put_json(figures, options.json):
-            print(page(figures), more, sep="\n" if more else "")
+            print(*phase_lines(figures.get("phases", ())), page(figures), more, sep="\n")
         if options.trace:
             from titan.sim.report.perfetto import write_trace
 
@@ -221,7 +226,8 @@ def _show(options: argparse.Namespace, run: Callable[[], tuple[StepSimulation, F
         # A replay that cannot end is a fault of ours; all others follow from the job or the
         # hardware.
         return 1 if isinstance(error, ReplayError) else 2
-    return 0 if simulation.runs else 1
+    phases_run = all(row["fits"] or row["tight"] for row in figures.get("phases", ()))
+    return 0 if simulation.runs and phases_run else 1
 
 
 def _sweep(options: argparse.Namespace, job: list[str]) -> int:

@@ -3,8 +3,8 @@
 A step's simulation gives the seconds of a step and the bytes of a checkpoint, `[simulator.run]` what no job knows, and
 titan/checkpoint/interval.py the time under failures. All figures are expectations.
 
-A job of titan has one phase: its batch and its sequences stay as they are. What follows it, such as training on long
-sequences, is another job that starts from its checkpoint. `--phase OVERLAY.toml` adds such jobs to the account.
+Each phase of a job (`[[phase]]`, titan/config/phases.py) is accounted for by itself. What follows as another job that starts
+from the checkpoint is added by `--phase OVERLAY.toml`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def save_times_s(simulation: Simulation, size: float, *, nodes: int) -> tuple[fl
 
 
 def phase_facts(simulation: Simulation) -> Facts:
-    """Return what one job costs from its first step to its last. docs/simulator.md defines every field."""
+    """Return what one phase costs from its first step to its last. docs/simulator.md defines every field."""
     config, step_s = simulation.config, simulation.timeline.step_s
     run, steps, ranks = config.simulator.run, config.training.steps, simulation.layout.world_size
     nodes = ceil(ranks / simulation.profile.gpus_per_node)
@@ -97,6 +97,7 @@ def phase_facts(simulation: Simulation) -> Facts:
         "gpu_hours": gpu_hours,
         "energy_mwh": gpu_hours * simulation.profile.power_w / 1e6,
         "cost": gpu_hours * run.gpu_hour_price,
+        "needed_gib": simulation.fullest.needed_bytes / 2**30,
         "failures": wall_s / mtbf_s,
         "goodput": trained_s / wall_s,
         "mtbf_hours": mtbf_s / _HOUR_S,
@@ -139,7 +140,7 @@ def _validation_s(simulation: Simulation) -> float:
 
 
 def whole_run(simulations: Sequence[Simulation]) -> Facts:
-    """Return the cost of jobs that follow each other: the sums, and `phases` with each."""
+    """Return the cost of phases that follow each other: the sums, and `phases` with each."""
     phases = [phase_facts(simulation) for simulation in simulations]
     sums = ("days", "gpu_hours", "energy_mwh", "cost", "failures", "steps", "tokens")
     trained = sum(phase["days_by_part"]["training"] for phase in phases)
@@ -175,6 +176,7 @@ def _phase_lines(phase: Facts) -> list[str]:
     best = f"best every {save['best_steps']:,}: {save['best_goodput']:.2%} (Young {save['young_steps']:,.0f}, Daly {save['daly_steps']:,.0f})"
     return [
         f"    time          {', '.join(f'{name} {share:.1%}' for name, share in shares)}",
+        f"    memory        {phase['needed_gib']:.1f} GiB on the fullest rank",
         f"    failures      {_figure(failures)} expected, one in {_figure(hours)} hours; nodes: {phase['nodes']}, and {phase['spare_nodes']} to spare",
         f"    checkpoints   {save['bytes'] / 1e9:,.1f} GB each: training stands still for {duration(save['blocked_s'])}, "
         f"written beside it in {duration(save['beside_s'])}",

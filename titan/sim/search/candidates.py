@@ -22,6 +22,7 @@ from titan.config.errors import ConfigError
 from titan.config.layout import Layout
 from titan.config.load import load_from_argv
 from titan.config.model import model_config
+from titan.config.phases import longest_sequence
 from titan.config.schema import JobConfig
 from titan.observe.estimate import estimate_memory, keeps_gathered, stacked_params
 from titan.parallel.schedules import build_schedule, stages_per_rank
@@ -172,7 +173,7 @@ class Search:
         return replace(point, microbatch=size, schedule=schedule, stages=stages)
 
     def _combinations(self) -> Iterator[Point]:
-        model, length = self.model, self.config.training.seq_len
+        model, length = self.model, longest_sequence(self.config)
         # A rank's heads are whole, and TP stays within a node.
         tps = [n for n in _powers(self.profile.gpus_per_node) if model.n_kv_heads % n == 0]
         # Short sequences gain nothing from being split, except where the job itself does.

@@ -13,7 +13,7 @@ from titan.observe.routing import most_imbalance
 from titan.sim.price.profiles import Profile, load_profile, profile_names
 from titan.sim.record.trace_jobs import TraceError
 from titan.sim.replay.queues import ReplayError
-from titan.sim.report.imbalance import simulate_with_limit
+from titan.sim.report.phases import simulate_phases
 from titan.sim.report.text import duration, say, uneven_routing, verdict
 from titan.sim.search.variants import Variant, simulate_variants
 from titan.sim.simulate import HardwareError, facts
@@ -146,9 +146,9 @@ def suggest(
         return {"not_simulated": f"the simulator has no profile of {hardware}"}
     profile = load_profile(hardware)
     try:
-        simulation = simulate_with_limit(
-            config, world_size=layout.world_size, profile=profile, say=say
-        )
+        # Of the phases, that which needs most memory.
+        parts = simulate_phases(config, world_size=layout.world_size, profile=profile, say=say)
+        _, simulation = max(parts, key=lambda part: part[1].fullest.needed_bytes)
         imbalance, limit = None, simulation.fits_up_to
         if limit is not None and limit < (
             uneven := min(_UNEVEN, most_imbalance(config, simulation.model))

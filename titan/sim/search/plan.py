@@ -205,6 +205,9 @@ def _fixed(search: Search, also: Sequence[str]) -> str:
         "async_tp": config.parallelism.enable_async_tensor_parallel,
     }
     fixed = [f"{name} {'on' if on[name] else 'off'}" for name in on if name not in also]
+    if config.phase:
+        of_run = "speed and step are means of the run, GiB that of the fullest"
+        fixed.append(f"{len(config.phase) + 1} phases ({of_run})")
     return (
         f"{config.model.name} {config.model.flavor}, {training.seq_len:,} tokens a sequence, global batch {search.global_batch:,} "
         f"sequences, {training.compute_dtype}, {config.optimizer.name}, context parallelism by "

@@ -14,15 +14,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from titan.checks.rules import check_to_run
+from titan.checks.rules import check_to_run, resolve_layout
 from titan.config.errors import ConfigError
 from titan.config.load import load_from_argv
+from titan.config.phases import Phase, phases_of
 from titan.hardware import MARGIN
 from titan.sim.price.profiles import Profile
 from titan.sim.record.ranks import remap_ranks
 from titan.sim.record.trace import Trace, no_garbage_collection
 from titan.sim.record.trace_cache import TraceRequest, get_traces
 from titan.sim.replay.queues import ReplayError
+from titan.sim.report.phases import together
 from titan.sim.report.text import columns, utilization
 from titan.sim.simulate import GIB, Facts, facts, not_simulated, price
 
@@ -32,13 +34,14 @@ WORLD_SIZE = "world_size"
 
 @dataclass
 class Variant:
-    """Hold settings of a job on some hardware. facts: those of titan.sim.simulate.facts; problem:
-    why there are none."""
+    """Hold settings of a job on some hardware. facts: those of titan.sim.simulate.facts, of all phases
+    together; problem: why there are none; parts: the phases that are simulated so far."""
 
     settings: dict[str, str]
     hardware: str
     facts: Facts = field(default_factory=dict)
     problem: str = ""
+    parts: list[tuple[Phase, Facts]] = field(default_factory=list, repr=False)
 
     @property
     def speed(self) -> float:
@@ -94,7 +97,8 @@ def simulate_variants(
     """
     variants: list[Variant] = []
     requests: dict[str, TraceRequest] = {}
-    by_key: defaultdict[str, list[tuple[Variant, TraceRequest, Profile]]] = defaultdict(list)
+    by_key: defaultdict[str, list[tuple[Variant, TraceRequest, Profile, Phase]]] = defaultdict(list)
+    missing: Counter[int] = Counter()  # phases of each variant that are not simulated yet
     for chosen in settings:
         # One Variant for each profile: the settings are checked and traced once for all of them.
         of_settings = [Variant(chosen, profile.name) for profile in profiles]
@@ -110,12 +114,14 @@ def simulate_variants(
                 variant.problem = error.problems[0].message
             continue
         for variant, profile in zip(of_settings, profiles, strict=True):
-            request = TraceRequest(config.on_device(profile.device_kind), layout)
             variant.problem = not_simulated(config, profile)
-            if not variant.problem:
+            for phase in () if variant.problem else phases_of(config, dp=layout.dp):
+                of_phase = resolve_layout(phase.config, ranks)
+                request = TraceRequest(phase.config.on_device(profile.device_kind), of_phase)
                 # Variants that differ in hardware or replicas alone share a key, and so a trace.
                 requests.setdefault(request.key, request)
-                by_key[request.key].append((variant, request, profile))
+                by_key[request.key].append((variant, request, profile, phase))
+                missing[id(variant)] += 1
     # Refused variants are done already.
     settled = sum(bool(variant.problem) for variant in variants)
     progress(settled, len(variants))
@@ -123,17 +129,23 @@ def simulate_variants(
     def done(traced: TraceRequest, traces: dict[int, Trace] | Exception) -> None:
         nonlocal settled
         # One trace serves all variants of the key, each with its own replicas and hardware.
-        for variant, request, profile in by_key[traced.key]:
-            _price(variant, request, traces, profile)
-            settled += 1
-            progress(settled, len(variants))
+        for variant, request, profile, phase in by_key[traced.key]:
+            _price(variant, request, traces, profile, phase)
+            missing[id(variant)] -= 1
+            if not missing[id(variant)]:
+                variant.facts = {} if variant.problem else together(variant.parts)
+                variant.parts.clear()
+                settled += 1
+                progress(settled, len(variants))
 
     with no_garbage_collection():
         get_traces(list(requests.values()), processes=processes, done=done)
     return variants
 
 
-def _price(variant: Variant, request: TraceRequest, traces: Any, profile: Profile) -> None:
+def _price(
+    variant: Variant, request: TraceRequest, traces: Any, profile: Profile, phase: Phase
+) -> None:
     if isinstance(traces, Exception):
         variant.problem = str(traces)
         return
@@ -143,7 +155,7 @@ def _price(variant: Variant, request: TraceRequest, traces: Any, profile: Profil
     except ReplayError as error:
         variant.problem = str(error)
         return
-    variant.facts = facts(simulation)
+    variant.parts.append((phase, facts(simulation)))
 
 
 def front(variants: Sequence[Variant]) -> list[Variant]:

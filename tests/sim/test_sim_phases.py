@@ -1,0 +1,102 @@
+"""Phases in the simulator: each alone is the job that it stands for, and the run is the sum of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from titan.cli import main
+from titan.sim.price.profiles import load_profile
+from titan.sim.search.variants import simulate_variants
+
+JOB = """
+[model]
+flavor = "tiny"
+overrides = {n_layers = 2}
+[training]
+steps = 1000
+seq_len = 256
+local_batch_size = 2
+global_batch_size = 4
+[[phase]]
+from_step = 101
+global_batch_size = 8
+[[phase]]
+from_step = 501
+seq_len = 2048
+local_batch_size = 1
+"""
+LONG = [
+    "--training.global_batch_size=8",
+    "--training.seq_len=2048",
+    "--training.local_batch_size=1",
+]
+# Steps and sequences of each phase, and the plain job's options that make it that phase.
+ALONE = [
+    (100, 4, ["--training.steps=100"]),
+    (400, 8, ["--training.steps=400", "--training.global_batch_size=8"]),
+    (500, 8, ["--training.steps=500", *LONG]),
+]
+WHERE = ["--world-size", "2", "--hardware", "h100-sxm"]
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """The job with its phases, and without."""
+    folder = tmp_path_factory.mktemp("jobs")
+    (folder / "job.toml").write_text(JOB)
+    (folder / "plain.toml").write_text(JOB.partition("[[phase]]")[0])
+    return str(folder / "job.toml"), str(folder / "plain.toml")
+
+
+def test_time_memory_and_money_of_each_phase_and_of_the_run(
+    jobs: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, priced = tmp_path / "facts.json", ["--run", "--simulator.run.gpu_hour_price=2"]
+    assert main(["sim", jobs[0], *WHERE, *priced, "--json", str(file)]) == 0
+    page = capsys.readouterr().out
+    for text in ("phase  steps  sequences  tokens", "phase 3: ", "GiB on the fullest rank", "cost"):
+        assert text in page
+    facts = json.loads(file.read_text())
+    for phase, cost, alone in zip(facts["phases"], facts["run"]["phases"], ALONE, strict=True):
+        steps, sequences, changes = alone
+        assert main(["sim", jobs[1], *WHERE, *priced, *changes, "--json", str(file)]) == 0
+        other = json.loads(file.read_text())
+        assert (phase["steps"], phase["sequences_per_step"]) == (steps, sequences)
+        assert phase["tokens"] == cost["tokens"] == steps * other["tokens_per_step"]
+        assert phase["step_time_s"] == other["step_time_s"]
+        assert phase["needed_gib"] == cost["needed_gib"] == other["memory"]["needed_gib"]
+        assert cost == other["run"]["phases"][0]
+    for name in ("days", "gpu_hours", "cost", "tokens", "steps"):
+        parts = [phase[name] for phase in facts["run"]["phases"]]
+        assert facts["run"][name] == pytest.approx(sum(parts)) and min(parts) > 0
+    assert facts["phases"][2]["needed_gib"] > facts["phases"][0]["needed_gib"]
+
+
+def test_a_choice_is_ranked_by_the_speed_of_the_run_and_the_memory_of_the_fullest_phase(
+    jobs: tuple[str, str],
+) -> None:
+    where = {"world_size": 2, "profiles": [load_profile("h100-sxm")]}
+    [run] = simulate_variants([jobs[0]], [{}], **where)  # pyright: ignore[reportArgumentType]
+    settings = [dict(c.removeprefix("--").split("=") for c in changes) for *_, changes in ALONE]
+    parts = simulate_variants([jobs[1]], settings, **where)  # pyright: ignore[reportArgumentType]
+    steps = [steps for steps, *_ in ALONE]
+    pairs = [*zip(steps, parts, strict=True)]
+    seconds = sum(n * part.facts["step_time_s"] for n, part in pairs)
+    tokens = sum(n * part.facts["tokens_per_step"] for n, part in pairs)
+    assert run.speed == pytest.approx(tokens / seconds / 2)
+    assert run.facts["step_time_s"] == pytest.approx(seconds / 1000)
+    assert run.needed_gib == max(part.needed_gib for part in parts) and run.fits
+
+
+def test_a_phase_that_does_not_fit_is_the_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    large = "local_batch_size = 8192\nglobal_batch_size = 16384"
+    path = tmp_path / "job.toml"
+    path.write_text(JOB.replace("seq_len = 2048\nlocal_batch_size = 1", large))
+    assert main(["sim", str(path), *WHERE, "--loss.chunk_tokens=0"]) == 1
+    page = capsys.readouterr().out
+    assert page.count("DOES NOT FIT") == 1 and "fits: " in page  # the page is of the first phase

@@ -1,0 +1,155 @@
+"""Runs of three phases: stopped in each they go on to the same bits, and other layouts compute the same numbers."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.jobs import SMALL, with_changes
+from tests.support.jobs import job as any_job
+from tests.support.layouts import BOUND
+from tests.support.ranks import Pool
+from tests.support.runs import Run, logged_rows, same_tensors, saved_tensors
+from tests.support.trainers import PoolTrainer, Trainer
+from titan.checks.rules import check_to_run
+from titan.config.model import model_config
+from titan.config.schema import JobConfig
+from titan.observe.clock import StepTimer
+
+STEPS = 10
+# A larger batch, then longer sequences of another blend, in which the rate falls to a tenth.
+PHASES = [
+    {"from_step": 4, "global_batch_size": 8},
+    {
+        "from_tokens": 3 * 4 * 32 + 3 * 8 * 32,  # step 7
+        "seq_len": 64,
+        "local_batch_size": 4,
+        "weights": [1.0, 0.0],
+        "min_lr_factor": 0.1,
+    },
+]
+BASE = with_changes(
+    SMALL,
+    training={"steps": STEPS, "global_batch_size": 4, "dataset": "stdlib"},
+    data={"sources": [{"type": "synthetic"}, {"type": "synthetic", "weight": 3.0}]},
+    # An element whose gradient is next to nothing must not take its rounding error as a full step.
+    optimizer={"lr": 1e-3, "eps": 1e-6},
+    lr_scheduler={"warmup_steps": 2, "decay_ratio": 0.0},
+    checkpoint={"interval": 2, "keep_latest_k": 0},
+)
+
+
+FLOPS = model_config(any_job(base=BASE).model).flops_per_token
+
+
+def job(folder: Path | str, **changes: Any) -> JobConfig:
+    config = any_job(folder, base=BASE, **changes)
+    return JobConfig.model_validate(config.model_dump() | {"phase": PHASES})
+
+
+def finish(config: JobConfig, kind: type[Trainer] = Trainer) -> None:
+    check_to_run(config, world_size=dist.get_world_size() if dist.is_initialized() else 1)
+    trainer = kind(config)
+    try:
+        assert trainer.run() == 0
+    finally:
+        trainer.close()
+
+
+def numbers(folder: Path) -> list[tuple[float, ...]]:
+    names = ("step", "loss", "grad_norm", "lr", "tokens")
+    return [tuple(row[name] for name in names) for row in logged_rows(folder)]
+
+
+steps_left: list[float] = []  # of the whole run, as its timer is told them
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, window = tmp_path_factory.mktemp("phases") / "whole", StepTimer.window
+    with pytest.MonkeyPatch.context() as patch:
+        note = lambda timer, **how: steps_left.append(how["steps_left"]) or window(timer, **how)  # noqa: E731
+        patch.setattr(StepTimer, "window", note)
+        finish(job(folder))
+    return folder
+
+
+def test_each_phase_has_its_batch_its_length_and_its_rate(whole: Path) -> None:
+    rows = logged_rows(whole)
+    each = [3 * [4 * 32], 3 * [8 * 32], 4 * [8 * 64]]
+    tokens = [n for phase in each for n in phase]
+    assert [row["tokens"] for row in rows] == [sum(tokens[: n + 1]) for n in range(STEPS)]
+    rates = [0.5, *[1.0] * 6, 0.775, 0.55, 0.325]
+    assert [row["lr"] for row in rows] == pytest.approx([1e-3 * rate for rate in rates])
+    # A step of the last phase has more than twice the FLOPs of one before, which has twice those of the first.
+    flops = [4 * 32 * FLOPS(32), 8 * 32 * FLOPS(32), 8 * 64 * FLOPS(64)]
+    left = [(2 * flops[0] + 3 * flops[1] + 4 * flops[2]) / flops[0], 4 * flops[2] / flops[1], 0]
+    assert [steps_left[n] for n in (0, 5, 9)] == pytest.approx(left)
+    data = json.loads((whole / "checkpoint" / f"step-{STEPS}" / "titan.json").read_text())["data"]
+    assert data["part"]["first"] == 36 and data["part"]["weights"] == [1.0, 0.0]
+    events = (whole / "events.jsonl").read_text()
+    assert "phase 2, steps 4 to 6: 8 sequences of 32 tokens in a step" in events
+    assert (
+        "phase 3, steps 7 to 10: 8 sequences of 64 tokens in a step, weights = [1.0, 0.0], min_lr_"
+        in events
+    )
+
+
+def test_a_run_that_is_lost_in_each_phase_goes_on_to_the_same_bits(
+    whole: Path, tmp_path: Path
+) -> None:
+    """What was not saved is repeated: from steps 2, 4, 6 (the last of a phase) and 8."""
+    for last in (3, 5, 7, 9):
+        trainer = Trainer(job(tmp_path))
+        while trainer.step < last:
+            trainer.train_one_step()
+        trainer.close(failed=True)
+        dist.destroy_process_group()
+    finish(job(tmp_path))
+    assert numbers(tmp_path) == numbers(whole)
+    last = Path("checkpoint") / f"step-{STEPS}"
+    assert same_tensors(tmp_path / last, whole / last)
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    """As the test before, with processes that get SIGKILL in each phase under FSDP2."""
+    overlay = tmp_path / "phases.toml"
+    overlay.write_text(
+        "[training]\nsteps = 60\nlocal_batch_size = 2\n[metrics]\nlog_freq = 1\n[checkpoint]\ninterval = 5\n"
+        "[[phase]]\nfrom_step = 20\nglobal_batch_size = 8\n"
+        "[[phase]]\nfrom_step = 40\nseq_len = 64\nmin_lr_factor = 0.1\n"
+    )
+    for name, kills in (("whole", ()), ("killed", (12, 30, 50))):
+        start = partial(Run, tmp_path / name, str(overlay), "--nproc=2")
+        for step in kills:
+            run = start()
+            run.wait_until_training(step=step)
+            run.kill()
+        assert start().end() == 0
+    assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
+    last = Path("checkpoint") / "step-60"
+    assert same_tensors(tmp_path / "killed" / last, tmp_path / "whole" / last)
+
+
+def train(axis: str, folder: str) -> None:
+    finish(job(folder, parallelism={f"{axis}_degree": 2}), PoolTrainer)
+
+
+@pytest.mark.parametrize("axis", ["data_parallel_shard", "context_parallel", "pipeline_parallel"])
+def test_layouts_equal_one_process(axis: str, pool: Pool, whole: Path, tmp_path: Path) -> None:
+    """On two ranks; a pipeline gets four microbatches in place of two in the last phase."""
+    pool.run(2, train, axis, str(tmp_path))
+    for mine, alone in zip(numbers(tmp_path), numbers(whole), strict=True):
+        assert mine == pytest.approx(alone, rel=BOUND)
+    last = Path("checkpoint") / f"step-{STEPS}"
+    ours, theirs = saved_tensors(tmp_path / last), saved_tensors(whole / last)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        error = (ours[name] - tensor).float().norm() / tensor.float().norm().clamp(min=1e-12)
+        assert error < BOUND, (name, error)

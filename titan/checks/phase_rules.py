@@ -1,0 +1,39 @@
+"""Check the `[[phase]]` tables of a job (docs/phases.md). titan/config/layout.py checks their order, which depends on the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from titan.config.errors import RuleViolation
+from titan.config.phases import longest_sequence
+from titan.config.schema import JobConfig
+from titan.config.task import reads_text
+
+
+def check_phases(config: JobConfig) -> Iterator[RuleViolation]:
+    """Check each table by itself, and what the rest of the job rules out."""
+    count, longest, is_text = len(config.data.sources), longest_sequence(config), reads_text(config)
+    for number, phase in enumerate(config.phase):
+        key, length, weights = f"phase[{number}]", phase.seq_len, phase.weights
+        if (phase.from_step is None) == (phase.from_tokens is None):
+            yield key, "set either from_step or from_tokens, to say where it begins"
+        if not phase.model_dump(exclude_none=True, exclude={"from_step", "from_tokens"}):
+            yield key, "changes nothing; set what it changes, such as seq_len, or remove it"
+        if not is_text and (length or weights):
+            yield key, "the task reads no text; only batch sizes and the learning rate can change"
+        if length and is_text and config.data.packing == "best_fit":
+            reason = "best-fit rows have one length in a run"
+            yield f"{key}.seq_len", f'{reason}; set data.packing = "cut"'
+        if weights is not None and (len(weights) != count or not any(weights)):
+            reason = f"expected {count} weights, one for each of data.sources"
+            yield f"{key}.weights", f"{reason}, of which one or more are above 0"
+        # Where the job's own length does not fit, the phase has the line that was added.
+        other = config.training.seq_len if length == longest else longest
+        if length and max(length, other) % min(length, other):
+            rule = f"the longest, {longest}, must be a multiple of every other length of the job"
+            fix = f"use a multiple or a divisor of {other}"
+            yield f"{key}.seq_len", f"{length} does not fit {other}: {rule}; {fix}"
+    if config.phase and config.fault_tolerance.enable:
+        yield "phase[0]", "replica groups train one phase; set fault_tolerance.enable = false"
+    if config.phase and config.simulator.twin:
+        yield "simulator.twin", "simulates one phase, and this job has several; use false"

@@ -1,0 +1,133 @@
+"""Resolve the `[[phase]]` tables of a job: which steps each phase has, and the job as it is in each of them. Imports no torch.
+
+Trainer, checks and simulator read the same list. What a phase does not set stays as it was in the phase before. A phase's job
+has no phases of its own, so that every rule, estimate and simulation of a job holds for it, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .errors import UnknownValue
+from .schema import JobConfig
+from .schema_run import PhaseSection
+from .toml import format_value
+
+_TRAINING = {"global_batch_size", "local_batch_size", "seq_len"}
+_SHOWN = {"from_step", "from_tokens", *_TRAINING}  # in the text of every phase
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Hold a run of steps with equal settings.
+
+    Args:
+        number: 1, 2, ...
+        first_step: counted from 1, as in the run.
+        sequences: of a step, over all ranks.
+        section: the table that begins the phase; None: the first phase, which none begins.
+        config: the job with the settings of this phase, whose `training.steps` are its own.
+    """
+
+    number: int
+    first_step: int
+    sequences: int
+    section: PhaseSection | None
+    config: JobConfig
+
+    @property
+    def steps(self) -> int:
+        """Return how many steps there are."""
+        return self.config.training.steps
+
+    @property
+    def last_step(self) -> int:
+        """Return the last of them."""
+        return self.first_step + self.steps - 1
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Return the tokens of a step over all ranks."""
+        return self.sequences * self.config.training.seq_len
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of all steps."""
+        return self.steps * self.tokens_per_step
+
+    def steps_after(self, step: int) -> int:
+        """Return how many steps there are after a step of the run."""
+        return max(0, self.last_step - max(step, self.first_step - 1))
+
+    def __str__(self) -> str:
+        """Return what the phase is, in a line."""
+        steps = f"steps {self.first_step:,} to {self.last_step:,}"
+        size = f"{self.sequences:,} sequences of {self.config.training.seq_len:,} tokens in a step"
+        own = self.section.model_dump(exclude_none=True, exclude=_SHOWN) if self.section else {}
+        more = (f", {key} = {format_value(value)}" for key, value in own.items())
+        return f"phase {self.number}, {steps}: {size}{''.join(more)}"
+
+
+def jobs_of(config: JobConfig) -> list[JobConfig]:
+    """Return the job as it is in each phase, with the steps of the whole run and the lines of the phase's own keys."""
+    jobs = [job := config.model_copy(update={"phase": []})]
+    lines = dict(config.source_map.locations)
+    for number, section in enumerate(config.phase):
+        changes = section.model_dump(include=_TRAINING, exclude_none=True)
+        updates: dict[str, Any] = {"training": job.training.model_copy(update=changes)}
+        if section.weights is not None:
+            pairs = zip(job.data.sources, section.weights, strict=False)  # a rule compares them
+            sources = [source.model_copy(update={"weight": weight}) for source, weight in pairs]
+            updates["data"] = job.data.model_copy(update={"sources": sources})
+        for key in changes:
+            if place := lines.get(f"phase[{number}].{key}"):
+                lines[f"training.{key}"] = place
+        jobs.append(job := job.model_copy(update=updates))
+        job._source_map = replace(config.source_map, locations=dict(lines))
+    return jobs
+
+
+def later_jobs(config: JobConfig) -> list[JobConfig]:
+    """Return the jobs of all phases but the first, which a check of the job itself covers. None, if what they are is unknown."""
+    try:
+        return jobs_of(config)[1:]
+    except UnknownValue:
+        return []
+
+
+def phases_of(config: JobConfig, *, dp: int) -> list[Phase]:
+    """Return the phases of a job on `dp` data-parallel ranks, of which a job without `[[phase]]` has one."""
+    phases: list[Phase] = []
+    for section, job in zip([None, *config.phase], jobs_of(config), strict=True):
+        training, first_step = job.training, 1
+        if section is not None:
+            before = phases[-1]
+            first_step = section.from_step or before.first_step + 1
+            if section.from_tokens is not None:
+                # The first step before which so many tokens are trained on.
+                missing = section.from_tokens - sum(phase.tokens for phase in phases[:-1])
+                first_step = before.first_step - (-missing // before.tokens_per_step)
+            phases[-1] = _ending(before, first_step)
+        size = training.global_batch_size
+        phase = Phase(
+            number=len(phases) + 1,
+            first_step=first_step,
+            sequences=training.local_batch_size * dp if size == -1 else size,
+            section=section,
+            config=job,
+        )
+        phases.append(_ending(phase, training.steps + 1))
+    return phases
+
+
+def _ending(phase: Phase, end: int) -> Phase:
+    """Return a phase that ends before a step."""
+    update = {"steps": end - phase.first_step}
+    training = phase.config.training.model_copy(update=update)
+    return replace(phase, config=phase.config.model_copy(update={"training": training}))
+
+
+def longest_sequence(config: JobConfig) -> int:
+    """Return the tokens of the longest sequence that any phase trains on."""
+    return max(job.training.seq_len for job in jobs_of(config))

@@ -1,0 +1,88 @@
+"""Simulate each phase of a job (titan/config/phases.py), and say what each costs and what the run costs as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from titan.checks.rules import resolve_layout
+from titan.config.phases import Phase, phases_of
+from titan.config.schema import JobConfig
+from titan.sim.report.imbalance import simulate_with_limit
+from titan.sim.report.text import columns, duration, utilization
+from titan.sim.simulate import Facts, Simulation, facts
+
+_FIGURES = ("step_time_s", "tokens_per_s_per_gpu", "mfu", "mfu_dtype", "fits", "tight")
+
+
+def simulate_phases(
+    config: JobConfig, *, world_size: int, **how: Any
+) -> list[tuple[Phase, Simulation]]:
+    """Simulate a step of each phase of a job. how: the other options of `simulate`."""
+    dp = resolve_layout(config, world_size).dp
+    return [
+        (phase, simulate_with_limit(phase.config, world_size=world_size, **how))
+        for phase in phases_of(config, dp=dp)
+    ]
+
+
+def phase_rows(parts: Sequence[tuple[Phase, Simulation]]) -> list[Facts]:
+    """Return what each phase is and costs, as data. docs/simulator.md defines every field."""
+    rows = []
+    for phase, simulation in parts:
+        found = facts(simulation)
+        rows.append(
+            {name: found[name] for name in _FIGURES}
+            | {
+                "first_step": phase.first_step,
+                "steps": phase.steps,
+                "tokens": phase.tokens,
+                "sequences_per_step": phase.sequences,
+                "seq_len": phase.config.training.seq_len,
+                "seconds": phase.steps * found["step_time_s"],
+                "needed_gib": found["memory"]["needed_gib"],
+            }
+        )
+    return rows
+
+
+def phase_lines(rows: Sequence[Facts]) -> Iterator[str]:
+    """Yield a table of phases and of the whole run, for people; nothing for one phase."""
+    if len(rows) < 2:
+        return
+    head = ["phase", "steps", "sequences", "tokens", "step", "tokens/s/GPU", "MFU", "GiB", "time"]
+    table = [[*head, ""]]
+    for number, row in enumerate(rows, 1):
+        sizes = [row["steps"], row["sequences_per_step"], row["seq_len"]]
+        speed = [duration(row["step_time_s"]), f"{row['tokens_per_s_per_gpu']:,.0f}"]
+        cost = [utilization(row), f"{row['needed_gib']:.1f}", duration(row["seconds"])]
+        note = "" if row["fits"] else "tight" if row["tight"] else "DOES NOT FIT"
+        table.append([str(number), *(f"{size:,}" for size in sizes), *speed, *cost, note])
+    steps, seconds = (sum(row[name] for row in rows) for name in ("steps", "seconds"))
+    most = f"{max(row['needed_gib'] for row in rows):.1f}"
+    table.append(["all", f"{steps:,}", *[""] * 5, most, duration(seconds), ""])
+    yield from ("", *(f"  {line}" for line in columns(table, left=(0, 9))))
+    yield "  the rest of this page is about phase 1"
+
+
+def together(parts: Sequence[tuple[Phase, Facts]]) -> Facts:
+    """Return the facts of phases as those of one step, to rank ways to run a job: the memory is that of the phase which needs
+    most, the speed that of the whole run."""
+    _, worst = max(parts, key=lambda part: part[1]["memory"]["needed_gib"])
+    if len(parts) == 1:
+        return worst
+    steps = sum(phase.steps for phase, _ in parts)
+    seconds = sum(phase.steps * found["step_time_s"] for phase, found in parts)
+    tokens = sum(phase.tokens for phase, _ in parts)
+    tflops = sum(p.steps * f["step_time_s"] * f["tflops_per_gpu"] for p, f in parts) / seconds
+    runs = all(found["fits"] or found["tight"] for _, found in parts)
+    fits = all(found["fits"] for _, found in parts)
+    return worst | {
+        "step_time_s": seconds / steps,
+        "tokens_per_step": tokens / steps,
+        "tokens_per_s_per_gpu": tokens / seconds / worst["world_size"],
+        "tflops_per_gpu": tflops,
+        "mfu": worst["mfu"] and worst["mfu"] * tflops / worst["tflops_per_gpu"],
+        "fits": fits,
+        "tight": runs and not fits,
+    }
