@@ -45,7 +45,15 @@ from titan.data.text import (
     validation_samples,
 )
 from titan.data.tokenizer import Tokenizer
-from titan.loss import IGNORED, Kernels, LossSum, VocabularyShard, compiled_loss, product_of
+from titan.loss import (
+    IGNORED,
+    FurtherLoss,
+    Kernels,
+    LossSum,
+    VocabularyShard,
+    compiled_loss,
+    product_of,
+)
 from titan.parallel.float8 import Conversion
 from titan.parallel.mesh import submesh
 
@@ -194,26 +202,38 @@ class NextToken(Task):
         if positions_BS is None and is_cut:
             length = batch.tokens_BS.shape[1]
             positions_BS = torch.arange(length, device=device).expand(batch.tokens_BS.shape)
-        return Batch(
+        whole = Batch(
             tokens_BS=batch.tokens_BS,
             labels_BS=batch.labels_BS,
             positions_BS=positions_BS,
             document_ids_BS=batch.document_ids_BS,
             document_ends_BN=getattr(batch, "document_ends_BN", None),  # another loader may lack it
         )
+        if not self.num_further:
+            return whole
+        # On the device, where pinned memory goes without a wait.
+        return whole.to(device).with_further_tokens(self.num_further)
+
+    @cached_property
+    def num_further(self) -> int:
+        """Return how many further tokens the model learns to predict."""
+        return getattr(model_config(self.config.model), "num_mtp_modules", 0)
 
     def microbatch(self, batch: Any) -> Microbatch:
-        names = ("positions_BS", "document_ids_BS", "document_ends_BN")
+        names = ("positions_BS", "document_ids_BS", "document_ends_BN", "further_tokens_BSM")
+        targets = batch.labels_BS
+        if self.num_further:
+            targets = torch.cat([targets[..., None], batch.further_labels_BSM], dim=-1)
         return Microbatch(
             batch.tokens_BS,
-            batch.labels_BS,
+            targets,
             (batch.labels_BS != IGNORED).sum(),
             {name: value for name in names if (value := getattr(batch, name)) is not None},
         )
 
     def loss(
         self, mesh: DeviceMesh, *, output: nn.Module | None, float8: Sequence[Conversion]
-    ) -> LossSum:
+    ) -> LossFunction:
         config = self.config
         compiles = config.compile.enable and "loss" in config.compile.components
         backend = config.compile.backend if compiles else ""
@@ -221,15 +241,16 @@ class NextToken(Task):
         if output is not None and any(c.name == "output" and not c.kept for c in float8):
             product = product_of(output, backend=backend)
         shared = not config.parallelism.disable_loss_parallel
-        vocab_size = model_config(config.model).vocab_size
-        return LossSum(
+        sizes = model_config(config.model)
+        loss = LossSum(
             config.loss.chunk_tokens,
-            shard=VocabularyShard.of(submesh(mesh, "tp"), vocab_size) if shared else None,
+            shard=VocabularyShard.of(submesh(mesh, "tp"), sizes.vocab_size) if shared else None,
             output=output,
             kernels=Kernels.compiled(backend) if backend else None,
             product=product,
             custom=compiled_loss(loss_function(config.loss), backend=backend),
         )
+        return FurtherLoss(loss, sizes.mtp_coeff) if self.num_further else loss
 
     def measure(self, batch: Any) -> float:
         """Return the bytes of text, for a figure that does not depend on the tokenizer."""

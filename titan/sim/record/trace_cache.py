@@ -258,6 +258,8 @@ def shallow(request: TraceRequest) -> list[Depth] | None:
         return None  # local and global layers
     if getattr(model, "first_modules", FIRST) != FIRST:
         return None  # an encoder's results are read past the first block
+    if getattr(model, "num_mtp_modules", 0):
+        return None  # the last blocks take two inputs
     if layout.pp == 1:
         depths = [Depth(0, -(-model.n_layers // size))]
     elif size > 1:  # stages begin anywhere within a unit
