@@ -117,6 +117,8 @@ def differences(name: str, chunk_output: bool) -> dict[str, float]:
     (first + 0.5 * further).backward()
     pairs = {key: (gradients[key], p.grad) for key, p in model.named_parameters()}
     pairs |= {"loss": (loss, first.detach()), "evaluated": (evaluated, first.detach())}
+    [mean] = step.loss_sum.means  # pyright: ignore
+    pairs |= {"further": (mean, further.detach())}
     norm = torch.linalg.vector_norm
     return {key: float(norm(a - b) / norm(b)) for key, (a, b) in pairs.items()}
 

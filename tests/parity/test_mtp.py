@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.jobs import SMALL, job, with_changes
 from tests.support.layouts import (
     BOUND,
     FOUR_AXES,
@@ -27,7 +29,9 @@ from tests.support.layouts import (
     tp,
     train,
 )
+from tests.support.metrics import read_json_lines
 from tests.support.ranks import Pool
+from tests.support.trainers import PoolTrainer
 
 # Two modules, of a weight that shows in the gradients.
 TWO = (("num_mtp_modules", 2), ("mtp_coeff", 1.0))
@@ -96,3 +100,28 @@ def test_equals_one_process(layout: Layout, references, pool: Pool) -> None:
     reference = references.run(**{name: getattr(layout, name) for name in same})
     found = differences(pool.run(layout.ranks, train, layout), reference)
     assert max(found.values()) < BOUND, found
+
+
+def run(folder: Path, parallelism: dict[str, int]) -> None:
+    changes = {"parallelism": parallelism, "model": {"overrides": {"n_layers": 3, **dict(TWO)}}}
+    training = {"global_batch_size": 8, "local_batch_size": 2, "steps": 2}
+    config = job(folder, base=with_changes(SMALL, training=training, **changes))
+    trainer = PoolTrainer(config)
+    assert trainer.run() == 0
+    trainer.close()
+
+
+def test_the_loss_of_further_tokens_is_a_column(pool: Pool, tmp_path: Path) -> None:
+    """Also over the micro-batches of a pipeline, on the rank that has none of it."""
+    rows = []
+    for ranks, layout in (
+        (1, {}),
+        (2, {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 1}),
+    ):
+        folder = tmp_path / str(ranks)
+        pool.run(ranks, run, folder, layout)
+        rows.append(read_json_lines(folder / "metrics.jsonl"))
+    for alone, pipeline in zip(*rows, strict=True):
+        assert alone["mtp_loss"] > 1 and alone["mtp_loss"] != pytest.approx(alone["loss"], rel=1e-4)
+        assert pipeline["mtp_loss"] == pytest.approx(alone["mtp_loss"], rel=1e-5)
+        assert pipeline["loss"] == pytest.approx(alone["loss"], rel=1e-5)
