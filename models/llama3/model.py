@@ -157,8 +157,9 @@ class FurtherToken(nn.Module):
 
     def __init__(self, config: LlamaConfig, block: Block) -> None:
         super().__init__()
-        for name in ("enorm", "hnorm", "head_norm"):
-            self.add_module(name, nn.RMSNorm(config.dim, eps=config.norm_eps))
+        self.enorm, self.hnorm, self.head_norm = (
+            nn.RMSNorm(config.dim, eps=config.norm_eps) for _ in range(3)
+        )
         self.eh_proj = nn.Linear(2 * config.dim, config.dim, bias=False)
         self.block = block
 

@@ -115,7 +115,7 @@ def differences(name: str, chunk_output: bool) -> dict[str, float]:
         parameter.grad = None
     first, further = written_out(model, row[:, :-1], row)
     (first + 0.5 * further).backward()
-    pairs = {key: (gradients[key], p.grad) for key, p in model.named_parameters()}
+    pairs: dict[str, Any] = {key: (gradients[key], p.grad) for key, p in model.named_parameters()}
     pairs |= {"loss": (loss, first.detach()), "evaluated": (evaluated, first.detach())}
     [mean] = step.loss_sum.means  # pyright: ignore
     pairs |= {"further": (mean, further.detach())}
