@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.test_huggingface import assert_same, logits, tensors
+from tests.checkpoint.test_huggingface import TOKENS, assert_same, logits, tensors
 from titan.checkpoint.commit import CheckpointGroup
 from titan.checkpoint.export import Export, export_state
 from titan.checkpoint.huggingface import (
@@ -26,7 +26,7 @@ from titan.config.model import family
 from titan.parallel import initialize
 from titan.tools import convert
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 
 def exported(name: str, folder: Path) -> dict[str, Any]:
@@ -74,18 +74,12 @@ def test_there_and_back(name: str, tmp_path: Path, capsys: pytest.CaptureFixture
         key: t for key, t in stored.items() if ".layers.2" not in key and ".layers.3" not in key
     }
     assert_same(tensors(tmp_path / "plain"), plain)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     with torch.no_grad():
-        model = family(name).build_model(read_sizes(open_folder(source))[1])
-        folder = tmp_path / "plain"
-        held = model_state([model])
-        load(
-            folder,
-            held,
-            model=HFModel.of(*read_sizes(open_folder(folder))),
-            group=CheckpointGroup(),
-        )
-        tokens = torch.arange(200).reshape(2, 100) % 300
-        torch.testing.assert_close(model(tokens), logits(folder), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(theirs(TOKENS).logits, logits(tmp_path / "plain"))
+        ours = family(name).build_model(read_sizes(open_folder(source), mtp=True)[1])
+        ours.load_state_dict({k.removeprefix("model."): t for k, t in state.items()}, strict=False)
+        torch.testing.assert_close(ours(TOKENS), theirs(TOKENS).logits, rtol=1e-5, atol=1e-5)
 
 
 def test_a_job_takes_the_modules_that_it_has(tmp_path: Path) -> None:
