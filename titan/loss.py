@@ -20,7 +20,7 @@ N positions, C of a chunk, D model, V vocabulary, or this rank's part of it
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -445,25 +445,3 @@ class LossSum:
                 product=self.product,
                 custom=self.custom if torch.is_grad_enabled() else None,
             )
-
-
-@dataclass(frozen=True)
-class FurtherLoss:
-    """Train on further tokens besides (DeepSeek-V3, arXiv:2412.19437, eq. 24 and 25).
-
-    The value is the loss of the next token, comparable with that of other models. The gradient is that of its sum with `coeff` times the
-    mean over the modules of multi-token prediction, which goes to `means`, one for each call with a gradient, until a reader clears them.
-    """
-
-    loss: LossSum
-    coeff: float
-    means: list[Tensor] = field(default_factory=list)
-
-    def __call__(self, input: Tensor, labels_BSN: Tensor) -> Tensor:
-        """Return the sum. input: of B rows for the next token, then of B for each further one, whose labels are labels_BSN[..., 1:]."""
-        parts = zip(input.split(len(labels_BSN)), labels_BSN.unbind(-1), strict=True)
-        first, *further = (self.loss(part, labels_BS) for part, labels_BS in parts)
-        mean = torch.stack(further).mean()
-        if torch.is_grad_enabled():
-            self.means.append(mean.detach())
-        return first + self.coeff * (mean - mean.detach())

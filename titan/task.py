@@ -45,15 +45,7 @@ from titan.data.text import (
     validation_samples,
 )
 from titan.data.tokenizer import Tokenizer
-from titan.loss import (
-    IGNORED,
-    FurtherLoss,
-    Kernels,
-    LossSum,
-    VocabularyShard,
-    compiled_loss,
-    product_of,
-)
+from titan.loss import IGNORED, Kernels, LossSum, VocabularyShard, compiled_loss, product_of
 from titan.parallel.float8 import Conversion
 from titan.parallel.mesh import submesh
 
@@ -271,6 +263,29 @@ class NextToken(Task):
                 run.loader, validation=run.validation_loader, tokenizer=self.tokenizer
             )
         return self._bits
+
+
+@dataclass(frozen=True)
+class FurtherLoss:
+    """Train on further tokens besides (DeepSeek-V3, arXiv:2412.19437, eq. 24 and 25).
+
+    The value is the loss of the next token, comparable with that of other models. The gradient is that of its sum with `coeff` times the
+    mean over the modules of multi-token prediction, which goes to `means`, one for each call with a gradient; a reader clears them before a step.
+    """
+
+    loss: LossSum
+    coeff: float
+    means: list[Tensor] = field(default_factory=list)
+
+    def __call__(self, input: Tensor, labels_BSN: Tensor) -> Tensor:
+        """Return the sum. input: of B rows for the next token, then of B for each further one, whose labels are labels_BSN[..., 1:]."""
+        parts = zip(input.split(len(labels_BSN)), labels_BSN.unbind(-1), strict=True)
+        first, *further = (self.loss(part, labels_BS) for part, labels_BS in parts)
+        mean = torch.stack(further).mean()
+        if torch.is_grad_enabled():
+            self.means.append(mean.detach())
+            del self.means[:-10_000]  # more than a step has: nobody reads them
+        return first + self.coeff * (mean - mean.detach())
 
 
 def task_of(config: JobConfig) -> Task:

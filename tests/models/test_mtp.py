@@ -15,7 +15,6 @@ from titan.config.model import family
 from titan.config.schema import JobConfig
 from titan.data.packing import IGNORED, Batch
 from titan.parallel import build_mesh, initialize
-from titan.parallel.stage_split import split_modules
 from titan.train_step import build_train_step
 
 
@@ -56,12 +55,6 @@ def test_counts(name: str) -> None:
     if name != "deepseek_v3":  # where tokens meet some of the experts
         more = 6 * (matrices + 2 * config.num_embedding_params) + 2 * block
         assert config.flops_per_token(64) - plain.flops_per_token(64) == more
-
-
-def test_stages() -> None:
-    last = sizes("llama3").last_modules
-    assert last == ("layers.2", "layers.3", "norm", "output")
-    assert split_modules(2, num_stages=2, last=last)[-1] == ["layers.1", *last]
 
 
 def written_out(model: Any, tokens: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
