@@ -88,8 +88,8 @@ class MoEConfig(LlamaConfig):
 
     def _count(self, *, active: bool) -> int:
         embeddings = self.num_embedding_params * (1 if self.tied_embeddings else 2)
-        blocks = sum(self.block_params(layer, active=active) for layer in range(self.n_layers))
-        return embeddings + blocks + self.dim
+        blocks = sum(self.block_params(layer, active=active) for layer in range(self.num_blocks))
+        return embeddings + blocks + self.num_mtp_params + self.dim
 
     def flops_per_token(self, seq_len: int, *, causal: bool = False) -> int:
         """Return the operations of forward and backward for one token, as LlamaConfig's, of the active parameters."""
@@ -97,7 +97,7 @@ class MoEConfig(LlamaConfig):
             self.block_params(layer, active=True)
             - self.num_block_norm_params
             - self.is_moe_layer(layer) * self.num_bias_params(self.top_k)
-            for layer in range(self.n_layers)
+            for layer in range(self.num_blocks)
         )
-        matmul_params = sum(blocks) + self.num_embedding_params
+        matmul_params = sum(blocks) + self._matmul_params_after_blocks
         return 6 * matmul_params + self.attention_flops_per_token(seq_len, causal=causal)

@@ -194,26 +194,38 @@ class NextToken(Task):
         if positions_BS is None and is_cut:
             length = batch.tokens_BS.shape[1]
             positions_BS = torch.arange(length, device=device).expand(batch.tokens_BS.shape)
-        return Batch(
+        whole = Batch(
             tokens_BS=batch.tokens_BS,
             labels_BS=batch.labels_BS,
             positions_BS=positions_BS,
             document_ids_BS=batch.document_ids_BS,
             document_ends_BN=getattr(batch, "document_ends_BN", None),  # another loader may lack it
         )
+        if not self.num_further:
+            return whole
+        # On the device, where pinned memory goes without a wait.
+        return whole.to(device).with_further_tokens(self.num_further)
+
+    @cached_property
+    def num_further(self) -> int:
+        """Return how many further tokens the model learns to predict."""
+        return getattr(model_config(self.config.model), "num_mtp_modules", 0)
 
     def microbatch(self, batch: Any) -> Microbatch:
-        names = ("positions_BS", "document_ids_BS", "document_ends_BN")
+        names = ("positions_BS", "document_ids_BS", "document_ends_BN", "further_tokens_BSM")
+        targets = batch.labels_BS
+        if self.num_further:
+            targets = torch.cat([targets[..., None], batch.further_labels_BSM], dim=-1)
         return Microbatch(
             batch.tokens_BS,
-            batch.labels_BS,
+            targets,
             (batch.labels_BS != IGNORED).sum(),
             {name: value for name in names if (value := getattr(batch, name)) is not None},
         )
 
     def loss(
         self, mesh: DeviceMesh, *, output: nn.Module | None, float8: Sequence[Conversion]
-    ) -> LossSum:
+    ) -> LossFunction:
         config = self.config
         compiles = config.compile.enable and "loss" in config.compile.components
         backend = config.compile.backend if compiles else ""
@@ -221,15 +233,16 @@ class NextToken(Task):
         if output is not None and any(c.name == "output" and not c.kept for c in float8):
             product = product_of(output, backend=backend)
         shared = not config.parallelism.disable_loss_parallel
-        vocab_size = model_config(config.model).vocab_size
-        return LossSum(
+        sizes = model_config(config.model)
+        loss = LossSum(
             config.loss.chunk_tokens,
-            shard=VocabularyShard.of(submesh(mesh, "tp"), vocab_size) if shared else None,
+            shard=VocabularyShard.of(submesh(mesh, "tp"), sizes.vocab_size) if shared else None,
             output=output,
             kernels=Kernels.compiled(backend) if backend else None,
             product=product,
             custom=compiled_loss(loss_function(config.loss), backend=backend),
         )
+        return FurtherLoss(loss, sizes.mtp_coeff) if self.num_further else loss
 
     def measure(self, batch: Any) -> float:
         """Return the bytes of text, for a figure that does not depend on the tokenizer."""
@@ -250,6 +263,29 @@ class NextToken(Task):
                 run.loader, validation=run.validation_loader, tokenizer=self.tokenizer
             )
         return self._bits
+
+
+@dataclass(frozen=True)
+class FurtherLoss:
+    """Train on further tokens besides (DeepSeek-V3, arXiv:2412.19437, eq. 24 and 25).
+
+    The value is the loss of the next token, comparable with that of other models. The gradient is that of its sum with `coeff` times the
+    mean over the modules of multi-token prediction, which goes to `means`, one for each call with a gradient; a reader clears them before a step.
+    """
+
+    loss: LossSum
+    coeff: float
+    means: list[Tensor] = field(default_factory=list)
+
+    def __call__(self, input: Tensor, labels_BSN: Tensor) -> Tensor:
+        """Return the sum. input: of B rows for the next token, then of B for each further one, whose labels are labels_BSN[..., 1:]."""
+        parts = zip(input.split(len(labels_BSN)), labels_BSN.unbind(-1), strict=True)
+        first, *further = (self.loss(part, labels_BS) for part, labels_BS in parts)
+        mean = torch.stack(further).mean()
+        if torch.is_grad_enabled():
+            self.means.append(mean.detach())
+            del self.means[:-10_000]  # more than a step has: nobody reads them
+        return first + self.coeff * (mean - mean.detach())
 
 
 def task_of(config: JobConfig) -> Task:

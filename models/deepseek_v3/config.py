@@ -65,7 +65,7 @@ class DeepSeekConfig(MoEConfig):
 
     def attention_flops_per_token(self, seq_len: int, *, causal: bool) -> int:
         sizes = self.head_dim + self.v_head_dim
-        return (3 if causal else 6) * self.n_layers * self.n_heads * sizes * seq_len
+        return (3 if causal else 6) * self.num_blocks * self.n_heads * sizes * seq_len
 
 
 # V2 balances by a loss of each sequence (aux_loss_alpha and seq_aux in its config.json).
@@ -118,7 +118,7 @@ FLAVORS: dict[str, DeepSeekConfig] = {
         **{"num_shared_experts": 2, "load_balance_coeff": 1e-3},
         **{"vocab_size": 2048, "norm_eps": 1e-5, "rope_mscale": 0.7},
     ),
-    # V2-Lite, V2, V3 without its layer of multi-token prediction
+    # V2-Lite, V2, V3. The release of V3 has num_mtp_modules = 1 besides.
     "16B": _deepseek(2048, 27, 1, 16, 10944, 64, 6, 1408, **_V2, rope_mscale=0.707),
     "236B": _deepseek(
         *(5120, 60, 1, 128, 12288, 160, 6, 1536),

@@ -28,6 +28,7 @@ _BLOCK = {
 }
 _FIELDS: tuple[llama3.Field, ...] = (
     *llama3.FIELDS,
+    llama3.MTP,
     ("q_lora_rank", "q_lora_rank", 0),
     ("kv_lora_rank", "kv_lora_rank", 512),
     ("qk_nope_head_dim", "qk_nope_head_dim", 128),
@@ -61,8 +62,16 @@ def hf_name(name: str) -> str:
 def hf_buffer(name: str, config: DeepSeekConfig) -> str | None:
     """Name in transformers of one of our buffers, None if it has none: V3 keeps the routing bias."""
     layer, _, rest = name.removeprefix("layers.").partition(".")
-    has_bias = rest == "moe.bias" and config.score == "sigmoid"
+    has_bias = rest.removeprefix("block.") == "moe.bias" and config.score == "sigmoid"
     return f"model.layers.{layer}.mlp.gate.e_score_correction_bias" if has_bias else None
+
+
+def hf_copies(config: DeepSeekConfig) -> dict[str, str]:
+    """Return tensors of a folder that are copies of our parameters: modules of multi-token prediction have both embeddings."""
+    output = "tok_embeddings.weight" if config.tied_embeddings else "output.weight"
+    copied = {"embed_tokens": "tok_embeddings.weight", "shared_head.head": output}
+    numbers = range(config.n_layers, config.num_blocks)
+    return {f"model.layers.{n}.{name}.weight": o for n in numbers for name, o in copied.items()}
 
 
 def hf_config(config: DeepSeekConfig) -> dict[str, Any]:

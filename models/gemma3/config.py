@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..llama3.config import LlamaConfig
@@ -29,6 +29,7 @@ class Gemma3Config(LlamaConfig):
     window: int = 0
     global_every: int = 6
     query_pre_attn_scalar: int = 256
+    num_mtp_modules: int = field(init=False, default=0)
 
     def is_local(self, layer: int) -> bool:
         """Return whether a layer has a window."""

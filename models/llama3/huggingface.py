@@ -31,6 +31,11 @@ BLOCK = {
     "feed_forward.w1": "mlp.gate_proj",
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
+    # Of multi-token prediction, as DeepSeek-V3's folder has them.
+    "enorm": "enorm",
+    "hnorm": "hnorm",
+    "eh_proj": "eh_proj",
+    "head_norm": "shared_head.norm",
 }
 # For families whose blocks have experts. On disk each expert is a tensor; {} is its number.
 MOE_BLOCK = {
@@ -50,6 +55,7 @@ FIELDS: tuple[Field, ...] = (
     ("norm_eps", "rms_norm_eps", 1e-6),
     ("tied_embeddings", "tie_word_embeddings", False),
 )
+MTP: Field = ("num_mtp_modules", "num_nextn_predict_layers", 0)
 # What transformers can do and this model cannot: the only value of each that is this model.
 FP8: tuple[str, Any] = ("fp8", [128, 128])
 _ONLY: dict[str, Any] = {
@@ -68,7 +74,7 @@ def hf_name(name: str, *, block: dict[str, str] = BLOCK) -> str:
     """
     if name in _TOP:
         return _TOP[name]
-    match = re.fullmatch(r"layers\.(\d+)\.(.+?)(\.weight|\.bias)?", name)
+    match = re.fullmatch(r"layers\.(\d+)\.(?:block\.)?(.+?)(\.weight|\.bias)?", name)
     if match is None:
         raise KeyError(name)
     return f"model.layers.{match[1]}.{block[match[2]]}{match[3] or '.weight'}"
@@ -86,7 +92,7 @@ def hf_config(config: LlamaConfig) -> dict[str, Any]:
     }
     return {
         **header(ARCHITECTURES, "LlamaForCausalLM"),
-        **fields_of(config, FIELDS),
+        **fields_of(config, (*FIELDS, MTP) if config.num_mtp_modules else FIELDS),
         "num_key_value_heads": config.n_kv_heads,
         "head_dim": config.head_dim,
         "max_position_embeddings": 131_072 if scaling else 8192,  # as Llama 3.1 and 3 have it
@@ -135,6 +141,7 @@ def read_sizes(
     fields = (
         *FIELDS,
         *fields,
+        *([MTP] if hf.get(MTP[1]) else []),
         ("n_kv_heads", "num_key_value_heads", n_kv_heads),
         ("head_dim", "head_dim", head_dim),
         ("rope_theta", "rope_theta", rope.get("rope_theta", 10_000.0)),

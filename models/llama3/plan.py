@@ -16,6 +16,8 @@ TENSOR_PLAN: dict[str, str] = {
     "layers.*.feed_forward.w2": "rowwise",
     "norm": "sequence",
     "output": "vocab_output",
+    **dict.fromkeys(("layers.*.enorm", "layers.*.hnorm", "layers.*.head_norm"), "sequence"),
+    "layers.*.eh_proj": "token_weights",
 }
 
 # For families whose blocks have experts. Experts are split by expert parallelism and by FSDP.

@@ -151,6 +151,8 @@ class TaskOptions:
         if sizes.vision_dim % sizes.vision_heads:
             message = f"{sizes.vision_heads} does not divide the vision_dim {sizes.vision_dim}"
             yield "model.overrides.vision_heads", message
+        if sizes.num_mtp_modules:
+            yield "model.overrides.num_mtp_modules", "is for text alone; use 0"
         if self.samples and config.parallelism.pipeline_parallel_degree > 1:
             yield "task.options.samples", "a pipeline's ranks cannot describe pictures; use 0"
 

@@ -18,9 +18,10 @@ from tests.support.traces import (
     job,
     trace_ranks,
 )
+from titan.config.schema import JobConfig
 from titan.sim.price.cost import Cost
 from titan.sim.price.profiles import load_profile
-from titan.sim.record.trace import Transfer
+from titan.sim.record.trace import Trace, Transfer
 from titan.sim.replay.queues import replay
 
 REPLICAS, SHARDS, TP, CP, PP = (
@@ -68,7 +69,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 def test_trace_sends_what_is_really_sent(name: str, pool: Pool) -> None:
     world, settings = LAYOUTS[name]
     # The last pipeline stage has a block less: every rank must have one of its own to compare.
-    config = job(parallelism=settings)
+    require_equal(job(parallelism=settings), world, pool)
+
+
+def require_equal(config: JobConfig, world: int, pool: Pool) -> dict[int, Trace]:
     real = pool.run(world, count_real_transfers, config)
     traces = trace_ranks(config, world_size=world, ranks=range(world), processes=2)
     for rank, (counts, sizes) in enumerate(real):
@@ -76,6 +80,19 @@ def test_trace_sends_what_is_really_sent(name: str, pool: Pool) -> None:
         assert bytes_of(traces[rank]) == sizes, rank
         assert sum(counts.values()) > 5
     replay(traces, Cost(load_profile("h100-sxm")))  # what they send each other fits together
+    return traces
+
+
+def test_embeddings_of_further_tokens_go_through_a_pipeline(pool: Pool) -> None:
+    """Beside the activations, as large, and their gradients come back."""
+    sent = []
+    for modules in (0, 1):
+        overrides = {"n_layers": 4, "num_mtp_modules": modules}
+        config = job(parallelism={PP: 2}, model={"overrides": overrides})
+        traces = require_equal(config, 2, pool).values()
+        transfers = [t for trace in traces for t in events_of(trace.step, Transfer)]
+        sent.append(sum(t.size_bytes for t in transfers if t.kind == "send"))
+    assert sent[1] == 2 * sent[0] > 0
 
 
 def test_what_waits_for_the_last_micro_batch(pool: Pool) -> None:

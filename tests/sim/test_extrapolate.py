@@ -77,6 +77,28 @@ JOBS: dict[str, tuple[int, dict[str, Any]]] = {
             },
         },
     ),
+    "1F1B, multi-token prediction": (
+        4,
+        {
+            "model": {"flavor": "tiny", "overrides": {"n_layers": 26, "num_mtp_modules": 2}},
+            "parallelism": {
+                "pipeline_parallel_degree": 2,
+                "pipeline_parallel_schedule": "1F1B",
+            },
+        },
+    ),
+    "EP, multi-token prediction": (
+        2,
+        {
+            "model": {
+                "name": "deepseek_v3",
+                "flavor": "tiny",
+                "overrides": {"n_layers": 19, "num_mtp_modules": 1},
+            },
+            "parallelism": {"expert_parallel_degree": 2},
+            "activation_checkpoint": {"mode": "full"},
+        },
+    ),
     "1F1B, async TP, compiled": (
         8,
         {
@@ -184,6 +206,7 @@ def canonical(trace: Trace, section: str, numbers: defaultdict[str, dict[int, in
             "DDP, plain loss",
             "TP, Qwen3",
             "1F1B",
+            "1F1B, multi-token prediction",
             "1F1B, EP, TP",
             "interleaved",
         ],

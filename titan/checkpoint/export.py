@@ -73,7 +73,7 @@ class Export:
         model = HFModel.of(config.model.name, model_config(config.model))
         require_same_model(model)
         return Export(
-            model,
+            model.with_copies(),
             dtype,
             file_bytes,
             bos_id=tokenizer and tokenizer.bos_id,
@@ -122,8 +122,10 @@ class Export:
             tensor = self.model.joined(ours, tensors) if keep else tensors[0]
             for name in theirs if keep else ():
                 expert = self.model.on_disk[name].expert
-                # A copy: a view would keep all experts in memory.
-                kept[name] = tensor.cpu() if expert is None else tensor[expert].to("cpu", copy=True)
+                # A copy: a view would keep all experts in memory, and a file takes no tensor twice.
+                part = tensor if expert is None else tensor[expert]
+                is_alone = expert is None and name not in self.model.copies
+                kept[name] = part.to("cpu", copy=not is_alone)
         return kept
 
 

@@ -42,7 +42,8 @@ class HFModel:
     hooks: the family's huggingface.py. names: ours to theirs, in the model's order, without buffers that are not on disk; a
     parameter that is stacked by expert is many tensors there, and {} stands for the expert's number. parts: where it is a
     part of one tensor there, by the first of its channels and how far it is to the next. shapes: by our names.
-    buffers: our names and dtypes of state that is not trained. A tied output layer is not among them.
+    buffers: our names and dtypes of state that is not trained. A tied output layer is not among them. copies: their names of tensors
+    that a folder has besides, of ours.
     """
 
     name: str
@@ -52,6 +53,7 @@ class HFModel:
     parts: dict[str, tuple[int, int]]
     shapes: dict[str, torch.Size]
     buffers: dict[str, torch.dtype]
+    copies: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @staticmethod
     def of(name: str, sizes: Any) -> HFModel:
@@ -78,6 +80,11 @@ class HFModel:
         parts = {ours: part for ours in names if (part := part_of(ours))}
         shapes = {ours: t.shape for ours, t in state.items()}
         return HFModel(name, sizes, hooks, names, parts, shapes, buffers)
+
+    def with_copies(self) -> HFModel:
+        """Return the model as a folder is written, with copies of embeddings that readers of modules of multi-token prediction want."""
+        copies = getattr(self.hooks, "hf_copies", lambda _: {})(self.sizes)
+        return dataclasses.replace(self, copies=copies)
 
     def spelled_as(self, files: Collection[str]) -> HFModel:
         """Return the model with the names of a folder's tensors, if it begins them in another way, of the family's SPELLINGS."""
@@ -126,7 +133,7 @@ class HFModel:
             else:
                 for expert in range(shape[0]):
                     tensors[theirs.format(expert)] = DiskTensor((ours,), expert, shape[1:])
-        return tensors
+        return tensors | {n: DiskTensor((o,), None, self.shapes[o]) for n, o in self.copies.items()}
 
     def joined(self, ours: Sequence[str], tensors: Sequence[Tensor]) -> Tensor:
         """Return the tensor on disk that these of ours make."""

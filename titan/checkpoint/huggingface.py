@@ -34,7 +34,7 @@ from titan.checkpoint.quantized import (
     values_name,
 )
 from titan.checkpoint.tensors import StateDict
-from titan.config.model import families, family, model_config
+from titan.config.model import families, family, model_config, num_blocks
 from titan.config.schema import ModelSection
 from titan.config.toml import format_value
 from titan.parallel.torch_compat import compute_local_shape_and_global_offset
@@ -99,8 +99,11 @@ def _file_names(path: Path) -> tuple[str, str]:
     return theirs if any(is_there(path / name) for name in theirs) else (INDEX, SINGLE)
 
 
-def read_sizes(folder: HFFolder) -> tuple[str, Any]:
-    """Return our family and sizes for a folder. Raises CheckpointError if no family can be that model."""
+def read_sizes(folder: HFFolder, *, mtp: bool = False) -> tuple[str, Any]:
+    """Return our family and sizes for a folder. Raises CheckpointError if no family can be that model.
+
+    mtp: with the modules of multi-token prediction that config.json tells of. Folders often lack their weights.
+    """
     by_family = {name: hooks for name in families() if (hooks := hooks_of(name))}
     known = {kind: (name, h) for name, h in by_family.items() for kind in h.ARCHITECTURES}
     by_type = {type_: kind for h in by_family.values() for kind, type_ in h.ARCHITECTURES.items()}
@@ -121,7 +124,9 @@ def read_sizes(folder: HFFolder) -> tuple[str, Any]:
             f"{folder.path / CONFIG}: model_type {kind} does not go with {architecture}, whose is {type_}"
         )
     try:
-        return name, hooks.read_config(config)
+        sizes = hooks.read_config(config)
+        drops = not mtp and getattr(sizes, "num_mtp_modules", 0)
+        return name, dataclasses.replace(sizes, num_mtp_modules=0) if drops else sizes
     # Any family's code may raise these, because the values may be of any type and size.
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{folder.path / CONFIG}: {printable(str(error), 300)}") from error
@@ -146,6 +151,7 @@ def check_folder(path: Path, model: HFModel) -> HFFolder:
     folder = open_folder(path)
     name, sizes = read_sizes(folder)
     others = differences(sizes, model.sizes)
+    others.pop("num_mtp_modules", None)  # the files say whether it has enough
     if name != model.name or others:
         what = f"the model is {name}, the job's is {model.name}"
         if name == model.name:
@@ -308,12 +314,14 @@ def left_out_messages(folder: HFFolder, model: HFModel) -> list[str]:
 
 
 def left_out(folder: HFFolder, model: HFModel) -> dict[str, str]:
-    """Return how names of layers begin which titan does not have, and why: those that predict further tokens (DeepSeek-V3's layer 61),
-    and what the family's `hf_unused` names."""
-    extra, first = folder.config.get("num_nextn_predict_layers"), model.sizes.n_layers
+    """Return how names of layers begin which the model does not have, and why: those that predict further tokens (DeepSeek-V3's layer
+    61), unless it is to, copies of its embeddings, and what the family's `hf_unused` names."""
+    extra, first = folder.config.get("num_nextn_predict_layers"), num_blocks(model.sizes)
     extra = extra if isinstance(extra, int) else 0
-    numbers = range(first, first + min(extra, 100))
+    numbers = range(first, model.sizes.n_layers + min(extra, 100))
     reasons = {f"model.layers.{number}.": "it predicts further tokens" for number in numbers}
+    copies = getattr(model.hooks, "hf_copies", lambda _: {})(model.sizes)
+    reasons |= {name: f"it is a copy of {ours}" for name, ours in copies.items()}
     unused = getattr(model.hooks, "hf_unused", lambda *_: ())(folder.config, model.sizes)
     reasons |= dict.fromkeys(unused, "the model's output does not depend on it")
     return {p: why for p, why in reasons.items() if any(n.startswith(p) for n in folder.files)}

@@ -27,7 +27,7 @@ from titan.data.sources import resolve_sources
 from titan.hardware import HARDWARE
 from titan.parallel.kept_operations import KeepError, parse_blocks, parse_rule
 from titan.parallel.schedules import canonical_schedule, splits_backward
-from titan.parallel.stage_split import FIRST, split_modules
+from titan.parallel.stage_split import FIRST, LAST, split_modules
 
 STACKS_S = 15  # from a step's time limit until the stacks of all ranks are written; titan/health
 LOCAL_PRESETS = ("text", "jsonl", "parquet", "shards")
@@ -257,14 +257,19 @@ def _modules(config: JobConfig) -> Iterator[RuleViolation]:
         return  # a plug-in's modules may have other names, which only its model knows
     key = "module_fqns_per_model_part"
     # One stage has all modules, in the order of the model.
-    first = getattr(model, "first_modules", FIRST)
-    [modules] = split_modules(layers, num_stages=1, first_less=0, last_less=0, first=first)
+    ends = {
+        "first": getattr(model, "first_modules", FIRST),
+        "last": getattr(model, "last_modules", LAST),
+    }
+    [modules] = split_modules(layers, num_stages=1, first_less=0, last_less=0, **ends)
     named = [name for names in stages for name in names]
     for name in dict.fromkeys(named):
         if name not in modules:
             yield key, f"the model has no module '{name}'{did_you_mean(name, modules)}"
         elif named.count(name) > 1:
             yield key, f"module '{name}' is named {named.count(name)} times; name it in one stage"
+    if ends["last"] != LAST and not {*ends["last"]} <= {*stages[-1]}:
+        yield key, f"multi-token prediction needs {', '.join(ends['last'])} in the last stage"
     if missing := [name for name in modules if name not in named]:
         listed = ", ".join(missing[:5]) + f" and {len(missing) - 5} more" * (len(missing) > 5)
         yield key, f"{listed} would be in no stage; name each module of the model in one stage"

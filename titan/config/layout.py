@@ -15,7 +15,7 @@ from math import prod
 from typing import Any
 
 from titan.parallel.schedules import canonical_schedule
-from titan.parallel.stage_split import FIRST, StageSplit, split_stages
+from titan.parallel.stage_split import FIRST, LAST, StageSplit, split_stages
 
 from .errors import (
     ConfigError,
@@ -324,9 +324,12 @@ def stage_split(config: JobConfig, *, num_layers: int, **changes: int) -> StageS
         csv=section.pipeline_parallel_schedule_csv,
         layers_per_stage=section.pipeline_parallel_layers_per_stage,
         first_less=section.pipeline_parallel_first_stage_less_layers,
-        last_less=section.pipeline_parallel_last_stage_less_layers,
+        # A module of multi-token prediction is a layer, and its output layer is counted with the other one.
+        last_less=section.pipeline_parallel_last_stage_less_layers
+        + getattr(sizes, "num_mtp_modules", 0),
         modules=section.module_fqns_per_model_part,
         first=getattr(sizes, "first_modules", FIRST),
+        last=getattr(sizes, "last_modules", LAST),
     )
 
 

@@ -22,7 +22,7 @@ from .schema import ModelSection
 from .toml import format_value
 
 # Far beyond any model. Without bounds, a typing error would show only by the memory that it needs.
-LARGEST = {"n_layers": 10_000, "": 2**24}
+LARGEST = {"n_layers": 10_000, "num_mtp_modules": 100, "": 2**24}
 LARGEST_MODEL = 10**15
 _DOCS = 'docs/architecture.md, "Adding a model family", says what titan reads'
 # What the estimates, the start-up page and the layout rules read of any model.
@@ -69,6 +69,11 @@ def resolve_model(section: ModelSection) -> tuple[Any, list[RuleViolation]]:
     if not violations and foreign:
         violations = [*_check_module(section.name, config)]
     return (None if violations else config), violations
+
+
+def num_blocks(sizes: Any) -> int:
+    """Return the blocks of a model, those of multi-token prediction included."""
+    return getattr(sizes, "num_blocks", sizes.n_layers)
 
 
 @cache

@@ -5,7 +5,7 @@ Legend: B batch, S sequence length. A row has T = S + 1 tokens, so that each of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -27,6 +27,8 @@ class Batch(TensorBatch):
         "labels_BS",
         "positions_BS",
         "document_ids_BS",
+        "further_tokens_BSM",
+        "further_labels_BSM",
     )
 
     tokens_BS: Tensor
@@ -38,6 +40,29 @@ class Batch(TensorBatch):
     """Number of the document within its sequence, for the attention mask; None: only the causal mask."""
     document_ends_BN: Tensor | None = None
     """Where each document of a row ends, of `titan.parallel.documents.document_ends`: int32, the same for all context parallel ranks."""
+
+    further_tokens_BSM: Tensor | None = None
+    """The token 1, 2, ... places after each, int64[B, S, M], for M modules of multi-token prediction."""
+    further_labels_BSM: Tensor | None = None
+    """What each module is to predict: the token after that one; IGNORED where it is another document's, or beyond the row."""
+
+    def with_further_tokens(self, count: int) -> Batch:
+        """Return the batch with what `count` modules of multi-token prediction read and predict. Rows must be whole."""
+        tokens, labels = [], []
+        ids_BS, length = self.document_ids_BS, self.tokens_BS.shape[1]
+        places = torch.arange(length, device=self.tokens_BS.device)
+        for ahead in range(1, count + 1):
+            is_known = places < length - ahead
+            if ids_BS is not None:
+                is_known = is_known & (ids_BS == ids_BS.roll(-ahead, dims=1))
+            # What comes around from the beginning of the row is predicted from nowhere: later places alone see it.
+            tokens.append(self.tokens_BS.roll(-ahead, dims=1))
+            labels.append(self.labels_BS.roll(-ahead, dims=1).where(is_known, IGNORED))
+        return replace(
+            self,
+            further_tokens_BSM=torch.stack(tokens, dim=-1),
+            further_labels_BSM=torch.stack(labels, dim=-1),
+        )
 
     def ignore_from(self, row: int) -> None:
         """Ignore the labels of the rows from `row` on, in place."""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan.async_scalars import AsyncScalars
+from titan.config.model import num_blocks
 from titan.hook import Hook, Run, StepResult
 from titan.hooks.metrics import Metrics
 from titan.observe.clock import Window
@@ -28,7 +29,7 @@ class ExpertLoads(Hook):
     def __init__(self, trainer: Run) -> None:
         self.trainer, sizes = trainer, trainer.sizes
         self.num_experts: int = getattr(sizes, "num_experts", 0)
-        is_moe = [self.num_experts > 0 and sizes.is_moe_layer(n) for n in range(sizes.n_layers)]
+        is_moe = [self.num_experts > 0 and sizes.is_moe_layer(n) for n in range(num_blocks(sizes))]
         self.layers = [layer for layer, has_experts in enumerate(is_moe) if has_experts]
         self.measured: AsyncScalars | None = None
 

@@ -28,6 +28,7 @@ from math import ceil
 from typing import Any, TypeAlias
 
 from titan.config.layout import Layout
+from titan.config.model import num_blocks
 from titan.config.schema import ActivationCheckpointSection, JobConfig
 from titan.observe.routing import busiest_rank
 from titan.parallel.kept_operations import parse_blocks, parse_rule
@@ -46,7 +47,7 @@ def estimate_memory(
     """Return GiB on the fullest rank: parameters, gradients, optimizer, activations, logits,
     unsharded, and their total."""
     # The first stage has the embedding and its share of the blocks.
-    layers = ceil(model_config.n_layers / layout.pp)
+    layers = ceil(num_blocks(model_config) / layout.pp)
     params = model_config.num_params
     if layout.pp > 1:
         params = _in_blocks(model_config, layers) + model_config.num_embedding_params
@@ -84,7 +85,7 @@ def _in_blocks(model: ModelSizes, layers: int) -> int:
     """Return the parameters of the last so many blocks. Dense blocks come first and are smaller than those with experts."""
     if not getattr(model, "num_experts", 0):
         return layers * model.num_block_params
-    return sum(map(model.block_params, range(model.n_layers - layers, model.n_layers)))
+    return sum(map(model.block_params, range(num_blocks(model) - layers, num_blocks(model))))
 
 
 def stacked_params(model: ModelSizes) -> int:
@@ -146,12 +147,12 @@ def _kept_by_layer(
     if section.mode == "selective" and section.selective_ac_option == "op":
         lines = [parse_blocks(line) for line in section.op_keep_by_block]
         kept = [(len(blocks), entries) for blocks, entries in lines]
-        kept.append((model.n_layers - sum(count for count, _ in kept), section.op_keep))
+        kept.append((num_blocks(model) - sum(count for count, _ in kept), section.op_keep))
         by_op = sum(
             n * (whole if entries is None else block_input + _kept_by_op(entries, model) / tp)
             for n, entries in kept
         )
-        return by_op / model.n_layers
+        return by_op / num_blocks(model)
     # One layer in `every` is recomputed, the others keep everything.
     every = int(section.selective_ac_option) if section.mode == "selective" else 1
     return (block_input + (every - 1) * whole) / every
@@ -243,7 +244,7 @@ def _unsharded_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, la
     kept = ceil(config.parallelism.fsdp_kept_blocks / per_unit) * per_unit
     blocks = layers if keeps_all else min(kept + per_unit, layers)
     # What is in no block: embedding, last norm, output layer. The embedding is freed, unless it is the output layer.
-    ends = model.num_params - _in_blocks(model, model.n_layers)
+    ends = model.num_params - _in_blocks(model, num_blocks(model))
     ends = ends if layout.pp == 1 and keeps_all else model.num_embedding_params
     # Expert parallelism splits experts, and tensor parallelism all else: of a block, as much as would be left of a dense one.
     stacked, ep = stacked_params(model), config.parallelism.expert_parallel_degree

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from titan.config.model import num_blocks
 from titan.config.quantize import grouped_section, quantize_section
 from titan.config.schema import JobConfig
 
@@ -36,7 +37,9 @@ def flops_by_dtype(config: JobConfig, sizes: Any, layers: Iterable[Conversion]) 
         flops["mxfp8" if recipe.startswith("mxfp8") else "float8"] = 2.0 * products * params
     if (grouped := grouped_section(config)) is not None and not grouped[1].emulate:
         recipe, section = grouped
-        names = [f"layers.{n}.moe.experts" for n in range(sizes.n_layers) if sizes.is_moe_layer(n)]
+        names = [
+            f"layers.{n}.moe.experts" for n in range(num_blocks(sizes)) if sizes.is_moe_layer(n)
+        ]
         count = sum(any(part in name for part in section.fqns) for name in names)
         params = count * sizes.top_k * sizes.num_expert_params
         flops[recipe] = flops.get(recipe, 0.0) + 6.0 * params

@@ -10,6 +10,7 @@ from typing import Any
 from rich.text import Text
 
 from titan.config.layout import AXES, Layout
+from titan.config.model import num_blocks
 from titan.config.phases import phases_of
 from titan.config.schema import JobConfig
 from titan.config.task import reads_text
@@ -127,8 +128,8 @@ def _experts(config: JobConfig, model: Any, layout: Layout, ranks_per_node: int)
     parts = [f"{model.num_experts:,} of width {model.expert_dim:,}, top {model.top_k}"]
     if shared:
         parts.append(f"{shared} shared")
-    num_layers = sum(map(model.is_moe_layer, range(model.n_layers)))
-    parts.append(f"in {num_layers} of {_count(model.n_layers, 'layers')}")
+    num_layers = sum(map(model.is_moe_layer, range(num_blocks(model))))
+    parts.append(f"in {num_layers} of {_count(num_blocks(model), 'layers')}")
     if ep > 1:
         parts.append(f"EP {ep}: {model.num_experts // ep} a rank")
         if ranks_per_node:

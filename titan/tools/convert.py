@@ -52,11 +52,14 @@ from titan.untrusted import InputError
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-def from_hf(source: Path, output: Path) -> list[str]:
-    """Write a checkpoint of a Hugging Face folder's weights, and the config that it implies. Return messages."""
+def from_hf(source: Path, output: Path, *, mtp: bool = False) -> list[str]:
+    """Write a checkpoint of a Hugging Face folder's weights, and the config that it implies. Return messages.
+
+    mtp: with the modules of multi-token prediction.
+    """
     # Refuse before anything is read: the output must be new or empty.
     check_new(output)
-    name, sizes = read_sizes(opened := open_folder(source))
+    name, sizes = read_sizes(opened := open_folder(source), mtp=mtp)
     # Checked on the folder's own claims, before a model of those sizes is built.
     require_weights_for(sizes, opened)
     model = HFModel.of(name, sizes)
@@ -208,6 +211,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     command = ways.add_parser("from-hf", help="make a checkpoint of safetensors and config.json")
     command.add_argument("source", type=Path, metavar="DIR", help="a Hugging Face folder")
     command.add_argument("output", type=Path, metavar="OUT", help="a new folder")
+    help_ = "keep the modules of multi-token prediction, which DeepSeek-V3's folder has"
+    command.add_argument("--mtp", action="store_true", help=help_)
     command = ways.add_parser("to-hf", help="make a folder that transformers loads")
     add = command.add_argument
     help_ = "a step-N folder or its URL, or a run folder (its newest step)"
@@ -229,7 +234,7 @@ def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     try:
         if args.way == "from-hf":
-            messages = from_hf(args.source, args.output)
+            messages = from_hf(args.source, args.output, mtp=args.mtp)
         else:
             dtype = getattr(torch, args.dtype) if args.dtype else None
             options = {"file_bytes": args.max_shard_size, "tokenizer": args.tokenizer}

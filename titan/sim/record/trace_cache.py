@@ -26,7 +26,7 @@ from titan.config.layout import Layout, stage_split
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
 from titan.observe.routing import busiest_rank
-from titan.parallel.stage_split import FIRST
+from titan.parallel.stage_split import FIRST, LAST
 from titan.sim.record import trace as events
 from titan.sim.record.extrapolate import CannotExtrapolate, Depth, extrapolate
 from titan.sim.record.ranks import remap_ranks
@@ -232,14 +232,26 @@ def _extended(
     def to_block(number: re.Match[str]) -> str:
         return f"layers.{int(number[1]) * size + int(number[2]) - missing}"
 
+    def to_further(number: re.Match[str], first: int) -> str:
+        return f"further.{place}" if (place := int(number[1]) - first) >= 0 else number[0]
+
     if size == 1:
-        return extrapolate(*traces, depth=depth, stages=stages)
+        # Modules of multi-token prediction come after the blocks, and do not repeat.
+        firsts = (depth * len(stages), (depth + 1) * len(stages))
+        apart = (
+            _renamed(t, LAYER, partial(to_further, first=n))
+            for t, n in zip(traces, firsts, strict=True)
+        )
+        whole = extrapolate(*apart, depth=depth, stages=stages)
+        first = sum(stage.count for stage in stages)
+        return _renamed(whole, _FURTHER, lambda number: f"layers.{first + int(number[1])}")
     # Units repeat where blocks do not, so they are what is counted meanwhile.
     small, big = (_renamed(trace, LAYER, to_unit) for trace in traces)
     whole = extrapolate(small, big, depth=depth, stages=stages)
     return _renamed(whole, _IN_UNIT, to_block)
 
 
+_FURTHER = re.compile(r"^further\.(\d+)")
 _IN_UNIT = re.compile(LAYER.pattern + r"\.block (\d+)")
 
 
@@ -256,6 +268,8 @@ def shallow(request: TraceRequest) -> list[Depth] | None:
     window_of = getattr(model, "window_of", lambda _: 0)
     if len({window_of(layer) for layer in range(model.n_layers)}) > 1:
         return None  # local and global layers
+    if size > 1 and getattr(model, "num_mtp_modules", 0):
+        return None  # a unit may have one of its modules and a block
     if getattr(model, "first_modules", FIRST) != FIRST:
         return None  # an encoder's results are read past the first block
     if layout.pp == 1:
@@ -267,6 +281,7 @@ def shallow(request: TraceRequest) -> list[Depth] | None:
         depths = []
         for names in plan.modules:
             layers = [int(name.split(".")[1]) for name in names if name.startswith("layers.")]
+            layers = [layer for layer in layers if layer < model.n_layers]
             if not layers:
                 return None
             depths.append(Depth(layers[0], len(layers)))
@@ -291,7 +306,7 @@ def shallow_depth(request: TraceRequest) -> int:
         if getattr(model, "num_experts", 0)
         else max(0, parallel.fsdp_prefetch)
     )
-    return _DEPTH + kept + ahead + dense
+    return _DEPTH + kept + ahead + dense + getattr(model, "num_mtp_modules", 0)
 
 
 def at_depth(request: TraceRequest, depth: int) -> JobConfig:
@@ -307,8 +322,9 @@ def at_depth(request: TraceRequest, depth: int) -> JobConfig:
         names = [
             [f"layers.{stage * depth + n}" for n in range(depth)] for stage in range(num_stages)
         ]
-        names[0][:0] = getattr(model_config(config.model), "first_modules", FIRST)
-        names[-1] += ["norm", "output"]
+        sizes = replace(model_config(config.model), n_layers=depth * num_stages)
+        names[0][:0] = getattr(sizes, "first_modules", FIRST)
+        names[-1] += getattr(sizes, "last_modules", LAST)
         parallelism = parallelism.model_copy(
             update={"module_fqns_per_model_part": names, "pipeline_parallel_layers_per_stage": None}
         )

@@ -205,15 +205,17 @@ class _Follower(Observer):
 
 
 def _boundary(config: JobConfig, layout: Layout, device: Any) -> Any:
-    """Return what a pipeline stage sends to the next: a microbatch's residual stream, of this rank's part of the sequence."""
+    """Return what a pipeline stage sends to the next: a microbatch's residual stream, of this rank's part of the sequence, and embeddings of
+    further tokens."""
     import torch
 
+    sizes = model_config(config.model)
     size = config.parallelism.pipeline_parallel_microbatch_size
     length = config.training.seq_len // (layout.cp * layout.tp)
     dtype = getattr(torch, config.training.compute_dtype)
     # Between stages the sequence is split over cp, and over tp too (sequence parallelism).
-    dim = model_config(config.model).dim
-    return torch.empty(size, length, dim, dtype=dtype, device=device)
+    rows = size * (1 + getattr(sizes, "num_mtp_modules", 0))
+    return torch.empty(rows, length, sizes.dim, dtype=dtype, device=device)
 
 
 # What FakeTensorMode raises for a shape or a value that depends on data.

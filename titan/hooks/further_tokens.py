@@ -1,0 +1,43 @@
+"""Report what the modules of multi-token prediction lose: a column beside the loss of the next token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titan.async_scalars import AsyncScalars
+from titan.data.base import TensorBatch
+from titan.hook import Hook, Run, StepResult
+from titan.observe.clock import Window
+from titan.train_step import StepReport
+
+
+class FurtherTokens(Hook):
+    """Add up the loss of further tokens over all ranks at logged steps."""
+
+    def __init__(self, trainer: Run) -> None:
+        self.trainer = trainer
+        self.means: list[torch.Tensor] = getattr(trainer.train_step.loss_sum, "means", [])
+        self.measured: AsyncScalars | None = None
+
+    def before_forward(self, batches: Sequence[TensorBatch]) -> None:
+        self.means.clear()
+
+    def updated(self, report: StepReport) -> None:
+        step, self.measured = self.trainer.train_step, None
+        if not self.trainer.logs_this_step:
+            return
+        # A pipeline may have called the loss once more, before, to learn shapes.
+        parts = 1 if step.pipeline is None else step.pipeline.schedule.num_microbatches
+        means = self.means[-len(report.local_losses) * parts :]
+        total = torch.stack(means).sum() if means else torch.zeros((), device=step.device)
+        if step.groups.loss is not None:
+            dist.all_reduce(total, group=step.groups.loss)
+        step.sum_over_groups([total])
+        self.measured = AsyncScalars([total / report.num_valid])
+
+    def columns(self, window: Window, result: StepResult) -> dict[str, Any]:
+        return {} if self.measured is None else {"mtp_loss": self.measured.values()[0]}
