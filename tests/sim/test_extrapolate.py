@@ -87,18 +87,6 @@ JOBS: dict[str, tuple[int, dict[str, Any]]] = {
             },
         },
     ),
-    "EP, multi-token prediction": (
-        2,
-        {
-            "model": {
-                "name": "deepseek_v3",
-                "flavor": "tiny",
-                "overrides": {"n_layers": 19, "num_mtp_modules": 1},
-            },
-            "parallelism": {"expert_parallel_degree": 2},
-            "activation_checkpoint": {"mode": "full"},
-        },
-    ),
     "1F1B, async TP, compiled": (
         8,
         {

@@ -306,7 +306,7 @@ def shallow_depth(request: TraceRequest) -> int:
         if getattr(model, "num_experts", 0)
         else max(0, parallel.fsdp_prefetch)
     )
-    return _DEPTH + kept + ahead + dense + getattr(model, "num_mtp_modules", 0)
+    return _DEPTH + kept + ahead + dense
 
 
 def at_depth(request: TraceRequest, depth: int) -> JobConfig:
