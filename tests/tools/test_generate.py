@@ -68,16 +68,20 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def exported(run: Path) -> Path:
-    [config] = run.rglob("config.json")
-    return config.parent
+    folder = run.parent / "exported"
+    if not folder.exists():
+        assert titan(["convert", "to-hf", str(run), str(folder)]) == 0
+    return folder
 
 
 def test_it_answers_a_question_from_the_run_and_from_its_export(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = exported(run)
-    assert (folder / "chat_template.jinja").read_text() == TEMPLATE
-    for where in (run, folder):
+    folder, step = exported(run), run / "checkpoint" / "step-60"
+    for where in (folder, step):  # the run ended with such a folder, too
+        assert (where / "chat_template.jinja").read_text() == TEMPLATE
+    capsys.readouterr()
+    for where in (run, folder, step):
         argv = ["--checkpoint", str(where), "--chat", "--prompt", "Say sun.", *GREEDY]
         assert titan(["generate", *argv]) == 0, capsys.readouterr().err
         assert capsys.readouterr().out.strip() == "sun sun"

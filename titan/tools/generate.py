@@ -130,7 +130,12 @@ def load_model(
         where, tokenizer: as for `find_checkpoint`; or a Hugging Face folder.
         dtype: of the weights.
     """
-    is_folder = isinstance(where, Path) and (where / HF_CONFIG).is_file()
+    # A step may have both forms of the weights.
+    is_folder = (
+        isinstance(where, Path)
+        and (where / HF_CONFIG).is_file()
+        and not (where / METADATA).is_file()
+    )
     if isinstance(where, Path) and is_folder:
         (name, sizes), step = read_sizes(folder := open_folder(where)), where
         require_weights_for(sizes, folder)
@@ -235,7 +240,7 @@ class Generator:
                 print(error, file=sys.stderr)
                 continue
             answer = self.print_stream(self.stream(prompt))
-            messages = [*asked, {"role": "assistant", "content": answer}]
+            messages = [*asked, {"role": "assistant", "content": answer.strip()}]
 
     def print_stream(self, parts: Iterable[str]) -> str:
         """Print parts of a text as they come, on one rank. Return the text."""
