@@ -97,7 +97,8 @@ class InnerAttention(nn.Module):
 class CachedAttention(nn.Module):
     """Wrap an inner attention for generation: keep the keys and values of the positions seen so far.
 
-    The first call takes the whole prompt, each later call the one next token.
+    The first call takes the whole prompts. Of each later call the last token is new, and those before it are padding, which
+    tensor parallelism needs to split the sequence.
     """
 
     def __init__(self, inner: InnerAttention) -> None:
@@ -105,33 +106,47 @@ class CachedAttention(nn.Module):
         self.inner = inner
         self.k_BGTK: Tensor | None = None
         self.v_BGTK: Tensor | None = None
+        self.ids_BT: Tensor | None = None
 
     def forward(
         self,
         q_BHSK: Tensor,
         k_BGSK: Tensor,
         v_BGSK: Tensor,
-        document_ids_BS: DocumentIds | None = None,
+        document_ids_BS: Tensor | None = None,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
-        """Return the attention output, (B, H, S, K). Raises ValueError for several tokens after the first call."""
+        """Return the attention output, (B, H, S, K), in later calls with zeros for the padding.
+
+        document_ids_BS: another number for the padding on the left of prompts; None: all prompts are of one length.
+        """
         last = slice(-self.inner.window, None)  # with no window: all
+        ids_BS = document_ids_BS
         if self.k_BGTK is None or self.v_BGTK is None:
-            # The prompt: nothing is cached yet, and the inner attention masks it.
+            # The prompts: nothing is cached yet, and the inner attention masks them.
             self.k_BGTK, self.v_BGTK = k_BGSK[:, :, last], v_BGSK[:, :, last]
-            return self.inner(q_BHSK, k_BGSK, v_BGSK, document_ids_BS, sinks_H)
-        if q_BHSK.shape[2] != 1:
-            raise ValueError(f"one token a call after the prompt, got {q_BHSK.shape[2]}")
-        self.k_BGTK = torch.cat([self.k_BGTK, k_BGSK], dim=2)[:, :, last]
-        self.v_BGTK = torch.cat([self.v_BGTK, v_BGSK], dim=2)[:, :, last]
-        # The newest token sees all that is kept: no mask.
+            self.ids_BT = None if ids_BS is None else ids_BS[:, last]
+            return self.inner(q_BHSK, k_BGSK, v_BGSK, ids_BS, sinks_H)
+        self.k_BGTK = torch.cat([self.k_BGTK, k_BGSK[:, :, -1:]], dim=2)[:, :, last]
+        self.v_BGTK = torch.cat([self.v_BGTK, v_BGSK[:, :, -1:]], dim=2)[:, :, last]
+        mask_B1T = None
+        if self.ids_BT is not None and ids_BS is not None:
+            self.ids_BT = torch.cat([self.ids_BT, ids_BS[:, -1:]], dim=1)[:, last]
+            mask_B1T = (self.ids_BT == ids_BS[:, -1:])[:, None]
+        # The newest token sees all that is kept, except padding.
+        q_BH1K, scale = q_BHSK[:, :, -1:], self.inner.scale
         if sinks_H is not None:
-            whole = {"sight": Sight(causal=False), "scale": self.inner.scale}
-            return attend_with_sinks(q_BHSK, self.k_BGTK, self.v_BGTK, sinks_H, **whole)
-        return F.scaled_dot_product_attention(
-            q_BHSK,
-            self.k_BGTK,
-            self.v_BGTK,
-            scale=self.inner.scale,
-            enable_gqa=q_BHSK.shape[1] != k_BGSK.shape[1],
-        )
+            whole = {"sight": Sight(causal=False), "scale": scale, "mask_BST": mask_B1T}
+            out_BH1K = attend_with_sinks(q_BH1K, self.k_BGTK, self.v_BGTK, sinks_H, **whole)
+        else:
+            has_mask = mask_B1T is not None
+            k_BGTK, v_BGTK = match_heads(q_BH1K, self.k_BGTK, self.v_BGTK, has_mask=has_mask)
+            out_BH1K = F.scaled_dot_product_attention(
+                q_BH1K,
+                k_BGTK,
+                v_BGTK,
+                attn_mask=mask_B1T[:, None] if mask_B1T is not None else None,
+                scale=scale,
+                enable_gqa=q_BHSK.shape[1] != k_BGTK.shape[1],
+            )
+        return F.pad(out_BH1K, (0, 0, q_BHSK.shape[2] - 1, 0))

@@ -36,7 +36,7 @@ from titan.checkpoint.tensors import StateDict
 from titan.config.model import model_config
 from titan.config.phases import longest_sequence
 from titan.config.schema import JobConfig
-from titan.data.tokenizer import Tokenizer
+from titan.data.tokenizer import CHAT_TEMPLATE, Tokenizer
 from titan.data.tokenizer_files import read_asset, tokenizer_files, tokenizer_path
 
 DEFAULT_FILE_BYTES = 5_000_000_000
@@ -47,7 +47,7 @@ Fetch = Callable[[Sequence[str], bool], StateDict]
 class Export:
     """Say what to write: a model, in which precision, in files of which size.
 
-    bos_id, eos_id: the tokenizer's. seq_len: the model was trained on. assets: files to copy.
+    bos_id, eos_id: the tokenizer's. seq_len: the model was trained on. assets: files to copy. chat_template: of conversations.
     """
 
     model: HFModel
@@ -57,6 +57,7 @@ class Export:
     eos_id: int | None = None
     seq_len: int = 0
     assets: list[Path] = field(default_factory=list)
+    chat_template: str = ""
 
     @staticmethod
     def of(
@@ -80,6 +81,7 @@ class Export:
             eos_id=tokenizer and tokenizer.eos_id,
             seq_len=longest_sequence(config),
             assets=tokenizer_files(tokenizer_path(config)) if tokenizer else [],
+            chat_template=tokenizer.chat_template if tokenizer else "",
         )
 
     def config(self) -> dict[str, Any]:
@@ -291,4 +293,6 @@ def _write_texts(folder: Path, export: Export, files: dict[str, list[str]]) -> N
         LocalStorage().write(folder / name, (json.dumps(value, indent=2) + "\n").encode())
     for asset in export.assets:
         LocalStorage().write(folder / asset.name, read_asset(asset))
+    if export.chat_template:  # which the job may name elsewhere
+        LocalStorage().write(folder / CHAT_TEMPLATE, export.chat_template.encode())
     LocalStorage().fsync_folder(folder)

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from titan.config.quantize import eight_bit_sections
 from titan.config.schema import JobConfig
 from titan.config.task import check_task, reads_text, task_options
 from titan.data import DataError
+from titan.data.reading import Conversation
 from titan.data.sources import open_documents, resolve_sources
 from titan.data.special_tokens import SpecialTokens
 from titan.data.tokenizer import Tokenizer, build_tokenizer
@@ -179,9 +182,21 @@ def _check_source(
             build_samples([source], options=options)
         elif isinstance(source, s.TextSource | s.JsonlSource | s.ParquetSource):
             open_documents(source).try_first()
+            if tokenizer is not None and getattr(source, "messages_key", ""):
+                _try_template(source, tokenizer)
     except (OSError, ValueError) as error:  # DataError too
         paste = error.paste if isinstance(error, DataError) else ()
         yield key, _first_line(error), paste
+
+
+def _try_template(source: s.Section, tokenizer: Tokenizer) -> None:
+    """Raise DataError if the tokenizer has no chat template, or one that refuses the first conversations."""
+    from titan.data.chat import ChatTemplate  # imports jinja2
+
+    template = ChatTemplate.of(tokenizer)
+    for document in islice(open_documents(source).read(), 3):
+        if isinstance(document, Conversation):
+            template.encode(json.loads("".join(document.read())), where=document.where)
 
 
 def _first_line(error: Exception) -> str:

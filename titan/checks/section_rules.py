@@ -30,7 +30,7 @@ from titan.parallel.schedules import canonical_schedule, splits_backward
 from titan.parallel.stage_split import FIRST, LAST, split_modules
 
 STACKS_S = 15  # from a step's time limit until the stacks of all ranks are written; titan/health
-LOCAL_PRESETS = ("text", "jsonl", "parquet", "shards")
+LOCAL_PRESETS = ("text", "jsonl", "parquet", "conversations", "shards")
 EMBEDDED_PRESETS = ("stdlib", "synthetic")
 # Parts of a checkpoint that can be left out when it is loaded.
 STATE_PARTS = ("optimizer", "lr_scheduler", "dataloader", "train_state")
@@ -85,6 +85,9 @@ def _data(config: JobConfig) -> Iterator[RuleViolation]:
     if data.move_windows and data.packing == "best_fit":
         yield "move_windows", 'best-fit rows begin with documents; set packing = "cut", or false'
     yield from _dataset("training", training.dataset, training.dataset_path)
+    chats = [source for source in data.sources if getattr(source, "messages_key", "")]
+    if (chats or training.dataset == "conversations") and not data.document_mask:
+        yield "document_mask", "conversations share sequences; set document_mask = true"
     if data.reset_positions and not data.document_mask:
         # A token would attend to tokens of other documents that have its own position.
         yield "reset_positions", "needs document_mask = true; set that, or use false"

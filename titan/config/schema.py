@@ -104,6 +104,9 @@ class TokenizerSection(Section):
     tokenizer.model). "huggingface" reads a tokenizer.json."""
     path: str = ""
     """The tokenizer's file, or its folder. Empty: model.hf_assets_path."""
+    chat_template: str = ""
+    """Jinja file that makes conversations text. The run folder and exported folders get a copy.
+    Empty: the tokenizer's own (chat_template.jinja or tokenizer_config.json)."""
 
 
 class AdamOptions(Section):
@@ -301,6 +304,9 @@ class JsonlSource(DocumentOptions):
     """File, folder (searched for *.jsonl, *.json, *.jsonl.gz, *.json.gz) or glob."""
     text_key: str = "text"
     """Field that holds the text."""
+    messages_key: str = ""
+    """Field that holds a conversation, a list of {"role": ..., "content": ...}, such as "messages".
+    The tokenizer's chat template makes it tokens, and only answers are predicted. Empty: text_key."""
 
 
 class ParquetSource(DocumentOptions):
@@ -311,6 +317,8 @@ class ParquetSource(DocumentOptions):
     """File, folder (searched for *.parquet) or glob."""
     text_key: str = "text"
     """Column that holds the text."""
+    messages_key: str = ""
+    """Column that holds a conversation, as for JSON Lines. Empty: text_key."""
 
 
 class ShardsSource(DocumentOptions):

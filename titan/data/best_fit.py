@@ -10,6 +10,7 @@ samples.py makes these samples for `data.packing = "best_fit"`.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,10 @@ from titan.data.cache import cache_entry, exclusive
 from titan.data.order import derive_key
 from titan.data.shard_samples import SampleOptions, ShardSamples
 from titan.data.shards import TokenShards, temporary_name
-from titan.data.special_tokens import SpecialTokens
+from titan.data.special_tokens import KIND_SHIFT, PREDICTED, START, SpecialTokens
 from titan.loss import IGNORED
+
+logger = logging.getLogger(__name__)
 
 _FORMAT = 1  # of the plans; another number makes them again
 _BLOCK_TOKENS = 2**22  # in which to look for documents at once
@@ -46,7 +49,9 @@ class BestFitSamples(ShardSamples):
         file = self._folder / f"{key:016x}.npy"
         with exclusive(self._folder):
             if not file.is_file():
-                plan = plan_rows(tokens, self.special_tokens, seq_len=self._seq_len)
+                plan = plan_rows(
+                    tokens, self.special_tokens, seq_len=self._seq_len, kinds=index.kinds
+                )
                 with temporary_name(file).open("wb") as opened:
                     np.save(opened, plan)
                 temporary_name(file).replace(file)
@@ -64,8 +69,16 @@ class BestFitSamples(ShardSamples):
         return row
 
 
-def plan_rows(tokens: np.ndarray, marks: SpecialTokens, *, seq_len: int) -> np.ndarray:
-    """Return the plan of a shard's tokens, as `BestFitSamples._plan` does."""
+def plan_rows(
+    tokens: np.ndarray, marks: SpecialTokens, *, seq_len: int, kinds: bool = False
+) -> np.ndarray:
+    """Return the plan of a shard's tokens, as `BestFitSamples._plan` does. kinds: they are those of conversations."""
+    if kinds:
+        starts, lengths = _whole_conversations(tokens, seq_len=seq_len)
+        order = np.argsort(-lengths, kind="stable")
+        starts, lengths = starts[order], lengths[order]
+        rows = best_fit(lengths.tolist(), [False] * len(lengths), capacity=seq_len + 1)
+        return _in_order(np.array(rows, dtype=np.int64), starts, lengths, len(tokens))
     mark, after = (marks.eos_id, 1) if marks.bos_id is None else (marks.bos_id, 0)
     blocks = range(0, len(tokens), _BLOCK_TOKENS)
     found = [np.flatnonzero(tokens[b : b + _BLOCK_TOKENS] == mark) + b + after for b in blocks]
@@ -89,9 +102,40 @@ def plan_rows(tokens: np.ndarray, marks: SpecialTokens, *, seq_len: int) -> np.n
     rows = np.concatenate([np.array(rows, dtype=np.int64), -1 - np.arange(len(full))])
     starts = np.concatenate([starts, full])
     lengths = np.concatenate([lengths, np.full(len(full), seq_len + 1)])
+    return _in_order(rows, starts, lengths, len(tokens))
+
+
+def _whole_conversations(tokens: np.ndarray, *, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return where the conversations of a shard begin, and how many tokens of each make a sample.
+
+    One that does not fit into a row ends after the last answer that does, or is left out.
+    """
+    kinds = tokens >> KIND_SHIFT
+    starts = np.flatnonzero(kinds == START)
+    lengths = np.diff(starts, append=len(tokens))
+    is_long = lengths > seq_len + 1
+    # The token after each answer.
+    ends = np.flatnonzero((kinds[:-1] == PREDICTED) & (kinds[1:] != PREDICTED)) + 1
+    fitting = ends.searchsorted(starts + seq_len + 1, side="right") - 1
+    shortened = np.where(fitting >= 0, ends[fitting] if len(ends) else 0, 0) - starts
+    lengths = np.where(is_long, np.maximum(shortened, 0), lengths)
+    kept = lengths > 1
+    if num_long := int(is_long.sum()):
+        logger.warning(
+            "%d of %d conversations have more than %d tokens: %d end after an earlier answer, and %d, whose first answer does "
+            "not fit, are left out; raise training.seq_len to keep them whole",
+            *(num_long, len(starts), seq_len + 1, int((is_long & kept).sum()), int((~kept).sum())),
+        )
+    return starts[kept], lengths[kept]
+
+
+def _in_order(
+    rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray, num_tokens: int
+) -> np.ndarray:
+    """Return the plan of these pieces."""
     # Rows are numbered in the order of the text, and keep the order of their pieces.
     _, rows = np.unique(rows, return_inverse=True)
-    first = np.full(rows.max(initial=-1) + 1, len(tokens))
+    first = np.full(rows.max(initial=-1) + 1, num_tokens)
     np.minimum.at(first, rows, starts)
     rows = first.argsort().argsort()[rows]
     return np.stack([rows, starts, lengths])[:, np.argsort(rows, kind="stable")]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from titan.data.base import TensorBatch
-from titan.data.special_tokens import SpecialTokens
+from titan.data.special_tokens import CONTEXT, KIND_SHIFT, START, SpecialTokens, without_kind
 from titan.loss import IGNORED
 from titan.parallel.documents import document_ends
 
@@ -84,7 +84,10 @@ def pack(
             earlier sequence counts from 0.
         document_mask: number the documents of a sequence from 0, and ignore a label that belongs to the next document.
     """
+    kinds_BT = np.maximum(rows_BT, 0) >> KIND_SHIFT  # 0 for text and padding
+    rows_BT = without_kind(rows_BT)
     labels_BS = rows_BT[:, 1:].copy()
+    labels_BS[kinds_BT[:, 1:] >= CONTEXT] = IGNORED
     # Padding: ignored as a label, and one document as an input.
     is_padding_BT = rows_BT < 0
     if is_padding_BT.any():
@@ -92,6 +95,8 @@ def pack(
         rows_BT = np.where(is_padding_BT, mark or 0, rows_BT)
     none = np.zeros_like(rows_BT, dtype=bool)  # to look for them takes longer
     starts_BT = special_tokens.starts(rows_BT) if reset_positions or document_mask else none
+    # A conversation says itself where it begins, whatever tokens its template writes.
+    starts_BT = np.where(kinds_BT > 0, kinds_BT == START, starts_BT)
     starts_BT[:, 1:] &= ~(is_padding_BT[:, 1:] & is_padding_BT[:, :-1])
     # The last token of a row is a label only.
     starts_BS = starts_BT[:, :-1].copy()

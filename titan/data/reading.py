@@ -19,6 +19,7 @@ import tokenize
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -50,6 +51,13 @@ class LongText:
 
 
 Document = str | LongText
+
+
+@dataclass(frozen=True)
+class Conversation(LongText):
+    """Hold a list of messages as one piece of JSON. where: its file and line, for an error of the template."""
+
+    where: str
 
 
 def pieces(blocks: Iterable[str]) -> Iterator[str]:
@@ -172,8 +180,10 @@ def _decoded(file: Path, meter: Meter) -> Iterator[str]:
             yield newlines.decode(text, final=not block)
 
 
-def read_jsonl(file: Path, meter: Meter, key: str) -> Iterator[str]:
-    """Yield the text under `key` of each line."""
+def read_jsonl(
+    file: Path, meter: Meter, key: str, take: Callable[..., Document] | None = None
+) -> Iterator[Document]:
+    """Yield the text under `key` of each line, or what `take` makes of it."""
     number = 0
     with _open(file, meter) as lines:
         while True:
@@ -186,10 +196,11 @@ def read_jsonl(file: Path, meter: Meter, key: str) -> Iterator[str]:
             if not line:
                 return
             if not line.isspace():
-                yield field(_row(line, where=f"{file}:{number}"), key, where=f"{file}:{number}")
+                where = f"{file}:{number}"
+                yield (take or field)(read_row(line, where=where), key, where=where)
 
 
-def _row(line: bytes, *, where: str) -> Any:
+def read_row(line: bytes, *, where: str) -> Any:
     """Return the value of a line of JSON. It takes at most a few times the memory of the line."""
     if len(line) > _MAX_LINE_BYTES:
         raise DataError(
@@ -234,6 +245,37 @@ def field(row: Any, key: str, *, where: str) -> str:
     return _text(fields[key], key, where=where)
 
 
+def messages_of(row: Any, key: str, *, where: str) -> list[dict[str, Any]]:
+    """Return the messages of a row's field. Raises DataError that says which one is not as it should be."""
+    messages = row.get(key) if isinstance(row, dict) else None
+    example = '{"role": "user", "content": "..."}'
+    if not isinstance(messages, list) or not messages:
+        listed = ", ".join(name[:40] for name in row) if isinstance(row, dict) else "none"
+        raise DataError(
+            f"{where}: no list of messages, such as {example}, under '{key}'; its fields are {listed} (set messages_key)"
+        )
+    for number, message in enumerate(messages, start=1):
+        role = message.get("role") if isinstance(message, dict) else None
+        if not isinstance(role, str) or not role:
+            raise DataError(f"{where}: message {number} has no role; write {example}")
+        content = message.get("content")
+        if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
+            raise DataError(f"{where}: message {number} has no text as content; write {example}")
+    # Columns of Parquet have every field in each row.
+    return [{k: v for k, v in message.items() if v is not None} for message in messages]
+
+
+def conversation(row: Any, key: str, *, where: str) -> Conversation:
+    """Return the conversation of a row's field. Raises DataError if there is none, or none with an answer."""
+    messages = messages_of(row, key, where=where)
+    if all(message["role"] != "assistant" for message in messages):
+        raise DataError(f'{where}: no message has the role "assistant", whose text is learnt')
+    text = _text(json.dumps(messages, ensure_ascii=False), key, where=where)
+    # What chat.py marks answers with.
+    text = re.sub("[\ufdd0\ufdd1]", "\ufffd", text)
+    return Conversation(lambda: iter([text]), where)
+
+
 def _text(text: Any, key: str, *, where: str) -> str:
     """Return the text of a field, or "" for null."""
     if text is None:
@@ -247,8 +289,10 @@ def _text(text: Any, key: str, *, where: str) -> str:
     return text
 
 
-def read_parquet(file: Path, meter: Meter, key: str) -> Iterator[str]:
-    """Yield the text of each row."""
+def read_parquet(
+    file: Path, meter: Meter, key: str, take: Callable[..., Document] | None = None
+) -> Iterator[Document]:
+    """Yield the text of each row, or what `take` makes of it."""
     parquet = require("pyarrow.parquet", purpose=f"reading {file}")
     try:
         # Without checksums, a flipped page gives other text and no error.
@@ -263,7 +307,7 @@ def read_parquet(file: Path, meter: Meter, key: str) -> Iterator[str]:
             likely = next((name for name, kind in kinds if kind in ("string", "large_string")), "")
             message = f"{file}: no column '{key}'; its columns are {listed} ({_SET_KEY})"
             raise NoText(message, likely)
-        size = file.stat().st_size
+        size, rows = file.stat().st_size, count(1)
         for number in range(table.num_row_groups):
             where = f"{file}, row group {number}"
             # Batch by batch: a row group may be larger than the memory.
@@ -272,8 +316,12 @@ def read_parquet(file: Path, meter: Meter, key: str) -> Iterator[str]:
                 row_groups=[number],
                 columns=[key],
             )
-            while (texts := _next_batch(batches, where=where)) is not None:
-                yield from (_text(text, key, where=where) for text in texts)
+            while (values := _next_batch(batches, where=where)) is not None:
+                for value, row in zip(values, rows):  # noqa: B905 (rows has no end)
+                    if take is None:
+                        yield _text(value, key, where=where)
+                    else:
+                        yield take({key: value}, key, where=f"{file}, row {row}")
             meter.here = size * (number + 1) // table.num_row_groups
 
 

@@ -9,6 +9,7 @@ epoch. Finite text is in shards (shard_samples.py, or best_fit.py for whole docu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from titan.config import schema as s
 from titan.data import DataError
 from titan.data.base import Part, Samples, Source
 from titan.data.cache import cached_shards
+from titan.data.chat import ChatTemplate
 from titan.data.order import Blend, derive_key
 from titan.data.shard_samples import SampleOptions, ShardSamples
 from titan.data.shards import TokenShards
@@ -133,6 +135,8 @@ def _open_source(section: s.Section, number: int, options: SampleOptions) -> Sou
             "or validation.dataset"
         )
     spec = options.spec
+    if getattr(section, "messages_key", ""):
+        spec = replace(spec, template=ChatTemplate.of(tokenizer))
     if isinstance(section, s.HuggingFaceSource) and section.streaming:
         if data.packing == "best_fit":
             raise DataError(
@@ -158,7 +162,8 @@ def _open_source(section: s.Section, number: int, options: SampleOptions) -> Sou
 
 
 def _shard_samples(shards: TokenShards, options: SampleOptions, **named: Any) -> ShardSamples:
-    if options.data.packing == "cut":
+    # Conversations are never cut.
+    if options.data.packing == "cut" and not shards.index.kinds:
         return ShardSamples(shards, options, **named)
     from titan.data.best_fit import BestFitSamples
 

@@ -67,6 +67,8 @@ class ShardSamples(Source):
         self._num_samples = self._count_rows()
         if not self._num_samples:
             fix = "give it more text or lower seq_len"
+            if shards.index.kinds:
+                fix = "no conversation has an answer that ends within a sequence: raise seq_len"
             if shards.split == "validation":
                 fix = "raise data.validation_fraction (for shards: prepare it again with --validation-fraction)"
                 fix += ", set validation.dataset, or set validation.enable = false"

@@ -24,7 +24,7 @@ from pydantic import (
 )
 
 from titan.data import DataError
-from titan.data.special_tokens import SpecialTokens
+from titan.data.special_tokens import SpecialTokens, without_kind
 from titan.untrusted import InputError, read_json
 
 FORMAT = "titan-shards-1"
@@ -59,6 +59,8 @@ class Index(BaseModel):
     vocab_size: int
     bos_id: int | None
     eos_id: int | None
+    kinds: bool = False
+    """Whether ids have kinds, as a conversation's do (special_tokens.py)."""
     splits: dict[str, list[Shard]]
 
     @field_validator("splits")
@@ -71,16 +73,16 @@ class Index(BaseModel):
     @computed_field
     @property
     def dtype(self) -> str:
-        return token_dtype(self.vocab_size).name
+        return token_dtype(self.vocab_size, kinds=self.kinds).name
 
     def total(self, split: str, field: str = "tokens") -> int:
         """Return the sum of a field over the shards of a split."""
         return sum(getattr(shard, field) for shard in self.splits[split])
 
 
-def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the smaller of uint16 and uint32 that holds every id."""
-    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+def token_dtype(vocab_size: int, *, kinds: bool = False) -> np.dtype:
+    """Return the smaller of uint16 and uint32 that holds every id, with its kind if it has one."""
+    return np.dtype("<u2" if vocab_size <= 2**16 and not kinds else "<u4")
 
 
 def temporary_name(path: Path) -> Path:
@@ -131,7 +133,7 @@ class TokenShards:
         self.num_tokens = self.index.total(split)
 
     def _map(self, shard: Shard) -> np.ndarray:
-        file, dtype = self.folder / shard.file, token_dtype(self.index.vocab_size)
+        file, dtype = self.folder / shard.file, np.dtype(self.index.dtype)
         expected = shard.tokens * dtype.itemsize
         size = file.stat().st_size if file.is_file() else 0
         # A file that was cut short, or left by another format, shows in its size.
@@ -162,9 +164,10 @@ class TokenShards:
     def check(self, tokens: np.ndarray) -> np.ndarray:
         """Return the tokens. Raises DataError if they hold an id that the vocabulary does not have."""
         # Such an id would index past the embedding: on a GPU, an assertion without a word of the cause.
-        if tokens.max() >= self._num_ids:
+        ids = without_kind(tokens) if self.index.kinds else tokens
+        if ids.max() >= self._num_ids:
             raise DataError(
-                f"the {self.split} shards in '{self.folder}' hold the id {tokens.max()}, but their vocabulary has "
+                f"the {self.split} shards in '{self.folder}' hold the id {ids.max()}, but their vocabulary has "
                 f"{self._num_ids}: they are damaged; delete the folder and prepare it again"
             )
         return tokens

@@ -21,6 +21,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from titan.data.reading import (
     Meter,
     NoText,
     Reader,
+    conversation,
     field,
     pieces_of,
     read_files,
@@ -120,9 +122,13 @@ def open_documents(section: s.Section) -> Documents:
         return _from_files("text", files, read_text)
     if isinstance(section, s.JsonlSource):
         files = find_files(section.path, patterns=["*.jsonl", "*.json", "*.jsonl.gz", "*.json.gz"])
+        if section.messages_key:
+            return _conversations("jsonl", files, read_jsonl, section.messages_key)
         return _with_paste(section, _from_files("jsonl", files, read_jsonl, key=section.text_key))
     if isinstance(section, s.ParquetSource):
         files = find_files(section.path, patterns=["*.parquet"])
+        if section.messages_key:
+            return _conversations("parquet", files, read_parquet, section.messages_key)
         documents = _from_files("parquet", files, read_parquet, key=section.text_key)
         return _with_paste(section, documents)
     if isinstance(section, s.HuggingFaceSource):
@@ -160,6 +166,11 @@ def _from_files(kind: str, files: list[Path], read: Reader, **options: str) -> D
         position=lambda: meter.num_bytes,
         try_first=try_first,
     )
+
+
+def _conversations(kind: str, files: list[Path], read: Reader, key: str) -> Documents:
+    read = partial(read, take=conversation)
+    return _from_files(f"{kind} conversations", files, read, key=key)
 
 
 def _with_paste(section: s.JsonlSource | s.ParquetSource, documents: Documents) -> Documents:
@@ -264,6 +275,7 @@ _PRESETS: dict[str, s.Section] = {
     "text": s.TextSource(path=""),
     "jsonl": s.JsonlSource(path=""),
     "parquet": s.ParquetSource(path=""),
+    "conversations": s.JsonlSource(path="", messages_key="messages"),
     "shards": s.ShardsSource(path=""),
     "c4": s.HuggingFaceSource(path="allenai/c4", name="en"),
     "c4_validation": s.HuggingFaceSource(path="allenai/c4", name="en", split="validation"),
@@ -294,7 +306,7 @@ def resolve_sources(dataset: str, *, dataset_path: str | None = None) -> list[s.
 _KINDS = {".jsonl": s.JsonlSource, ".json": s.JsonlSource, ".parquet": s.ParquetSource}
 
 
-def source_of_path(path: str, *, text_key: str) -> s.Section:
+def source_of_path(path: str, *, text_key: str, messages_key: str = "") -> s.Section:
     """Return the source that a path on the command line means, by the names of its files.
 
     Files of several kinds are refused, because some are often about the text: README.md, dataset_infos.json.
@@ -312,7 +324,10 @@ def source_of_path(path: str, *, text_key: str) -> s.Section:
             f"--input 'DIR/**/*{endings.most_common(1)[0][0]}' (several are read one after another)"
         )
     [kind] = kinds
-    options: dict[str, Any] = {} if kind is s.TextSource else {"text_key": text_key}
+    keys = {"text_key": text_key, "messages_key": messages_key}
+    if kind is s.TextSource and messages_key:
+        raise DataError(f"'{path}' holds plain text; --messages-key reads JSON Lines and Parquet")
+    options: dict[str, Any] = {} if kind is s.TextSource else keys
     return kind(path=path, **options)
 
 

@@ -2,6 +2,9 @@
 
 Text cannot hold these ids (tokenizer.py). So the tokens themselves show where documents begin, whatever source they come
 from. Legend: B rows, T tokens.
+
+In a conversation, a chat template writes special tokens anywhere, and only answers are predicted. So each of its ids has a
+kind in the bits above the largest id: kind << KIND_SHIFT | id. Ids of plain text have none.
 """
 
 from __future__ import annotations
@@ -13,6 +16,15 @@ from titan.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # `titan check` reads tokenizers and needs no arrays
     import numpy as np
+
+KIND_SHIFT = 24
+# Kinds of a conversation's tokens: of an answer, of anything else, and the first one, which nothing predicts either.
+PREDICTED, CONTEXT, START = 1, 2, 3
+
+
+def without_kind(tokens: np.ndarray) -> np.ndarray:
+    """Return the ids alone. Padding, which is negative, stays."""
+    return tokens & (tokens >> 63 | (1 << KIND_SHIFT) - 1)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from titan.data.loader import Loader
+from titan.data.special_tokens import CONTEXT, KIND_SHIFT, without_kind
 from titan.data.tokenizer import Tokenizer
 
 
@@ -34,6 +35,7 @@ def byte_counts(loader: Loader, tokenizer: Tokenizer, *, max_tokens: int) -> np.
     for number in range(loader.samples.num_samples or 0):
         # Labels, since a model predicts those.
         labels = loader.samples.get(np.array([number]))[0, 1:]
+        labels = without_kind(labels[labels < CONTEXT << KIND_SHIFT])
         token_counts += np.bincount(labels[labels >= 0], minlength=len(token_counts))
         if token_counts.sum() >= max_tokens:
             break

@@ -16,6 +16,7 @@ import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,7 @@ BESIDE = (
     "generation_config.json",
     "config.json",
 )
+CHAT_TEMPLATE = "chat_template.jinja"
 # The largest id that a file may name.
 _MAX_ID = 2**24
 
@@ -66,12 +68,18 @@ class Tokenizer(ABC):
     special_ids: dict[str, int]
     file: Path | None = None
     """What it was read from. None: it is embedded."""
+    chat_template: str = ""
+    """Jinja text that makes conversations text (chat.py). Empty: it has none."""
     fingerprint: str
     """Changes whenever the same text could become other ids. It is part of every cache key."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
         """Return the ids of the text alone: no begin or end token is added, and none is recognised in the text."""
+
+    @abstractmethod
+    def encode_rendered(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the ids of what a chat template wrote, and the characters that each stands for: here special tokens are recognised."""
 
     @abstractmethod
     def token_bytes(self, token: int) -> bytes:
@@ -116,6 +124,13 @@ class TiktokenTokenizer(Tokenizer):
         if len(text) <= _MAX_RUN:
             return self._encoding.encode_ordinary(text)
         return [i for piece in _pieces(text) for i in self._encoding.encode_ordinary(piece)]
+
+    def encode_rendered(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        ids = self._encoding.encode(text, allowed_special="all")
+        starts = self._encoding.decode_with_offsets(ids)[1]
+        # A token that ends within a character has a part of it.
+        ends = [max(begin + 1, end) for begin, end in pairwise([*starts, len(text)])]
+        return ids, list(zip(starts, ends, strict=True))
 
     def token_bytes(self, token: int) -> bytes:
         # Special tokens follow the last rank.
@@ -176,6 +191,15 @@ class HuggingFaceTokenizer(Tokenizer):
         # is encoded in pieces.
         encode = self._tokenizer.encode_batch_fast
         return [i for p in pieces([text]) for i in encode([p], add_special_tokens=False)[0].ids]
+
+    def encode_rendered(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        encoding = self._recognising.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
+    @cached_property
+    def _recognising(self) -> Any:
+        """Return the same tokenizer, which encodes the text of a special token as that token."""
+        return type(self._tokenizer).from_str(self._tokenizer.to_str())
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
@@ -241,6 +265,33 @@ def _rank_line(line: bytes, *, where: str) -> tuple[bytes, int]:
 
 def build_tokenizer(section: TokenizerSection, *, hf_assets_path: str) -> Tokenizer:
     """Return the tokenizer of a job. Raises DataError if its file is missing or of another kind."""
+    tokenizer = _open_file(section, hf_assets_path)
+    template = Path(section.chat_template).expanduser()
+    if section.chat_template and not template.is_file():
+        raise DataError(
+            f"tokenizer.chat_template '{template}' is no file; name a Jinja file, or leave it empty for the tokenizer's own"
+        )
+    tokenizer.chat_template = (
+        read_text(template) if section.chat_template else _template_beside(tokenizer)
+    )
+    return tokenizer
+
+
+def _template_beside(tokenizer: Tokenizer) -> str:
+    """Return the chat template among a tokenizer's files, "" if there is none. Raises InputError."""
+    if tokenizer.file is None:
+        return ""
+    if (file := tokenizer.file.with_name(CHAT_TEMPLATE)).is_file():
+        return read_text(file)
+    template = _read_beside(tokenizer.file.with_name("tokenizer_config.json")).get("chat_template")
+    # Some have several, each with a name.
+    for named in template if isinstance(template, list) else ():
+        if isinstance(named, dict) and named.get("name") == "default":
+            template = named.get("template")
+    return template if isinstance(template, str) else ""
+
+
+def _open_file(section: TokenizerSection, hf_assets_path: str) -> Tokenizer:
     where = section.path or hf_assets_path
     if section.name == "bytes" or (section.name == "auto" and not where):
         return bytes_tokenizer()
@@ -260,9 +311,10 @@ def build_tokenizer(section: TokenizerSection, *, hf_assets_path: str) -> Tokeni
     return tiktoken_tokenizer(file)
 
 
-def tokenizer_named(value: str) -> Tokenizer:
+def tokenizer_named(value: str, *, chat_template: str = "") -> Tokenizer:
     """Return the tokenizer that a word on a command line means: "bytes", a file or a folder."""
-    section = TokenizerSection(name="bytes") if value == "bytes" else TokenizerSection(path=value)
+    named = {"name": "bytes"} if value == "bytes" else {"path": value}
+    section = TokenizerSection.model_validate({**named, "chat_template": chat_template})
     return build_tokenizer(section, hf_assets_path="")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.config.schema import JobConfig, TokenizerSection
-from titan.data.tokenizer import BESIDE, Tokenizer
+from titan.data.tokenizer import BESIDE, CHAT_TEMPLATE, Tokenizer
 from titan.untrusted import InputError, decode, is_there, parse_json, read_bytes, root_of
 
 FOLDER = "tokenizer"
@@ -23,7 +23,7 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
     "generation_config.json",
 )
 # For a tokenizer.json: a vocabulary of 250,000 tokens with its merges has 1.5 million.
@@ -65,7 +65,11 @@ def keep_tokenizer(tokenizer: Tokenizer, run: Path) -> None:
     A later start writes nothing while the files are the same, and replaces the copy when the job names others.
     """
     used, folder = tokenizer.file, run / FOLDER
-    if used is None or used.resolve().is_relative_to(folder.resolve()):
+    if used is None:
+        if tokenizer.chat_template:
+            write_files({CHAT_TEMPLATE: tokenizer.chat_template.encode()}, folder)
+        return
+    if used.resolve().is_relative_to(folder.resolve()):
         return
     # What the tokenizer was read from may be a link to anywhere: it has been read already.
     read = {used.name, *(BESIDE if tokenizer.kind == "huggingface" else ())}
@@ -79,6 +83,8 @@ def keep_tokenizer(tokenizer: Tokenizer, run: Path) -> None:
                 )
         except InputError as error:  # training needs none of these
             _LOG.warning("%s has no copy of a file beside the tokenizer: %s", folder, error)
+    if tokenizer.chat_template:  # which the job may name elsewhere
+        contents[CHAT_TEMPLATE] = tokenizer.chat_template.encode()
     # The tokenizer that another job left here may be of another kind, which would come first.
     for name in {*TOKENIZER_FILES, *BESIDE} - contents.keys():
         (folder / name).unlink(missing_ok=True)
@@ -107,7 +113,9 @@ def with_tokenizer(config: JobConfig, *, run: Path | None, path: str = "") -> Jo
         # A job may name the file itself, where its folder has one of another kind, too.
         named = copy / Path(where).name
         used = named if named.is_file() else copy
-        section = config.tokenizer.model_copy(update={"path": str(used)})
+        section = config.tokenizer.model_copy(update={"path": str(used), "chat_template": ""})
+    elif run is not None and (template := run / FOLDER / CHAT_TEMPLATE).is_file():
+        section = config.tokenizer.model_copy(update={"chat_template": str(template)})
     else:
         return config
     return config.model_copy(update={"tokenizer": section})

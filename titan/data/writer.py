@@ -27,11 +27,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from titan.data import DataError
+from titan.data.chat import ChatTemplate
 from titan.data.reading import Document, pieces_of
 from titan.data.shards import (
     FORMAT,
@@ -66,6 +67,13 @@ class TokenizationSpec:
     tokenizer: Tokenizer
     special_tokens: SpecialTokens
     validation_fraction: float
+    template: ChatTemplate | None = None
+    """Of documents that are conversations."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Return what holds an id, of a conversation with its kind."""
+        return token_dtype(self.tokenizer.vocab_size, kinds=self.template is not None)
 
     def split_of(self, document: Document) -> str:
         """Return the split that a document belongs to."""
@@ -79,6 +87,7 @@ class TokenizationSpec:
             documents.identity,
             self.tokenizer.fingerprint,
             asdict(self.special_tokens),
+            *([self.template.source] if self.template else []),
         ]
         text = json.dumps([*parts, self.validation_fraction, shard_tokens], sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -102,6 +111,7 @@ class _Piece(NamedTuple):
     split: str
     text: str
     last: bool
+    where: str = ""
 
     @property
     def place(self) -> ReadPosition:
@@ -220,6 +230,7 @@ def _open_index(folder: Path, *, key: str, spec: TokenizationSpec) -> Index:
         tokenizer=spec.tokenizer.kind,
         fingerprint=spec.tokenizer.fingerprint,
         vocab_size=spec.tokenizer.vocab_size,
+        kinds=spec.template is not None,
         **asdict(spec.special_tokens),
         splits={split: [] for split in SPLITS},
     )
@@ -254,18 +265,21 @@ def _pieces(document: Document, *, number: int, split: str) -> Iterator[_Piece]:
     while text is not None:
         # One piece ahead: the last one is followed by the end token.
         following = next(texts, None)
-        yield _Piece(number, index, split, text, last=following is None)
+        where = getattr(document, "where", "")
+        yield _Piece(number, index, split, text, last=following is None, where=where)
         text, index = following, index + 1
 
 
 def _encode(chunk: list[_Piece], spec: TokenizationSpec) -> list[_Encoded]:
-    dtype = token_dtype(spec.tokenizer.vocab_size)
     encoded = []
     for piece in chunk:
-        ids = spec.tokenizer.encode(piece.text)
-        framed = spec.special_tokens.wrap(ids, first=piece.index == 0, last=piece.last)
+        if spec.template is not None:
+            framed: Any = spec.template.encode(json.loads(piece.text), where=piece.where)
+        else:
+            ids = spec.tokenizer.encode(piece.text)
+            framed = spec.special_tokens.wrap(ids, first=piece.index == 0, last=piece.last)
         # Bytes of text, so that a shard's compression can be stated.
-        encoded.append(_Encoded(np.array(framed, dtype), len(piece.text.encode())))
+        encoded.append(_Encoded(np.array(framed, spec.dtype), len(piece.text.encode())))
     return encoded
 
 
@@ -335,9 +349,12 @@ class _Worker:
         assert self._process.stdout is not None
         try:
             self._send(chunk)
-            return pickle.load(self._process.stdout)
+            answer = pickle.load(self._process.stdout)
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             raise WorkerDied(f"exit code {self._process.wait()}") from error
+        if isinstance(answer, DataError):
+            raise answer
+        return answer
 
     def close(self) -> None:
         """End the process."""
@@ -365,5 +382,10 @@ def work() -> None:
     spec: TokenizationSpec = pickle.load(sys.stdin.buffer)
     with suppress(EOFError, BrokenPipeError):
         while True:
-            pickle.dump(_encode(pickle.load(sys.stdin.buffer), spec), answers)
+            chunk = pickle.load(sys.stdin.buffer)
+            try:
+                answer = _encode(chunk, spec)
+            except DataError as error:  # of a conversation
+                answer = error
+            pickle.dump(answer, answers)
             answers.flush()

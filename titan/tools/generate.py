@@ -1,24 +1,32 @@
-"""Sample text from a checkpoint on one process, as a sanity check of a run (`titan generate`).
+"""Sample text from a checkpoint or a Hugging Face folder (`titan generate`): of a prompt, of a file of prompts, or in a conversation.
 
-Sampling uses a temperature and top-k. The inner attention of each block is replaced from outside by one that caches keys and
-values (titan.models.attention.CachedAttention), so each new token costs one position.
+sampling.py chooses the tokens. Under torchrun, tensor parallelism splits the model over all ranks. Every rank computes the
+same tokens, and rank 0 reads and prints.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import nn
 
-from titan.checkpoint.commit import TITAN_JSON
+from titan.checkpoint.commit import TITAN_JSON, CheckpointGroup
+from titan.checkpoint.hf_model import HFModel
+from titan.checkpoint.huggingface import CONFIG as HF_CONFIG
+from titan.checkpoint.huggingface import load as load_folder
+from titan.checkpoint.huggingface import open_folder, read_sizes, require_weights_for
 from titan.checkpoint.manager import (
     CheckpointError,
     CheckpointManager,
@@ -34,12 +42,18 @@ from titan.checks.machine import open_tokenizer
 from titan.config.errors import COMMAND_LINE, ConfigError, Problem
 from titan.config.load import load_config
 from titan.config.model import family, model_config
+from titan.config.options import positive
 from titan.config.schema import CheckpointSection, JobConfig
 from titan.data import DataError
-from titan.data.tokenizer import Tokenizer
+from titan.data.chat import ChatTemplate
+from titan.data.reading import messages_of, read_row
+from titan.data.tokenizer import Tokenizer, tokenizer_named
 from titan.data.tokenizer_files import with_tokenizer
-from titan.models.attention import CachedAttention, InnerAttention
-from titan.parallel import materialize
+from titan.parallel import apply_tp, build_mesh, materialize
+from titan.parallel.init_distributed import start_process_group
+from titan.parallelize import default_dtype, torch_dtype
+from titan.tools.sampling import sample, streamed
+from titan.untrusted import read_text
 
 TOKENIZER_OPTION: dict[str, Any] = {
     "default": "",
@@ -106,102 +120,198 @@ def _config_within(step: Location) -> JobConfig:
 
 
 def load_model(
-    where: Location, *, device: torch.device, tokenizer: str = ""
+    where: Location, *, device: torch.device, tokenizer: str = "", dtype: str = "float32"
 ) -> tuple[nn.Module, Tokenizer, Location]:
-    """Return the model of a checkpoint, unsharded on `device`, with its tokenizer and the step that was loaded.
+    """Return the model of a checkpoint on `device`, with its tokenizer and the step that was loaded.
+
+    With a process group, all ranks call this, and tensor parallelism splits the model over them.
 
     Args:
-        where, tokenizer: as for `find_checkpoint`.
+        where, tokenizer: as for `find_checkpoint`; or a Hugging Face folder.
+        dtype: of the weights.
     """
-    config, step = find_checkpoint(where, tokenizer=tokenizer)
-    opened = open_run_tokenizer(config)  # before the weights, which take longer
-    with torch.device("meta"):
-        model = family(config.model.name).build_model(model_config(config.model))
+    # A step may have both forms of the weights.
+    is_folder = (
+        isinstance(where, Path)
+        and (where / HF_CONFIG).is_file()
+        and not (where / METADATA).is_file()
+    )
+    if isinstance(where, Path) and is_folder:
+        (name, sizes), step = read_sizes(folder := open_folder(where)), where
+        require_weights_for(sizes, folder)
+        opened = tokenizer_named(tokenizer or str(where))
+    else:
+        config, step = find_checkpoint(where, tokenizer=tokenizer)
+        opened = open_run_tokenizer(config)  # before the weights, which take longer
+        name, sizes = config.model.name, model_config(config.model)
+    with torch.device("meta"), default_dtype(torch_dtype(dtype)):
+        model = family(name).build_model(sizes)
+    if dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
+        apply_tp(
+            model,
+            mesh=build_mesh(device.type, tp=ranks)["tp"],
+            plan=family(name).TENSOR_PLAN,
+            num_kv_heads=sizes.n_kv_heads,
+            loss_parallel=False,
+        )
     materialize(model, device=device)
-    load(step, model_state([model]))
+    state = model_state([model])
+    if isinstance(step, Path) and is_folder:
+        load_folder(step, state, model=HFModel.of(name, sizes), group=CheckpointGroup())
+    else:
+        load(step, state)
     return model.eval(), opened, step
 
 
-def cache_attention(model: nn.Module) -> Callable[[], None]:
-    """Let each inner attention of `model` remember keys and values. Return a function that undoes this."""
-    swapped: list[tuple[nn.Module, str, nn.Module]] = []
-    # Lists, since the loop changes what it walks over.
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, InnerAttention):
-                setattr(parent, name, CachedAttention(child))
-                swapped.append((parent, name, child))
+@dataclass(frozen=True)
+class _Prompt:
+    """Hold what a text or a conversation becomes. given: what the answer's line repeats."""
 
-    def undo() -> None:
-        for parent, name, child in swapped:
-            setattr(parent, name, child)
-
-    return undo
+    ids: list[int]
+    given: dict[str, Any]
 
 
-@torch.no_grad()
-def sample(
-    model: nn.Module,
-    prompt: Sequence[int],
-    *,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int,
-    seed: int,
-    stop: int | None = None,
-) -> Iterator[int]:
-    """Yield token ids that follow `prompt`.
+class Generator:
+    """Answer prompts with a model, by the command's options."""
 
-    Args:
-        temperature: 0 takes the likeliest token.
-        top_k: sample among the k likeliest tokens; 0: among all.
-        stop: token that ends the text, in addition to max_new_tokens.
-    """
-    device = next(model.parameters()).device
-    # The same seed gives the same text on a device, whatever ran before.
-    generator = torch.Generator(device=device).manual_seed(seed)
-    # The model is left as it was, even if the caller stops half-way.
-    undo = cache_attention(model)
-    try:
-        tokens_1S, position = torch.tensor([list(prompt)], device=device), 0
-        for _ in range(max_new_tokens):
-            positions = torch.arange(position, position + tokens_1S.shape[1], device=device)
-            logits_V = model(tokens_1S, positions)[0, -1].float()
-            token = _choose(logits_V, temperature=temperature, top_k=top_k, generator=generator)
-            if token == stop:
-                return
-            yield token
-            # The cache has the positions before, so only the new token goes through the model.
-            position += tokens_1S.shape[1]
-            tokens_1S = torch.tensor([[token]], device=device)
-    finally:
-        undo()
+    def __init__(self, model: nn.Module, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
+        self.model, self.tokenizer, self.batch_size = model, tokenizer, args.batch_size
+        names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
+        self.options = {name: getattr(args, name) for name in names}
+        self.is_first = not dist.is_initialized() or dist.get_rank() == 0
+        self._template: ChatTemplate | None = None
+
+    @property
+    def template(self) -> ChatTemplate:
+        """Return the tokenizer's chat template. Raises DataError if it has none."""
+        self._template = self._template or ChatTemplate.of(self.tokenizer)
+        return self._template
+
+    def of_text(self, text: str) -> _Prompt:
+        """Return a text that is to go on. Raises DataError for an empty one that the tokenizer cannot begin."""
+        ids = self.tokenizer.encode(text)
+        if self.tokenizer.bos_id is not None:
+            ids = [self.tokenizer.bos_id, *ids]
+        if not ids:
+            raise DataError(
+                "--prompt: this tokenizer has no begin-of-text token, so a prompt is needed"
+            )
+        return _Prompt(ids, {"prompt": text})
+
+    def of_messages(self, messages: list[dict[str, Any]], *, where: str) -> _Prompt:
+        """Return a conversation that is to be answered."""
+        return _Prompt(self.template.prompt(messages, where=where), {"messages": messages})
+
+    def tokens(self, prompts: Sequence[_Prompt]) -> Iterator[list[int | None]]:
+        """Yield what `sample` yields for these prompts."""
+        # Who speaks next in a conversation is no part of its answer.
+        ends = self._template.end_ids if self._template else set()
+        stop = {self.tokenizer.eos_id, *ends}
+        return sample(self.model, [prompt.ids for prompt in prompts], **self.options, stop=stop)
+
+    def stream(self, prompt: _Prompt) -> Iterator[str]:
+        """Yield the text that follows a prompt, as it comes."""
+        tokens = (token for [token] in self.tokens([prompt]) if token is not None)
+        return streamed(self.tokenizer, tokens)
+
+    def answer_file(self, prompts: Sequence[_Prompt]) -> None:
+        """Print a line of JSON for each prompt, in their order."""
+        # Prompts of about the same length share a batch, which then has little padding.
+        order = sorted(range(len(prompts)), key=lambda number: len(prompts[number].ids))
+        answers = [""] * len(prompts)
+        for begin in range(0, len(order), self.batch_size):
+            numbers = order[begin : begin + self.batch_size]
+            steps = list(self.tokens([prompts[number] for number in numbers]))
+            for row, number in enumerate(numbers):
+                ids = [token for step in steps if (token := step[row]) is not None]
+                answers[number] = self.tokenizer.decode(ids)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            if self.is_first:
+                print(json.dumps({**prompt.given, "completion": answer}, ensure_ascii=False))
+
+    def converse(self) -> None:
+        """Answer each line of standard input, in one conversation, until its end or an empty line."""
+        messages: list[dict[str, Any]] = []
+        while (line := self._read()) is not None:
+            asked = [*messages, {"role": "user", "content": line}]
+            try:
+                prompt = self.of_messages(asked, where="standard input")
+            except DataError as error:  # a special token's name, for instance
+                print(error, file=sys.stderr)
+                continue
+            answer = self.print_stream(self.stream(prompt))
+            messages = [*asked, {"role": "assistant", "content": answer.strip()}]
+
+    def print_stream(self, parts: Iterable[str]) -> str:
+        """Print parts of a text as they come, on one rank. Return the text."""
+        text = ""
+        for part in parts:
+            text += part
+            print(part if self.is_first else "", end="", flush=True)
+        if self.is_first:
+            print()
+        return text
+
+    def _read(self) -> str | None:
+        """Return the next line, on every rank, or None at the end."""
+        line = None
+        if self.is_first:
+            print("> ", end="", file=sys.stderr, flush=True)
+            line = sys.stdin.readline().rstrip("\n") or None
+        if dist.is_initialized():
+            lines = [line]
+            dist.broadcast_object_list(lines)
+            [line] = lines
+        return line
 
 
-def _choose(logits_V: Tensor, *, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    if temperature == 0:
-        return int(logits_V.argmax())
-    if top_k:
-        # Tokens below the k-th likeliest get probability 0.
-        kth = logits_V.topk(min(top_k, logits_V.numel())).values[-1]
-        logits_V = logits_V.masked_fill(logits_V < kth, float("-inf"))
-    p_V = torch.softmax(logits_V / temperature, dim=-1)
-    return int(torch.multinomial(p_V, 1, generator=generator))
+def _read_prompts(file: Path, generator: Generator) -> list[_Prompt]:
+    """Return the prompts of a file: its lines or, of JSON Lines, their `prompt` or `messages`. Raises DataError."""
+    prompts = []
+    for number, line in enumerate(read_text(file).splitlines(), start=1):
+        if file.suffix != ".jsonl" or not line:
+            prompts += [generator.of_text(line)] if line else []
+            continue
+        row, where = read_row(line.encode(), where=f"{file}:{number}"), f"{file}:{number}"
+        if isinstance(row, dict) and isinstance(row.get("prompt"), str):
+            prompts.append(generator.of_text(row["prompt"]))
+        else:
+            messages = messages_of(row, "messages", where=where)
+            prompts.append(generator.of_messages(messages, where=where))
+    if not prompts:
+        raise DataError(f"{file}: holds no prompts; write one in each line")
+    return prompts
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command's options."""
     parser = argparse.ArgumentParser(prog="titan generate", description=main.__doc__)
     add = parser.add_argument
-    where = "a run folder (its newest step) or a step-N folder, or its URL"
+    where = "a run folder (its newest step), a step-N folder or its URL, or a Hugging Face folder"
     add("--checkpoint", type=as_location, required=True, help=where)
-    add("--prompt", default="", help="text to continue; empty: a new document")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--prompt", default="", help="text to continue; empty: a new document")
+    group.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="a prompt in each line; of .jsonl: `prompt` or `messages`. Prints JSON Lines",
+    )
+    group.add_argument(
+        "--interactive", action="store_true", help="answer what you type, line by line"
+    )
+    add("--chat", action="store_true", help="--prompt is a question, for the tokenizer's template")
+    add("--batch-size", type=positive, default=8, metavar="B", help="of --prompts; default: 8")
     add("--max-new-tokens", type=int, default=200, metavar="N")
     add("--temperature", type=float, default=0.8, help="0: always the likeliest token")
     add("--top-k", type=int, default=50, help="0: no limit")
+    help_ = "sample among the likeliest tokens that have this probability together; default: 1"
+    add("--top-p", type=float, default=1.0, help=help_)
     add("--seed", type=int, default=0)
     add("--tokenizer", **TOKENIZER_OPTION)
     add("--device", default="", help="cpu, cuda, ...; default: an accelerator if there is one")
+    dtypes = ["float32", "bfloat16", "float16"]
+    add("--dtype", choices=dtypes, default=dtypes[0], help="of the weights; default: float32")
     return parser.parse_args(argv)
 
 
@@ -209,7 +319,7 @@ def _check(args: argparse.Namespace) -> torch.device:
     """Return the device of --device, or the best there is. Raises ConfigError for all options that make no sense."""
     problems = [
         Problem(COMMAND_LINE, 0, f"--{name}", f"expected a number of at least 0, got {value}")
-        for name in ("max-new-tokens", "temperature", "top-k")
+        for name in ("max-new-tokens", "temperature", "top-k", "top-p")
         if not 0 <= (value := getattr(args, name.replace("-", "_"))) < math.inf
     ]
     accelerator = (
@@ -229,17 +339,37 @@ def _check(args: argparse.Namespace) -> torch.device:
 def main(argv: Sequence[str] | None = None) -> int:
     """Sample text from a checkpoint: print the prompt and its continuation."""
     args = parse(argv)
-    device, options = _check(args), {"tokenizer": args.tokenizer}
-    model, tokenizer, step = load_model(args.checkpoint, device=device, **options)
-    prompt = tokenizer.encode(args.prompt)
-    if tokenizer.bos_id is not None:
-        prompt = [tokenizer.bos_id, *prompt]
-    if not prompt:
-        raise DataError(
-            "--prompt: this tokenizer has no begin-of-text token, so a prompt is needed"
-        )
-    print(f"[{step}, temperature {args.temperature:g}, top-k {args.top_k}]", file=sys.stderr)
-    options = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_k")}
-    new = sample(model, prompt, **options, seed=args.seed, stop=tokenizer.eos_id)
-    print(args.prompt + tokenizer.decode(list(new)))
+    device = _check(args)
+    if "RANK" in os.environ:  # of torchrun
+        found = start_process_group(init_timeout_s=600, expandable_segments=False)
+        device = device if args.device else found
+    try:
+        _answer(args, device)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
     return 0
+
+
+def _answer(args: argparse.Namespace, device: torch.device) -> None:
+    options = {"tokenizer": args.tokenizer, "dtype": args.dtype}
+    model, tokenizer, step = load_model(args.checkpoint, device=device, **options)
+    generator = Generator(model, tokenizer, args)
+    prompts = _read_prompts(args.prompts, generator) if args.prompts else []
+    if args.chat:
+        messages = [{"role": "user", "content": args.prompt}]
+        prompts = [generator.of_messages(messages, where="--prompt")]
+    elif args.interactive:
+        _ = generator.template  # its absence is said before the first question
+    elif not prompts:
+        prompts = [generator.of_text(args.prompt)]
+    if generator.is_first:
+        settings = f"temperature {args.temperature:g}, top-k {args.top_k}, top-p {args.top_p:g}"
+        print(f"[{step}, {settings}]", file=sys.stderr)
+    if args.interactive:
+        generator.converse()
+    elif args.prompts:
+        generator.answer_file(prompts)
+    else:
+        before = "" if args.chat else args.prompt
+        generator.print_stream(chain([before], generator.stream(prompts[0])))

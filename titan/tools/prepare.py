@@ -16,6 +16,7 @@ from pathlib import Path
 from titan.config.options import add_quiet
 from titan.data import DataError
 from titan.data.cache import display, exclusive, usable_cores
+from titan.data.chat import ChatTemplate
 from titan.data.shards import Index
 from titan.data.sources import Documents, open_all, resolve_sources, source_of_path
 from titan.data.special_tokens import SpecialTokens
@@ -34,6 +35,9 @@ def _parser() -> argparse.ArgumentParser:
     text.add_argument("--dataset", help="a preset (stdlib, c4, fineweb-edu) or a name at the hub")
     add("--dataset-path", metavar="PATH", help="a local copy of --dataset")
     add("--text-key", default="text", help="field or column with the text; default: text")
+    add("--messages-key", default="", metavar="KEY", help="field with a conversation, in its place")
+    help_ = "a Jinja file for conversations; default: the tokenizer's own"
+    add("--chat-template", default="", metavar="FILE", help=help_)
     add("--tokenizer", required=True, metavar="PATH", help='file, folder, or "bytes"')
     add("--output", required=True, metavar="DIR", type=Path, help="folder to write, or continue")
     add("--workers", type=_positive, default=usable_cores(), help="processes; default: cores")
@@ -58,9 +62,10 @@ def _fraction(text: str) -> float:
 
 
 def _open(arguments: argparse.Namespace) -> Documents:
-    key = arguments.text_key
+    key, messages_key = arguments.text_key, arguments.messages_key
     if arguments.input:
-        return open_all([source_of_path(path, text_key=key) for path in arguments.input])
+        keys = {"text_key": key, "messages_key": messages_key}
+        return open_all([source_of_path(path, **keys) for path in arguments.input])
     [section] = resolve_sources(arguments.dataset, dataset_path=arguments.dataset_path)
     # A preset's key gives way to the option's, also to its default.
     if hasattr(section, "text_key"):
@@ -91,7 +96,7 @@ def _summary(folder: Path, index: Index) -> str:
 
 def _prepare(arguments: argparse.Namespace) -> str:
     """Write the shards. Return a summary."""
-    tokenizer = tokenizer_named(arguments.tokenizer)
+    tokenizer = tokenizer_named(arguments.tokenizer, chat_template=arguments.chat_template)
     documents, folder = _open(arguments), arguments.output
     spec = TokenizationSpec(
         tokenizer=tokenizer,
@@ -99,6 +104,7 @@ def _prepare(arguments: argparse.Namespace) -> str:
             tokenizer, add_bos=not arguments.no_bos, add_eos=not arguments.no_eos
         ),
         validation_fraction=arguments.validation_fraction,
+        template=ChatTemplate.of(tokenizer) if arguments.messages_key else None,
     )
     # One process at a time writes into a folder. A second one waits, and then finds the shards complete.
     with exclusive(folder), display(documents, title=f"preparing {folder}") as report:

@@ -1,0 +1,349 @@
+"""Conversations: tokens and answers against transformers' chat templates, rows, layouts, and what bad input is told."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.layouts import (
+    BOUND,
+    GLOBAL_BATCH,
+    SEQUENCE,
+    Layout,
+    cp,
+    differences,
+    fsdp,
+    pp,
+    tp,
+    train,
+)
+from tests.support.ranks import Pool
+from titan.cli import main as titan
+from titan.config import schema as s
+from titan.data import DataError
+from titan.data.chat import ChatTemplate
+from titan.data.packing import Batch, pack
+from titan.data.samples import SampleOptions, build_samples
+from titan.data.special_tokens import KIND_SHIFT, PREDICTED, START, SpecialTokens, without_kind
+from titan.data.tokenizer import BOS, EOS, Tokenizer, build_tokenizer
+from titan.loss import IGNORED
+
+CHATML = (
+    "{%- for message in messages %}\n"
+    "{{- '<|im_start|>' + message.role + '\n' }}"
+    "BEGIN{{- message.content | trim + '<|im_end|>' }}END\n"
+    "{{- '\n' }}\n"
+    "{%- endfor %}\n"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}\n"
+)
+PLAIN = CHATML.replace("BEGIN", "").replace("END", "")
+MARKED = CHATML.replace("BEGIN", "{%- if message.role == 'assistant' %}{% generation %}")
+MARKED = MARKED.replace(
+    "END", "{% endgeneration %}{%- else %}{{- message.content + '<|im_end|>' }}{%- endif %}"
+)
+# As Llama 3's: a begin token, headers, and each text without the space around it.
+LLAMA = (
+    "{{ bos_token }}{% for m in messages %}{{ '[' + m['role'] + ']\n\n' + m['content'] | trim }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}{{ '[assistant]\n\n' }}{% endif %}"
+)
+WORDS = ["The", "cat", "sat", "on", "12", "mats,", "", "naïve", "日本", "don't", "know.", "\n", ""]
+
+
+def conversations(count: int, seed: int = 0) -> list[list[dict[str, str]]]:
+    random = np.random.default_rng(seed)
+
+    def text() -> str:
+        return " ".join(random.choice(WORDS, size=random.integers(1, 9)))
+
+    found = []
+    for _ in range(count):
+        turns = [("user", "assistant")] * int(random.integers(1, 4))
+        roles = [
+            *(["system"] if random.random() < 0.3 else []),
+            *(r for turn in turns for r in turn),
+        ]
+        found.append([{"role": role, "content": text()} for role in roles])
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level tokenizer with ChatML's tokens."""
+    tokenizers = pytest.importorskip("tokenizers")
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    specials = [BOS, EOS, "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
+    )
+    texts = [m["content"] + " assistant\nuser" for c in conversations(50) for m in c]
+    tokenizer.train_from_iterator(texts, trainer=trainer)
+    path = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS}
+    (path / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": "<|im_end|>"}))
+    return path
+
+
+def opened(folder: Path, template: str) -> Tokenizer:
+    tokenizer = build_tokenizer(s.TokenizerSection(path=str(folder)), hf_assets_path="")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def reference(folder: Path, template: str, messages: Any) -> tuple[list[int], list[int]]:
+    """Return transformers' tokens, and 1 for each of an answer."""
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    theirs.chat_template = template
+    if "generation %}" in template:
+        found = theirs.apply_chat_template(
+            messages, return_assistant_tokens_mask=True, return_dict=True, tokenize=True
+        )
+        return list(found["input_ids"]), list(found["assistant_masks"])
+
+    # What each answer adds to the prompt before it.
+    def rendered(upto: int, prompt: bool) -> str:
+        return theirs.apply_chat_template(
+            messages[:upto], tokenize=False, add_generation_prompt=prompt
+        )
+
+    encoding = theirs(
+        rendered(len(messages), False), add_special_tokens=False, return_offsets_mapping=True
+    )
+    mask = [0] * len(encoding["input_ids"])
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant":
+            begin, end = len(rendered(number, True)), len(rendered(number + 1, False))
+            for place, (first, last) in enumerate(encoding["offset_mapping"]):
+                mask[place] |= int(first < end and last > begin)
+    return list(encoding["input_ids"]), mask
+
+
+@pytest.mark.parametrize("template", [MARKED, PLAIN, LLAMA], ids=["marked", "plain", "llama"])
+def test_tokens_and_answers_are_transformers(folder: Path, template: str) -> None:
+    ours = ChatTemplate.of(opened(folder, template))
+    for messages in conversations(30):
+        tokens = ours.encode(messages, where="here")
+        ids, mask = reference(folder, template, messages)
+        assert without_kind(tokens).tolist() == ids
+        assert (tokens >> KIND_SHIFT == PREDICTED).astype(int).tolist() == mask
+        assert tokens[0] >> KIND_SHIFT == START and 0 < sum(mask) < len(mask)
+        prompt = ours.prompt(messages[:-1], where="here")
+        assert prompt == ids[: len(prompt)] and len(prompt) < len(ids)
+    assert ours.end_ids == {ours.tokenizer.special_ids["<|im_end|>"]}
+
+
+def written(file: Path, chats: list[Any]) -> Path:
+    file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    return file
+
+
+def samples_of(tokenizer: Tokenizer, source: s.Section, tmp_path: Path, seq_len: int = 64) -> Any:
+    data = s.DataSection(cache_folder=str(tmp_path / "cache"), document_mask=True)
+    options = SampleOptions(tokenizer=tokenizer, data=data, seq_len=seq_len, split="train", seed=1)
+    return build_samples([source], options=options)
+
+
+def epoch(samples: Any) -> Batch:
+    rows = samples.get(np.arange(samples.num_samples))
+    return pack(
+        rows, special_tokens=samples.special_tokens, reset_positions=True, document_mask=True
+    )
+
+
+def test_rows_hold_whole_conversations_and_predict_answers_alone(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Its eos token ends every message, and is no mark of a document here."""
+    chats = [chat for chat in conversations(40) if len(reference(folder, PLAIN, chat)[0]) <= 90]
+    expected = sorted(reference(folder, PLAIN, chat) for chat in chats)
+    source = s.JsonlSource(path=str(written(tmp_path / "a.jsonl", chats)), messages_key="messages")
+    batch = epoch(samples_of(opened(folder, PLAIN), source, tmp_path, seq_len=89))
+    assert batch.document_ids_BS is not None and batch.positions_BS is not None
+    found = []
+    for tokens, labels, ids, positions in zip(
+        *(x.tolist() for x in (batch.tokens_BS, batch.labels_BS, batch.document_ids_BS)),
+        batch.positions_BS.tolist(),
+        strict=True,
+    ):
+        starts = [n for n, place in enumerate(positions) if place == 0]
+        assert [ids[n] for n in starts] == [*range(len(starts))]
+        for begin, end in zip(starts, [*starts[1:], len(tokens)], strict=True):
+            # The label of the last token would be of the next document, or is the last token of the row.
+            inputs, mask = tokens[begin:end], [0] + [int(x != IGNORED) for x in labels[begin:end]]
+            if any(mask):
+                assert all(
+                    x in (IGNORED, y) for x, y in zip(labels[begin:end], inputs[1:], strict=False)
+                )
+                found.append((inputs, mask))
+    assert len(found) == len(expected)
+    # Rows end with padding, in the last document of those whose template writes no mark; a full row has its last token as a label only.
+    for (ids, mask), (inputs, ours) in zip(expected, sorted(found), strict=True):
+        size = min(len(ids), len(inputs))
+        assert size >= len(ids) - 1 and inputs[:size] == ids[:size]
+        assert ours[: len(mask)] == mask and not any(ours[len(mask) :])
+
+
+def test_parquet_and_prepared_shards_are_the_same_samples(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    chats = conversations(20)
+    lines = written(tmp_path / "a.jsonl", chats)
+    parquet.write_table(pyarrow.table({"messages": chats}), tmp_path / "a.parquet")
+    (tmp_path / "chat.jinja").write_text(PLAIN)
+    argv = [
+        "--tokenizer",
+        str(folder),
+        "--chat-template",
+        str(tmp_path / "chat.jinja"),
+        "--workers",
+        "2",
+    ]
+    argv += ["--output", str(tmp_path / "shards"), "--messages-key", "messages"]
+    assert titan(["prepare", "--input", str(lines), *argv]) == 0, capsys.readouterr().err
+    sources = [
+        s.JsonlSource(path=str(lines), messages_key="messages"),
+        s.ParquetSource(path=str(tmp_path / "a.parquet"), messages_key="messages"),
+        s.ShardsSource(path=str(tmp_path / "shards")),
+    ]
+    [first, *others] = [
+        epoch(samples_of(opened(folder, PLAIN), source, tmp_path, 256)) for source in sources
+    ]
+    for other in others:
+        assert torch.equal(first.tokens_BS, other.tokens_BS)
+        assert torch.equal(first.labels_BS, other.labels_BS)
+
+
+def test_long_conversations_end_after_an_answer_or_are_left_out(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    turn = [{"role": "user", "content": "cat"}, {"role": "assistant", "content": "mats"}]
+    long = [{"role": "user", "content": "cat " * 200}, turn[1]]
+    source = s.JsonlSource(
+        path=str(written(tmp_path / "a.jsonl", [turn * 20, long, turn])), messages_key="messages"
+    )
+    tokenizer = opened(folder, PLAIN)
+    one = len(ChatTemplate.of(tokenizer).encode(turn, where=""))
+    with caplog.at_level(logging.WARNING):
+        batch = epoch(samples_of(tokenizer, source, tmp_path, seq_len=4 * one))
+    assert "2 of 3 conversations have more than" in caplog.text
+    assert "1 end after an earlier answer, and 1," in caplog.text
+    end = tokenizer.special_ids["<|im_end|>"]
+    # Four whole answers of the first one, and that of the last one.
+    assert int((batch.labels_BS == end).sum()) == 5
+    with pytest.raises(DataError, match="no conversation has an answer that ends within"):
+        samples_of(tokenizer, source, tmp_path, seq_len=one // 2)
+
+
+def chat_batch(layout: Layout, step: int) -> Batch:
+    """Bytes of conversations, packed, as a global batch of the layouts' sizes."""
+    tokenizer = build_tokenizer(s.TokenizerSection(), hf_assets_path="")
+    tokenizer.chat_template = LLAMA.replace("<|im_end|>", EOS)
+    template, rows = ChatTemplate.of(tokenizer), []
+    for seed in range(GLOBAL_BATCH):
+        row = np.full(SEQUENCE + 1, IGNORED, dtype=np.int64)
+        chats = conversations(6, seed=100 * step + seed)
+        tokens = np.concatenate([template.encode(chat[-2:], where="") for chat in chats])
+        row[: SEQUENCE - seed] = tokens[: SEQUENCE - seed]
+        rows.append(row)
+    marks = SpecialTokens.of(tokenizer)
+    return pack(np.stack(rows), special_tokens=marks, reset_positions=False, document_mask=True)
+
+
+@pytest.mark.slow
+def test_four_layouts_equal_one_process(pool: Pool) -> None:
+    batch = chat_batch(Layout("one process"), 0)
+    valid = (batch.labels_BS != IGNORED).sum(1)
+    assert valid.min() != valid.max() and batch.document_ids_BS is not None
+    one, *others = [
+        Layout(name, degrees, blocks=2, batch=chat_batch)
+        for name, degrees in (
+            ("one process", ()),
+            ("FSDP2", fsdp(2)),
+            ("TP+SP", tp(2)),
+            ("CP", cp(2)),
+            ("PP", pp(2)),
+        )
+    ]
+    [alone] = pool.run(1, train, one)
+    for layout in others:
+        found = differences(pool.run(layout.ranks, train, layout), alone)
+        assert max(found.values()) < BOUND, (layout.name, found)
+
+
+USER, ANSWER = {"role": "user", "content": "cat"}, {"role": "assistant", "content": "mats"}
+BAD = {
+    "message 1 has no role; write": [{"content": "cat"}, ANSWER],
+    "message 2 has no text as content": [USER, {"role": "assistant", "content": 3}],
+    'no message has the role "assistant"': [USER],
+    "no list of messages": [],
+    "message 1 spells the special token <|im_end|>": [{**USER, "content": "a<|im_end|>"}, ANSWER],
+    "the chat template refuses the messages: no robots": [{**USER, "role": "robot"}, ANSWER],
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_conversations_are_named_by_file_and_line(
+    folder: Path, tmp_path: Path, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(tmp_path / "a.jsonl", [[USER, ANSWER], BAD[message]])
+    template = "{% if messages[0].role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
+    (tmp_path / "chat.jinja").write_text(template + PLAIN)
+    job = tmp_path / "job.toml"
+    job.write_text(
+        f'[tokenizer]\npath = "{folder}"\nchat_template = "{tmp_path / "chat.jinja"}"\n[data]\ndocument_mask = true\n'
+        f'[training]\ndataset = "conversations"\ndataset_path = "{file}"\n[model]\nflavor = "tiny"\n'
+    )
+    assert titan(["check", str(job)]) == 2
+    error = capsys.readouterr().err
+    assert f"{file}:2: {message}" in error and f"{job}:8" in error
+    argv = ["--tokenizer", str(folder), "--chat-template", str(tmp_path / "chat.jinja")]
+    argv += [
+        "--output",
+        str(tmp_path / "shards"),
+        "--messages-key",
+        "messages",
+        "--workers",
+        "2" if "refuses" in message else "1",
+    ]
+    assert titan(["prepare", "--input", str(file), *argv]) == 2
+    assert f"{file}:2: {message}" in capsys.readouterr().err
+
+
+def test_a_missing_or_unfit_template_says_what_to_set(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(
+        DataError, match=r"tokenizer.json has no chat template.* set tokenizer.chat_template"
+    ):
+        ChatTemplate.of(opened(folder, ""))
+    with pytest.raises(DataError, match="not valid Jinja"):
+        ChatTemplate.of(opened(folder, "{% if %}"))
+    # It writes thoughts only where an answer is the last message.
+    changing = PLAIN.replace(
+        "message.content |", "('' if loop.last else 'old ') + message.content |"
+    )
+    with pytest.raises(DataError, match=r"here: .* changes it later; write \{% generation %\}"):
+        ChatTemplate.of(opened(folder, changing)).encode([USER, ANSWER, USER, ANSWER], where="here")
+    with pytest.raises(DataError, match=r"refuses the messages: .*unsafe"):
+        hostile = ChatTemplate.of(opened(folder, "{{ messages.__class__.__mro__ }}"))
+        hostile.prompt([USER], where="here")
+    job = tmp_path / "job.toml"
+    file = written(tmp_path / "a.jsonl", [[USER, ANSWER]])
+    job.write_text(f'[training]\ndataset = "conversations"\ndataset_path = "{file}"\n')
+    assert titan(["check", str(job)]) == 2
+    error = capsys.readouterr().err
+    assert "data.document_mask: conversations share sequences; set document_mask = true" in error
+    assert "the embedded tokenizer has no chat template" in error

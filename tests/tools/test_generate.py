@@ -1,0 +1,148 @@
+"""The command: a question, a file of prompts, a conversation; of a run and of the folder that it exports."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.jobs import job
+from tests.support.trainers import Trainer
+from titan.cli import main as titan
+from titan.data.tokenizer import EOS
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ 'Q: ' + m.content + '\\nA:' }}"
+    "{% else %}{% generation %}{{ ' ' + m.content + eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
+)
+CHATS = [
+    [
+        {"role": "user", "content": f"Say {word}."},
+        {"role": "assistant", "content": f"{word} {word}"},
+    ]
+    for word in ("cat", "dog", "sun", "sea")
+]
+GREEDY = ["--temperature", "0", "--max-new-tokens", "12", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that was tuned on four conversations until it knows them, and exported."""
+    folder = tmp_path_factory.mktemp("chat")
+    (folder / "chat.jinja").write_text(TEMPLATE)
+    (folder / "chat.jsonl").write_text(
+        "".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS)
+    )
+    pytest.importorskip("tokenizers")
+    argv = ["--input", str(folder / "chat.jsonl"), "--text-key", "text", "--vocab-size", "300"]
+    texts = folder / "texts.jsonl"
+    texts.write_text(
+        "".join(json.dumps({"text": m["content"]}) + "\n" for chat in CHATS for m in chat)
+    )
+    argv[1] = str(texts)
+    assert titan(["tokenizer", "train", *argv, "--output", str(folder / "tokenizer")]) == 0
+    config = job(
+        folder / "run",
+        model={"flavor": "tiny", "overrides": {"n_layers": 2, "vocab_size": 300}},
+        tokenizer={"path": str(folder / "tokenizer"), "chat_template": str(folder / "chat.jinja")},
+        data={"document_mask": True, "reset_positions": True, "cache_folder": str(folder / "c")},
+        training={
+            "dataset": "conversations",
+            "dataset_path": str(folder / "chat.jsonl"),
+            "seq_len": 48,
+            "steps": 60,
+        },
+        optimizer={"lr": 0.01},
+        checkpoint={"enable": True, "interval": 60, "last_save_in_hf": True},
+    )
+    trainer = Trainer(config)
+    try:
+        assert trainer.run() == 0
+    finally:
+        trainer.close()
+    (folder / "chat.jinja").unlink()  # a run and an export have their own
+    return folder / "run"
+
+
+def exported(run: Path) -> Path:
+    folder = run.parent / "exported"
+    if not folder.exists():
+        assert titan(["convert", "to-hf", str(run), str(folder)]) == 0
+    return folder
+
+
+def test_it_answers_a_question_from_the_run_and_from_its_export(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, step = exported(run), run / "checkpoint" / "step-60"
+    for where in (folder, step):  # the run ended with such a folder, too
+        assert (where / "chat_template.jinja").read_text() == TEMPLATE
+    capsys.readouterr()
+    for where in (run, folder, step):
+        argv = ["--checkpoint", str(where), "--chat", "--prompt", "Say sun.", *GREEDY]
+        assert titan(["generate", *argv]) == 0, capsys.readouterr().err
+        assert capsys.readouterr().out.strip() == "sun sun"
+
+
+def test_transformers_says_the_same(run: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = exported(run)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer.apply_chat_template(CHATS[3][:1], return_tensors="pt", return_dict=True)
+    tokens = model.generate(**ids, max_new_tokens=12, do_sample=False)[0]
+    said = tokenizer.decode(tokens[ids["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert said.strip() == "sea sea" and tokenizer.eos_token == EOS
+
+
+def test_a_file_of_prompts_is_answered_in_its_order(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows: list[Any] = [{"messages": chat[:1]} for chat in CHATS]
+    rows += [{"prompt": "Q: Say dog.\nA:"}, {"messages": [*CHATS[0], CHATS[1][0]]}]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = []
+    for size in ("1", "4"):
+        argv = ["--checkpoint", str(run), "--prompts", str(file), "--batch-size", size, *GREEDY]
+        assert titan(["generate", *argv]) == 0, capsys.readouterr().err
+        found.append([json.loads(line) for line in capsys.readouterr().out.splitlines()])
+    assert found[0] == found[1]
+    assert [{k: v for k, v in line.items() if k != "completion"} for line in found[0]] == rows
+    said = [line["completion"].strip() for line in found[0]]
+    assert said[:4] == [chat[1]["content"] for chat in CHATS]
+    text = tmp_path / "prompts.txt"
+    text.write_text("Say\n\nsun\n")
+    assert titan(["generate", "--checkpoint", str(run), "--prompts", str(text), *GREEDY]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["prompt"] for line in lines] == ["Say", "sun"]
+    file.write_text('{"messages": [{"content": "a"}]}\n')
+    assert titan(["generate", "--checkpoint", str(run), "--prompts", str(file)]) == 2
+    assert f"{file}:1: message 1 has no role" in capsys.readouterr().err
+
+
+def test_a_conversation_goes_on(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = f"Say cat.\nSay {EOS}\nSay sea.\n\nSay dog.\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    assert titan(["generate", "--checkpoint", str(run), "--interactive", *GREEDY]) == 0
+    said = capsys.readouterr()
+    assert said.out.splitlines()[0].strip() == "cat cat" and len(said.out.splitlines()) == 2
+    assert f"standard input: message 3 spells the special token {EOS}" in said.err
+
+
+def test_without_a_template_it_says_what_to_set(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run.parent / "tokenizer"
+    argv = ["--checkpoint", str(run), "--tokenizer", str(folder), "--interactive"]
+    assert titan(["generate", *argv]) == 2
+    error = capsys.readouterr().err
+    assert f"tokenizer {folder / 'tokenizer.json'} has no chat template" in error
+    argv = ["--checkpoint", str(run), "--top-p", "-1"]
+    assert titan(["generate", *argv]) == 2
+    assert "--top-p: expected a number of at least 0, got -1" in capsys.readouterr().err

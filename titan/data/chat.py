@@ -1,0 +1,181 @@
+"""Turn conversations into tokens by the tokenizer's chat template, and say which of them are answers.
+
+A template is a Jinja text, of chat_template.jinja or tokenizer_config.json. It runs in Jinja's sandbox with the settings and
+functions that transformers documents for chat templates. Answers are what it writes within `{% generation %}`. In a template
+without these marks, an answer is what follows the prompt to it: the difference between the template of the messages before it,
+with `add_generation_prompt`, and of those up to it. The marks are the only way where a template changes earlier messages later.
+
+writer.py calls `ChatTemplate.encode` for each conversation, and `titan generate` calls `prompt`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import datetime
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from titan.data import DataError
+from titan.data.special_tokens import CONTEXT, KIND_SHIFT, PREDICTED, START
+from titan.data.tokenizer import Tokenizer
+from titan.untrusted import printable
+
+if TYPE_CHECKING:
+    import numpy as np
+    from jinja2.parser import Parser
+
+Messages = list[dict[str, Any]]
+# Around answers in the rendered text. They are no characters (Unicode, section 23.7), and `reading` leaves none in a message.
+_BEGIN, _END = "\ufdd0", "\ufdd1"
+
+
+class _Marks(Extension):
+    """Write marks where `{% generation %}` and `{% endgeneration %}` are."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2's own type)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        begin, end = (
+            nodes.Output([nodes.TemplateData(mark)], lineno=line) for mark in (_BEGIN, _END)
+        )
+        return [begin, *body, end]
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+class ChatTemplate:
+    """Apply a tokenizer's chat template. source: its text."""
+
+    def __init__(self, source: str, tokenizer: Tokenizer) -> None:
+        """Compile the template. Raises DataError if it is no Jinja."""
+        self.source, self.tokenizer = source, tokenizer
+        names = {number: name for name, number in tokenizer.special_ids.items()}
+        special = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+        self._values = {key: names[i] for key, i in special.items() if i in names}
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Marks, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            self._template = environment.from_string(source)
+        except TemplateError as error:
+            why = printable(str(error), 200)
+            raise DataError(f"the chat template is not valid Jinja: {why}") from error
+
+    @staticmethod
+    def of(tokenizer: Tokenizer) -> ChatTemplate:
+        """Return the template of a tokenizer. Raises DataError if it has none."""
+        if not tokenizer.chat_template:
+            where = f"tokenizer {tokenizer.file}" if tokenizer.file else "the embedded tokenizer"
+            raise DataError(
+                f"{where} has no chat template, which conversations need: set tokenizer.chat_template to a Jinja file, or put "
+                "chat_template.jinja beside the tokenizer"
+            )
+        return ChatTemplate(tokenizer.chat_template, tokenizer)
+
+    def __reduce__(self) -> tuple[type, tuple[str, Tokenizer]]:
+        return type(self), (self.source, self.tokenizer)  # a compiled template has no pickle
+
+    def prompt(self, messages: Messages, *, where: str) -> list[int]:
+        """Return the ids of a conversation up to where its next answer begins. Raises DataError."""
+        self._check(messages, where=where)
+        text = self._render(messages, where=where, add_generation_prompt=True)
+        return self.tokenizer.encode_rendered(_plain(text))[0]
+
+    def encode(self, messages: Messages, *, where: str) -> np.ndarray:
+        """Return the ids of a conversation, int64, each with its kind (special_tokens.py): an answer's are PREDICTED.
+
+        Raises DataError that begins with `where`, if the template refuses the conversation or has no answers in it.
+        """
+        import numpy as np
+
+        self._check(messages, where=where)
+        text, answers = self._with_answers(messages, where=where)
+        ids, spans = self.tokenizer.encode_rendered(text)
+        if not answers or not ids:
+            fix = "write {% generation %} and {% endgeneration %} around answers"
+            raise DataError(f"{where}: the chat template writes no answers; {fix}")
+        spans_T2, kinds_T = np.array(spans), np.full(len(ids), CONTEXT)
+        for begin, end in answers:
+            kinds_T[(spans_T2[:, 1] > begin) & (spans_T2[:, 0] < end)] = PREDICTED
+        kinds_T[0] = START
+        return np.array(ids, dtype=np.int64) | (kinds_T << KIND_SHIFT)
+
+    @cached_property
+    def end_ids(self) -> set[int]:
+        """Return the special tokens that the template writes first after an answer, none if it writes no such token."""
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        before = _plain(self._render(messages[:1], where="chat", add_generation_prompt=True))
+        after = _plain(self._render(messages, where="chat"))[len(before) :]
+        special = {*self.tokenizer.special_ids.values()}
+        return {*[i for i in self.tokenizer.encode_rendered(after)[0] if i in special][:1]}
+
+    def _with_answers(self, messages: Messages, *, where: str) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text of a conversation, and where its answers begin and end in it, in characters."""
+        text = self._render(messages, where=where)
+        if "endgeneration" in self.source:
+            return _plain(text), _marked(text)
+        answers = []
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                before = self._render(messages[:number], where=where, add_generation_prompt=True)
+                upto = self._render(messages[: number + 1], where=where)
+                if not (upto.startswith(before) and text.startswith(upto)):
+                    raise DataError(
+                        f"{where}: the chat template writes message {number + 1} in another way than its prompt says, or changes it "
+                        "later; write {% generation %} and {% endgeneration %} around answers in the template"
+                    )
+                answers.append((len(before), len(upto)))
+        return text, answers
+
+    def _render(
+        self, messages: Messages, *, where: str, add_generation_prompt: bool = False
+    ) -> str:
+        values = {"tools": None, "documents": None, **self._values}
+        try:
+            return self._template.render(
+                messages=messages, add_generation_prompt=add_generation_prompt, **values
+            )
+        except Exception as error:  # a template is code, and may raise anything
+            why = printable(str(error), 200)
+            raise DataError(f"{where}: the chat template refuses the messages: {why}") from error
+
+    def _check(self, messages: Messages, *, where: str) -> None:
+        """Raise DataError for a message whose text spells a special token, which would become that token."""
+        for number, message in enumerate(messages, start=1):
+            content = message.get("content") or ""
+            if found := next((n for n in self.tokenizer.special_ids if n in content), ""):
+                raise DataError(
+                    f"{where}: message {number} spells the special token {found}, and would become it; remove or rewrite it"
+                )
+
+
+def _tojson(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _plain(text: str) -> str:
+    return text.replace(_BEGIN, "").replace(_END, "")
+
+
+def _marked(text: str) -> list[tuple[int, int]]:
+    """Return where the marked parts begin and end in the text without its marks."""
+    found, begin = [], 0
+    for number, mark in enumerate(re.finditer(f"[{_BEGIN}{_END}]", text)):
+        place = mark.start() - number
+        if mark[0] == _BEGIN:
+            begin = place
+        else:
+            found.append((begin, place))
+    return found

@@ -1,0 +1,129 @@
+"""Sample tokens that follow prompts, for a batch of prompts of any lengths (`titan generate`).
+
+The inner attention of each block is replaced from outside by one that caches keys and values
+(titan.models.attention.CachedAttention), so each new token costs one position. Shorter prompts are padded on their left. A
+document mask keeps the padding out, and positions begin after it, so that each prompt gets the tokens that it would get alone.
+
+B prompts, S sequence, V vocabulary
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titan.data.tokenizer import Tokenizer
+from titan.models.attention import CachedAttention, InnerAttention
+
+
+def cache_attention(model: nn.Module) -> Callable[[], None]:
+    """Let each inner attention of `model` remember keys and values. Return a function that undoes this."""
+    swapped: list[tuple[nn.Module, str, nn.Module]] = []
+    # Lists, since the loop changes what it walks over.
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, InnerAttention):
+                setattr(parent, name, CachedAttention(child))
+                swapped.append((parent, name, child))
+
+    def undo() -> None:
+        for parent, name, child in swapped:
+            setattr(parent, name, child)
+
+    return undo
+
+
+@torch.no_grad()
+def sample(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop: Collection[int | None] = (),
+) -> Iterator[list[int | None]]:
+    """Yield the next token of each prompt, None after its end. Ranks of tensor parallelism call this together.
+
+    Args:
+        prompts: token ids, at least one each.
+        temperature: 0 takes the likeliest token.
+        top_k: sample among the k likeliest tokens; 0: among all.
+        top_p: sample among the likeliest tokens that together have this probability (nucleus sampling, arXiv:1904.09751).
+        seed: of the first prompt; the next ones have the numbers after it.
+        stop: tokens that end a text, in addition to max_new_tokens.
+    """
+    parameters = list(model.parameters())
+    device = parameters[0].device
+    # A sequence must divide by the number of ranks.
+    ranks = next((p.device_mesh.size() for p in parameters if isinstance(p, DTensor)), 1)
+    # The same seed gives the same text on a device, whatever ran before.
+    generators = [
+        torch.Generator(device=device).manual_seed(seed + row) for row in range(len(prompts))
+    ]
+    length = max(map(len, prompts), default=0)
+    length += -length % ranks
+    tokens_BS = torch.zeros(len(prompts), length, dtype=torch.int64, device=device)
+    ids_BS = torch.zeros_like(tokens_BS)  # 0 for padding, 1 for the text
+    for row, prompt in enumerate(prompts):
+        tokens_BS[row, length - len(prompt) :] = torch.tensor(prompt, device=device)
+        ids_BS[row, length - len(prompt) :] = 1
+    positions_BS = (ids_BS.cumsum(1) - 1).clamp(min=0)
+    is_padded, has_ended = not ids_BS.all(), [False] * len(prompts)
+    # The model is left as it was, even if the caller stops half-way.
+    undo = cache_attention(model)
+    try:
+        for _ in range(max_new_tokens):
+            logits_BSV = model(tokens_BS, positions_BS, ids_BS if is_padded else None)
+            chosen = _choose(
+                logits_BSV[:, -1].float(), temperature, top_k=top_k, top_p=top_p, of=generators
+            )
+            found = chosen.tolist()
+            has_ended = [end or t in stop for end, t in zip(has_ended, found, strict=True)]
+            if all(has_ended):
+                return
+            yield [None if end else t for end, t in zip(has_ended, found, strict=True)]
+            # The cache has the positions before, so only the new token goes through the model, once for each rank.
+            tokens_BS = chosen[:, None].expand(-1, ranks)
+            positions_BS = (positions_BS[:, -1:] + 1).expand(-1, ranks)
+            ids_BS = torch.ones_like(tokens_BS)
+    finally:
+        undo()
+
+
+def _choose(
+    logits_BV: Tensor, temperature: float, *, top_k: int, top_p: float, of: list[torch.Generator]
+) -> Tensor:
+    """Return a token for each row, int64 (B,), drawn by its generator."""
+    if temperature == 0:
+        return logits_BV.argmax(-1)
+    if top_k:
+        # Tokens below the k-th likeliest get probability 0.
+        kth_B1 = logits_BV.topk(min(top_k, logits_BV.shape[1])).values[:, -1:]
+        logits_BV = logits_BV.masked_fill(logits_BV < kth_B1, float("-inf"))
+    p_BV, order_BV = torch.softmax(logits_BV / temperature, dim=-1).sort(descending=True)
+    if top_p < 1:
+        # A token is left out if those before it have that much. The likeliest one always stays.
+        left_out_BV = p_BV.cumsum(-1) - p_BV >= top_p
+        left_out_BV[:, 0] = False
+        p_BV = p_BV.masked_fill(left_out_BV, 0)
+    drawn = [torch.multinomial(p_V, 1, generator=g) for p_V, g in zip(p_BV, of, strict=True)]
+    return order_BV.gather(-1, torch.stack(drawn))[:, 0]
+
+
+def streamed(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
+    """Yield the text of tokens as they come, each time what is new. A character comes when its last byte has."""
+    ids, shown = [], 0
+    for token in tokens:
+        ids.append(token)
+        text = tokenizer.decode(ids)
+        if not text.endswith("\ufffd"):
+            yield text[shown:]
+            shown = len(text)
+    if rest := tokenizer.decode(ids)[shown:]:
+        yield rest
