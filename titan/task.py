@@ -204,7 +204,7 @@ class NextToken(Task):
         if not self.num_further:
             return whole
         # On the device, where pinned memory goes without a wait.
-        return whole.to(device).with_further_tokens(self.num_further)
+        return whole.to(device).with_further_targets(self.num_further)
 
     @cached_property
     def num_further(self) -> int:
@@ -212,7 +212,7 @@ class NextToken(Task):
         return getattr(model_config(self.config.model), "num_mtp_modules", 0)
 
     def microbatch(self, batch: Any) -> Microbatch:
-        names = ("positions_BS", "document_ids_BS", "document_ends_BN", "further_tokens_BSM")
+        names = ("positions_BS", "document_ids_BS", "document_ends_BN", "further_targets_BSM")
         targets = batch.labels_BS
         if self.num_further:
             targets = torch.cat([targets[..., None], batch.further_labels_BSM], dim=-1)

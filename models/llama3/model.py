@@ -213,18 +213,18 @@ class Llama(nn.Module):
         tokens_BS: Tensor,
         positions_BS: Tensor | None = None,
         document_ids_BS: Tensor | None = None,
-        further_tokens_BSM: Tensor | None = None,
+        further_targets_BSM: Tensor | None = None,
     ) -> Tensor:
         """Return logits (B, S, V) in the dtype of the weights.
 
         tokens_BS: int64 ids, or on a later pipeline stage the activations (B, S, D) of the one before.
         positions_BS: int64 positions for the rotation, (B, S), below what was reserved, or any, (S,); None: 0 .. S-1.
         document_ids_BS: int64, see InnerAttention; None: one document.
-        further_tokens_BSM: int64, the tokens 1, 2, ... after each, for the M modules of multi-token prediction, whose logits then follow,
+        further_targets_BSM: int64, the tokens 1, 2, ... after each, for the M modules of multi-token prediction, whose logits then follow,
         (B + M x B, S, V). None: they do not run.
         """
         cos_sin = self._cos_sin(positions_BS, tokens_BS.shape[1], tokens_BS.device)
-        further = () if further_tokens_BSM is None else further_tokens_BSM.unbind(-1)
+        further = () if further_targets_BSM is None else further_targets_BSM.unbind(-1)
         x_BSD = tokens_BS
         if self.tok_embeddings is not None:
             x_BSD = self.embed(torch.cat([tokens_BS, *further]) if further else tokens_BS)

@@ -75,7 +75,7 @@ def run(folder: Path, parallelism: dict[str, int]) -> None:
     trainer.close()
 
 
-def test_the_loss_of_further_tokens_is_a_column(pool: Pool, tmp_path: Path) -> None:
+def test_the_loss_of_further_targets_is_a_column(pool: Pool, tmp_path: Path) -> None:
     """Also over the micro-batches of a pipeline, on the rank that has none of it."""
     rows = []
     for ranks, layout in (

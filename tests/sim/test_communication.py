@@ -83,7 +83,7 @@ def require_equal(config: JobConfig, world: int, pool: Pool) -> dict[int, Trace]
     return traces
 
 
-def test_embeddings_of_further_tokens_go_through_a_pipeline(pool: Pool) -> None:
+def test_embeddings_of_further_targets_go_through_a_pipeline(pool: Pool) -> None:
     """Beside the activations, as large, and their gradients come back."""
     sent = []
     for modules in (0, 1):

@@ -9,11 +9,12 @@ from typing import Any
 
 from titan.checks.elastic_rules import check_groups
 from titan.checks.phase_rules import check_phases
+from titan.checks.stage_rules import check_modules
 from titan.config.base import LIMIT, Section
-from titan.config.errors import KeyPath, RuleViolation, choose, did_you_mean, key_text
+from titan.config.errors import KeyPath, RuleViolation, choose, key_text
 from titan.config.layout import CUDA_GRAPHS
 from titan.config.loss import check_loss
-from titan.config.model import family, resolve_model
+from titan.config.model import resolve_model
 from titan.config.quantize import check_converters, grouped_section, lacks_units
 from titan.config.schema import (
     ActivationCheckpointSection,
@@ -27,7 +28,6 @@ from titan.data.sources import resolve_sources
 from titan.hardware import HARDWARE
 from titan.parallel.kept_operations import KeepError, parse_blocks, parse_rule
 from titan.parallel.schedules import canonical_schedule, splits_backward
-from titan.parallel.stage_split import FIRST, LAST, split_modules
 
 STACKS_S = 15  # from a step's time limit until the stacks of all ranks are written; titan/health
 LOCAL_PRESETS = ("text", "jsonl", "parquet", "conversations", "shards")
@@ -250,34 +250,6 @@ def _experts(config: JobConfig) -> Iterator[RuleViolation]:
         yield key, "has no effect on a model without experts; remove it"
 
 
-def _modules(config: JobConfig) -> Iterator[RuleViolation]:
-    """Check that the stages which a job lists hold each module once."""
-    parallel, model = config.parallelism, resolve_model(config.model)[0]
-    stages, layers = parallel.module_fqns_per_model_part, getattr(model, "n_layers", 0)
-    if not stages or not layers or parallel.pipeline_parallel_degree == 1:
-        return
-    if not family(config.model.name).__name__.startswith("titan.models."):
-        return  # a plug-in's modules may have other names, which only its model knows
-    key = "module_fqns_per_model_part"
-    # One stage has all modules, in the order of the model.
-    ends = {
-        "first": getattr(model, "first_modules", FIRST),
-        "last": getattr(model, "last_modules", LAST),
-    }
-    [modules] = split_modules(layers, num_stages=1, first_less=0, last_less=0, **ends)
-    named = [name for names in stages for name in names]
-    for name in dict.fromkeys(named):
-        if name not in modules:
-            yield key, f"the model has no module '{name}'{did_you_mean(name, modules)}"
-        elif named.count(name) > 1:
-            yield key, f"module '{name}' is named {named.count(name)} times; name it in one stage"
-    if ends["last"] != LAST and not {*ends["last"]} <= {*stages[-1]}:
-        yield key, f"multi-token prediction needs {', '.join(ends['last'])} in the last stage"
-    if missing := [name for name in modules if name not in named]:
-        listed = ", ".join(missing[:5]) + f" and {len(missing) - 5} more" * (len(missing) > 5)
-        yield key, f"{listed} would be in no stage; name each module of the model in one stage"
-
-
 def _context(config: JobConfig) -> Iterator[RuleViolation]:
     parallel, key = config.parallelism, "context_parallel_rotate_method"
     cp, method = parallel.context_parallel_degree, parallel.context_parallel_rotate_method
@@ -444,7 +416,7 @@ RULES: tuple[tuple[str, Callable[[JobConfig], Iterator[RuleViolation]]], ...] = 
     ("parallelism", _tensor),
     ("parallelism", _context),
     ("parallelism", _experts),
-    ("parallelism", _modules),
+    ("parallelism", check_modules),
     ("activation_checkpoint", _recomputation),
     ("compile", _compile),
     ("checkpoint", _checkpoint),

@@ -46,6 +46,7 @@ from .schema_run import (
     PhaseSection,
     ProfilingSection,
     QuantizeSection,
+    TokenizerSection,
     ValidationSection,
 )
 from .schema_run import (
@@ -93,20 +94,6 @@ class TaskSection(Section):
     another. "next_token", or the name of an entry point `titan.tasks`."""
     options: dict[str, int | float | bool | str] = {}
     """Options of the task, such as {image_size = 32}."""
-
-
-class TokenizerSection(Section):
-    """How text becomes token ids."""
-
-    name: Literal["auto", "bytes", "tiktoken", "huggingface"] = "auto"
-    """Kind of tokenizer. "auto" recognizes the file in `path`, and is "bytes" if path is empty.
-    "bytes" needs no file: one token for each byte. "tiktoken" reads a rank file (Llama 3's
-    tokenizer.model). "huggingface" reads a tokenizer.json."""
-    path: str = ""
-    """The tokenizer's file, or its folder. Empty: model.hf_assets_path."""
-    chat_template: str = ""
-    """Jinja file that makes conversations text. The run folder and exported folders get a copy.
-    Empty: the tokenizer's own (chat_template.jinja or tokenizer_config.json)."""
 
 
 class AdamOptions(Section):

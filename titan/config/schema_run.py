@@ -368,6 +368,20 @@ class AverageSection(Section):
     """Validate the average. false: the weights."""
 
 
+class TokenizerSection(Section):
+    """How text becomes token ids."""
+
+    name: Literal["auto", "bytes", "tiktoken", "huggingface"] = "auto"
+    """Kind of tokenizer. "auto" recognizes the file in `path`, and is "bytes" if path is empty.
+    "bytes" needs no file: one token for each byte. "tiktoken" reads a rank file (Llama 3's
+    tokenizer.model). "huggingface" reads a tokenizer.json."""
+    path: str = ""
+    """The tokenizer's file, or its folder. Empty: model.hf_assets_path."""
+    chat_template: str = ""
+    """Jinja file that makes conversations text. The run folder and exported folders get a copy.
+    Empty: the tokenizer's own (chat_template.jinja or tokenizer_config.json)."""
+
+
 class PhaseSection(Section):
     """A phase of the run: from a step or a number of tokens on, these settings in place of those before.
     docs/phases.md has the details. The first phase needs no table, since it has the job's own settings."""

@@ -27,7 +27,7 @@ class Batch(TensorBatch):
         "labels_BS",
         "positions_BS",
         "document_ids_BS",
-        "further_tokens_BSM",
+        "further_targets_BSM",
         "further_labels_BSM",
     )
 
@@ -41,12 +41,12 @@ class Batch(TensorBatch):
     document_ends_BN: Tensor | None = None
     """Where each document of a row ends, of `titan.parallel.documents.document_ends`: int32, the same for all context parallel ranks."""
 
-    further_tokens_BSM: Tensor | None = None
+    further_targets_BSM: Tensor | None = None
     """The token 1, 2, ... places after each, int64[B, S, M], for M modules of multi-token prediction."""
     further_labels_BSM: Tensor | None = None
     """What each module is to predict: the token after that one; IGNORED where it is another document's, or beyond the row."""
 
-    def with_further_tokens(self, count: int) -> Batch:
+    def with_further_targets(self, count: int) -> Batch:
         """Return the batch with what `count` modules of multi-token prediction read and predict. Rows must be whole."""
         tokens, labels = [], []
         ids_BS, length = self.document_ids_BS, self.tokens_BS.shape[1]
@@ -60,7 +60,7 @@ class Batch(TensorBatch):
             labels.append(self.labels_BS.roll(-ahead, dims=1).where(is_known, IGNORED))
         return replace(
             self,
-            further_tokens_BSM=torch.stack(tokens, dim=-1),
+            further_targets_BSM=torch.stack(tokens, dim=-1),
             further_labels_BSM=torch.stack(labels, dim=-1),
         )
 

@@ -16,7 +16,7 @@ from titan.hook import Hook, Run
 from titan.hooks.checkpointing import Checkpointing
 from titan.hooks.compilation import Compilation
 from titan.hooks.experts import ExpertLoads
-from titan.hooks.further_tokens import FurtherTokens
+from titan.hooks.further_targets import FurtherTargets
 from titan.hooks.layer_norms import LayerNormsLog
 from titan.hooks.metrics import Metrics
 from titan.hooks.profiling import Profiling
@@ -49,7 +49,7 @@ def standard_hooks(trainer: Run, *, monitor: Monitor | None = None) -> list[Hook
         Checkpointing(trainer),
         LayerNormsLog(trainer),
         ExpertLoads(trainer),
-        *([FurtherTokens(trainer)] if getattr(trainer.sizes, "num_mtp_modules", 0) else []),
+        *([FurtherTargets(trainer)] if getattr(trainer.sizes, "num_mtp_modules", 0) else []),
         *([TWIN.load()(trainer)] if trainer.config.simulator.twin else []),
         Metrics(trainer),  # last, so that its row has the columns of all others
     ]

@@ -87,7 +87,7 @@ COLUMNS: dict[str, Column] = {
     "slowest_rank_s": Column("throughput/slowest_rank_s"),
     "median_rank_s": Column("throughput/median_rank_s"),
     "goodput": Column("throughput/goodput"),
-    "mtp_loss": Column("loss/further_tokens", always=False),  # with multi-token prediction
+    "mtp_loss": Column("loss/further_targets", always=False),  # with multi-token prediction
     # Only runs of replica groups have these.
     "replica_groups": Column("progress/replica_groups", always=False),
     "first_sample": Column(always=False),

@@ -211,7 +211,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     command = ways.add_parser("from-hf", help="make a checkpoint of safetensors and config.json")
     command.add_argument("source", type=Path, metavar="DIR", help="a Hugging Face folder")
     command.add_argument("output", type=Path, metavar="OUT", help="a new folder")
-    help_ = "keep the modules of multi-token prediction, which DeepSeek-V3's folder has"
+    help_ = "keep the modules of multi-token prediction, if the folder has them"
     command.add_argument("--mtp", action="store_true", help=help_)
     command = ways.add_parser("to-hf", help="make a folder that transformers loads")
     add = command.add_argument

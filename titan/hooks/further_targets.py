@@ -15,7 +15,7 @@ from titan.observe.clock import Window
 from titan.train_step import StepReport
 
 
-class FurtherTokens(Hook):
+class FurtherTargets(Hook):
     """Add up the loss of further tokens over all ranks at logged steps."""
 
     def __init__(self, trainer: Run) -> None:
