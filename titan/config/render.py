@@ -15,7 +15,10 @@ def to_toml(config: JobConfig, *, comments: bool = False) -> str:
     """Return TOML that loads to an equal config. Unset (None) values are left out; `comments` adds the keys' help."""
     lines = ["# A resolved titan config: every value, defaults included."]
     for name in JobConfig.model_fields:
-        lines += _table((name,), getattr(config, name), comments=comments)
+        value = getattr(config, name)
+        for table in value if isinstance(value, list) else [value]:
+            header = "[[{}]]" if isinstance(value, list) else "[{}]"
+            lines += _table((name,), table, comments=comments, header=header)
     return "\n".join(lines) + "\n"
 
 

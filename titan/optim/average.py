@@ -8,7 +8,7 @@ forgets the first steps early. Up to start_step it is a copy of the weights.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -78,3 +78,8 @@ class WeightAverage:
             for module in part.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
+
+
+def averaged(average: WeightAverage | None, *, wanted: bool = True) -> AbstractContextManager[None]:
+    """Return a block in which the model has its average, if that is wanted and the job keeps one."""
+    return average.in_place() if average is not None and wanted else nullcontext()
