@@ -407,6 +407,10 @@ COMMANDS: dict[str, tuple[str, Run | str]] = {
     "verify": ("check a checkpoint and name any damaged file", "titan.tools.verify"),
     "convert": ("Hugging Face folders to checkpoints, and back", "titan.tools.convert"),
     "generate": ("sample text from a checkpoint", "titan.tools.generate"),
+    "evaluate": (
+        "score tasks, also those of lm-evaluation-harness, with a checkpoint or a Hugging Face folder",
+        "titan.tools.evaluate",
+    ),
 }
 
 if __name__ == "__main__":
