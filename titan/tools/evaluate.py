@@ -56,16 +56,16 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
 
 def open_model(
     where: Location, overrides: Sequence[str], *, tokenizer: str, world_size: int
-) -> tuple[JobConfig, Layout, Location, HFModel | None]:
-    """Return a job that has the model, its layout, where the weights are, and the model's form in a Hugging Face folder.
+) -> tuple[JobConfig, Layout, Location, bool]:
+    """Return a job that has the model, its layout, where the weights are, and whether that is a Hugging Face folder.
 
     Raises InputError or ConfigError.
     """
-    hf = None
-    if isinstance(where, Path) and (where / huggingface.CONFIG).is_file():
+    is_hf = isinstance(where, Path) and (where / huggingface.CONFIG).is_file()
+    if is_hf:
         name, sizes = huggingface.read_sizes(folder := huggingface.open_folder(where))
         huggingface.require_weights_for(sizes, folder)
-        hf, step = HFModel.of(name, sizes), where
+        step = where
         run = JobConfig.model_validate(
             {
                 "model": huggingface.model_keys(name, sizes) | {"hf_assets_path": str(where)},
@@ -85,7 +85,7 @@ def open_model(
     )
     config = load_text(to_toml(job), name=str(step), overrides=[o.removeprefix("--") for o in overrides])  # fmt: skip
     open_run_tokenizer(config)  # before the ranks start, which takes longer
-    return config, check_to_run(config, world_size=world_size), step, hf
+    return config, check_to_run(config, world_size=world_size), step, is_hf
 
 
 def split_tasks(args: argparse.Namespace) -> tuple[list[ExampleTask], list[str]]:
@@ -105,36 +105,33 @@ def split_tasks(args: argparse.Namespace) -> tuple[list[ExampleTask], list[str]]
     return tasks, theirs
 
 
-def score(args: argparse.Namespace, overrides: Sequence[str]) -> Figures:
-    """Return the figures of all tasks. Every rank calls this; a rank above 0 returns none of lm-eval's."""
+def build_scorer(
+    config: JobConfig, layout: Layout, step: Location, *, device: Any, is_hf: bool
+) -> Scorer:
+    """Return what scores texts with the weights of a step, or of a Hugging Face folder. All ranks call it, in a process group."""
     from titan.parallel import build_mesh
-    from titan.parallel.init_distributed import start_process_group
     from titan.task import task_of
     from titan.train_step import build_train_step
 
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    tasks, theirs = split_tasks(args)
-    config, layout, step, hf = open_model(
-        args.folder, overrides, tokenizer=args.tokenizer, world_size=world_size
-    )
-    device = start_process_group(
-        init_timeout_s=config.comm.init_timeout_seconds,
-        expandable_segments=config.training.expandable_segments,
-        numa_binding=config.comm.numa_binding,
-    )
     axes = asdict(layout)
     del axes["accumulation"]  # the only field of a layout that is no axis of the mesh
-    train_step = build_train_step(
-        config.on_device(device.type), device=device, mesh=build_mesh(device.type, **axes)
-    )
+    mesh = build_mesh(device.type, **axes)
+    train_step = build_train_step(config.on_device(device.type), device=device, mesh=mesh)
     state = model_state(train_step.model_parts)
-    if hf is None:
-        load(step, state)
-    else:
+    if is_hf:
         assert isinstance(step, Path)
         model = HFModel.of(config.model.name, model_config(config.model))
         huggingface.load(step, state, model=model, group=CheckpointGroup())
-    scorer = Scorer(train_step, task_of(config).tokenizer)  # pyright: ignore[reportArgumentType]
+    else:
+        load(step, state)
+    tokenizer = task_of(config).tokenizer
+    assert tokenizer is not None, "a task without text"
+    return Scorer(train_step, tokenizer)
+
+
+def score(scorer: Scorer, args: argparse.Namespace) -> Figures:
+    """Return the figures of all tasks. Every rank calls this; ranks other than a node's first get none of lm-eval's."""
+    tasks, theirs = split_tasks(args)
     figures: Figures = {}
     for task in tasks:
         rows = [scorer.row(*pair) for pair in task.pairs]
@@ -157,16 +154,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Score tasks with a checkpoint or a Hugging Face folder, on one process or several."""
     argv = sys.argv[1:] if argv is None else argv
     args, overrides = parse(argv)
-    if "RANK" not in os.environ and args.nproc > 1:
+    is_launcher = "RANK" not in os.environ and args.nproc > 1
+    world_size = args.nproc if is_launcher else int(os.environ.get("WORLD_SIZE", 1))
+    split_tasks(args)  # mistakes are reported before the ranks start
+    model = open_model(args.folder, overrides, tokenizer=args.tokenizer, world_size=world_size)
+    if is_launcher:
         from titan.health.launch import environment
 
-        # Mistakes are reported here, once.
-        split_tasks(args)
-        open_model(args.folder, overrides, tokenizer=args.tokenizer, world_size=args.nproc)
         command = [sys.executable, "-m", "titan.health.launch", "--standalone", "--max-restarts=0"]
-        command += [f"--nproc-per-node={args.nproc}", "-m", "titan.tools.evaluate", *argv]
+        # torchrun would take --nproc for an option of its own.
+        launcher = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        launcher.add_argument("--nproc")
+        rest = launcher.parse_known_args(argv)[1]
+        command += [f"--nproc-per-node={args.nproc}", "-m", "titan.tools.evaluate", *rest]
         return subprocess.call(command, env=environment(args.nproc))
-    figures = score(args, overrides)
+    from titan.parallel.init_distributed import start_process_group
+
+    config, layout, step, is_hf = model
+    device = start_process_group(
+        init_timeout_s=config.comm.init_timeout_seconds,
+        expandable_segments=config.training.expandable_segments,
+        numa_binding=config.comm.numa_binding,
+    )
+    figures = score(build_scorer(config, layout, step, device=device, is_hf=is_hf), args)
     if os.environ.get("RANK", "0") == "0":
         width = max(len(f"{task} {name}") for task, found in figures.items() for name in found)
         for task, found in figures.items():
