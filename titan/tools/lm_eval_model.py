@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lm_eval import simple_evaluate
+from lm_eval import simple_evaluate, tasks
 from lm_eval.api.model import LM
-from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from titan.config.errors import did_you_mean
@@ -88,7 +87,7 @@ class TitanLM(LM):
 
 def check_names(names: Sequence[str], *, include_path: str | None) -> None:
     """Raise DataError for a name that the harness does not know."""
-    manager = TaskManager(include_path=include_path)
+    manager = tasks.TaskManager(include_path=include_path)
     for name in names:
         if not manager.match_tasks([name]):
             hint = did_you_mean(name, manager.all_tasks)
@@ -112,7 +111,7 @@ def evaluate(
         tasks=[*names],
         limit=limit,
         num_fewshot=num_fewshot,
-        task_manager=TaskManager(include_path=include_path),
+        task_manager=tasks.TaskManager(include_path=include_path),
         bootstrap_iters=0,
         log_samples=False,
     )
