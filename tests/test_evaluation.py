@@ -19,7 +19,7 @@ from tests.support.trainers import PoolTrainer
 from titan import cli
 from titan.checks.rules import check
 from titan.config.schema import JobConfig
-from titan.data.examples import Example, ExampleTask, read_task, shipped
+from titan.data.examples import Example, ExampleTask, read_task
 from titan.data.scoring import Scorer, score_rows
 from titan.data.tokenizer import bytes_tokenizer
 from titan.hooks.evaluation import Evaluation
@@ -197,7 +197,7 @@ def test_a_line_without_an_answer_is_named(tmp_path: Path, lines: list[str], exp
 def test_a_job_names_its_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "job.toml"
     (tmp_path / "stdlib_cloze.jsonl").write_text(GOOD)
-    tasks = [["stdlib_choise"], ["stdlib_cloze", str(tmp_path / "stdlib_cloze.jsonl")], []]
+    tasks = [["stdlib_choise"], ["stdlib_cloze", str(tmp_path / "stdlib_cloze.jsonl")]]
     file.write_text(
         "".join(f"[[evaluation]]\ntasks = {json.dumps(names)}\n" for names in tasks)
         + "[validation]\nprompts = ['a']\n"
@@ -212,11 +212,10 @@ def test_a_job_names_its_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[
         problems[1]
         == f'{file}:4: evaluation[1].tasks: two tasks are named "stdlib_cloze"; rename a file'
     )
-    assert problems[2] == f"{file}:6: evaluation[2].tasks: names no task; remove this table"
-    assert problems[3].startswith(
-        f"{file}:8: validation.prompts: has no effect: set validation.enable"
+    assert problems[2].startswith(
+        f"{file}:6: validation.prompts: has no effect: set validation.enable"
     )
-    assert count == "4 problems"
+    assert count == "3 problems"
     assert cli.main(["evaluate", str(tmp_path), "--tasks", "stdlib_cloze,x/y.jsonl"]) == 2
     assert "x/y.jsonl: cannot be read: No such file" in capsys.readouterr().err
 
@@ -225,11 +224,3 @@ def test_another_task_of_a_model_has_none(tmp_path: Path) -> None:
     changes = {"evaluation": [{"tasks": SHIPPED}], "model": {"name": "flux", "flavor": "tiny"}}
     problems = check(JobConfig.model_validate(changes))
     assert "evaluation: needs next-token prediction" in "\n".join(map(str, problems))
-
-
-def test_the_shipped_tasks() -> None:
-    assert [*shipped()] == SHIPPED
-    for name, kind in zip(SHIPPED, ("choices", "target"), strict=True):
-        task = read_task(name)
-        assert task.kind == kind and len(task.examples) > 150
-        assert len(read_task(name, num_examples=7).examples) == 7

@@ -59,37 +59,35 @@ def trained(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     del sections["training"]["dataset"], sections["training"]["dataset_path"]
     tasks = [{"tasks": [*shipped()], "num_examples": NUM_EXAMPLES}]
     pool.run(2, train, JobConfig.model_validate(sections | {"evaluation": tasks}))
+    step = folder / "run" / "checkpoint" / "step-8"
+    for file in (step / "config.json", *step.glob("tokenizer*"), *step.glob("*.safetensors")):
+        (folder / "run" / "hf").mkdir(exist_ok=True)
+        file.rename(folder / "run" / "hf" / file.name)
     return folder / "run"
 
 
 def in_loop(run: Path) -> dict[str, float]:
     row = read_json_lines(run / "metrics.jsonl")[-1]
-    return {name: value for name, value in row.items() if name.startswith("eval/")}
+    return {name[5:]: value for name, value in row.items() if name.startswith("eval/")}
 
 
-def flat(figures: evaluate.Figures) -> dict[str, Any]:
-    return {f"eval/{task}/{name}": v for task, of in figures.items() for name, v in of.items()}
-
-
-def scored(argv: list[str]) -> evaluate.Figures:
+def scored(argv: list[str]) -> dict[str, float]:
     """On a rank: the figures of `titan evaluate`."""
-    args, overrides = evaluate.parse(argv)
+    args, overrides = evaluate.parse([*argv, "--num-examples", str(NUM_EXAMPLES)])
     size = torch.distributed.get_world_size()
-    config, layout, step, is_hf = evaluate.open_model(args.folder, overrides, tokenizer="", world_size=size)  # fmt: skip
-    device = torch.device("cpu")
-    scorer = evaluate.build_scorer(config, layout, step, device=device, is_hf=is_hf)
-    return evaluate.score(scorer, args)
+    weights = evaluate.find_weights(args.folder, overrides, tokenizer="", world_size=size)
+    return evaluate.score(evaluate.build_scorer(weights, device=torch.device("cpu")), args)
 
 
 def test_a_step_and_a_folder_score_as_the_run_did(pool: Pool, trained: Path) -> None:
-    options = ["--tasks", ",".join(shipped()), "--num-examples", str(NUM_EXAMPLES)]
-    hf = str(trained / "checkpoint" / "step-8")
+    tasks = ["--tasks", ",".join(shipped())]
+    hf = [str(trained / "hf"), "--training.seq_len=128"]
     for ranks, argv in (
-        (1, [str(trained), *options]),
-        (2, [hf, *options, "--training.seq_len=128", "--parallelism.tensor_parallel_degree=2"]),
+        (1, [str(trained), *tasks]),
+        (2, [*hf, *tasks, "--parallelism.tensor_parallel_degree=2"]),
     ):
         for figures in pool.run(ranks, scored, argv):
-            assert flat(figures) == pytest.approx(in_loop(trained), rel=1e-6)
+            assert figures == pytest.approx(in_loop(trained), rel=1e-6)
 
 
 def harness_tasks(folder: Path) -> str:
@@ -99,14 +97,14 @@ def harness_tasks(folder: Path) -> str:
     return str(folder)
 
 
-def asked(argv: list[str]) -> tuple[evaluate.Figures, list[str]]:
+def asked(argv: list[str]) -> tuple[dict[str, float], list[str]]:
     """On a rank: the harness's figures with titan's model, and what that answers freely."""
     from titan.tools import lm_eval_model
 
     texts: list[list[str]] = []
     model = lm_eval_model.TitanLM
     answer = model.generate_until
-    model.generate_until = lambda *of: texts.append(answer(*of)) or texts[-1]
+    model.generate_until = lambda *of: texts.append(answer(*of)) or texts[-1]  # pyright: ignore
     return scored(argv), texts[0]
 
 
@@ -123,7 +121,7 @@ def test_the_harness_says_the_same(
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "tasks").mkdir()
-    include, hf = harness_tasks(tmp_path / "tasks"), str(trained / "checkpoint" / "step-8")
+    include, hf = harness_tasks(tmp_path / "tasks"), str(trained / "hf")
     found, samples = {}, {}
     # Of whole texts, which the harness begins by itself, a tokenizer that does so too would begin them twice.
     for add_bos, names in ((True, [*[*HARNESS][:2], "harness_free"]), (None, ["harness_text"])):
@@ -137,26 +135,24 @@ def test_the_harness_says_the_same(
         )
         samples |= theirs["samples"]
         found |= {
-            f"eval/{task}/{name.removesuffix(',none')}": float(value)
+            f"{task}/{name.removesuffix(',none')}": float(value)
             for task, figures in theirs["results"].items()
             for name, value in figures.items()
             if isinstance(value, float) and "_stderr" not in name
         }
     loop = in_loop(trained)
     # Their perplexity is the exponential of a mean: of the exponent, 1e-6 can be asked.
-    log_p = -math.log(found["eval/harness_cloze/perplexity"])
-    assert log_p == pytest.approx(loop["eval/stdlib_cloze/log_likelihood"], rel=1e-6)
+    log_p = -math.log(found["harness_cloze/perplexity"])
+    assert log_p == pytest.approx(loop["stdlib_cloze/log_likelihood"], rel=1e-6)
     for name in ("choice/acc", "choice/acc_norm", "cloze/acc"):
-        assert found[f"eval/harness_{name}"] == loop[f"eval/stdlib_{name}"]
+        assert found[f"harness_{name}"] == loop[f"stdlib_{name}"]
     answers = [
         sample["filtered_resps"][sample["doc"]["answer"]][0] for sample in samples["harness_choice"]
     ]
-    expected = loop["eval/stdlib_choice/log_likelihood"]
+    expected = loop["stdlib_choice/log_likelihood"]
     assert fmean(map(float, answers)) == pytest.approx(expected, rel=1e-6)
-    flags = ["--include-path", include, "--training.seq_len=128"]
-    flags += ["--num-examples", str(NUM_EXAMPLES)]
-    for figures, texts in pool.run(2, asked, [hf, "--tasks", ",".join(HARNESS), *flags]):
-        ours = flat(figures)
+    argv = [hf, "--tasks", ",".join(HARNESS), "--include-path", include, "--training.seq_len=128"]
+    for ours, texts in pool.run(2, asked, argv):
         assert ours.keys() == found.keys()
         for name, value in found.items():
             scale = math.log if name.endswith("perplexity") else float

@@ -143,8 +143,6 @@ def _evaluation(config: JobConfig) -> Iterator[RuleViolation]:
             if (name := Path(task).stem) in used:
                 yield f"evaluation[{number}].tasks", f'two tasks are named "{name}"; rename a file'
             used.add(name)
-        if not section.tasks:
-            yield f"evaluation[{number}].tasks", "names no task; remove this table"
 
 
 def _training(config: JobConfig) -> Iterator[RuleViolation]:

@@ -361,7 +361,7 @@ class ValidationSection(Section):
 class EvaluationSection(Section):
     """Tasks that are scored during a run. docs/evaluation.md has the format of their files."""
 
-    tasks: StrList
+    tasks: Annotated[StrList, Field(min_length=1)]
     """Names of shipped tasks (stdlib_choice, stdlib_cloze), or .jsonl files."""
     interval: Positive = 500
     """Steps from one evaluation to the next. The last step always evaluates."""

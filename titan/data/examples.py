@@ -51,23 +51,17 @@ class ExampleTask:
     def figures(self, scores: Sequence[tuple[float, bool]]) -> dict[str, float]:
         """Return the figures of the task from log-likelihood and greediness of its pairs."""
         rest = iter(scores)
-        by_example = [(e, [next(rest) for _ in e.choices]) for e in self.examples]
-        answers = fmean(found[e.answer][0] for e, found in by_example)
+        found = [(e, [next(rest) for _ in e.choices]) for e in self.examples]
+        log_likelihood = fmean(of[e.answer][0] for e, of in found)
         if self.kind == "target":
-            return {"acc": fmean(found[0][1] for _, found in by_example), "log_likelihood": answers}
-
-        def share(lengths: Any) -> float:
-            """Return how often the answer has the highest log-likelihood over its length. The first of equals counts."""
-            return fmean(
-                e.answer
-                == max(
-                    range(len(found)),
-                    key=lambda n: found[n][0] / lengths(e.choices[n]),
-                )
-                for e, found in by_example
-            )
-
-        return {"acc": share(lambda _: 1), "acc_norm": share(len), "log_likelihood": answers}
+            return {"acc": fmean(of[0][1] for _, of in found), "log_likelihood": log_likelihood}
+        right = [[], []]
+        for example, of in found:
+            for n, lengths in enumerate(([1] * len(of), map(len, example.choices))):
+                values = [log_p / length for (log_p, _), length in zip(of, lengths, strict=True)]
+                right[n].append(values.index(max(values)) == example.answer)  # the first of equals
+        acc, acc_norm = map(fmean, right)
+        return {"acc": acc, "acc_norm": acc_norm, "log_likelihood": log_likelihood}
 
 
 def shipped() -> dict[str, Path]:

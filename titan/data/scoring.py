@@ -132,20 +132,19 @@ class Scorer:
         open_prompts = list(range(len(prompts)))
         for _ in range(num_new):
             rows = [Row([*(prompts[n] or self.start()), *new[n], 0], 1) for n in open_prompts]
-            for n, (*_, likeliest) in zip(open_prompts, self._figures(rows, batch), strict=True):
-                new[n].append(int(likeliest))
-            ended = {n for n in open_prompts if new[n][-1] == self.tokenizer.eos_id}
-            for n in ended:
-                new[n].pop()
-            ended |= {n for n in open_prompts if is_over(n, new[n])}
-            open_prompts = [n for n in open_prompts if n not in ended]
-            if not open_prompts:
-                break
+            figures = self._figures(rows, batch)
+            for n, (*_, likeliest) in zip([*open_prompts], figures, strict=True):
+                if likeliest != self.tokenizer.eos_id:
+                    new[n].append(int(likeliest))
+                if likeliest == self.tokenizer.eos_id or is_over(n, new[n]):
+                    open_prompts.remove(n)
         return new
 
     def _figures(self, rows: Sequence[Row], batch: int) -> list[list[float]]:
         """Return the three figures of `score_rows` of each row."""
         step, world = self.train_step, self.train_step.num_replicas
+        if not rows:
+            return []
         rows = [
             Row(row.tokens[-self.max_length - 1 :], min(row.num_scored, self.max_length))
             for row in rows

@@ -13,13 +13,15 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import starmap
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from titan.checkpoint import huggingface
 from titan.checkpoint.commit import CheckpointGroup
 from titan.checkpoint.hf_model import HFModel
 from titan.checkpoint.manager import load, model_state
+from titan.checkpoint.manifest import METADATA
 from titan.checkpoint.storage import Location, as_location
 from titan.checks.rules import check_to_run
 from titan.config.layout import Layout
@@ -30,10 +32,10 @@ from titan.config.schema import JobConfig
 from titan.data import DataError, require
 from titan.data.examples import ExampleTask, is_file, read_task, shipped
 from titan.data.scoring import Scorer
+from titan.data.tokenizer_files import with_tokenizer
 from titan.tools.generate import TOKENIZER_OPTION, find_checkpoint, load_text, open_run_tokenizer
 
 _ARGUMENTS = "FOLDER --tasks NAME,FILE.jsonl,... [--nproc N] [--section.key=value ...]"
-Figures = dict[str, dict[str, Any]]
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -51,41 +53,49 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     add("--batch-size", type=positive, default=8, metavar="B", help="rows of a rank; default: 8")
     add("--tokenizer", **TOKENIZER_OPTION)
     add("--json", type=Path, metavar="FILE", help="also write the figures there")
-    return parser.parse_known_args(argv)
+    args, overrides = parser.parse_known_args(argv)
+    return args, [override.removeprefix("--") for override in overrides]
 
 
-def open_model(
+class Weights(NamedTuple):
+    """Say where weights are, and which job on which layout has their model. is_hf: in a Hugging Face folder."""
+
+    config: JobConfig
+    layout: Layout
+    where: Location
+    is_hf: bool
+
+
+def find_weights(
     where: Location, overrides: Sequence[str], *, tokenizer: str, world_size: int
-) -> tuple[JobConfig, Layout, Location, bool]:
-    """Return a job that has the model, its layout, where the weights are, and whether that is a Hugging Face folder.
+) -> Weights:
+    """Return what a folder holds. Raises InputError or ConfigError.
 
-    Raises InputError or ConfigError.
+    Args:
+        where, tokenizer: as for `find_checkpoint`; or a Hugging Face folder. A step that is both is read as a step.
+        overrides: of the job's keys, such as "training.seq_len=128".
     """
-    is_hf = isinstance(where, Path) and (where / huggingface.CONFIG).is_file()
-    if is_hf:
+    names = (huggingface.CONFIG, METADATA) if isinstance(where, Path) else ()
+    is_hf = [(where / name).is_file() for name in names] == [True, False]  # pyright: ignore[reportOperatorIssue]
+    if is_hf and isinstance(where, Path):
         name, sizes = huggingface.read_sizes(folder := huggingface.open_folder(where))
         huggingface.require_weights_for(sizes, folder)
+        keys = huggingface.model_keys(name, sizes) | {"hf_assets_path": str(where)}
+        run = with_tokenizer(JobConfig.model_validate({"model": keys}), run=None, path=tokenizer)
         step = where
-        run = JobConfig.model_validate(
-            {
-                "model": huggingface.model_keys(name, sizes) | {"hf_assets_path": str(where)},
-                "tokenizer": {"name": tokenizer or "auto"}
-                if tokenizer in ("", "bytes")
-                else {"path": tokenizer},
-            }
-        )
     else:
         run, step = find_checkpoint(where, tokenizer=tokenizer)
     # What concerns the model and its text is the run's. How it was trained is not: one process can score what many trained.
-    job = JobConfig(
-        model=run.model.model_copy(update={"converters": [], "freeze": []}),
-        tokenizer=run.tokenizer,
-        data=JobConfig().data.model_copy(update={"add_bos": run.data.add_bos}),
-        training=JobConfig().training.model_copy(update={"seq_len": run.training.seq_len}),
-    )
-    config = load_text(to_toml(job), name=str(step), overrides=[o.removeprefix("--") for o in overrides])  # fmt: skip
+    keys = {
+        "model": run.model.model_dump(exclude={"converters", "freeze"}),
+        "tokenizer": run.tokenizer.model_dump(),
+        "data": run.data.model_dump(include={"add_bos"}),
+        "training": run.training.model_dump(include={"seq_len"}),
+    }
+    text = to_toml(JobConfig.model_validate(keys))
+    config = load_text(text, name=str(step), overrides=overrides)
     open_run_tokenizer(config)  # before the ranks start, which takes longer
-    return config, check_to_run(config, world_size=world_size), step, is_hf
+    return Weights(config, check_to_run(config, world_size=world_size), step, is_hf)
 
 
 def split_tasks(args: argparse.Namespace) -> tuple[list[ExampleTask], list[str]]:
@@ -105,48 +115,40 @@ def split_tasks(args: argparse.Namespace) -> tuple[list[ExampleTask], list[str]]
     return tasks, theirs
 
 
-def build_scorer(
-    config: JobConfig, layout: Layout, step: Location, *, device: Any, is_hf: bool
-) -> Scorer:
-    """Return what scores texts with the weights of a step, or of a Hugging Face folder. All ranks call it, in a process group."""
+def build_scorer(weights: Weights, *, device: Any) -> Scorer:
+    """Return what scores texts with a model of these weights. All ranks call it, in a process group."""
     from titan.parallel import build_mesh
     from titan.task import task_of
     from titan.train_step import build_train_step
 
-    axes = asdict(layout)
+    config, axes = weights.config, asdict(weights.layout)
     del axes["accumulation"]  # the only field of a layout that is no axis of the mesh
     mesh = build_mesh(device.type, **axes)
     train_step = build_train_step(config.on_device(device.type), device=device, mesh=mesh)
     state = model_state(train_step.model_parts)
-    if is_hf:
-        assert isinstance(step, Path)
-        model = HFModel.of(config.model.name, model_config(config.model))
-        huggingface.load(step, state, model=model, group=CheckpointGroup())
+    if weights.is_hf:
+        model, folder = HFModel.of(config.model.name, model_config(config.model)), weights.where
+        huggingface.load(Path(folder), state, model=model, group=CheckpointGroup())
     else:
-        load(step, state)
+        load(weights.where, state)
     tokenizer = task_of(config).tokenizer
     assert tokenizer is not None, "a task without text"
     return Scorer(train_step, tokenizer)
 
 
-def score(scorer: Scorer, args: argparse.Namespace) -> Figures:
+def score(scorer: Scorer, args: argparse.Namespace) -> dict[str, float]:
     """Return the figures of all tasks. Every rank calls this; ranks other than a node's first get none of lm-eval's."""
     tasks, theirs = split_tasks(args)
-    figures: Figures = {}
+    figures = {}
     for task in tasks:
-        rows = [scorer.row(*pair) for pair in task.pairs]
-        figures[task.name] = task.figures(scorer.score(rows, batch=args.batch_size))
+        found = task.figures(
+            scorer.score([*starmap(scorer.row, task.pairs)], batch=args.batch_size)
+        )
+        figures |= {f"{task.name}/{name}": value for name, value in found.items()}
     if theirs:
         from titan.tools.lm_eval_model import evaluate
 
-        figures |= evaluate(
-            scorer,
-            theirs,
-            batch=args.batch_size,
-            limit=args.num_examples or None,
-            num_fewshot=args.num_fewshot,
-            include_path=args.include_path,
-        )
+        figures |= evaluate(scorer, theirs, args)
     return figures
 
 
@@ -157,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_launcher = "RANK" not in os.environ and args.nproc > 1
     world_size = args.nproc if is_launcher else int(os.environ.get("WORLD_SIZE", 1))
     split_tasks(args)  # mistakes are reported before the ranks start
-    model = open_model(args.folder, overrides, tokenizer=args.tokenizer, world_size=world_size)
+    weights = find_weights(args.folder, overrides, tokenizer=args.tokenizer, world_size=world_size)
     if is_launcher:
         from titan.health.launch import environment
 
@@ -170,19 +172,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return subprocess.call(command, env=environment(args.nproc))
     from titan.parallel.init_distributed import start_process_group
 
-    config, layout, step, is_hf = model
+    config = weights.config
     device = start_process_group(
         init_timeout_s=config.comm.init_timeout_seconds,
         expandable_segments=config.training.expandable_segments,
         numa_binding=config.comm.numa_binding,
     )
-    figures = score(build_scorer(config, layout, step, device=device, is_hf=is_hf), args)
+    figures = score(build_scorer(weights, device=device), args)
     if os.environ.get("RANK", "0") == "0":
-        width = max(len(f"{task} {name}") for task, found in figures.items() for name in found)
-        for task, found in figures.items():
-            for name, value in found.items():
-                shown = f"{value:.6f}" if isinstance(value, float) else value
-                print(f"{f'{task} {name}':<{width}}  {shown}")
+        width = max(map(len, figures), default=0)
+        print("\n".join(f"{name:<{width}}  {value:.6f}" for name, value in figures.items()))
         if args.json:
             args.json.write_text(json.dumps(figures, indent=1) + "\n")
     return 0

@@ -5,7 +5,9 @@ Every rank asks the same questions, `Scorer` shares their rows, and each rank ge
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from lm_eval import simple_evaluate, tasks
@@ -33,56 +35,45 @@ class TitanLM(LM):
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
         """Return the log-likelihood of whole texts, in windows of the longest row."""
-        rows, owners = [], []
-        for number, request in enumerate(requests):
-            windows = get_rolling_token_windows(
-                self.scorer.tokenizer.encode(request.args[0]),
-                prefix_token=self.scorer.start()[0],
-                max_seq_len=self.scorer.max_length,
-                context_len=1,
-            )
-            for context, predicted in map(make_disjoint_window, windows):
-                rows.append(Row([*context, *predicted], len(predicted)))
-                owners.append(number)
-        totals = [0.0] * len(requests)
-        for owner, (log_p, _) in zip(
-            owners, self.scorer.score(rows, batch=self.batch), strict=True
-        ):
-            totals[owner] += log_p
-        return totals
+        windows = partial(
+            get_rolling_token_windows,
+            prefix_token=self.scorer.start()[0],
+            max_seq_len=self.scorer.max_length,
+            context_len=1,
+        )
+        encode = self.scorer.tokenizer.encode
+        pairs = [map(make_disjoint_window, windows(encode(r.args[0]))) for r in requests]
+        rows = [[Row([*before, *text], len(text)) for before, text in of] for of in pairs]
+        scores = iter(self.scorer.score([row for of in rows for row in of], batch=self.batch))
+        return [sum(next(scores)[0] for _ in of) for of in rows]
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Return greedy continuations up to a request's texts of "until". Raises DataError if a request wants to sample."""
-        texts = [""] * len(requests)
-        by_limit: dict[int, list[int]] = {}
-        for number, request in enumerate(requests):
-            options = request.args[1]
+        prompts, limits, stops = [], [], []
+        for context, options in (request.args for request in requests):
             if options.get("do_sample") and options.get("temperature", 1):
                 raise DataError(
                     "this task samples with a temperature, and titan evaluate generates greedily only; set do_sample: false in a copy of its YAML"
                 )
-            limit = int(options.get("max_gen_toks", options.get("max_new_tokens", _MAX_NEW)))
-            by_limit.setdefault(limit, []).append(number)
-        decode = self.scorer.tokenizer.decode
-        for limit, numbers in by_limit.items():
-            until = []
-            for number in numbers:
-                stops = requests[number].args[1].get("until") or []
-                until.append([stops] if isinstance(stops, str) else stops)
-            room = max(self.scorer.max_length - limit, 1)
-            prompts = [self.scorer.encode(requests[n].args[0])[-room:] for n in numbers]
-            new = self.scorer.continue_greedily(
-                prompts,
-                num_new=limit,
-                batch=self.batch,
-                is_over=lambda n, tokens, until=until: any(s in decode(tokens) for s in until[n]),
-            )
-            for number, tokens, stops in zip(numbers, new, until, strict=True):
-                text = decode(tokens)
-                for stop in filter(None, stops):
-                    text = text.partition(stop)[0]
-                texts[number] = text
-        return texts
+            until = options.get("until") or []
+            stops.append([until] if isinstance(until, str) else until)
+            limits.append(int(options.get("max_gen_toks", _MAX_NEW)))
+            room = max(self.scorer.max_length - limits[-1], 1)
+            prompts.append(self.scorer.encode(context)[-room:])
+
+        def text(n: int, tokens: list[int]) -> tuple[str, bool]:
+            """Return what is written before a text of "until", and whether there is one."""
+            whole = self.scorer.tokenizer.decode(tokens)
+            ends = [at for stop in stops[n] if (at := whole.find(stop)) >= 0]
+            return whole[: min(ends, default=None)], bool(ends)
+
+        new = self.scorer.continue_greedily(
+            prompts,
+            num_new=max(limits, default=0),
+            batch=self.batch,
+            is_over=lambda n, tokens: len(tokens) >= limits[n] or text(n, tokens)[1],
+        )
+        return [text(n, tokens)[0] for n, tokens in enumerate(new)]
 
 
 def check_names(names: Sequence[str], *, include_path: str | None) -> None:
@@ -96,30 +87,20 @@ def check_names(names: Sequence[str], *, include_path: str | None) -> None:
             )
 
 
-def evaluate(
-    scorer: Scorer,
-    names: Sequence[str],
-    *,
-    batch: int,
-    limit: int | None,
-    num_fewshot: int | None,
-    include_path: str | None,
-) -> dict[str, dict[str, Any]]:
-    """Return the figures of the harness's tasks, without their standard errors; {} where the harness gives none, on ranks above 0."""
+def evaluate(scorer: Scorer, names: Sequence[str], args: Namespace) -> dict[str, float]:
+    """Return the figures of the harness's tasks, without standard errors; none where the harness gives none, on ranks above 0."""
     found = simple_evaluate(
-        model=TitanLM(scorer, batch=batch),
+        model=TitanLM(scorer, batch=args.batch_size),
         tasks=[*names],
-        limit=limit,
-        num_fewshot=num_fewshot,
-        task_manager=tasks.TaskManager(include_path=include_path),
+        limit=args.num_examples or None,
+        num_fewshot=args.num_fewshot,
+        task_manager=tasks.TaskManager(include_path=args.include_path),
         bootstrap_iters=0,
         log_samples=False,
     )
     return {
-        task: {
-            name.removesuffix(",none"): value
-            for name, value in figures.items()
-            if isinstance(value, float) and "_stderr" not in name
-        }
+        f"{task}/{name.removesuffix(',none')}": float(value)
         for task, figures in (found or {"results": {}})["results"].items()
+        for name, value in figures.items()
+        if isinstance(value, float) and "_stderr" not in name
     }
