@@ -66,7 +66,7 @@ def _reference(path: KeyPath, definitions: dict[str, Any]) -> Iterator[str]:
         properties = definitions[model.__name__]["properties"]
         inner = [name for name in properties if models_at((*path, name))]
         tag = next((f'{n} = "{p["const"]}"' for n, p in properties.items() if "const" in p), "")
-        is_list = path in (("data", "sources"), ("phase",))
+        is_list = path in (("data", "sources"), ("phase",), ("evaluation",))
         heading = f"[[{key_text(path)}]]" if is_list else f"[{key_text(path)}]"
         if set(inner) != set(properties):
             yield f"## {heading} {tag}".rstrip() + "\n"

@@ -420,6 +420,10 @@ COMMANDS: dict[str, tuple[str, Run | str]] = {
     "average": ("write the mean of the weights of checkpoints", "titan.tools.average"),
     "generate": ("sample text from a checkpoint", "titan.tools.generate"),
     "completion": ("let the shell complete commands, files and keys", "titan.tools.completion"),
+    "evaluate": (
+        "score tasks, also those of lm-evaluation-harness, with a checkpoint or a Hugging Face folder",
+        "titan.tools.evaluate",
+    ),
 }
 
 if __name__ == "__main__":

@@ -431,7 +431,10 @@ class LossSum:
     product: Product | None = None
     custom: CustomLoss | None = None
 
-    def __call__(self, input: Tensor, labels_BS: Tensor) -> Tensor:
+    def __call__(
+        self, input: Tensor, labels_BS: Tensor, *, custom: CustomLoss | None = None
+    ) -> Tensor:
+        """Return the sum; custom: computes it from rows of logits, in place of everything else."""
         # FSDP keeps the unit of the output layer gathered after its forward pass.
         weight = None if self.output is None else self.output.get_parameter("weight")
         with torch.profiler.record_function("titan: loss"):  # a module's range, to `titan profile`
@@ -443,5 +446,5 @@ class LossSum:
                 shard=self.shard,
                 kernels=self.kernels,
                 product=self.product,
-                custom=self.custom if torch.is_grad_enabled() else None,
+                custom=custom or (self.custom if torch.is_grad_enabled() else None),
             )

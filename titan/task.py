@@ -36,6 +36,7 @@ from titan.config.task import task_module, task_options
 from titan.data.base import RankShare, Samples, TensorBatch
 from titan.data.loader import Collate, Loader
 from titan.data.packing import Batch
+from titan.data.scoring import Scorer
 from titan.data.statistics import unigram_bits_per_byte
 from titan.data.text import (
     collate_rows,
@@ -51,6 +52,7 @@ from titan.parallel.mesh import submesh
 
 if TYPE_CHECKING:
     from titan.hook import Run
+    from titan.train_step import TrainStep
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -149,8 +151,9 @@ class Task(ABC):
         """Return the columns of a validation beside its loss, of sums over all batches and ranks."""
         return {}
 
-    def sample(self, run: Run) -> None:  # noqa: B027
-        """Write what the model makes below `run.run_dir`. All ranks call it after each validation."""
+    def sample(self, run: Run) -> Mapping[str, str]:
+        """Write what the model makes below `run.run_dir`, or return texts by their prompts. All ranks call it after each validation."""
+        return {}
 
 
 class NextToken(Task):
@@ -254,6 +257,25 @@ class NextToken(Task):
             # Only rank 0 prints it, and computing it reads the text.
             "unigram_bits_per_byte": self._unigram_bits(run) if run.rank == 0 else None,
         }
+
+    def scorer(self, train_step: TrainStep) -> Scorer:
+        """Return what scores texts with the model of the run, always the same."""
+        if not hasattr(self, "_scorer"):
+            self._scorer = Scorer(train_step, self.tokenizer)
+        return self._scorer
+
+    def sample(self, run: Run) -> Mapping[str, str]:
+        """Return the greedy continuations of validation.prompts."""
+        section = self.config.validation
+        if not section.prompts:
+            return {}
+        scorer = self.scorer(run.train_step)
+        new = scorer.continue_greedily(
+            [scorer.encode(prompt) for prompt in section.prompts],
+            num_new=section.prompt_tokens,
+            batch=section.local_batch_size,
+        )
+        return dict(zip(section.prompts, map(self.tokenizer.decode, new), strict=True))
 
     def _unigram_bits(self, run: Run) -> float | None:
         """Return the bits per byte that byte frequencies alone reach on the validation text, as a yardstick."""

@@ -19,7 +19,8 @@ is what the pipeline cuts into smaller microbatches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -208,18 +209,45 @@ class TrainStep:
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Any]) -> tuple[Tensor, Tensor]:
         """Return the summed loss in nats and the number of valid tokens over all ranks' batches, as device scalars."""
-        self.compute_scales()
-        # Dropout and the like are off while evaluating.
-        for part in self.model_parts:
-            part.eval()
         loss = torch.zeros((), device=self.device)
         num_valid = torch.zeros((), dtype=torch.int64, device=self.device)
-        for batch in map(self.to_local, batches):
-            loss += self._forward(batch)
-            num_valid += _count_valid([batch])
+        with self._evaluating():
+            for batch in map(self.to_local, batches):
+                loss += self._total(self._forward(batch))
+                num_valid += _count_valid([batch])
+        return _sum(loss, self.groups.loss), _sum(num_valid, self.groups.tokens)
+
+    @torch.no_grad()
+    def score(self, batches: Iterable[Any], of_rows: LossFunction, *, width: int) -> Tensor:
+        """Return what a function says of each sample of this rank's batches, summed over the ranks that share samples.
+
+        All ranks must pass equally many batches, of the same shapes.
+
+        Args:
+            of_rows: maps the model's output and the targets of B samples to (B, width) fp64.
+
+        Returns:
+            (samples, width) fp64 on the device, in the batches' order, which no rank has summed with another's samples. Under pipeline
+            and context parallelism it is this rank's part, to be summed over `groups.loss`.
+        """
+        with self._evaluating():
+            rows = [
+                torch.cat(parts)
+                if (parts := self._forward(batch, of_rows))
+                else torch.zeros(len(batch.input), width, dtype=torch.float64, device=self.device)
+                for batch in map(self.to_local, batches)
+            ]
+        return torch.cat(rows)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Turn off dropout and the like in the block."""
+        self.compute_scales()
+        for part in self.model_parts:
+            part.eval()
+        yield
         for part in self.model_parts:
             part.train()
-        return _sum(loss, self.groups.loss), _sum(num_valid, self.groups.tokens)
 
     def to_local(self, batch: Any) -> Microbatch:
         """Return what this rank computes with: the batch on its device and, under context parallelism, its part of each sequence."""
@@ -290,21 +318,21 @@ class TrainStep:
         self.mark("backward")
         return loss_sum.detach()
 
-    def _forward(self, batch: Microbatch) -> Tensor:
-        """Return the loss of a micro-batch, summed over this rank's tokens."""
+    def _forward(self, batch: Microbatch, loss: LossFunction | None = None) -> list[Tensor]:
+        """Return the loss of a micro-batch, or of each of a pipeline's, over this rank's tokens; nothing but on the last stage."""
         if self.pipeline is not None:
             size = self.config.parallelism.pipeline_parallel_microbatch_size
             # A batch that does not divide is one microbatch, so that validation may have any size.
             whole, rest = divmod(len(batch.input), size)
-            losses = self.pipeline.eval(
+            return self.pipeline.eval(
                 batch.input,
                 batch.targets,
                 num_microbatches=1 if rest else whole,
+                loss_fn=loss,
                 **batch.inputs,
             )
-            return self._total(losses)
         (model,) = self.model_parts
-        return self.loss_sum(model(batch.input, **batch.inputs), batch.targets)
+        return [(loss or self.loss_sum)(model(batch.input, **batch.inputs), batch.targets)]
 
     def _total(self, losses: list[Tensor]) -> Tensor:
         """Return the sum, which is 0 except on the last pipeline stage."""

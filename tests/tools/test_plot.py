@@ -8,7 +8,7 @@ import pytest
 
 from titan.cli import main
 from titan.observe.rows import run_names
-from titan.tools.plot import loss_curves, points, read_metrics, running_mean
+from titan.tools.plot import loss_curves, panels, points, read_metrics, running_mean
 
 
 def write_run(folder: Path, *, slope: float) -> Path:
@@ -96,6 +96,13 @@ def test_curves_and_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert [line.get_linestyle() for line in marks] == ["--", ":", "--"]
         names = [text.get_text() for text in upper.get_legend().get_texts()]
         assert names == ["run", "each logged step", "mean since the last row", "restart", "rewind"]
+
+
+def test_panels_of_what_was_evaluated() -> None:
+    rows = [{"step": 1, "bits_per_byte": 4.0}, {"step": 2, "eval/t/acc": 0.5, "eval/t/nats": 1.0}]
+    expected = [("bits per byte", ["bits_per_byte"]), ("accuracy", ["eval/t/acc"])]
+    assert [*panels({"run": rows})] == expected
+    assert [*panels({"run": [{"step": 1, "loss": 2.0}]})] == []
 
 
 def test_curves_of_a_long_run() -> None:

@@ -39,6 +39,7 @@ from .schema_run import (
     CommSection,
     CompileSection,
     DebugSection,
+    EvaluationSection,
     JobSection,
     MetricsSection,
     MoESection,
@@ -405,6 +406,7 @@ class JobConfig(Section):
     parallelism: ParallelismSection = ParallelismSection()
     checkpoint: CheckpointSection = CheckpointSection()
     validation: ValidationSection = ValidationSection()
+    evaluation: list[EvaluationSection] = []
     average: AverageSection = AverageSection()
     moe: MoESection = MoESection()
     metrics: MetricsSection = MetricsSection()

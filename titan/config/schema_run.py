@@ -351,6 +351,24 @@ class ValidationSection(Section):
     hang, and the samples are the same each time; more data-parallel ranks read more of them. A
     finite text is read once at most. -1: the whole text, which gives the same loss for every batch
     size and layout."""
+    prompts: list[str] = []
+    """Beginnings of texts that the model continues after each validation. Its likeliest tokens are written to
+    samples/step-N.txt, TensorBoard and the live page. Works on any layout, without a cache."""
+    prompt_tokens: Positive = 32
+    """Tokens that continue each of prompts. Each is a forward pass of all ranks."""
+
+
+class EvaluationSection(Section):
+    """Tasks that are scored during a run. docs/evaluation.md has the format of their files."""
+
+    tasks: Annotated[StrList, Field(min_length=1)]
+    """Names of shipped tasks (stdlib_choice, stdlib_cloze), or .jsonl files."""
+    interval: Positive = 500
+    """Steps from one evaluation to the next. The last step always evaluates."""
+    num_examples: NonNegative = 0
+    """Examples of each task, from its beginning. 0: all. Fewer take less time and say less."""
+    local_batch_size: Positive = 8
+    """Rows, one for each choice of an example, that each rank computes in one forward pass."""
 
 
 class AverageSection(Section):

@@ -15,6 +15,7 @@ from titan.health.monitor import Monitor
 from titan.hook import Hook, Run
 from titan.hooks.checkpointing import Checkpointing
 from titan.hooks.compilation import Compilation
+from titan.hooks.evaluation import Evaluation
 from titan.hooks.experts import ExpertLoads
 from titan.hooks.further_targets import FurtherTargets
 from titan.hooks.layer_norms import LayerNormsLog
@@ -46,6 +47,7 @@ def standard_hooks(trainer: Run, *, monitor: Monitor | None = None) -> list[Hook
         Profiling(trainer),
         Compilation(trainer),
         Validation(trainer),
+        Evaluation(trainer),
         Checkpointing(trainer),
         LayerNormsLog(trainer),
         ExpertLoads(trainer),

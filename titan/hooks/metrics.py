@@ -7,6 +7,7 @@ from statistics import fmean
 
 from titan.config.phases import Phase
 from titan.hook import Hook, Run, StepResult
+from titan.hooks.evaluation import Evaluation
 from titan.hooks.validation import Validation
 from titan.observe.columns import empty_row
 from titan.observe.flops import flops_by_dtype, model_tflops, utilization
@@ -51,8 +52,12 @@ class Metrics(Hook):
     def step_end(self) -> None:
         trainer = self.trainer
         trainer.console.advance(trainer.step)
-        validation = trainer.hook(Validation)
-        if not (trainer.logs_this_step or (validation is not None and validation.row)):
+        validation, evaluation = trainer.hook(Validation), trainer.hook(Evaluation)
+        if not (
+            trainer.logs_this_step
+            or (validation is not None and validation.row)
+            or (evaluation is not None and evaluation.row)
+        ):
             return
         assert self.log is not None
         row = self._row()
@@ -60,6 +65,8 @@ class Metrics(Hook):
         trainer.console.step(row)
         if "validation_loss" in row:
             trainer.console.validation(row)
+        if validation is not None and validation.row and validation.texts:
+            self.log.write_texts(trainer.step, validation.texts)
         trainer.write_status()
 
     def close(self) -> None:

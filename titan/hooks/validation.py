@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -13,15 +12,16 @@ from titan.data.base import TensorBatch
 from titan.hook import Hook, Run, StepResult
 from titan.observe.clock import Window
 from titan.observe.rows import Row
-from titan.optim.average import of_optimizer
+from titan.optim.average import averaged
 
 
 class Validation(Hook):
-    """Evaluate the model on the same samples each time. `row` is the result of this step, or None."""
+    """Evaluate the model on the same samples each time. `row` is the result of this step, or None; `texts`: what it made last."""
 
     def __init__(self, trainer: Run) -> None:
         self.trainer, self.section = trainer, trainer.config.validation
         self.row: Row | None = None
+        self.texts: Mapping[str, str] = {}
 
     def needs_results(self) -> bool:
         step, last_step = self.trainer.step, self.trainer.last_step
@@ -32,17 +32,6 @@ class Validation(Hook):
 
     def columns(self, window: Window, result: StepResult) -> dict[str, Any]:
         return self.row or {}
-
-    def _average(self, *, wanted: bool = True) -> AbstractContextManager[None]:
-        """Return a block in which the model has an average of its weights: the job's, if that is wanted, or the optimizer's."""
-        step = self.trainer.train_step
-        if step.average is not None and wanted:
-            return step.average.in_place()
-        return (
-            of_optimizer(step.optimizer, step.model_parts)
-            if hasattr(step.optimizer, "eval")
-            else nullcontext()
-        )
 
     def _validate(self) -> Row:
         trainer, loader = self.trainer, self.trainer.validation_loader
@@ -56,16 +45,16 @@ class Validation(Hook):
                 yield batch
 
         with trainer.timer.pause("validation"):
-            with self._average(wanted=trainer.config.average.validate_with):
+            with averaged(trainer.train_step, wanted=trainer.config.average.validate_with):
                 loss_sum, num_valid = trainer.train_step.evaluate(batches())
             total = to_device([sum(measured)], trainer.device)
             if trainer.train_step.groups.data is not None:
                 dist.all_reduce(total, group=trainer.train_step.groups.data)
             # One wait for the device: every number is a sum over all data-parallel ranks.
             loss, valid, sum_measured = AsyncScalars([loss_sum, num_valid, total[0]]).values()
-            with self._average():
+            with averaged(trainer.train_step):
                 trainer.train_step.compute_scales()
-                trainer.task.sample(trainer)
+                self.texts = trainer.task.sample(trainer)
         # The mean over all ranks' tokens, or what else counts as valid. Nothing valid divides by 1.
         mean_loss = loss / max(valid, 1)
         trainer.events.write(

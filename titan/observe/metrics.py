@@ -12,7 +12,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ _LOG = logging.getLogger("titan")
 # Norms have a separate file: a row holds two numbers for each block.
 _NORMS = "layer_norms.jsonl"
 _LOADS = "experts.json"
+_SAMPLES = "samples.json"
 
 
 class JsonlSink:
@@ -83,7 +85,7 @@ class MetricsLog:
             if getattr(section, f"enable_{extra}"):
                 require(extra, extra=extra, asked_by=f"metrics.enable_{extra}")
         self._failed: set[str] = set()
-        self._loads_path = None if rank else run_dir / _LOADS
+        self._run_dir = None if rank else run_dir
         self._sinks: dict[str, Sink] = {}
         self._norm_sinks: dict[str, Sink] = {}
         if rank and not section.save_for_all_ranks:
@@ -126,10 +128,26 @@ class MetricsLog:
 
     def write_loads(self, step: int, layers: list[int], loads: list[list[int]]) -> None:
         """Replace experts.json, which has the newest loads: a list for each layer, with the tokens of each expert."""
-        if (path := self._loads_path) is not None:
+        if self._run_dir is not None:
+            path = self._run_dir / _LOADS
             # One step's only: those of a long run would fill the disk.
             text = json.dumps({"step": step, "layers": layers, "loads": loads}) + "\n"
             self._guard(_LOADS, lambda: write_text_atomically(path, text, durable=False))
+
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """Write what the model made of its prompts: samples/step-N.txt, samples.json with the newest, and TensorBoard."""
+        if (run_dir := self._run_dir) is None:
+            return
+        parts = [f"{prompt}[...]{text}" for prompt, text in texts.items()]
+        name = f"samples/step-{step}.txt"
+        (run_dir / "samples").mkdir(exist_ok=True)
+        newest = json.dumps({"step": step, "texts": [*texts.items()]}) + "\n"
+        for file, content in ((name, "\n\n".join(parts) + "\n"), (_SAMPLES, newest)):
+            write = partial(write_text_atomically, run_dir / file, content, durable=False)
+            self._guard(_SAMPLES, write)
+        board = self._sinks.get("TensorBoard")
+        if isinstance(board, TensorBoardSink):
+            self._guard("TensorBoard", lambda: board.write_texts(step, texts))
 
     def close(self) -> None:
         """Close all sinks. A failure of one is a warning."""

@@ -32,7 +32,9 @@ _RECENT = 500  # rows that a page can fetch one by one between two polls
 # A row as json.dumps writes it, with step and loss first. NaN and null do not match, and count as no loss.
 _LOSS = re.compile(rb'"loss": (-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)[,}]')
 _HEAD_BYTES = 64  # of a row, which hold its step and loss
-_VALIDATION = b'"validation_loss"'
+_VALIDATION = re.compile(
+    b'"validation_loss"|"eval/'
+)  # or an evaluation, which may come in another step
 
 
 def parse(line: bytes, *, key: str = "step") -> Row | None:
@@ -161,7 +163,7 @@ def _stretch(lines: list[bytes], first: int) -> _Stretch:
     if known:
         chosen = {"least": min(known, key=by_loss), "largest": max(known, key=by_loss)}
     # The last one: a stretch with many validations shows one of them.
-    with_validation = (n for n in range(len(lines) - 1, -1, -1) if _VALIDATION in lines[n])
+    with_validation = (n for n in range(len(lines) - 1, -1, -1) if _VALIDATION.search(lines[n]))
     if (n := next(with_validation, None)) is not None:
         chosen["validation"] = n
     chosen["last"] = len(lines) - 1

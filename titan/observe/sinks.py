@@ -5,6 +5,7 @@ from __future__ import annotations
 import netrc
 import os
 import uuid
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -49,6 +50,12 @@ class TensorBoardSink:
         for kind, by_block in norms.items():
             for block, value in by_block.items():
                 self._writer.add_scalar(f"{kind}/{block}", value, step)
+
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        for prompt, text in texts.items():
+            # Markdown: four spaces keep a text as it is.
+            lines = (prompt + text).splitlines()
+            self._writer.add_text(f"samples/{prompt}", "".join(f"    {x}\n" for x in lines), step)
 
     def close(self) -> None:
         self._writer.close()

@@ -8,7 +8,7 @@ forgets the first steps early. Up to start_step it is a copy of the weights.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -95,3 +95,16 @@ def _reshard(parts: Sequence[nn.Module]) -> None:
         for module in part.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+def averaged(step: Any, *, wanted: bool = True) -> AbstractContextManager[None]:
+    """Return a block in which the model has an average of its weights: the job's, if that is wanted, or the optimizer's.
+
+    Args:
+        step: a TrainStep.
+    """
+    if step.average is not None and wanted:
+        return step.average.in_place()
+    if hasattr(step.optimizer, "eval"):
+        return of_optimizer(step.optimizer, step.model_parts)
+    return nullcontext()

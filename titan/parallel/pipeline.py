@@ -185,11 +185,15 @@ class Pipeline:
         targets: Tensor,
         *,
         num_microbatches: int | None = None,
+        loss_fn: LossFunction | None = None,
         **inputs: Tensor | None,
     ) -> list[Tensor]:
-        """Run forward on any number of microbatches; return the loss of each if `is_last`, else nothing."""
+        """Run forward on any number of microbatches; return the loss of each if `is_last`, else nothing.
+
+        loss_fn: takes the place of the pipeline's, and may return a tensor of any shape.
+        """
         count = num_microbatches or self.schedule.num_microbatches
-        runner = self._runner("eval", input, count)
+        runner = self._runner("eval", input, count, loss_fn=loss_fn or self.loss_fn)
         losses: list[Tensor] = []
         runner.eval(
             *self._args(input),
@@ -226,21 +230,25 @@ class Pipeline:
         return loss_sum / self._divisor
 
     def _runner(
-        self, kind: Literal["train", "eval", "forward"], input: Tensor, num_microbatches: int
+        self,
+        kind: Literal["train", "eval", "forward"],
+        input: Tensor,
+        num_microbatches: int,
+        *,
+        loss_fn: LossFunction | None = None,
     ) -> Any:
         if len(input) % num_microbatches:
             raise ValueError(
                 f"a batch of {len(input)} sequences does not divide into {num_microbatches} microbatches"
             )
         # torch's stages allocate receive buffers for the shapes of their first call.
-        key = (kind, num_microbatches, input.shape)
+        key = (kind, num_microbatches, input.shape, loss_fn)
         if key not in self._runners:
             if kind == "forward":  # generation calls it with ever longer sequences
                 self._runners = {k: r for k, r in self._runners.items() if k[0] != "forward"}
             if kind == "train":
                 self._runners[key] = self._build_training()
             else:
-                loss_fn = self.loss_fn if kind == "eval" else None
                 self._runners[key] = self._build_forward(num_microbatches, loss_fn)
         return self._runners[key]
 

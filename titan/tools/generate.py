@@ -106,16 +106,21 @@ def _config_within(step: Location) -> JobConfig:
     text = read_metadata(step).get("config")
     if text is None:
         raise CheckpointError(f"{step}: holds no config, and there is no config.toml above it")
+    return load_text(text, name=str(join(step, TITAN_JSON)))
+
+
+def load_text(text: str, *, name: str, overrides: Iterable[str] = ()) -> JobConfig:
+    """Return the config of a text, which errors call `name`, and of overrides. Raises ConfigError."""
     # load_config reads files, and names them in its errors.
     with NamedTemporaryFile(suffix=".toml") as file:
         file.write(text.encode())
         file.flush()
         try:
-            return load_config(file.name)
+            return load_config(file.name, overrides=overrides)
         except ConfigError as error:
-            file_name = str(join(step, TITAN_JSON))  # not the temporary file's name
             raise ConfigError(
-                replace(problem, file=file_name) for problem in error.problems
+                replace(problem, file=name) if problem.file == file.name else problem
+                for problem in error.problems
             ) from None
 
 

@@ -1,7 +1,7 @@
 """Draw curves of one or several runs in one picture: `titan plot RUN... [--output FILE.png] [--x step|tokens|time]`.
 
 The upper panel shows the loss: faint the logged steps' own, thin the mean since the last row, bold its running mean, and
-validations as markers. The lower panel shows the throughput. Vertical lines mark where a run continued from a checkpoint,
+validations as markers. The lower panel shows the throughput. Between them are bits per byte and the accuracy of evaluated tasks. Vertical lines mark where a run continued from a checkpoint,
 after a restart (dashed) or a rewind (dotted). Reads metrics.jsonl, which rows.py thins if it is long, and events.jsonl.
 Needs the extra `plot` (matplotlib).
 """
@@ -9,8 +9,9 @@ Needs the extra `plot` (matplotlib).
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from contextlib import suppress
-from itertools import accumulate
+from itertools import accumulate, cycle
 from pathlib import Path
 from typing import Any
 
@@ -128,14 +129,25 @@ def running_mean(values: list[float]) -> list[float]:
     return means
 
 
+def panels(runs: dict[str, list[Row]]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the panels between loss and throughput: what their axis says, and the keys that they show, if any row has them."""
+    keys = dict.fromkeys(key for rows in runs.values() for row in rows for key in row)
+    if "bits_per_byte" in keys:
+        yield "bits per byte", ["bits_per_byte"]
+    if tasks := [key for key in keys if key.startswith("eval/") and key.endswith("/acc")]:
+        yield "accuracy", tasks
+
+
 def draw(runs: dict[str, list[Row]], starts: list[list[Row]], *, output: Path, x: str) -> None:
     """Draw the rows of runs, by their names in the legend, and where each run started again."""
     from matplotlib.figure import Figure  # not pyplot: it would look for a display
     from matplotlib.lines import Line2D
     from matplotlib.ticker import EngFormatter
 
-    figure = Figure(figsize=(10, 7.5), layout="constrained", dpi=120)
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    more = [*panels(runs)]
+    figure = Figure(figsize=(10, 7.5 + 2.5 * len(more)), layout="constrained", dpi=120)
+    heights = (2, *(1 for _ in more), 1)
+    upper, *between, lower = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
     styles: dict[str, Style] = {}  # of the lines that occur, by their names in the legend
     for i, ((name, rows), again) in enumerate(zip(runs.items(), starts, strict=True)):
         line: Style = {"color": f"C{i % 10}"}  # matplotlib's ten colours
@@ -149,11 +161,16 @@ def draw(runs: dict[str, list[Row]], starts: list[list[Row]], *, output: Path, x
             marker: Style = {"markersize": 6, "markeredgecolor": "white"}
             upper.plot(at, validation, "o", **line, **marker, label=label)
         lower.plot(*points(rows, x, "tokens_per_s"), **line, linewidth=1.2)
+        for axes, (_, keys) in zip(between, more, strict=True):
+            for key, dash in zip(keys, cycle(("-", "--", ":", "-."))):
+                at, values = points(rows, x, key)
+                label = f"{name}: {key} (last {values[-1]:.4f})" if at else None
+                axes.plot(at, values, dash, **line, marker="o", markersize=3, label=label)
         for start in again:
             text, style = MARKS[start["event"]]
             if (place := mark(start, rows, x)) is not None:
                 styles[text] = style
-                for axes in (upper, lower):
+                for axes in (upper, *between, lower):
                     axes.axvline(place, **line, **style)
     upper.set_ylabel("loss (nats per token)")
     lower.set_ylabel("tokens per second")
@@ -163,7 +180,10 @@ def draw(runs: dict[str, list[Row]], starts: list[list[Row]], *, output: Path, x
     lower.yaxis.set_major_formatter(EngFormatter(sep=""))
     if x != "time":
         lower.xaxis.set_major_formatter(EngFormatter(sep=""))
-    for axes in (upper, lower):
+    for axes, (text, _) in zip(between, more, strict=True):
+        axes.set_ylabel(text)
+        axes.legend(frameon=False)
+    for axes in (upper, *between, lower):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     # Lines mean the same in every run, so their styles are explained once, in grey.

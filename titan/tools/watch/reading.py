@@ -65,6 +65,7 @@ class RunReader:
         self._ranks: dict[int, tuple[float, Row]] = {}
         self._read: dict[str, tuple[float, Row]] = {}
         self._problems: list[str] = []
+        self._tasks: list[str] = []  # columns of evaluations so far: new ones come behind
 
     def data(self, *, generation: int = 0, since: int = 0) -> Row:
         """Return the answer for a client that has `since` rows of a `generation`: the rows after them, or all if they changed."""
@@ -75,6 +76,9 @@ class RunReader:
         # A client with rows of an earlier generation starts over.
         is_known = generation == self.metrics.tail.generation
         rows = self.metrics.since(since) if is_known else None
+        shown = self.metrics.thin.rows() if rows is None else rows
+        evaluated = (key for row in shown for key in row if key.startswith("eval/"))
+        self._tasks = list(islice(dict.fromkeys([*self._tasks, *evaluated]), _MAX_KEYS))
         status = self._small("status.json", json.loads)
         # Each event carries the account of time up to it, so the newest one has all of it.
         account = self.events.rows[-1] if self.events.rows else {}
@@ -84,10 +88,9 @@ class RunReader:
             "generation": self.metrics.tail.generation,
             "since": 0 if rows is None else since,
             "total": self.metrics.thin.count,
-            "rows": [
-                [number(row.get(c)) for c in COLUMNS]
-                for row in (self.metrics.thin.rows() if rows is None else rows)
-            ],
+            "rows": [[number(row.get(c)) for c in (*COLUMNS, *self._tasks)] for row in shown],
+            "tasks": [key[:_MAX_TEXT] for key in self._tasks],
+            "samples": self._small("samples.json", json.loads, keep=sample_texts),
             "status": status,
             "facts": self._facts(),
             "experts": self._small("experts.json", json.loads, keep=expert_table),
@@ -230,6 +233,15 @@ def expert_table(content: Row) -> Row:
         "layers": [number(layer) for layer in layers],
         "loads": [[number(load) for load in row] for row in loads],
     }
+
+
+def sample_texts(content: Row) -> Row:
+    """Return the texts of a samples.json: step, and pairs of a prompt and what follows it. Raises ValueError."""
+    texts = content.get("texts")
+    if not isinstance(texts, list) or not all(isinstance(p, list) and len(p) == 2 for p in texts):
+        raise ValueError("no pairs of texts")
+    pairs = [[str(text)[:_MAX_TEXT] for text in pair] for pair in texts[:_MAX_KEYS]]
+    return {"step": number(content.get("step")), "texts": pairs}
 
 
 def read_all(readers: Sequence[RunReader], positions: Sequence[tuple[int, int]] = ()) -> Row:

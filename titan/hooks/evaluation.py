@@ -1,0 +1,63 @@
+"""Score tasks with the model every `interval` steps of each [[evaluation]]. titan/data/examples.py defines the figures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from titan.data.examples import read_task
+from titan.hook import Hook, Run, StepResult
+from titan.observe.clock import Window
+from titan.observe.rows import Row
+from titan.optim.average import averaged
+
+
+class Evaluation(Hook):
+    """Evaluate the same examples each time. `row` has the figures of this step, by names such as "eval/stdlib_cloze/acc"."""
+
+    def __init__(self, trainer: Run) -> None:
+        self.trainer = trainer
+        self.row: Row = {}
+        self.scorer: Any = None
+        # Each rank reads the files: what they hold wrong ends all of them alike, before the first step.
+        self.tasks = [
+            (section, read_task(task, num_examples=section.num_examples))
+            for section in trainer.config.evaluation
+            for task in section.tasks
+        ]
+        if self.tasks:
+            self.scorer = trainer.task.scorer(trainer.train_step)  # pyright: ignore[reportAttributeAccessIssue]
+            # Encoded once: a task has thousands of rows, and is scored often.
+            self.rows = [[self.scorer.row(*pair) for pair in task.pairs] for _, task in self.tasks]
+
+    def _is_due(self, interval: int) -> bool:
+        step, last_step = self.trainer.step, self.trainer.last_step
+        return step == last_step or step % interval == 0
+
+    def needs_results(self) -> bool:
+        return any(self._is_due(section.interval) for section, _ in self.tasks)
+
+    def step_end(self) -> None:
+        self.row = self._evaluate() if self.needs_results() else {}
+
+    def columns(self, window: Window, result: StepResult) -> dict[str, Any]:
+        return self.row
+
+    def _evaluate(self) -> Row:
+        trainer, row = self.trainer, {}
+        wanted = trainer.config.average.validate_with
+        with (
+            trainer.timer.pause("validation"),
+            averaged(trainer.train_step, wanted=wanted),
+        ):
+            for (section, task), rows in zip(self.tasks, self.rows, strict=True):
+                if self._is_due(section.interval):
+                    scores = self.scorer.score(rows, batch=section.local_batch_size)
+                    figures = task.figures(scores).items()
+                    row |= {f"eval/{task.name}/{name}": value for name, value in figures}
+        shown = {name.removeprefix("eval/"): value for name, value in row.items()}
+        text = ", ".join(f"{name} {value:.4f}" for name, value in shown.items())
+        trainer.events.write(
+            "evaluation", step=trainer.step, spent=trainer.timer.total_s, text=text
+        )
+        trainer.console.message(f"step {trainer.step:,}  evaluation: {text}")
+        return row

@@ -1,0 +1,196 @@
+"""Score tasks with a checkpoint or a Hugging Face folder: `titan evaluate FOLDER --tasks NAME,FILE.jsonl,... [--nproc N]`.
+
+The model is laid out as a job of N ranks lays it out, FSDP unless `--parallelism.KEY=VALUE` says otherwise, and scored as
+[[evaluation]] scores it during a run. Tasks that are neither shipped nor files are lm-evaluation-harness's (extra `evaluate`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import starmap
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from titan.checkpoint import huggingface
+from titan.checkpoint.commit import CheckpointGroup
+from titan.checkpoint.hf_model import HFModel
+from titan.checkpoint.manager import load, model_state
+from titan.checkpoint.manifest import METADATA
+from titan.checkpoint.storage import Location, as_location
+from titan.checks.rules import check_to_run
+from titan.config.layout import Layout
+from titan.config.model import model_config
+from titan.config.options import command_parser, positive, whole
+from titan.config.render import to_toml
+from titan.config.schema import JobConfig
+from titan.data import DataError, require
+from titan.data.examples import ExampleTask, is_file, read_task, shipped
+from titan.data.scoring import Scorer
+from titan.data.tokenizer_files import with_tokenizer
+from titan.tools.generate import TOKENIZER_OPTION, find_checkpoint, load_text, open_run_tokenizer
+
+_ARGUMENTS = "FOLDER --tasks NAME,FILE.jsonl,... [--nproc N] [--section.key=value ...]"
+
+
+def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Return the command's options, and the overrides of the job."""
+    parser = command_parser("evaluate", _ARGUMENTS, summary=main.__doc__ or "")
+    add = parser.add_argument
+    where = "a run folder (its newest step), a step-N folder or its URL, or a Hugging Face folder"
+    add("folder", type=as_location, metavar="FOLDER", help=where)
+    names = f"{', '.join(shipped())}, .jsonl files (docs/evaluation.md), or names of lm-eval"
+    add("--tasks", required=True, metavar="A,B", help=names)
+    add("--nproc", type=positive, default=1, metavar="N", help="processes; default: 1")
+    add("--num-examples", type=whole, default=0, metavar="N", help="of each task; default: all")
+    add("--num-fewshot", type=whole, metavar="N", help="of lm-eval's tasks; default: the task's")
+    add("--include-path", metavar="FOLDER", help="more tasks of lm-eval, as YAML")
+    add("--batch-size", type=positive, default=8, metavar="B", help="rows of a rank; default: 8")
+    add("--tokenizer", **TOKENIZER_OPTION)
+    add("--json", type=Path, metavar="FILE", help="also write the figures there")
+    args, overrides = parser.parse_known_args(argv)
+    return args, [override.removeprefix("--") for override in overrides]
+
+
+class Weights(NamedTuple):
+    """Say where weights are, and which job on which layout has their model. is_hf: in a Hugging Face folder."""
+
+    config: JobConfig
+    layout: Layout
+    where: Location
+    is_hf: bool
+
+
+def find_weights(
+    where: Location, overrides: Sequence[str], *, tokenizer: str, world_size: int
+) -> Weights:
+    """Return what a folder holds. Raises InputError or ConfigError.
+
+    Args:
+        where, tokenizer: as for `find_checkpoint`; or a Hugging Face folder. A step that is both is read as a step.
+        overrides: of the job's keys, such as "training.seq_len=128".
+    """
+    names = (huggingface.CONFIG, METADATA) if isinstance(where, Path) else ()
+    is_hf = [(where / name).is_file() for name in names] == [True, False]  # pyright: ignore[reportOperatorIssue]
+    if is_hf and isinstance(where, Path):
+        name, sizes = huggingface.read_sizes(folder := huggingface.open_folder(where))
+        huggingface.require_weights_for(sizes, folder)
+        keys = huggingface.model_keys(name, sizes) | {"hf_assets_path": str(where)}
+        run = with_tokenizer(JobConfig.model_validate({"model": keys}), run=None, path=tokenizer)
+        step = where
+    else:
+        run, step = find_checkpoint(where, tokenizer=tokenizer)
+    # What concerns the model and its text is the run's. How it was trained is not: one process can score what many trained.
+    keys = {
+        "model": run.model.model_dump(exclude={"converters", "freeze"}),
+        "tokenizer": run.tokenizer.model_dump(),
+        "data": run.data.model_dump(include={"add_bos"}),
+        "training": run.training.model_dump(include={"seq_len"}),
+    }
+    text = to_toml(JobConfig.model_validate(keys))
+    config = load_text(text, name=str(step), overrides=overrides)
+    open_run_tokenizer(config)  # before the ranks start, which takes longer
+    return Weights(config, check_to_run(config, world_size=world_size), step, is_hf)
+
+
+def split_tasks(args: argparse.Namespace) -> tuple[list[ExampleTask], list[str]]:
+    """Return the tasks that titan reads, and the names of lm-eval's. Raises DataError for one that nobody knows."""
+    names = [name.strip() for name in args.tasks.split(",") if name.strip()]
+    ours = [name for name in names if is_file(name) or name in shipped()]
+    theirs = [name for name in names if name not in ours]
+    tasks = [read_task(name, num_examples=args.num_examples) for name in ours]
+    if not names:
+        raise DataError("--tasks: names no task")
+    if theirs:
+        purpose = f'"{theirs[0]}" is none of {", ".join(shipped())} and no .jsonl file, and a task of lm-evaluation-harness'
+        require("lm_eval", purpose=purpose, extra="evaluate")
+        from titan.tools.lm_eval_model import check_names
+
+        check_names(theirs, include_path=args.include_path)
+    return tasks, theirs
+
+
+def build_scorer(weights: Weights, *, device: Any) -> Scorer:
+    """Return what scores texts with a model of these weights. All ranks call it, in a process group."""
+    from titan.parallel import build_mesh
+    from titan.task import task_of
+    from titan.train_step import build_train_step
+
+    config, axes = weights.config, asdict(weights.layout)
+    del axes["accumulation"]  # the only field of a layout that is no axis of the mesh
+    mesh = build_mesh(device.type, **axes)
+    train_step = build_train_step(config.on_device(device.type), device=device, mesh=mesh)
+    state = model_state(train_step.model_parts)
+    if weights.is_hf:
+        model, folder = HFModel.of(config.model.name, model_config(config.model)), weights.where
+        huggingface.load(Path(folder), state, model=model, group=CheckpointGroup())
+    else:
+        load(weights.where, state)
+    tokenizer = task_of(config).tokenizer
+    assert tokenizer is not None, "a task without text"
+    return Scorer(train_step, tokenizer)
+
+
+def score(scorer: Scorer, args: argparse.Namespace) -> dict[str, float]:
+    """Return the figures of all tasks. Every rank calls this; ranks other than a node's first get none of lm-eval's."""
+    tasks, theirs = split_tasks(args)
+    figures = {}
+    for task in tasks:
+        found = task.figures(
+            scorer.score([*starmap(scorer.row, task.pairs)], batch=args.batch_size)
+        )
+        figures |= {f"{task.name}/{name}": value for name, value in found.items()}
+    if theirs:
+        from titan.tools.lm_eval_model import evaluate
+
+        figures |= evaluate(scorer, theirs, args)
+    return figures
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Score tasks with a checkpoint or a Hugging Face folder, on one process or several."""
+    argv = sys.argv[1:] if argv is None else argv
+    args, overrides = parse(argv)
+    is_launcher = "RANK" not in os.environ and args.nproc > 1
+    world_size = args.nproc if is_launcher else int(os.environ.get("WORLD_SIZE", 1))
+    split_tasks(args)  # mistakes are reported before the ranks start
+    weights = find_weights(args.folder, overrides, tokenizer=args.tokenizer, world_size=world_size)
+    if is_launcher:
+        from titan.health.launch import environment
+
+        command = [sys.executable, "-m", "titan.health.launch", "--standalone", "--max-restarts=0"]
+        # torchrun would take --nproc for an option of its own.
+        launcher = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        launcher.add_argument("--nproc")
+        rest = launcher.parse_known_args(argv)[1]
+        command += [f"--nproc-per-node={args.nproc}", "-m", "titan.tools.evaluate", *rest]
+        return subprocess.call(command, env=environment(args.nproc))
+    from titan.parallel.init_distributed import start_process_group
+
+    config = weights.config
+    device = start_process_group(
+        init_timeout_s=config.comm.init_timeout_seconds,
+        expandable_segments=config.training.expandable_segments,
+        numa_binding=config.comm.numa_binding,
+    )
+    figures = score(build_scorer(weights, device=device), args)
+    if os.environ.get("RANK", "0") == "0":
+        width = max(map(len, figures), default=0)
+        print("\n".join(f"{name:<{width}}  {value:.6f}" for name, value in figures.items()))
+        if args.json:
+            args.json.write_text(json.dumps(figures, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    from titan import cli
+
+    code = cli.main(["evaluate", *sys.argv[1:]])
+    sys.stdout.flush()
+    # As in titan/train.py: gloo's threads may be at work while the interpreter is torn down.
+    os._exit(code)

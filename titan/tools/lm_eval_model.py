@@ -1,0 +1,106 @@
+"""Be a model of lm-evaluation-harness (github.com/EleutherAI/lm-evaluation-harness, extra `evaluate`): its `LM` over titan's ranks.
+
+Every rank asks the same questions, `Scorer` shares their rows, and each rank gets all answers. To the harness it is one process.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from lm_eval import simple_evaluate, tasks
+from lm_eval.api.model import LM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from titan.config.errors import did_you_mean
+from titan.data import DataError
+from titan.data.scoring import Row, Scorer
+
+_MAX_NEW = 256  # tokens, where a task names no limit; as the harness has it
+
+
+class TitanLM(LM):
+    """Answer the harness's three kinds of requests. batch: rows of a rank's forward pass."""
+
+    def __init__(self, scorer: Scorer, *, batch: int) -> None:
+        super().__init__()
+        self.scorer, self.batch = scorer, batch
+
+    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+        """Return log-likelihood of each continuation, and whether it is the greedy one."""
+        rows = [self.scorer.row(*request.args) for request in requests]
+        return self.scorer.score(rows, batch=self.batch)
+
+    def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+        """Return the log-likelihood of whole texts, in windows of the longest row."""
+        windows = partial(
+            get_rolling_token_windows,
+            prefix_token=self.scorer.start()[0],
+            max_seq_len=self.scorer.max_length,
+            context_len=1,
+        )
+        encode = self.scorer.tokenizer.encode
+        pairs = [map(make_disjoint_window, windows(encode(r.args[0]))) for r in requests]
+        rows = [[Row([*before, *text], len(text)) for before, text in of] for of in pairs]
+        scores = iter(self.scorer.score([row for of in rows for row in of], batch=self.batch))
+        return [sum(next(scores)[0] for _ in of) for of in rows]
+
+    def generate_until(self, requests: Sequence[Any]) -> list[str]:
+        """Return greedy continuations up to a request's texts of "until". Raises DataError if a request wants to sample."""
+        prompts, limits, stops = [], [], []
+        for context, options in (request.args for request in requests):
+            if options.get("do_sample") and options.get("temperature", 1):
+                raise DataError(
+                    "this task samples with a temperature, and titan evaluate generates greedily only; set do_sample: false in a copy of its YAML"
+                )
+            until = options.get("until") or []
+            stops.append([until] if isinstance(until, str) else until)
+            limits.append(int(options.get("max_gen_toks", _MAX_NEW)))
+            room = max(self.scorer.max_length - limits[-1], 1)
+            prompts.append(self.scorer.encode(context)[-room:])
+
+        def text(n: int, tokens: list[int]) -> tuple[str, bool]:
+            """Return what is written before a text of "until", and whether there is one."""
+            whole = self.scorer.tokenizer.decode(tokens)
+            ends = [at for stop in stops[n] if (at := whole.find(stop)) >= 0]
+            return whole[: min(ends, default=None)], bool(ends)
+
+        new = self.scorer.continue_greedily(
+            prompts,
+            num_new=max(limits, default=0),
+            batch=self.batch,
+            is_over=lambda n, tokens: len(tokens) >= limits[n] or text(n, tokens)[1],
+        )
+        return [text(n, tokens)[0] for n, tokens in enumerate(new)]
+
+
+def check_names(names: Sequence[str], *, include_path: str | None) -> None:
+    """Raise DataError for a name that the harness does not know."""
+    manager = tasks.TaskManager(include_path=include_path)
+    for name in names:
+        if not manager.match_tasks([name]):
+            hint = did_you_mean(name, manager.all_tasks)
+            raise DataError(
+                f'unknown task "{name}": neither titan nor lm-evaluation-harness has it{hint}; a file of your own ends in .jsonl'
+            )
+
+
+def evaluate(scorer: Scorer, names: Sequence[str], args: Namespace) -> dict[str, float]:
+    """Return the figures of the harness's tasks, without standard errors; none where the harness gives none, on ranks above 0."""
+    found = simple_evaluate(
+        model=TitanLM(scorer, batch=args.batch_size),
+        tasks=[*names],
+        limit=args.num_examples or None,
+        num_fewshot=args.num_fewshot,
+        task_manager=tasks.TaskManager(include_path=args.include_path),
+        bootstrap_iters=0,
+        log_samples=False,
+    )
+    return {
+        f"{task}/{name.removesuffix(',none')}": float(value)
+        for task, figures in (found or {"results": {}})["results"].items()
+        for name, value in figures.items()
+        if isinstance(value, float) and "_stderr" not in name
+    }
