@@ -140,7 +140,8 @@ def test_later_polls_get_what_is_new(get: Get, run_dir: Path) -> None:
 
 
 def test_evaluations_and_samples(get: Get, run_dir: Path) -> None:
-    metrics(run_dir, range(4, 5), **{"eval/b/acc": 0.5})
+    values: dict[str, Any] = {"eval/b/acc": 0.5}
+    metrics(run_dir, range(4, 5), **values)
     first = poll(get)
     assert first["tasks"] == ["eval/b/acc"] and first["rows"][-1][-1] == 0.5
     metrics(run_dir, range(5, 6), **{"eval/a/acc": 0.25, "eval/b/acc": HOSTILE})

@@ -11,7 +11,7 @@ from typing import Any
 
 from .errors import UnknownValue
 from .schema import JobConfig
-from .schema_run import PhaseSection
+from .schema_course import PhaseSection
 from .toml import format_value
 
 _TRAINING = {"global_batch_size", "local_batch_size", "seq_len"}

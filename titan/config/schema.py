@@ -31,6 +31,7 @@ from .base import (
     plug_ins,
 )
 from .errors import SourceMap
+from .schema_course import EvaluationSection, PhaseSection
 from .schema_faults import FaultToleranceSection
 from .schema_run import (
     ActivationCheckpointSection,
@@ -39,12 +40,10 @@ from .schema_run import (
     CommSection,
     CompileSection,
     DebugSection,
-    EvaluationSection,
     JobSection,
     MetricsSection,
     MoESection,
     ParallelismSection,
-    PhaseSection,
     ProfilingSection,
     QuantizeSection,
     TokenizerSection,
