@@ -52,13 +52,14 @@ def job(folder: Path | str, **changes: Any) -> JobConfig:
     return JobConfig.model_validate(config.model_dump() | {"phase": PHASES})
 
 
-def finish(config: JobConfig, kind: type[Trainer] = Trainer) -> None:
+def finish(config: JobConfig, kind: type[Trainer] = Trainer) -> Trainer:
     check_to_run(config, world_size=dist.get_world_size() if dist.is_initialized() else 1)
     trainer = kind(config)
     try:
         assert trainer.run() == 0
     finally:
         trainer.close()
+    return trainer
 
 
 def numbers(folder: Path) -> list[tuple[float, ...]]:
@@ -101,7 +102,7 @@ def test_each_phase_has_its_batch_its_length_and_its_rate(whole: Path) -> None:
 
 
 def test_a_run_that_is_lost_in_each_phase_goes_on_to_the_same_bits(
-    whole: Path, tmp_path: Path
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What was not saved is repeated: from steps 2, 4, 6 (the last of a phase) and 8."""
     for last in (3, 5, 7, 9):
@@ -111,6 +112,8 @@ def test_a_run_that_is_lost_in_each_phase_goes_on_to_the_same_bits(
         trainer.close(failed=True)
         dist.destroy_process_group()
     finish(job(tmp_path))
+    said = capsys.readouterr().out
+    assert "starting from" in said and "changed since" not in said
     assert numbers(tmp_path) == numbers(whole)
     last = Path("checkpoint") / f"step-{STEPS}"
     assert same_tensors(tmp_path / last, whole / last)
@@ -137,14 +140,18 @@ def test_a_killed_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     assert same_tensors(tmp_path / "killed" / last, tmp_path / "whole" / last)
 
 
-def train(axis: str, folder: str) -> None:
-    finish(job(folder, parallelism={f"{axis}_degree": 2}), PoolTrainer)
+def train(axis: str, folder: str) -> int:
+    pipeline = finish(
+        job(folder, parallelism={f"{axis}_degree": 2}), PoolTrainer
+    ).train_step.pipeline
+    return pipeline.schedule.num_microbatches if pipeline else 0
 
 
 @pytest.mark.parametrize("axis", ["data_parallel_shard", "context_parallel", "pipeline_parallel"])
 def test_layouts_equal_one_process(axis: str, pool: Pool, whole: Path, tmp_path: Path) -> None:
     """On two ranks; a pipeline gets four microbatches in place of two in the last phase."""
-    pool.run(2, train, axis, str(tmp_path))
+    microbatches = 4 if axis == "pipeline_parallel" else 0
+    assert pool.run(2, train, axis, str(tmp_path)) == [microbatches] * 2
     for mine, alone in zip(numbers(tmp_path), numbers(whole), strict=True):
         assert mine == pytest.approx(alone, rel=BOUND)
     last = Path("checkpoint") / f"step-{STEPS}"

@@ -94,7 +94,7 @@ def test_a_choice_is_ranked_by_the_speed_of_the_run_and_the_memory_of_the_fulles
 def test_a_phase_that_does_not_fit_is_the_verdict(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    large = "local_batch_size = 8192\nglobal_batch_size = 16384"
+    large = "local_batch_size = 32768\nglobal_batch_size = 65536"
     path = tmp_path / "job.toml"
     path.write_text(JOB.replace("seq_len = 2048\nlocal_batch_size = 1", large))
     assert main(["sim", str(path), *WHERE, "--loss.chunk_tokens=0"]) == 1
