@@ -55,7 +55,7 @@ class Batch(TensorBatch):
             is_known = places < length - ahead
             if ids_BS is not None:
                 is_known = is_known & (ids_BS == ids_BS.roll(-ahead, dims=1))
-            # What comes around from the beginning of the row is predicted from nowhere: later places alone see it.
+            # What comes around from the beginning of the row is seen only by places that predict nothing.
             tokens.append(self.tokens_BS.roll(-ahead, dims=1))
             labels.append(self.labels_BS.roll(-ahead, dims=1).where(is_known, IGNORED))
         return replace(
