@@ -17,6 +17,7 @@ from typing import Any
 
 from titan.checkpoint.manifest import METADATA, NAME, list_steps
 from titan.checkpoint.storage import as_location, join, storage_of
+from titan.checks.evaluation_rules import check_task_files
 from titan.config import schema as s
 from titan.config.errors import Problem, RuleViolation, violations_of
 from titan.config.model import model_config, resolve_model
@@ -24,13 +25,11 @@ from titan.config.quantize import eight_bit_sections
 from titan.config.schema import JobConfig
 from titan.config.task import check_task, reads_text, task_options
 from titan.data import DataError
-from titan.data.examples import read_task
 from titan.data.reading import Conversation
 from titan.data.sources import open_documents, resolve_sources
 from titan.data.special_tokens import SpecialTokens
 from titan.data.tokenizer import Tokenizer, build_tokenizer
 from titan.hardware import count_accelerators
-from titan.untrusted import InputError
 
 
 def check_machine(config: JobConfig, *, device: str | None = None) -> list[Problem]:
@@ -41,7 +40,7 @@ def check_machine(config: JobConfig, *, device: str | None = None) -> list[Probl
     rules = (
         _check_folders,
         _check_data,
-        _check_evaluation,
+        check_task_files,
         _check_checkpoints,
         partial(_check_packages, device=device),
     )
@@ -145,15 +144,6 @@ def _check_data(config: JobConfig) -> Iterator[Any]:
     if config.validation.enable and config.validation.dataset:
         for key, source in _sources(config, "validation"):
             yield from _check_source(config, tokenizer, key, source, split="validation")
-
-
-def _check_evaluation(config: JobConfig) -> Iterator[RuleViolation]:
-    for number, section in enumerate(config.evaluation):
-        for task in section.tasks:
-            try:
-                read_task(task, num_examples=section.num_examples)
-            except InputError as error:  # noqa: PERF203 (each task has its own line)
-                yield f"evaluation[{number}].tasks", _first_line(error)
 
 
 def _sources(config: JobConfig, section: str) -> Iterator[tuple[str, s.Section]]:

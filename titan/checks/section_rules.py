@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from titan.checks.elastic_rules import check_groups
+from titan.checks.evaluation_rules import check_evaluation
 from titan.checks.phase_rules import check_phases
 from titan.checks.stage_rules import check_modules
 from titan.config.base import LIMIT, Section
@@ -23,7 +23,7 @@ from titan.config.schema import (
     JobConfig,
     SyntheticSource,
 )
-from titan.config.task import check_task, data_keys, predicts_tokens, reads_text, task_module
+from titan.config.task import check_task, data_keys, predicts_tokens, reads_text
 from titan.data import DataError
 from titan.data.sources import resolve_sources
 from titan.hardware import HARDWARE
@@ -127,26 +127,6 @@ def _validation(config: JobConfig) -> Iterator[RuleViolation]:
     endless = [s for s in sources if isinstance(s, HuggingFaceSource | SyntheticSource)]
     if validation.steps == -1 and any(getattr(source, "streaming", True) for source in endless):
         yield "steps", "-1 reads the whole text, and a stream has no end; give a number"
-
-
-def _evaluation(config: JobConfig) -> Iterator[RuleViolation]:
-    """Refuse what only the prediction of next tokens can do, and tasks whose columns would have one name."""
-    with suppress(KeyError):  # `check_task` reports it
-        if task_module(config) is not None:
-            wanted = {
-                "evaluation": config.evaluation,
-                "validation.prompts": config.validation.prompts,
-            }
-            for key in (key for key, value in wanted.items() if value):
-                yield key, "needs next-token prediction, and this model has another task; remove it"
-    if config.validation.prompts and not config.validation.enable:
-        yield "validation.prompts", "has no effect: set validation.enable = true, or remove it"
-    used: set[str] = set()
-    for number, section in enumerate(config.evaluation):
-        for task in section.tasks:
-            if (name := Path(task).stem) in used:
-                yield f"evaluation[{number}].tasks", f'two tasks are named "{name}"; rename a file'
-            used.add(name)
 
 
 def _training(config: JobConfig) -> Iterator[RuleViolation]:
@@ -427,7 +407,7 @@ RULES: tuple[tuple[str, Callable[[JobConfig], Iterator[RuleViolation]]], ...] = 
     ("hardware", _hardware),
     ("data", _data),
     ("validation", _validation),
-    ("evaluation", _evaluation),
+    ("evaluation", check_evaluation),
     ("training", _training),
     ("phase", check_phases),
     ("optimizer", _optimizer),

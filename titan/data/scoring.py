@@ -31,7 +31,7 @@ _MULTIPLE = (
 )
 
 
-class Row(NamedTuple):
+class ScoredText(NamedTuple):
     """Hold the tokens of a text, the last of which are scored."""
 
     tokens: list[int]
@@ -86,7 +86,7 @@ class Scorer:
         """Return the tokens of a text, after the token that begins documents where the job adds it."""
         return [*([] if self.begin is None else [self.begin]), *self.tokenizer.encode(text)]
 
-    def row(self, context: str, continuation: str) -> Row:
+    def row(self, context: str, continuation: str) -> ScoredText:
         """Return the tokens of both together, of which those after the context's are scored, as lm-evaluation-harness cuts them.
 
         Spaces at the context's end go to the continuation, as most tokenizers begin words with them.
@@ -95,7 +95,7 @@ class Scorer:
         num_context = len(self.encode(context.rstrip()))
         if not num_context:
             whole, num_context = [*self.start(), *whole], 1
-        return Row(whole, max(len(whole) - num_context, 1))
+        return ScoredText(whole, max(len(whole) - num_context, 1))
 
     def start(self) -> list[int]:
         """Return the token that predicts the first one of a text without context."""
@@ -106,7 +106,7 @@ class Scorer:
             "this tokenizer has no token that begins or ends a text: give a context, or a prompt"
         )
 
-    def score(self, rows: Sequence[Row], *, batch: int) -> list[tuple[float, bool]]:
+    def score(self, rows: Sequence[ScoredText], *, batch: int) -> list[tuple[float, bool]]:
         """Return log-likelihood in nats, and whether the continuation is the greedy one, of each row.
 
         batch: rows of a rank's forward pass.
@@ -131,7 +131,9 @@ class Scorer:
         new: list[list[int]] = [[] for _ in prompts]
         open_prompts = list(range(len(prompts)))
         for _ in range(num_new):
-            rows = [Row([*(prompts[n] or self.start()), *new[n], 0], 1) for n in open_prompts]
+            rows = [
+                ScoredText([*(prompts[n] or self.start()), *new[n], 0], 1) for n in open_prompts
+            ]
             figures = self._figures(rows, batch)
             for n, (*_, likeliest) in zip([*open_prompts], figures, strict=True):
                 if likeliest != self.tokenizer.eos_id:
@@ -140,13 +142,13 @@ class Scorer:
                     open_prompts.remove(n)
         return new
 
-    def _figures(self, rows: Sequence[Row], batch: int) -> list[list[float]]:
+    def _figures(self, rows: Sequence[ScoredText], batch: int) -> list[list[float]]:
         """Return the three figures of `score_rows` of each row."""
         step, world = self.train_step, self.train_step.num_replicas
         if not rows:
             return []
         rows = [
-            Row(row.tokens[-self.max_length - 1 :], min(row.num_scored, self.max_length))
+            ScoredText(row.tokens[-self.max_length - 1 :], min(row.num_scored, self.max_length))
             for row in rows
         ]
         batch = min(batch, -(-len(rows) // world))
@@ -176,7 +178,7 @@ class Scorer:
         return length
 
 
-def _pack(rows: Sequence[Row], batch: int, length: int) -> Batch:
+def _pack(rows: Sequence[ScoredText], batch: int, length: int) -> Batch:
     """Return inputs and labels of rows, padded on the right, which no earlier token sees, and with rows that say nothing."""
     tokens_BS = torch.zeros(batch, length, dtype=torch.int64)
     labels_BS = torch.full_like(tokens_BS, IGNORED)

@@ -16,7 +16,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from titan.config.errors import did_you_mean
 from titan.data import DataError
-from titan.data.scoring import Row, Scorer
+from titan.data.scoring import ScoredText, Scorer
 
 _MAX_NEW = 256  # tokens, where a task names no limit; as the harness has it
 
@@ -43,7 +43,7 @@ class TitanLM(LM):
         )
         encode = self.scorer.tokenizer.encode
         pairs = [map(make_disjoint_window, windows(encode(r.args[0]))) for r in requests]
-        rows = [[Row([*before, *text], len(text)) for before, text in of] for of in pairs]
+        rows = [[ScoredText([*before, *text], len(text)) for before, text in of] for of in pairs]
         scores = iter(self.scorer.score([row for of in rows for row in of], batch=self.batch))
         return [sum(next(scores)[0] for _ in of) for of in rows]
 
