@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 THINGS = (
@@ -22,7 +23,7 @@ COLOURS = ("red", "blue", "green", "white", "black", "yellow", "grey", "brown")
 ASKED = 36
 
 
-def lines(rows: list[dict[str, object]]) -> str:
+def lines(rows: Sequence[object]) -> str:
     """Return JSON Lines."""
     return "".join(json.dumps(row) + "\n" for row in rows)
 
