@@ -45,7 +45,7 @@ from titan.parallel import initialize, materialize, shard_sequence
 from titan.parallel.async_tp import Rewrites, enable_async_tp
 from titan.parallel.compile import CompileLog
 from titan.parallel.float8 import Conversion, precompute_scales
-from titan.parallel.mesh import axis_size, build_sparse_mesh, submesh
+from titan.parallel.mesh import StepGroups, axis_size, build_sparse_mesh, submesh
 from titan.parallelize import (
     backward_preparer,
     convert_to_float8,
@@ -77,35 +77,6 @@ class StepReport:
     grad_norm: Tensor
     num_valid: Tensor
     local_losses: Tensor
-
-
-@dataclass(frozen=True)
-class StepGroups:
-    """Hold the process groups that a step sums over. None for a group of one rank.
-
-    data: ranks with different samples. tokens: ranks with different tokens, which includes context parallelism.
-    loss: the same, of all pipeline stages. stages: the pipeline.
-    """
-
-    data: dist.ProcessGroup | None
-    tokens: dist.ProcessGroup | None
-    loss: dist.ProcessGroup | None
-    stages: dist.ProcessGroup | None
-
-    @staticmethod
-    def of(mesh: DeviceMesh) -> StepGroups:
-        """Return the groups of a mesh."""
-
-        def group(*axes: str) -> dist.ProcessGroup | None:
-            part = submesh(mesh, *axes, flatten=True)
-            return None if part is None else part.get_group()
-
-        return StepGroups(
-            data=group("dp_replicate", "dp_shard"),
-            tokens=group("dp_replicate", "dp_shard", "cp"),
-            loss=group("pp", "dp_replicate", "dp_shard", "cp"),
-            stages=group("pp"),
-        )
 
 
 @dataclass

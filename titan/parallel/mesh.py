@@ -23,7 +23,9 @@ the matrices, all lend themselves to it:
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -94,3 +96,32 @@ def axis_rank(mesh: DeviceMesh, *axes: str) -> int:
         if axis in names:
             rank = rank * mesh[axis].size() + mesh.get_local_rank(axis)
     return rank
+
+
+@dataclass(frozen=True)
+class StepGroups:
+    """Hold the process groups that a step sums over. None for a group of one rank.
+
+    data: ranks with different samples. tokens: ranks with different tokens, which includes context parallelism.
+    loss: the same, of all pipeline stages. stages: the pipeline.
+    """
+
+    data: dist.ProcessGroup | None
+    tokens: dist.ProcessGroup | None
+    loss: dist.ProcessGroup | None
+    stages: dist.ProcessGroup | None
+
+    @staticmethod
+    def of(mesh: DeviceMesh) -> StepGroups:
+        """Return the groups of a mesh."""
+
+        def group(*axes: str) -> dist.ProcessGroup | None:
+            part = submesh(mesh, *axes, flatten=True)
+            return None if part is None else part.get_group()
+
+        return StepGroups(
+            data=group("dp_replicate", "dp_shard"),
+            tokens=group("dp_replicate", "dp_shard", "cp"),
+            loss=group("pp", "dp_replicate", "dp_shard", "cp"),
+            stages=group("pp"),
+        )
