@@ -26,9 +26,8 @@ from titan.loss import IGNORED, LossSum
 from titan.parallel.mesh import axis_rank, axis_size
 
 _WIDTH = 3  # figures of a row
-_MULTIPLE = (
-    128  # of the rows that go through the output layer: few shapes, and products in 8 bits need it
-)
+# Of the positions that go through the output layer: so there are few shapes, and products in 8 bits need it.
+_MULTIPLE = 128
 
 
 class ScoredText(NamedTuple):
@@ -40,7 +39,10 @@ class ScoredText(NamedTuple):
 
 def score_rows(loss_sum: LossSum, output: Tensor, labels_BS: Tensor) -> Tensor:
     """Return (B, 3) fp64 of the model's output (B, S, D or V): the summed log-probability of the labels that are not IGNORED,
-    how many of them are not the likeliest token, and the likeliest token of the last one."""
+    how many of them are not the likeliest token, and the likeliest token of the last one.
+
+    Context-parallel ranks have parts of a row. Their sum means something in the third place only for rows with one label.
+    """
     scores_B3 = torch.zeros(len(labels_BS), _WIDTH, dtype=torch.float64, device=labels_BS.device)
     row_N, place_N = (labels_BS != IGNORED).nonzero(as_tuple=True)
     if not (count := len(row_N)):
