@@ -151,9 +151,9 @@ class Task(ABC):
         """Return the columns of a validation beside its loss, of sums over all batches and ranks."""
         return {}
 
-    def sample(self, run: Run) -> Mapping[str, str]:
+    def sample(self, run: Run) -> Mapping[str, str] | None:
         """Write what the model makes below `run.run_dir`, or return texts by their prompts. All ranks call it after each validation."""
-        return {}
+        return None
 
 
 class NextToken(Task):

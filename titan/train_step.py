@@ -190,16 +190,11 @@ class TrainStep:
 
     @torch.no_grad()
     def score(self, batches: Iterable[Any], of_rows: LossFunction, *, width: int) -> Tensor:
-        """Return what a function says of each sample of this rank's batches, summed over the ranks that share samples.
+        """Return this rank's part of what a function says of each sample of its batches, (samples, width) fp64 in their order.
 
-        All ranks must pass equally many batches, of the same shapes.
+        Pipeline and context parallel ranks have parts of one sum. All ranks pass equally many batches, of the same shapes.
 
-        Args:
-            of_rows: maps the model's output and the targets of B samples to (B, width) fp64.
-
-        Returns:
-            (samples, width) fp64 on the device, in the batches' order, which no rank has summed with another's samples. Under pipeline
-            and context parallelism it is this rank's part, to be summed over `groups.loss`.
+        of_rows: maps the model's output and the targets of B samples to (B, width) fp64.
         """
         with self._evaluating():
             rows = [

@@ -137,6 +137,7 @@ def test_tensorboard_values_and_resume(tmp_path: Path) -> None:
             loss = step + 0.5 * (resume_step > 0)
             of_hooks = {"mine/ratio": 1.5, "mine/text": "slow", "ungrouped": 2.0}
             log.write(step_row(step, loss=loss, validation_loss=7.0) | of_hooks)
+        log.write_texts(4, {"Once": " upon"})
         log.close()
     events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
@@ -145,6 +146,8 @@ def test_tensorboard_values_and_resume(tmp_path: Path) -> None:
     assert events.Scalars("loss/validation")[0].value == 7.0
     tags = set(events.Tags()["scalars"])
     assert "throughput/mfu" not in tags  # unknown, so not drawn
+    [text] = events.Tensors("samples/prompt_0/text_summary")[0].tensor_proto.string_val
+    assert text == b"    Once upon\n"
     assert {tag for tag in tags if "mine" in tag or "un" in tag} == {"mine/ratio"}
 
 

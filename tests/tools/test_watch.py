@@ -140,11 +140,10 @@ def test_later_polls_get_what_is_new(get: Get, run_dir: Path) -> None:
 
 
 def test_evaluations_and_samples(get: Get, run_dir: Path) -> None:
-    values: dict[str, Any] = {"eval/b/acc": 0.5}
-    metrics(run_dir, range(4, 5), **values)
+    metrics(run_dir, range(4, 5), "a", **{"eval/b/acc": 0.5})
     first = poll(get)
     assert first["tasks"] == ["eval/b/acc"] and first["rows"][-1][-1] == 0.5
-    metrics(run_dir, range(5, 6), **{"eval/a/acc": 0.25, "eval/b/acc": HOSTILE})
+    metrics(run_dir, range(5, 6), "a", **{"eval/a/acc": 0.25, "eval/b/acc": HOSTILE})
     lines(run_dir / "samples.json", {"step": 4, "texts": [["Once", HOSTILE], [1, None]]})
     second = poll(get, f"{first['generation']}.4")
     # New tasks come behind, so that the rows that a client has keep their columns.

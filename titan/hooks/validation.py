@@ -21,7 +21,7 @@ class Validation(Hook):
     def __init__(self, trainer: Run) -> None:
         self.trainer, self.section = trainer, trainer.config.validation
         self.row: Row | None = None
-        self.texts: Mapping[str, str] = {}
+        self.texts: Mapping[str, str] | None = None
 
     def needs_results(self) -> bool:
         step, last_step = self.trainer.step, self.trainer.last_step

@@ -13,7 +13,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,13 +137,15 @@ class MetricsLog:
         """Write what the model made of its prompts: samples/step-N.txt, samples.json with the newest, and TensorBoard."""
         if (run_dir := self._run_dir) is None:
             return
-        parts = [f"{prompt}[...]{text}" for prompt, text in texts.items()]
-        name = f"samples/step-{step}.txt"
-        (run_dir / "samples").mkdir(exist_ok=True)
+        page = "\n\n".join(f"{prompt}[...]{text}" for prompt, text in texts.items()) + "\n"
         newest = json.dumps({"step": step, "texts": [*texts.items()]}) + "\n"
-        for file, content in ((name, "\n\n".join(parts) + "\n"), (_SAMPLES, newest)):
-            write = partial(write_text_atomically, run_dir / file, content, durable=False)
-            self._guard(_SAMPLES, write)
+
+        def write() -> None:
+            (run_dir / "samples").mkdir(exist_ok=True)
+            write_text_atomically(run_dir / f"samples/step-{step}.txt", page, durable=False)
+            write_text_atomically(run_dir / _SAMPLES, newest, durable=False)
+
+        self._guard(_SAMPLES, write)
         board = self._sinks.get("TensorBoard")
         if isinstance(board, TensorBoardSink):
             self._guard("TensorBoard", lambda: board.write_texts(step, texts))

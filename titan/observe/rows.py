@@ -32,9 +32,8 @@ _RECENT = 500  # rows that a page can fetch one by one between two polls
 # A row as json.dumps writes it, with step and loss first. NaN and null do not match, and count as no loss.
 _LOSS = re.compile(rb'"loss": (-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)[,}]')
 _HEAD_BYTES = 64  # of a row, which hold its step and loss
-_VALIDATION = re.compile(
-    b'"validation_loss"|"eval/'
-)  # or an evaluation, which may come in another step
+# Or an evaluation, which may come in another step.
+_VALIDATION = re.compile(b'"validation_loss"|"eval/')
 
 
 def parse(line: bytes, *, key: str = "step") -> Row | None:

@@ -52,10 +52,10 @@ class TensorBoardSink:
                 self._writer.add_scalar(f"{kind}/{block}", value, step)
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        for prompt, text in texts.items():
+        for number, (prompt, text) in enumerate(texts.items()):
             # Markdown: four spaces keep a text as it is.
-            lines = (prompt + text).splitlines()
-            self._writer.add_text(f"samples/{prompt}", "".join(f"    {x}\n" for x in lines), step)
+            lines = "".join(f"    {line}\n" for line in (prompt + text).splitlines())
+            self._writer.add_text(f"samples/prompt_{number}", lines, step)
 
     def close(self) -> None:
         self._writer.close()

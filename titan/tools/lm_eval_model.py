@@ -83,7 +83,7 @@ def check_names(names: Sequence[str], *, include_path: str | None) -> None:
         if not manager.match_tasks([name]):
             hint = did_you_mean(name, manager.all_tasks)
             raise DataError(
-                f'unknown task "{name}": neither titan nor lm-evaluation-harness has it{hint}; a file of your own ends in .jsonl'
+                f'unknown task "{name}": neither titan nor lm-evaluation-harness has it, and no file is named (.jsonl){hint}'
             )
 
 

@@ -1,8 +1,9 @@
 """Draw curves of one or several runs in one picture: `titan plot RUN... [--output FILE.png] [--x step|tokens|time]`.
 
 The upper panel shows the loss: faint the logged steps' own, thin the mean since the last row, bold its running mean, and
-validations as markers. The lower panel shows the throughput. Between them are bits per byte and the accuracy of evaluated tasks. Vertical lines mark where a run continued from a checkpoint,
-after a restart (dashed) or a rewind (dotted). Reads metrics.jsonl, which rows.py thins if it is long, and events.jsonl.
+validations as markers. The lower panel shows the throughput. Between them are bits per byte, and the accuracy of evaluated
+tasks. Vertical lines mark where a run continued from a checkpoint, after a restart (dashed) or a rewind (dotted). Reads
+metrics.jsonl, which rows.py thins if it is long, and events.jsonl.
 Needs the extra `plot` (matplotlib).
 """
 
