@@ -76,6 +76,13 @@ def launch(
     return read_status(run_dir).get("exit_code") or unknown
 
 
+def launch_module(name: str, argv: Sequence[str], *, num_processes: int) -> int:
+    """Run a module that is no training run in several processes; returns torchrun's exit code."""
+    command = [sys.executable, "-m", "titan.health.launch", "--standalone", "--max-restarts=0"]
+    command += [f"--nproc-per-node={num_processes}", "-m", name, *argv]
+    return subprocess.call(command, env=environment(num_processes))
+
+
 def torchrun(argv: Sequence[str]) -> int:
     """Run torchrun itself, with one line instead of its traceback if a rank has failed.
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from itertools import starmap
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +22,7 @@ from titan.checkpoint.manager import load, model_state
 from titan.checkpoint.manifest import METADATA
 from titan.checkpoint.storage import Location, as_location
 from titan.checks.rules import check_to_run
-from titan.config.layout import Layout
+from titan.config.layout import AXES, Layout
 from titan.config.model import model_config
 from titan.config.options import command_parser, positive, whole
 from titan.config.render import to_toml
@@ -118,12 +116,13 @@ def split_tasks(args: argparse.Namespace) -> tuple[list[ExampleTask], list[str]]
 def build_scorer(weights: Weights, *, device: Any) -> Scorer:
     """Return what scores texts with a model of these weights. All ranks call it, in a process group."""
     from titan.parallel import build_mesh
+    from titan.parallel.block_attention import prefer_backend
     from titan.task import task_of
     from titan.train_step import build_train_step
 
-    config, axes = weights.config, asdict(weights.layout)
-    del axes["accumulation"]  # the only field of a layout that is no axis of the mesh
-    mesh = build_mesh(device.type, **axes)
+    config = weights.config
+    prefer_backend(config.model.attention_backend, device.type)
+    mesh = build_mesh(device.type, **{axis: getattr(weights.layout, axis) for axis in AXES})
     train_step = build_train_step(config.on_device(device.type), device=device, mesh=mesh)
     state = model_state(train_step.model_parts)
     if weights.is_hf:
@@ -161,15 +160,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     split_tasks(args)  # mistakes are reported before the ranks start
     weights = find_weights(args.folder, overrides, tokenizer=args.tokenizer, world_size=world_size)
     if is_launcher:
-        from titan.health.launch import environment
+        from titan.health.launch import launch_module
 
-        command = [sys.executable, "-m", "titan.health.launch", "--standalone", "--max-restarts=0"]
         # torchrun would take --nproc for an option of its own.
         launcher = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         launcher.add_argument("--nproc")
         rest = launcher.parse_known_args(argv)[1]
-        command += [f"--nproc-per-node={args.nproc}", "-m", "titan.tools.evaluate", *rest]
-        return subprocess.call(command, env=environment(args.nproc))
+        return launch_module("titan.tools.evaluate", rest, num_processes=args.nproc)
     from titan.parallel.init_distributed import start_process_group
 
     config = weights.config

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import traceback
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -54,17 +52,12 @@ def main(argv: list[str] | None = None) -> int:
         # Ranks parse the same command line, without --nproc, which is for the launcher.
         rest = [f"--json={options.json}"] if options.json else []
         rest += ["--no-dry-run"] if options.no_dry_run else []
-        return _launch([*job, *rest], num_processes)
+        from titan.health.launch import launch_module
+
+        # Whatever code a rank ended with: a problem is 1 here.
+        name = "titan.tools.preflight"
+        return min(launch_module(name, [*job, *rest], num_processes=num_processes), 1)
     return run_rank(config, layout, json_file=options.json, dry=not options.no_dry_run)
-
-
-def _launch(argv: Sequence[str], num_processes: int) -> int:
-    from titan.health.launch import environment
-
-    command = [sys.executable, "-m", "titan.health.launch", "--standalone", "--max-restarts=0"]
-    command += [f"--nproc-per-node={num_processes}", "-m", "titan.tools.preflight", *argv]
-    # Whatever code a rank ended with: a problem is 1 here.
-    return min(subprocess.call(command, env=environment(num_processes)), 1)
 
 
 def run_rank(config: JobConfig, layout: Layout, *, json_file: Path | None, dry: bool) -> int:
