@@ -47,6 +47,7 @@ from titan.config.toml import format_value
 from titan.data.tokenizer import tokenizer_named
 from titan.data.tokenizer_files import FOLDER, read_asset, tokenizer_files, write_files
 from titan.tools.generate import TOKENIZER_OPTION, find_checkpoint, open_run_tokenizer
+from titan.tools.model_card import model_card, newest_row
 from titan.untrusted import InputError
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -179,6 +180,17 @@ def to_hf(
     write_folder(output, export, fetch=fetch, ranks_of=ranks_of, group=CheckpointGroup())
     precision = str(dtype).removeprefix("torch.")
     size = f"{model.sizes.num_params:,} parameters in {precision}"
+    saved = checkpoints.read_metadata(step, "step", "tokens")
+    run = Path(str(step)).parents[1]
+    card = model_card(
+        config,
+        f"{model.architecture}, {size}",
+        name=output.name,
+        saved=saved,
+        row=newest_row(run, saved["step"]),
+        is_average=average,
+    )
+    (output / "README.md").write_text(card, encoding="utf-8")
     messages = [f"{output}: {model.architecture}, {size}"]
     if opened and not export.assets:
         text = f'no tokenizer files: the run used "{opened.kind}", which has none'

@@ -1,0 +1,85 @@
+"""Write README.md of an exported model, a model card of the hub: what titan knows of its training. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import titan
+from titan.config.schema import JobConfig
+from titan.config.task import reads_text
+from titan.data.text import describe_sources
+from titan.observe.rows import read_rows
+from titan.untrusted import printable
+
+_FIGURES = ("loss", "validation_loss", "bits_per_byte")
+
+
+def model_card(
+    config: JobConfig,
+    what: str,
+    *,
+    name: str,
+    saved: Mapping[str, Any],
+    row: Mapping[str, Any],
+    is_average: bool,
+) -> str:
+    """Return the card.
+
+    Args:
+        what: architecture, size and precision. name: the model's.
+        saved: the checkpoint's metadata, of which step and tokens are used.
+        row: the newest row of metrics.jsonl up to that step, {} if there is none.
+        is_average: the weights are an average over the run's steps.
+    """
+    training, optimizer = config.training, config.optimizer
+    facts = {
+        "steps": f"{saved['step']:,} of {training.steps:,}",
+        "tokens": f"{saved['tokens']:,}" if reads_text(config) else "",
+        "sequence length": f"{training.seq_len:,}",
+        "data": printable(describe_sources(config)) if reads_text(config) else "",
+        "optimizer": f"{optimizer.name}, peak learning rate {optimizer.lr:g}",
+        "weights": "an exponential moving average over the steps" if is_average else "",
+    }
+    figures = {
+        key: f"{value:.4f}"
+        for key, value in row.items()
+        if (key in _FIGURES or key.startswith("eval/")) and isinstance(value, float)
+    }
+    # A folder that was converted has not been trained here.
+    tables = (
+        [("Training", facts), (f"Figures of step {row.get('step', 0):,}", figures)]
+        if saved["step"]
+        else []
+    )
+    lines = [
+        "---",
+        "library_name: transformers",
+        "tags:",
+        "- titan",
+        "---",
+        "",
+        f"# {printable(name)}",
+        "",
+    ]
+    lines += [f"{what}, written by titan {titan.__version__}.", ""]
+    for title, table in tables:
+        rows = [f"| {key} | {value} |" for key, value in table.items() if value]
+        lines += [f"## {title}", "", "| | |", "|---|---|", *rows, ""] if rows else []
+    return (
+        "\n".join([*lines, "Add what titan cannot know: the license, intended use, and limits."])
+        + "\n"
+    )
+
+
+def newest_row(run: Path, step: int) -> Mapping[str, Any]:
+    """Return the last row of a run's metrics up to a step, with validations and evaluations since; {} if there is none."""
+    try:
+        rows = [row for row in read_rows(run / "metrics.jsonl") if row["step"] <= step]
+    except OSError:
+        return {}
+    found: dict[str, Any] = {}
+    for row in rows:
+        found |= {key: value for key, value in row.items() if value is not None}
+    return found
