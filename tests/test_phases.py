@@ -67,7 +67,7 @@ def numbers(folder: Path) -> list[tuple[float, ...]]:
     return [tuple(row[name] for name in names) for row in logged_rows(folder)]
 
 
-steps_left: list[float] = []  # of the whole run, as its timer is told them
+steps_left: list[float] = []  # of the whole run, as the timer gets them
 
 
 @pytest.fixture(scope="module")

@@ -118,7 +118,7 @@ FLAVORS: dict[str, DeepSeekConfig] = {
         **{"num_shared_experts": 2, "load_balance_coeff": 1e-3},
         **{"vocab_size": 2048, "norm_eps": 1e-5, "rope_mscale": 0.7},
     ),
-    # V2-Lite, V2, V3. The release of V3 has num_mtp_modules = 1 besides.
+    # V2-Lite, V2, V3. The released V3 also has num_mtp_modules = 1.
     "16B": _deepseek(2048, 27, 1, 16, 10944, 64, 6, 1408, **_V2, rope_mscale=0.707),
     "236B": _deepseek(
         *(5120, 60, 1, 128, 12288, 160, 6, 1536),

@@ -1,4 +1,4 @@
-"""Conversations: tokens and answers against transformers' chat templates, rows, layouts, and what bad input is told."""
+"""Conversations: tokens and answers against transformers' chat templates, rows, layouts, and messages for bad input."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_each_method_waits_for_what_it_sends(group: Simulation) -> None:
 
 
 def test_fragments_meet_by_turns_while_steps_go_on(group: Simulation) -> None:
-    """Of seven units, the embedding and two blocks are the first fragment; each has half but for the last norm."""
+    """The first fragment is the embedding and two of four blocks. The second is the rest, which is larger by a norm."""
     hidden_s, fragment_s = 20 * group.timeline.step_s, HELD_GB / 2 * PER_GB_S
     streaming: Facts = {"num_fragments": 2, "fragment_sync_delay": 20}
     found = cost(group, semi_sync_method="diloco", **streaming)

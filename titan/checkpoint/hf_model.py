@@ -42,8 +42,8 @@ class HFModel:
     hooks: the family's huggingface.py. names: ours to theirs, in the model's order, without buffers that are not on disk; a
     parameter that is stacked by expert is many tensors there, and {} stands for the expert's number. parts: where it is a
     part of one tensor there, by the first of its channels and how far it is to the next. shapes: by our names.
-    buffers: our names and dtypes of state that is not trained. A tied output layer is not among them. copies: their names of tensors
-    that a folder has besides, of ours.
+    buffers: our names and dtypes of state that is not trained. A tied output layer is not among them. copies: names of
+    further tensors in a folder, each a copy of one of ours.
     """
 
     name: str

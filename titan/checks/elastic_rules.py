@@ -25,4 +25,4 @@ def check_groups(config: JobConfig) -> Iterator[RuleViolation]:
     if getattr(config.optimizer, "early_step_in_backward", False):
         yield "enable", "cannot undo optimizer.early_step_in_backward; set that to false"
     if any(getattr(source, "streaming", False) for source in config.data.sources):
-        yield "enable", "shares samples out anew in each step, which no stream can"
+        yield "enable", "divides the samples again in each step, and no stream can do that"

@@ -1,7 +1,7 @@
 """Resolve the `[[phase]]` tables of a job: which steps each phase has, and the job as it is in each of them. Imports no torch.
 
 Trainer, checks and simulator read the same list. What a phase does not set stays as it was in the phase before. A phase's job
-has no phases of its own, so that every rule, estimate and simulation of a job holds for it, too.
+has no phases, so that every rule, estimate and simulation of a job holds for it, too.
 """
 
 from __future__ import annotations

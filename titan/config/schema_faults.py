@@ -32,7 +32,7 @@ class FaultToleranceSection(Section):
     sync_steps: Positive = 50
     """Steps of a group from one meeting to the next."""
     num_fragments: Positive = 1
-    """Parts of the model, each with meetings of its own, evenly between two of the others (streaming
+    """Parts of the model that meet by turns, at even distances (streaming
     DiLoCo, arXiv:2501.18512). Divides sync_steps."""
     fragment_sync_delay: NonNegative = 0
     """Steps in which a part's average is under way while training goes on."""
