@@ -18,7 +18,8 @@ from titan.health import warm_start
 def run_rank():
     word = sys.argv[1]
     files = len(os.listdir("/proc/self/fd"))
-    os.write(1, f"{word} {os.environ['RANK']} {'OLD' in os.environ} {files}\\n".encode())
+    ignored = open("/proc/self/status").read().partition("SigIgn:")[2].split()[0]
+    os.write(1, f"{word} {os.environ['RANK']} {'OLD' in os.environ} {files} {ignored}\\n".encode())
     if word == "raises":
         raise RuntimeError("its own words")
     os.kill(os.getpid(), int(word[1:])) if word[0] == "-" else os._exit(int(word))
@@ -32,6 +33,7 @@ print([rank.wait() for rank in ranks], warm_start.can_fork())
 threading.Thread(target=signal.pause, daemon=True).start()
 print(warm_start.can_fork())
 """
+IGNORED = "print(open('/proc/self/status').read().partition('SigIgn:')[2].split()[0])"
 # All that a rank imports leaves one thread, where OpenMP and OpenBLAS may have several.
 PREPARES = """
 import os, sys
@@ -52,8 +54,10 @@ def test_a_fork_ends_as_a_program_does() -> None:
     words = ["0", "2", "75", "-9", "-15", "-1", "-10", "raises"]
     done = run_python(FORKS, *words)
     said = done.stdout.splitlines()
-    # 0, 1, 2 and the one that lists them: no file of the launcher's.
-    assert sorted(said[:-2]) == sorted(f"{word} {n} False 4" for n, word in enumerate(words)), done
+    # 0, 1, 2 and the one that lists them: no file of the launcher's. And a program's signals: SIGPIPE kills none.
+    ignored = run_python(IGNORED).stdout.strip()
+    expected = sorted(f"{word} {n} False 4 {ignored}" for n, word in enumerate(words))
+    assert sorted(said[:-2]) == expected, done
     assert said[-2:] == ["[0, 2, 75, -9, -15, -1, -10, 1] True", "False"], done
     assert "RuntimeError: its own words" in done.stderr
 

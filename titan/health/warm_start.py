@@ -70,6 +70,8 @@ class _Rank(subprocess.Popen[bytes]):
             sys.stderr.flush()
             # Called in the fork, with its files and its session set up. It never returns, so nothing is executed.
             options["preexec_fn"] = partial(_run_rank, args[len(_RANK) :], env)
+            # Python ignores SIGPIPE: a lost connection is an error that a rank reports. Popen would let it kill.
+            options["restore_signals"] = False
         super().__init__(args, env=env, **options)
 
 
