@@ -427,4 +427,10 @@ COMMANDS: dict[str, tuple[str, Run | str]] = {
 }
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    if (
+        "RANK" in os.environ
+    ):  # as in titan/train.py: gloo's threads may be at work while the interpreter is torn down
+        os._exit(code)
+    sys.exit(code)

@@ -41,7 +41,7 @@ from titan.config.load import load_config
 from titan.config.schema import CheckpointSection, JobConfig
 from titan.health.signals import StopRequest
 from titan.tools import verify
-from titan.tools.generate import find_checkpoint
+from titan.tools.saved_model import find_checkpoint
 
 CPU = torch.device("cpu")
 

@@ -14,6 +14,7 @@ from tests.support.jobs import SMALL, with_changes
 from tests.support.metrics import read_json_lines
 from tests.support.ranks import Pool
 from tests.support.trainers import PoolTrainer
+from titan.cli import main as titan
 from titan.config.schema import JobConfig, JsonlSource
 from titan.data.examples import shipped
 from titan.data.sources import open_documents
@@ -55,6 +56,7 @@ def trained(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
         training={"dataset": "jsonl", "dataset_path": source.path, "seq_len": 128, "steps": 8},
         data={"sources": [{"type": "jsonl", "path": source.path, "text_key": "context"}]},
         checkpoint={"last_save_in_hf": True},
+        average={"enable": True, "decay": 0.5, "validate_with": False},
     )
     del sections["training"]["dataset"], sections["training"]["dataset_path"]
     tasks = [{"tasks": [*shipped()], "num_examples": NUM_EXAMPLES}]
@@ -76,7 +78,8 @@ def scored(argv: list[str]) -> dict[str, float]:
     args, overrides = evaluate.parse([*argv, "--num-examples", str(NUM_EXAMPLES)])
     size = torch.distributed.get_world_size()
     weights = evaluate.find_weights(args.folder, overrides, tokenizer="", world_size=size)
-    return evaluate.score(evaluate.build_scorer(weights, device=torch.device("cpu")), args)
+    scorer = evaluate.build_scorer(weights, device=torch.device("cpu"), average=args.average)
+    return evaluate.score(scorer, args)
 
 
 def test_a_step_and_a_folder_score_as_the_run_did(pool: Pool, trained: Path) -> None:
@@ -88,6 +91,23 @@ def test_a_step_and_a_folder_score_as_the_run_did(pool: Pool, trained: Path) -> 
     ):
         for figures in pool.run(ranks, scored, argv):
             assert figures == pytest.approx(in_loop(trained), rel=1e-6)
+
+
+def test_the_average_scores_as_its_export_does(
+    pool: Pool, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv, tasks = ["--dtype", "float32", "--average"], ["--tasks", ",".join(shipped())]
+    assert titan(["convert", "to-hf", str(trained), str(tmp_path / "hf"), *argv]) == 0
+    size = "--training.seq_len=128"
+    [expected] = pool.run(1, scored, [str(tmp_path / "hf"), *tasks, size])
+    for figures in pool.run(2, scored, [str(trained), *tasks, "--average"]):
+        assert figures == pytest.approx(expected, rel=1e-6)
+        assert figures != pytest.approx(in_loop(trained), rel=1e-5)
+    assert titan(["evaluate", str(tmp_path / "hf"), *tasks, "--average"]) == 2
+    assert (
+        "hf: holds no average of the weights; the job needs average.enable"
+        in capsys.readouterr().err
+    )
 
 
 def harness_tasks(folder: Path) -> str:

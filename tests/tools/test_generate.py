@@ -135,6 +135,16 @@ def test_a_conversation_goes_on(
     assert f"standard input: message 3 spells the special token {EOS}" in said.err
 
 
+@pytest.mark.slow  # two processes that import torch
+def test_processes_share_the_model(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    argv = ["generate", "--checkpoint", str(run), "--prompt", "Q: Say dog.\nA:", *GREEDY]
+    said = []
+    for processes in ("1", "2"):
+        assert titan([*argv, "--nproc", processes]) == 0
+        said.append(capfd.readouterr().out)
+    assert said[0] == said[1]
+
+
 def test_without_a_template_it_says_what_to_set(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

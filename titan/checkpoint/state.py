@@ -28,10 +28,13 @@ from titan.parallel.float8 import plain
 from titan.parallel.init_weights import canonical_name
 
 
-def model_state(parts: Sequence[nn.Module]) -> StateDict:
+def model_state(parts: Sequence[nn.Module], *, average: bool = False) -> StateDict:
     """Return the weights of a model, or of its pipeline stages on this rank, under their plain names.
 
     A shared parameter (tied embeddings) appears once.
+
+    Args:
+        average: name parameters as `average_state` does, to load the average into them.
     """
     state: StateDict = {}
     seen: set[int] = set()
@@ -40,7 +43,8 @@ def model_state(parts: Sequence[nn.Module]) -> StateDict:
             # keep_vars returns the parameter itself, so tied ones have the same id.
             if id(tensor) not in seen:
                 seen.add(id(tensor))
-                state[f"model.{canonical_name(name)}"] = plain(tensor.detach())
+                group = "average" if average and isinstance(tensor, nn.Parameter) else "model"
+                state[f"{group}.{canonical_name(name)}"] = plain(tensor.detach())
     return state
 
 

@@ -9,6 +9,7 @@ killed, launcher or torchrun, those below it end with it (titan/health/signals.p
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import os
@@ -74,6 +75,19 @@ def launch(
         return unknown
     # The trainer's own exit code; torchrun's if it had no time to write one, or wrote that all was well.
     return read_status(run_dir).get("exit_code") or unknown
+
+
+def launch_command(name: str, argv: Sequence[str] | None, *, num_processes: int) -> int:
+    """Run a command of titan in several processes, without its option --nproc; returns torchrun's exit code.
+
+    Args:
+        argv: its arguments; None: those of this process.
+    """
+    # torchrun would take --nproc for an option of its own.
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--nproc")
+    rest = parser.parse_known_args(argv)[1]
+    return launch_module("titan.cli", [name, *rest], num_processes=num_processes)
 
 
 def launch_module(name: str, argv: Sequence[str], *, num_processes: int) -> int:

@@ -25,7 +25,7 @@ from titan.config.render import to_toml
 from titan.config.schema import CheckpointSection
 from titan.data.tokenizer_files import FOLDER
 from titan.tools.convert import check_new, mapped
-from titan.tools.generate import find_checkpoint
+from titan.tools.saved_model import find_checkpoint
 from titan.untrusted import InputError
 
 

@@ -46,8 +46,14 @@ from titan.config.task import reads_text
 from titan.config.toml import format_value
 from titan.data.tokenizer import tokenizer_named
 from titan.data.tokenizer_files import FOLDER, read_asset, tokenizer_files, write_files
-from titan.tools.generate import TOKENIZER_OPTION, find_checkpoint, open_run_tokenizer
 from titan.tools.model_card import model_card, newest_row
+from titan.tools.saved_model import (
+    AVERAGE_OPTION,
+    TOKENIZER_OPTION,
+    find_checkpoint,
+    open_run_tokenizer,
+    require_average,
+)
 from titan.untrusted import InputError
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -149,12 +155,10 @@ def to_hf(
     """
     check_new(output)
     config, step = find_checkpoint(source, tokenizer=tokenizer)
-    stored = checkpoints.stored_shapes(step)
-    if average and not any(name.startswith("average.") for name in stored):
-        raise CheckpointError(
-            f"{step}: holds no average of the weights; the job needs average.enable"
-        )
+    if average:
+        require_average(step)
     opened = open_run_tokenizer(config) if reads_text(config) else None
+    stored = checkpoints.stored_shapes(step)
     weights = (kind for name, (_, kind) in stored.items() if name.startswith("model."))
     # All weights of a step have one dtype.
     dtype = dtype or next(weights, torch.float32)
@@ -235,9 +239,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     size = {"type": _size, "default": DEFAULT_FILE_BYTES, "metavar": "SIZE"}
     add("--max-shard-size", **size, help="the largest size of a file; default: 5GB")
     add("--tokenizer", **TOKENIZER_OPTION)
-    add(
-        "--average", action="store_true", help="the average of the weights, of a job with [average]"
-    )
+    add("--average", **AVERAGE_OPTION)
     return parser.parse_args(argv)
 
 

@@ -16,11 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from titan.checkpoint import huggingface
-from titan.checkpoint.commit import CheckpointGroup
-from titan.checkpoint.hf_model import HFModel
-from titan.checkpoint.manager import load, model_state
-from titan.checkpoint.manifest import METADATA
-from titan.checkpoint.storage import Location, as_location
+from titan.checkpoint.storage import Location
 from titan.checks.rules import check_to_run
 from titan.config.layout import AXES, Layout
 from titan.config.model import model_config
@@ -31,7 +27,19 @@ from titan.data import DataError, require
 from titan.data.examples import ExampleTask, is_file, read_task, shipped
 from titan.data.scoring import Scorer
 from titan.data.tokenizer_files import with_tokenizer
-from titan.tools.generate import TOKENIZER_OPTION, find_checkpoint, load_text, open_run_tokenizer
+from titan.health.launch import launch_command
+from titan.tools.saved_model import (
+    AVERAGE_OPTION,
+    LOCATION_OPTION,
+    TOKENIZER_OPTION,
+    find_checkpoint,
+    is_hf_folder,
+    load_text,
+    load_weights,
+    open_run_tokenizer,
+    read_hf_sizes,
+    require_average,
+)
 
 _ARGUMENTS = "FOLDER --tasks NAME,FILE.jsonl,... [--nproc N] [--section.key=value ...]"
 
@@ -40,10 +48,10 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Return the command's options, and the overrides of the job."""
     parser = command_parser("evaluate", _ARGUMENTS, summary=main.__doc__ or "")
     add = parser.add_argument
-    where = "a run folder (its newest step), a step-N folder or its URL, or a Hugging Face folder"
-    add("folder", type=as_location, metavar="FOLDER", help=where)
+    add("folder", metavar="FOLDER", **LOCATION_OPTION)
     names = f"{', '.join(shipped())}, .jsonl files (docs/evaluation.md), or names of lm-eval"
     add("--tasks", required=True, metavar="A,B", help=names)
+    add("--average", **AVERAGE_OPTION)
     add("--nproc", type=positive, default=1, metavar="N", help="processes; default: 1")
     add("--num-examples", type=whole, default=0, metavar="N", help="of each task; default: all")
     add("--num-fewshot", type=whole, metavar="N", help="of lm-eval's tasks; default: the task's")
@@ -56,12 +64,11 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
 
 
 class Weights(NamedTuple):
-    """Say where weights are, and which job on which layout has their model. is_hf: in a Hugging Face folder."""
+    """Say where weights are, and which job on which layout has their model."""
 
     config: JobConfig
     layout: Layout
     where: Location
-    is_hf: bool
 
 
 def find_weights(
@@ -73,14 +80,9 @@ def find_weights(
         where, tokenizer: as for `find_checkpoint`; or a Hugging Face folder. A step that is both is read as a step.
         overrides: of the job's keys, such as "training.seq_len=128".
     """
-    names = (huggingface.CONFIG, METADATA) if isinstance(where, Path) else ()
-    is_hf = [(where / name).is_file() for name in names] == [True, False]  # pyright: ignore[reportOperatorIssue]
-    if is_hf and isinstance(where, Path):
-        name, sizes = huggingface.read_sizes(folder := huggingface.open_folder(where))
-        huggingface.require_weights_for(sizes, folder)
-        keys = huggingface.model_keys(name, sizes) | {"hf_assets_path": str(where)}
+    if is_hf_folder(step := where):
+        keys = huggingface.model_keys(*read_hf_sizes(where)) | {"hf_assets_path": str(where)}
         run = with_tokenizer(JobConfig.model_validate({"model": keys}), run=None, path=tokenizer)
-        step = where
     else:
         run, step = find_checkpoint(where, tokenizer=tokenizer)
     # What concerns the model and its text is the run's. How it was trained is not: one process can score what many trained.
@@ -93,7 +95,7 @@ def find_weights(
     text = to_toml(JobConfig.model_validate(keys))
     config = load_text(text, name=str(step), overrides=overrides)
     open_run_tokenizer(config)  # before the ranks start, which takes longer
-    return Weights(config, check_to_run(config, world_size=world_size), step, is_hf)
+    return Weights(config, check_to_run(config, world_size=world_size), step)
 
 
 def split_tasks(args: argparse.Namespace) -> tuple[list[ExampleTask], list[str]]:
@@ -113,8 +115,8 @@ def split_tasks(args: argparse.Namespace) -> tuple[list[ExampleTask], list[str]]
     return tasks, theirs
 
 
-def build_scorer(weights: Weights, *, device: Any) -> Scorer:
-    """Return what scores texts with a model of these weights. All ranks call it, in a process group."""
+def build_scorer(weights: Weights, *, device: Any, average: bool = False) -> Scorer:
+    """Return what scores texts with a model of these weights, or of their average. All ranks call it, in a process group."""
     from titan.parallel import build_mesh
     from titan.parallel.block_attention import prefer_backend
     from titan.task import task_of
@@ -124,12 +126,9 @@ def build_scorer(weights: Weights, *, device: Any) -> Scorer:
     prefer_backend(config.model.attention_backend, device.type)
     mesh = build_mesh(device.type, **{axis: getattr(weights.layout, axis) for axis in AXES})
     train_step = build_train_step(config.on_device(device.type), device=device, mesh=mesh)
-    state = model_state(train_step.model_parts)
-    if weights.is_hf:
-        model, folder = HFModel.of(config.model.name, model_config(config.model)), weights.where
-        huggingface.load(Path(folder), state, model=model, group=CheckpointGroup())
-    else:
-        load(weights.where, state)
+    name, sizes = config.model.name, model_config(config.model)
+    parts = train_step.model_parts
+    load_weights(weights.where, parts, name=name, sizes=sizes, average=average)
     tokenizer = task_of(config).tokenizer
     assert tokenizer is not None, "a task without text"
     return Scorer(train_step, tokenizer)
@@ -159,14 +158,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     world_size = args.nproc if is_launcher else int(os.environ.get("WORLD_SIZE", 1))
     split_tasks(args)  # mistakes are reported before the ranks start
     weights = find_weights(args.folder, overrides, tokenizer=args.tokenizer, world_size=world_size)
+    if args.average:
+        require_average(weights.where)
     if is_launcher:
-        from titan.health.launch import launch_module
-
-        # torchrun would take --nproc for an option of its own.
-        launcher = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        launcher.add_argument("--nproc")
-        rest = launcher.parse_known_args(argv)[1]
-        return launch_module("titan.tools.evaluate", rest, num_processes=args.nproc)
+        return launch_command("evaluate", argv, num_processes=args.nproc)
     from titan.parallel.init_distributed import start_process_group
 
     config = weights.config
@@ -175,19 +170,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         expandable_segments=config.training.expandable_segments,
         numa_binding=config.comm.numa_binding,
     )
-    figures = score(build_scorer(weights, device=device), args)
+    scorer = build_scorer(weights, device=device, average=args.average)
+    figures = score(scorer, args)
     if os.environ.get("RANK", "0") == "0":
         width = max(map(len, figures), default=0)
         print("\n".join(f"{name:<{width}}  {value:.6f}" for name, value in figures.items()))
         if args.json:
             args.json.write_text(json.dumps(figures, indent=1) + "\n")
     return 0
-
-
-if __name__ == "__main__":
-    from titan import cli
-
-    code = cli.main(["evaluate", *sys.argv[1:]])
-    sys.stdout.flush()
-    # As in titan/train.py: gloo's threads may be at work while the interpreter is torn down.
-    os._exit(code)

@@ -1,7 +1,7 @@
 """Sample text from a checkpoint or a Hugging Face folder (`titan generate`): of a prompt, of a file of prompts, or in a conversation.
 
-sampling.py chooses the tokens. Under torchrun, tensor parallelism splits the model over all ranks. Every rank computes the
-same tokens, and rank 0 reads and prints.
+sampling.py chooses the tokens. With --nproc, or under torchrun, tensor parallelism splits the model over all ranks. Every rank
+computes the same tokens, and rank 0 reads and prints.
 """
 
 from __future__ import annotations
@@ -12,120 +12,50 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from titan.checkpoint.commit import TITAN_JSON, CheckpointGroup
-from titan.checkpoint.hf_model import HFModel
-from titan.checkpoint.huggingface import CONFIG as HF_CONFIG
-from titan.checkpoint.huggingface import load as load_folder
-from titan.checkpoint.huggingface import open_folder, read_sizes, require_weights_for
-from titan.checkpoint.manager import (
-    CheckpointError,
-    CheckpointManager,
-    load,
-    model_state,
-    read_metadata,
-)
-from titan.checkpoint.manifest import METADATA
-from titan.checkpoint.manifest import NAME as MANIFEST
-from titan.checkpoint.storage import Location, as_location, join, storage_of
+from titan.checkpoint.storage import Location
 from titan.checkpoint.tensors import reason
-from titan.checks.machine import open_tokenizer
 from titan.config.errors import COMMAND_LINE, ConfigError, Problem
-from titan.config.load import load_config
 from titan.config.model import family, model_config
 from titan.config.options import positive
-from titan.config.schema import CheckpointSection, JobConfig
 from titan.data import DataError
 from titan.data.chat import ChatTemplate
 from titan.data.reading import messages_of, read_row
 from titan.data.tokenizer import Tokenizer, tokenizer_named
-from titan.data.tokenizer_files import with_tokenizer
+from titan.health.launch import launch_command
 from titan.parallel import apply_tp, build_mesh, materialize
 from titan.parallel.init_distributed import start_process_group
 from titan.parallelize import default_dtype, torch_dtype
 from titan.tools.sampling import sample, streamed
+from titan.tools.saved_model import (
+    AVERAGE_OPTION,
+    LOCATION_OPTION,
+    TOKENIZER_OPTION,
+    find_checkpoint,
+    is_hf_folder,
+    load_weights,
+    open_run_tokenizer,
+    read_hf_sizes,
+    require_average,
+)
 from titan.untrusted import read_text
-
-TOKENIZER_OPTION: dict[str, Any] = {
-    "default": "",
-    "metavar": "PATH",
-    "help": "a tokenizer's file or folder, or \"bytes\"; default: the run folder's copy",
-}
-
-
-def find_checkpoint(where: Location, *, tokenizer: str = "") -> tuple[JobConfig, Location]:
-    """Return the job and the checkpoint that a location means. Raises CheckpointError if it is damaged or missing.
-
-    Args:
-        where: a run folder or a folder of checkpoints, which mean the newest whole step; or a step.
-        tokenizer: the path of a tokenizer for the job; "": the copy in the run folder, or else what the job names.
-    """
-    config, folder, run_dir = None, where, None
-    # The run folder is the folder itself, or above checkpoint/step-N. A URL has none.
-    # The config beside the checkpoint is that of the run that wrote it.
-    for run in (where, *where.absolute().parents[:2]) if isinstance(where, Path) else ():
-        if (run / "config.toml").is_file():
-            config, run_dir = load_config(run / "config.toml"), run
-            if run == where:
-                folder = CheckpointManager(config.checkpoint, run_dir=run).folder
-            break
-    manager = CheckpointManager(
-        config.checkpoint if config else CheckpointSection(), run_dir=Path()
-    )
-    manager.folder = folder
-    if any(storage_of(folder).exists(join(folder, mark)) for mark in (METADATA, MANIFEST)):
-        manager.require_whole(step := folder)
-    elif newest := manager.newest(read_only=True):
-        step = newest
-    else:
-        raise CheckpointError(
-            f"{folder} holds no checkpoint; name a run folder (with a config.toml) or a step of it"
-        )
-    return with_tokenizer(config or _config_within(step), run=run_dir, path=tokenizer), step
-
-
-def open_run_tokenizer(config: JobConfig) -> Tokenizer:
-    """Return the tokenizer of a config from `find_checkpoint`. Raises DataError if it cannot be read."""
-    try:
-        return open_tokenizer(config)
-    except DataError as error:
-        raise DataError(f"{error}. Here, --tokenizer PATH names it") from error
-
-
-def _config_within(step: Location) -> JobConfig:
-    """Return the config that a step was saved with, for a step that is not in its run folder."""
-    text = read_metadata(step).get("config")
-    if text is None:
-        raise CheckpointError(f"{step}: holds no config, and there is no config.toml above it")
-    return load_text(text, name=str(join(step, TITAN_JSON)))
-
-
-def load_text(text: str, *, name: str, overrides: Iterable[str] = ()) -> JobConfig:
-    """Return the config of a text, which errors call `name`, and of overrides. Raises ConfigError."""
-    # load_config reads files, and names them in its errors.
-    with NamedTemporaryFile(suffix=".toml") as file:
-        file.write(text.encode())
-        file.flush()
-        try:
-            return load_config(file.name, overrides=overrides)
-        except ConfigError as error:
-            raise ConfigError(
-                replace(problem, file=name) if problem.file == file.name else problem
-                for problem in error.problems
-            ) from None
 
 
 def load_model(
-    where: Location, *, device: torch.device, tokenizer: str = "", dtype: str = "float32"
+    where: Location,
+    *,
+    device: torch.device,
+    tokenizer: str = "",
+    dtype: str = "float32",
+    average: bool = False,
 ) -> tuple[nn.Module, Tokenizer, Location]:
     """Return the model of a checkpoint on `device`, with its tokenizer and the step that was loaded.
 
@@ -134,21 +64,17 @@ def load_model(
     Args:
         where, tokenizer: as for `find_checkpoint`; or a Hugging Face folder.
         dtype: of the weights.
+        average: take the average of the weights, which the step must hold.
     """
-    # A step may have both forms of the weights.
-    is_folder = (
-        isinstance(where, Path)
-        and (where / HF_CONFIG).is_file()
-        and not (where / METADATA).is_file()
-    )
-    if isinstance(where, Path) and is_folder:
-        (name, sizes), step = read_sizes(folder := open_folder(where)), where
-        require_weights_for(sizes, folder)
+    if is_hf_folder(step := where):
+        name, sizes = read_hf_sizes(where)
         opened = tokenizer_named(tokenizer or str(where))
     else:
         config, step = find_checkpoint(where, tokenizer=tokenizer)
         opened = open_run_tokenizer(config)  # before the weights, which take longer
         name, sizes = config.model.name, model_config(config.model)
+    if average:
+        require_average(step)
     with torch.device("meta"), default_dtype(torch_dtype(dtype)):
         model = family(name).build_model(sizes)
     if dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
@@ -160,11 +86,7 @@ def load_model(
             loss_parallel=False,
         )
     materialize(model, device=device)
-    state = model_state([model])
-    if isinstance(step, Path) and is_folder:
-        load_folder(step, state, model=HFModel.of(name, sizes), group=CheckpointGroup())
-    else:
-        load(step, state)
+    load_weights(step, [model], name=name, sizes=sizes, average=average)
     return model.eval(), opened, step
 
 
@@ -292,8 +214,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command's options."""
     parser = argparse.ArgumentParser(prog="titan generate", description=main.__doc__)
     add = parser.add_argument
-    where = "a run folder (its newest step), a step-N folder or its URL, or a Hugging Face folder"
-    add("--checkpoint", type=as_location, required=True, help=where)
+    add("--checkpoint", required=True, **LOCATION_OPTION)
+    add("--average", **AVERAGE_OPTION)
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--prompt", default="", help="text to continue; empty: a new document")
     group.add_argument(
@@ -314,6 +236,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--top-p", type=float, default=1.0, help=help_)
     add("--seed", type=int, default=0)
     add("--tokenizer", **TOKENIZER_OPTION)
+    help_ = "processes that share the model by tensor parallelism; default: 1"
+    add("--nproc", type=positive, default=1, metavar="N", help=help_)
     add("--device", default="", help="cpu, cuda, ...; default: an accelerator if there is one")
     dtypes = ["float32", "bfloat16", "float16"]
     add("--dtype", choices=dtypes, default=dtypes[0], help="of the weights; default: float32")
@@ -345,6 +269,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Sample text from a checkpoint: print the prompt and its continuation."""
     args = parse(argv)
     device = _check(args)
+    if args.nproc > 1 and "RANK" not in os.environ:
+        return launch_command("generate", argv, num_processes=args.nproc)
     if "RANK" in os.environ:  # of torchrun
         found = start_process_group(init_timeout_s=600, expandable_segments=False)
         device = device if args.device else found
@@ -357,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _answer(args: argparse.Namespace, device: torch.device) -> None:
-    options = {"tokenizer": args.tokenizer, "dtype": args.dtype}
+    options = {"tokenizer": args.tokenizer, "dtype": args.dtype, "average": args.average}
     model, tokenizer, step = load_model(args.checkpoint, device=device, **options)
     generator = Generator(model, tokenizer, args)
     prompts = _read_prompts(args.prompts, generator) if args.prompts else []

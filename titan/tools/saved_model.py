@@ -1,0 +1,147 @@
+"""Find the model of a checkpoint or a Hugging Face folder, with its job and tokenizer, and load its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+from torch import nn
+
+from titan.checkpoint import huggingface
+from titan.checkpoint.commit import TITAN_JSON, CheckpointGroup
+from titan.checkpoint.hf_model import HFModel
+from titan.checkpoint.manager import (
+    CheckpointError,
+    CheckpointManager,
+    load,
+    model_state,
+    read_metadata,
+    stored_shapes,
+)
+from titan.checkpoint.manifest import METADATA
+from titan.checkpoint.manifest import NAME as MANIFEST
+from titan.checkpoint.storage import Location, as_location, join, storage_of
+from titan.checks.machine import open_tokenizer
+from titan.config.errors import ConfigError
+from titan.config.load import load_config
+from titan.config.schema import CheckpointSection, JobConfig
+from titan.data import DataError
+from titan.data.tokenizer import Tokenizer
+from titan.data.tokenizer_files import with_tokenizer
+
+LOCATION_OPTION: dict[str, Any] = {
+    "type": as_location,
+    "help": "a run folder (its newest step), a step-N folder or its URL, or a Hugging Face folder",
+}
+AVERAGE_OPTION: dict[str, Any] = {
+    "action": "store_true",
+    "help": "take the average of the weights, which the job must keep ([average])",
+}
+TOKENIZER_OPTION: dict[str, Any] = {
+    "default": "",
+    "metavar": "PATH",
+    "help": "a tokenizer's file or folder, or \"bytes\"; default: the run folder's copy",
+}
+
+
+def find_checkpoint(where: Location, *, tokenizer: str = "") -> tuple[JobConfig, Location]:
+    """Return the job and the checkpoint that a location means. Raises CheckpointError if it is damaged or missing.
+
+    Args:
+        where: a run folder or a folder of checkpoints, which mean the newest whole step; or a step.
+        tokenizer: the path of a tokenizer for the job; "": the copy in the run folder, or else what the job names.
+    """
+    config, folder, run_dir = None, where, None
+    # The run folder is the folder itself, or above checkpoint/step-N. A URL has none.
+    # The config beside the checkpoint is that of the run that wrote it.
+    for run in (where, *where.absolute().parents[:2]) if isinstance(where, Path) else ():
+        if (run / "config.toml").is_file():
+            config, run_dir = load_config(run / "config.toml"), run
+            if run == where:
+                folder = CheckpointManager(config.checkpoint, run_dir=run).folder
+            break
+    manager = CheckpointManager(
+        config.checkpoint if config else CheckpointSection(), run_dir=Path()
+    )
+    manager.folder = folder
+    if any(storage_of(folder).exists(join(folder, mark)) for mark in (METADATA, MANIFEST)):
+        manager.require_whole(step := folder)
+    elif newest := manager.newest(read_only=True):
+        step = newest
+    else:
+        raise CheckpointError(
+            f"{folder} holds no checkpoint; name a run folder (with a config.toml) or a step of it"
+        )
+    return with_tokenizer(config or _config_within(step), run=run_dir, path=tokenizer), step
+
+
+def open_run_tokenizer(config: JobConfig) -> Tokenizer:
+    """Return the tokenizer of a config from `find_checkpoint`. Raises DataError if it cannot be read."""
+    try:
+        return open_tokenizer(config)
+    except DataError as error:
+        raise DataError(f"{error}. Here, --tokenizer PATH names it") from error
+
+
+def _config_within(step: Location) -> JobConfig:
+    """Return the config that a step was saved with, for a step that is not in its run folder."""
+    text = read_metadata(step).get("config")
+    if text is None:
+        raise CheckpointError(f"{step}: holds no config, and there is no config.toml above it")
+    return load_text(text, name=str(join(step, TITAN_JSON)))
+
+
+def load_text(text: str, *, name: str, overrides: Iterable[str] = ()) -> JobConfig:
+    """Return the config of a text, which errors call `name`, and of overrides. Raises ConfigError."""
+    # load_config reads files, and names them in its errors.
+    with NamedTemporaryFile(suffix=".toml") as file:
+        file.write(text.encode())
+        file.flush()
+        try:
+            return load_config(file.name, overrides=overrides)
+        except ConfigError as error:
+            raise ConfigError(
+                replace(problem, file=name) if problem.file == file.name else problem
+                for problem in error.problems
+            ) from None
+
+
+def is_hf_folder(where: Location) -> bool:
+    """Return whether a location is a Hugging Face folder. A step may have both forms of the weights, and is none."""
+    if not isinstance(where, Path):
+        return False
+    return (where / huggingface.CONFIG).is_file() and not (where / METADATA).is_file()
+
+
+def read_hf_sizes(where: Location) -> tuple[str, Any]:
+    """Return the family and the sizes of the model in a Hugging Face folder. Raises InputError."""
+    name, sizes = huggingface.read_sizes(folder := huggingface.open_folder(Path(str(where))))
+    huggingface.require_weights_for(sizes, folder)
+    return name, sizes
+
+
+def require_average(step: Location) -> None:
+    """Raise CheckpointError if a location holds no average of the weights."""
+    if is_hf_folder(step) or not any(key.startswith("average.") for key in stored_shapes(step)):
+        problem = "holds no average of the weights; the job needs average.enable"
+        raise CheckpointError(f"{step}: {problem}")
+
+
+def load_weights(
+    step: Location, parts: Sequence[nn.Module], *, name: str, sizes: Any, average: bool = False
+) -> None:
+    """Load the weights of a step or a Hugging Face folder into a model, or its pipeline stages on this rank.
+
+    Args:
+        name, sizes: of the model.
+        average: load the average of the weights (`require_average`).
+    """
+    state = model_state(parts, average=average)
+    if isinstance(step, Path) and is_hf_folder(step):
+        model = HFModel.of(name, sizes)
+        huggingface.load(step, state, model=model, group=CheckpointGroup())
+    else:
+        load(step, state)
