@@ -20,7 +20,7 @@ from titan import cli
 from titan.checks.rules import check
 from titan.config.schema import JobConfig
 from titan.data.examples import Example, ExampleTask, read_task
-from titan.data.scoring import Scorer, score_rows
+from titan.data.scoring import Scorer, plan_passes, score_rows
 from titan.data.tokenizer import bytes_tokenizer
 from titan.hooks.evaluation import Evaluation
 from titan.loss import IGNORED, LossSum
@@ -167,7 +167,9 @@ def test_rows_begin_and_are_cut() -> None:
     assert scorer(add_bos=False).row("ab", " cd") == (text, 3)
     for add_bos in (True, False):  # something must predict the first token
         assert scorer(add_bos=add_bos).row("", "ab cd") == ([begin, *text], 5)
-    assert [scorer()._length(n) for n in (1, 32, 33, 100, 256)] == [32, 32, 64, 128, 256]
+    # One row a pass, longest first.
+    passes = plan_passes([1, 32, 33, 100, 256], 256, batch=1, world=1, unit=32)
+    assert passes == [([4], 256), ([3], 128), ([2], 64), ([1], 32), ([0], 32)]
 
 
 GOOD = '{"context": "a", "choices": ["b", "c"], "answer": 0}'

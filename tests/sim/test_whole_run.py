@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import random
 import time
-from math import log1p
+from dataclasses import replace
+from math import ceil, log1p
 from pathlib import Path
 from statistics import mean, median
 
@@ -22,9 +23,10 @@ from titan.checkpoint.interval import (
 )
 from titan.cli import main
 from titan.config.model import model_config
+from titan.config.schema import EvaluationSection
 from titan.models.llama3 import build_model
 from titan.sim.price.profiles import load_profile
-from titan.sim.report.whole_run import save_times_s, state_bytes
+from titan.sim.report.whole_run import phase_facts, save_times_s, state_bytes
 from titan.sim.simulate import simulate
 
 MTBF_S, RESTART_S = 3600.0, 300.0
@@ -169,6 +171,24 @@ def test_the_page_and_phases_that_add_up(
     assert first["checkpoint"]["beside_s"] == 0 < second["checkpoint"]["beside_s"]
     assert first["checkpoint"]["blocked_s"] > second["checkpoint"]["blocked_s"] > 0
     assert sim("--world-size", "1", "--hardware", "h100-sxm", "--phase", str(overlay)) == 2
+
+
+def test_evaluations_take_the_time_of_their_tokens(tmp_path: Path) -> None:
+    task, base = tmp_path / "task.jsonl", job(tmp_path, training={"steps": 1000})
+    line = json.dumps({"context": "a" * 20, "choices": ["b" * 12] * 4, "answer": 0})
+    simulation = simulate(base, world_size=2, profile=load_profile("h100-sxm"))
+    by_phase_s = simulation.timeline.mean_by("by_phase_s")
+    forward_s = simulation.timeline.step_s * by_phase_s["forward"] / sum(by_phase_s.values())
+    for interval, examples, rows in ((500, 200, 400), (300, 3, 10)):
+        task.write_text(f"{line}\n" * examples)
+        section = EvaluationSection(tasks=[str(task)], interval=interval, local_batch_size=5)
+        config = base.model_copy(update={"evaluation": [section]})
+        [days] = [phase_facts(replace(simulation, config=config))["days_by_part"]["validation"]]
+        # Four rows of 32 bytes for each example, on two ranks, and empty rows fill up the last pass of five. The last
+        # step evaluates, too.
+        tokens = ceil(1000 / interval) * rows * 32
+        of_step = base.training.local_batch_size * base.training.seq_len
+        assert days * 86_400 == pytest.approx(tokens / of_step * forward_s)
 
 
 @pytest.mark.slow

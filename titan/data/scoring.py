@@ -25,6 +25,7 @@ from titan.data.tokenizer import Tokenizer
 from titan.loss import IGNORED, LossSum
 from titan.parallel.mesh import axis_rank, axis_size
 
+UNIT = 32  # tokens of a rank's part of a row: a multiple
 _WIDTH = 3  # figures of a row
 # Of the positions that go through the output layer: so there are few shapes, and products in 8 bits need it.
 _MULTIPLE = 128
@@ -68,6 +69,27 @@ def score_rows(loss_sum: LossSum, output: Tensor, labels_BS: Tensor) -> Tensor:
     return scores_B3
 
 
+def plan_passes(
+    inputs: Sequence[int], max_length: int, *, batch: int, world: int, unit: int
+) -> list[tuple[list[int], int]]:
+    """Return the forward passes of all ranks: the numbers of their rows, longest first, and the length they are padded to.
+
+    It is the job's sequence length, halved as often as it holds the longest row: few shapes, which all axes divide.
+
+    Args:
+        inputs: of each row. world: data-parallel ranks. unit: what divides a length.
+    """
+    order = sorted(range(len(inputs)), key=lambda n: -inputs[n])
+    size = min(batch, -(-len(inputs) // world)) * world
+    passes = []
+    for group in (order[n : n + size] for n in range(0, len(inputs), size)):
+        length = max_length
+        while length % (2 * unit) == 0 and length // 2 >= inputs[group[0]]:
+            length //= 2
+        passes.append((group, length))
+    return passes
+
+
 class Scorer:
     """Score texts with the model of a training step. All ranks call the same methods with the same texts.
 
@@ -79,7 +101,7 @@ class Scorer:
         mesh = train_step.mesh
         self.rank = axis_rank(mesh, "dp_replicate", "dp_shard")
         self.max_length = config.training.seq_len
-        self.unit = 32 * axis_size(mesh, "cp") * axis_size(mesh, "tp")
+        self.unit = UNIT * axis_size(mesh, "cp") * axis_size(mesh, "tp")
         self.begin = tokenizer.bos_id if config.data.add_bos else None
         # One function, by which a pipeline knows that it has seen these shapes.
         self.score_rows = partial(score_rows, train_step.loss_sum)
@@ -153,31 +175,22 @@ class Scorer:
             ScoredText(row.tokens[-self.max_length - 1 :], min(row.num_scored, self.max_length))
             for row in rows
         ]
+        inputs = [len(row.tokens) - 1 for row in rows]
+        passes = plan_passes(inputs, self.max_length, batch=batch, world=world, unit=self.unit)
         batch = min(batch, -(-len(rows) // world))
-        # Rows of one forward pass of all ranks are about as long.
-        order = sorted(range(len(rows)), key=lambda n: -len(rows[n].tokens))
-        groups = [order[n : n + batch * world] for n in range(0, len(rows), batch * world)]
         scores = torch.zeros(len(rows), _WIDTH, dtype=torch.float64, device=step.device)
 
         def batches() -> Iterator[Batch]:
-            for group in groups:
-                length = self._length(len(rows[group[0]].tokens) - 1)
+            for group, length in passes:
                 yield _pack([rows[n] for n in group[self.rank :: world]], batch, length)
 
-        found = step.score(batches(), self.score_rows, width=_WIDTH).view(len(groups), batch, -1)
-        for group, figures in zip(groups, found, strict=True):
+        found = step.score(batches(), self.score_rows, width=_WIDTH).view(len(passes), batch, -1)
+        for (group, _), figures in zip(passes, found, strict=True):
             mine = group[self.rank :: world]
             scores[mine] = figures[: len(mine)]
         if step.groups.loss is not None:
             dist.all_reduce(scores, group=step.groups.loss)
         return scores.tolist()
-
-    def _length(self, longest: int) -> int:
-        """Return the job's sequence length, halved as often as it still holds the longest row: few shapes, which all axes divide."""
-        length = self.max_length
-        while length % (2 * self.unit) == 0 and length // 2 >= longest:
-            length //= 2
-        return length
 
 
 def _pack(rows: Sequence[ScoredText], batch: int, length: int) -> Batch:

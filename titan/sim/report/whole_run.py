@@ -18,8 +18,12 @@ from titan.checkpoint.interval import (
     num_spares,
     young_interval_s,
 )
+from titan.checks.machine import open_tokenizer
 from titan.config.model import model_config
-from titan.config.schema import JobConfig
+from titan.config.schema import EvaluationSection, JobConfig
+from titan.data import DataError
+from titan.data.examples import read_task
+from titan.data.scoring import UNIT, plan_passes
 from titan.observe.estimate import estimate_memory
 from titan.sim.report.text import duration
 from titan.sim.simulate import Facts, Simulation
@@ -126,17 +130,38 @@ def _interval(config: JobConfig, step_s: float) -> int:
 
 
 def _validation_s(simulation: Simulation) -> float:
-    """Return the seconds of all validations. They are forward passes, which take their part of a step by their tokens."""
+    """Return the seconds of all validations and evaluations: forward passes, which take their part of a step by their tokens."""
     config, by_phase = simulation.config, simulation.timeline.mean_by("by_phase_s")
     section, training = config.validation, config.training
+    tokens = sum(
+        ceil(training.steps / evaluation.interval) * _evaluation_tokens(simulation, evaluation)
+        for evaluation in config.evaluation
+    )
     # -1 asks for all of a text, whose length is not known here.
-    if not section.enable or section.steps < 0:
-        return 0.0
+    if section.enable and section.steps > 0:
+        tokens_of_batch = section.local_batch_size * (section.seq_len or training.seq_len)
+        tokens += ceil(training.steps / section.freq) * section.steps * tokens_of_batch
     forward_s = simulation.timeline.step_s * by_phase["forward"] / sum(by_phase.values())
-    tokens = section.local_batch_size * (section.seq_len or training.seq_len)
     tokens_of_step = training.local_batch_size * training.seq_len * simulation.layout.accumulation
-    times = ceil(training.steps / section.freq)
-    return times * section.steps * forward_s * tokens / tokens_of_step
+    return forward_s * tokens / tokens_of_step
+
+
+def _evaluation_tokens(simulation: Simulation, section: EvaluationSection) -> int:
+    """Return the tokens of a rank's forward passes in one evaluation, with their padding."""
+    config, layout = simulation.config, simulation.layout
+    try:
+        encode = open_tokenizer(config).encode
+    except DataError:  # it may be elsewhere: as many as English text has with most tokenizers
+        encode = lambda text: text[::4]  # noqa: E731
+    unit, total = UNIT * layout.cp * layout.tp, 0
+    for name in section.tasks:
+        pairs = read_task(name, num_examples=section.num_examples).pairs
+        inputs = [min(len(encode("".join(pair))), config.training.seq_len) for pair in pairs]
+        rows = min(section.local_batch_size, ceil(len(inputs) / layout.dp))
+        how = {"batch": rows, "world": layout.dp, "unit": unit}
+        passes = plan_passes(inputs, config.training.seq_len, **how)
+        total += sum(rows * length for _, length in passes)
+    return total
 
 
 def whole_run(simulations: Sequence[Simulation]) -> Facts:
