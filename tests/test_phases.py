@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tests.support.jobs import SMALL, with_changes
 from tests.support.jobs import job as any_job
-from tests.support.layouts import BOUND
+from tests.support.layouts import BOUND, largest, whole_gradients
 from tests.support.ranks import Pool
 from tests.support.runs import Run, logged_rows, same_tensors, saved_tensors
 from tests.support.trainers import PoolTrainer, Trainer
@@ -52,14 +54,22 @@ def job(folder: Path | str, **changes: Any) -> JobConfig:
     return JobConfig.model_validate(config.model_dump() | {"phase": PHASES})
 
 
-def finish(config: JobConfig, kind: type[Trainer] = Trainer) -> Trainer:
+def finish(config: JobConfig, kind: type[Trainer] = Trainer) -> tuple[Trainer, dict[str, Tensor]]:
+    """Run a job; return its trainer, and the gradients of the first step of each phase."""
     check_to_run(config, world_size=dist.get_world_size() if dist.is_initialized() else 1)
-    trainer = kind(config)
+    trainer, gradients = kind(config), {}
+
+    def keep(*_: Any) -> None:
+        if (step := trainer.step) == trainer.phase.first_step:
+            found = whole_gradients(trainer.train_step)
+            gradients.update({f"step {step}: {name}": g for name, g in found.items()})
+
+    trainer.train_step.optimizer.register_step_pre_hook(keep)
     try:
         assert trainer.run() == 0
     finally:
         trainer.close()
-    return trainer
+    return trainer, gradients
 
 
 def numbers(folder: Path) -> list[tuple[float, ...]]:
@@ -76,7 +86,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         note = lambda timer, **how: steps_left.append(how["steps_left"]) or window(timer, **how)  # noqa: E731
         patch.setattr(StepTimer, "window", note)
-        finish(job(folder))
+        gradients = finish(job(folder))[1]
+    torch.save(gradients, folder / "gradients.pt")
     return folder
 
 
@@ -140,18 +151,30 @@ def test_a_killed_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     assert same_tensors(tmp_path / "killed" / last, tmp_path / "whole" / last)
 
 
-def train(axis: str, folder: str) -> int:
-    pipeline = finish(
-        job(folder, parallelism={f"{axis}_degree": 2}), PoolTrainer
-    ).train_step.pipeline
-    return pipeline.schedule.num_microbatches if pipeline else 0
+def train(axes: str, folder: str) -> tuple[int, dict[str, Tensor]]:
+    degrees = {f"{axis}_degree": 2 for axis in axes.split(" x ")}
+    trainer, gradients = finish(job(folder, parallelism=degrees), PoolTrainer)
+    pipeline = trainer.train_step.pipeline
+    return pipeline.schedule.num_microbatches if pipeline else 0, gradients
 
 
-@pytest.mark.parametrize("axis", ["data_parallel_shard", "context_parallel", "pipeline_parallel"])
-def test_layouts_equal_one_process(axis: str, pool: Pool, whole: Path, tmp_path: Path) -> None:
-    """On two ranks; a pipeline gets four microbatches in place of two in the last phase."""
-    microbatches = 4 if axis == "pipeline_parallel" else 0
-    assert pool.run(2, train, axis, str(tmp_path)) == [microbatches] * 2
+@pytest.mark.parametrize(
+    "axes",
+    [
+        "data_parallel_shard",
+        "context_parallel",
+        "pipeline_parallel",
+        "data_parallel_shard x tensor_parallel",
+    ],
+)
+def test_layouts_equal_one_process(axes: str, pool: Pool, whole: Path, tmp_path: Path) -> None:
+    """A pipeline gets four microbatches in place of two in the last phase, data-parallel ranks accumulate in the second one."""
+    results = pool.run(2 ** len(axes.split(" x ")), train, axes, str(tmp_path))
+    assert {count for count, _ in results} == {4 if axes == "pipeline_parallel" else 0}
+    found = [{"gradients": gradients} for _, gradients in results]
+    expected = torch.load(whole / "gradients.pt")
+    assert {name.split(":")[0] for name in expected} == {"step 1", "step 4", "step 7"}
+    assert largest(found, {"gradients": expected}, "gradients") < BOUND
     for mine, alone in zip(numbers(tmp_path), numbers(whole), strict=True):
         assert mine == pytest.approx(alone, rel=BOUND)
     last = Path("checkpoint") / f"step-{STEPS}"
