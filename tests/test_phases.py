@@ -7,11 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.data.test_data_chat import LLAMA, WORDS, conversations, written
 from tests.support.jobs import SMALL, with_changes
 from tests.support.jobs import job as any_job
 from tests.support.layouts import BOUND, largest, whole_gradients
@@ -21,6 +23,7 @@ from tests.support.trainers import PoolTrainer, Trainer
 from titan.checks.rules import check_to_run
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
+from titan.data.tokenizer import EOS
 from titan.observe.clock import StepTimer
 
 STEPS = 10
@@ -175,11 +178,64 @@ def test_layouts_equal_one_process(axes: str, pool: Pool, whole: Path, tmp_path:
     expected = torch.load(whole / "gradients.pt")
     assert {name.split(":")[0] for name in expected} == {"step 1", "step 4", "step 7"}
     assert largest(found, {"gradients": expected}, "gradients") < BOUND
-    for mine, alone in zip(numbers(tmp_path), numbers(whole), strict=True):
+    require_equal(tmp_path, whole)
+
+
+def require_equal(folder: Path, whole: Path) -> None:
+    for mine, alone in zip(numbers(folder), numbers(whole), strict=True):
         assert mine == pytest.approx(alone, rel=BOUND)
     last = Path("checkpoint") / f"step-{STEPS}"
-    ours, theirs = saved_tensors(tmp_path / last), saved_tensors(whole / last)
+    ours, theirs = saved_tensors(folder / last), saved_tensors(whole / last)
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         error = (ours[name] - tensor).float().norm() / tensor.float().norm().clamp(min=1e-12)
         assert error < BOUND, (name, error)
+
+
+def course(folder: Path, data: Path, **changes: Any) -> JobConfig:
+    """Conversations (60 %) and text, less of the first in a second phase of larger batches; predicts further tokens, and averages."""
+    sources = [
+        {"type": "jsonl", "path": str(data / "a.jsonl"), "messages_key": "messages", "weight": 0.6},
+        {"type": "text", "path": str(data / "a.txt"), "weight": 0.4},
+    ]
+    config = any_job(
+        folder,
+        base=BASE,
+        model={"overrides": {"n_layers": 2, "num_mtp_modules": 1}},
+        tokenizer={"name": "bytes", "chat_template": str(data / "chat.jinja")},
+        data={"sources": sources, "document_mask": True, "cache_folder": str(data / "cache")},
+        training={"seq_len": 96},
+        average={"enable": True, "decay": 0.5},
+        **changes,
+    )
+    phase = {"from_step": 4, "global_batch_size": 8, "weights": [0.3, 0.7]}
+    return JobConfig.model_validate(config.model_dump() | {"phase": [phase]})
+
+
+def go_on(folder: Path, data: Path, parallelism: dict[str, int]) -> None:
+    finish(course(folder, data, parallelism=parallelism), PoolTrainer)
+
+
+def test_a_blend_with_conversations_resumes_in_each_phase_and_on_other_ranks(
+    pool: Pool, tmp_path: Path
+) -> None:
+    random = np.random.default_rng(0)
+    written(tmp_path / "a.jsonl", [chat for chat in conversations(80) if len(str(chat)) < 250])
+    (tmp_path / "a.txt").write_text(" ".join(random.choice(WORDS, size=4000)))
+    (tmp_path / "chat.jinja").write_text(LLAMA.replace("<|im_end|>", EOS))
+    whole, lost, moved = (tmp_path / name for name in ("whole", "lost", "moved"))
+    finish(course(whole, tmp_path))
+    # What was not saved is repeated: from step 2, and from step 6 of the second phase.
+    for folder, steps in ((lost, 3), (lost, 7), (moved, 3)):
+        trainer = Trainer(course(folder, tmp_path))
+        while trainer.step < steps:
+            trainer.train_one_step()
+        trainer.close(failed=True)
+        dist.destroy_process_group()
+    finish(course(lost, tmp_path))
+    assert numbers(lost) == numbers(whole)
+    last = Path("checkpoint") / f"step-{STEPS}"
+    assert same_tensors(lost / last, whole / last)
+    degrees = {"data_parallel_shard_degree": 2, "pipeline_parallel_degree": 2}
+    pool.run(4, go_on, moved, tmp_path, degrees)
+    require_equal(moved, whole)
