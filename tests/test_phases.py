@@ -203,7 +203,12 @@ def course(folder: Path, data: Path, **changes: Any) -> JobConfig:
         base=BASE,
         model={"overrides": {"n_layers": 2, "num_mtp_modules": 1}},
         tokenizer={"name": "bytes", "chat_template": str(data / "chat.jinja")},
-        data={"sources": sources, "document_mask": True, "cache_folder": str(data / "cache")},
+        data={
+            "sources": sources,
+            "document_mask": True,
+            "reset_positions": True,
+            "cache_folder": str(data / "cache"),
+        },
         training={"seq_len": 96},
         average={"enable": True, "decay": 0.5},
         **changes,

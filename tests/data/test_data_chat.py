@@ -239,10 +239,11 @@ def test_parquet_and_prepared_shards_are_the_same_samples(
         assert torch.equal(first.tokens_BS, other.tokens_BS)
         assert torch.equal(first.labels_BS, other.labels_BS)
     # What only the shards' own index knows is refused when they are opened.
-    for wrong, message in (
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"num_lengths": 2}, r"shards.*one length; remove seq_len from \[\[phase\]\]"),
         ({"document_mask": False}, "shards.*set data.document_mask = true"),
-    ):
+    ]
+    for wrong, message in refused:
         with pytest.raises(DataError, match=message):
             samples_of(opened(folder, PLAIN), sources[-1], tmp_path, **wrong)
     job = tmp_path / "job.toml"
