@@ -1,6 +1,6 @@
 """List which triples of techniques no parity test crosses, and which titan refuses.
 
-python scripts/crossings.py            what the layouts written by hand leave out, and the refused triples by reason
+python scripts/crossings.py            what the layouts written by hand leave out, the refused triples by reason, and what is no factor
 python scripts/crossings.py --rows     the layouts that tests/parity/test_triples.py draws to cross all others
 """
 
@@ -13,9 +13,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.parity import test_composition, test_moe
+from tests.parity import test_composition, test_moe, test_mtp
 from tests.support import layouts
 from tests.support.crossings import (
+    BESIDE,
     drawn,
     possible,
     refusal,
@@ -34,7 +35,9 @@ def main() -> None:
         for number, layout in enumerate(drawn()):
             print(f"{number:3}  {layout.ranks} ranks  {layout.name}")
         return
-    by_hand = [techniques_of(layout) for layout in (*layouts.LAYOUTS, *test_moe.LAYOUTS)]
+    further = map(test_mtp.layout_of, test_mtp.LAYOUTS)
+    rows = (*layouts.LAYOUTS, *test_moe.LAYOUTS, *further)
+    by_hand = [techniques_of(layout) for layout in rows]
     stacked = {"compile", "op AC"}, {"float8"}
     by_hand += [techniques_of(one) | more for one in test_composition.LAYOUTS for more in stacked]
     crossed = set().union(*map(triples_within, by_hand))
@@ -54,6 +57,9 @@ def main() -> None:
         print(
             f"refused {len(group):4}: {reason}; such as {', '.join(sorted(min(group, key=sorted)))}"
         )
+    print()
+    for technique, crossed_with in BESIDE.items():
+        print(f"not a factor: {technique}. {crossed_with}")
     print()
     for three in missing:
         print(f"not written by hand: {', '.join(sorted(three))}")

@@ -7,18 +7,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from tests.data.test_data_chat import LLAMA, WORDS, conversations, written
 from tests.support.jobs import SMALL, with_changes
 from tests.support.jobs import job as any_job
-from tests.support.layouts import BOUND
+from tests.support.layouts import BOUND, largest, whole_gradients
 from tests.support.ranks import Pool
 from tests.support.runs import Run, logged_rows, same_tensors, saved_tensors
 from tests.support.trainers import PoolTrainer, Trainer
 from titan.checks.rules import check_to_run
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
+from titan.data.tokenizer import EOS
 from titan.observe.clock import StepTimer
 
 STEPS = 10
@@ -52,14 +57,22 @@ def job(folder: Path | str, **changes: Any) -> JobConfig:
     return JobConfig.model_validate(config.model_dump() | {"phase": PHASES})
 
 
-def finish(config: JobConfig, kind: type[Trainer] = Trainer) -> Trainer:
+def finish(config: JobConfig, kind: type[Trainer] = Trainer) -> tuple[Trainer, dict[str, Tensor]]:
+    """Run a job; return its trainer, and the gradients of the first step of each phase."""
     check_to_run(config, world_size=dist.get_world_size() if dist.is_initialized() else 1)
-    trainer = kind(config)
+    trainer, gradients = kind(config), {}
+
+    def keep(*_: Any) -> None:
+        if (step := trainer.step) == trainer.phase.first_step:
+            found = whole_gradients(trainer.train_step)
+            gradients.update({f"step {step}: {name}": g for name, g in found.items()})
+
+    trainer.train_step.optimizer.register_step_pre_hook(keep)
     try:
         assert trainer.run() == 0
     finally:
         trainer.close()
-    return trainer
+    return trainer, gradients
 
 
 def numbers(folder: Path) -> list[tuple[float, ...]]:
@@ -76,7 +89,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         note = lambda timer, **how: steps_left.append(how["steps_left"]) or window(timer, **how)  # noqa: E731
         patch.setattr(StepTimer, "window", note)
-        finish(job(folder))
+        gradients = finish(job(folder))[1]
+    torch.save(gradients, folder / "gradients.pt")
     return folder
 
 
@@ -140,23 +154,93 @@ def test_a_killed_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     assert same_tensors(tmp_path / "killed" / last, tmp_path / "whole" / last)
 
 
-def train(axis: str, folder: str) -> int:
-    pipeline = finish(
-        job(folder, parallelism={f"{axis}_degree": 2}), PoolTrainer
-    ).train_step.pipeline
-    return pipeline.schedule.num_microbatches if pipeline else 0
+def train(axes: str, folder: str) -> tuple[int, dict[str, Tensor]]:
+    degrees = {f"{axis}_degree": 2 for axis in axes.split(" x ")}
+    trainer, gradients = finish(job(folder, parallelism=degrees), PoolTrainer)
+    pipeline = trainer.train_step.pipeline
+    return pipeline.schedule.num_microbatches if pipeline else 0, gradients
 
 
-@pytest.mark.parametrize("axis", ["data_parallel_shard", "context_parallel", "pipeline_parallel"])
-def test_layouts_equal_one_process(axis: str, pool: Pool, whole: Path, tmp_path: Path) -> None:
-    """On two ranks; a pipeline gets four microbatches in place of two in the last phase."""
-    microbatches = 4 if axis == "pipeline_parallel" else 0
-    assert pool.run(2, train, axis, str(tmp_path)) == [microbatches] * 2
-    for mine, alone in zip(numbers(tmp_path), numbers(whole), strict=True):
+@pytest.mark.parametrize(
+    "axes",
+    [
+        "data_parallel_shard",
+        "context_parallel",
+        "pipeline_parallel",
+        "data_parallel_shard x tensor_parallel",
+    ],
+)
+def test_layouts_equal_one_process(axes: str, pool: Pool, whole: Path, tmp_path: Path) -> None:
+    """A pipeline gets four microbatches in place of two in the last phase, data-parallel ranks accumulate in the second one."""
+    results = pool.run(2 ** len(axes.split(" x ")), train, axes, str(tmp_path))
+    assert {count for count, _ in results} == {4 if axes == "pipeline_parallel" else 0}
+    found = [{"gradients": gradients} for _, gradients in results]
+    expected = torch.load(whole / "gradients.pt")
+    assert {name.split(":")[0] for name in expected} == {"step 1", "step 4", "step 7"}
+    assert largest(found, {"gradients": expected}, "gradients") < BOUND
+    require_equal(tmp_path, whole)
+
+
+def require_equal(folder: Path, whole: Path) -> None:
+    for mine, alone in zip(numbers(folder), numbers(whole), strict=True):
         assert mine == pytest.approx(alone, rel=BOUND)
     last = Path("checkpoint") / f"step-{STEPS}"
-    ours, theirs = saved_tensors(tmp_path / last), saved_tensors(whole / last)
+    ours, theirs = saved_tensors(folder / last), saved_tensors(whole / last)
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         error = (ours[name] - tensor).float().norm() / tensor.float().norm().clamp(min=1e-12)
         assert error < BOUND, (name, error)
+
+
+def course(folder: Path, data: Path, **changes: Any) -> JobConfig:
+    """Conversations (60 %) and text, less of the first in a second phase of larger batches; predicts further tokens, and averages."""
+    sources = [
+        {"type": "jsonl", "path": str(data / "a.jsonl"), "messages_key": "messages", "weight": 0.6},
+        {"type": "text", "path": str(data / "a.txt"), "weight": 0.4},
+    ]
+    config = any_job(
+        folder,
+        base=BASE,
+        model={"overrides": {"n_layers": 2, "num_mtp_modules": 1}},
+        tokenizer={"name": "bytes", "chat_template": str(data / "chat.jinja")},
+        data={
+            "sources": sources,
+            "document_mask": True,
+            "reset_positions": True,
+            "cache_folder": str(data / "cache"),
+        },
+        training={"seq_len": 96},
+        average={"enable": True, "decay": 0.5},
+        **changes,
+    )
+    phase = {"from_step": 4, "global_batch_size": 8, "weights": [0.3, 0.7]}
+    return JobConfig.model_validate(config.model_dump() | {"phase": [phase]})
+
+
+def go_on(folder: Path, data: Path, parallelism: dict[str, int]) -> None:
+    finish(course(folder, data, parallelism=parallelism), PoolTrainer)
+
+
+def test_a_blend_with_conversations_resumes_in_each_phase_and_on_other_ranks(
+    pool: Pool, tmp_path: Path
+) -> None:
+    random = np.random.default_rng(0)
+    written(tmp_path / "a.jsonl", [chat for chat in conversations(80) if len(str(chat)) < 250])
+    (tmp_path / "a.txt").write_text(" ".join(random.choice(WORDS, size=4000)))
+    (tmp_path / "chat.jinja").write_text(LLAMA.replace("<|im_end|>", EOS))
+    whole, lost, moved = (tmp_path / name for name in ("whole", "lost", "moved"))
+    finish(course(whole, tmp_path))
+    # What was not saved is repeated: from step 2, and from step 6 of the second phase.
+    for folder, steps in ((lost, 3), (lost, 7), (moved, 3)):
+        trainer = Trainer(course(folder, tmp_path))
+        while trainer.step < steps:
+            trainer.train_one_step()
+        trainer.close(failed=True)
+        dist.destroy_process_group()
+    finish(course(lost, tmp_path))
+    assert numbers(lost) == numbers(whole)
+    last = Path("checkpoint") / f"step-{STEPS}"
+    assert same_tensors(lost / last, whole / last)
+    degrees = {"data_parallel_shard_degree": 2, "pipeline_parallel_degree": 2}
+    pool.run(4, go_on, moved, tmp_path, degrees)
+    require_equal(moved, whole)

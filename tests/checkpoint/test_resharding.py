@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -20,6 +21,7 @@ from titan.checks.rules import check_to_run, resolve_layout
 from titan.config.schema import JobConfig
 from titan.parallel import build_mesh
 from titan.parallel.mesh import axis_rank, axis_size
+from titan.tools import convert
 from titan.train_step import TrainStep, build_train_step
 
 GLOBAL_BATCH, SEQUENCE, VOCABULARY = 8, 32, 512
@@ -45,19 +47,26 @@ LAYOUTS: dict[str, Degrees] = {
 }
 SLOW = ("HSDP", "FSDP2 on 4", "PP x TP")  # to load into; the default run saves under all ten
 LEGS: list[Degrees] = [{"dp_shard": 4}, {"tp": 2, "pp": 2}, {"cp": 2, "dp_shard": 2}, {}]
+MTP_LEGS: list[Degrees] = [{"dp_shard": 2}, {"tp": 2}, {"pp": 2}, {}]
 LEG_STEPS = 3
 STEPS = LEG_STEPS * len(LEGS)
 
 
-def job(degrees: Degrees, *, folder: Path, steps: int, seed: int = 0, blocks: int = 4) -> JobConfig:
-    """The debug model, smaller, with the same global batch under every layout."""
+def job(
+    degrees: Degrees, *, folder: Path, steps: int, seed: int = 0, blocks: int = 4, modules: int = 0
+) -> JobConfig:
+    """The debug model, smaller, with the same global batch under every layout. modules: of multi-token prediction."""
     dp = degrees.get("dp_replicate", 1) * degrees.get("dp_shard", 1)
     return JobConfig.model_validate(
         {
             "job": {"dump_folder": str(folder)},
             "model": {
                 "flavor": "tiny",
-                "overrides": {"n_layers": blocks, "vocab_size": VOCABULARY},
+                "overrides": {
+                    "n_layers": blocks,
+                    "vocab_size": VOCABULARY,
+                    "num_mtp_modules": modules,
+                },
             },
             "training": {
                 "dataset": "synthetic",
@@ -91,9 +100,9 @@ def ranks(degrees: Degrees) -> int:
 Seen = dict[int, tuple[int, tuple[int, ...]]]
 
 
-def run_leg(degrees: Degrees, folder: Path, steps: int) -> tuple[int, int, Seen]:
+def run_leg(degrees: Degrees, folder: Path, steps: int, modules: int) -> tuple[int, int, Seen]:
     """Train up to `steps` from the run folder's newest checkpoint; the first step, samples read by the end, and what this rank saw."""
-    config = job(degrees, folder=folder, steps=steps)
+    config = job(degrees, folder=folder, steps=steps, modules=modules)
     check_to_run(config, world_size=dist.get_world_size())
     trainer = PoolTrainer(config)
     first = trainer.step + 1
@@ -125,18 +134,21 @@ def stored(path: Path) -> checkpoints.StateDict:
     return state
 
 
-def test_the_loss_curve_goes_on_under_other_layouts(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("legs", "modules"), [(LEGS, 0), (MTP_LEGS, 2)], ids=["next token", "MTP"])
+def test_the_loss_curve_goes_on_under_other_layouts(
+    legs: list[Degrees], modules: int, pool: Pool, tmp_path: Path
+) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    [(first, position, in_order)] = pool.run(1, run_leg, {}, whole, STEPS)
+    [(first, position, in_order)] = pool.run(1, run_leg, {}, whole, STEPS, modules)
     assert (first, position) == (1, STEPS * GLOBAL_BATCH)
     assert {n: step for n, (step, _) in in_order.items()} == {
         number: number // GLOBAL_BATCH + 1 for number in range(STEPS * GLOBAL_BATCH)
     }
     assert len({tokens for _, tokens in in_order.values()}) == STEPS * GLOBAL_BATCH
     seen = Seen()
-    for number, degrees in enumerate(LEGS):
+    for number, degrees in enumerate(legs):
         end = (number + 1) * LEG_STEPS
-        result = pool.run(ranks(degrees), run_leg, degrees, parts, end)
+        result = pool.run(ranks(degrees), run_leg, degrees, parts, end, modules)
         assert {leg[:2] for leg in result} == {(end - LEG_STEPS + 1, end * GLOBAL_BATCH)}
         for leg in result:
             assert not [n for n, was in leg[2].items() if seen.setdefault(n, was) != was]
@@ -145,7 +157,7 @@ def test_the_loss_curve_goes_on_under_other_layouts(pool: Pool, tmp_path: Path) 
     assert [row["step"] for row in found] == list(range(1, STEPS + 1))
     assert [row["tokens"] for row in found] == [row["tokens"] for row in expected]
     assert [row["lr"] for row in found] == [row["lr"] for row in expected]
-    for key in ("loss", "grad_norm"):
+    for key in ("loss", "grad_norm", *(["mtp_loss"] if modules else [])):
         assert [row[key] for row in found] == pytest.approx([r[key] for r in expected], rel=1e-5)
     losses = [row["loss"] for row in expected]
     assert sum(losses[-4:]) < sum(losses[:4]) - 0.04  # these were not twelve idle steps
@@ -154,6 +166,15 @@ def test_the_loss_curve_goes_on_under_other_layouts(pool: Pool, tmp_path: Path) 
     for name, value in states[0].items():
         difference = torch.linalg.vector_norm(states[1][name] - value)
         assert difference <= 1e-5 * torch.linalg.vector_norm(value), name
+    # Their exports have the same names and shapes.
+    exports: list[dict[str, torch.Size]] = []
+    for folder in (whole, parts):
+        out = folder / "exported"
+        assert convert.main(["to-hf", str(folder), str(out)]) == 0
+        files = map(load_file, out.glob("*.safetensors"))
+        exports.append({name: tensor.shape for file in files for name, tensor in file.items()})
+    assert exports[0] == exports[1]
+    assert sum(name.endswith("eh_proj.weight") for name in exports[0]) == modules
 
 
 # ---- every layout into every other -----------------------------------------------------------------

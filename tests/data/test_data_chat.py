@@ -149,9 +149,23 @@ def written(file: Path, chats: list[Any]) -> Path:
     return file
 
 
-def samples_of(tokenizer: Tokenizer, source: s.Section, tmp_path: Path, seq_len: int = 64) -> Any:
-    data = s.DataSection(cache_folder=str(tmp_path / "cache"), document_mask=True)
-    options = SampleOptions(tokenizer=tokenizer, data=data, seq_len=seq_len, split="train", seed=1)
+def samples_of(
+    tokenizer: Tokenizer,
+    source: s.Section,
+    tmp_path: Path,
+    seq_len: int = 64,
+    document_mask: bool = True,
+    num_lengths: int = 1,
+) -> Any:
+    data = s.DataSection(cache_folder=str(tmp_path / "cache"), document_mask=document_mask)
+    options = SampleOptions(
+        tokenizer=tokenizer,
+        data=data,
+        seq_len=seq_len,
+        split="train",
+        seed=1,
+        num_lengths=num_lengths,
+    )
     return build_samples([source], options=options)
 
 
@@ -224,6 +238,22 @@ def test_parquet_and_prepared_shards_are_the_same_samples(
     for other in others:
         assert torch.equal(first.tokens_BS, other.tokens_BS)
         assert torch.equal(first.labels_BS, other.labels_BS)
+    # What only the shards' own index knows is refused when they are opened.
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"num_lengths": 2}, r"shards.*one length; remove seq_len from \[\[phase\]\]"),
+        ({"document_mask": False}, "shards.*set data.document_mask = true"),
+    ]
+    for wrong, message in refused:
+        with pytest.raises(DataError, match=message):
+            samples_of(opened(folder, PLAIN), sources[-1], tmp_path, **wrong)
+    job = tmp_path / "job.toml"
+    job.write_text(
+        f'[tokenizer]\npath = "{folder}"\n[data]\ndocument_mask = true\n[[data.sources]]\ntype = "shards"\n'
+        f'path = "{tmp_path / "shards"}"\n[training]\nseq_len = 64\n[model]\nflavor = "tiny"\n'
+        "[[phase]]\nfrom_step = 5\nseq_len = 32\n"
+    )
+    assert titan(["check", str(job)]) == 2
+    assert "job.toml:7: data.sources[0].path: the shards in" in capsys.readouterr().err
 
 
 def test_long_conversations_end_after_an_answer_or_are_left_out(

@@ -55,11 +55,15 @@ LAYOUTS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_equals_one_process(name: str, references, pool: Pool) -> None:
+def layout_of(name: str) -> Layout:
     degrees, options = LAYOUTS[name]
     overrides = (*TWO, *options.get("overrides", ()))
-    layout = Layout(name, degrees, **{**options, "overrides": overrides})
+    return Layout(name, degrees, **{**options, "overrides": overrides})
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_equals_one_process(name: str, references, pool: Pool) -> None:
+    layout = layout_of(name)
     same = ("documents", "blocks", "model", "overrides", "optimizer")
     reference = references.run(**{key: getattr(layout, key) for key in same})
     found = layouts.differences(pool.run(layout.ranks, layouts.train, layout), reference)

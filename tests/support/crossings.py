@@ -11,6 +11,7 @@ from functools import cache
 from itertools import combinations
 from typing import Any
 
+from tests.data.test_data_chat import chat_batch
 from tests.support.layouts import (
     CUT,
     GLOBAL_BATCH,
@@ -24,6 +25,21 @@ from tests.support.layouts import (
 )
 from titan.checks.rules import check_to_run
 from titan.config.errors import ConfigError
+from titan.data.base import TensorBatch
+from titan.loss import IGNORED
+
+# Two modules, of a weight that shows in the gradients. Four stages have two blocks each, and both modules are in the last:
+# the ends count for nothing.
+MTP = (("num_mtp_modules", 2), ("mtp_coeff", 1.0))
+ENDS = tuple((f"pipeline_parallel_{end}_stage_less_layers", 0) for end in ("first", "last"))
+
+
+def answers_alone(layout: Layout, step: int) -> TensorBatch:
+    """Return packed conversations, with loss on their answers. The first row has none, so that a microbatch counts no token."""
+    batch = chat_batch(layout, step)
+    batch.labels_BS[0] = IGNORED
+    return batch
+
 
 # factor -> technique -> what it changes of a layout. "degrees" and "settings" are added, the rest is replaced.
 FACTORS: dict[str, dict[str, dict[str, Any]]] = {
@@ -55,7 +71,11 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "compile": {"compile": {"compiled": TRACED}},
     "float8": {"float8": {"float8": "rowwise"}},
-    "masks": {"document masks": {"documents": True}},
+    "masks": {
+        "document masks": {"documents": True},
+        "answers": {"documents": True, "batch": answers_alone},
+    },
+    "further targets": {"MTP": {"overrides": MTP, "settings": ENDS, "blocks": 6}},
     "accumulation": {"accumulation": {"accumulation": 2}},
     "optimizer": {"Muon": {"optimizer": (("name", "Muon"), ("ns_dtype", "float32"))}},
     "frozen": {"frozen": {"freeze": ("layers.*.attention_norm.*", "layers.*.attention.wv.weight")}},
@@ -64,6 +84,16 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {
 }
 FACTOR_OF = {technique: factor for factor, values in FACTORS.items() for technique in values}
 MOST_RANKS = 8
+# What is no factor, since it is not of one step: with what other tests cross it, and what nothing crosses with it.
+BESIDE = {
+    "phases": "tests/test_phases.py crosses them with FSDP2, CP, PP, TP x FSDP2 with accumulation; and in one run with a blend of "
+    "conversations, MTP, the average of the weights and PP x FSDP2. Nothing crosses them with experts, recomputation, compile, "
+    "float8, Muon, frozen parameters or the host",
+    "conversations": "the technique 'answers' is their batch in every triple. tests/test_phases.py blends, stops and resumes runs on "
+    "them with positions that begin anew (data.reset_positions), on one process and PP x FSDP2. No triple has such positions",
+    "average of the weights": "tests/optim/test_average.py crosses it with FSDP2, DDP, HSDP, TP, CP and 1F1B, one at a time. Nothing "
+    "crosses it with experts, compile, float8, Muon, frozen parameters or weights on the host",
+}
 
 
 def layout_of(techniques: Iterable[str]) -> Layout | None:
@@ -99,7 +129,8 @@ def techniques_of(layout: Layout) -> frozenset[str]:
         "memory budget" if layout.recompute == "memory_budget" else "",
         "compile" if layout.compiled else "",
         "float8" if layout.float8 else "",
-        "document masks" if layout.documents else "",
+        "" if not layout.documents else "answers" if layout.batch is answers_alone else "document masks",
+        "MTP" if "num_mtp_modules" in dict(layout.overrides) else "",
         "accumulation" if layout.accumulation > 1 else "",
         "Muon" if dict(layout.optimizer).get("name") == "Muon" else "",
         "frozen" if layout.freeze else "",

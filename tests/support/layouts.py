@@ -17,7 +17,7 @@ from titan.data.packing import IGNORED, Batch
 from titan.parallel import build_mesh
 from titan.parallel.init_weights import canonical_name
 from titan.parallel.mesh import axis_rank, axis_size
-from titan.train_step import build_train_step
+from titan.train_step import TrainStep, build_train_step
 
 STEPS, GLOBAL_BATCH, SEQUENCE, VOCABULARY = 10, 8, 64, 2048
 # Four blocks are enough for two ranks with two stages each, for a first, a last and two that are neither.
@@ -351,7 +351,7 @@ def train(layout: Layout, precision: str = "float32", steps: int = STEPS) -> dic
 
     def keep_gradients(*_: Any) -> None:
         if not gradients and train_step.early_step is None:
-            gradients.update({n: _whole(p.grad) for n, p in parameters.items() if p.requires_grad})
+            gradients.update(whole_gradients(train_step))
 
     train_step.optimizer.register_step_pre_hook(keep_gradients)
     world = axis_size(mesh, "dp_replicate", "dp_shard")
@@ -374,6 +374,12 @@ def train(layout: Layout, precision: str = "float32", steps: int = STEPS) -> dic
         **{"losses": losses, "norms": norms, "gradients": gradients, "weights": weights},
         **{"loads": loads, "biases": biases},
     }
+
+
+def whole_gradients(train_step: TrainStep) -> dict[str, Tensor]:
+    """Gather the gradients of this rank's model parts."""
+    named = (item for part in train_step.model_parts for item in part.named_parameters())
+    return {canonical_name(name): _whole(p.grad) for name, p in named if p.requires_grad}
 
 
 def _whole(tensor: Tensor | None) -> Tensor:

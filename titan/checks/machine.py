@@ -21,6 +21,7 @@ from titan.checks.evaluation_rules import check_task_files
 from titan.config import schema as s
 from titan.config.errors import Problem, RuleViolation, violations_of
 from titan.config.model import model_config, resolve_model
+from titan.config.phases import sequence_lengths
 from titan.config.quantize import eight_bit_sections
 from titan.config.schema import JobConfig
 from titan.config.task import check_task, reads_text, task_options
@@ -180,6 +181,7 @@ def _check_source(
                 seq_len=section.seq_len or config.training.seq_len,
                 split=split,
                 seed=0,
+                num_lengths=len(sequence_lengths(config)) if split == "train" else 1,
             )
             build_samples([source], options=options)
         elif isinstance(source, s.TextSource | s.JsonlSource | s.ParquetSource):

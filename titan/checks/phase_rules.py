@@ -10,6 +10,12 @@ from titan.config.schema import JobConfig
 from titan.config.task import reads_text
 
 
+def has_conversations(config: JobConfig) -> bool:
+    """Return whether a job names conversations to train on. Shards of conversations say so when they are opened."""
+    named = any(getattr(source, "messages_key", "") for source in config.data.sources)
+    return named or config.training.dataset == "conversations"
+
+
 def check_phases(config: JobConfig) -> Iterator[RuleViolation]:
     """Check each table by itself, and what the rest of the job rules out."""
     count, longest, is_text = len(config.data.sources), longest_sequence(config), reads_text(config)
@@ -24,6 +30,11 @@ def check_phases(config: JobConfig) -> Iterator[RuleViolation]:
         if length and is_text and config.data.packing == "best_fit":
             reason = "best-fit rows have one length in a run"
             yield f"{key}.seq_len", f'{reason}; set data.packing = "cut"'
+        elif length and has_conversations(config):
+            yield (
+                f"{key}.seq_len",
+                "rows of whole conversations have one length in a run; remove it",
+            )
         if weights is not None and (len(weights) != count or not any(weights)):
             reason = f"expected {count} weights, one for each of data.sources"
             yield f"{key}.weights", f"{reason}, of which one or more are above 0"

@@ -9,7 +9,7 @@ from typing import Any
 
 from titan.checks.elastic_rules import check_groups
 from titan.checks.evaluation_rules import check_evaluation
-from titan.checks.phase_rules import check_phases
+from titan.checks.phase_rules import check_phases, has_conversations
 from titan.checks.stage_rules import check_modules
 from titan.config.base import LIMIT, Section
 from titan.config.errors import KeyPath, RuleViolation, choose, key_text
@@ -86,8 +86,7 @@ def _data(config: JobConfig) -> Iterator[RuleViolation]:
     if data.move_windows and data.packing == "best_fit":
         yield "move_windows", 'best-fit rows begin with documents; set packing = "cut", or false'
     yield from _dataset("training", training.dataset, training.dataset_path)
-    chats = [source for source in data.sources if getattr(source, "messages_key", "")]
-    if (chats or training.dataset == "conversations") and not data.document_mask:
+    if has_conversations(config) and not data.document_mask:
         yield "document_mask", "conversations share sequences; set document_mask = true"
     if data.reset_positions and not data.document_mask:
         # A token would attend to tokens of other documents that have its own position.

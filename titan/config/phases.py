@@ -128,6 +128,11 @@ def _ending(phase: Phase, end: int) -> Phase:
     return replace(phase, config=phase.config.model_copy(update={"training": training}))
 
 
+def sequence_lengths(config: JobConfig) -> set[int]:
+    """Return the tokens of a sequence in each phase."""
+    return {job.training.seq_len for job in jobs_of(config)}
+
+
 def longest_sequence(config: JobConfig) -> int:
     """Return the tokens of the longest sequence that any phase trains on."""
-    return max(job.training.seq_len for job in jobs_of(config))
+    return max(sequence_lengths(config))

@@ -32,7 +32,7 @@ class BestFitSamples(ShardSamples):
     """Give the rows that whole documents of the shards were packed into."""
 
     def __init__(self, shards: TokenShards, options: SampleOptions, **named: Any) -> None:
-        assert options.longest in (0, options.seq_len), "rows of one length; the rules see to it"
+        assert options.num_lengths == 1, "rows of one length; the rules see to it"
         self._folder = cache_entry(options.data.cache_folder, "packing")
         super().__init__(shards, options, **named)
 

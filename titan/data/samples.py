@@ -165,6 +165,13 @@ def _shard_samples(shards: TokenShards, options: SampleOptions, **named: Any) ->
     # Conversations are never cut.
     if options.data.packing == "cut" and not shards.index.kinds:
         return ShardSamples(shards, options, **named)
+    name = named["name"]
+    if options.num_lengths > 1:
+        raise DataError(
+            f"{name}: rows of whole documents have one length; remove seq_len from [[phase]]"
+        )
+    if shards.index.kinds and not options.data.document_mask:
+        raise DataError(f"{name}: conversations share sequences; set data.document_mask = true")
     from titan.data.best_fit import BestFitSamples
 
     return BestFitSamples(shards, options, **named)

@@ -42,6 +42,8 @@ class SampleOptions:
     """Data-parallel ranks. Each reads a part of a stream."""
     longest: int = 0
     """Tokens of the longest sequence of a run with phases, of which every length is a divisor. 0: a run of one phase."""
+    num_lengths: int = 1
+    """How many lengths sequences have in the phases of a run."""
 
     @property
     def spec(self) -> TokenizationSpec:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from titan.config import schema as s
-from titan.config.phases import longest_sequence
+from titan.config.phases import longest_sequence, sequence_lengths
 from titan.data import DataError
 from titan.data.base import Samples
 from titan.data.loader import Collate
@@ -69,6 +69,7 @@ def training_samples(
         rank=rank,
         world=world,
         longest=longest_sequence(config) if config.phase else 0,
+        num_lengths=len(sequence_lengths(config)),
     )
     return build_samples(_training_sources(config), options=options)
 
