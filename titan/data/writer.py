@@ -245,15 +245,13 @@ def _open_index(folder: Path, *, key: str, spec: TokenizationSpec) -> Index:
                     "choose another folder or delete this one"
                 )
             size = np.dtype(index.dtype).itemsize
-            parts = [
-                (unfinished_name(folder / s.file), s.tokens * size) for s in index.open.values()
-            ]
-            # A shard that was closed after progress.json was written is no longer open: its split is written again.
-            if any(
-                num_bytes and not (path.is_file() and path.stat().st_size >= num_bytes)
-                for path, num_bytes in parts
-            ):
-                index.open, index.place = {}, []
+            for shard in index.open.values():
+                path = unfinished_name(folder / shard.file)
+                # It was closed after progress.json was written: go on as if no shard were open.
+                if shard.tokens and not (
+                    path.is_file() and path.stat().st_size >= shard.tokens * size
+                ):
+                    index.open, index.place = {}, []
             return index
     return Index(
         key=key,
