@@ -349,8 +349,7 @@ def open_all(sections: Sequence[s.Section]) -> Documents:
 
     def read(first: int = 0, *place: int) -> Iterator[Document]:
         nonlocal here
-        for number, part in enumerate(parts[first:], first):
-            here = number
+        for here, part in enumerate(parts[first:], first):
             yield from part.read(*place)
             place = ()
 
