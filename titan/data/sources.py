@@ -349,7 +349,7 @@ def open_all(sections: Sequence[s.Section]) -> Documents:
 
     def read(first: int = 0, *place: int) -> Iterator[Document]:
         nonlocal here
-        for here, part in enumerate(parts[first:], first):
+        for here, part in enumerate(parts[first:], first):  # noqa: B007 (`place` reads it)
             yield from part.read(*place)
             place = ()
 
