@@ -1,8 +1,9 @@
-"""Write docs/config.md and docs/schema.json from the config classes. A test fails if they are stale."""
+"""Write docs/config.md and docs/schema.json from the config classes, and notebooks from pages. A test fails if they are stale."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from titan.config.keys import models_at
 from titan.config.render import json_schema
 from titan.config.schema import JobConfig
 from titan.config.toml import KeyPath, format_value, key_text
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from notebook import notebook
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 _INTRODUCTION = """\
@@ -44,6 +48,7 @@ def generated() -> dict[Path, str]:
     """Return path and content of every generated page."""
     return {
         DOCS / "config.md": reference_markdown(),
+        DOCS / "tutorials/first_run.ipynb": notebook(DOCS / "tutorials/first_run.md"),
         DOCS / "schema.json": json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n",
     }
 

@@ -20,6 +20,7 @@ FITTING = {
     "debug_model": 1,
     "demo": 2,
     "llama3_1b": 1,
+    "fineweb_edu_1b": 8,
     "llama3_3b": 8,
     "llama3_8b": 8,
     "llama3_70b": 256,

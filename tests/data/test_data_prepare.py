@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.fineweb_edu import write_files
 from tests.support.loaders import build_loader, build_validation_loader
 from titan.checks.rules import check
 from titan.config import schema as s
@@ -122,11 +123,63 @@ def test_a_run_that_broke_off_continues_to_the_same_bytes(
     assert len(unchanged) >= len(kept) - 1, "closed shards were written again"
 
 
-def test_killed_at_any_moment_it_continues_to_the_same_bytes(tmp_path: Path) -> None:
-    corpus = tmp_path / "big.jsonl"
-    with corpus.open("w") as file:
-        for number in range(3000):
-            file.write(json.dumps({"text": f"{number} " + "some text " * (number % 300)}) + "\n")
+@pytest.mark.parametrize("writes", [2, 5])
+def test_a_resume_reads_only_from_the_row_group_where_it_was(
+    tmp_path: Path, texts: list[str], writes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several Parquet files with empty rows, of which no shard of held-out documents is full."""
+    from titan.data import reading, writer
+
+    corpus, groups = tmp_path / "corpus", []
+    write_files(
+        corpus, [text for pair in zip(texts, [""] * len(texts), strict=True) for text in pair]
+    )
+    real, rows_at_a_time = writer.write_index, reading._rows_at_a_time
+    monkeypatch.setattr(
+        reading, "_rows_at_a_time", lambda group: groups.append(group) or rows_at_a_time(group)
+    )
+    assert prepare(tmp_path / "whole", corpus) == 0
+    num_groups, folder, done = len(groups), tmp_path / "broken", []
+
+    def broken(*arguments: Any) -> None:
+        real(*arguments)
+        done.append(arguments)
+        if len(done) == writes:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(writer, "write_index", broken)
+    assert prepare(folder, corpus) == 75
+    monkeypatch.setattr(writer, "write_index", real)
+    progress = read_index(folder / "progress.json")
+    shards, open_ = progress.splits["train"], progress.open
+    assert len(shards) == writes and not progress.splits["validation"]
+    assert open_["validation"].documents > 0
+    groups.clear()
+    assert prepare(folder, corpus) == 0
+    assert content(folder) == content(tmp_path / "whole")
+    # Half of the rows hold a document: five of each ten, which a row group has.
+    read = shards[-1].documents_read // 5
+    assert num_groups - read - 3 <= len(groups) <= num_groups - read + 3 < num_groups
+    # A part that is gone is written again, from the start of the text.
+    monkeypatch.setattr(writer, "write_index", broken)
+    done.clear()
+    assert prepare(tmp_path / "gone", corpus) == 75
+    monkeypatch.undo()
+    (tmp_path / "gone" / "validation-00000.bin.part").unlink()
+    assert prepare(tmp_path / "gone", corpus) == 0
+    assert content(tmp_path / "gone") == content(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_killed_at_any_moment_it_continues_to_the_same_bytes(tmp_path: Path, kind: str) -> None:
+    corpus = tmp_path / "big"
+    texts = [f"{number} " + "some text " * (number % 300) for number in range(3000)]
+    if kind == "parquet":
+        write_files(corpus, texts, group=100)
+    else:
+        corpus.mkdir()
+        lines = (json.dumps({"text": text}) + "\n" for text in texts)
+        (corpus / "big.jsonl").write_text("".join(lines))
     options = ["--input", str(corpus), "--tokenizer", "bytes", "--shard-tokens", "100000"]
     code = "import sys; from titan.tools.prepare import main; sys.exit(main(sys.argv[1:]))"
     folder = tmp_path / "killed"

@@ -167,9 +167,16 @@ def test_a_text_stream_resumes_where_it_was(hub: Path, texts: list[str], consume
     assert list(again.read()) == texts, "the next epoch begins where the resumed one did"
 
 
-def test_presets_resolve_to_sources() -> None:
+def test_presets_resolve_to_sources(tmp_path: Path) -> None:
     assert resolve_sources("stdlib") == [s.StdlibSource()]
     assert resolve_sources("c4") == [s.HuggingFaceSource(path="allenai/c4", name="en")]
+    # A copy with the hub's card is opened as the hub's, any other by its files.
+    (tmp_path / "a.parquet").touch()
+    plain = resolve_sources("fineweb-edu", dataset_path=str(tmp_path))
+    assert plain == [s.ParquetSource(path=str(tmp_path))]
+    (tmp_path / "README.md").touch()
+    carded = resolve_sources("fineweb-edu", dataset_path=str(tmp_path))[0]
+    assert isinstance(carded, s.HuggingFaceSource) and carded.name == "sample-10BT"
     assert resolve_sources("c4_validation")[0].split == "validation"  # pyright: ignore
     assert resolve_sources("c4", dataset_path="copy")[0].path == "copy"  # pyright: ignore
     assert resolve_sources("c4_test") == [s.JsonlSource(path="tests/assets/c4_test")]

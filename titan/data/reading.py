@@ -85,10 +85,15 @@ def pieces_of(document: str | LongText) -> Iterator[str]:
 
 @dataclass
 class Meter:
-    """Count how far reading has come, in bytes of the files, for the progress bar."""
+    """Say how far reading has come: in bytes of the files, for the progress bar, and as a place to begin again.
+
+    group: of a Parquet file's row groups. Other files have one.
+    """
 
     before: int = 0
     here: int = 0
+    file: int = 0
+    group: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -100,11 +105,18 @@ Reader = Callable[..., Iterator[Document | None]]
 
 
 def read_files(
-    files: Sequence[Path], read: Reader, meter: Meter, **options: str
+    files: Sequence[Path],
+    read: Reader,
+    meter: Meter,
+    first: int = 0,
+    group: int = 0,
+    /,
+    **options: str,
 ) -> Iterator[Document]:
-    """Yield the documents of the files, each read by `read(file, meter, **options)`."""
-    meter.before = meter.here = 0
-    for file in files:
+    """Yield the documents of the files, each read by `read(file, meter, **options)`, from a row group of file `first` on."""
+    meter.before, meter.here, meter.group = sum(f.stat().st_size for f in files[:first]), 0, group
+    for number, file in enumerate(files[first:], first):
+        meter.file = number
         try:
             # None and "" are no documents.
             for document in read(file, meter, **options):
@@ -113,7 +125,7 @@ def read_files(
         except _UNREADABLE as error:
             raise _unreadable(str(file), error) from error
         # The whole file counts now, whatever a reader's buffer has seen of it.
-        meter.before, meter.here = meter.before + file.stat().st_size, 0
+        meter.before, meter.here, meter.group = meter.before + file.stat().st_size, 0, 0
 
 
 def _unreadable(where: str, error: Exception) -> DataError:
@@ -307,8 +319,10 @@ def read_parquet(
             likely = next((name for name, kind in kinds if kind in ("string", "large_string")), "")
             message = f"{file}: no column '{key}'; its columns are {listed} ({_SET_KEY})"
             raise NoText(message, likely)
-        size, rows = file.stat().st_size, count(1)
-        for number in range(table.num_row_groups):
+        size, first = file.stat().st_size, meter.group
+        rows = count(1 + sum(table.metadata.row_group(n).num_rows for n in range(first)))
+        for number in range(first, table.num_row_groups):
+            meter.group = number
             where = f"{file}, row group {number}"
             # Batch by batch: a row group may be larger than the memory.
             batches = table.iter_batches(

@@ -3,7 +3,7 @@
 A folder holds index.json and flat files of little-endian uint16 (uint32 above 65,536 ids): train-00000.bin ... and, if
 documents were held out, validation-00000.bin ... Documents are stored one after another, framed by begin and end ids. A
 shard ends at the end of a document, or of a piece of a long one. index.json is written last, so a folder that has one is
-complete. Until then progress.json, of the same form, lists the finished shards. The reader maps the files, so that processes
+complete. Until then progress.json, of the same form, lists the finished shards, and how far the others (.part) have come. The reader maps the files, so that processes
 on one machine share the pages and opening costs nothing.
 """
 
@@ -50,7 +50,11 @@ class Shard(BaseModel):
 
 class Index(BaseModel):
     """Hold index.json. `key` names what the shards were made from, `bos_id` and `eos_id` what
-    frames a document."""
+    frames a document.
+
+    open, place: only in progress.json. The unfinished shard of each split, as far as it is on disk; and a document's number,
+    with the place from which reading comes to it (`Documents.place`).
+    """
 
     format: Literal["titan-shards-1"] = FORMAT
     key: str
@@ -62,6 +66,8 @@ class Index(BaseModel):
     kinds: bool = False
     """Whether ids have kinds, as a conversation's do (special_tokens.py)."""
     splits: dict[str, list[Shard]]
+    open: dict[str, Shard] = {}
+    place: list[NonNegativeInt] = []
 
     @field_validator("splits")
     @classmethod
@@ -90,11 +96,17 @@ def temporary_name(path: Path) -> Path:
     return path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
 
 
+def unfinished_name(path: Path) -> Path:
+    """Return the name of a shard that is not full yet. One process at a time writes into a folder."""
+    return path.with_name(f"{path.name}.part")
+
+
 def write_index(file: Path, index: Index) -> None:
     """Write an index so that a reader sees the old content or the new, even after a crash."""
     temporary = temporary_name(file)
     with temporary.open("w", encoding="utf-8") as opened:
-        opened.write(index.model_dump_json(indent=1))
+        left_out = {"open", "place"} if file.name == INDEX else None
+        opened.write(index.model_dump_json(indent=1, exclude=left_out))
         opened.flush()
         os.fsync(opened.fileno())
     temporary.replace(file)

@@ -57,16 +57,20 @@ _TRIED_FILES, _TRIED_DOCUMENTS = 16, 3
 
 @dataclass(frozen=True, kw_only=True)
 class Documents:
-    """Offer finite text. `read()` yields the documents from the first one, in the same order each time."""
+    """Offer finite text. `read()` yields the documents from the first one, in the same order each time.
+
+    `read(*place())` begins again with the first document of the file, or row group, that is being read.
+    """
 
     name: str
     identity: list[object]
     """JSON-able. Two sources with equal identities hold the same documents."""
-    read: Callable[[], Iterator[str]] | Callable[[], Iterator[Document]]
+    read: Callable[..., Iterator[str]] | Callable[..., Iterator[Document]]
     num_bytes: int | None = None
     """Size of the files, for a progress bar, or None if it is unknown."""
     position: Callable[[], int] = lambda: 0
     """How many of these bytes have been read."""
+    place: Callable[[], tuple[int, ...]] = lambda: ()
     try_first: Callable[[], None] = lambda: None
     """Read the first documents of the first files. Raises DataError if they are not of the kind that they should be."""
 
@@ -161,9 +165,10 @@ def _from_files(kind: str, files: list[Path], read: Reader, **options: str) -> D
     return Documents(
         name=f"{kind} ({len(files)} file{'s' * (len(files) != 1)})",
         identity=[kind, options, [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]],
-        read=lambda: read_files(files, read, meter, **options),
+        read=lambda *place: read_files(files, read, meter, *place, **options),
         num_bytes=sum(stat.st_size for _, stat in stats),
         position=lambda: meter.num_bytes,
+        place=lambda: (meter.file, meter.group),
         try_first=try_first,
     )
 
@@ -187,9 +192,9 @@ def _with_paste(section: s.JsonlSource | s.ParquetSource, documents: Documents) 
             where = "; in the job, in place of dataset and dataset_path:" if paste else ""
             raise DataError(error.message + where, paste=paste) from None
 
-    def read() -> Iterator[Document]:
+    def read(*place: int) -> Iterator[Document]:
         with explained():
-            yield from documents.read()
+            yield from documents.read(*place)
 
     def try_first() -> None:
         with explained():
@@ -289,6 +294,11 @@ def resolve_sources(dataset: str, *, dataset_path: str | None = None) -> list[s.
     if dataset in _PRESETS:
         preset = _PRESETS[dataset]
         path = dataset_path or getattr(preset, "path", None)
+        # A local copy without the hub's card has no configurations: its files are read as they are.
+        if dataset_path and isinstance(preset, s.HuggingFaceSource):
+            copy = Path(dataset_path).expanduser()
+            if copy.exists() and not (copy / "README.md").exists():
+                return [source_of_path(dataset_path, text_key=preset.text_key)]
         if path == "":
             raise DataError(f'dataset = "{dataset}" reads local files: set dataset_path beside it')
         return [preset.model_copy(update={"path": path}) if hasattr(preset, "path") else preset]
@@ -335,10 +345,19 @@ def open_all(sections: Sequence[s.Section]) -> Documents:
     """Return the documents of several sources, one source after another."""
     parts = [open_documents(section) for section in sections]
     sizes = [part.num_bytes for part in parts if part.num_bytes is not None]
+    here = 0
+
+    def read(first: int = 0, *place: int) -> Iterator[Document]:
+        nonlocal here
+        for here, part in enumerate(parts[first:], first):  # noqa: B007 (`place` reads it)
+            yield from part.read(*place)
+            place = ()
+
     return Documents(
         name=", ".join(part.name for part in parts),
         identity=[part.identity for part in parts],
-        read=lambda: (text for part in parts for text in part.read()),
+        read=read,
         num_bytes=sum(sizes) if len(sizes) == len(parts) else None,
-        position=lambda: sum(part.position() for part in parts),
+        position=lambda: sum(p.num_bytes or 0 for p in parts[:here]) + parts[here].position(),
+        place=lambda: (here, *parts[here].place()),
     )

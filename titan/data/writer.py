@@ -2,9 +2,10 @@
 
 One process reads documents in order, cuts them into pieces (reading.py), and groups these into chunks. Workers tokenize
 chunks. The results come back in order and are appended to the open shard of their split. A full shard gets its final name.
-Then progress.json names it, with the documents and pieces read by then. A later run reads from the start but tokenizes only
-what no closed shard holds. Shards end where pieces end, and depend only on the documents and the options. So a run that is
-killed anywhere continues to the same bytes. Memory does not depend on the size of documents.
+Then progress.json names it, with the documents and pieces read by then, and how much of each open shard is on disk. A later
+run goes on there. It begins to read at the file, or the row group of Parquet, where reading was. Shards end where pieces
+end, and depend only on the documents and the options. So a run that is killed anywhere continues to the same bytes. Memory
+does not depend on the size of documents.
 
 Called by prepare.py (a user's folder) and cache.py (the cache of raw text sources).
 """
@@ -42,8 +43,8 @@ from titan.data.shards import (
     Index,
     Shard,
     read_index,
-    temporary_name,
     token_dtype,
+    unfinished_name,
     write_index,
 )
 from titan.data.sources import Documents, in_validation
@@ -101,6 +102,8 @@ class Progress:
     documents: int = 0
     num_bytes: int = 0
     tokens: int = 0
+    bytes_before: int = 0
+    """What earlier runs have read, and this one passes over."""
 
 
 class _Piece(NamedTuple):
@@ -128,11 +131,20 @@ class _Encoded(NamedTuple):
 class _SplitWriter:
     """Write the shards of one split, and list them in `closed`. The open one has a temporary name until it is full."""
 
-    def __init__(self, folder: Path, *, split: str, limit: int, closed: list[Shard]) -> None:
-        """Begin after the shards in `closed`. limit: tokens of a shard."""
-        self._folder, self._split, self._limit, self._closed = folder, split, limit, closed
+    def __init__(self, folder: Path, *, split: str, limit: int, index: Index) -> None:
+        """Begin after the closed shards in `index`, with the tokens of the open one. limit: tokens of a shard."""
+        self._folder, self._split, self._limit = folder, split, limit
+        self._closed = index.splits[split]
         self._file: BinaryIO | None = None
-        self._shard = Shard(file=f"{split}-00000.bin")
+        self._shard = index.open.get(split, Shard(file=f"{split}-00000.bin"))
+        # progress.json of an earlier titan has no open shards: then the last closed one counts.
+        last = self._shard if split in index.open else [self._shard, *self._closed][-1]
+        self.done: ReadPosition = (last.documents_read, last.pieces_read)
+        if self._shard.tokens:
+            path = unfinished_name(folder / self._shard.file)
+            # What came after progress.json is written again.
+            os.truncate(path, self._shard.tokens * np.dtype(index.dtype).itemsize)
+            self._file = path.open("ab")
 
     def add(self, piece: _Piece, encoded: _Encoded) -> bool:
         """Append a piece. Return whether the open shard had no room for it and was closed."""
@@ -143,7 +155,7 @@ class _SplitWriter:
             self.close(piece.place)
         if self._file is None:
             self._shard = Shard(file=f"{self._split}-{len(self._closed):05d}.bin")
-            self._file = temporary_name(self._folder / self._shard.file).open("wb")
+            self._file = unfinished_name(self._folder / self._shard.file).open("wb")
         self._file.write(tokens.tobytes())
         self._shard.tokens += len(tokens)
         self._shard.documents += piece.last
@@ -155,13 +167,19 @@ class _SplitWriter:
         if self._file is None:
             return
         # The bytes have to be durable before the name is.
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        self._closed.append(self.written(read))
         self._file.close()
         self._file, path = None, self._folder / self._shard.file
-        temporary_name(path).replace(path)
-        self._shard.documents_read, self._shard.pieces_read = read
-        self._closed.append(self._shard)
+        unfinished_name(path).replace(path)
+        self._shard = Shard(file=path.name)
+
+    def written(self, read: ReadPosition) -> Shard:
+        """Return the open shard, once its bytes are on disk. read: the reader's position."""
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        documents, pieces = read
+        return self._shard.model_copy(update={"documents_read": documents, "pieces_read": pieces})
 
 
 def write_shards(
@@ -187,21 +205,23 @@ def write_shards(
     # The caller holds the lock, so nobody is writing these.
     for left_over in folder.glob("*.tmp"):
         left_over.unlink()
-    # Each split goes on where its last closed shard ended.
-    done = {
-        split: (shards[-1].documents_read, shards[-1].pieces_read) if shards else (0, 0)
-        for split, shards in index.splits.items()
-    }
     writers = {
-        split: _SplitWriter(folder, split=split, limit=shard_tokens, closed=closed)
-        for split, closed in index.splits.items()
+        split: _SplitWriter(folder, split=split, limit=shard_tokens, index=index)
+        for split in index.splits
     }
+    done = {split: writer.done for split, writer in writers.items()}
     progress = Progress()
-    chunks = _chunks(documents, spec, done, progress)
+    places = deque([index.place or [0]])
+    chunks = _chunks(documents, spec, done, progress, places)
     # Results come in the order of the documents, whichever worker was first.
     for chunk, encoded in _encode_all(chunks, spec, workers=workers):
         for piece, one in zip(chunk, encoded, strict=True):
             if writers[piece.split].add(piece, one):
+                after = (piece.number, piece.index + 1)
+                index.open = {split: writer.written(after) for split, writer in writers.items()}
+                while len(places) > 1 and places[1][0] <= piece.number:
+                    places.popleft()
+                index.place = places[0]
                 write_index(folder / PROGRESS, index)
             progress.tokens += len(one.tokens)
         progress.num_bytes = documents.position()
@@ -224,6 +244,14 @@ def _open_index(folder: Path, *, key: str, spec: TokenizationSpec) -> Index:
                     f"'{folder}' holds shards of other text, another tokenizer or other options; "
                     "choose another folder or delete this one"
                 )
+            size = np.dtype(index.dtype).itemsize
+            for shard in index.open.values():
+                path = unfinished_name(folder / shard.file)
+                # It was closed after progress.json was written: go on as if no shard were open.
+                if shard.tokens and not (
+                    path.is_file() and path.stat().st_size >= shard.tokens * size
+                ):
+                    index.open, index.place = {}, []
             return index
     return Index(
         key=key,
@@ -237,12 +265,23 @@ def _open_index(folder: Path, *, key: str, spec: TokenizationSpec) -> Index:
 
 
 def _chunks(
-    documents: Documents, spec: TokenizationSpec, done: dict[str, ReadPosition], progress: Progress
+    documents: Documents,
+    spec: TokenizationSpec,
+    done: dict[str, ReadPosition],
+    progress: Progress,
+    places: deque[list[int]],
 ) -> Iterator[list[_Piece]]:
-    """Yield the pieces that no closed shard holds: those of a split from done[split] on. Count the documents."""
+    """Yield the pieces that no shard holds: those of a split from done[split] on. Count the documents.
+
+    Reading begins at places[0]: a document's number, and where it is. Each later place is added with its first document.
+    """
     chunk, num_chars = [], 0
-    for number, document in enumerate(documents.read()):
+    first, *place = places[0]
+    for number, document in enumerate(documents.read(*place), first):
         progress.documents = number + 1
+        progress.bytes_before = progress.bytes_before or (number == first and documents.position())
+        if places[-1][1:] != (here := [*documents.place()]):
+            places.append([number, *here])
         # Before this document, both splits are complete: it is only read.
         if number < min(done.values())[0]:
             continue
