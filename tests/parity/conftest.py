@@ -43,17 +43,13 @@ difference is the rounding of 8 bits.
 ## Every three techniques together
 
 `python scripts/crossings.py` lists 2,514 triples of 27 techniques, of which titan refuses 116 with a reason. 96 drawn layouts
-cross all others (tests/parity/test_triples.py, slow). Each trains three steps and is compared with one process. Rows without
-float8 have the bound 1e-5 for losses, norms, gradients of the first step and weights. Multi-token prediction and conversations
-with loss on answers are among the techniques. A batch of answers has one sequence without any, so that a microbatch counts no
-token.
-
-What follows is no factor of these triples:
+cross all others (tests/parity/test_triples.py, slow), multi-token prediction and conversations with loss on answers among
+them. Each trains three steps, with the bound below unless it has float8. These are no factors:
 
 | technique | crossed with | not crossed with |
 |---|---|---|
 | [phases](phases.md) | FSDP2, CP, PP, TP x FSDP2 with accumulation; in one run: conversations, multi-token prediction, an average of the weights, PP x FSDP2 (tests/test_phases.py) | experts, recomputation, compilation, float8, Muon, frozen parameters, offloading |
-| [conversations](data.md#conversations) read from files | blended with text, stopped in each phase and resumed, on one process and on PP x FSDP2, with positions that begin anew (tests/test_phases.py) | other layouts: there the triples have their batches, with positions that do not begin anew |
+| [conversations](data.md#conversations) read from files | blended with text, stopped in each phase and resumed, on one process and on PP x FSDP2, with positions that begin anew (tests/test_phases.py) | other layouts, except their batches in the triples, without such positions |
 | [average of the weights](optimizers.md#averages-of-the-weights) | one at a time: FSDP2, DDP, HSDP, TP, CP, 1F1B (tests/optim/test_average.py); phases, as above | experts, compilation, float8, Muon, frozen parameters, offloading |
 
 ## Ten steps
