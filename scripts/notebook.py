@@ -14,7 +14,8 @@ from typing import Any
 _NOTICE = "*This notebook is generated from [{name}]({name}) by `scripts/gen_docs.py`. Change the page instead.*"
 # Commands of a page run in the root of the checkout, if there is one, and find this kernel's programs.
 _SETUP = """\
-import os, sys
+import os
+import sys
 from pathlib import Path
 
 here = Path.cwd()
