@@ -84,7 +84,8 @@ def _run_rank(argv: Sequence[str], env: dict[str, str]) -> None:
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         gc.enable()  # Popen has stopped it
         logging.disable(logging.NOTSET)
         os.environ.clear()
