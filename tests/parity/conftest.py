@@ -49,7 +49,7 @@ them. Each trains three steps, with the bound below unless it has float8. These 
 | technique | crossed with | not crossed with |
 |---|---|---|
 | [phases](phases.md) | FSDP2, CP, PP, TP x FSDP2 with accumulation; in one run: conversations, multi-token prediction, an average of the weights, PP x FSDP2 (tests/test_phases.py) | experts, recomputation, compilation, float8, Muon, frozen parameters, offloading |
-| [conversations](data.md#conversations) read from files | blended with text, stopped in each phase and resumed, on one process and on PP x FSDP2, with positions that begin anew (tests/test_phases.py) | other layouts, except their batches in the triples, without such positions |
+| [conversations](data.md#conversations) read from files | blended with text, stopped in each phase and resumed, on one process and on PP x FSDP2, with positions that restart at each document (tests/test_phases.py) | other layouts, except their batches in the triples, without such positions |
 | [average of the weights](optimizers.md#averages-of-the-weights) | one at a time: FSDP2, DDP, HSDP, TP, CP, 1F1B (tests/optim/test_average.py); phases, as above | experts, compilation, float8, Muon, frozen parameters, offloading |
 
 ## Ten steps

@@ -90,7 +90,7 @@ BESIDE = {
     "conversations, MTP, the average of the weights and PP x FSDP2. Nothing crosses them with experts, recomputation, compile, "
     "float8, Muon, frozen parameters or the host",
     "conversations": "the technique 'answers' is their batch in every triple. tests/test_phases.py blends, stops and resumes runs on "
-    "them with positions that begin anew (data.reset_positions), on one process and PP x FSDP2. No triple has such positions",
+    "them with positions that restart at each document (data.reset_positions), on one process and PP x FSDP2. No triple has such positions",
     "average of the weights": "tests/optim/test_average.py crosses it with FSDP2, DDP, HSDP, TP, CP and 1F1B, one at a time. Nothing "
     "crosses it with experts, compile, float8, Muon, frozen parameters or weights on the host",
 }

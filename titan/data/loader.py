@@ -9,7 +9,7 @@ Samples to leave out (titan/health/recovery.py says when) are ranges of numbers.
 after it, which is the same on every layout.
 
 A phase of the run (titan/config/phases.py) may change the length of sequences and the weights of sources. Samples are then numbered
-anew from its first position on, and the state has the `Part`: where each source stands, in tokens.
+again from its first position on, and the state has the `Part`: where each source stands, in tokens.
 
 A background thread prepares some steps. What it has read ahead is not part of the state: `state_dict()` is the state after
 the last step that was handed out.

@@ -83,7 +83,7 @@ def launch_command(name: str, argv: Sequence[str] | None, *, num_processes: int)
     Args:
         argv: its arguments; None: those of this process.
     """
-    # torchrun would take --nproc for an option of its own.
+    # torchrun would read --nproc as one of its options.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--nproc")
     rest = parser.parse_known_args(argv)[1]

@@ -1,6 +1,6 @@
 """Start replica groups on this machine with their lighthouse: `titan train --elastic --groups N`.
 
-Each group is a `titan train --nproc` of its own, in RUN/group-0, RUN/group-1 and so on. All write and read checkpoints in one
+Each group is a separate `titan train --nproc`, in RUN/group-0, RUN/group-1 and so on. All write and read checkpoints in one
 folder. A group that ends with an error is started again, and heals from the others' memory.
 """
 
@@ -118,7 +118,7 @@ class _Group:
         self._start()
 
     def _start(self) -> None:
-        # A session of its own: a Ctrl-C reaches this process alone, which passes it on once.
+        # A new session: a Ctrl-C reaches this process alone, which passes it on once.
         self.process = subprocess.Popen(
             self.command,
             env=self.variables,

@@ -1,6 +1,6 @@
 """Train in replica groups that come and go, on torchft (pytorch.org/torchft): the groups of a step, their sums, and healing.
 
-A replica group is a run of its own: processes, a process group, a layout. The lighthouse knows which groups live. Before each
+A replica group is a separate run: processes, a process group, a layout. The lighthouse knows which groups live. Before each
 step, the groups that live make a quorum, and torchft connects rank r of each group with rank r of the others. A group that is
 behind gets weights, optimizer and counters from a peer's memory.
 
@@ -156,7 +156,7 @@ class ReplicaGroups:
             if not failed.item():
                 self._quorum_id = self.manager._quorum_id
                 return texts
-            # Other groups may already sum by this quorum: the next one must connect all anew, or sums of two attempts would meet.
+            # Other groups may already sum by this quorum: the next one must connect all again, or sums of two attempts would meet.
             self.manager._commit_failures += 1
             waiting(reason or "another rank of this group has no quorum")
 

@@ -67,7 +67,7 @@ class StepTimer:
         return self.pause("data")
 
     def forget_mean(self) -> None:
-        """Begin the mean time of a step anew, since steps have another size from now on."""
+        """Restart the mean time of a step, since steps have another size from now on."""
         self._num_windows = 0
 
     def window(self, *, step: int, tokens: int, steps_left: float | None = None) -> Window:

@@ -41,7 +41,7 @@ class WeightAverage:
         self.restart()
 
     def restart(self) -> None:
-        """Begin anew with the weights."""
+        """Begin again with the weights."""
         self._mix(1.0)
 
     def update(self, step: int) -> None:

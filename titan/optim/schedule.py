@@ -26,7 +26,7 @@ def learning_rate_factor(
     phases: Sequence[Phase] = (),
 ) -> float:
     """Return the share of the peak learning rate for step 1, 2, ... total_steps: of `[lr_scheduler]`, until a phase begins a
-    schedule of its own, which lasts until the next one or to the end."""
+    separate schedule, which lasts until the next one or to the end."""
     changes = [phase for phase in phases if phase.section is not None and phase.section.sets_rate]
     firsts = [*(phase.first_step for phase in changes), total_steps + 1]
     until = min(step, firsts[0]) if changes else step

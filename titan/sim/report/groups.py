@@ -73,7 +73,7 @@ def group_facts(simulation: Simulation, **how: Any) -> Facts:
 
 
 def linked(simulation: Simulation) -> Profile:
-    """Return the hardware of all groups: each has nodes of its own, and a link leads out of them."""
+    """Return the hardware of all groups: no two share a node, and a link leads out of them."""
     section, size, profile = simulation.config.simulator, simulation.world_size, simulation.profile
     per_node, card = min(profile.gpus_per_node, size), 8 * profile.nic_gb_per_s
     link = Tier(
