@@ -7,12 +7,14 @@ are left out. Imports no torch.
 
 from __future__ import annotations
 
+import codecs
 import errno
 import gzip
 import io
 import os
 import re
 import stat
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import IO, Annotated, Any, TypeVar
@@ -102,7 +104,7 @@ class Unpacked(io.RawIOBase):
 
     def __init__(self, path: Path) -> None:
         self._path, self._packed, self._num_bytes = path, open_regular(path), 0
-        is_packed = path.suffix == ".gz"
+        is_packed = path.suffix.lower() == ".gz"
         self._content: Any = gzip.GzipFile(fileobj=self._packed) if is_packed else self._packed
 
     @property
@@ -150,10 +152,21 @@ def read_text(path: Path, *, limit: int = MAX_BYTES, within: Path | None = None)
     return decode(read_bytes(path, limit=limit, within=within), name=path)
 
 
+def read_lines(path: Path, *, within: Path | None = None) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a UTF-8 file that are not blank, with their numbers.
+
+    Only a line feed ends a line, or a carriage return and a line feed: JSON text may hold other characters that
+    `str.splitlines` takes for ends, such as U+2028.
+    """
+    for number, line in enumerate(read_text(path, within=within).split("\n"), start=1):
+        if line.strip():
+            yield number, line.removesuffix("\r")
+
+
 def decode(data: bytes, *, name: object) -> str:
-    """Return the text of UTF-8 bytes."""
+    """Return the text of UTF-8 bytes, without a byte order mark at its beginning."""
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise InputError(f"{name}: is not UTF-8 text (at byte {error.start:,})") from error
 
@@ -172,6 +185,11 @@ def read_json(
 
 def parse_json(text: str | bytes, kind: type[T], *, name: object, values: int = MAX_VALUES) -> T:
     """Return the `kind` that a JSON text describes. values: how many it may hold at most."""
+    text = (
+        text.removeprefix(codecs.BOM_UTF8)
+        if isinstance(text, bytes)
+        else text.removeprefix("\ufeff")
+    )
     # Counted before parsing: "[]" takes two bytes here and 56 in memory.
     marks = (b",", b"[", b"{") if isinstance(text, bytes) else (",", "[", "{")
     # Commas, brackets and braces bound the number of values from above.

@@ -107,11 +107,12 @@ def read_config(hf: dict[str, Any]) -> DeepSeekConfig:
     only = {"scoring_func": score, "moe_layer_freq": 1, "rope_interleave": True, **normalizes}
     llama3.require(hf, only)
     rope = llama3.rope_of(hf)
-    theta = ("rope_theta", "rope_theta", rope.get("rope_theta", 10_000.0))
-    sizes = llama3.read_fields(hf, DeepSeekConfig, (*_FIELDS, theta))
+    theta: llama3.Field = ("rope_theta", "rope_theta", ...)
+    sizes = llama3.read_fields(
+        {**hf, "rope_theta": rope["rope_theta"]}, DeepSeekConfig, (*_FIELDS, theta)
+    )
     sizes["rope_factor"] = 0.0
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
+    if (kind := rope["rope_type"]) != "default":
         same = {**_YARN_ONLY, "mscale_all_dim": rope.get("mscale")}
         changed = any(rope.get(key, value) != value for key, value in _YARN_DEFAULTS.items())
         if changed or any(rope.get(key, kind) != value for key, value in same.items()):

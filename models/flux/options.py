@@ -94,9 +94,9 @@ class TaskOptions:
             if self.classes > len(SHAPES):
                 yield "options.classes", f"must be at most {len(SHAPES)}, got {self.classes}"
         elif self.path:  # a run needs it, a simulation does not
-            name = "labels.jsonl" if self.source == "pictures" else "latents.npy"
-            if not any(Path(self.path).rglob(name)):
-                yield "options.path", f'"{self.path}" is no folder with {name}'
+            name = "labels.jsonl" if self.source == "pictures" else "**/latents.npy"
+            if not any(Path(self.path).glob(name)):
+                yield "options.path", f'"{self.path}" is no folder with {name.removeprefix("**/")}'
         widest = min(sizes.context_dim, sizes.pooled_dim)
         if self.source != "encoded" and self.classes > widest:
             yield "options.classes", f"{self.classes} labels do not fit into {widest} channels"

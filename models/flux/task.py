@@ -30,11 +30,12 @@ from titan.config.model import model_config
 from titan.config.schema import JobConfig
 from titan.data import DataError, require
 from titan.data.base import Samples, TensorBatch
+from titan.data.files import walk
 from titan.data.loader import Collate
 from titan.data.order import derive_key, permute
 from titan.parallel.context import unshard_sequence
 from titan.task import LossFunction, Microbatch, Task
-from titan.untrusted import is_plain_name, parse_json, read_text
+from titan.untrusted import is_plain_name, parse_json, read_lines
 
 from .config import FluxConfig
 from .options import SHAPES, TaskOptions
@@ -181,8 +182,8 @@ class PictureFolder(FlowSamples):
     def open(self) -> None:
         self.folder = Path(self.options.path)
         name = self.folder / "labels.jsonl"
-        lines = read_text(name, within=self.folder).splitlines()
-        items = [parse_json(line, _Line, name=name) for line in lines if line.strip()]
+        lines = read_lines(name, within=self.folder)
+        items = [parse_json(line, _Line, name=f"{name}:{number}") for number, line in lines]
         for item in items:
             if not is_plain_name(item.file) or not 0 <= item.label < self.options.classes:
                 raise DataError(
@@ -194,7 +195,7 @@ class PictureFolder(FlowSamples):
     def item(self, place: int) -> tuple[np.ndarray, ...]:
         line = self.items[place]
         file = self.folder / line.file
-        if file.suffix == ".npy":
+        if file.suffix.lower() == ".npy":
             picture = _read(np.load, file)
         else:
             image = _read(require("PIL.Image", purpose="reading PNG files").open, file)
@@ -220,7 +221,7 @@ class Encoded(FlowSamples):
         options, sizes = self.options, self.sizes
         shapes = self.shape, (options.context_len, sizes.context_dim), (sizes.pooled_dim,)
         self.files = []
-        for latents in sorted(Path(options.path).rglob("latents.npy")):
+        for latents in sorted(f for f in walk(Path(options.path)) if f.name == "latents.npy"):
             names = [latents.with_name(f"{name}.npy") for name in ("latents", "context", "pooled")]
             arrays = [_read(partial(np.load, mmap_mode="r"), name) for name in names]
             for name, array, shape in zip(names, arrays, shapes, strict=True):

@@ -60,30 +60,49 @@ def hf_config(config: Gemma3Config) -> dict[str, Any]:
 
 def read_config(hf: dict[str, Any]) -> Gemma3Config:
     """Return the sizes of a config.json. Raises ValueError if it describes something else than Gemma 3."""
-    rope = llama3.rope_of(hf)
-    # transformers 5 writes a table for each kind of layer, 4 the global one.
-    wide, local = (
-        llama3.rope_of({"rope_scaling": rope.get(kind, otherwise)})
-        for kind, otherwise in (("full_attention", rope), ("sliding_attention", {}))
-    )
+    wide, local = _rope_tables(hf)
+    types = hf.get("layer_types")
+    is_global = [kind == "full_attention" for kind in types or ()]
     flat = {
-        "rope_theta": wide.get("rope_theta", 1_000_000.0),
-        "rope_local_base_freq": local.get("rope_theta", 10_000.0),
-        "sliding_window_pattern": hf.get("_sliding_window_pattern", 6),
         **hf,
+        "rope_theta": wide["rope_theta"],
+        "rope_local_base_freq": local["rope_theta"],
         "sliding_window": hf.get("sliding_window", 4096) or 0,  # null: no window
         "rope_parameters": None,
         "rope_scaling": None,
     }
+    if True in is_global:
+        flat["sliding_window_pattern"] = is_global.index(True) + 1
+    elif types:  # too few layers for a global one
+        flat.setdefault("sliding_window_pattern", hf.get("_sliding_window_pattern", 6))
     sizes = llama3.read_sizes(
         flat, Gemma3Config, n_kv_heads=4, head_dim=256, fields=_FIELDS, only=_ONLY
     )
+    if local["rope_type"] != "default":
+        raise ValueError(
+            f"the rope_type of local layers is {local['rope_type']}; titan's is default"
+        )
     config = replace(sizes, rope_factor=_rope_factor(wide))
-    if (types := hf.get("layer_types")) and types != _layer_types(config):
+    if types and types != _layer_types(config):
         raise ValueError(
             f"layer_types is {types}; titan's model has a global layer at equal distances"
         )
     return config
+
+
+def _rope_tables(hf: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the tables of global and local layers: transformers 5 writes both, 4 the global one as rope_scaling."""
+    kinds = ("full_attention", "sliding_attention")
+    both = hf.get("rope_parameters") or dict.fromkeys(kinds)
+    if not isinstance(both, dict) or not {*both} <= {*kinds}:
+        raise ValueError(f"rope_parameters is {both}; it needs a table for each of {kinds}")
+    wide, local = ({**(both.get(kind) or {})} for kind in kinds)
+    # Each with the theta that stands beside the tables.
+    thetas = hf.get("rope_theta", 1_000_000.0), hf.get("rope_local_base_freq", 10_000.0)
+    return (
+        llama3.rope_of({"rope_scaling": wide | (hf.get("rope_scaling") or {})}, theta=thetas[0]),
+        llama3.rope_of({"rope_scaling": local}, theta=thetas[1]),
+    )
 
 
 def _layer_types(config: Gemma3Config) -> list[str]:
@@ -92,7 +111,7 @@ def _layer_types(config: Gemma3Config) -> list[str]:
 
 
 def _rope_factor(rope: dict[str, Any]) -> float:
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = rope["rope_type"]
     if kind not in ("default", "linear"):
         raise ValueError(
             f"the rope_type of global layers is {kind}; titan's model has linear and no other"

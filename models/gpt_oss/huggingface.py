@@ -75,10 +75,12 @@ def hf_config(config: GptOssConfig) -> dict[str, Any]:
 
 def read_config(hf: dict[str, Any]) -> GptOssConfig:
     """Return the sizes of a config.json. Raises ValueError if it describes something else than gpt-oss."""
-    rope = llama3.rope_of(hf) or _YARN_DEFAULT
-    theta = {"rope_theta": rope.get("rope_theta", 150_000.0)}
+    if hf.get("rope_parameters") is None:
+        hf = {**hf, "rope_parameters": _YARN_DEFAULT}
+    rope = llama3.rope_of(hf, theta=150_000.0)
+    flat = {"rope_theta": rope["rope_theta"], "rope_parameters": None, "rope_scaling": None}
     config = llama3.read_sizes(
-        {**hf, "rope_parameters": theta, "rope_scaling": None},
+        {**hf, **flat},
         GptOssConfig,
         n_kv_heads=8,
         head_dim=64,
@@ -86,7 +88,7 @@ def read_config(hf: dict[str, Any]) -> GptOssConfig:
         only=_ONLY,
         quantized=("mxfp4", None),
     )
-    if rope.get("rope_type", "default") != "default":
+    if rope["rope_type"] != "default":
         same = {"truncate": True, **rope}
         if rope.get("attention_factor") or any(same.get(k, v) != v for k, v in _YARN_ONLY.items()):
             raise ValueError(f"rope_scaling is {rope}; titan's model has YaRN with {_YARN_ONLY}")

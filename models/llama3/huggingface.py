@@ -128,25 +128,26 @@ def read_sizes(
     fields: Iterable[Field] = (),
     only: Mapping[str, Any] = {},
     quantized: tuple[str, Any] = FP8,
+    theta: float = 10_000.0,
 ) -> _Config:
     """Return a family's config dataclass from config.json.
 
     Args:
         n_kv_heads, head_dim: what transformers takes by default.
         fields: those of the family, and `only`: its settings with one value that this model has.
-        quantized: see `require`.
+        quantized: see `require`. theta: see `rope_of`.
     """
     require(hf, only, quantized=quantized)
-    rope = rope_of(hf)
+    rope = rope_of(hf, theta=theta)
     fields = (
         *FIELDS,
         *fields,
         *([MTP] if hf.get(MTP[1]) else []),
         ("n_kv_heads", "num_key_value_heads", n_kv_heads),
         ("head_dim", "head_dim", head_dim),
-        ("rope_theta", "rope_theta", rope.get("rope_theta", 10_000.0)),
+        ("rope_theta", "rope_theta", ...),
     )
-    sizes = read_fields(hf, kind, fields)
+    sizes = read_fields({**hf, "rope_theta": rope["rope_theta"]}, kind, fields)
     if sizes["dim"] % sizes["n_heads"] and not sizes["head_dim"]:
         raise ValueError("num_attention_heads does not divide hidden_size, and head_dim is missing")
     return kind(**sizes, rope_factor=_rope_factor(rope))
@@ -170,12 +171,27 @@ def require(
         raise ValueError(f"quantization_config is {found}; titan reads {form} and no other")
 
 
-def rope_of(hf: dict[str, Any]) -> dict[str, Any]:
-    """Return the table of the rotary embedding, as transformers 5 or 4 writes it."""
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+def rope_of(hf: dict[str, Any], *, theta: float = 10_000.0) -> dict[str, Any]:
+    """Return the table of the rotary embedding with its rope_type and rope_theta, as transformers 5 understands it.
+
+    `rope_scaling` is the key of transformers 4, and comes before `rope_parameters`, since people add it to a folder by hand.
+    A theta in the table comes before one beside it, but a length beside the table before one in it.
+
+    Args:
+        theta: the family's default.
+    """
+    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise ValueError("rope_scaling is not a table")
-    return rope
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    # YaRN's and Llama 3.1's context before it was extended.
+    length = rope.get("original_max_position_embeddings", hf.get("max_position_embeddings"))
+    return {
+        "rope_theta": theta if hf.get("rope_theta") is None else hf["rope_theta"],
+        **rope,
+        "rope_type": kind,
+        "original_max_position_embeddings": hf.get("original_max_position_embeddings", length),
+    }
 
 
 def read_fields(hf: dict[str, Any], kind: type, fields: Iterable[Field]) -> dict[str, Any]:
@@ -198,8 +214,7 @@ def read_fields(hf: dict[str, Any], kind: type, fields: Iterable[Field]) -> dict
 
 def _rope_factor(rope: dict[str, Any]) -> float:
     """Return `LlamaConfig.rope_factor` for a rope_scaling (transformers 4) or rope_parameters (5)."""
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
+    if rope["rope_type"] == "default":
         return 0.0
     try:
         scaling = RopeScaling(
@@ -211,7 +226,11 @@ def _rope_factor(rope: dict[str, Any]) -> float:
     except (KeyError, TypeError, ValueError):
         scaling = None
     # Only the factor may differ from Llama 3.1's scaling.
-    if kind != "llama3" or scaling is None or scaling != RopeScaling(factor=scaling.factor):
+    if (
+        rope["rope_type"] != "llama3"
+        or scaling is None
+        or scaling != RopeScaling(factor=scaling.factor)
+    ):
         raise ValueError(
             f"rope_scaling is {rope}; titan's model has Llama 3.1's and no other: {RopeScaling(factor=8.0)}, "
             "with any factor"

@@ -7,7 +7,6 @@ counts text alone. A hash of its text decides whether a picture is held out for 
 from __future__ import annotations
 
 import io
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,17 +23,19 @@ from titan.config.model import model_config
 from titan.data import DataError, require
 from titan.data.base import Samples
 from titan.data.best_fit import best_fit
+from titan.data.files import PARQUET, find_files
 from titan.data.loader import Collate
 from titan.data.order import derive_key, permute
 from titan.data.packing import Batch
-from titan.data.sources import find_files, in_validation
+from titan.data.reading import field, read_row
+from titan.data.sources import in_validation
 from titan.data.special_tokens import SpecialTokens
 from titan.data.text import collate_rows
 from titan.loss import IGNORED
 from titan.parallel import materialize
 from titan.parallel.init_weights import canonical_name
 from titan.task import Microbatch, NextToken
-from titan.untrusted import open_regular
+from titan.untrusted import InputError, open_regular, read_lines
 
 from .config import LlavaConfig, TaskOptions
 from .huggingface import IMAGE_MEAN, IMAGE_STD
@@ -89,7 +90,7 @@ class Pictures:
         where, keys = Path(options.path).expanduser(), (options.text_key, options.image_key)
         captions = where / "captions.jsonl"
         if not captions.is_file():
-            files = find_files(str(where), patterns=["*.parquet"])
+            files, _ = find_files(str(where), endings=PARQUET)
             datasets = require("datasets", purpose=f"reading {where}")
             # Mapped from datasets' cache, not read as a whole.
             table = datasets.Dataset.from_parquet([str(file) for file in files]).data
@@ -99,10 +100,11 @@ class Pictures:
             texts, images = map(table.column, keys)
             return Pictures(where, texts.to_pylist(), images)
         try:
-            lines = map(json.loads, captions.read_text(encoding="utf-8").splitlines())
-            rows = [tuple(str(line[key]) for key in keys) for line in lines]
-        except (ValueError, TypeError, KeyError) as error:
-            raise DataError(f"{captions}: a line is no object with {keys}: {error}") from error
+            numbered = [(f"{captions}:{n}", line) for n, line in read_lines(captions)]
+        except InputError as error:
+            raise DataError(str(error)) from error
+        lines = [(read_row(line.encode(), where=place), place) for place, line in numbered]
+        rows = [tuple(field(row, key, where=place) for key in keys) for row, place in lines]
         return Pictures(where, [text for text, _ in rows], [where / name for _, name in rows])
 
     def pixels(self, number: int, *, side: int) -> np.ndarray:

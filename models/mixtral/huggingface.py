@@ -43,4 +43,6 @@ def hf_config(config: MixtralConfig) -> dict[str, Any]:
 def read_config(hf: dict[str, Any]) -> MixtralConfig:
     """Return the sizes of a config.json. Raises ValueError if it describes something else than Mixtral."""
     only = {"sliding_window": None}
-    return llama3.read_sizes(hf, MixtralConfig, n_kv_heads=8, head_dim=0, fields=_FIELDS, only=only)
+    return llama3.read_sizes(
+        hf, MixtralConfig, n_kv_heads=8, head_dim=0, fields=_FIELDS, only=only, theta=1_000_000.0
+    )

@@ -120,7 +120,7 @@ def test_another_field_is_shown_as_lines_to_paste(tmp_path: Path) -> None:
     [
         (b'{"text": "x"', r"corpus\.jsonl:2: not a line of JSON"),
         (b'{"body": "x"}', r"corpus\.jsonl:2: no text under 'text'; its fields are body"),
-        (b'["x"]', r"corpus\.jsonl:2: no text under 'text'"),
+        (b'["x"]', r"corpus\.jsonl:2: no text under 'text': it is an array"),
         (b'{"text": true}', r"corpus\.jsonl:2: 'text' is true or false, not text"),
         (b'{"text": 3}', r"corpus\.jsonl:2: 'text' is a number, not text .*--text-key"),
         (b'{"text": "\xff"}', r"corpus\.jsonl:2: not a line of JSON"),
@@ -133,7 +133,7 @@ def test_broken_jsonl_lines_are_told(tmp_path: Path, line: bytes, message: str) 
 
 
 def test_missing_files_and_broken_text_are_told(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no \*\.txt or \*\.md or \*\.txt\.gz in folder"):
+    with pytest.raises(DataError, match=r"no \*\.txt or \*\.md in folder"):
         open_documents(s.TextSource(path=str(tmp_path)))
     with pytest.raises(DataError, match="as a glob matches nothing"):
         open_documents(s.TextSource(path=str(tmp_path / "nothing.txt")))

@@ -2,6 +2,10 @@
 
 import json
 import math
+import os
+import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -169,6 +173,35 @@ def test_wandb_offline_continues_its_run(
     while not all(b"loss/train" in file.read_bytes() for file in files):
         assert time.monotonic() < deadline, [file.stat().st_size for file in files]
         time.sleep(0.1)
+
+
+@pytest.mark.parametrize("server", ["", "http://127.0.0.1:9"])
+def test_wandb_finds_the_login_that_wandb_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, server: str
+) -> None:
+    """The key is stored for the server that W&B uses: its own, or one of the user's."""
+    program = """
+import sys, wandb
+from pathlib import Path
+from titan.config.schema import MetricsSection
+from titan.observe.sinks import WandbSink
+
+wandb.init = lambda **options: print("mode", options["mode"]) or type("Run", (), {"define_metric": lambda *_, **__: None})
+for login in (False, True):
+    if login:
+        from wandb.sdk.lib.wbauth import write_netrc_auth
+
+        write_netrc_auth(host=wandb.setup().settings.base_url, api_key="a" * 40)
+    WandbSink(Path(sys.argv[1]), section=MetricsSection(), resume_step=0, job_config=None)
+"""
+    pytest.importorskip("wandb")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_") and k != "NETRC"}
+    environment = kept | {"HOME": str(tmp_path)} | ({"WANDB_BASE_URL": server} if server else {})
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    assert re.findall("mode (.*)", done.stdout) == ["offline", "online"]
+    assert "found no login (wandb login): it logs offline, below" in done.stderr
 
 
 def test_a_sink_that_cannot_open_warns(

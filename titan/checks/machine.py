@@ -184,7 +184,7 @@ def _check_source(
                 num_lengths=len(sequence_lengths(config)) if split == "train" else 1,
             )
             build_samples([source], options=options)
-        elif isinstance(source, s.TextSource | s.JsonlSource | s.ParquetSource):
+        elif isinstance(source, s.TextSource | s.JsonlSource | s.CsvSource | s.ParquetSource):
             open_documents(source).try_first()
             if tokenizer is not None and getattr(source, "messages_key", ""):
                 _try_template(source, tokenizer)

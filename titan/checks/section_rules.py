@@ -31,7 +31,7 @@ from titan.parallel.kept_operations import KeepError, parse_blocks, parse_rule
 from titan.parallel.schedules import canonical_schedule, splits_backward
 
 STACKS_S = 15  # from a step's time limit until the stacks of all ranks are written; titan/health
-LOCAL_PRESETS = ("text", "jsonl", "parquet", "conversations", "shards")
+LOCAL_PRESETS = ("text", "jsonl", "csv", "parquet", "conversations", "shards")
 EMBEDDED_PRESETS = ("stdlib", "synthetic")
 # Parts of a checkpoint that can be left out when it is loaded.
 STATE_PARTS = ("optimizer", "lr_scheduler", "dataloader", "train_state")

@@ -202,8 +202,8 @@ class TrainingSection(Section):
     """The training step: its data, its size and its precision."""
 
     dataset: str = "stdlib"
-    """What to train on: a preset (stdlib, synthetic, text, jsonl, parquet, shards, c4, c4_test,
-    fineweb-edu) or the name of a Hugging Face dataset (owner/name). For several sources, or options
+    """What to train on: a preset (stdlib, synthetic, text, jsonl, csv, parquet, shards, c4,
+    c4_test, fineweb-edu) or the name of a Hugging Face dataset (owner/name). For several sources, or options
     of one, use [[data.sources]] instead."""
     dataset_path: str | None = None
     """File, folder or glob of a local dataset."""
@@ -280,7 +280,7 @@ class TextSource(DocumentOptions):
 
     type: Literal["text"] = "text"
     path: str
-    """File, folder (searched for *.txt and *.md) or glob."""
+    """File, folder (searched for *.txt and *.md, also .gz) or glob."""
 
 
 class JsonlSource(DocumentOptions):
@@ -288,12 +288,22 @@ class JsonlSource(DocumentOptions):
 
     type: Literal["jsonl"] = "jsonl"
     path: str
-    """File, folder (searched for *.jsonl, *.json, *.jsonl.gz, *.json.gz) or glob."""
+    """File, folder (searched for *.jsonl, *.ndjson and *.json, also .gz) or glob."""
     text_key: str = "text"
     """Field that holds the text."""
     messages_key: str = ""
     """Field that holds a conversation, a list of {"role": ..., "content": ...}, such as "messages".
     The tokenizer's chat template makes it tokens, and only answers are predicted. Empty: text_key."""
+
+
+class CsvSource(DocumentOptions):
+    """Local tables of comma-separated (*.csv) or tab-separated values (*.tsv), one document in each row."""
+
+    type: Literal["csv"] = "csv"
+    path: str
+    """File, folder (searched for *.csv and *.tsv, also .gz) or glob. The first row names the columns."""
+    text_key: str = "text"
+    """Column that holds the text."""
 
 
 class ParquetSource(DocumentOptions):
@@ -336,7 +346,7 @@ class HuggingFaceSource(DocumentOptions):
 
 # The built-in members. Type checkers see only these.
 _Optimizers = AdamWSection | AdamSection | AdamW8bitSection | MuonSection
-_LocalSources = TextSource | JsonlSource | ParquetSource | ShardsSource
+_LocalSources = TextSource | JsonlSource | CsvSource | ParquetSource | ShardsSource
 _Sources = StdlibSource | SyntheticSource | _LocalSources | HuggingFaceSource
 
 

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from titan.config.errors import choose
 from titan.data import DataError
-from titan.untrusted import InputError, parse_json, read_text
+from titan.untrusted import InputError, parse_json, read_lines
 
 FOLDER = Path(__file__).parent / "tasks"  # the shipped ones; scripts/draw_tasks.py draws them
 _MOST = 1_000_000  # examples of a file
@@ -71,7 +72,7 @@ def shipped() -> dict[str, Path]:
 
 def is_file(task: str) -> bool:
     """Return whether a task is named by its file, not by a name."""
-    return task.endswith(".jsonl") or "/" in task
+    return task.lower().endswith(".jsonl") or "/" in task
 
 
 def read_task(task: str, *, num_examples: int = 0) -> ExampleTask:
@@ -87,11 +88,9 @@ def read_task(task: str, *, num_examples: int = 0) -> ExampleTask:
             f'unknown task "{task}"{choose(task, shipped())}, or name a file: tasks/{task}.jsonl'
         )
     try:
-        lines = read_text(file).split("\n")
+        numbered = [*islice(read_lines(file), num_examples or _MOST)]
     except InputError as error:
         raise DataError(f"task {error}") from error
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    numbered = numbered[: num_examples or _MOST]
     if not numbered:
         raise DataError(
             f'task {file}: has no examples; write one object a line, with "context" and "choices" or "target"'

@@ -1,4 +1,4 @@
-"""Read documents from files (text, JSON Lines, Parquet) in bounded memory, whatever a file holds.
+"""Read documents from files (text, JSON Lines, CSV, Parquet) in bounded memory, whatever a file holds.
 
 Each reader yields the documents of one file. It raises `DataError`, which names the file and, where it can, the line. An
 empty text and a null are no document in any format. sources.py decides which reader reads which file.
@@ -12,6 +12,7 @@ spaces and lines is cut elsewhere. The cuts depend on the text alone.
 from __future__ import annotations
 
 import codecs
+import csv
 import io
 import json
 import re
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from titan.data import DataError, require
+from titan.data.files import ending_of
 from titan.untrusted import Unpacked
 
 # Characters of a piece: small enough to hand to a worker, large enough that few tokens are near a cut.
@@ -188,6 +190,8 @@ def _decoded(file: Path, meter: Meter) -> Iterator[str]:
                 ) from error
             except _UNREADABLE as error:
                 raise _unreadable(f"{file}:{line}", error) from error
+            if offset == 0:
+                text = text.removeprefix("\ufeff")  # a byte order mark
             offset, line = offset + len(block), line + block.count(b"\n")
             yield newlines.decode(text, final=not block)
 
@@ -233,6 +237,38 @@ def read_row(line: bytes, *, where: str) -> Any:
         ) from None
 
 
+def read_csv(file: Path, meter: Meter, key: str) -> Iterator[str]:
+    """Yield the text of column `key` in each row. The first row names the columns.
+
+    Values are separated by commas, of *.tsv by tabs, and quoted as RFC 4180 has it.
+    """
+    csv.field_size_limit(_MAX_LINE_BYTES)  # Python's own is 128 KiB
+    separator = "\t" if ending_of(file).startswith(".tsv") else ","
+    with io.TextIOWrapper(_open(file, meter), encoding="utf-8-sig", newline="") as lines:
+        rows = csv.reader(_bounded(lines, file), delimiter=separator, strict=True)
+        try:
+            header = next(rows, [])
+            for row in rows:
+                where = f"{file}:{rows.line_num}"
+                if row and len(row) != len(header):
+                    raise DataError(
+                        f"{where}: has {len(row)} values, and the first row {len(header)} names; quote values that hold "
+                        f"{separator!r} or line ends"
+                    )
+                if row:
+                    yield field(dict(zip(header, row, strict=True)), key, where=where)
+        except (csv.Error, *_UNREADABLE) as error:
+            raise _unreadable(f"{file}:{rows.line_num}", error) from error
+
+
+def _bounded(lines: io.TextIOWrapper, file: Path) -> Iterator[str]:
+    """Yield lines. Raises DataError for one that is too long."""
+    while line := lines.readline(_MAX_LINE_BYTES + 1):
+        if len(line) > _MAX_LINE_BYTES:
+            raise DataError(f"{file}: a line of more than {_MAX_LINE_BYTES >> 20} MiB; is it CSV?")
+        yield line
+
+
 class NoText(DataError):
     """Report that rows have no text under a key. likely: the field that seems to hold it, or an empty text."""
 
@@ -243,7 +279,14 @@ class NoText(DataError):
 
 def field(row: Any, key: str, *, where: str) -> str:
     """Return the text of a row's field. Raises NoText if there is none."""
-    fields = row if isinstance(row, dict) else {}
+    if not isinstance(row, dict):
+        kind = "an array" if isinstance(row, list) else "one value"
+        raise NoText(
+            f"{where}: no text under '{key}': it is {kind}; JSON Lines has an object in each line, "
+            f'such as {{"{key}": "..."}}',
+            "",
+        )
+    fields: dict[str, Any] = row
     if key not in fields:
         names = sorted(fields)
         listed = ", ".join(name[:40] for name in names[:10]) or "none"
@@ -326,7 +369,7 @@ def read_parquet(
             where = f"{file}, row group {number}"
             # Batch by batch: a row group may be larger than the memory.
             batches = table.iter_batches(
-                batch_size=_rows_at_a_time(table.metadata.row_group(number)),
+                batch_size=_rows_at_a_time(table.metadata.row_group(number), key),
                 row_groups=[number],
                 columns=[key],
             )
@@ -339,11 +382,16 @@ def read_parquet(
             meter.here = size * (number + 1) // table.num_row_groups
 
 
-def _rows_at_a_time(group: Any) -> int:
-    """Return how many rows to read at once so that they take a few megabytes."""
-    # Uncompressed bytes for each row, on average.
-    each = max(group.total_byte_size // max(group.num_rows, 1), 1)
-    return max(1, min(1024, _BATCH_BYTES // each))
+def _rows_at_a_time(group: Any, key: str) -> int:
+    """Return how many rows of a column to read at once so that they take a few megabytes."""
+    columns = [group.column(n) for n in range(group.num_columns)]
+    # Of a list, each field is a column: "messages.list.element.content".
+    columns = [c for c in columns if f"{c.path_in_schema}.".startswith(f"{key}.")]
+    held = sum(column.total_uncompressed_size for column in columns)
+    # Each row may be the largest value of a dictionary, which is stored once.
+    if not any(column.has_dictionary_page for column in columns):
+        held //= max(group.num_rows, 1)
+    return max(1, min(1024, _BATCH_BYTES // max(held, 1)))
 
 
 def _next_batch(batches: Iterator[Any], *, where: str) -> list[Any] | None:

@@ -11,10 +11,8 @@ A third party's source is a `Section` subclass registered under the entry-point 
 from __future__ import annotations
 
 import difflib
-import glob
 import hashlib
 import json
-import re
 import sys
 import sysconfig
 from collections import Counter, deque
@@ -27,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.config import schema as s
-from titan.data import DataError, require
+from titan.data import DataError, files, require
 from titan.data.reading import (
     Document,
     Meter,
@@ -36,6 +34,7 @@ from titan.data.reading import (
     conversation,
     field,
     pieces_of,
+    read_csv,
     read_files,
     read_jsonl,
     read_parquet,
@@ -50,7 +49,6 @@ _STDLIB_SKIPPED = {
 }
 
 
-_MOST_LISTED = 10_000
 # What `titan check` reads of a source: files, and documents of each.
 _TRIED_FILES, _TRIED_DOCUMENTS = 16, 3
 
@@ -86,54 +84,27 @@ def in_validation(document: Document, *, fraction: float) -> bool:
     return int.from_bytes(digest.digest(), "big") < fraction * 2**64
 
 
-def find_files(path: str, *, patterns: list[str]) -> list[Path]:
-    """Return the files of a path, sorted: itself, those of a folder that match a pattern, or those of a glob."""
-    where = Path(path).expanduser()
-    if where.is_file():
-        return [where]
-    if where.is_dir():
-        matches = {f for pattern in patterns for f in where.rglob(pattern) if f.is_file()}
-        if not matches:
-            raise DataError(f"no {' or '.join(patterns)} in folder '{path}'{_glob_of(where, path)}")
-        return sorted(matches)
-    files = sorted(Path(f) for f in glob.glob(str(where), recursive=True) if Path(f).is_file())  # noqa: PTH207
-    if not files:
-        raise DataError(
-            f"'{path}' is no file or folder, and as a glob matches nothing (working folder: {Path.cwd()})"
-        )
-    return files
-
-
-def _glob_of(folder: Path, path: str) -> str:
-    """Return a hint for a folder without files of the names that are searched for: a glob of those that it has most of."""
-    # A folder may hold millions of files.
-    files = islice((f for f in folder.rglob("*") if f.is_file() and f.suffix), _MOST_LISTED)
-    endings = Counter(f.suffix for f in files)
-    if not endings:
-        return ""
-    [(ending, count)] = endings.most_common(1)
-    return f", which has {count:,} *{ending}; name other files, or give a glob: '{path.rstrip('/')}/**/*{ending}'"
-
-
 def open_documents(section: s.Section) -> Documents:
     """Return the documents of a source section. Raises DataError."""
     if hasattr(section, "documents"):
         return section.documents()  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(section, s.StdlibSource):
-        return _from_files("stdlib", _stdlib_files(), read_python)
+        return _from_files("stdlib", _stdlib_files(), "", read_python)
     if isinstance(section, s.TextSource):
-        files = find_files(section.path, patterns=["*.txt", "*.md", "*.txt.gz"])
-        return _from_files("text", files, read_text)
-    if isinstance(section, s.JsonlSource):
-        files = find_files(section.path, patterns=["*.jsonl", "*.json", "*.jsonl.gz", "*.json.gz"])
+        found = files.find_files(section.path, endings=files.TEXT)
+        _require_text(found[0])
+        return _from_files("text", *found, read_text)
+    if isinstance(section, s.CsvSource):
+        found = files.find_files(section.path, endings=files.CSV)
+        documents = _from_files("csv", *found, read_csv, key=section.text_key)
+        return _with_paste(section, documents)
+    if isinstance(section, s.JsonlSource | s.ParquetSource):
+        endings, read = _ROWS[section.type]
+        found = files.find_files(section.path, endings=endings)
         if section.messages_key:
-            return _conversations("jsonl", files, read_jsonl, section.messages_key)
-        return _with_paste(section, _from_files("jsonl", files, read_jsonl, key=section.text_key))
-    if isinstance(section, s.ParquetSource):
-        files = find_files(section.path, patterns=["*.parquet"])
-        if section.messages_key:
-            return _conversations("parquet", files, read_parquet, section.messages_key)
-        documents = _from_files("parquet", files, read_parquet, key=section.text_key)
+            read, kind = partial(read, take=conversation), f"{section.type} conversations"
+            return _from_files(kind, *found, read, key=section.messages_key)
+        documents = _from_files(section.type, *found, read, key=section.text_key)
         return _with_paste(section, documents)
     if isinstance(section, s.HuggingFaceSource):
         stream = TextStream(section)
@@ -152,20 +123,38 @@ def open_documents(section: s.Section) -> Documents:
     raise DataError(f"source '{kind}' holds no text to read")
 
 
-def _from_files(kind: str, files: list[Path], read: Reader, **options: str) -> Documents:
-    """Return the documents of the files, each read by `read`."""
+_ROWS: dict[str, tuple[tuple[str, ...], Reader]] = {
+    "jsonl": (files.JSONL, read_jsonl),
+    "parquet": (files.PARQUET, read_parquet),
+}
+
+
+def _require_text(found: list[Path]) -> None:
+    """Raise DataError for a file whose name says that it is no plain text."""
+    for file in found:
+        if (kind := _kind_of(file)) is not s.TextSource:
+            name = kind.model_fields["type"].default
+            raise DataError(
+                f'{file}: is read with dataset = "{name}"; as "text" its syntax would be learnt'
+            )
+
+
+def _from_files(
+    kind: str, found: list[Path], left_out: str, read: Reader, **options: str
+) -> Documents:
+    """Return the documents of the files, each read by `read`. left_out: a remark of `find_files`."""
     # Path, size and time of each file: hashing the content would read all of the text.
-    stats = [(str(f.resolve()), f.stat()) for f in files]
+    stats = [(str(f.resolve()), f.stat()) for f in found]
     meter = Meter()
 
     def try_first() -> None:
-        for file in files[:_TRIED_FILES]:
+        for file in found[:_TRIED_FILES]:
             deque(islice(read_files([file], read, Meter(), **options), _TRIED_DOCUMENTS), 0)
 
     return Documents(
-        name=f"{kind} ({len(files)} file{'s' * (len(files) != 1)})",
+        name=f"{kind} ({len(found):,} file{'s' * (len(found) != 1)}{left_out})",
         identity=[kind, options, [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]],
-        read=lambda *place: read_files(files, read, meter, *place, **options),
+        read=lambda *place: read_files(found, read, meter, *place, **options),
         num_bytes=sum(stat.st_size for _, stat in stats),
         position=lambda: meter.num_bytes,
         place=lambda: (meter.file, meter.group),
@@ -173,12 +162,9 @@ def _from_files(kind: str, files: list[Path], read: Reader, **options: str) -> D
     )
 
 
-def _conversations(kind: str, files: list[Path], read: Reader, key: str) -> Documents:
-    read = partial(read, take=conversation)
-    return _from_files(f"{kind} conversations", files, read, key=key)
-
-
-def _with_paste(section: s.JsonlSource | s.ParquetSource, documents: Documents) -> Documents:
+def _with_paste(
+    section: s.JsonlSource | s.ParquetSource | s.CsvSource, documents: Documents
+) -> Documents:
     """Return the documents with an error that says how to name the field of the text, in lines for the job file."""
 
     @contextmanager
@@ -206,15 +192,15 @@ def _with_paste(section: s.JsonlSource | s.ParquetSource, documents: Documents) 
 def _stdlib_files() -> list[Path]:
     """Return the .py files of Python's own library, in the order of their paths."""
     root = Path(sysconfig.get_path("stdlib"))
-    files = sorted(
+    found = sorted(
         f for f in root.rglob("*.py") if not _STDLIB_SKIPPED.intersection(f.relative_to(root).parts)
     )
-    if not files:
+    if not found:
         raise DataError(
             f"this Python ({sys.executable}) keeps no sources of its library in {root}; "
             "set training.dataset to text of your own"
         )
-    return files
+    return found
 
 
 class TextStream:
@@ -279,6 +265,7 @@ _PRESETS: dict[str, s.Section] = {
     "synthetic": s.SyntheticSource(),
     "text": s.TextSource(path=""),
     "jsonl": s.JsonlSource(path=""),
+    "csv": s.CsvSource(path=""),
     "parquet": s.ParquetSource(path=""),
     "conversations": s.JsonlSource(path="", messages_key="messages"),
     "shards": s.ShardsSource(path=""),
@@ -309,11 +296,20 @@ def resolve_sources(dataset: str, *, dataset_path: str | None = None) -> list[s.
     raise DataError(
         f"dataset '{dataset}' is no preset{f' (did you mean {close[0]!r}?)' if close else ''}; the presets are "
         f"{', '.join(_PRESETS)}. A Hugging Face dataset is written owner/name; local text is "
-        'dataset = "text" (jsonl, parquet, shards) with dataset_path'
+        'dataset = "text" (jsonl, csv, parquet, shards) with dataset_path'
     )
 
 
-_KINDS = {".jsonl": s.JsonlSource, ".json": s.JsonlSource, ".parquet": s.ParquetSource}
+_FileSource = s.TextSource | s.JsonlSource | s.CsvSource | s.ParquetSource
+_KINDS: dict[str, type[_FileSource]] = {
+    **dict.fromkeys(files.JSONL, s.JsonlSource),
+    **dict.fromkeys(files.CSV, s.CsvSource),
+    **dict.fromkeys(files.PARQUET, s.ParquetSource),
+}
+
+
+def _kind_of(file: Path) -> type[_FileSource]:
+    return _KINDS.get(files.ending_of(file).removesuffix(".gz"), s.TextSource)
 
 
 def source_of_path(path: str, *, text_key: str, messages_key: str = "") -> s.Section:
@@ -323,10 +319,9 @@ def source_of_path(path: str, *, text_key: str, messages_key: str = "") -> s.Sec
     """
     if path == "stdlib":
         return s.StdlibSource()
-    files = find_files(path, patterns=["*.jsonl*", "*.json*", "*.parquet", "*.txt*", "*.md"])
-    # The ending with .gz counts as one.
-    endings = Counter(re.findall(r"(?:\.[^.]+(?:\.gz)?)?$", file.name)[0] for file in files)
-    kinds = {_KINDS.get(ending.removesuffix(".gz"), s.TextSource) for ending in endings}
+    found, _ = files.find_files(path, endings=(*files.TEXT, *_KINDS))
+    endings = Counter(map(files.ending_of, found))
+    kinds = {*map(_kind_of, found)}
     if len(kinds) > 1:
         counts = ", ".join(f"{n} {end or 'without ending'}" for end, n in endings.most_common())
         raise DataError(
@@ -334,11 +329,10 @@ def source_of_path(path: str, *, text_key: str, messages_key: str = "") -> s.Sec
             f"--input 'DIR/**/*{endings.most_common(1)[0][0]}' (several are read one after another)"
         )
     [kind] = kinds
-    keys = {"text_key": text_key, "messages_key": messages_key}
-    if kind is s.TextSource and messages_key:
-        raise DataError(f"'{path}' holds plain text; --messages-key reads JSON Lines and Parquet")
-    options: dict[str, Any] = {} if kind is s.TextSource else keys
-    return kind(path=path, **options)
+    keys: dict[str, Any] = {"text_key": text_key, "messages_key": messages_key}
+    if messages_key and "messages_key" not in kind.model_fields:
+        raise DataError(f"'{path}' holds no messages; --messages-key reads JSON Lines and Parquet")
+    return kind(path=path, **{key: v for key, v in keys.items() if key in kind.model_fields})
 
 
 def open_all(sections: Sequence[s.Section]) -> Documents:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import netrc
+import logging
 import os
 import uuid
 from collections.abc import Mapping
@@ -14,6 +14,8 @@ from titan.config.schema import MetricsSection
 from titan.observe.columns import curves
 from titan.observe.rows import Row
 from titan.untrusted import InputError
+
+_LOG = logging.getLogger("titan")
 
 
 class Sink(Protocol):
@@ -77,8 +79,16 @@ class WandbSink:
     ) -> None:
         import wandb
 
-        # Without a login wandb.init would ask for one, and a batch job would hang.
-        mode: Any = os.environ.get("WANDB_MODE") or ("online" if _has_login() else "offline")
+        # Without a login wandb.init would ask for one, and a batch job would hang. W&B itself knows where it keeps keys.
+        wandb.setup(settings=wandb.Settings(silent=True))
+        mode: Any = os.environ.get("WANDB_MODE")
+        if not mode:
+            mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
+            if mode == "offline":
+                _LOG.warning(
+                    "Weights & Biases found no login (wandb login): it logs offline, below %s; wandb sync --append uploads it",
+                    run_dir / "wandb",
+                )
         self._run = wandb.init(
             dir=run_dir,
             project=section.wandb_project,
@@ -100,16 +110,6 @@ class WandbSink:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def _has_login() -> bool:
-    """Return whether W&B would find a key without asking for one at the terminal."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    try:
-        return netrc.netrc().authenticators("api.wandb.ai") is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
 
 
 def _run_id(path: Path, *, fresh: bool) -> str:

@@ -28,6 +28,7 @@ from titan.config.model import family, model_config
 from titan.config.options import positive
 from titan.data import DataError
 from titan.data.chat import ChatTemplate
+from titan.data.files import is_jsonl
 from titan.data.reading import messages_of, read_row
 from titan.data.tokenizer import Tokenizer, tokenizer_named
 from titan.health.launch import launch_command
@@ -46,7 +47,7 @@ from titan.tools.saved_model import (
     read_hf_sizes,
     require_average,
 )
-from titan.untrusted import read_text
+from titan.untrusted import read_lines
 
 
 def load_model(
@@ -195,9 +196,9 @@ class Generator:
 def _read_prompts(file: Path, generator: Generator) -> list[_Prompt]:
     """Return the prompts of a file: its lines or, of JSON Lines, their `prompt` or `messages`. Raises DataError."""
     prompts = []
-    for number, line in enumerate(read_text(file).splitlines(), start=1):
-        if file.suffix != ".jsonl" or not line:
-            prompts += [generator.of_text(line)] if line else []
+    for number, line in read_lines(file):
+        if not is_jsonl(file):
+            prompts.append(generator.of_text(line))
             continue
         row, where = read_row(line.encode(), where=f"{file}:{number}"), f"{file}:{number}"
         if isinstance(row, dict) and isinstance(row.get("prompt"), str):

@@ -1,0 +1,192 @@
+"""Which files a path means, and what is a line: the same for text, prompts, tasks, labels and tables."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from titan.config import schema as s
+from titan.data import DataError, reading
+from titan.data.examples import read_task
+from titan.data.files import find_files, walk
+from titan.data.sources import open_documents, source_of_path
+from titan.untrusted import read_json, read_lines
+
+# Characters that `str.splitlines` takes for ends of lines, and no format of lines does.
+NO_LINE_ENDS = "\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
+BOM = "\ufeff".encode()
+
+
+def read(section: s.Section) -> list[str]:
+    return ["".join(reading.pieces_of(document)) for document in open_documents(section).read()]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder as people have them: endings in capitals, links, hidden files, packed files, other things."""
+    root, other = tmp_path / "data", tmp_path / "elsewhere"
+    for name in ("data/sub", "data/.git", "data/.ipynb_checkpoints", "elsewhere"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("a.txt", "B.TXT", "sub/c.Md", "._a.txt", ".git/x.txt", ".ipynb_checkpoints/y.txt"):
+        (root / name).write_text(name)
+    (other / "far.txt").write_text("far")
+    (root / "link").symlink_to(other)
+    (other / "back").symlink_to(root)
+    (root / "zz.txt").symlink_to(other / "far.txt")
+    (root / "D.TXT.GZ").write_bytes(gzip.compress(b"packed"))
+    for name in ("p.pdf", "q.zst", "r.zst", "s.csv", "noending"):
+        (root / name).write_bytes(b"\xff")
+    return root
+
+
+def test_a_folder_gives_its_visible_files_of_any_case_and_behind_links(folder: Path) -> None:
+    documents = open_documents(s.TextSource(path=str(folder)))
+    texts = ["".join(reading.pieces_of(document)) for document in documents.read()]
+    assert sorted(texts) == sorted(["a.txt", "B.TXT", "sub/c.Md", "far", "far", "packed"])
+    assert documents.name == (
+        "text (6 files, left out: 2 *.zst, 1 without ending, 1 *.pdf and 1 more kinds)"
+    )
+
+
+def test_links_in_a_circle_end(folder: Path) -> None:
+    names = [str(file.relative_to(folder)) for file in walk(folder)]
+    assert len(names) == len(set(names)) == 11 and "link/far.txt" in names
+
+
+@pytest.mark.parametrize("name", ["A.JSONL", "c.ndjson", "d.Json", "e.jsonl.gz", "F.NDJSON.GZ"])
+def test_json_lines_are_known_by_each_ending(tmp_path: Path, name: str) -> None:
+    content = b'{"text": "the quick"}\n'
+    packed = name.lower().endswith(".gz")
+    (tmp_path / name).write_bytes(gzip.compress(content) if packed else content)
+    for path in (tmp_path, tmp_path / name, tmp_path / ("*" + Path(name).suffix)):
+        section = source_of_path(str(path), text_key="text")
+        assert isinstance(section, s.JsonlSource) and read(section) == ["the quick"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.zst", "b.TXT.BZ2", "c.xz", "d.zip", "e.arrow", "f.pdf"])
+def test_a_file_that_nothing_reads_is_refused_by_its_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    for path in (tmp_path / name, tmp_path / "*"):
+        with pytest.raises(DataError, match=r"is not read; unpack it or convert it"):
+            source_of_path(str(path), text_key="text")
+
+
+@pytest.mark.parametrize(
+    ("name", "dataset"), [("a.CSV", "csv"), ("b.jsonl", "jsonl"), ("c.parquet", "parquet")]
+)
+def test_text_of_another_kind_is_refused(tmp_path: Path, name: str, dataset: str) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(DataError, match=f'is read with dataset = "{dataset}"'):
+        open_documents(s.TextSource(path=str(tmp_path / name)))
+
+
+def test_globs_below_a_folder_with_brackets_and_addresses(tmp_path: Path) -> None:
+    (tmp_path / "run [1]").mkdir()
+    (tmp_path / "run [1]" / "a.txt").write_text("found")
+    files, _ = find_files(str(tmp_path / "run [1]" / "*.txt"), endings=[".txt"])
+    assert [file.read_text() for file in files] == ["found"]
+    with pytest.raises(DataError, match="is an address; copy the data"):
+        find_files("s3://bucket/x", endings=[".txt"])
+
+
+def test_tables_equal_the_standard_library(tmp_path: Path) -> None:
+    rows = [
+        {"id": "1", "text": 'a "quoted", long\nvalue with\u2028 separators', "n": "3"},
+        {"id": "2", "text": "x" * 300_000, "n": ""},
+        {"id": "3", "text": "", "n": "4"},
+        {"id": "4", "text": "tab\there", "n": "5"},
+    ]
+    for name, delimiter in (("a.csv", ","), ("B.TSV", "\t")):
+        with (tmp_path / name).open("w", newline="", encoding="utf-8-sig") as file:
+            writer = csv.DictWriter(file, ["id", "text", "n"], delimiter=delimiter)
+            writer.writeheader()
+            writer.writerows(rows)
+    expected = [row["text"] for row in rows if row["text"]]
+    assert read(s.CsvSource(path=str(tmp_path / "a.csv"))) == expected
+    assert read(s.CsvSource(path=str(tmp_path))) == expected * 2
+    assert isinstance(source_of_path(str(tmp_path / "B.TSV"), text_key="text"), s.CsvSource)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("text,n\nhello, world,3\n", "bad.csv:2: has 3 values, and the first row 2 names"),
+        ("body,n\nhello,3\n", "bad.csv:2: no text under 'text'; its fields are body, n"),
+        ('text\n"never closed\n', "bad.csv:2: cannot be read"),
+        ("text\nStra\udcdfe\n", "bad.csv:.: cannot be read"),
+    ],
+)
+def test_broken_tables_name_the_line(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "bad.csv").write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(DataError, match=message):
+        read(s.CsvSource(path=str(tmp_path / "bad.csv")))
+
+
+def test_only_a_line_feed_ends_a_line(tmp_path: Path) -> None:
+    value = f"one{NO_LINE_ENDS}line"
+    text = tmp_path / "x.txt"
+    text.write_bytes(f"{value}\r\n \r\n{value}\n".encode())
+    assert [*read_lines(text)] == [(1, value), (3, value)]
+    # A task, whose rows may hold these characters as they are.
+    task = tmp_path / "task.jsonl"
+    row = {"context": value, "choices": [" a", " b"], "answer": 0}
+    task.write_bytes(BOM + json.dumps(row, ensure_ascii=False).encode() + b"\r\n")
+    [example] = read_task(str(task)).examples
+    assert example.context == value
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": value}, ensure_ascii=False))
+    assert read(s.JsonlSource(path=str(tmp_path / "rows.jsonl"))) == [value]
+
+
+def test_a_byte_order_mark_is_dropped_everywhere(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(BOM + b"text " + BOM)
+    assert read(s.TextSource(path=str(tmp_path / "a.txt"))) == ["text \ufeff"]
+    (tmp_path / "a.json").write_bytes(BOM + b'{"a": 1}')
+    assert read_json(tmp_path / "a.json", dict) == {"a": 1}
+    (tmp_path / "a.jsonl").write_bytes(BOM + b'{"text": "x"}\n')
+    assert read(s.JsonlSource(path=str(tmp_path / "a.jsonl"))) == ["x"]
+
+
+@pytest.mark.parametrize("name", ["p.txt", "P.JSONL", "p.ndjson"])
+def test_prompts_are_lines(tmp_path: Path, name: str) -> None:
+    from titan.tools.generate import _read_prompts
+
+    class Prompts:
+        of_text = staticmethod(str)
+
+    values = [f"one{NO_LINE_ENDS}prompt", "and another"]
+    lines = (
+        values
+        if name.endswith("txt")
+        else [json.dumps({"prompt": value}, ensure_ascii=False) for value in values]
+    )
+    (tmp_path / name).write_bytes(BOM + f"{lines[0]}\r\n   \n{lines[1]}".encode())
+    assert _read_prompts(tmp_path / name, Prompts()) == values  # pyright: ignore
+
+
+@pytest.mark.parametrize("key", ["text", "messages"])
+def test_values_of_a_dictionary_are_read_a_few_at_a_time(
+    tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parquet stores a repeated value once, so that a small file may hold gigabytes."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    text = "x" * 2**20
+    value = text if key == "text" else [{"role": "assistant", "content": text}]
+    file = tmp_path / "a.parquet"
+    parquet.write_table(arrow.table({key: [value] * 40}), file)
+    assert file.stat().st_size < 2**18
+    batches: list[int] = []
+    following = reading._next_batch
+
+    def watched(*args: object, **kwargs: object) -> object:
+        values = following(*args, **kwargs)  # pyright: ignore
+        batches.append(len(json.dumps(values or [])))
+        return values
+
+    monkeypatch.setattr(reading, "_next_batch", watched)
+    section = s.ParquetSource(path=str(file), messages_key="" if key == "text" else key)
+    assert len(read(section)) == 40
+    assert max(batches) < 2 * reading._BATCH_BYTES

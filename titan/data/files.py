@@ -1,0 +1,113 @@
+"""Which files a path means, and what each ending of a name says. Every reader of data, prompts, tasks and captions asks here.
+
+Endings are compared in lower case, and `.gz` belongs to the ending before it: "A.JSONL.GZ" ends in ".jsonl.gz". In a folder,
+hidden files and folders are left out, as a glob leaves them out, and each linked folder is entered once.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections import Counter
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from titan.data import DataError
+
+TEXT = (".txt", ".md")
+JSONL = (".jsonl", ".ndjson", ".json")
+CSV = (".csv", ".tsv")
+PARQUET = (".parquet",)
+# Packed as .gz, these are read as well. Parquet has a compression of its own.
+_PACKABLE = (*TEXT, *JSONL, *CSV)
+# What people have, and nothing here reads.
+_UNREAD = {
+    *(".zst", ".bz2", ".xz", ".lz4", ".zip", ".7z", ".tar", ".tgz", ".arrow"),
+    ".pdf",
+    ".docx",
+}
+
+
+def ending_of(file: Path) -> str:
+    """Return the ending of a name in lower case, with the one before `.gz`: ".jsonl.gz"."""
+    name = file.with_name(file.name.lower())
+    before = Path(name.stem).suffix if name.suffix == ".gz" else ""
+    return before + name.suffix
+
+
+def is_jsonl(file: Path) -> bool:
+    """Return whether a file's name says that each of its lines is JSON."""
+    return ending_of(file).removesuffix(".gz") in JSONL
+
+
+def walk(folder: Path) -> Iterator[Path]:
+    """Yield the files of a folder and those below it, sorted within each folder."""
+    entered = set()
+    # A link may lead to a folder above it.
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        if (place := os.path.realpath(parent)) in entered:
+            folders.clear()
+            continue
+        entered.add(place)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            file = Path(parent, name)
+            if not name.startswith(".") and file.is_file():
+                yield file
+
+
+def find_files(path: str, *, endings: Collection[str]) -> tuple[list[Path], str]:
+    """Return the files that a path means, and a remark about files of its folder that are left out.
+
+    The path is a file, whatever its name, a folder, of which files with one of the endings (packed as .gz too) are taken, or
+    a glob. Raises DataError if there is none, or if a file that is named is of a kind that nothing here reads.
+    """
+    where = Path(path).expanduser()
+    if "://" in path:
+        raise DataError(f"'{path}' is an address; copy the data to a disk of this machine first")
+    if where.is_dir():
+        taken = {*endings, *(f"{end}.gz" for end in endings if end in _PACKABLE)}
+        found, others = [], Counter()
+        for file in walk(where):
+            ending = ending_of(file)
+            if ending in taken:
+                found.append(file)
+            else:
+                others[file.name[len(file.name) - len(ending) :]] += 1
+        if not found:
+            kinds = " or ".join(f"*{ending}" for ending in endings)
+            raise DataError(f"no {kinds} in folder '{path}'{_hint(others, path)}")
+        listed = [
+            f"{n:,} {f'*{end}' if end else 'without ending'}" for end, n in others.most_common()
+        ]
+        rest = f" and {len(listed) - 3} more kinds" if len(listed) > 3 else ""
+        return sorted(found), f", left out: {', '.join(listed[:3])}{rest}" if listed else ""
+    files = [where] if where.is_file() else _matches(where)
+    if not files:
+        raise DataError(
+            f"'{path}' is no file or folder, and as a glob matches nothing (working folder: {Path.cwd()})"
+        )
+    for file in files:
+        if file.suffix.lower() in _UNREAD:
+            raise DataError(
+                f"{file}: *{file.suffix} is not read; unpack it or convert it to text, JSON Lines, CSV or Parquet (*.gz is read)"
+            )
+    return files, ""
+
+
+def _matches(pattern: Path) -> list[Path]:
+    """Return the files that a glob matches. Of its folders, those that exist are taken as they are called, brackets included."""
+    root, rest = Path(), [*pattern.parts]
+    while rest and (root / rest[0]).exists():
+        root /= rest.pop(0)
+    found = glob.glob(str(Path(*rest)), root_dir=root, recursive=True)  # noqa: PTH207
+    return sorted(root / name for name in found if (root / name).is_file())
+
+
+def _hint(others: Counter[str], path: str) -> str:
+    """Return a glob of the files that a folder has most of, if it has any."""
+    named = Counter({ending: n for ending, n in others.items() if ending})
+    if not named:
+        return ""
+    [(ending, count)] = named.most_common(1)
+    return f", which has {count:,} *{ending}; name other files, or give a glob: '{path.rstrip('/')}/**/*{ending}'"
