@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.runs import CLI, Run
+from tests.support.runs import Run
 
 
 @pytest.fixture
@@ -15,8 +16,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     """Return a function that starts a run in the folder "run" of the test."""
     runs: list[Run] = []
 
-    def start(*settings: str, program: list[str] = CLI, **variables: str) -> Run:
-        runs.append(Run(tmp_path / "run", *settings, program=program, **variables))
+    def start(*settings: str, **options: Any) -> Run:
+        runs.append(Run(tmp_path / "run", *settings, **options))
         return runs[-1]
 
     yield start

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 from tests.support.runs import Run, logged_rows, same_tensors
 
@@ -18,8 +22,9 @@ from titan.health import warm_start
 def run_rank():
     word = sys.argv[1]
     files = len(os.listdir("/proc/self/fd"))
-    ignored = open("/proc/self/status").read().partition("SigIgn:")[2].split()[0]
-    os.write(1, f"{word} {os.environ['RANK']} {'OLD' in os.environ} {files} {ignored}\\n".encode())
+    status = open("/proc/self/status").read()
+    ignored, blocked = (status.partition(key)[2].split()[0] for key in ("SigIgn:", "SigBlk:"))
+    os.write(1, f"{word} {os.environ['RANK']} {'OLD' in os.environ} {files} {ignored} {blocked}\\n".encode())
     if word == "raises":
         raise RuntimeError("its own words")
     os.kill(os.getpid(), int(word[1:])) if word[0] == "-" else os._exit(int(word))
@@ -33,7 +38,19 @@ print([rank.wait() for rank in ranks], warm_start.can_fork())
 threading.Thread(target=signal.pause, daemon=True).start()
 print(warm_start.can_fork())
 """
-IGNORED = "print(open('/proc/self/status').read().partition('SigIgn:')[2].split()[0])"
+# What a started program ignores and blocks.
+SIGNALS = """
+status = open("/proc/self/status").read()
+print(*(status.partition(key)[2].split()[0] for key in ("SigIgn:", "SigBlk:")))
+"""
+# A program that is started with other signals ignored and blocked: the words of argv are these two sets and the program's.
+STARTED_WITH = """
+import json, os, signal, sys
+for number in json.loads(sys.argv[1]):
+    signal.signal(number, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_SETMASK, json.loads(sys.argv[2]))
+os.execv(sys.executable, [sys.executable, "-c", *sys.argv[3:]])
+"""
 # All that a rank imports leaves one thread, where OpenMP and OpenBLAS may have several.
 PREPARES = """
 import os, sys
@@ -55,11 +72,36 @@ def test_a_fork_ends_as_a_program_does() -> None:
     done = run_python(FORKS, *words)
     said = done.stdout.splitlines()
     # 0, 1, 2 and the one that lists them: no file of the launcher's. And a program's signals: SIGPIPE kills none.
-    ignored = run_python(IGNORED).stdout.strip()
-    expected = sorted(f"{word} {n} False 4 {ignored}" for n, word in enumerate(words))
+    signals = run_python(SIGNALS).stdout.strip()
+    expected = sorted(f"{word} {n} False 4 {signals}" for n, word in enumerate(words))
     assert sorted(said[:-2]) == expected, done
     assert said[-2:] == ["[0, 2, 75, -9, -15, -1, -10, 1] True", "False"], done
     assert "RuntimeError: its own words" in done.stderr
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_fork_has_the_signals_of_a_started_program(seed: int) -> None:
+    """Whatever its launcher was started with, and has handlers for."""
+    drawn = random.Random(seed)
+    # Nothing can wait for children whose end is ignored.
+    every = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD})
+    sets = [
+        json.dumps([*drawn.sample([*map(int, every)], 8), drawn.choice((1, 10, 15))])
+        for _ in range(2)
+    ]
+    program = run_python(STARTED_WITH, *sets, SIGNALS)
+    fork = run_python(STARTED_WITH, *sets, FORKS, "0")
+    expected = f"0 0 False 4 {program.stdout.strip()}"
+    assert fork.stdout.splitlines()[0] == expected, (sets, fork)
+
+
+def test_a_run_under_nohup_outlives_its_terminal(start: Callable[..., Run]) -> None:
+    """Terminals send SIGHUP to the group of processes that they have started."""
+    run = start("--nproc=2", "--training.steps=30", before=("setsid", "nohup"))
+    run.wait_until_training(step=3)
+    os.killpg(os.getpgid(run.agent()), signal.SIGHUP)
+    assert run.end() == 0, run.said()
+    assert [row["step"] for row in logged_rows(run.folder)][-1] == 30
 
 
 def test_a_launcher_may_fork_after_its_imports() -> None:

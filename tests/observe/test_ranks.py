@@ -100,19 +100,23 @@ def test_one_slow_step_and_small_differences_make_no_straggler() -> None:
         assert not stragglers.add([0.0005, 0.0005, 0.0015], step_s=0.5).new
 
 
-def test_the_forward_clock_counts_training_only() -> None:
-    class Sleeper(nn.Module):
+def test_the_forward_clock_counts_training_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    class Block(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            time.sleep(0.02)
+            now[0] += 2.0
             return x
 
-    block = Sleeper()
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    block = Block()
     clock = ForwardClock([block], device=CPU)
     for _ in range(4):
         block(torch.zeros(1))
+        now[0] += 100.0  # between the calls
     block.eval()
     block(torch.zeros(1))
-    assert 0.04 <= clock.take(2)["own"] < 0.075  # two calls in each of two steps
+    assert clock.take(2)["own"] == 4.0  # two calls in each of two steps
     assert clock.take(1)["own"] == 0.0
 
 

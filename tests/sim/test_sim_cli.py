@@ -109,7 +109,7 @@ def test_a_timeline_of_few_rows_is_high_enough_to_read(tmp_path: Path) -> None:
     lane = ["compute", [[0, 9, "forward", "mm"], [9, 20, "backward", "mm"]]]
     rank = {"rank": 0, "lanes": [lane] * 4, "memory": [], "reserved_gib": 1.0}
     data = {"title": "x", "summary": "y", "facts": {"step_time_s": 0.02}, "categories": []}
-    template = (ROOT / "titan" / "sim" / "page.html").read_text()
+    template = (ROOT / "titan" / "sim" / "report" / "page.html").read_text()
     page, frames = tmp_path / "page.html", tmp_path / "frames.html"
     page.write_text(template.replace("/*DATA*/null", json.dumps(data | {"ranks": [rank]})))
     frame = '<iframe src="page.html" style="width: {}px; border: 0"></iframe>'

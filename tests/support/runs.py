@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +49,18 @@ def same_tensors(a: Path, b: Path) -> bool:
 
 
 class Run:
-    """The debug model, made smaller, in `folder`; `program` is what Python runs."""
+    """The debug model, made smaller, in `folder`; `program` is what Python runs, and `before` the words before it."""
 
     def __init__(
-        self, folder: Path, *settings: str, program: list[str] = CLI, **variables: str
+        self,
+        folder: Path,
+        *settings: str,
+        program: list[str] = CLI,
+        before: Sequence[str] = (),
+        **variables: str,
     ) -> None:
         self.folder, self.messages = folder, folder.parent / "messages.txt"
-        command = [sys.executable, *program, "train_configs/debug_model.toml"]
+        command = [*before, sys.executable, *program, "train_configs/debug_model.toml"]
         command += [f"--job.dump_folder={folder}", "--training.dataset=synthetic"]
         command += ["--model.overrides.n_layers=2", "--training.seq_len=32", "--metrics.log_freq=1"]
         environment = dict(os.environ) | variables

@@ -105,6 +105,10 @@ def torchrun(argv: Sequence[str]) -> int:
     die_with_parent()
     logging.disable(logging.ERROR)  # torchrun's account of a failed rank
     oom_kills_before = count_oom_kills()
+    # torchrun would replace what nohup has set by a handler that ends the run.
+    handled = os.environ.get("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(",")
+    ignored = {signal.Signals(number).name for number in warm_start.IGNORED}
+    os.environ["PET_SIGNALS_TO_HANDLE"] = ",".join(n for n in handled if n not in ignored)
     if "titan.train" in argv:
         warm_start.prepare()
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -27,6 +27,10 @@ from titan.health.signals import EXIT_FAILED
 # What torchrun starts a rank with, before the job's arguments.
 _RANK = (sys.executable, "-u", "-m", "titan.train")
 _ACCELERATORS = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
+# The signals that this process was started to ignore (by nohup, or a shell for its background) and to block. A program
+# inherits them. launch.py imports this before torchrun has handlers.
+IGNORED = frozenset(n for n in signal.valid_signals() if signal.getsignal(n) is signal.SIG_IGN)
+_BLOCKED = signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def can_fork() -> bool:
@@ -81,11 +85,12 @@ def _run_rank(argv: Sequence[str], env: dict[str, str]) -> None:
         # Popen waits until its pipe, one of these, is closed.
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         # The launcher's handlers end its ranks.
-        for number in signal.valid_signals():
-            if callable(signal.getsignal(number)):
-                signal.signal(number, signal.SIG_DFL)
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+            if signal.getsignal(number) is not None:  # else the handler is not Python's
+                signal.signal(number, signal.SIG_IGN if number in IGNORED else signal.SIG_DFL)
+        if signal.SIGINT not in IGNORED:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, _BLOCKED)
         gc.enable()  # Popen has stopped it
         logging.disable(logging.NOTSET)
         os.environ.clear()
