@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
 from titan.config.keys import models_at
+from titan.config.model import families, family
 from titan.config.render import json_schema
 from titan.config.schema import JobConfig
 from titan.config.toml import KeyPath, format_value, key_text
@@ -16,7 +19,8 @@ from titan.config.toml import KeyPath, format_value, key_text
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from notebook import notebook
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
 _INTRODUCTION = """\
 # Configuration reference
 
@@ -29,6 +33,13 @@ on the command line is TOML if it can be read as TOML, else a string. `--metrics
 
 An editor with a TOML language server completes and checks keys in a file that begins with `#:schema ../docs/schema.json` (the
 path is relative to the file).
+"""
+
+_API = """\
+# Signatures of titan.parallel
+
+Generated from titan/parallel by `python scripts/gen_docs.py`; do not edit. [From Python](python.md) shows how to call them, and
+[parallelism.md](parallelism.md#the-helpers-alone) what each needs from a model.
 """
 
 _SCHEDULE = """\
@@ -48,9 +59,56 @@ def generated() -> dict[Path, str]:
     """Return path and content of every generated page."""
     return {
         DOCS / "config.md": reference_markdown(),
+        DOCS / "api.md": api_markdown(),
         DOCS / "tutorials/first_run.ipynb": notebook(DOCS / "tutorials/first_run.md"),
         DOCS / "schema.json": json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n",
     }
+
+
+def api_markdown() -> str:
+    """Return the page docs/api.md: the signatures of titan.parallel, read from its source, and how each docstring begins."""
+    package = ROOT / "titan" / "parallel"
+    [modules] = [
+        ast.literal_eval(node.value)
+        for node in ast.parse((package / "__init__.py").read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_MODULES"
+    ]
+    lines = [_API]
+    for module, names in modules.items():
+        defined = {
+            node.name: node
+            for node in ast.parse((package / f"{module}.py").read_text()).body
+            if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        }
+        for name in names:
+            lines += [f"## {name}\n", "```python", *_signature(defined[name]), "```\n"]
+            about = (ast.get_docstring(defined[name]) or "").split("\n\n")[0]
+            lines += [f"{about}\n", f"Defined in titan/parallel/{module}.py, with its arguments.\n"]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _signature(node: ast.FunctionDef | ast.ClassDef) -> Iterator[str]:
+    """Yield the lines of a call: a parameter on each, as in the source."""
+    init = node
+    if isinstance(node, ast.ClassDef):
+        [init] = [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
+    assert isinstance(init, ast.FunctionDef)
+    arguments = init.args
+    positional = [a for a in arguments.args if a.arg != "self"]
+    defaults = [None] * (len(positional) - len(arguments.defaults)) + [*arguments.defaults]
+    pairs = [*zip(positional, defaults, strict=True), None]
+    pairs += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    if not arguments.kwonlyargs:
+        pairs.remove(None)
+    yield f"{node.name}("
+    for pair in pairs:
+        if pair is None:
+            yield "    *,"
+        else:
+            default = f" = {ast.unparse(pair[1])}" if pair[1] is not None else ""
+            yield f"    {ast.unparse(pair[0])}{default},"
+    result = f" -> {ast.unparse(init.returns)}" if init.returns and init is node else ""
+    yield f"){result}"
 
 
 def reference_markdown() -> str:
@@ -61,7 +119,37 @@ def reference_markdown() -> str:
         lines += _reference((name,), definitions)
         if name == "lr_scheduler":
             lines.append(_SCHEDULE)
+        if name == "model":
+            lines += [*_overrides(), ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _overrides() -> Iterator[str]:
+    """Yield what `model.overrides` may name: the fields of each family, with the values that a flavor leaves as they are."""
+    yield "### Fields of `model.overrides`\n"
+    yield "`model.name` chooses the family, and `model.flavor` the values of these fields. Overrides replace them.\n"
+    kinds = {
+        name: type(next(iter(family(name).FLAVORS.values())))
+        for name in families()
+        if family(name).__name__.startswith("titan.models.")
+    }
+    # A class comes before those that build on it.
+    for kind in sorted(
+        {c for k in kinds.values() for c in k.__mro__[:-1]},
+        key=lambda c: (len(c.__mro__), c.__name__),
+    ):
+        own = [
+            f for f in fields(kind) if f.name in vars(kind).get("__annotations__", {}) and f.init
+        ]
+        if own:
+            users = ", ".join(name for name, k in kinds.items() if issubclass(k, kind))
+            shown = (f"`{f.name}`" + _default_of(f) for f in own)
+            about = " ".join((kind.__doc__ or "").split("Args:")[-1].split())
+            yield f"- **{users}** ({kind.__name__}): {', '.join(shown)}. {about}"
+
+
+def _default_of(field: Field[Any]) -> str:
+    return "" if field.default is MISSING else f" = {format_value(field.default)}"
 
 
 def _reference(path: KeyPath, definitions: dict[str, Any]) -> Iterator[str]:

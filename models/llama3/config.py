@@ -151,6 +151,13 @@ FLAVORS: dict[str, LlamaConfig] = {
     "10M": _llama(320, 6, 5, 5, 896, vocab_size=2048, rope_theta=10_000.0),
     # TorchTitan v0.2.2's, which scales the frequencies of this one too
     "debugmodel": _llama(256, 6, 16, 16, 768, vocab_size=2048, rope_factor=8.0),
+    # For research on one GPU, as wide and deep as GPT-2 small and medium, with room for its tokenizer's 50,257 ids
+    "125M": _llama(
+        768, 12, 12, 12, 2048, vocab_size=50_304, rope_theta=10_000.0, tied_embeddings=True
+    ),
+    "350M": _llama(
+        1024, 24, 16, 16, 2816, vocab_size=50_304, rope_theta=10_000.0, tied_embeddings=True
+    ),
     # Llama 3.2
     "1B": _llama(2048, 16, 32, 8, 8192, rope_factor=32.0, tied_embeddings=True),
     "3B": _llama(3072, 28, 24, 8, 8192, rope_factor=32.0, tied_embeddings=True),

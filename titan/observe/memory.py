@@ -26,7 +26,9 @@ def peak_memory(*, reset: bool = False) -> PeakMemory:
     """Return the peak so far. `reset` starts a new one, on an accelerator."""
     import torch
 
-    if not torch.accelerator.is_available():
+    from titan.parallel.init_distributed import usable_accelerator
+
+    if usable_accelerator() is None:
         # A CPU has no allocator with statistics; the kernel knows the peak of the process.
         import resource  # not on Windows
 
@@ -48,6 +50,8 @@ def allocator_retries() -> int:
     """Return how often the allocator has given back its cache since the start, to find room. A CPU's never does."""
     import torch
 
-    if not torch.accelerator.is_available():
+    from titan.parallel.init_distributed import usable_accelerator
+
+    if usable_accelerator() is None:
         return 0
     return torch.accelerator.memory_stats().get("num_alloc_retries", 0)

@@ -17,6 +17,14 @@ from .torch_compat import limit_gloo, set_allocator
 STORE_FOLDER = "TITAN_STORE"
 
 
+def usable_accelerator() -> torch.device | None:
+    """Return this machine's accelerator if ranks on it can communicate. Apple's (mps) has no backend, so ranks use the CPU."""
+    if not torch.accelerator.is_available():
+        return None
+    device = torch.accelerator.current_accelerator()
+    return device if device and dist.get_default_backend_for_device(device) != "gloo" else None
+
+
 def start_process_group(
     *,
     init_timeout_s: float,
@@ -37,9 +45,7 @@ def start_process_group(
     # torch has two names for the variable, the older one with CUDA in it.
     if not ({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & {*os.environ}):
         set_allocator(f"expandable_segments:{expandable_segments}")
-    accelerator = (
-        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    )
+    accelerator = usable_accelerator()
     device = torch.device("cpu")
     if accelerator is not None:
         device = torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", 0)))
