@@ -104,9 +104,9 @@ def train(argv: list[str]) -> int:
     parser.add_argument(
         "--max-restarts",
         type=whole,
-        default=0,
         metavar="R",
-        help="times to go on from the newest checkpoint after a process has failed; default: 0",
+        help="times to go on from the newest checkpoint after a process has failed; default: 0, "
+        "and 100 for each group with --elastic",
     )
     parser.add_argument(
         "--elastic",
@@ -136,7 +136,7 @@ def train(argv: list[str]) -> int:
                 config,
                 num_groups=options.groups or 2,
                 num_processes=num_processes,
-                max_restarts=options.max_restarts,
+                max_restarts=100 if options.max_restarts is None else options.max_restarts,
             )
         # One process without restarts needs no launcher.
         if num_processes > 1 or options.max_restarts:
@@ -147,7 +147,7 @@ def train(argv: list[str]) -> int:
                 job,
                 num_processes=num_processes,
                 dump_folder=config.job.dump_folder,
-                max_restarts=options.max_restarts,
+                max_restarts=options.max_restarts or 0,
             )
     return import_module("titan.train").main(job)
 

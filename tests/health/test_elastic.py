@@ -272,6 +272,62 @@ def test_without_torchft_one_line_says_what_to_install(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
+    ("programs", "restarts", "code", "lines"),
+    [
+        (
+            ["pass", "os.kill(os.getpid(), 9)"],
+            0,
+            0,
+            [
+                "group 1 | was ended by SIGKILL: not started again (--max-restarts 0); other groups go on"
+            ],
+        ),
+        (
+            ["pass", "os._exit(3)"],
+            1,
+            0,
+            [
+                "group 1 | ended with 3: started again, 1 of 1 times",
+                "group 1 | ended with 3: not started again (--max-restarts 1); other groups go on",
+            ],
+        ),
+        (
+            ["os._exit(75)", "os.kill(os.getpid(), 9)"],
+            0,
+            75,
+            [
+                "group 1 | was ended by SIGKILL: not started again (--max-restarts 0); other groups go on"
+            ],
+        ),
+    ],
+)
+def test_a_run_is_done_when_a_group_is_and_each_loss_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    programs: list[str],
+    restarts: int,
+    code: int,
+    lines: list[str],
+) -> None:
+    from titan.health import launch_groups
+
+    def start(group: Any) -> None:
+        program = f"import os; {programs[group.number]}"
+        options: Any = {"stdout": subprocess.PIPE, "text": True}
+        group.process = subprocess.Popen([sys.executable, "-c", program], **options)
+
+    monkeypatch.setattr(launch_groups._Group, "_start", start)
+    found = launch_groups.launch_groups(
+        [],
+        job(fault_tolerance={"lighthouse": "http://x"}),
+        num_groups=2,
+        num_processes=1,
+        max_restarts=restarts,
+    )
+    assert (found, capsys.readouterr().out.splitlines()) == (code, lines)
+
+
+@pytest.mark.parametrize(
     ("section", "key", "message"),
     [
         ({"replica_id": 2, "replica_groups": 2}, "replica_id", "must be below replica_groups = 2"),

@@ -78,12 +78,12 @@ def resolve_layout(config: JobConfig, world_size: int) -> Layout:
     # -1 for dp_shard is resolved to what the other axes leave.
     degrees = _degrees(config) | {"dp_shard": _shard_degree(config, world_size)}
     batch, dp = config.training, degrees["dp_replicate"] * degrees["dp_shard"]
-    dp *= _replica_groups(config)
+    dp *= replica_groups(config)
     accumulation = max(1, batch.global_batch_size // (batch.local_batch_size * dp))
     return Layout(**degrees, accumulation=accumulation)
 
 
-def _replica_groups(config: JobConfig) -> int:
+def replica_groups(config: JobConfig) -> int:
     section = config.fault_tolerance
     return section.replica_groups if section.enable else 1
 
@@ -160,7 +160,7 @@ def _check_world(config: JobConfig, model: Any, world_size: int) -> Iterator[Rul
 def _check_batch(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:
     training = config.training
     dp = config.parallelism.data_parallel_replicate_degree * _shard_degree(config, world_size)
-    dp *= _replica_groups(config)
+    dp *= replica_groups(config)
     # -1 stands for one forward pass, which always fits.
     per_pass, size = training.local_batch_size * dp, training.global_batch_size
     if size > 0 and size % per_pass:

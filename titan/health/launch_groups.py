@@ -38,7 +38,9 @@ def launch_groups(
     num_processes: int,
     max_restarts: int,
 ) -> int:
-    """Run the groups until the last one has ended; returns the largest of their exit codes. Raises InputError without torchft.
+    """Run the groups until the last one has ended. Raises InputError without torchft.
+
+    Returns 0 if a group has trained to the end, whatever became of others, else the largest of their exit codes.
 
     Args:
         num_processes: of each group. max_restarts: of each group.
@@ -81,7 +83,8 @@ def launch_groups(
             signal.signal(number, handler)
         if lighthouse is not None:
             lighthouse.shutdown()
-    return max(group.code for group in groups)
+    codes = {group.code for group in groups}
+    return EXIT_DONE if EXIT_DONE in codes else max(codes)
 
 
 def _lighthouse(config: JobConfig, bind: str) -> Any:
@@ -143,12 +146,20 @@ class _Group:
         if code is None:
             return True
         self.code = abs(code)
-        if code in _ENDS or self.is_stopped or self.restarts >= max_restarts:
+        if code in _ENDS or self.is_stopped:
+            self.process, self.is_shown = None, False
+            return False
+        end = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+        if self.restarts >= max_restarts:
+            print(
+                f"group {self.number} | {end}: not started again (--max-restarts {max_restarts}); other groups go on",
+                flush=True,
+            )
             self.process, self.is_shown = None, False
             return False
         self.restarts += 1
         print(
-            f"group {self.number} | ended with {code}: started again, {self.restarts} of {max_restarts} times",
+            f"group {self.number} | {end}: started again, {self.restarts} of {max_restarts} times",
             flush=True,
         )
         self._start()

@@ -128,7 +128,7 @@ class Elastic(Hook):
         """Say what is waited for, and save what would be lost, once."""
         trainer = self.trainer
         needed = trainer.config.fault_tolerance.min_replicas
-        text = f"waiting for {needed} replica groups: {reason}"
+        text = f"waiting for {needed} replica group{'s' * (needed > 1)}: {reason}"
         if text == self.waited_for:
             return
         self.waited_for = text

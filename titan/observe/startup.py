@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.text import Text
 
-from titan.config.layout import AXES, Layout
+from titan.config.layout import AXES, Layout, replica_groups
 from titan.config.model import num_blocks
 from titan.config.phases import phases_of
 from titan.config.schema import JobConfig
@@ -66,13 +66,15 @@ def startup_page(
     """
     training = config.training
     resumed = f", resumed after step {resume_step:,}" if resume_step else ""
-    sequences = training.local_batch_size * layout.dp * layout.accumulation
+    groups = replica_groups(config)
+    sequences = training.local_batch_size * layout.dp * layout.accumulation * groups
     tokens = sequences * training.seq_len
     # A resumed run may have another batch size, so the tokens before it are counted, not computed.
     phases = phases_of(config, dp=layout.dp)
     in_all = tokens_seen + max(0, training.steps - resume_step) * tokens
     if len(phases) > 1:
-        in_all = tokens_seen + sum(p.steps_after(resume_step) * p.tokens_per_step for p in phases)
+        steps = sum(p.steps_after(resume_step) * p.tokens_per_step for p in phases)
+        in_all = tokens_seen + steps * groups
     # Of the phase that needs most.
     memory = (estimate_memory(phase.config, model_config, layout) for phase in phases)
     most = max(memory, key=lambda gib: gib["total"])
@@ -166,6 +168,8 @@ def _factors(config: JobConfig, layout: Layout) -> str:
     ]
     if layout.accumulation > 1:
         factors.append(f"{layout.accumulation:,} accumulation")
+    if (groups := replica_groups(config)) > 1:
+        factors.append(f"{groups} replica groups")
     return " x ".join(factors)
 
 
