@@ -81,7 +81,7 @@ def api_markdown() -> str:
             if isinstance(node, ast.FunctionDef | ast.ClassDef)
         }
         for name in names:
-            lines += [f"## {name}\n", "```python", *_signature(defined[name]), "```\n"]
+            lines += [f"## {name}\n", "```text", *_signature(defined[name]), "```\n"]
             about = (ast.get_docstring(defined[name]) or "").split("\n\n")[0]
             lines += [f"{about}\n", f"Defined in titan/parallel/{module}.py, with its arguments.\n"]
     return "\n".join(lines).rstrip() + "\n"
@@ -128,6 +128,7 @@ def _overrides() -> Iterator[str]:
     """Yield what `model.overrides` may name: the fields of each family, with the values that a flavor leaves as they are."""
     yield "### Fields of `model.overrides`\n"
     yield "`model.name` chooses the family, and `model.flavor` the values of these fields. Overrides replace them.\n"
+    yield from ("| families | fields and their defaults | meaning |", "|---|---|---|")
     kinds = {
         name: type(next(iter(family(name).FLAVORS.values())))
         for name in families()
@@ -145,7 +146,7 @@ def _overrides() -> Iterator[str]:
             users = ", ".join(name for name, k in kinds.items() if issubclass(k, kind))
             shown = (f"`{f.name}`" + _default_of(f) for f in own)
             about = " ".join((kind.__doc__ or "").split("Args:")[-1].split())
-            yield f"- **{users}** ({kind.__name__}): {', '.join(shown)}. {about}"
+            yield f"| {users} | {', '.join(shown)} | {about} |"
 
 
 def _default_of(field: Field[Any]) -> str:
