@@ -151,12 +151,14 @@ def test_a_rewound_run_never_saw_the_samples(
 
 
 def test_the_ways_it_ends(pool: Pool, tmp_path: Path) -> None:
-    def ends(name: str, fault: str, **settings: Any) -> str:
+    def ends(name: str, fault: str, *, interval: int = 100, **settings: Any) -> str:
         options = {"steps": 14, "parallelism": LAYOUTS["FSDP2"][1], "fault": fault}
-        return run(pool, 2, tmp_path / name, settings, **options)
+        return run(pool, 2, tmp_path / name, settings, interval=interval, **options)
 
     text = ends("stop", "nan:18")
     assert text.startswith("NonFiniteError: step 5: loss nan") and "samples 18 to 19" in text
+    assert "These weights are not saved; there is no checkpoint" in text
+    assert "the last checkpoint is step 4. Lower optimizer.lr" in ends("saved", "nan:18", interval=4)
     text = ends("spike", "spike:43", on_spike="stop", spike_min_steps=8)
     assert text.startswith("SpikeError: step 11, samples 40 to 43: loss "), text
     text = ends("nowhere", "nan:18", on_nonfinite="rewind")

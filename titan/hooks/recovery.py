@@ -48,7 +48,7 @@ class StepRecovery(Hook):
         if decision.action == StepAction.STOP:
             loss, grad_norm = AsyncScalars([report.loss, report.grad_norm]).values()
             self._require_finite(StepResult(trainer.step, first_sample, report, loss, grad_norm))
-            raise SpikeError(f"{text}. Weights are not saved; the last checkpoint is from before")
+            raise SpikeError(f"{text}. {self._saved()}")
         if decision.action == StepAction.SKIP:
             self.skipped.add(trainer.step)
         done = {StepAction.WARN: "TRAINED ON", StepAction.SKIP: "NO UPDATE BY THIS STEP"}[
@@ -121,6 +121,10 @@ class StepRecovery(Hook):
             f"the loss is finite on every rank; {self._samples(result.first_sample)}"
         )
         raise NonFiniteError(
-            f"step {result.step}: {reason} ({where}). Weights are not saved; the last checkpoint is "
-            "from before. Lower optimizer.lr, or look at these samples."
+            f"step {result.step}: {reason} ({where}). {self._saved()}. Lower optimizer.lr, or look at these samples."
         )
+
+    def _saved(self) -> str:
+        step = self.trainer.saved_step or self.trainer.first_step - 1
+        last = f"the last checkpoint is step {step}" if step else "there is no checkpoint"
+        return f"These weights are not saved; {last}"
