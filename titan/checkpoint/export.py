@@ -41,8 +41,8 @@ from titan.data.named_tokens import GENERATION_CONFIG, TOKENIZER_CONFIG
 from titan.data.special_tokens import begin_ids
 from titan.data.tokenizer import CHAT_TEMPLATE, Tokenizer
 from titan.data.tokenizer_files import read_asset, tokenizer_files, tokenizer_path
-from titan.untrusted import is_there
 
+_NAMES = ("bos_token", "eos_token")
 DEFAULT_FILE_BYTES = 5_000_000_000
 Fetch = Callable[[Sequence[str], bool], StateDict]
 
@@ -52,8 +52,8 @@ class Export:
     """Say what to write: a model, in which precision, in files of which size.
 
     bos_id: the tokenizer's. ends: tokens that end an answer. seq_len: the model was trained on. assets: files to copy.
-    begin: the token that the copied tokenizer puts in front of texts; None: as it does. names: bos_token and eos_token, where
-    no copied file has them. chat_template: of conversations.
+    begin: the token that the copied tokenizer puts in front of texts; None: as it does. names: bos_token and eos_token of the job.
+    chat_template: of conversations.
     """
 
     model: HFModel
@@ -90,7 +90,7 @@ class Export:
             seq_len=longest_sequence(config),
             assets=tokenizer_files(tokenizer_path(config)) if tokenizer else [],
             begin=_begin(config, tokenizer) if tokenizer else None,
-            names=_names(config, tokenizer) if tokenizer else {},
+            names={n: text for n in _NAMES if (text := getattr(config.tokenizer, n))},
             chat_template=tokenizer.chat_template if tokenizer else "",
         )
 
@@ -152,13 +152,6 @@ def _begin(config: JobConfig, tokenizer: Tokenizer) -> str | None:
     if begins == bool(tokenizer.begin_ids) and not config.tokenizer.bos_token:
         return None
     return tokenizer.token_texts["bos_token"] if begins else ""
-
-
-def _names(config: JobConfig, tokenizer: Tokenizer) -> dict[str, str]:
-    """Return bos_token and eos_token, where only the job names them, or only ids in other files do."""
-    is_named = tokenizer.file and is_there(tokenizer.file.with_name(TOKENIZER_CONFIG))
-    names = [n for n in ("bos_token", "eos_token") if getattr(config.tokenizer, n) or not is_named]
-    return {name: tokenizer.token_texts[name] for name in names if name in tokenizer.token_texts}
 
 
 def require_same_model(model: HFModel) -> None:
@@ -348,9 +341,9 @@ def _begun(content: bytes, begin: str) -> bytes:
     from tokenizers import Tokenizer, processors
 
     tokenizer = Tokenizer.from_str(content.decode())
+    texts = [f"{begin} ${part}".strip() for part in "AB"]
+    special = [(begin, tokenizer.token_to_id(begin))] if begin else []
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{begin} $A".strip(),
-        pair=f"{begin} $A {begin} $B".strip(),
-        special_tokens=[(begin, tokenizer.token_to_id(begin))] if begin else [],
+        single=texts[0], pair=" ".join(texts), special_tokens=special
     )
     return tokenizer.to_str(pretty=True).encode()

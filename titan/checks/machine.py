@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.checkpoint.manifest import METADATA, NAME, list_steps
-from titan.checkpoint.storage import Location, as_location, join, storage_of
+from titan.checkpoint.storage import as_location, join, storage_of
 from titan.checks.evaluation_rules import check_task_files
 from titan.checks.text_identity import other_tokenizer, sources_of
 from titan.config import schema as s
@@ -222,8 +222,9 @@ def _check_checkpoints(config: JobConfig) -> Iterator[RuleViolation]:
         existing = ", ".join(map(str, steps)) or "none at all"
         message = f"there is no step {section.load_step} in {folder}; there is {existing}"
         yield "checkpoint.load_step", message
-    wanted = steps[::-1] if section.load_step == -1 else [section.load_step]
-    yield from _check_weights(config, [folder / f"step-{step}" for step in wanted])
+    tokenizer = None if "://" in (section.initial_load_path or "") else _try_tokenizer(config)
+    if tokenizer and (why := other_tokenizer(config, tokenizer, folder)):
+        yield "tokenizer.path" if config.tokenizer.path else "tokenizer.name", why
     if steps or section.load_step != -1:
         return  # a resumed run does not load its initial weights again
     key, path = "checkpoint.initial_load_path", section.initial_load_path
@@ -242,18 +243,6 @@ def _check_checkpoints(config: JobConfig) -> Iterator[RuleViolation]:
         steps = list_steps(location)
         hint = f"; did you mean '{join(location, f'step-{steps[-1]}')}'?" if steps else ""
         yield key, f"'{path}' is no {what}: it has no {' and no '.join(names)}{hint}"
-    else:
-        yield from _check_weights(config, [location], is_hf=section.initial_load_in_hf)
-
-
-def _check_weights(
-    config: JobConfig, steps: list[Location], *, is_hf: bool = False
-) -> Iterator[RuleViolation]:
-    """Check that the weights to start from belong to the job's tokenizer."""
-    tokenizer = _try_tokenizer(config)
-    excluded = "tokenizer" in config.checkpoint.exclude_from_loading
-    if tokenizer and not excluded and (why := other_tokenizer(tokenizer, steps, is_hf=is_hf)):
-        yield "tokenizer.path" if config.tokenizer.path else "tokenizer.name", why
 
 
 def _try_tokenizer(config: JobConfig) -> Tokenizer | None:

@@ -9,13 +9,13 @@ Other text under the same tokenizer is said, and weights of another tokenizer ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from titan.checkpoint.manifest import TITAN_JSON
-from titan.checkpoint.storage import Location, join, storage_of
+from titan.checkpoint.manifest import TITAN_JSON, list_steps
+from titan.checkpoint.storage import Location, as_location, join, storage_of
 from titan.config import schema as s
 from titan.config.schema import JobConfig
 from titan.data import DataError
@@ -87,38 +87,47 @@ def saved_facts(step: Location) -> dict[str, Any]:
         saved = parse_json(text, dict[str, Any], name=name).get("text")
     except (OSError, InputError):  # loading says so
         return {}
-    keys = ("tokenizer", "data")
-    is_whole = isinstance(saved, dict) and all(isinstance(saved.get(k, {}), dict) for k in keys)
-    return saved if is_whole else {}
+    if not isinstance(saved, dict):
+        return {}
+    return {
+        key: part for key, part in saved.items() if isinstance(part, dict) or key == "chat_template"
+    }
 
 
-def other_tokenizer(tokenizer: Tokenizer, steps: Iterable[Location], *, is_hf: bool = False) -> str:
-    """Return why weights do not go with a job's tokenizer, "" if they do or if nobody knows.
+def other_tokenizer(config: JobConfig, tokenizer: Tokenizer, folder: Location) -> str:
+    """Return why the weights that a job starts from do not go with its tokenizer, "" if they do or if nobody knows.
 
-    Args:
-        steps: what the job may start from: the first that names its tokenizer counts.
-        is_hf: they are Hugging Face folders.
+    folder: of the job's steps. The newest step that says its tokenizer counts, or else what the job loads at first.
     """
-    for step in steps:
-        saved, where = saved_facts(step).get("tokenizer", {}), join(step, TITAN_JSON)
-        folder = Path(str(saved.get("file") or "")).parent
-        if isinstance(step, Path) and (copy := step.absolute().parents[1] / FOLDER).is_dir():
-            folder = copy
+    section, numbers = config.checkpoint, list_steps(folder)
+    if not section.enable or "tokenizer" in section.exclude_from_loading:
+        return ""
+    wanted = numbers[::-1] if section.load_step == -1 else [section.load_step]
+    places: list[Location] = [join(folder, f"step-{number}") for number in wanted]
+    is_hf = not places and section.initial_load_in_hf
+    first = section.initial_load_path or (config.model.hf_assets_path if is_hf else "")
+    if not places and first:
+        places = [as_location(first)]
+    for place in places:
+        saved, where = saved_facts(place).get("tokenizer", {}), join(place, TITAN_JSON)
+        named = Path(str(saved.get("file") or "")).parent
+        if isinstance(place, Path) and (copy := place.absolute().parents[1] / FOLDER).is_dir():
+            named = copy
         if is_hf:
-            where = folder = Path(str(step))
+            where = named = place
             with suppress(InputError):  # one that titan cannot read
-                if tokenizer_files(str(folder)):
-                    saved = tokenizer_facts(tokenizer_named(str(folder)))
-        if "identity" in saved:
-            if saved["identity"] == tokenizer.identity:
-                return ""
-            fix = f"tokenizer.path = {folder}"
-            if saved.get("kind") == "bytes":
-                fix = 'tokenizer.name = "bytes"'
-            return (
-                f"{where}: its weights belong to the tokenizer {_named(saved)}, and the job has {_named(tokenizer_facts(tokenizer))}; "
-                f'set {fix}, or, to train other embeddings on purpose, checkpoint.exclude_from_loading = ["tokenizer"]'
-            )
+                if tokenizer_files(str(place)):
+                    saved = tokenizer_facts(tokenizer_named(str(place)))
+        if "identity" not in saved:
+            continue
+        if saved["identity"] == tokenizer.identity:
+            return ""
+        is_bytes = saved.get("kind") == "bytes"
+        fix = 'tokenizer.name = "bytes"' if is_bytes else f"tokenizer.path = {named}"
+        return (
+            f"{where}: its weights belong to the tokenizer {_named(saved)}, and the job has {_named(tokenizer_facts(tokenizer))}; "
+            f'set {fix}, or, to train other embeddings on purpose, checkpoint.exclude_from_loading = ["tokenizer"]'
+        )
     return ""
 
 
@@ -135,22 +144,27 @@ def require_one_tokenizer(steps: Sequence[Location]) -> None:
             )
 
 
-def text_changes(saved: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Return how a run's text differs from a step's: in its template and marks, and in its data."""
-    changes = []
-    if saved.get("chat_template", now["chat_template"]) != now["chat_template"]:
-        changes.append(f"chat template: {saved['chat_template']} -> {now['chat_template']}")
-    before = saved.get("tokenizer", {})
-    for name, value in now["tokenizer"].items():
-        if name in ("bos_id", "eos_id") and before.get(name, value) != value:
-            changes.append(f"tokenizer's {name}: {before[name]} -> {value}")
-    data = [
-        f"{key}: {_counted(old)} -> {_counted(new)}"
-        for key, new in now["data"].items()
-        if isinstance(old := saved.get("data", {}).get(key), dict)
-        and old.get("identity") != new["identity"]
+def text_changes(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return a line for each way in which a run's text differs from a step's."""
+    before = {"template": saved.get("chat_template"), **saved.get("tokenizer", {})}
+    after = {"template": now["chat_template"], **now["tokenizer"]}
+    lines = [
+        f"the tokenizer's {name} changed since the step was saved: {_or_none(before[name])} -> {_or_none(after[name])}"
+        for name in ("template", "bos_id", "eos_id")
+        if before.get(name, after[name]) not in (None, after[name])
     ]
-    return changes, data
+    for key, new in now["data"].items():
+        old = saved.get("data", {}).get(key)
+        if isinstance(old, dict) and old.get("identity") != new["identity"]:
+            counts = f"{key}: {_counted(old)} -> {_counted(new)}"
+            lines.append(
+                f"WARNING: THE DATA CHANGED since the step was saved, so rows may come again, or never: {counts}"
+            )
+    return lines
+
+
+def _or_none(value: object) -> object:
+    return "none" if value in (None, "") else value
 
 
 def _named(facts: dict[str, Any]) -> str:

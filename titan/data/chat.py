@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError, nodes
@@ -63,7 +63,7 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Marks, "jinja2.ext.loopcontrols"]
         )
-        environment.filters["tojson"] = _tojson
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
@@ -178,17 +178,6 @@ def _texts(value: Any) -> Iterator[str]:
         yield from _texts(inner)
     for inner in value if isinstance(value, list | tuple) else ():
         yield from _texts(inner)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    options: dict[str, Any] = {"separators": separators, "sort_keys": sort_keys}
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
 def _plain(text: str) -> str:

@@ -55,15 +55,15 @@ def find_special(folder: Path, which: str, vocab: dict[str, int]) -> int | None:
         values = read_beside(folder / name)
         token, number = values.get(f"{which}_token"), values.get(f"{which}_token_id")
         token = token.get("content") if isinstance(token, dict) else token
-        number = number[0] if isinstance(number, list) and number else number
+        number = _ids(number)[:1]
         if not isinstance(token, str | None):
             raise DataError(
                 f"{folder / name}: {which}_token is a {type(token).__name__}, not a text"
             )
         if token in vocab:
             return vocab[token]
-        if _is_id(number):
-            return number
+        if number:
+            return number[0]
         if token is None and f"{which}_token" in values:
             return None
     return None
@@ -73,9 +73,10 @@ def generation_ends(folder: Path) -> set[int]:
     """Return all ids that end a generated text, of generation_config.json, or of config.json where there is none."""
     files = [folder / name for name in BESIDE[2:]]
     values = read_beside(files[0] if files[0].is_file() else files[1])
-    ids = values.get("eos_token_id")
-    return {number for number in (ids if isinstance(ids, list) else [ids]) if _is_id(number)}
+    return {*_ids(values.get("eos_token_id"))}
 
 
-def _is_id(number: Any) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and 0 <= number < _MAX_ID
+def _ids(value: Any) -> list[int]:
+    """Return the ids of a number or a list."""
+    numbers = value if isinstance(value, list) else [value]
+    return [n for n in numbers if type(n) is int and 0 <= n < _MAX_ID]

@@ -22,18 +22,13 @@ import tiktoken
 
 from titan.config.schema import TokenizerSection
 from titan.data import DataError, require
-from titan.data.named_tokens import (
-    added_beside,
-    find_special,
-    generation_ends,
-    read_beside,
-    token_texts,
-)
+from titan.data import named_tokens as beside
 from titan.data.reading import pieces
 from titan.data.tokenizer_base import Tokenizer, fingerprint
 from titan.untrusted import printable, read_bytes, read_text
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
+_MARKS = {"bos": BOS, "eos": EOS}
 # How Llama 3 cuts text before merging (its released tokenizer.py); also used by `titan tokenizer train`.
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -59,14 +54,9 @@ class TiktokenTokenizer(Tokenizer):
         self.special_ids = {name: len(ranks) + n for n, name in enumerate(specials)}
         self.kind = kind
         self.vocab_size = len(ranks) + len(specials)
-        self.bos_id, self.eos_id = self.special_ids.get(BOS), self.special_ids.get(EOS)
-        self.token_texts = {
-            key: name
-            for key, name in (("bos_token", BOS), ("eos_token", EOS))
-            if name in self.special_ids
-        }
-        self.begin_ids = [] if self.bos_id is None else [self.bos_id]
-        self.end_ids = {self.eos_id} - {None}
+        self.bos_id = self.eos_id = None
+        self.token_texts, self.begin_ids, self.end_ids = {}, [], set()
+        self.name_tokens(**{which: name for which, name in _MARKS.items() if name in specials})
         self.fingerprint = fingerprint(kind, source, pattern, *specials)
         self._encoding = tiktoken.Encoding(
             kind, pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.special_ids
@@ -117,7 +107,7 @@ class HuggingFaceTokenizer(Tokenizer):
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = {t.content: number for number, t in sorted(added.items()) if t.special}
         # Some models name special tokens only beside the tokenizer.
-        for token, number in added_beside(path.parent):
+        for token, number in beside.added_beside(path.parent):
             if token not in vocab and number not in self._names:
                 vocab[token], self._names[number] = number, token
                 self.special_ids[token] = number
@@ -130,17 +120,20 @@ class HuggingFaceTokenizer(Tokenizer):
             raise DataError(
                 f"tokenizer {path}: {len(vocab):,} tokens with numbers up to {self.vocab_size - 1:,}"
             )
-        self.bos_id = find_special(path.parent, "bos", vocab)
-        self.eos_id = find_special(path.parent, "eos", vocab)
+        self.bos_id = beside.find_special(path.parent, "bos", vocab)
+        self.eos_id = beside.find_special(path.parent, "eos", vocab)
         # The begin and end ids may lie beyond the vocabulary.
         self.vocab_size = max(*vocab.values(), self.bos_id or 0, self.eos_id or 0) + 1
-        self.end_ids = {self.eos_id, *generation_ends(path.parent)} - {None}
-        self.begin_ids = self._find_begin(read_beside(path.with_name("tokenizer_config.json")))
+        self.end_ids = beside.generation_ends(path.parent)
+        self.end_ids |= set() if self.eos_id is None else {self.eos_id}
+        self.begin_ids = self._find_begin(
+            beside.read_beside(path.with_name("tokenizer_config.json"))
+        )
         self.token_texts = {
             f"{which}_token": self._names[number]
             for which, number in (("bos", self.bos_id), ("eos", self.eos_id))
             if number in self._names
-        } | token_texts(path.parent)
+        } | beside.token_texts(path.parent)
         self.fingerprint = fingerprint(self.kind, content, self.bos_id, self.eos_id)
         self.file = path
 
@@ -156,9 +149,11 @@ class HuggingFaceTokenizer(Tokenizer):
         )
         starts = (n for n in range(len(whole)) if whole[n : n + len(plain)] == plain)
         found = whole[: next(starts, 0)]
-        # transformers 5 leaves the key of tokenizer_config.json to the post-processor; version 4 obeyed it.
-        says_none = self._tokenizer.post_processor is not None and not config.get("add_bos_token")
-        return found if found or says_none else None
+        # transformers 5 leaves the key to the post-processor, version 4 obeyed it. `titan tokenizer train` writes neither.
+        is_ours = (
+            self._tokenizer.post_processor is None and self._names.get(self.bos_id or 0) == BOS
+        )
+        return found if found or not (is_ours or config.get("add_bos_token")) else None
 
     def id_of(self, name: str) -> int | None:
         return self._tokenizer.token_to_id(name)
@@ -284,7 +279,9 @@ def _template_beside(tokenizer: Tokenizer) -> str:
         return ""
     if (file := tokenizer.file.with_name(CHAT_TEMPLATE)).is_file():
         return read_text(file)
-    template = read_beside(tokenizer.file.with_name("tokenizer_config.json")).get("chat_template")
+    template = beside.read_beside(tokenizer.file.with_name("tokenizer_config.json")).get(
+        "chat_template"
+    )
     # Some have several, each with a name.
     for named in template if isinstance(template, list) else ():
         if isinstance(named, dict) and named.get("name") == "default":

@@ -69,7 +69,7 @@ class Tokenizer(ABC):
         """Return the id of a token by its text in the vocabulary."""
         return self.special_ids.get(name)
 
-    def name_tokens(self, *, bos: str, eos: str) -> None:
+    def name_tokens(self, *, bos: str = "", eos: str = "") -> None:
         """Let tokens of the vocabulary begin and end texts; "" changes nothing. Raises DataError for an unknown one."""
         for which, name in (("bos", bos), ("eos", eos)):
             if name and (token := self.id_of(name)) is None:

@@ -14,7 +14,7 @@ from titan.checkpoint import manager as checkpoints
 from titan.checkpoint.commit import TIMEOUT
 from titan.checkpoint.export import Export, export_state, no_routing_bias
 from titan.checkpoint.manager import CheckpointError, CheckpointManager, SaveFailed
-from titan.checkpoint.storage import Location, as_location, join
+from titan.checkpoint.storage import Location, as_location
 from titan.checks.text_identity import other_tokenizer, text_changes, text_facts
 from titan.config.render import to_toml
 from titan.config.resume_diff import changed_settings
@@ -34,7 +34,7 @@ class Checkpointing(Hook):
         self.export = self._describe_export()
         self.resumed_from: Location | None = None
         self.changes: list[str] = []  # settings that differ from those of the checkpoint
-        self.data_changes: list[str] = []
+        self.text_changes: list[str] = []
         self.is_due_by_time = False
         self.more: Callable[[], checkpoints.StateDict] = dict  # another hook's tensors
         # The copy overlaps the next step until its update.
@@ -54,8 +54,8 @@ class Checkpointing(Hook):
             trainer.console.message(f"starting from {self.resumed_from}")
         if self.changes:
             trainer.console.message(f"changed since it was saved: {'; '.join(self.changes)}")
-        for text in self.data_changes:
-            trainer.console.message(f"WARNING: {text}", always=True)
+        for text in self.text_changes:
+            trainer.console.message(text, always=True)
         self._print_messages()  # such as that a damaged checkpoint was passed over
         # A seed checkpoint is a run of no steps, which saves the initial weights.
         if self.section.create_seed_checkpoint:
@@ -215,7 +215,12 @@ class Checkpointing(Hook):
             return  # a peer's state is newer
         # In order: this run's own checkpoints, a Hugging Face folder, a checkpoint of another run.
         section = self.section
-        self._require_tokenizer()
+        tokenizer = self.trainer.tokenizer
+        # Before a damaged step is set aside.
+        if tokenizer and (
+            why := other_tokenizer(self.trainer.config, tokenizer, self.manager.folder)
+        ):
+            raise CheckpointError(why)
         _ = section.enable and self.text  # of the files as they are now, not at the first save
         path, model_only = self.manager.step_to_resume(), False
         if path is None and section.enable and section.initial_load_in_hf:
@@ -237,20 +242,6 @@ class Checkpointing(Hook):
         elif path is not None:
             self._load(path, exclude=set(section.exclude_from_loading))
         self.resumed_from = path
-
-    def _require_tokenizer(self) -> None:
-        """Raise CheckpointError if the weights to start from belong to another tokenizer, before a damaged step is set aside."""
-        section, tokenizer = self.section, self.trainer.tokenizer
-        if tokenizer is None or not section.enable or "tokenizer" in section.exclude_from_loading:
-            return
-        numbers = self.manager.steps() if section.load_step == -1 else [section.load_step]
-        steps = [join(self.manager.folder, f"step-{number}") for number in reversed(numbers)]
-        is_hf = not steps and section.initial_load_in_hf
-        first = section.initial_load_path or (self.trainer.config.model.hf_assets_path * is_hf)
-        if not steps and first:
-            steps = [as_location(first)]
-        if reason := other_tokenizer(tokenizer, steps, is_hf=is_hf):
-            raise CheckpointError(reason)
 
     def load_newest(self) -> Location | None:
         """Load the newest checkpoint; return its location, or None if there is none."""
@@ -313,12 +304,7 @@ class Checkpointing(Hook):
             sequences=(metadata.get("sequences_per_step"), trainer.sequences_per_step),
         )
         if self.text:
-            others, data = text_changes(metadata.get("text") or {}, self.text)
-            self.changes += others
-            self.data_changes = [
-                f"THE DATA CHANGED since step {trainer.step:,} was saved, so rows may come again or never: {text}"
-                for text in data
-            ]
+            self.text_changes = text_changes(metadata.get("text") or {}, self.text)
         # Hooks that did not exist when the step was saved get an empty state.
         for hook in trainer.hooks:
             if hook.state_key:

@@ -63,25 +63,23 @@ def describe(path: Path) -> dict[str, Any]:
         raise InputError(f"{file}: {reasons}") from error
     if not 0 < sizes.num_params < _MAX_PARAMS:
         raise InputError(f"{file}: means {sizes.num_params:.3g} parameters, which no model has")
-    loads, problems = None, []
+    loads, problems, folder = None, [], str(file.parent)
+    has_tokenizer = bool(tokenizer_files(folder))
     if file.name == CONFIG and (is_there(file.parent / INDEX) or is_there(file.parent / SINGLE)):
         problems = _problems(file.parent, name, sizes)
+        with suppress(InputError):  # a tokenizer that titan cannot read
+            tokens = tokenizer_named(folder).vocab_size if has_tokenizer else 0
+            if tokens > sizes.vocab_size:
+                problems.append(
+                    f"its tokenizer has {tokens:,} tokens, and the model {sizes.vocab_size:,}"
+                )
         loads = not problems
-    has_tokenizer = bool(tokenizer_files(str(file.parent)))
-    with suppress(InputError):  # a tokenizer that titan cannot read
-        if (
-            has_tokenizer
-            and (size := tokenizer_named(str(file.parent)).vocab_size) > sizes.vocab_size
-        ):
-            problems.append(
-                f"its tokenizer has {size:,} tokens, and the model a vocabulary of {sizes.vocab_size:,}"
-            )
     return {
         "config": str(file),
         "parameters": sizes.num_params,
         "active_parameters": getattr(sizes, "num_active_params", sizes.num_params),
         "family": keys,
-        "tokenizer": {"path": str(file.parent)} if has_tokenizer else {},
+        "tokenizer": {"path": folder} if has_tokenizer else {},
         "loads": loads,
         "problems": problems,
     }

@@ -103,8 +103,7 @@ def find_weights(
 def hf_length(where: Location) -> int:
     """Return how many tokens of a text the model of a Hugging Face folder is shown: its positions, but at most 8,192."""
     positions = huggingface.open_folder(Path(str(where))).config.get("max_position_embeddings")
-    is_known = isinstance(positions, int) and positions > 0
-    return min(positions, _MAX_LENGTH) if is_known else _UNKNOWN_LENGTH
+    return min(positions, _MAX_LENGTH) if isinstance(positions, int) else _UNKNOWN_LENGTH
 
 
 def split_tasks(args: argparse.Namespace) -> tuple[list[ExampleTask], list[str]]:
