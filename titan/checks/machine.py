@@ -31,6 +31,7 @@ from titan.data.reading import Conversation
 from titan.data.sources import open_documents
 from titan.data.special_tokens import SpecialTokens
 from titan.data.tokenizer import Tokenizer, build_tokenizer
+from titan.data.tokenizer_base import LOSSY
 from titan.hardware import count_accelerators
 
 
@@ -252,14 +253,16 @@ def _try_tokenizer(config: JobConfig) -> Tokenizer | None:
 
 
 def advise_text(config: JobConfig) -> list[str]:
-    """Return a warning if no token ends the documents of a job."""
-    if (tokenizer := _try_tokenizer(config)) and not tokenizer.end_ids:
-        message = (
-            f"{tokenizer.file} names no token that ends texts: documents run into each other, and generated text never ends; if the vocabulary has such a "
-            "token, name it by tokenizer.eos_token"
+    """Return warnings about what a job's tokenizer cannot do."""
+    tokenizer, warnings = _try_tokenizer(config), {}
+    if tokenizer and tokenizer.eos_id is None:
+        warnings["tokenizer.eos_token"] = (
+            f"{tokenizer.file} names no token that ends texts: documents run into each other, and an exported model never "
+            "stops; if the vocabulary has such a token, name it here"
         )
-        return [str(config.source_map.problem("tokenizer.eos_token", message))]
-    return []
+    if tokenizer and not tokenizer.keeps_bytes:
+        warnings["tokenizer.path"] = LOSSY
+    return [str(config.source_map.problem(*warning)) for warning in warnings.items()]
 
 
 # ---- torch and other packages ------------------------------------------------------------------

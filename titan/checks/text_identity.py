@@ -18,6 +18,7 @@ from titan.checkpoint.manifest import TITAN_JSON, list_steps
 from titan.checkpoint.storage import Location, as_location, join, storage_of
 from titan.config import schema as s
 from titan.config.schema import JobConfig
+from titan.config.task import reads_text
 from titan.data import DataError
 from titan.data.examples import is_file
 from titan.data.shards import INDEX, read_index
@@ -48,8 +49,8 @@ def tokenizer_facts(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def text_facts(config: JobConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return what titan.json keeps of a run's text."""
-    sources = [*sources_of(config, "training")]
-    if config.validation.enable and config.validation.dataset:
+    sources = [*sources_of(config, "training")] if reads_text(config) else []
+    if sources and config.validation.enable and config.validation.dataset:
         sources += sources_of(config, "validation")
     data = {key: facts for key, source in sources if (facts := _source_facts(source))}
     for number, section in enumerate(config.evaluation):

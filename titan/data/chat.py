@@ -116,8 +116,8 @@ class ChatTemplate:
         """Return the special token that the template writes first after the text of an answer, if it writes one."""
         answer = "An answer."
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
-        after = _plain(self._render(messages, where="chat")).rpartition(answer)[2]
-        special = {*self.tokenizer.special_ids.values()}
+        _, found, after = _plain(self._render(messages, where="chat")).rpartition(answer)
+        special = {*self.tokenizer.special_ids.values()} if found else set()
         return {*[i for i in self.tokenizer.encode_rendered(after)[0] if i in special][:1]}
 
     def _with_answers(self, messages: Messages, *, where: str) -> tuple[str, list[tuple[int, int]]]:

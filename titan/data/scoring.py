@@ -21,7 +21,7 @@ from torch import Tensor
 
 from titan.data import DataError
 from titan.data.packing import Batch
-from titan.data.special_tokens import begin_ids
+from titan.data.special_tokens import begin_ids, start_ids
 from titan.data.tokenizer import Tokenizer
 from titan.loss import IGNORED, LossSum
 from titan.parallel.mesh import axis_rank, axis_size
@@ -125,9 +125,8 @@ class Scorer:
 
     def start(self) -> list[int]:
         """Return the token that predicts the first one of a text without context."""
-        for token in (self.tokenizer.bos_id, self.tokenizer.eos_id):
-            if token is not None:
-                return [token]
+        if found := start_ids(self.tokenizer):
+            return found
         raise DataError(
             "this tokenizer has no token that begins or ends a text: give a context, or a prompt"
         )

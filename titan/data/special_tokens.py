@@ -34,6 +34,12 @@ def begin_ids(tokenizer: Tokenizer, *, add_bos: bool) -> list[int]:
     return [] if tokenizer.bos_id is None else [tokenizer.bos_id]
 
 
+def start_ids(tokenizer: Tokenizer) -> list[int]:
+    """Return the token that predicts the first one of a text without context, none if the tokenizer has none."""
+    marks = (tokenizer.bos_id, tokenizer.eos_id)
+    return [token for token in marks if token is not None][:1]
+
+
 @dataclass(frozen=True)
 class SpecialTokens:
     """Hold the ids that begin and end a document. None: nothing is written there."""

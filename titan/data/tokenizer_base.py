@@ -16,6 +16,10 @@ from titan.data import DataError
 if TYPE_CHECKING:
     import numpy as np
 
+LOSSY = (
+    "this tokenizer drops or changes parts of a text, such as spaces: bits per byte are left out, since bytes cannot be "
+    "counted from its tokens"
+)
 # Contains what some tokenizers drop or change: runs of spaces, lines, capitals, accents, rare characters.
 _SAMPLE = "The cat,  2 cats;\n\tif x == 1:\n    naïve ﬁne Straße 日本語 \U0001f600 don't. "
 

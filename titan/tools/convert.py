@@ -28,6 +28,7 @@ from titan.checkpoint.export import (
     write_folder,
 )
 from titan.checkpoint.huggingface import (
+    CONFIG,
     HFModel,
     check_folder,
     fill,
@@ -74,6 +75,8 @@ def from_hf(source: Path, output: Path, *, mtp: bool = False) -> list[str]:
     folder = check_folder(source, model)
     model = model.spelled_as(folder.files)
     assets = {file.name: read_asset(file) for file in tokenizer_files(str(source))}
+    if assets:  # which may say what ends a text
+        assets[CONFIG] = read_asset(source / CONFIG)
     # The same writer as a run's, so step 0 is a checkpoint like any other.
     manager = checkpoints.CheckpointManager(CheckpointSection(), run_dir=output)
     metadata = {"format": 1, "step": 0, "tokens": 0, "data": {}, "model_only": True}

@@ -29,7 +29,7 @@ from titan.config.options import positive
 from titan.data import DataError
 from titan.data.chat import ChatTemplate, answer_ends
 from titan.data.reading import messages_of, read_row
-from titan.data.special_tokens import begin_ids
+from titan.data.special_tokens import begin_ids, start_ids
 from titan.data.tokenizer import Tokenizer
 from titan.health.launch import launch_command
 from titan.parallel import apply_tp, build_mesh, materialize
@@ -118,10 +118,7 @@ class Generator:
     def of_text(self, text: str) -> _Prompt:
         """Return a text that is to go on. Raises DataError for an empty one that the tokenizer cannot begin."""
         ids = [*(self.tokenizer.begin_ids or ()), *self.tokenizer.encode(text)]
-        # A new document begins as those of the training did.
-        if not ids and self.tokenizer.bos_id is not None:
-            ids = [self.tokenizer.bos_id]
-        if not ids:
+        if not (ids := ids or start_ids(self.tokenizer)):
             raise DataError(
                 "--prompt: this tokenizer has no begin-of-text token, so a prompt is needed"
             )
