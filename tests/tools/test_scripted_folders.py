@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from tests.support.ranks import Pool
 from tests.support.scripted import SHAPES, write_folder
 from titan.cli import main as titan
+from titan.task import NextToken, task_of
 from titan.tools import evaluate
 
 transformers = pytest.importorskip("transformers")
@@ -40,7 +43,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     path = tmp_path_factory.mktemp("scripted") / name
     tokenizer = write_folder(path, shape, scripts={})
     last = {"llama3": "Ċ", "qwen3": "Ċ", "gpt_oss": "t", "gemma3": "<0x0A>", "mistral": "[/INST]"}
-    begin = last.get(name, shape.specials[1])
+    begin = last.get(name) or shape.specials[1]
     if name == "gpt_oss":
         begin = tokenizer.encode("assistant", add_special_tokens=False).tokens[-1]
     if name in ("llama3", "qwen3", "gemma3"):
@@ -97,10 +100,20 @@ def test_texts_and_answers_end_where_transformers_ends_them(
     assert generated(capsys, folder, "--chat", "--prompt", "how are you") == expected[-1]
 
 
-def scored(folder: str, pairs: list[tuple[str, str]]) -> list[tuple[float, bool]]:
+def scored(
+    folder: str, pairs: list[tuple[str, str]]
+) -> tuple[list[tuple[float, bool]], Mapping[str, str]]:
+    """On a rank: the scores of pairs, and what a run prints beside a validation."""
     weights = evaluate.find_weights(Path(folder), [], tokenizer="", world_size=1)
     scorer = evaluate.build_scorer(weights, device=torch.device("cpu"))
-    return scorer.score([scorer.row(*pair) for pair in pairs], batch=4)
+    scores = scorer.score([scorer.row(*pair) for pair in pairs], batch=4)
+    task = task_of(weights.config)
+    assert isinstance(task, NextToken)
+    section = {"enable": True, "prompts": PROMPTS, "prompt_tokens": 12}
+    section = weights.config.validation.model_copy(update=section)
+    task.config = weights.config.model_copy(update={"validation": section})
+    task._scorer = scorer
+    return scores, task.sample(SimpleNamespace(train_step=scorer.train_step))  # pyright: ignore
 
 
 def test_log_likelihoods_are_transformers(
@@ -125,7 +138,8 @@ def test_log_likelihoods_are_transformers(
                 all(log_p[n - 1].argmax() == whole[n] for n in places),
             )
         )
-    [found] = pool.run(1, scored, str(folder), PAIRS)
+    [(found, samples)] = pool.run(1, scored, str(folder), PAIRS)
+    assert samples == {text: greedy(theirs, tokenizer(text).input_ids)[1] for text in PROMPTS}
     assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
     for (ours, _), (reference, _) in zip(found, expected, strict=True):
         assert ours == pytest.approx(reference, rel=1e-6) and ours < 0
