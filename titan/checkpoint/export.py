@@ -151,7 +151,7 @@ def _begin(config: JobConfig, tokenizer: Tokenizer) -> str | None:
     begins = bool(begin_ids(tokenizer, add_bos=config.data.add_bos))
     if begins == bool(tokenizer.begin_ids) and not config.tokenizer.bos_token:
         return None
-    return tokenizer.token_texts["bos_token"] if begins else ""
+    return tokenizer.token_texts.get("bos_token") if begins else ""
 
 
 def require_same_model(model: HFModel) -> None:
@@ -316,8 +316,9 @@ def _write_texts(folder: Path, export: Export, files: dict[str, list[str]]) -> N
         LocalStorage().write(folder / name, (json.dumps(value, indent=2) + "\n").encode())
     assets = {asset.name: read_asset(asset) for asset in export.assets}
     if export.ends:
-        texts = {"bos_token_id": export.bos_id, "eos_token_id": export.eos_token_id}
-        assets |= _merged(assets, GENERATION_CONFIG, texts)
+        begin = {} if export.bos_id is None else {"bos_token_id": export.bos_id}
+        ends = {"eos_token_id": export.eos_token_id}
+        assets |= _merged(assets, GENERATION_CONFIG, begin | ends)
     if "tokenizer.json" in assets and export.names:
         class_ = {"tokenizer_class": "PreTrainedTokenizerFast"}
         assets |= _merged(assets, TOKENIZER_CONFIG, {**class_, **export.names})

@@ -223,7 +223,9 @@ def _check_checkpoints(config: JobConfig) -> Iterator[RuleViolation]:
         existing = ", ".join(map(str, steps)) or "none at all"
         message = f"there is no step {section.load_step} in {folder}; there is {existing}"
         yield "checkpoint.load_step", message
-    tokenizer = None if "://" in (section.initial_load_path or "") else _try_tokenizer(config)
+    starts = steps or section.initial_load_in_hf or section.initial_load_path
+    is_far = "://" in (section.initial_load_path or "")
+    tokenizer = _try_tokenizer(config) if starts and not is_far else None
     if tokenizer and (why := other_tokenizer(config, tokenizer, folder)):
         yield "tokenizer.path" if config.tokenizer.path else "tokenizer.name", why
     if steps or section.load_step != -1:

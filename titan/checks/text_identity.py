@@ -21,7 +21,6 @@ from titan.config.schema import JobConfig
 from titan.config.task import reads_text
 from titan.data import DataError
 from titan.data.examples import is_file
-from titan.data.shards import INDEX, read_index
 from titan.data.sources import open_documents, resolve_sources
 from titan.data.tokenizer import Tokenizer, tokenizer_named
 from titan.data.tokenizer_base import fingerprint
@@ -67,6 +66,8 @@ def _source_facts(source: s.Section) -> dict[str, Any]:
     if isinstance(source, s.SyntheticSource) or getattr(source, "streaming", False):
         return {}
     if isinstance(source, s.ShardsSource):
+        from titan.data.shards import INDEX, read_index  # imports numpy
+
         index = read_index(Path(source.path).expanduser() / INDEX)
         counts = {name: index.total("train", name) for name in ("documents", "tokens")}
         return counts | {"identity": fingerprint(index.fingerprint, index.splits)}
@@ -100,11 +101,11 @@ def other_tokenizer(config: JobConfig, tokenizer: Tokenizer, folder: Location) -
 
     folder: of the job's steps. The newest step that says its tokenizer counts, or else what the job loads at first.
     """
-    section, numbers = config.checkpoint, list_steps(folder)
+    section = config.checkpoint
     if not section.enable or "tokenizer" in section.exclude_from_loading:
         return ""
-    wanted = numbers[::-1] if section.load_step == -1 else [section.load_step]
-    places: list[Location] = [join(folder, f"step-{number}") for number in wanted]
+    numbers = list_steps(folder)[::-1] if section.load_step == -1 else [section.load_step]
+    places: list[Location] = [join(folder, f"step-{number}") for number in numbers]
     is_hf = not places and section.initial_load_in_hf
     first = section.initial_load_path or (config.model.hf_assets_path if is_hf else "")
     if not places and first:
@@ -112,7 +113,7 @@ def other_tokenizer(config: JobConfig, tokenizer: Tokenizer, folder: Location) -
     for place in places:
         saved, where = saved_facts(place).get("tokenizer", {}), join(place, TITAN_JSON)
         named = Path(str(saved.get("file") or "")).parent
-        if isinstance(place, Path) and (copy := place.absolute().parents[1] / FOLDER).is_dir():
+        if isinstance(place, Path) and (copy := place.absolute().parent.parent / FOLDER).is_dir():
             named = copy
         if is_hf:
             where = named = place
