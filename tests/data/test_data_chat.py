@@ -389,7 +389,11 @@ TOOLS = (
 def test_a_template_writes_what_transformers_writes(folder: Path, tmp_path: Path) -> None:
     """Arguments of tojson, and every special token that has a name."""
     transformers = pytest.importorskip("transformers")
-    names = {"eos_token": EOS, "bos_token": None, "pad_token": {"__type": "AddedToken", "content": "<|im_end|>"}}
+    names = {
+        "eos_token": EOS,
+        "bos_token": None,
+        "pad_token": {"__type": "AddedToken", "content": "<|im_end|>"},
+    }
     names |= {"unk_token": BOS, "extra_special_tokens": {"image_token": "<|im_start|>"}}
     (tmp_path / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))

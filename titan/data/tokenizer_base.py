@@ -7,7 +7,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import takewhile
+from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,10 +64,8 @@ class Tokenizer(ABC):
     def continuation(self, prompt: Sequence[int], new: Sequence[int]) -> str:
         """Return the text that ids add to a prompt's. Decoders drop a space in front of a text, which ids alone would lose."""
         before, whole = self.decode(prompt), self.decode([*prompt, *new])
-        if not whole.startswith(before):  # the prompt ended within a character
-            pairs = zip(before, whole, strict=False)
-            before = before[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))]
-        return whole[len(before) :]
+        # They differ where the prompt ended within a character.
+        return whole[len(commonprefix([before, whole])) :]  # noqa: RUF071
 
     def id_of(self, name: str) -> int | None:
         """Return the id of a token by its text in the vocabulary."""
