@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.jobs import job
 from tests.support.scripted import SHAPES, build_tokenizer, write_folder
@@ -14,6 +15,7 @@ from tests.support.trainers import Trainer
 from titan.cli import main as titan
 from titan.config.render import to_toml
 from titan.data.special_tokens import begin_ids
+from titan.tools.generate import load_model
 from titan.tools.saved_model import find_checkpoint, open_run_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -88,6 +90,8 @@ def test_texts_begin_in_the_export_as_in_the_run(
     config, _ = find_checkpoint(tmp_path / "run")
     ours = open_run_tokenizer(config)
     first = begin_ids(ours, add_bos=config.data.add_bos)
+    _, used, _ = load_model(tmp_path / "run", device=torch.device("cpu"))
+    assert used.begin_ids == first, "titan generate"
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     assert theirs("the quick").input_ids == [*first, *ours.encode("the quick")]
     assert first == ([ours.id_of(shape.bos)] if begins else [])
