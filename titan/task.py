@@ -270,12 +270,14 @@ class NextToken(Task):
         if not section.prompts:
             return {}
         scorer = self.scorer(run.train_step)
+        prompts = [scorer.encode(prompt) for prompt in section.prompts]
         new = scorer.continue_greedily(
-            [scorer.encode(prompt) for prompt in section.prompts],
+            prompts,
             num_new=section.prompt_tokens,
             batch=section.local_batch_size,
         )
-        return dict(zip(section.prompts, map(self.tokenizer.decode, new), strict=True))
+        texts = map(self.tokenizer.continuation, prompts, new)
+        return dict(zip(section.prompts, texts, strict=True))
 
     def _unigram_bits(self, run: Run) -> float | None:
         """Return the bits per byte that byte frequencies alone reach on the validation text, as a yardstick."""

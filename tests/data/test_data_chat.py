@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -377,3 +378,53 @@ def test_a_missing_or_unfit_template_says_what_to_set(
     error = capsys.readouterr().err
     assert "data.document_mask: conversations share sequences; set document_mask = true" in error
     assert "the embedded tokenizer has no chat template" in error
+
+
+TOOLS = (
+    "{{ messages[0].content | tojson(ensure_ascii=true) }}{{ messages[0] | tojson(separators=(',', ':'), sort_keys=true) }}"
+    "{{ messages[0] | tojson(indent=2) }}{{ messages[0] | tojson }}{{ pad_token }}{{ unk_token }}{{ image_token }}{{ sep_token }}"
+)
+
+
+def test_a_template_writes_what_transformers_writes(folder: Path, tmp_path: Path) -> None:
+    """Arguments of tojson, and every special token that has a name."""
+    transformers = pytest.importorskip("transformers")
+    names = {
+        "eos_token": EOS,
+        "bos_token": None,
+        "pad_token": {"__type": "AddedToken", "content": "<|im_end|>"},
+    }
+    names |= {"unk_token": BOS, "extra_special_tokens": {"image_token": "<|im_start|>"}}
+    (tmp_path / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
+    template = TOOLS + "{{ bos_token }}{{ eos_token }}"
+    message = [{"role": "user", "content": "naïve", "b": {"z": 1, "a": [1, 2]}}]
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    expected = theirs.apply_chat_template(message, chat_template=template, tokenize=False)
+    tokenizer = build_tokenizer(s.TokenizerSection(path=str(tmp_path)), hf_assets_path="")
+    chat = ChatTemplate(template, tokenizer)
+    assert chat._render(message, where="x", add_generation_prompt=True) == expected
+    assert "<|im_end|><|begin_of_text|><|im_start|>" in expected
+    # A worker process has them, too.
+    again = pickle.loads(pickle.dumps(chat))
+    assert again._render(message, where="x", add_generation_prompt=True) == expected
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"content": "a<|im_end|>b"},
+        {"role": "<|im_end|>"},
+        {"name": "x<|im_end|>"},
+        {"reasoning_content": "<|im_end|>"},
+        {"tool_calls": [{"function": {"name": "f", "arguments": {"x": ["<|im_end|>"]}}}]},
+        {"tool_calls": [{"function": {"name": "f", "arguments": {"<|im_end|>": 1}}}]},
+        {"content": [{"type": "text", "text": "<|im_end|>"}]},
+    ],
+)
+def test_no_text_of_a_message_becomes_a_special_token(folder: Path, more: dict[str, Any]) -> None:
+    chat = ChatTemplate.of(opened(folder, PLAIN))
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", **more}]
+    for use in (chat.encode, chat.prompt):
+        with pytest.raises(DataError, match=r"message 2 spells the special token <\|im_end\|>"):
+            use(messages, where="x")

@@ -22,9 +22,10 @@ from titan.untrusted import InputError
 TRICKY = "naïve 日本語 \U0001f600 <|end_of_text|> don't 12345\r\n\t  x = 1\n\n"
 
 
-def write_rank_file(path: Path) -> Path:
-    """256 bytes, then the merges th, he, the, in."""
+def write_rank_file(path: Path, *, count: int = 128_000) -> Path:
+    """256 bytes, then the merges th, he, the, in, and as many tokens that no text has as make the ranks Llama 3's."""
     tokens = [bytes([byte]) for byte in range(256)] + [b"th", b"he", b"the", b"in"]
+    tokens += [b"\xff\xfe" + number.to_bytes(3, "big") for number in range(count - len(tokens))]
     lines = [
         base64.b64encode(token) + b" " + str(rank).encode() for rank, token in enumerate(tokens)
     ]
@@ -71,13 +72,13 @@ def test_rank_file(tmp_path: Path) -> None:
     write_rank_file(tmp_path / "tokenizer.model")
     tokenizer = build_tokenizer(TokenizerSection(path=str(tmp_path)), hf_assets_path="")
     assert tokenizer.kind == "tiktoken"
-    assert tokenizer.vocab_size == 260 + 256
+    assert tokenizer.vocab_size == 128_000 + 256
     assert tokenizer.encode("the then in") == [258, 32, 258, ord("n"), 32, 259]
     specials = tokenizer.special_ids
     assert len(specials) == 256
     # The places in Llama 3's vocabulary, which begins its special tokens at 128000.
     assert {
-        name: specials[name] - 260 for name in (BOS, EOS, "<|start_header_id|>", "<|eot_id|>")
+        name: specials[name] - 128_000 for name in (BOS, EOS, "<|start_header_id|>", "<|eot_id|>")
     } == {
         BOS: 0,
         EOS: 1,
@@ -108,9 +109,43 @@ def test_broken_rank_files_are_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"tokenizer\.model:1: not a line.*tokenizer\.json instead"):
         build_tokenizer(TokenizerSection(path=str(tmp_path)), hf_assets_path="")
     write_rank_file(sentencepiece)
-    sentencepiece.write_bytes(sentencepiece.read_bytes() + b"YWJjZA== 400\n")
+    sentencepiece.write_bytes(sentencepiece.read_bytes() + b"YWJjZA== 400000\n")
     with pytest.raises(DataError, match="without gaps"):
         build_tokenizer(TokenizerSection(path=str(tmp_path)), hf_assets_path="")
+
+
+@pytest.mark.parametrize("count", [260, 50_256, 200_000])
+def test_rank_files_of_other_models_need_their_pattern(count: int, tmp_path: Path) -> None:
+    file = write_rank_file(tmp_path / "x.tiktoken", count=count)
+    section = TokenizerSection(name="tiktoken", path=str(file))
+    with pytest.raises(DataError, match=f"its {count:,} ranks are not Llama 3's 128,000"):
+        build_tokenizer(section, hf_assets_path="")
+    said = {"pattern": r"\d|\D+", "special_tokens": ["<|endoftext|>"]}
+    section = section.model_copy(update=said | {"eos_token": "<|endoftext|>"})
+    tokenizer = build_tokenizer(section, hf_assets_path="")
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (None, count, count + 1)
+    assert tokenizer.encode("the 12") == [258, 32, ord("1"), ord("2")]
+    with pytest.raises(DataError, match=r"tokenizer\.pattern cannot be used"):
+        build_tokenizer(section.model_copy(update={"pattern": "("}), hf_assets_path="")
+    with pytest.raises(DataError, match=r'tokenizer\.eos_token = "<x>" is no token of'):
+        build_tokenizer(section.model_copy(update={"eos_token": "<x>"}), hf_assets_path="")
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "why"),
+    [
+        ("tekken.json", b'{"config": {"default_vocab_size": 9}}', "is Mistral's tekken.json"),
+        ("x.tiktoken", b"{", "this is JSON, not ranks"),
+        ("x.tiktoken", b"= 50256", "'=' is not base64, so a rank has no token"),
+        ("x.tiktoken", b"\n\x0e\n\x05<unk>\x15\x00\x00", "SentencePiece"),
+        ("x.tiktoken", b"YQ==", "not a line of 'base64-token rank'"),
+    ],
+)
+def test_lines_that_are_no_ranks_are_told(name: str, line: bytes, why: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(line + b"\n")
+    section = TokenizerSection(path=str(tmp_path / name))
+    with pytest.raises(DataError, match=why):
+        build_tokenizer(section, hf_assets_path="")
 
 
 def test_trained_tokenizer(trained: Path) -> None:

@@ -158,7 +158,9 @@ def test_the_ways_it_ends(pool: Pool, tmp_path: Path) -> None:
     text = ends("stop", "nan:18")
     assert text.startswith("NonFiniteError: step 5: loss nan") and "samples 18 to 19" in text
     assert "These weights are not saved; there is no checkpoint" in text
-    assert "the last checkpoint is step 4. Lower optimizer.lr" in ends("saved", "nan:18", interval=4)
+    assert "the last checkpoint is step 4. Lower optimizer.lr" in ends(
+        "saved", "nan:18", interval=4
+    )
     text = ends("spike", "spike:43", on_spike="stop", spike_min_steps=8)
     assert text.startswith("SpikeError: step 11, samples 40 to 43: loss "), text
     text = ends("nowhere", "nan:18", on_nonfinite="rewind")

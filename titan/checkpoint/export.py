@@ -36,9 +36,13 @@ from titan.checkpoint.tensors import StateDict
 from titan.config.model import model_config
 from titan.config.phases import longest_sequence
 from titan.config.schema import JobConfig
+from titan.data.chat import answer_ends
+from titan.data.named_tokens import GENERATION_CONFIG, TOKENIZER_CONFIG
+from titan.data.special_tokens import begin_ids
 from titan.data.tokenizer import CHAT_TEMPLATE, Tokenizer
 from titan.data.tokenizer_files import read_asset, tokenizer_files, tokenizer_path
 
+_NAMES = ("bos_token", "eos_token")
 DEFAULT_FILE_BYTES = 5_000_000_000
 Fetch = Callable[[Sequence[str], bool], StateDict]
 
@@ -47,16 +51,20 @@ Fetch = Callable[[Sequence[str], bool], StateDict]
 class Export:
     """Say what to write: a model, in which precision, in files of which size.
 
-    bos_id, eos_id: the tokenizer's. seq_len: the model was trained on. assets: files to copy. chat_template: of conversations.
+    bos_id: the tokenizer's. ends: tokens that end an answer. seq_len: the model was trained on. assets: files to copy.
+    begin: the token that the copied tokenizer puts in front of texts; None: as it does. names: bos_token and eos_token of the job.
+    chat_template: of conversations.
     """
 
     model: HFModel
     dtype: torch.dtype
     file_bytes: int = DEFAULT_FILE_BYTES
     bos_id: int | None = None
-    eos_id: int | None = None
+    ends: list[int] = field(default_factory=list)
     seq_len: int = 0
     assets: list[Path] = field(default_factory=list)
+    begin: str | None = None
+    names: dict[str, str] = field(default_factory=dict)
     chat_template: str = ""
 
     @staticmethod
@@ -78,9 +86,11 @@ class Export:
             dtype,
             file_bytes,
             bos_id=tokenizer and tokenizer.bos_id,
-            eos_id=tokenizer and tokenizer.eos_id,
+            ends=answer_ends(tokenizer) if tokenizer else [],
             seq_len=longest_sequence(config),
             assets=tokenizer_files(tokenizer_path(config)) if tokenizer else [],
+            begin=_begin(config, tokenizer) if tokenizer else None,
+            names={n: text for n in _NAMES if (text := getattr(config.tokenizer, n))},
             chat_template=tokenizer.chat_template if tokenizer else "",
         )
 
@@ -94,9 +104,14 @@ class Export:
             **config,
             "max_position_embeddings": max(config["max_position_embeddings"], self.seq_len),
             "bos_token_id": self.bos_id,
-            "eos_token_id": self.eos_id,
+            "eos_token_id": self.eos_token_id,
             "torch_dtype": str(self.dtype).removeprefix("torch."),
         }
+
+    @property
+    def eos_token_id(self) -> int | list[int] | None:
+        """Return the tokens that end an answer, as transformers writes them."""
+        return self.ends if len(self.ends) > 1 else next(iter(self.ends), None)
 
     def dtype_of(self, ours: str) -> torch.dtype:
         """Return the precision on disk. Buffers keep theirs: a routing bias is made of small steps."""
@@ -129,6 +144,14 @@ class Export:
                 is_alone = expert is None and name not in self.model.copies
                 kept[name] = part.to("cpu", copy=not is_alone)
         return kept
+
+
+def _begin(config: JobConfig, tokenizer: Tokenizer) -> str | None:
+    """Return the token that the job begins texts with, "" for none; None if the tokenizer does so by itself."""
+    begins = bool(begin_ids(tokenizer, add_bos=config.data.add_bos))
+    if begins == bool(tokenizer.begin_ids) and not config.tokenizer.bos_token:
+        return None
+    return tokenizer.token_texts.get("bos_token") if begins else ""
 
 
 def require_same_model(model: HFModel) -> None:
@@ -291,8 +314,37 @@ def _write_texts(folder: Path, export: Export, files: dict[str, list[str]]) -> N
     texts |= getattr(model.hooks, "hf_files", lambda _: {})(model.sizes)
     for name, value in texts.items():
         LocalStorage().write(folder / name, (json.dumps(value, indent=2) + "\n").encode())
-    for asset in export.assets:
-        LocalStorage().write(folder / asset.name, read_asset(asset))
+    assets = {asset.name: read_asset(asset) for asset in export.assets}
+    if export.ends:
+        begin = {} if export.bos_id is None else {"bos_token_id": export.bos_id}
+        ends = {"eos_token_id": export.eos_token_id}
+        assets |= _merged(assets, GENERATION_CONFIG, begin | ends)
+    if "tokenizer.json" in assets and export.names:
+        class_ = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        assets |= _merged(assets, TOKENIZER_CONFIG, {**class_, **export.names})
+    if "tokenizer.json" in assets and export.begin is not None:
+        assets["tokenizer.json"] = _begun(assets["tokenizer.json"], export.begin)
+    for name, data in assets.items():
+        LocalStorage().write(folder / name, data)
     if export.chat_template:  # which the job may name elsewhere
         LocalStorage().write(folder / CHAT_TEMPLATE, export.chat_template.encode())
     LocalStorage().fsync_folder(folder)
+
+
+def _merged(files: Mapping[str, bytes], name: str, values: dict[str, Any]) -> dict[str, bytes]:
+    """Return a JSON file by its name, with the values put into that of `files` if it is there."""
+    before = json.loads(files.get(name, b"{}"))
+    return {name: (json.dumps({**before, **values}, indent=2, ensure_ascii=False) + "\n").encode()}
+
+
+def _begun(content: bytes, begin: str) -> bytes:
+    """Return a tokenizer.json that puts a token, or "" for none, in front of texts."""
+    from tokenizers import Tokenizer, processors
+
+    tokenizer = Tokenizer.from_str(content.decode())
+    texts = [f"{begin} ${part}".strip() for part in "AB"]
+    special = [(begin, tokenizer.token_to_id(begin))] if begin else []
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=texts[0], pair=" ".join(texts), special_tokens=special
+    )
+    return tokenizer.to_str(pretty=True).encode()

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from titan.checkpoint import CheckpointError, SaveFailed, commit
-from titan.checkpoint.commit import TITAN_JSON, CheckpointGroup
+from titan.checkpoint.commit import CheckpointGroup
 from titan.checkpoint.manifest import NAME as MANIFEST
-from titan.checkpoint.manifest import Damage, describe, find_damage, list_steps
+from titan.checkpoint.manifest import TITAN_JSON, Damage, describe, find_damage, list_steps
 from titan.checkpoint.staging import Staging
 from titan.checkpoint.state import (
     average_state,

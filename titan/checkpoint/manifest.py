@@ -22,7 +22,7 @@ from titan.checkpoint import tensor_index
 from titan.checkpoint.storage import Location, join, name_of, storage_of
 from titan.untrusted import Count, InputError, is_plain_name, parse_json, printable, read_stream
 
-NAME = "manifest.json"
+NAME, TITAN_JSON = "manifest.json", "titan.json"
 METADATA = (
     ".metadata"  # DCP's; the only mark of the steps that titan wrote before it wrote manifests
 )

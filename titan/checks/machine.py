@@ -18,6 +18,7 @@ from typing import Any
 from titan.checkpoint.manifest import METADATA, NAME, list_steps
 from titan.checkpoint.storage import as_location, join, storage_of
 from titan.checks.evaluation_rules import check_task_files
+from titan.checks.text_identity import other_tokenizer, sources_of
 from titan.config import schema as s
 from titan.config.errors import Problem, RuleViolation, violations_of
 from titan.config.model import model_config, resolve_model
@@ -27,9 +28,10 @@ from titan.config.schema import JobConfig
 from titan.config.task import check_task, reads_text, task_options
 from titan.data import DataError
 from titan.data.reading import Conversation
-from titan.data.sources import open_documents, resolve_sources
+from titan.data.sources import open_documents
 from titan.data.special_tokens import SpecialTokens
 from titan.data.tokenizer import Tokenizer, build_tokenizer
+from titan.data.tokenizer_base import LOSSY
 from titan.hardware import count_accelerators
 
 
@@ -123,7 +125,7 @@ def _check_data(config: JobConfig) -> Iterator[Any]:
                 key = "model.hf_assets_path" if config.model.hf_assets_path else "tokenizer.name"
             yield key, _first_line(error)
     # What the job trains on, then what it validates on.
-    sources = [*_sources(config, "training")]
+    sources = [*sources_of(config, "training")]
     best_fit = data.packing == "best_fit"
     if tokenizer is not None and (data.document_mask or data.reset_positions or best_fit):
         tokens = SpecialTokens.of(tokenizer, add_bos=data.add_bos, add_eos=data.add_eos)
@@ -143,20 +145,8 @@ def _check_data(config: JobConfig) -> Iterator[Any]:
             )
         yield from _check_source(config, tokenizer, key, source, split="train")
     if config.validation.enable and config.validation.dataset:
-        for key, source in _sources(config, "validation"):
+        for key, source in sources_of(config, "validation"):
             yield from _check_source(config, tokenizer, key, source, split="validation")
-
-
-def _sources(config: JobConfig, section: str) -> Iterator[tuple[str, s.Section]]:
-    """Yield the sources of a section, each with the key that says what it reads."""
-    if section == "training" and config.data.sources:
-        for number, source in enumerate(config.data.sources):
-            yield f"data.sources[{number}].path", source
-        return
-    dataset, path = getattr(config, section).dataset, getattr(config, section).dataset_path
-    with suppress(DataError):  # section_rules.py reports it
-        for source in resolve_sources(dataset, dataset_path=path):
-            yield f"{section}.dataset_path" if path else f"{section}.dataset", source
 
 
 def _check_source(
@@ -233,6 +223,11 @@ def _check_checkpoints(config: JobConfig) -> Iterator[RuleViolation]:
         existing = ", ".join(map(str, steps)) or "none at all"
         message = f"there is no step {section.load_step} in {folder}; there is {existing}"
         yield "checkpoint.load_step", message
+    starts = steps or section.initial_load_in_hf or section.initial_load_path
+    is_far = "://" in (section.initial_load_path or "")
+    tokenizer = _try_tokenizer(config) if starts and not is_far else None
+    if tokenizer and (why := other_tokenizer(config, tokenizer, folder)):
+        yield "tokenizer.path" if config.tokenizer.path else "tokenizer.name", why
     if steps or section.load_step != -1:
         return  # a resumed run does not load its initial weights again
     key, path = "checkpoint.initial_load_path", section.initial_load_path
@@ -251,6 +246,25 @@ def _check_checkpoints(config: JobConfig) -> Iterator[RuleViolation]:
         steps = list_steps(location)
         hint = f"; did you mean '{join(location, f'step-{steps[-1]}')}'?" if steps else ""
         yield key, f"'{path}' is no {what}: it has no {' and no '.join(names)}{hint}"
+
+
+def _try_tokenizer(config: JobConfig) -> Tokenizer | None:
+    """Return a job's tokenizer, if it has one that can be opened. `_check_data` reports any other."""
+    with suppress(Exception):
+        return open_tokenizer(config) if reads_text(config) else None
+
+
+def advise_text(config: JobConfig) -> list[str]:
+    """Return warnings about what a job's tokenizer cannot do."""
+    tokenizer, warnings = _try_tokenizer(config), {}
+    if tokenizer and tokenizer.eos_id is None:
+        warnings["tokenizer.eos_token"] = (
+            f"{tokenizer.file} names no token that ends texts: documents run into each other, and an exported model never "
+            "stops; if the vocabulary has such a token, name it here"
+        )
+    if tokenizer and not tokenizer.keeps_bytes:
+        warnings["tokenizer.path"] = LOSSY
+    return [str(config.source_map.problem(*warning)) for warning in warnings.items()]
 
 
 # ---- torch and other packages ------------------------------------------------------------------

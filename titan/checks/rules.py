@@ -66,6 +66,10 @@ def load_to_run(
         raise ConfigError(problems)
     if warn:
         print_warnings(advise(config, device=device))
+    if warn and here:
+        from titan.checks.machine import advise_text
+
+        print_warnings(advise_text(config))
     if device is not None:
         config = config.on_device(device)
     return config, resolve_layout(config, world_size)

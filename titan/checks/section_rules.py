@@ -34,7 +34,7 @@ STACKS_S = 15  # from a step's time limit until the stacks of all ranks are writ
 LOCAL_PRESETS = ("text", "jsonl", "csv", "parquet", "conversations", "shards")
 EMBEDDED_PRESETS = ("stdlib", "synthetic")
 # Parts of a checkpoint that can be left out when it is loaded.
-STATE_PARTS = ("optimizer", "lr_scheduler", "dataloader", "train_state")
+STATE_PARTS = ("optimizer", "lr_scheduler", "dataloader", "train_state", "tokenizer")
 
 
 def _text(part: Any, path: KeyPath = ()) -> Iterator[RuleViolation]:

@@ -188,7 +188,8 @@ class CheckpointSection(Section):
     load_step: Annotated[int, Field(ge=-1, le=LIMIT)] = -1
     """Step to resume from. -1: the newest."""
     exclude_from_loading: StrList = []
-    """Parts not to load: "optimizer", "lr_scheduler", "dataloader", "train_state"."""
+    """Parts not to load: "optimizer", "lr_scheduler", "dataloader", "train_state". "tokenizer": do not
+    refuse weights of another tokenizer."""
     enable_first_step_checkpoint: bool = False
     """Also save after the first step, to find out early whether saving works."""
     create_seed_checkpoint: bool = False
@@ -385,6 +386,15 @@ class TokenizerSection(Section):
     chat_template: str = ""
     """Jinja file that makes conversations text. The run folder and exported folders get a copy.
     Empty: the tokenizer's own (chat_template.jinja or tokenizer_config.json)."""
+    bos_token: str = ""
+    """Token of the vocabulary that begins texts, if data.add_bos. Empty: the one that the
+    tokenizer's files name, if the tokenizer puts it in front of texts."""
+    eos_token: str = ""
+    """Token of the vocabulary that ends texts. Empty: the one that the tokenizer's files name."""
+    pattern: str = ""
+    """Regular expression by which a rank file cuts text. Empty: Llama 3's, for its file alone."""
+    special_tokens: StrList = []
+    """Special tokens that follow the last rank of a rank file with a pattern, in their order."""
 
 
 class DebugSection(Section):

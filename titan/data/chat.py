@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import suppress
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError, nodes
@@ -58,13 +60,10 @@ class ChatTemplate:
     def __init__(self, source: str, tokenizer: Tokenizer) -> None:
         """Compile the template. Raises DataError if it is no Jinja."""
         self.source, self.tokenizer = source, tokenizer
-        names = {number: name for name, number in tokenizer.special_ids.items()}
-        special = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
-        self._values = {key: names[i] for key, i in special.items() if i in names}
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Marks, "jinja2.ext.loopcontrols"]
         )
-        environment.filters["tojson"] = _tojson
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
@@ -114,11 +113,11 @@ class ChatTemplate:
 
     @cached_property
     def end_ids(self) -> set[int]:
-        """Return the special tokens that the template writes first after an answer, none if it writes no such token."""
-        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        before = _plain(self._render(messages[:1], where="chat", add_generation_prompt=True))
-        after = _plain(self._render(messages, where="chat"))[len(before) :]
-        special = {*self.tokenizer.special_ids.values()}
+        """Return the special token that the template writes first after the text of an answer, if it writes one."""
+        answer = "An answer."
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
+        _, found, after = _plain(self._render(messages, where="chat")).rpartition(answer)
+        special = {*self.tokenizer.special_ids.values()} if found else set()
         return {*[i for i in self.tokenizer.encode_rendered(after)[0] if i in special][:1]}
 
     def _with_answers(self, messages: Messages, *, where: str) -> tuple[str, list[tuple[int, int]]]:
@@ -142,7 +141,7 @@ class ChatTemplate:
     def _render(
         self, messages: Messages, *, where: str, add_generation_prompt: bool = False
     ) -> str:
-        values = {"tools": None, "documents": None, **self._values}
+        values = {"tools": None, "documents": None, **self.tokenizer.token_texts}
         try:
             return self._template.render(
                 messages=messages, add_generation_prompt=add_generation_prompt, **values
@@ -154,15 +153,31 @@ class ChatTemplate:
     def _check(self, messages: Messages, *, where: str) -> None:
         """Raise DataError for a message whose text spells a special token, which would become that token."""
         for number, message in enumerate(messages, start=1):
-            content = message.get("content") or ""
-            if found := next((n for n in self.tokenizer.special_ids if n in content), ""):
+            texts = [*_texts(message)]
+            if found := next(
+                (n for n in self.tokenizer.special_ids if any(n in t for t in texts)), ""
+            ):
                 raise DataError(
                     f"{where}: message {number} spells the special token {found}, and would become it; remove or rewrite it"
                 )
 
 
-def _tojson(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def answer_ends(tokenizer: Tokenizer) -> list[int]:
+    """Return all ids that end an answer of a model with this tokenizer: first its chat template's, if that writes any."""
+    ends: set[int] = set()
+    with suppress(DataError):  # a template that takes no plain question and answer
+        ends = ChatTemplate.of(tokenizer).end_ids
+    return [*ends, *sorted(tokenizer.end_ids - ends)]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield all texts of a message, at any depth. A template may write the keys of arguments, too."""
+    if isinstance(value, str):
+        yield value
+    for inner in value.items() if isinstance(value, dict) else ():
+        yield from _texts(inner)
+    for inner in value if isinstance(value, list | tuple) else ():
+        yield from _texts(inner)
 
 
 def _plain(text: str) -> str:

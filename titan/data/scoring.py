@@ -21,6 +21,7 @@ from torch import Tensor
 
 from titan.data import DataError
 from titan.data.packing import Batch
+from titan.data.special_tokens import begin_ids, start_ids
 from titan.data.tokenizer import Tokenizer
 from titan.loss import IGNORED, LossSum
 from titan.parallel.mesh import axis_rank, axis_size
@@ -102,13 +103,13 @@ class Scorer:
         self.rank = axis_rank(mesh, "dp_replicate", "dp_shard")
         self.max_length = config.training.seq_len
         self.unit = UNIT * axis_size(mesh, "cp") * axis_size(mesh, "tp")
-        self.begin = tokenizer.bos_id if config.data.add_bos else None
+        self.begin = begin_ids(tokenizer, add_bos=config.data.add_bos)
         # One function, by which a pipeline knows that it has seen these shapes.
         self.score_rows = partial(score_rows, train_step.loss_sum)
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, after the token that begins documents where the job adds it."""
-        return [*([] if self.begin is None else [self.begin]), *self.tokenizer.encode(text)]
+        return [*self.begin, *self.tokenizer.encode(text)]
 
     def row(self, context: str, continuation: str) -> ScoredText:
         """Return the tokens of both together, of which those after the context's are scored, as lm-evaluation-harness cuts them.
@@ -117,15 +118,15 @@ class Scorer:
         """
         whole = self.encode(context + continuation)
         num_context = len(self.encode(context.rstrip()))
-        if not num_context:
+        # Something must predict the first token that is scored, also of a context and continuation that are one token.
+        if not num_context or len(whole) == 1:
             whole, num_context = [*self.start(), *whole], 1
         return ScoredText(whole, max(len(whole) - num_context, 1))
 
     def start(self) -> list[int]:
         """Return the token that predicts the first one of a text without context."""
-        for token in (self.tokenizer.bos_id, self.tokenizer.eos_id):
-            if token is not None:
-                return [token]
+        if found := start_ids(self.tokenizer):
+            return found
         raise DataError(
             "this tokenizer has no token that begins or ends a text: give a context, or a prompt"
         )
@@ -146,7 +147,7 @@ class Scorer:
         batch: int,
         is_over: Callable[[int, list[int]], bool] = lambda *_: False,
     ) -> list[list[int]]:
-        """Return the likeliest tokens after each prompt, up to `num_new` or the token that ends documents.
+        """Return the likeliest tokens after each prompt, up to `num_new` or a token that ends texts.
 
         Each token is a forward pass over the whole text, without a cache: any layout can do that.
 
@@ -160,9 +161,9 @@ class Scorer:
             ]
             figures = self._figures(rows, batch)
             for n, (*_, likeliest) in zip([*open_prompts], figures, strict=True):
-                if likeliest != self.tokenizer.eos_id:
-                    new[n].append(int(likeliest))
-                if likeliest == self.tokenizer.eos_id or is_over(n, new[n]):
+                is_end = int(likeliest) in self.tokenizer.end_ids
+                new[n] += [] if is_end else [int(likeliest)]
+                if is_end or is_over(n, new[n]):
                     open_prompts.remove(n)
         return new
 

@@ -27,6 +27,19 @@ def without_kind(tokens: np.ndarray) -> np.ndarray:
     return tokens & (tokens >> 63 | (1 << KIND_SHIFT) - 1)
 
 
+def begin_ids(tokenizer: Tokenizer, *, add_bos: bool) -> list[int]:
+    """Return what begins a text that a model continues or scores, as it began those that the model was trained on."""
+    if not add_bos or tokenizer.begin_ids is not None:
+        return list(tokenizer.begin_ids or ()) if add_bos else []
+    return [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+
+
+def start_ids(tokenizer: Tokenizer) -> list[int]:
+    """Return the token that predicts the first one of a text without context, none if the tokenizer has none."""
+    marks = (tokenizer.bos_id, tokenizer.eos_id)
+    return [token for token in marks if token is not None][:1]
+
+
 @dataclass(frozen=True)
 class SpecialTokens:
     """Hold the ids that begin and end a document. None: nothing is written there."""
@@ -37,11 +50,12 @@ class SpecialTokens:
     @staticmethod
     def of(tokenizer: Tokenizer, *, add_bos: bool = True, add_eos: bool = True) -> SpecialTokens:
         """Return those of the wanted ids that the tokenizer has."""
-        bos_id = tokenizer.bos_id if add_bos else None
+        # A tokenizer that puts nothing in front of texts has learned documents without it.
+        bos_id = tokenizer.bos_id if add_bos and tokenizer.begin_ids != [] else None
         eos_id = tokenizer.eos_id if add_eos else None
         if tokenizer.bos_id == tokenizer.eos_id:
             # GPT-2's vocabulary has one token for both. It is written once, in front.
-            return SpecialTokens(bos_id if add_bos else eos_id, None)
+            return SpecialTokens(eos_id if bos_id is None else bos_id, None)
         return SpecialTokens(bos_id, eos_id)
 
     @property

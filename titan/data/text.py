@@ -17,6 +17,7 @@ from titan.data.packing import Batch, pack
 from titan.data.samples import SampleOptions, build_samples
 from titan.data.sources import resolve_sources
 from titan.data.tokenizer import Tokenizer
+from titan.data.tokenizer_base import LOSSY
 
 logger = logging.getLogger(__name__)
 
@@ -89,10 +90,7 @@ def validation_samples(
     else:
         sources, split = _training_sources(config), "validation"
     if not tokenizer.keeps_bytes and rank == 0:
-        logger.warning(
-            "this tokenizer drops or changes parts of a text, such as spaces: bits per byte are left out, since bytes "
-            "cannot be counted from its tokens"
-        )
+        logger.warning(LOSSY)
     seq_len = validation.seq_len or config.training.seq_len
     options = SampleOptions(
         tokenizer=tokenizer, data=data, seq_len=seq_len, split=split, seed=0, rank=rank, world=world

@@ -10,33 +10,31 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import re
 import shlex
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tiktoken
 
 from titan.config.schema import TokenizerSection
 from titan.data import DataError, require
+from titan.data import named_tokens as beside
 from titan.data.reading import pieces
-from titan.untrusted import printable, read_bytes, read_json, read_text
-
-if TYPE_CHECKING:
-    import numpy as np
+from titan.data.tokenizer_base import Tokenizer, fingerprint
+from titan.untrusted import printable, read_bytes, read_text
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
+_MARKS = {"bos": BOS, "eos": EOS}
 # How Llama 3 cuts text before merging (its released tokenizer.py); also used by `titan tokenizer train`.
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_LLAMA3_NUM_SPECIALS = 256
+_LLAMA3_RANKS, _LLAMA3_NUM_SPECIALS = 128_000, 256
 # Limits of Llama 3's tokenizer.py. The regular expression engine overflows on longer text, and merging slows down on longer
 # runs of white space, or without any.
 _MAX_CHARS, _MAX_RUN = 400_000, 25_000
@@ -44,64 +42,7 @@ _MAX_GAPS = 2**20  # ids below the highest one that no token has
 _LONG_RUN = re.compile(r"\S{512,}|\s{512,}")
 
 
-# Contains what some tokenizers drop or change: runs of spaces, lines, capitals, accents, rare characters.
-_SAMPLE = "The cat,  2 cats;\n\tif x == 1:\n    naïve ﬁne Straße 日本語 \U0001f600 don't. "
-# Files beside a tokenizer.json that may name its special tokens, the first that does so first.
-BESIDE = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "generation_config.json",
-    "config.json",
-)
 CHAT_TEMPLATE = "chat_template.jinja"
-# The largest id that a file may name.
-_MAX_ID = 2**24
-
-
-class Tokenizer(ABC):
-    """Encode text and decode ids. `bos_id` and `eos_id` are None if the tokenizer has no such token."""
-
-    kind: str
-    vocab_size: int
-    bos_id: int | None
-    eos_id: int | None
-    special_ids: dict[str, int]
-    file: Path | None = None
-    """What it was read from. None: it is embedded."""
-    chat_template: str = ""
-    """Jinja text that makes conversations text (chat.py). Empty: it has none."""
-    fingerprint: str
-    """Changes whenever the same text could become other ids. It is part of every cache key."""
-
-    @abstractmethod
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of the text alone: no begin or end token is added, and none is recognised in the text."""
-
-    @abstractmethod
-    def encode_rendered(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the ids of what a chat template wrote, and the characters that each stands for: here special tokens are recognised."""
-
-    @abstractmethod
-    def token_bytes(self, token: int) -> bytes:
-        """Return the bytes of text that a token stands for, b"" for a special token."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of the ids without special tokens. Broken UTF-8 becomes U+FFFD."""
-        return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
-
-    @cached_property
-    def keeps_bytes(self) -> bool:
-        """Return whether the tokens of a text have as many bytes as the text, not counting a space put in front."""
-        num_bytes = sum(len(self.token_bytes(token)) for token in self.encode(_SAMPLE))
-        # Tokenizers with a leading space add one byte.
-        return num_bytes - len(_SAMPLE.encode()) in (0, 1)
-
-    @cached_property
-    def byte_lengths(self) -> np.ndarray:
-        """Return the bytes of text of each token, int64[vocab_size], which turn a loss per token into one per byte."""
-        import numpy as np
-
-        return np.array([len(self.token_bytes(t)) for t in range(self.vocab_size)], dtype=np.int64)
 
 
 class TiktokenTokenizer(Tokenizer):
@@ -113,8 +54,10 @@ class TiktokenTokenizer(Tokenizer):
         self.special_ids = {name: len(ranks) + n for n, name in enumerate(specials)}
         self.kind = kind
         self.vocab_size = len(ranks) + len(specials)
-        self.bos_id, self.eos_id = self.special_ids[BOS], self.special_ids[EOS]
-        self.fingerprint = _fingerprint(kind, source, pattern, *specials)
+        self.bos_id = self.eos_id = None
+        self.token_texts, self.begin_ids, self.end_ids = {}, [], set()
+        self.name_tokens(**{which: name for which, name in _MARKS.items() if name in specials})
+        self.fingerprint = fingerprint(kind, source, pattern, *specials)
         self._encoding = tiktoken.Encoding(
             kind, pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.special_ids
         )
@@ -152,8 +95,10 @@ class HuggingFaceTokenizer(Tokenizer):
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # the library raises bare Exception, or panics
-            why = printable(str(error), 200)
-            raise DataError(f"tokenizer {path}: not a valid tokenizer.json: {why}") from error
+            why = f"not a valid tokenizer.json: {printable(str(error), 200)}"
+            if '"default_vocab_size"' in content[:4096]:
+                why = "is Mistral's tekken.json, which is not supported; use the model's tokenizer.json"
+            raise DataError(f"tokenizer {path}: {why}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # encode their text like any other
@@ -162,7 +107,7 @@ class HuggingFaceTokenizer(Tokenizer):
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = {t.content: number for number, t in sorted(added.items()) if t.special}
         # Some models name special tokens only beside the tokenizer.
-        for token, number in _named_beside(path.parent):
+        for token, number in beside.added_beside(path.parent):
             if token not in vocab and number not in self._names:
                 vocab[token], self._names[number] = number, token
                 self.special_ids[token] = number
@@ -175,16 +120,43 @@ class HuggingFaceTokenizer(Tokenizer):
             raise DataError(
                 f"tokenizer {path}: {len(vocab):,} tokens with numbers up to {self.vocab_size - 1:,}"
             )
-        self.bos_id = _find_special(path.parent, "bos", vocab)
-        self.eos_id = _find_special(path.parent, "eos", vocab)
+        self.bos_id = beside.find_special(path.parent, "bos", vocab)
+        self.eos_id = beside.find_special(path.parent, "eos", vocab)
         # The begin and end ids may lie beyond the vocabulary.
         self.vocab_size = max(*vocab.values(), self.bos_id or 0, self.eos_id or 0) + 1
-        self.fingerprint = _fingerprint(self.kind, content, self.bos_id, self.eos_id)
+        self.end_ids = beside.generation_ends(path.parent)
+        self.end_ids |= set() if self.eos_id is None else {self.eos_id}
+        self.begin_ids = self._find_begin(
+            beside.read_beside(path.with_name("tokenizer_config.json"))
+        )
+        self.token_texts = {
+            f"{which}_token": self._names[number]
+            for which, number in (("bos", self.bos_id), ("eos", self.eos_id))
+            if number in self._names
+        } | beside.token_texts(path.parent)
+        self.fingerprint = fingerprint(self.kind, content, self.bos_id, self.eos_id)
         self.file = path
 
-    def __reduce__(self) -> tuple[type, tuple[Path | None]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         # A worker process gets the file's name. The library's own pickle forgets encode_special_tokens.
-        return type(self), (self.file,)
+        named = ("bos_id", "eos_id", "special_ids", "token_texts", "begin_ids", "end_ids")
+        return type(self), (self.file,), {name: getattr(self, name) for name in named}
+
+    def _find_begin(self, config: dict[str, Any]) -> list[int] | None:
+        """Return what the post-processor puts in front of a text. None: nothing, though a text may well begin with `bos_id`."""
+        plain, whole = (
+            self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True)
+        )
+        starts = (n for n in range(len(whole)) if whole[n : n + len(plain)] == plain)
+        found = whole[: next(starts, 0)]
+        # transformers 5 leaves the key to the post-processor, version 4 obeyed it. `titan tokenizer train` writes neither.
+        is_ours = (
+            self._tokenizer.post_processor is None and self._names.get(self.bos_id or 0) == BOS
+        )
+        return found if found or not (is_ours or config.get("add_bos_token")) else None
+
+    def id_of(self, name: str) -> int | None:
+        return self._tokenizer.token_to_id(name)
 
     def encode(self, text: str) -> list[int]:
         # Only for batches does the library release the interpreter's lock. Long text takes 200 bytes a character, so it
@@ -199,7 +171,10 @@ class HuggingFaceTokenizer(Tokenizer):
     @cached_property
     def _recognising(self) -> Any:
         """Return the same tokenizer, which encodes the text of a special token as that token."""
-        return type(self._tokenizer).from_str(self._tokenizer.to_str())
+        twin = type(self._tokenizer).from_str(self._tokenizer.to_str())
+        # Tokens that only a file beside it, or the job, makes special.
+        twin.add_special_tokens([n for n in self.special_ids if twin.token_to_id(n) is not None])
+        return twin
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
@@ -228,10 +203,10 @@ def bytes_tokenizer() -> Tokenizer:
     )
 
 
-def tiktoken_tokenizer(path: Path) -> Tokenizer:
-    """Return the tokenizer of a file like Llama 3's tokenizer.model: lines of "base64(token) rank".
+def tiktoken_tokenizer(path: Path, *, pattern: str = "", specials: Sequence[str] = ()) -> Tokenizer:
+    """Return the tokenizer of a rank file: lines of "base64(token) rank".
 
-    256 special tokens follow the last rank.
+    Such a file says neither how text is cut nor which special tokens follow the last rank. Without a pattern it must be Llama 3's.
     """
     content = read_bytes(path)
     lines = enumerate(content.splitlines(), start=1)
@@ -240,32 +215,53 @@ def tiktoken_tokenizer(path: Path) -> Tokenizer:
         raise DataError(
             f"tokenizer {path}: its {len(ranks)} ranks are not the numbers from 0 without gaps"
         )
+    if not pattern and (
+        len(ranks) != _LLAMA3_RANKS or any(bytes([n]) not in ranks for n in range(256))
+    ):
+        raise DataError(
+            f"tokenizer {path}: its {len(ranks):,} ranks are not Llama 3's {_LLAMA3_RANKS:,}, and a rank file does not say how "
+            "text is cut: use the model's tokenizer.json, or set tokenizer.pattern and tokenizer.special_tokens"
+        )
     # The names and the order of Llama 3's release.
     reserved = [f"<|reserved_special_token_{n}|>" for n in range(_LLAMA3_NUM_SPECIALS - 5)]
     header = ["<|start_header_id|>", "<|end_header_id|>"]
-    specials = [BOS, EOS, *reserved[:4], *header, reserved[4], "<|eot_id|>", *reserved[5:]]
+    llama3 = [BOS, EOS, *reserved[:4], *header, reserved[4], "<|eot_id|>", *reserved[5:]]
     digest = hashlib.blake2b(content).hexdigest()
-    tokenizer = TiktokenTokenizer(
-        ranks, kind="tiktoken", pattern=LLAMA3_PATTERN, specials=specials, source=digest
-    )
+    try:
+        tokenizer = TiktokenTokenizer(
+            ranks,
+            kind="tiktoken",
+            pattern=pattern or LLAMA3_PATTERN,
+            specials=list(specials) if pattern else llama3,
+            source=digest,
+        )
+    except ValueError as error:
+        why = printable(str(error), 200)
+        raise DataError(f"tokenizer.pattern cannot be used with {path}: {why}") from error
     tokenizer.file = path
     return tokenizer
 
 
 def _rank_line(line: bytes, *, where: str) -> tuple[bytes, int]:
+    parts = line.split()
     try:
-        token, rank = line.split()
+        token, rank = parts
         return base64.b64decode(token, validate=True), int(rank)
     except ValueError as error:
+        why = "not a line of 'base64-token rank'. A SentencePiece tokenizer.model (Llama 2) is not supported"
+        if len(parts) == 2 and parts[1].isdigit() and line.isascii():  # as in Whisper's files
+            why = f"'{printable(parts[0].decode(), 40)}' is not base64, so a rank has no token"
+        elif line[:1] in (b"{", b"["):
+            why = "this is JSON, not ranks"
         raise DataError(
-            f"tokenizer {where}: not a line of 'base64-token rank'. A SentencePiece tokenizer.model "
-            "(Llama 2) is not supported; use the model's tokenizer.json instead"
+            f"tokenizer {where}: {why}; use the model's tokenizer.json instead"
         ) from error
 
 
 def build_tokenizer(section: TokenizerSection, *, hf_assets_path: str) -> Tokenizer:
     """Return the tokenizer of a job. Raises DataError if its file is missing or of another kind."""
     tokenizer = _open_file(section, hf_assets_path)
+    tokenizer.name_tokens(bos=section.bos_token, eos=section.eos_token)
     template = Path(section.chat_template).expanduser()
     if section.chat_template and not template.is_file():
         raise DataError(
@@ -283,7 +279,9 @@ def _template_beside(tokenizer: Tokenizer) -> str:
         return ""
     if (file := tokenizer.file.with_name(CHAT_TEMPLATE)).is_file():
         return read_text(file)
-    template = _read_beside(tokenizer.file.with_name("tokenizer_config.json")).get("chat_template")
+    template = beside.read_beside(tokenizer.file.with_name("tokenizer_config.json")).get(
+        "chat_template"
+    )
     # Some have several, each with a name.
     for named in template if isinstance(template, list) else ():
         if isinstance(named, dict) and named.get("name") == "default":
@@ -308,7 +306,7 @@ def _open_file(section: TokenizerSection, hf_assets_path: str) -> Tokenizer:
     file = path if path.is_file() else _find_file(path, section.name)
     if section.name == "huggingface" or (section.name == "auto" and file.suffix == ".json"):
         return HuggingFaceTokenizer(file)
-    return tiktoken_tokenizer(file)
+    return tiktoken_tokenizer(file, pattern=section.pattern, specials=section.special_tokens)
 
 
 def tokenizer_named(value: str, *, chat_template: str = "") -> Tokenizer:
@@ -366,42 +364,6 @@ def _pieces(text: str) -> Iterator[str]:
                 yield part[begin:cut]
                 begin = cut
         yield part[begin:]
-
-
-def _fingerprint(*parts: object) -> str:
-    return hashlib.blake2b(json.dumps([str(p) for p in parts]).encode(), digest_size=8).hexdigest()
-
-
-def _read_beside(file: Path) -> dict[str, Any]:
-    """Return the object in a file beside a tokenizer.json, {} if there is no file. Raises InputError."""
-    return read_json(file, dict[str, Any]) if file.is_file() else {}
-
-
-def _named_beside(folder: Path) -> list[tuple[str, int]]:
-    """Return special tokens and their ids from tokenizer_config.json, which may name more than tokenizer.json."""
-    added = _read_beside(folder / "tokenizer_config.json").get("added_tokens_decoder")
-    named = []
-    for number, token in added.items() if isinstance(added, dict) else ():
-        content = token.get("content") if isinstance(token, dict) and token.get("special") else None
-        if isinstance(content, str) and number.isdecimal() and len(number) < 9:
-            named += [(content, int(number))] if int(number) < _MAX_ID else []
-    return named
-
-
-def _find_special(folder: Path, which: str, vocab: dict[str, int]) -> int | None:
-    """Return the id of "bos" or "eos" from the first file beside a tokenizer.json that names it."""
-    for file in (folder / name for name in BESIDE):
-        values = _read_beside(file)
-        token, number = values.get(f"{which}_token"), values.get(f"{which}_token_id")
-        token = token.get("content") if isinstance(token, dict) else token
-        number = number[0] if isinstance(number, list) and number else number
-        if not isinstance(token, str | None):
-            raise DataError(f"{file}: {which}_token is a {type(token).__name__}, not a text")
-        if token in vocab:
-            return vocab[token]
-        if isinstance(number, int) and not isinstance(number, bool) and 0 <= number < _MAX_ID:
-            return number
-    return None
 
 
 def _byte_level_alphabet() -> dict[str, int]:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from titan.config.schema import JobConfig, TokenizerSection
-from titan.data.tokenizer import BESIDE, CHAT_TEMPLATE, Tokenizer
+from titan.data.named_tokens import BESIDE
+from titan.data.tokenizer import CHAT_TEMPLATE, Tokenizer
 from titan.untrusted import InputError, decode, is_there, parse_json, read_bytes, root_of
 
 FOLDER = "tokenizer"

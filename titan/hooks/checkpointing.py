@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from titan.checkpoint.commit import TIMEOUT
 from titan.checkpoint.export import Export, export_state, no_routing_bias
 from titan.checkpoint.manager import CheckpointError, CheckpointManager, SaveFailed
 from titan.checkpoint.storage import Location, as_location
+from titan.checks.text_identity import other_tokenizer, text_changes, text_facts
 from titan.config.render import to_toml
 from titan.config.resume_diff import changed_settings
 from titan.hook import Hook, Run, StepResult
@@ -32,6 +34,7 @@ class Checkpointing(Hook):
         self.export = self._describe_export()
         self.resumed_from: Location | None = None
         self.changes: list[str] = []  # settings that differ from those of the checkpoint
+        self.text_changes: list[str] = []
         self.is_due_by_time = False
         self.more: Callable[[], checkpoints.StateDict] = dict  # another hook's tensors
         # The copy overlaps the next step until its update.
@@ -51,6 +54,8 @@ class Checkpointing(Hook):
             trainer.console.message(f"starting from {self.resumed_from}")
         if self.changes:
             trainer.console.message(f"changed since it was saved: {'; '.join(self.changes)}")
+        for text in self.text_changes:
+            trainer.console.message(text, always=True)
         self._print_messages()  # such as that a damaged checkpoint was passed over
         # A seed checkpoint is a run of no steps, which saves the initial weights.
         if self.section.create_seed_checkpoint:
@@ -146,7 +151,16 @@ class Checkpointing(Hook):
             "sequences_per_step": trainer.sequences_per_step,
             "data": self._data_state(),
             "config": to_toml(trainer.config),
+            "text": self.text,
         } | {hook.state_key: hook.state_dict() for hook in trainer.hooks if hook.state_key}
+
+    @cached_property
+    def text(self) -> dict[str, Any]:
+        """Return what names the run's tokenizer, template and data, on the rank that writes it."""
+        trainer = self.trainer
+        if trainer.rank or trainer.tokenizer is None:
+            return {}
+        return text_facts(trainer.config, trainer.tokenizer)
 
     def _data_state(self) -> dict[str, Any]:
         """Return the loader's state, with the bookmarks of all data-parallel ranks if they read a stream."""
@@ -201,6 +215,13 @@ class Checkpointing(Hook):
             return  # a peer's state is newer
         # In order: this run's own checkpoints, a Hugging Face folder, a checkpoint of another run.
         section = self.section
+        tokenizer = self.trainer.tokenizer
+        # Before a damaged step is set aside.
+        if tokenizer and (
+            why := other_tokenizer(self.trainer.config, tokenizer, self.manager.folder)
+        ):
+            raise CheckpointError(why)
+        _ = section.enable and self.text  # of the files as they are now, not at the first save
         path, model_only = self.manager.step_to_resume(), False
         if path is None and section.enable and section.initial_load_in_hf:
             assert self.export is not None, "built in the constructor"
@@ -282,6 +303,8 @@ class Checkpointing(Hook):
             trainer.config,
             sequences=(metadata.get("sequences_per_step"), trainer.sequences_per_step),
         )
+        if self.text:
+            self.text_changes = text_changes(metadata.get("text") or {}, self.text)
         # Hooks that did not exist when the step was saved get an empty state.
         for hook in trainer.hooks:
             if hook.state_key:

@@ -20,6 +20,7 @@ from titan.checkpoint import CheckpointError, SaveFailed
 from titan.checkpoint import manager as checkpoints
 from titan.checkpoint.manifest import list_steps
 from titan.checkpoint.storage import Location, as_location, join, name_of
+from titan.checks.text_identity import require_one_tokenizer
 from titan.config.load import ConfigError
 from titan.config.render import to_toml
 from titan.config.schema import CheckpointSection
@@ -44,9 +45,10 @@ def average(sources: Sequence[Location], output: Path, *, weights: Sequence[floa
         raise InputError("weights must be positive")
     found = [find_checkpoint(source) for source in sources]
     steps, (config, last) = [step for _, step in found], found[-1]
+    require_one_tokenizer(steps)
     shapes = {k: v for k, v in checkpoints.stored_shapes(last).items() if k.startswith("model.")}
     saved = checkpoints.read_metadata(last, "step", "tokens")
-    metadata = {key: saved[key] for key in ("format", "step", "tokens") if key in saved}
+    metadata = {key: saved[key] for key in ("format", "step", "tokens", "text") if key in saved}
     # The folder of a job may be elsewhere.
     here = config.checkpoint.model_copy(update={"folder": "checkpoint"})
     config = config.model_copy(update={"checkpoint": here})

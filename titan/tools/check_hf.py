@@ -6,6 +6,7 @@ import json
 import re
 from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from titan.checkpoint.huggingface import (
 )
 from titan.config.errors import ConfigError, Problem
 from titan.config.toml import format_value
+from titan.data.tokenizer import tokenizer_named
+from titan.data.tokenizer_files import tokenizer_files
 from titan.untrusted import InputError, is_there, printable, read_json, root_of
 
 _MAX_PARAMS = 2**50
@@ -60,15 +63,23 @@ def describe(path: Path) -> dict[str, Any]:
         raise InputError(f"{file}: {reasons}") from error
     if not 0 < sizes.num_params < _MAX_PARAMS:
         raise InputError(f"{file}: means {sizes.num_params:.3g} parameters, which no model has")
-    loads, problems = None, []
+    loads, problems, folder = None, [], str(file.parent)
+    has_tokenizer = bool(tokenizer_files(folder))
     if file.name == CONFIG and (is_there(file.parent / INDEX) or is_there(file.parent / SINGLE)):
         problems = _problems(file.parent, name, sizes)
+        with suppress(InputError):  # a tokenizer that titan cannot read
+            tokens = tokenizer_named(folder).vocab_size if has_tokenizer else 0
+            if tokens > sizes.vocab_size:
+                problems.append(
+                    f"its tokenizer has {tokens:,} tokens, and the model {sizes.vocab_size:,}"
+                )
         loads = not problems
     return {
         "config": str(file),
         "parameters": sizes.num_params,
         "active_parameters": getattr(sizes, "num_active_params", sizes.num_params),
         "family": keys,
+        "tokenizer": {"path": folder} if has_tokenizer else {},
         "loads": loads,
         "problems": problems,
     }
@@ -110,6 +121,8 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "parameters", f"{total:,}{experts}"
     yield "family", f"{keys['name']}. In a job file:"
     lines = ["[model]", *(f"{key} = {format_value(value)}" for key, value in keys.items())]
+    if facts["tokenizer"]:
+        lines += ["[tokenizer]", f"path = {format_value(facts['tokenizer']['path'])}"]
     yield from [("", f"    {line}") for line in lines]
     verdicts = {None: f"no weights are beside {facts['config']}", True: "yes", False: "no"}
     yield "loads", verdicts[facts["loads"]]

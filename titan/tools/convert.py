@@ -28,6 +28,7 @@ from titan.checkpoint.export import (
     write_folder,
 )
 from titan.checkpoint.huggingface import (
+    CONFIG,
     HFModel,
     check_folder,
     fill,
@@ -40,6 +41,7 @@ from titan.checkpoint.huggingface import (
 )
 from titan.checkpoint.quantized import values_name
 from titan.checkpoint.storage import Location, as_location
+from titan.checks.text_identity import tokenizer_facts
 from titan.config.load import ConfigError
 from titan.config.schema import CheckpointSection
 from titan.config.task import reads_text
@@ -73,11 +75,13 @@ def from_hf(source: Path, output: Path, *, mtp: bool = False) -> list[str]:
     folder = check_folder(source, model)
     model = model.spelled_as(folder.files)
     assets = {file.name: read_asset(file) for file in tokenizer_files(str(source))}
-    if assets:
-        tokenizer_named(str(source))  # raises where it cannot be used
+    if assets:  # which may say what ends a text
+        assets[CONFIG] = read_asset(source / CONFIG)
     # The same writer as a run's, so step 0 is a checkpoint like any other.
     manager = checkpoints.CheckpointManager(CheckpointSection(), run_dir=output)
     metadata = {"format": 1, "step": 0, "tokens": 0, "data": {}, "model_only": True}
+    if assets:  # raises where it cannot be used
+        metadata["text"] = {"tokenizer": tokenizer_facts(tokenizer_named(str(source)))}
     with ExitStack() as stack:
         from safetensors import safe_open
 

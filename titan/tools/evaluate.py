@@ -26,21 +26,22 @@ from titan.config.schema import JobConfig
 from titan.data import DataError, require
 from titan.data.examples import ExampleTask, is_file, read_task, shipped
 from titan.data.scoring import Scorer
-from titan.data.tokenizer_files import with_tokenizer
 from titan.health.launch import launch_command
 from titan.tools.saved_model import (
     AVERAGE_OPTION,
     LOCATION_OPTION,
     TOKENIZER_OPTION,
     find_checkpoint,
+    hf_job,
     is_hf_folder,
     load_text,
     load_weights,
     open_run_tokenizer,
-    read_hf_sizes,
     require_average,
 )
 
+# Tokens of a text, of a Hugging Face folder. Without max_position_embeddings: as the harness has it.
+_MAX_LENGTH, _UNKNOWN_LENGTH = 8192, 2048
 _ARGUMENTS = "FOLDER --tasks NAME,FILE.jsonl,... [--nproc N] [--section.key=value ...]"
 
 
@@ -81,8 +82,9 @@ def find_weights(
         overrides: of the job's keys, such as "training.seq_len=128".
     """
     if is_hf_folder(step := where):
-        keys = huggingface.model_keys(*read_hf_sizes(where)) | {"hf_assets_path": str(where)}
-        run = with_tokenizer(JobConfig.model_validate({"model": keys}), run=None, path=tokenizer)
+        run = hf_job(where, tokenizer=tokenizer)
+        training = run.training.model_copy(update={"seq_len": hf_length(where)})
+        run = run.model_copy(update={"training": training})
     else:
         run, step = find_checkpoint(where, tokenizer=tokenizer)
     # What concerns the model and its text is the run's. How it was trained is not: one process can score what many trained.
@@ -96,6 +98,12 @@ def find_weights(
     config = load_text(text, name=str(step), overrides=overrides)
     open_run_tokenizer(config)  # before the ranks start, which takes longer
     return Weights(config, check_to_run(config, world_size=world_size), step)
+
+
+def hf_length(where: Location) -> int:
+    """Return how many tokens of a text the model of a Hugging Face folder is shown: its positions, but at most 8,192."""
+    positions = huggingface.open_folder(Path(str(where))).config.get("max_position_embeddings")
+    return min(positions, _MAX_LENGTH) if isinstance(positions, int) else _UNKNOWN_LENGTH
 
 
 def split_tasks(args: argparse.Namespace) -> tuple[list[ExampleTask], list[str]]:
@@ -160,6 +168,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     weights = find_weights(args.folder, overrides, tokenizer=args.tokenizer, world_size=world_size)
     if args.average:
         require_average(weights.where)
+    if is_hf_folder(weights.where) and (is_launcher or "RANK" not in os.environ):
+        length = weights.config.training.seq_len
+        print(f"texts have up to {length:,} tokens (--training.seq_len)", file=sys.stderr)
     if is_launcher:
         return launch_command("evaluate", argv, num_processes=args.nproc)
     from titan.parallel.init_distributed import start_process_group

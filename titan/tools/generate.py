@@ -27,10 +27,11 @@ from titan.config.errors import COMMAND_LINE, ConfigError, Problem
 from titan.config.model import family, model_config
 from titan.config.options import positive
 from titan.data import DataError
-from titan.data.chat import ChatTemplate
+from titan.data.chat import ChatTemplate, answer_ends
 from titan.data.files import is_jsonl
 from titan.data.reading import messages_of, read_row
-from titan.data.tokenizer import Tokenizer, tokenizer_named
+from titan.data.special_tokens import begin_ids, start_ids
+from titan.data.tokenizer import Tokenizer
 from titan.health.launch import launch_command
 from titan.parallel import apply_tp, build_mesh, materialize
 from titan.parallel.init_distributed import start_process_group
@@ -41,10 +42,10 @@ from titan.tools.saved_model import (
     LOCATION_OPTION,
     TOKENIZER_OPTION,
     find_checkpoint,
+    hf_job,
     is_hf_folder,
     load_weights,
     open_run_tokenizer,
-    read_hf_sizes,
     require_average,
 )
 from titan.untrusted import read_lines
@@ -68,12 +69,12 @@ def load_model(
         average: take the average of the weights, which the step must hold.
     """
     if is_hf_folder(step := where):
-        name, sizes = read_hf_sizes(where)
-        opened = tokenizer_named(tokenizer or str(where))
+        config = hf_job(where, tokenizer=tokenizer)
     else:
         config, step = find_checkpoint(where, tokenizer=tokenizer)
-        opened = open_run_tokenizer(config)  # before the weights, which take longer
-        name, sizes = config.model.name, model_config(config.model)
+    opened = open_run_tokenizer(config)  # before the weights, which take longer
+    opened.begin_ids = begin_ids(opened, add_bos=config.data.add_bos)
+    name, sizes = config.model.name, model_config(config.model)
     if average:
         require_average(step)
     with torch.device("meta"), default_dtype(torch_dtype(dtype)):
@@ -117,10 +118,8 @@ class Generator:
 
     def of_text(self, text: str) -> _Prompt:
         """Return a text that is to go on. Raises DataError for an empty one that the tokenizer cannot begin."""
-        ids = self.tokenizer.encode(text)
-        if self.tokenizer.bos_id is not None:
-            ids = [self.tokenizer.bos_id, *ids]
-        if not ids:
+        ids = [*(self.tokenizer.begin_ids or ()), *self.tokenizer.encode(text)]
+        if not (ids := ids or start_ids(self.tokenizer)):
             raise DataError(
                 "--prompt: this tokenizer has no begin-of-text token, so a prompt is needed"
             )
@@ -133,14 +132,14 @@ class Generator:
     def tokens(self, prompts: Sequence[_Prompt]) -> Iterator[list[int | None]]:
         """Yield what `sample` yields for these prompts."""
         # Who speaks next in a conversation is no part of its answer.
-        ends = self._template.end_ids if self._template else set()
-        stop = {self.tokenizer.eos_id, *ends}
+        ends = answer_ends(self.tokenizer) if self._template else self.tokenizer.end_ids
+        stop = {*ends}
         return sample(self.model, [prompt.ids for prompt in prompts], **self.options, stop=stop)
 
     def stream(self, prompt: _Prompt) -> Iterator[str]:
         """Yield the text that follows a prompt, as it comes."""
         tokens = (token for [token] in self.tokens([prompt]) if token is not None)
-        return streamed(self.tokenizer, tokens)
+        return streamed(self.tokenizer, tokens, prompt=prompt.ids)
 
     def answer_file(self, prompts: Sequence[_Prompt]) -> None:
         """Print a line of JSON for each prompt, in their order."""
@@ -152,7 +151,7 @@ class Generator:
             steps = list(self.tokens([prompts[number] for number in numbers]))
             for row, number in enumerate(numbers):
                 ids = [token for step in steps if (token := step[row]) is not None]
-                answers[number] = self.tokenizer.decode(ids)
+                answers[number] = self.tokenizer.continuation(prompts[number].ids, ids)
         for prompt, answer in zip(prompts, answers, strict=True):
             if self.is_first:
                 print(json.dumps({**prompt.given, "completion": answer}, ensure_ascii=False))
@@ -252,6 +251,9 @@ def _check(args: argparse.Namespace) -> torch.device:
         for name in ("max-new-tokens", "temperature", "top-k", "top-p")
         if not 0 <= (value := getattr(args, name.replace("-", "_"))) < math.inf
     ]
+    if not -(2**63) <= args.seed < 2**63:
+        fault = f"expected a whole number below 2^63, got {args.seed}"
+        problems.append(Problem(COMMAND_LINE, 0, "--seed", fault))
     accelerator = (
         torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     )

@@ -19,6 +19,7 @@ from titan.data import DataError
 from titan.data.scoring import ScoredText, Scorer
 
 _MAX_NEW = 256  # tokens, where a task names no limit; as the harness has it
+_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
 class TitanLM(LM):
@@ -41,7 +42,7 @@ class TitanLM(LM):
             max_seq_len=self.scorer.max_length,
             context_len=1,
         )
-        encode = self.scorer.tokenizer.encode
+        encode = self.scorer.encode  # the harness, too, scores what the tokenizer puts in front
         pairs = [map(make_disjoint_window, windows(encode(r.args[0]))) for r in requests]
         rows = [[ScoredText([*before, *text], len(text)) for before, text in of] for of in pairs]
         scores = iter(self.scorer.score([row for of in rows for row in of], batch=self.batch))
@@ -57,15 +58,24 @@ class TitanLM(LM):
                 )
             until = options.get("until") or []
             stops.append([until] if isinstance(until, str) else until)
-            limits.append(int(options.get("max_gen_toks", _MAX_NEW)))
-            room = max(self.scorer.max_length - limits[-1], 1)
+            given = (options[name] for name in _LIMITS if options.get(name) is not None)
+            limits.append(int(next(given, _MAX_NEW)))
+            room = self.scorer.max_length - limits[-1]
+            if room < 1:
+                raise DataError(
+                    f"max_gen_toks {limits[-1]} leaves no room for a prompt in training.seq_len = {self.scorer.max_length}; "
+                    "set max_gen_toks in generation_kwargs of a copy of the task's YAML, or a larger --training.seq_len"
+                )
             prompts.append(self.scorer.encode(context)[-room:])
 
         def text(n: int, tokens: list[int]) -> tuple[str, bool]:
-            """Return what is written before a text of "until", and whether there is one."""
+            """Return what is written before a text of "until", and whether it ends there.
+
+            As in the harness, new tokens are decoded without their prompt, and an empty text ends an answer after a token.
+            """
             whole = self.scorer.tokenizer.decode(tokens)
-            ends = [at for stop in stops[n] if (at := whole.find(stop)) >= 0]
-            return whole[: min(ends, default=None)], bool(ends)
+            ends = [at for stop in stops[n] if stop and (at := whole.find(stop)) >= 0]
+            return whole[: min(ends, default=None)], bool(ends) or "" in stops[n]
 
         new = self.scorer.continue_greedily(
             prompts,

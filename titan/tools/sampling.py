@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor
 from titan.data.tokenizer import Tokenizer
 from titan.models.attention import CachedAttention, InnerAttention
 
+_GREEDY = 1e-6  # temperatures below it take the likeliest token
+
 
 def cache_attention(model: nn.Module) -> Callable[[], None]:
     """Let each inner attention of `model` remember keys and values. Return a function that undoes this."""
@@ -100,7 +102,7 @@ def _choose(
     logits_BV: Tensor, temperature: float, *, top_k: int, top_p: float, of: list[torch.Generator]
 ) -> Tensor:
     """Return a token for each row, int64 (B,), drawn by its generator."""
-    if temperature == 0:
+    if temperature < _GREEDY:  # logits divided by less overflow
         return logits_BV.argmax(-1)
     if top_k:
         # Tokens below the k-th likeliest get probability 0.
@@ -116,14 +118,16 @@ def _choose(
     return order_BV.gather(-1, torch.stack(drawn))[:, 0]
 
 
-def streamed(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
-    """Yield the text of tokens as they come, each time what is new. A character comes when its last byte has."""
+def streamed(
+    tokenizer: Tokenizer, tokens: Iterable[int], *, prompt: Sequence[int] = ()
+) -> Iterator[str]:
+    """Yield the text of tokens that follow a prompt, each time what is new. A character comes when its last byte has."""
     ids, shown = [], 0
     for token in tokens:
         ids.append(token)
-        text = tokenizer.decode(ids)
+        text = tokenizer.continuation(prompt, ids)
         if not text.endswith("\ufffd"):
             yield text[shown:]
             shown = len(text)
-    if rest := tokenizer.decode(ids)[shown:]:
+    if rest := tokenizer.continuation(prompt, ids)[shown:]:
         yield rest

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from titan.checkpoint import huggingface
-from titan.checkpoint.commit import TITAN_JSON, CheckpointGroup
+from titan.checkpoint.commit import CheckpointGroup
 from titan.checkpoint.hf_model import HFModel
 from titan.checkpoint.manager import (
     CheckpointError,
@@ -21,7 +21,7 @@ from titan.checkpoint.manager import (
     read_metadata,
     stored_shapes,
 )
-from titan.checkpoint.manifest import METADATA
+from titan.checkpoint.manifest import METADATA, TITAN_JSON
 from titan.checkpoint.manifest import NAME as MANIFEST
 from titan.checkpoint.storage import Location, as_location, join, storage_of
 from titan.checks.machine import open_tokenizer
@@ -121,6 +121,15 @@ def read_hf_sizes(where: Location) -> tuple[str, Any]:
     name, sizes = huggingface.read_sizes(folder := huggingface.open_folder(Path(str(where))))
     huggingface.require_weights_for(sizes, folder)
     return name, sizes
+
+
+def hf_job(where: Location, *, tokenizer: str = "") -> JobConfig:
+    """Return a job with the model in a Hugging Face folder, and with the tokenizer there or the one at a path. Raises InputError."""
+    keys = huggingface.model_keys(*read_hf_sizes(where)) | {"hf_assets_path": str(where)}
+    config = with_tokenizer(JobConfig.model_validate({"model": keys}), run=None, path=tokenizer)
+    # No run says whether its documents began with a token, so the tokenizer does.
+    data = {"add_bos": bool(open_run_tokenizer(config).begin_ids)}
+    return config.model_copy(update={"data": config.data.model_copy(update=data)})
 
 
 def require_average(step: Location) -> None:
