@@ -108,7 +108,7 @@ class Trainer:
         self.last_step = config.training.steps
         self.saved_step: int | None = None  # the last step that a checkpoint holds
         self.is_writer = True
-        self.is_stopping = False
+        self.is_stopping = self.is_told = False
         self.decision = ""  # the last about a step that was not taken
         # Says on every rank alike whether to update; the host then waits for each step.
         self.accept: Callable[[Tensor, Tensor], bool] | None = None
@@ -152,6 +152,9 @@ class Trainer:
         for hook in self.hooks:
             hook.before_forward(batches)
         report = self.train_step.train(batches, step=step, accept=self.accept)
+        if not report.has_labels and not self.is_told:
+            self.is_told = True
+            self.announce(f"step {step}: none of its labels is trained on. NO UPDATE BY SUCH STEPS")
         # Also for a step that is judged bad: its samples are used up.
         self.tokens_seen += self.tokens_per_step
         for hook in self.hooks:
