@@ -47,6 +47,7 @@ from titan.parallel.async_tp import Rewrites, enable_async_tp
 from titan.parallel.compile import CompileLog
 from titan.parallel.float8 import Conversion, precompute_scales
 from titan.parallel.mesh import StepGroups, axis_size, build_sparse_mesh, submesh
+from titan.parallel.random_numbers import seed_step
 from titan.parallelize import (
     backward_preparer,
     convert_to_float8,
@@ -89,7 +90,7 @@ class TrainStep:
     async_tp, compile_log: what the compiler did. on_gradients: called with whole gradients, before they are clipped.
     num_groups, sum_over_groups: replica groups of this step, and a sum over them in place (titan/hooks/elastic.py).
     mark: called after the forward and after the backward pass of a micro-batch; of a pipeline, whose passes are interleaved, after both.
-    counts_labels: read the number of labels, to leave out updates without any. Fake tensors have no numbers to read.
+    is_fake: tensors hold no numbers: none are drawn, and labels cannot be counted to leave out updates without any.
     """
 
     config: JobConfig
@@ -111,7 +112,7 @@ class TrainStep:
     num_groups: int = 1
     sum_over_groups: Callable[[Sequence[Tensor]], None] = lambda _: None
     mark: Callable[[str], None] = lambda _: None
-    counts_labels: bool = True
+    is_fake: bool = False
 
     def __post_init__(self) -> None:
         self.prepare_backward = backward_preparer(self.config, self.mesh)
@@ -120,6 +121,9 @@ class TrainStep:
         self.parameters = [p for part in self.model_parts for p in part.parameters()]
         self.num_replicas = axis_size(self.mesh, "dp_replicate", "dp_shard")  # of the data
         self.phases = phases_of(self.config, dp=self.num_replicas)
+        faults = self.config.fault_tolerance
+        group = faults.replica_id if faults.enable else 0
+        self.place = (group, *(self.mesh.get_coordinate() or ()))
         float8 = self.config.quantize.linear.float8
         # Under TP always: FSDP alone would take the maximum of a rank's part, and the numbers would depend on the layout.
         self.precompute_scales = gathers_float8(self.config, self.mesh) and (
@@ -140,12 +144,15 @@ class TrainStep:
             accept: gets the loss and the gradient norm and returns whether to update, the same on all ranks. It waits for
                 the device, so the host no longer runs ahead.
         """
+        if not self.is_fake:
+            # By step, so that a resumed run draws the same; what resumes has no state to restore.
+            seed_step(self.config.debug.seed, step=step, place=self.place)
         self.compute_scales()
         local = [self.to_local(batch) for batch in batches]
         num_valid = _sum(_count_valid(local), self.groups.tokens)
         self.sum_over_groups([num_valid])
         # Copied while the step runs. The host waits for the step before, and not for this one.
-        labels = AsyncScalars([num_valid]) if self.counts_labels else None
+        labels = None if self.is_fake else AsyncScalars([num_valid])
         divisor = num_valid.clamp(min=1)
         replicas = self.num_replicas * self.num_groups
         num_sequences = sum(len(batch.input) for batch in local) * replicas

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .kept_operations import GROUPS, KeepError, Rule, parse_rule
 from .offload import Offloader
+from .random_numbers import require_restored
 from .selective import Decision, selective_checkpoint_contexts
 from .torch_compat import (
     checkpoint_wrapper,
@@ -63,10 +64,12 @@ def apply_ac(
         contexts: gives, for a block, a function that makes the context of its forward pass and that of the
             recomputation, or None.
 
-    Raises KeepError for an operation that torch does not have and for a pattern that no module of a block matches.
+    Raises KeepError for an operation that torch does not have and for a pattern that no module of a block matches, and ValueError for a
+    module that draws random numbers without `preserve_rng_state`.
     """
     if every < 1:
         raise ValueError(f"every is {every}: 1 is each block, 2 every second one")
+    require_restored(model, preserve_rng_state=preserve_rng_state)
     # torch.compile would warn, in five lines, that in-place operations must not be recomputed; blocks have none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     selection = _selection(tuple(keep), tuple(keep_modules))
@@ -126,7 +129,8 @@ class _Selection:
                 )
             for name in matching:
                 block.get_submodule(name).register_forward_pre_hook(self._enter)
-                block.get_submodule(name).register_forward_hook(self._leave)
+                # Also where the module raises, and its caller goes on.
+                block.get_submodule(name).register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, *_: Any) -> None:
         # A compiler is asked where it is, see _in_kept_module.

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from .activation import selection_of
+from .random_numbers import require_restored
 from .selective import outside_selection, show_programs_to_checkpoints
 from .torch_compat import (
     CompileEvent,
@@ -68,6 +69,7 @@ def apply_compile(
     if backend not in torch._dynamo.list_backends(exclude_tags=()):
         known = ", ".join(torch._dynamo.list_backends())
         raise BackendError(f'torch has no compiler backend "{backend}"; there are {known}')
+    require_restored(model, preserve_rng_state=preserve_rng_state)
     keep_random_state_in_graphs(preserve_rng_state)
     allow_programs(kinds)
     settings: dict[str, Any] = {"backend": backend, "fullgraph": fullgraph}

@@ -132,7 +132,7 @@ def initialize(model: nn.Module, *, seed: int, std_of: Callable[[str], float | N
             continue
         draw = partial(_draw, std=std, device=parameter.device)
         if parameter.ndim < 3:
-            _keep_shard(parameter, draw(parameter.shape, seed=_seed_of(seed, name)))
+            _keep_shard(parameter, draw(parameter.shape, seed=derived_seed(seed, name)))
             continue
         # Stacked by expert: this rank's experts one by one, each from its own seed.
         own, (first, *offsets) = parameter, [0] * parameter.ndim
@@ -142,7 +142,7 @@ def initialize(model: nn.Module, *, seed: int, std_of: Callable[[str], float | N
                 parameter.shape, parameter.device_mesh, parameter.placements
             )[1]
         for number, matrix in enumerate(own, first):
-            whole = draw(parameter.shape[1:], seed=_seed_of(seed, f"{name}.{number}"))
+            whole = draw(parameter.shape[1:], seed=derived_seed(seed, f"{name}.{number}"))
             part = tuple(map(slice, offsets, map(add, offsets, matrix.shape)))
             matrix.copy_(whole[part])
 
@@ -163,6 +163,7 @@ def _keep_shard(parameter: Tensor, full: Tensor) -> None:
     parameter.copy_(full)
 
 
-def _seed_of(seed: int, name: str) -> int:
+def derived_seed(seed: int, name: str) -> int:
+    """Return the seed of a generator for something that has a name."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1  # a generator takes 63 bits

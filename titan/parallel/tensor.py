@@ -58,6 +58,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from .float8 import is_tensorwise, rows_style
+from .random_numbers import require_own_part
 from .tensor_styles import (
     SEQUENCE_DIM,
     CutSequence,
@@ -143,6 +144,7 @@ def apply_tp(
             module.register_parameter(name, first._parameters[first_name])
     for name in frozen:  # torch's styles replace parameters
         model.get_parameter(name).requires_grad_(False)
+    require_own_part(model, mesh)
     experts = [name for name, style in style_of.items() if style == "experts"]
     _require_all_split(model, left=lambda p: not isinstance(p, DTensor), but=experts)
 

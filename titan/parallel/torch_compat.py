@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ __all__ = [
     "limit_gloo",
     "micro_pipeline_module",
     "record_memory_history",
+    "reduce_unused",
     "replicate",
     "set_allocator",
     "set_memory_budget",
@@ -279,26 +280,62 @@ def enclose_calls(module: nn.Module, *, name: str) -> tuple[bool, Callable[[], N
     return compiled is not None, undo
 
 
-def after_gathering(module: nn.Module, then: Callable[[], None]) -> None:
-    """Call `then` each time FSDP has gathered the module's own parameters; never, where it does not shard the module.
-
-    torch 2.11 has one group of parameters in a module, 2.13 several.
-    """
+def _parameter_groups(module: nn.Module) -> list[Any]:
+    """Return FSDP's groups of a module's own parameters; none, where it does not shard the module. torch 2.11 has one, 2.13 a list."""
     state = getattr(module, "_get_fsdp_state", lambda: None)()
-    # Newer torch keeps a list; FSDP waits for its groups in order, so the last one is the end of gathering.
-    groups = getattr(state, "_fsdp_param_groups", None) or [
-        getattr(state, "_fsdp_param_group", None)
+    return getattr(state, "_fsdp_param_groups", None) or [
+        group for group in [getattr(state, "_fsdp_param_group", None)] if group is not None
     ]
-    group: Any = groups[-1]
-    wait = getattr(group, "wait_for_unshard", None)
-    if wait is None:
-        return
 
-    def waited_for() -> None:
-        wait()
-        then()
 
-    group.wait_for_unshard = waited_for
+def after_gathering(module: nn.Module, then: Callable[[], None]) -> None:
+    """Call `then` each time FSDP has gathered the module's own parameters; never, where it does not shard the module."""
+    # FSDP waits for its groups in order, so the last one is the end of gathering.
+    for group in _parameter_groups(module)[-1:]:
+
+        def waited_for(wait: Callable[[], None] = group.wait_for_unshard) -> None:
+            wait()
+            then()
+
+        group.wait_for_unshard = waited_for
+
+
+def reduce_unused(module: nn.Module) -> None:
+    """Let FSDP accumulate and reduce gradients where a micro-batch uses not all of a unit's parameters, or none of them.
+
+    By itself, torch fails for a unit that no micro-batch has used yet, adds up gradients of two precisions, and leaves what replicas have
+    to add up to the next step, or adds it to other parameters, if the last micro-batch uses other ones. All ranks must use the same.
+    """
+    for group in _parameter_groups(module):
+        group.post_backward = partial(_post_backward, group, group.post_backward, set())
+
+
+def _post_backward(group: Any, reduce: Callable[..., None], used: set[Any], *args: Any) -> None:
+    parameters = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+    if not parameters:
+        return  # never gathered
+    grads = {p: p._unsharded_param.grad is not None or p.unsharded_accumulated_grad is not None for p in parameters}  # fmt: skip
+    used |= {p for p in parameters if grads[p]}
+    # Replicas add up one vector of a unit, so each micro-batch must have gradients of the same parameters in it.
+    waits = group._partial_reduce_output is not None
+    replicates = hasattr(group.mesh_info, "replicate_process_group")
+    is_whole = replicates and group.reduce_grads and (waits or not group.all_reduce_grads)
+    is_whole = is_whole and (any(grads.values()) or group.all_reduce_grads)
+    filled = [p for p in parameters if is_whole and p.sharded_param.requires_grad and not grads[p]]
+    if filled or any(p.unsharded_accumulated_grad is not None for p in parameters):
+        for p in parameters:
+            p.accumulate_unsharded_grad_if_needed()
+            p.to_accumulated_grad_if_needed()
+    for p in filled:
+        dtype = p.reduce_dtype or p._unsharded_param.dtype
+        p.unsharded_accumulated_grad = torch.zeros_like(p._unsharded_param, dtype=dtype, requires_grad=False)  # fmt: skip
+    without = [p for p in filled if p.sharded_param.grad is None]
+    reduce(*args)
+    if group.reduce_grads and group.all_reduce_grads:
+        for p in without:
+            if p not in used:  # by any micro-batch: no zeros, which an optimizer would decay the weight by
+                p.sharded_param.grad = None
+        used.clear()
 
 
 def record_memory_history(max_entries: int) -> None:

@@ -47,7 +47,7 @@ class Program:
 def job_program(config: JobConfig, layout: Layout, device: Any, mesh: Any) -> Program:
     """Return the program of a job."""
     train_step = module.build_train_step(config, device=device, mesh=mesh)
-    train_step.counts_labels = False
+    train_step.is_fake = True
     batches = [train_step.task.fake_batch() for _ in range(layout.accumulation)]
     # A pipeline learns shapes in its first step, and an early update makes states in the backward pass.
     needs_two = train_step.pipeline is not None or train_step.early_step is not None
