@@ -377,7 +377,10 @@ def require_trained(model: nn.Module, stages: Sequence[Sequence[str]]) -> None:
     for number, names in enumerate(stages):
         modules = [model.get_submodule(name) for name in names]
         if not any(p.requires_grad for module in modules for p in module.parameters()):
-            raise InputError(f"model.freeze: nothing is left to train in pipeline stage {number}")
+            raise InputError(
+                f"model.freeze: nothing is left to train in pipeline stage {number} ({', '.join(names)}): choose fewer stages, or a split in "
+                "which each has something to train (parallelism.module_fqns_per_model_part)"
+            )
 
 
 def has_output_in_loss(config: JobConfig) -> bool:

@@ -60,7 +60,8 @@ from titan.parallelize import (
     require_trained,
     torch_dtype,
 )
-from titan.task import LossFunction, Microbatch, Task, task_of
+from titan.task import LossFunction, Microbatch, Task, config_for, task_of
+from titan.untrusted import InputError
 
 if TYPE_CHECKING:
     from titan.parallel.pipeline import Pipeline
@@ -330,7 +331,8 @@ def build_train_step(
         mesh: built by `titan.parallel.build_mesh` over the default process group.
         task: what to train on; None: the job's.
     """
-    training = (config := config.on_device(device.type)).training
+    task = task or task_of(config)
+    training = (config := config_for(task, config.on_device(device.type))).training
     family, sizes = import_family(config.model.name), model_config(config.model)
     model, float8 = build_whole_model(config, mesh)
     # Experts are laid out like everything else unless ranks share them, or tensor parallelism would leave them whole.
@@ -366,7 +368,6 @@ def build_train_step(
         materialize(stage, device=home, buffers_on=device)
         initialize(stage, seed=config.debug.seed, std_of=model.init_std)
     output = getattr(stages[max(stages)], "output", None) if has_output_in_loss(config) else None
-    task = task or task_of(config)
     loss_sum = task.loss(mesh, output=output, float8=float8)
     pipeline = None
     if pp is not None and schedule is not None:
@@ -420,7 +421,23 @@ def build_whole_model(config: JobConfig, mesh: DeviceMesh) -> tuple[Any, list[Co
     freeze(model, config.model.freeze)
     if has_output_in_loss(config):
         leave_output_to_loss(model.output)
+        _require_last(model)
     return model, float8
+
+
+def _require_last(model: Any) -> None:
+    """Have a model raise InputError if it computes with what its output layer, which was left to the loss, hands on."""
+    handed: list[Any] = []
+    model.output.register_forward_hook(lambda _, __, x: handed.append(x))
+
+    def check(model: nn.Module, _: Any, result: Any) -> None:
+        if handed and handed.pop() is not result:
+            raise InputError(
+                f"{type(model).__name__} computes with what its output layer returns, as for a soft cap, and the loss applies that layer "
+                "itself: set loss.chunk_output = false"
+            )
+
+    model.register_forward_hook(check)
 
 
 def _compile_log(section: CompileSection, num_blocks: int) -> CompileLog | None:

@@ -52,7 +52,7 @@ from titan.parallel.mesh import axis_rank
 from titan.parallel.torch_compat import set_timeout
 from titan.phases import enter_phase
 from titan.run_folder import open_rank_log, write_environment, write_status
-from titan.task import task_of
+from titan.task import task_of, try_loss
 from titan.train_step import build_train_step
 
 _LOG = logging.getLogger("titan")
@@ -98,6 +98,7 @@ class Trainer:
         # The order is the user's: cheap checks first, then what reads files, then the model.
         self._build_mesh()
         self._build_data()  # before the model, since it fails more often, and sooner
+        try_loss(self.task, self.mesh, self.device)
         self.train_step = build_train_step(
             config, device=self.device, mesh=self.mesh, task=self.task
         )

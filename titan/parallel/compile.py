@@ -155,15 +155,17 @@ class CompileLog:
         """Return what is new since the last call and costs speed: graph breaks, recompilations, failures; each once."""
         self._update()
         for event in self.events:
+            # Of a program beyond torch's limit, torch does not say what it was compiled for.
+            name = event.name or f"a part of {self.what}"
             lines = [
-                f"graph break in {event.name}: {_first_lines(reason)}"
+                f"graph break in {name}: {_first_lines(reason)}"
                 for reason in event.graph_breaks
             ]
             # An optimizer's update is one program for each kind of parameter, by intent.
             if event.recompile_reason and event.folder != "optim":
-                lines.append(f"recompiled {event.name}: {_first_lines(event.recompile_reason)}")
+                lines.append(f"recompiled {name}: {_first_lines(event.recompile_reason)}")
             if event.failure:
-                lines.append(f"not compiled: {event.name}: {_first_lines(event.failure)}")
+                lines.append(f"not compiled: {name}: {_first_lines(event.failure)}")
             for line in lines:
                 if line not in self._said:
                     self._said.add(line)

@@ -121,9 +121,11 @@ def _unwanted(dtype: torch.dtype) -> float | int:
 def initialize(model: nn.Module, *, seed: int, std_of: Callable[[str], float | None]) -> None:
     """Draw every parameter from a normal distribution truncated at three standard deviations.
 
-    std_of: standard deviation for a parameter's name; 0.0 sets it to zeros, None to ones. Memory: one full parameter at
+    std_of: standard deviation for a parameter's name; 0.0 sets it to zeros, None to ones. The row of an embedding's `padding_idx` is zeros. Memory: one full parameter at
     a time beyond the model itself.
     """
+    modules = [m for m in model.modules() if getattr(m, "padding_idx", None) is not None]
+    padding = {id(m.weight): m.padding_idx for m in modules}
     for name, parameter in model.named_parameters():
         name = canonical_name(name)
         std = std_of(name)
@@ -132,7 +134,10 @@ def initialize(model: nn.Module, *, seed: int, std_of: Callable[[str], float | N
             continue
         draw = partial(_draw, std=std, device=parameter.device)
         if parameter.ndim < 3:
-            _keep_shard(parameter, draw(parameter.shape, seed=derived_seed(seed, name)))
+            full = draw(parameter.shape, seed=derived_seed(seed, name))
+            if id(parameter) in padding:
+                full[padding[id(parameter)]] = 0
+            _keep_shard(parameter, full)
             continue
         # Stacked by expert: this rank's experts one by one, each from its own seed.
         own, (first, *offsets) = parameter, [0] * parameter.ndim
