@@ -71,7 +71,9 @@ def drawn(first: int, count: int) -> Numbers:
 def sums_job(**parallelism: Any) -> Any:
     training = {"seq_len": LENGTH, "mixed_precision_param": "float32"}
     training["local_batch_size"] = BATCH // parallelism.get("data_parallel_shard_degree", 1)
-    return job(training=training, parallelism=parallelism, model={"name": "llama3", "flavor": "tiny"})
+    return job(
+        training=training, parallelism=parallelism, model={"name": "llama3", "flavor": "tiny"}
+    )
 
 
 def first_loss(degrees: dict[str, int]) -> float:
@@ -96,7 +98,9 @@ def test_the_first_loss_is_that_of_whole_logits(pool: Pool) -> None:
     expected = F.cross_entropy(logits.flatten(0, 1), batch.labels_BS.flatten()).item()
     for degrees in ({}, {"tp": 2}, {"dp_shard": 2}, {"pp": 2}, {"cp": 2}):
         world = 2 if degrees else 1
-        assert pool.run(world, first_loss, degrees) == pytest.approx([expected] * world, rel=1e-5), degrees
+        assert pool.run(world, first_loss, degrees) == pytest.approx(
+            [expected] * world, rel=1e-5
+        ), degrees
 
 
 def test_a_class_with_another_loss_says_again_what_it_takes() -> None:
@@ -107,7 +111,9 @@ def test_a_class_with_another_loss_says_again_what_it_takes() -> None:
 
     config = sums_job()
     assert not says_of_loss(Smoothed(config), "applies_output")
-    assert says_of_loss(Same(config), "applies_output") and says_of_loss(Same(config), "knows_shards")
+    assert says_of_loss(Same(config), "applies_output") and says_of_loss(
+        Same(config), "knows_shards"
+    )
 
 
 def fails(*_: Any) -> Tensor:
@@ -117,7 +123,10 @@ def fails(*_: Any) -> Tensor:
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()), "return a sum, since titan"),
+        (
+            lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()),
+            "return a sum, since titan",
+        ),
         (lambda out, y: out.sum(-1), r"a tensor of shape \(1, 16\), not a scalar"),
         (lambda out, y: out.sum().item(), "not a scalar"),
         (lambda out, y: out.detach().sum(), "has no gradient"),

@@ -374,7 +374,9 @@ def _problem_of_loss(task: Task, mesh: DeviceMesh, device: torch.device) -> str:
         logits = torch.randn(shape, generator=generator, device=device).repeat(count, 1, 1)
         value = loss(logits.requires_grad_(), micro.targets)
         if not isinstance(value, Tensor) or value.ndim:
-            shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
+            shape = (
+                f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
+            )
             return f"returned {shape}, not a scalar: return the sum"
         if not (value.requires_grad and value.isfinite()):
             return "has no gradient in random logits" if value.isfinite() else "is not finite"

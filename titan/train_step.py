@@ -19,6 +19,7 @@ is what the pipeline cuts into smaller microbatches.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ from titan.parallel.async_tp import Rewrites, enable_async_tp
 from titan.parallel.compile import CompileLog
 from titan.parallel.float8 import Conversion, precompute_scales
 from titan.parallel.mesh import StepGroups, axis_size, build_sparse_mesh, submesh
-from titan.parallel.random_numbers import seed_step
+from titan.parallel.random_numbers import drawing_modules, seed_step
 from titan.parallelize import (
     backward_preparer,
     convert_to_float8,
@@ -65,6 +66,8 @@ from titan.untrusted import InputError
 
 if TYPE_CHECKING:
     from titan.parallel.pipeline import Pipeline
+
+_LOG = logging.getLogger("titan")
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,9 @@ class TrainStep:
     def __post_init__(self) -> None:
         self.prepare_backward = backward_preparer(self.config, self.mesh)
         self.context = submesh(self.mesh, "cp")
+        recompute = self.config.activation_checkpoint
+        known = recompute.preserve_rng_state or any(map(drawing_modules, self.model_parts))
+        self.is_watched = recompute.mode != "none" and not known
         # Kept, because a walk over the modules costs a small model a hundredth of its step.
         self.parameters = [p for part in self.model_parts for p in part.parameters()]
         self.num_replicas = axis_size(self.mesh, "dp_replicate", "dp_shard")  # of the data
@@ -165,12 +171,14 @@ class TrainStep:
         if self.compile_log is not None:
             torch.compiler.cudagraph_mark_step_begin()  # outputs of the last step may be overwritten
         losses = []
+        random_state = self._random_state()
         for number, batch in enumerate(local):
             is_last = number == len(local) - 1
             # Only the last micro-batch completes a gradient, so only then may a parameter be updated.
             if self.early_step is not None:
                 self.early_step.active = is_last and (labels is None or labels.values()[0] > 0)
             losses.append(self._forward_backward(batch, divisor, is_last=is_last))
+        self._require_no_draws(random_state)
         self.sum_over_groups([p.grad for p in self.parameters if p.grad is not None])
         # From here on gradients are complete: reduced over ranks, and summed over micro-batches.
         grad_norm = self._clip()
@@ -269,6 +277,26 @@ class TrainStep:
         if self.pipeline is not None:
             num_layers = model_config(config.model).n_layers
             self.pipeline.change(stage_split(config, num_layers=num_layers).schedule)
+
+    def _random_state(self) -> Tensor | None:
+        """Return the state of the device's generator before the first step, if nothing restores it for a recomputation."""
+        module: Any = torch.random if self.device.type == "cpu" else torch.get_device_module(self.device)  # fmt: skip
+        return module.get_rng_state() if self.is_watched and not self.is_fake else None
+
+    def _require_no_draws(self, before: Tensor | None) -> None:
+        """Raise InputError if the passes since `before` have drawn random numbers, as functions may that no module shows."""
+        after = self._random_state()
+        self.is_watched = False
+        if before is None or after is None or torch.equal(before, after):
+            return
+        text = (
+            "a pass draws random numbers, and a recomputation would draw others, which makes gradients wrong: "
+            "set activation_checkpoint.preserve_rng_state = true"
+        )
+        if self.device.type == "cpu":
+            raise InputError(text)
+        # Kernels of attention may count as drawing some.
+        _LOG.warning(text)
 
     def _clip(self) -> Tensor:
         """Clip the gradients by their global norm and return it. Early steps have used them up, and only have the norm."""

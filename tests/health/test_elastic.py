@@ -291,7 +291,10 @@ def test_groups_have_the_same_buffers_after_a_meeting(method: str, tmp_path: Pat
     groups = []
     for number in range(2):
         command = [sys.executable, "-c", KEEP_STATE, str(tmp_path / f"state-{number}"), *settings]
-        command += [f"--fault_tolerance.replica_id={number}", f"--checkpoint.folder={tmp_path}/saved"]
+        command += [
+            f"--fault_tolerance.replica_id={number}",
+            f"--checkpoint.folder={tmp_path}/saved",
+        ]
         command += [f"--job.dump_folder={tmp_path}/group-{number}"]
         groups.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))  # fmt: skip
     try:

@@ -7,20 +7,19 @@ kind, on every rank and every pipeline stage alike.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.layouts import SEQUENCE, VOCABULARY, Layout, global_batch
+from tests.support.layouts import Layout, global_batch
 from titan.data.base import TensorBatch
 from titan.data.packing import Batch
 from titan.models.llama3 import FLAVORS as LLAMA
 from titan.models.llama3 import TENSOR_PLAN as LLAMA_PLAN
 from titan.models.llama3 import LlamaConfig
-from titan.models.llama3.model import Block, Llama
+from titan.models.llama3.model import Attention, Block, Llama
 
 OTHER = 100
 TENSOR_PLAN = {"layers.*.spare": "token_weights", "layers.*.tower": "token_weights", **LLAMA_PLAN}
@@ -47,7 +46,20 @@ def mixed_batch(layout: Layout, step: int) -> TensorBatch:
     """Two kinds of rows, of which each micro-batch has one: the first four, and the last four."""
     tokens, labels, documents = global_batch(step)
     kinds = (torch.arange(len(documents)) >= len(documents) // 2).long()
-    return Batch(tokens_BS=tokens, labels_BS=labels, document_ids_BS=documents + OTHER * kinds[:, None])
+    return Batch(
+        tokens_BS=tokens, labels_BS=labels, document_ids_BS=documents + OTHER * kinds[:, None]
+    )
+
+
+class DroppingAttention(Attention):
+    """Drop inputs of attention, which each tensor-parallel rank holds."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x_BSD: Tensor, *args: Any) -> Tensor:
+        return super().forward(self.drop(x_BSD), *args)
 
 
 class AwkwardBlock(Block):
@@ -63,8 +75,6 @@ class AwkwardBlock(Block):
         self.dropout = nn.Dropout(0.2 if config.has("dropout") else 0.0)
         if config.has("subclass"):
             self.feed_forward.w2 = OddLinear(config.ffn_dim, config.dim, bias=False)
-        if config.has("batch_norm"):
-            self.batch_norm = nn.BatchNorm1d(config.dim)
         if config.has("buffer"):
             self.register_buffer("scale", torch.empty(()))
 
@@ -86,7 +96,8 @@ class Awkward(Llama):
     """Llama with the traits of a model."""
 
     def __init__(self, config: AwkwardConfig) -> None:
-        super().__init__(config, block=AwkwardBlock)
+        kind = DroppingAttention if config.has("replicated") else Attention
+        super().__init__(config, block=AwkwardBlock, attention=kind)
         self.kind = [False]  # whether the micro-batch is of the other kind
         for block in self.layers.values():
             block.kind = self.kind
@@ -103,7 +114,9 @@ class Awkward(Llama):
         ids_BS = kwargs.get("document_ids_BS")
         self.kind[0] = ids_BS is not None and bool(ids_BS.max() >= OTHER)
 
-    def decode(self, x_BSD: Tensor, cos_sin: Any, document_ids_BS: Tensor | None, **kwargs: Any) -> Tensor:
+    def decode(
+        self, x_BSD: Tensor, cos_sin: Any, document_ids_BS: Tensor | None, **kwargs: Any
+    ) -> Tensor:
         other, config = self.kind[0], self.config
         blocks = self.layers
         if config.has("skips") and not other:
@@ -123,7 +136,11 @@ def build_model(config: AwkwardConfig) -> Awkward:
     return Awkward(config)
 
 
-FLAVORS = {"tiny": AwkwardConfig(**{f: getattr(LLAMA["tiny"], f) for f in LlamaConfig.__dataclass_fields__})}
+FLAVORS = {
+    "tiny": AwkwardConfig(
+        **{f: getattr(LLAMA["tiny"], f) for f in LlamaConfig.__dataclass_fields__}
+    )
+}
 
 
 def install() -> None:

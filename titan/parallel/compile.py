@@ -158,8 +158,7 @@ class CompileLog:
             # Of a program beyond torch's limit, torch does not say what it was compiled for.
             name = event.name or f"a part of {self.what}"
             lines = [
-                f"graph break in {name}: {_first_lines(reason)}"
-                for reason in event.graph_breaks
+                f"graph break in {name}: {_first_lines(reason)}" for reason in event.graph_breaks
             ]
             # An optimizer's update is one program for each kind of parameter, by intent.
             if event.recompile_reason and event.folder != "optim":

@@ -29,9 +29,9 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parameter import UninitializedTensorMixin
 
+from .alike import require_alike_modules, require_alike_parameters
+from .init_weights import canonical_name
 from .selective import outside_selection
 from .torch_compat import reduce_unused, replicate
 
@@ -82,7 +82,8 @@ def apply_fsdp(
     )
     # Inner units first, so that what is left belongs to the root.
     blocks = [*(blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks)]
-    require_alike_on_ranks(model, num_ranks=mesh.size())
+    require_alike_modules(model, num_ranks=mesh.size())
+    require_alike_parameters(model)
     ends = {"encoders": encoders, "first": first, "last": last}
     units = units_of(model, blocks, **ends, blocks_per_unit=blocks_per_unit, inside=own_mesh or ())
     # A loss in chunks has done the output layer's part of the backward pass. What follows, the norm, is too short to
@@ -172,14 +173,16 @@ def units_of(
     return [unit for n, unit in enumerate(units) if n not in to_root]
 
 
-def _places(model: nn.Module, number: Mapping[nn.Module, int]) -> dict[nn.Parameter, dict[int, str]]:
+def _places(
+    model: nn.Module, number: Mapping[nn.Module, int]
+) -> dict[nn.Parameter, dict[int, str]]:
     """Return, for each parameter, a name in each unit that has it. number: of the modules that are units; -1 is the root."""
     places: dict[nn.Parameter, dict[int, str]] = {}
 
     def visit(module: nn.Module, path: str, unit: int) -> None:
         unit = number.get(module, unit)
         for name, parameter in module.named_parameters(path, recurse=False):
-            places.setdefault(parameter, {}).setdefault(unit, name)
+            places.setdefault(parameter, {}).setdefault(unit, canonical_name(name))
         for name, child in module.named_children():
             visit(child, f"{path}.{name}" if path else name, unit)
 
@@ -195,38 +198,6 @@ def _only_embeddings(modules: Iterable[nn.Module]) -> bool:
         type(part).forward is nn.Embedding.forward and [*part._parameters] == ["weight"]
         for part in inner
     )
-
-
-def require_alike_on_ranks(model: nn.Module, *, num_ranks: int) -> None:
-    """Raise ValueError, with its name, for a module or a parameter that data parallelism would compute other numbers with than one process."""
-    for name, module in model.named_modules():
-        if reason := _differs(module, num_ranks):
-            raise ValueError(f"module '{name}' ({type(module).__name__}) {reason}")
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, UninitializedTensorMixin):
-            reason = "gets its shape in the first forward pass: run one before, on one process"
-        elif parameter.is_complex():
-            reason = "is complex, and the cast before the reduction keeps real parts only: use torch.view_as_real"
-        elif parameter.ndim == 0:
-            reason = "is a single number, which cannot be sharded: give it the shape (1,)"
-        elif not parameter.is_contiguous():
-            reason = "is not contiguous in memory: make it so (.contiguous()) before"
-        else:
-            continue
-        raise ValueError(f"parameter '{name}' {reason}")
-
-
-def _differs(module: nn.Module, num_ranks: int) -> str:
-    if getattr(module, "max_norm", None) is not None and hasattr(module, "num_embeddings"):
-        return "shortens rows of its weight in the forward pass, which is a gathered copy: max_norm is not supported; shorten the rows after the optimizer's step"
-    if getattr(module, "sparse", False) and hasattr(module, "num_embeddings"):
-        return "makes sparse gradients, which cannot be reduced: set sparse=False"
-    if num_ranks > 1 and getattr(module, "scale_grad_by_freq", False):
-        return "divides gradients by how often an id is in this rank's batch: set scale_grad_by_freq=False"
-    normalizes = isinstance(module, _BatchNorm) or getattr(module, "track_running_stats", False)
-    if num_ranks > 1 and module.training and normalizes and not isinstance(module, nn.SyncBatchNorm):
-        return "takes its statistics from this rank's batch: use nn.SyncBatchNorm, a norm of each sample (GroupNorm, LayerNorm), or eval()"
-    return ""
 
 
 def _prefetch(units: Sequence[Sequence[nn.Module]], depth: int) -> None:
@@ -284,7 +255,8 @@ def apply_ddp(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=cast_forward_inputs
     )
     blocks = [*(blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks)]
-    require_alike_on_ranks(model, num_ranks=mesh.size())
+    require_alike_modules(model, num_ranks=mesh.size())
+    require_alike_parameters(model)
     units = units_of(model, blocks, encoders=encoders, first=first, last=last)
     for unit in [*reversed(units), model]:
         replicate(unit, mesh=mesh, mp_policy=precision)

@@ -57,6 +57,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from .alike import require_alike_modules
 from .float8 import is_tensorwise, rows_style
 from .random_numbers import require_own_part
 from .tensor_styles import (
@@ -122,6 +123,7 @@ def apply_tp(
     # The logits, a DTensor's local part, are a view; nobody writes to them.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     size = mesh.size()
+    require_alike_modules(model, num_ranks=size)
     styles = _styles(size, num_kv_heads, loss_parallel=loss_parallel, output_in_loss=output_in_loss)
     style_of = check_plan(model, plan, size=size, num_kv_heads=num_kv_heads)
     # torch's styles replace parameters: remember which were shared or frozen, and restore that afterwards.

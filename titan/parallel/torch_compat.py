@@ -333,7 +333,9 @@ def _post_backward(group: Any, reduce: Callable[..., None], used: set[Any], *arg
     reduce(*args)
     if group.reduce_grads and group.all_reduce_grads:
         for p in without:
-            if p not in used:  # by any micro-batch: no zeros, which an optimizer would decay the weight by
+            if (
+                p not in used
+            ):  # by any micro-batch: no zeros, which an optimizer would decay the weight by
                 p.sharded_param.grad = None
         used.clear()
 

@@ -240,8 +240,10 @@ def _describe(error: Exception, tracer: Any, rank: int) -> str:
     where = [scopes.current().phase, scopes.action, module and f"module {module}"]
     # Where torch failed, and the line of the user's own that led there.
     own = [f for f in frames if not any(part in f.filename for part in _LIBRARIES)][-1:]
-    for frame in [last, *(f for f in own if f is not last)]:
-        where.append(f"{'/'.join(Path(frame.filename).parts[-3:])}:{frame.lineno} in {frame.name}")
+    where += [
+        f"{'/'.join(Path(frame.filename).parts[-3:])}:{frame.lineno} in {frame.name}"
+        for frame in [last, *(f for f in own if f is not last)]
+    ]
     after = f" after {tracer.running}" if tracer.running is not None else ""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     # torch begins with "backend='inductor' raised:". The next line is the error itself.
