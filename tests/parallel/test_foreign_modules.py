@@ -309,7 +309,7 @@ EMBEDDINGS: list[Callable[[], nn.Module]] = [lambda: Scaled(ROWS, WIDTH), hooked
 
 def with_embedding(number: int) -> list[dict[str, Tensor | None]]:
     torch.manual_seed(0)
-    model = Model()
+    model: Any = Model()
     model.embed = EMBEDDINGS[number]()
     mesh = build_mesh("cpu", dp_shard=2)["dp_shard"]
     apply_fsdp(model, mesh=mesh, blocks=model.blocks.children(), first=[model.embed])
@@ -320,7 +320,7 @@ def with_embedding(number: int) -> list[dict[str, Tensor | None]]:
 def test_an_embedding_that_computes_with_its_weight(number: int, pool: Pool) -> None:
     """FSDP leaves an embedding's weight scattered in the backward pass, which these need."""
     torch.manual_seed(0)
-    model = Model()
+    model: Any = Model()
     model.embed = EMBEDDINGS[number]()
     [expected, _] = gradients(model, "the first skips a block", range(2))
     for found, _ in pool.run(2, with_embedding, number):
@@ -345,7 +345,7 @@ def test_dropout_without_the_random_state_is_refused_by_name() -> None:
 
 
 def test_the_row_of_padding_begins_at_zero() -> None:
-    model = nn.ModuleDict({"a": nn.Embedding(5, 4, padding_idx=2), "b": nn.Embedding(5, 4)})
+    model: Any = nn.ModuleDict({"a": nn.Embedding(5, 4, padding_idx=2), "b": nn.Embedding(5, 4)})
     initialize(model, seed=0, std_of=lambda name: 0.1)
     assert model["a"].weight[2].eq(0).all() and model["a"].weight[[0, 1, 3, 4]].ne(0).all()
     assert model["b"].weight.ne(0).all()
@@ -372,7 +372,7 @@ def test_a_module_that_is_kept_and_raises(monkeypatch: pytest.MonkeyPatch) -> No
             self.count += str(func) == "aten.addmm.default"
             return func(*args, **(kwargs or {}))
 
-    block = nn.Sequential(Sometimes(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+    block: Any = nn.Sequential(Sometimes(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
     model: Any = nn.ModuleDict({"layers": nn.ModuleList([block])})
     apply_ac(model, keep_modules=["0"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,16 +117,14 @@ def dropped(layout: Layout) -> dict[str, Any]:
     step = build_train_step(config, device=torch.device("cpu"), mesh=mesh)
     masks: dict[str, list[int]] = {}
 
-    def note(name: str, given: Tensor, kept: Tensor) -> None:
-        bits = ((kept == 0) & (given != 0)).flatten()[:256].tolist()
+    def note(name: str, _: nn.Module, args: tuple[Tensor, ...], kept: Tensor) -> None:
+        bits = ((kept == 0) & (args[0] != 0)).flatten()[:256].tolist()
         masks.setdefault(name, []).append(hash(tuple(bits)))
 
     for part in step.model_parts:
         for name, module in part.named_modules():
             if isinstance(module, nn.Dropout) and module.p:
-                module.register_forward_hook(
-                    lambda _, args, out, name=name: note(name, args[0], out)
-                )
+                module.register_forward_hook(partial(note, name))
     world, rank = (
         axis_size(mesh, "dp_replicate", "dp_shard"),
         axis_rank(mesh, "dp_replicate", "dp_shard"),

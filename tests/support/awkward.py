@@ -99,14 +99,15 @@ class Awkward(Llama):
         kind = DroppingAttention if config.has("replicated") else Attention
         super().__init__(config, block=AwkwardBlock, attention=kind)
         self.kind = [False]  # whether the micro-batch is of the other kind
-        for block in self.layers.values():
+        layers: Any = self.layers
+        for block in layers.values():
             block.kind = self.kind
         # Before titan makes a mask of the ids.
         self.register_forward_pre_hook(self.see_kind, with_kwargs=True)
         if config.has("max_norm"):
             self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim, max_norm=1.0)
         if config.has("shared"):
-            self.layers["2"].feed_forward.w1.weight = self.layers["0"].feed_forward.w1.weight
+            layers["2"].feed_forward.w1.weight = layers["0"].feed_forward.w1.weight
         if config.has("padding"):
             self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim, padding_idx=7)
 

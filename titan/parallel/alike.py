@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from .init_weights import canonical_name
 
@@ -34,7 +34,7 @@ def _reason(module: nn.Module, num_ranks: int) -> str:
 def require_alike_parameters(model: nn.Module) -> None:
     """Raise ValueError for a parameter that FSDP cannot shard, or would reduce to another number."""
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, UninitializedTensorMixin):
+        if is_lazy(parameter):
             reason = "gets its shape in the first forward pass: run one before, on one process"
         elif parameter.is_complex():
             reason = "is complex, and the cast before the reduction keeps real parts only: use torch.view_as_real"

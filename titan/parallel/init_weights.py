@@ -124,7 +124,7 @@ def initialize(model: nn.Module, *, seed: int, std_of: Callable[[str], float | N
     std_of: standard deviation for a parameter's name; 0.0 sets it to zeros, None to ones. The row of an embedding's `padding_idx` is zeros. Memory: one full parameter at
     a time beyond the model itself.
     """
-    modules = [m for m in model.modules() if getattr(m, "padding_idx", None) is not None]
+    modules: list[Any] = [m for m in model.modules() if getattr(m, "padding_idx", None) is not None]
     padding = {id(m.weight): m.padding_idx for m in modules}
     for name, parameter in model.named_parameters():
         name = canonical_name(name)
