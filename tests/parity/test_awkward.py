@@ -62,7 +62,25 @@ LAYOUTS = [
 ]
 TRAITS = ("skips", "exits", "tower", "unused", "subclass", "buffer", "padding")
 # What each is most likely to break. All others run with `-m slow`.
-CHOSEN = {("skips", "DDP"), ("exits", "FSDP2, ZeRO-2"), ("tower", "HSDP"), ("unused", "TP+SP")}
+CHOSEN = {
+    *(("skips", name) for name in ("DDP", "HSDP", "FSDP2, full AC", "PP zero bubble x FSDP2")),
+    *(("exits", name) for name in ("FSDP2, ZeRO-2", "PP interleaved 1F1B x FSDP2")),
+    *(("tower", name) for name in ("HSDP", "FSDP2 x TP+SP")),
+    *(("unused", name) for name in ("FSDP2, Muon", "TP+SP", "PP 1F1B")),
+    *(("subclass", name) for name in ("TP+SP", "FSDP2, compiled")),
+    ("buffer", "FSDP2, two blocks in a unit"),
+    ("padding", "FSDP2 x TP+SP"),
+}
+ROWS = [
+    pytest.param(
+        trait,
+        layout,
+        id=f"{trait}, {layout.name}",
+        marks=[] if (trait, layout.name) in CHOSEN else pytest.mark.slow,
+    )
+    for trait in TRAITS
+    for layout in LAYOUTS
+]
 
 
 def trained(layout: Layout) -> dict[str, Any]:
@@ -70,8 +88,7 @@ def trained(layout: Layout) -> dict[str, Any]:
     return train(layout, steps=STEPS)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-@pytest.mark.parametrize("trait", TRAITS)
+@pytest.mark.parametrize(("trait", "layout"), ROWS)
 def test_equals_one_process(trait: str, layout: Layout, pool: Pool) -> None:
     one = Layout(ONE.name, accumulation=2, optimizer=layout.optimizer)
     [reference] = pool.run(1, trained, awkward(one, trait))
