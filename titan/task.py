@@ -32,7 +32,7 @@ from titan.checks.machine import open_tokenizer
 from titan.config.loss import loss_function
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
-from titan.config.task import predicts_tokens, task_module, task_options
+from titan.config.task import task_module, task_options
 from titan.data.base import RankShare, Samples, TensorBatch
 from titan.data.loader import Collate, Loader
 from titan.data.packing import Batch
@@ -49,7 +49,6 @@ from titan.data.tokenizer import Tokenizer
 from titan.loss import IGNORED, Kernels, LossSum, VocabularyShard, compiled_loss, product_of
 from titan.parallel.float8 import Conversion
 from titan.parallel.mesh import submesh
-from titan.untrusted import InputError
 
 if TYPE_CHECKING:
     from titan.hook import Run
@@ -326,61 +325,3 @@ def task_of(config: JobConfig) -> Task:
     """Return the task of a job, whose options have been checked."""
     module = task_module(config)
     return NextToken(config) if module is None else module.build_task(config, task_options(config))
-
-
-def says_of_loss(task: Task, name: str) -> bool:
-    """Return what the class that defines the task's `loss` says of it."""
-    return vars(next(c for c in type(task).__mro__ if "loss" in vars(c))).get(name, False)
-
-
-def config_for(task: Task, config: JobConfig) -> JobConfig:
-    """Return the job in which the task's loss gets what it can take: whole logits, unless its class says more."""
-    loss, parallelism = config.loss, config.parallelism
-    if not says_of_loss(task, "applies_output"):
-        loss = loss.model_copy(update={"chunk_output": False})
-    if not says_of_loss(task, "knows_shards"):
-        parallelism = parallelism.model_copy(update={"disable_loss_parallel": True})
-    return config.model_copy(update={"loss": loss, "parallelism": parallelism})
-
-
-def try_loss(task: Task, mesh: DeviceMesh, device: torch.device) -> None:
-    """Try a task's own loss of logits on a sample of zeros, and on two. Raises InputError if it is no sum that can be trained on."""
-    if not predicts_tokens(task.config) or says_of_loss(task, "applies_output"):
-        return
-    try:
-        problem = _problem_of_loss(task, mesh, device)
-    except Exception as error:  # a package's code may raise anything
-        problem = f"raised {type(error).__name__}: {error}"
-    if problem:
-        name = f"{type(task).__module__}.{type(task).__name__}"
-        raise InputError(f"the loss of {name} {problem}; see docs/own_task.md")
-
-
-def _problem_of_loss(task: Task, mesh: DeviceMesh, device: torch.device) -> str:
-    batch, vocabulary = task.fake_batch(), model_config(task.config.model).vocab_size
-    length = max(1, 2**24 // vocabulary)  # of the logits, 64 MiB
-    loss = task.loss(mesh, output=None, float8=())
-    values = []
-    for count in (1, 2):
-        few = batch.map(
-            lambda name, x: (x[:1, :length] if name in batch.ALONG_SEQUENCE else x[:1]).repeat(
-                count,  # noqa: B023
-                *[1] * (x.ndim - 1),
-            )
-        ).to(device)
-        micro = task.microbatch(task.complete(few, device=device, is_cut=False))
-        generator = torch.Generator(device).manual_seed(0)
-        shape = (1, *micro.input.shape[1:2], vocabulary)
-        logits = torch.randn(shape, generator=generator, device=device).repeat(count, 1, 1)
-        value = loss(logits.requires_grad_(), micro.targets)
-        if not isinstance(value, Tensor) or value.ndim:
-            shape = (
-                f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
-            )
-            return f"returned {shape}, not a scalar: return the sum"
-        if not (value.requires_grad and value.isfinite()):
-            return "has no gradient in random logits" if value.isfinite() else "is not finite"
-        values.append(value.item())
-    if values[0] and abs(values[1] - 2 * values[0]) > 1e-3 * abs(values[0]):
-        return f"is {values[0]:.6g} for one sample, and {values[1]:.6g} for the same twice: return a sum, since titan divides by the count of the global batch"
-    return ""

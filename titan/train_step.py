@@ -19,7 +19,6 @@ is what the pipeline cuts into smaller microbatches.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,7 +47,6 @@ from titan.parallel.async_tp import Rewrites, enable_async_tp
 from titan.parallel.compile import CompileLog
 from titan.parallel.float8 import Conversion, precompute_scales
 from titan.parallel.mesh import StepGroups, axis_size, build_sparse_mesh, submesh
-from titan.parallel.random_numbers import drawing_modules, seed_step
 from titan.parallelize import (
     backward_preparer,
     convert_to_float8,
@@ -61,13 +59,12 @@ from titan.parallelize import (
     require_trained,
     torch_dtype,
 )
-from titan.task import LossFunction, Microbatch, Task, config_for, task_of
-from titan.untrusted import InputError
+from titan.random_draws import RandomDraws
+from titan.task import LossFunction, Microbatch, Task, task_of
+from titan.task_loss import config_for, require_output_last, try_loss
 
 if TYPE_CHECKING:
     from titan.parallel.pipeline import Pipeline
-
-_LOG = logging.getLogger("titan")
 
 
 @dataclass(frozen=True)
@@ -121,16 +118,11 @@ class TrainStep:
     def __post_init__(self) -> None:
         self.prepare_backward = backward_preparer(self.config, self.mesh)
         self.context = submesh(self.mesh, "cp")
-        recompute = self.config.activation_checkpoint
-        known = recompute.preserve_rng_state or any(map(drawing_modules, self.model_parts))
-        self.is_watched = recompute.mode != "none" and not known
+        self.draws = RandomDraws(self.config, self.model_parts, mesh=self.mesh, device=self.device)
         # Kept, because a walk over the modules costs a small model a hundredth of its step.
         self.parameters = [p for part in self.model_parts for p in part.parameters()]
         self.num_replicas = axis_size(self.mesh, "dp_replicate", "dp_shard")  # of the data
         self.phases = phases_of(self.config, dp=self.num_replicas)
-        faults = self.config.fault_tolerance
-        group = faults.replica_id if faults.enable else 0
-        self.place = (group, *(self.mesh.get_coordinate() or ()))
         float8 = self.config.quantize.linear.float8
         # Under TP always: FSDP alone would take the maximum of a rank's part, and the numbers would depend on the layout.
         self.precompute_scales = gathers_float8(self.config, self.mesh) and (
@@ -152,8 +144,7 @@ class TrainStep:
                 the device, so the host no longer runs ahead.
         """
         if not self.is_fake:
-            # By step, so that a resumed run draws the same; what resumes has no state to restore.
-            seed_step(self.config.debug.seed, step=step, place=self.place)
+            self.draws.begin(step)
         self.compute_scales()
         local = [self.to_local(batch) for batch in batches]
         num_valid = _sum(_count_valid(local), self.groups.tokens)
@@ -171,14 +162,14 @@ class TrainStep:
         if self.compile_log is not None:
             torch.compiler.cudagraph_mark_step_begin()  # outputs of the last step may be overwritten
         losses = []
-        random_state = self._random_state()
         for number, batch in enumerate(local):
             is_last = number == len(local) - 1
             # Only the last micro-batch completes a gradient, so only then may a parameter be updated.
             if self.early_step is not None:
                 self.early_step.active = is_last and (labels is None or labels.values()[0] > 0)
             losses.append(self._forward_backward(batch, divisor, is_last=is_last))
-        self._require_no_draws(random_state)
+        if not self.is_fake:
+            self.draws.end()
         self.sum_over_groups([p.grad for p in self.parameters if p.grad is not None])
         # From here on gradients are complete: reduced over ranks, and summed over micro-batches.
         grad_norm = self._clip()
@@ -278,26 +269,6 @@ class TrainStep:
             num_layers = model_config(config.model).n_layers
             self.pipeline.change(stage_split(config, num_layers=num_layers).schedule)
 
-    def _random_state(self) -> Tensor | None:
-        """Return the state of the device's generator before the first step, if nothing restores it for a recomputation."""
-        module: Any = torch.random if self.device.type == "cpu" else torch.get_device_module(self.device)  # fmt: skip
-        return module.get_rng_state() if self.is_watched and not self.is_fake else None
-
-    def _require_no_draws(self, before: Tensor | None) -> None:
-        """Raise InputError if the passes since `before` have drawn random numbers, as functions may that no module shows."""
-        after = self._random_state()
-        self.is_watched = False
-        if before is None or after is None or torch.equal(before, after):
-            return
-        text = (
-            "a pass draws random numbers, and a recomputation would draw others, which makes gradients wrong: "
-            "set activation_checkpoint.preserve_rng_state = true"
-        )
-        if self.device.type == "cpu":
-            raise InputError(text)
-        # Kernels of attention may count as drawing some.
-        _LOG.warning(text)
-
     def _clip(self) -> Tensor:
         """Clip the gradients by their global norm and return it. Early steps have used them up, and only have the norm."""
         if self.early_step is not None:
@@ -359,7 +330,10 @@ def build_train_step(
         mesh: built by `titan.parallel.build_mesh` over the default process group.
         task: what to train on; None: the job's.
     """
-    task = task or task_of(config)
+    if task is None:
+        task = task_of(config)
+    else:  # the run's own, and not a simulated one
+        try_loss(task, mesh, device)
     training = (config := config_for(task, config.on_device(device.type))).training
     family, sizes = import_family(config.model.name), model_config(config.model)
     model, float8 = build_whole_model(config, mesh)
@@ -449,23 +423,8 @@ def build_whole_model(config: JobConfig, mesh: DeviceMesh) -> tuple[Any, list[Co
     freeze(model, config.model.freeze)
     if has_output_in_loss(config):
         leave_output_to_loss(model.output)
-        _require_last(model)
+        require_output_last(model)
     return model, float8
-
-
-def _require_last(model: Any) -> None:
-    """Have a model raise InputError if it computes with what its output layer, which was left to the loss, hands on."""
-    handed: list[Any] = []
-    model.output.register_forward_hook(lambda _, __, x: handed.append(x))
-
-    def check(model: nn.Module, _: Any, result: Any) -> None:
-        if handed and handed.pop() is not result:
-            raise InputError(
-                f"{type(model).__name__} computes with what its output layer returns, as for a soft cap, and the loss applies that layer "
-                "itself: set loss.chunk_output = false"
-            )
-
-    model.register_forward_hook(check)
 
 
 def _compile_log(section: CompileSection, num_blocks: int) -> CompileLog | None:

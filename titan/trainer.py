@@ -52,7 +52,7 @@ from titan.parallel.mesh import axis_rank
 from titan.parallel.torch_compat import set_timeout
 from titan.phases import enter_phase
 from titan.run_folder import open_rank_log, write_environment, write_status
-from titan.task import task_of, try_loss
+from titan.task import task_of
 from titan.train_step import build_train_step
 
 _LOG = logging.getLogger("titan")
@@ -98,7 +98,6 @@ class Trainer:
         # The order is the user's: cheap checks first, then what reads files, then the model.
         self._build_mesh()
         self._build_data()  # before the model, since it fails more often, and sooner
-        try_loss(self.task, self.mesh, self.device)
         self.train_step = build_train_step(
             config, device=self.device, mesh=self.mesh, task=self.task
         )
@@ -109,7 +108,7 @@ class Trainer:
         self.last_step = config.training.steps
         self.saved_step: int | None = None  # the last step that a checkpoint holds
         self.is_writer = True
-        self.is_stopping = self.is_told = False
+        self.is_stopping = False
         self.decision = ""  # the last about a step that was not taken
         # Says on every rank alike whether to update; the host then waits for each step.
         self.accept: Callable[[Tensor, Tensor], bool] | None = None
@@ -153,9 +152,6 @@ class Trainer:
         for hook in self.hooks:
             hook.before_forward(batches)
         report = self.train_step.train(batches, step=step, accept=self.accept)
-        if not report.has_labels and not self.is_told:
-            self.is_told = True
-            self.announce(f"step {step}: none of its labels is trained on. NO UPDATE BY SUCH STEPS")
         # Also for a step that is judged bad: its samples are used up.
         self.tokens_seen += self.tokens_per_step
         for hook in self.hooks:

@@ -1,21 +1,13 @@
-"""Random numbers in forward passes, such as those of dropout: which modules draw some, and the seed of a step on a rank.
-
-Ranks that hold other samples, other parts of a sequence or other layers must drop other activations, and a recomputation must drop
-the same ones. Between the layers that tensor parallelism splits, a rank has its part of the sequence, of the heads or of the columns,
-so its numbers are its own as well.
-"""
+"""Random numbers in forward passes, such as those of dropout: which modules draw some, and where that cannot be right."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.modules.dropout import _DropoutNd
 
-from .init_weights import canonical_name, derived_seed
+from .init_weights import canonical_name
 
 
 def drawing_modules(model: nn.Module) -> list[str]:
@@ -53,8 +45,3 @@ def require_own_part(model: nn.Module, mesh: DeviceMesh) -> None:
                 )
 
         model.get_submodule(name).register_forward_pre_hook(check)
-
-
-def seed_step(seed: int, *, step: int, place: Sequence[int]) -> None:
-    """Seed torch's generators for a step. place: coordinates of this rank, in the mesh and among replica groups."""
-    torch.manual_seed(derived_seed(seed, f"step {step} at {tuple(place)}"))
