@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Shard
 from .alike import require_alike_modules, require_alike_parameters
 from .init_weights import canonical_name
 from .selective import outside_selection
-from .torch_compat import reduce_unused, replicate
+from .torch_compat import compare_units, reduce_unused, replicate
 
 
 def apply_fsdp(
@@ -272,12 +272,14 @@ def sum_gradients(model: nn.Module, *, alone: Container[nn.Module] = ()) -> None
     Args:
         alone: units of one rank. They get no factor, as torch would divide their gradients by 1, into a copy.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            if module not in alone:
-                module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-            reduce_unused(module)
+    modules: list[tuple[str, Any]] = [*model.named_modules()]
+    units = [(canonical_name(name), m) for name, m in modules if isinstance(m, FSDPModule)]
+    for _, module in units:
+        if module not in alone:
+            module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        reduce_unused(module)
+    compare_units(model, units)
 
 
 def set_gradient_sync(

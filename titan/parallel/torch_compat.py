@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
@@ -43,6 +44,7 @@ __all__ = [
     "after_gathering",
     "can_split_custom_functions",
     "checkpoint_wrapper",
+    "compare_units",
     "compile_events",
     "compute_capability",
     "compute_local_shape_and_global_offset",
@@ -310,6 +312,42 @@ def reduce_unused(module: nn.Module) -> None:
         group.post_backward = partial(_post_backward, group, group.post_backward, set())
 
 
+def compare_units(model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> None:
+    """Raise ValueError where ranks run different ones of FSDP's units: they would wait for each other, or mix up what they send.
+
+    Compares the first two passes of each unit, as a comparison waits for the device. units: by name.
+    """
+    numbered = [(n, g) for n, (_, unit) in enumerate(units) for g in _parameter_groups(unit)[:1]]
+    names = [*(f"'{name}'" for name, _ in units), "the end"]
+    passes: Counter[int] = Counter()
+
+    def compare(group: Any, number: int) -> None:
+        passes[number] += torch.is_grad_enabled()
+        if passes[number] > 2 or not torch.is_grad_enabled():
+            return
+        low_high = torch.tensor([-number, number], device=group.device)
+        for axis in ("shard", "replicate"):
+            ranks = getattr(group.mesh_info, f"{axis}_process_group", None)
+            if ranks is not None and ranks.size() > 1 and dist.get_backend(ranks) != "fake":
+                dist.all_reduce(low_high, op=dist.ReduceOp.MAX, group=ranks)
+        low, high = low_high.abs().tolist()
+        if low != high:
+            raise ValueError(
+                f"in a forward pass one rank runs {names[low]} and another one {names[high]}: let all ranks leave out the same blocks, "
+                "by numbers that are equal on all of them"
+            )
+
+    def before(group: Any, number: int, forward: Callable[..., Any], *args: Any) -> Any:
+        compare(group, number)
+        return forward(*args)
+
+    for number, group in numbered:
+        group.pre_forward = partial(before, group, number, group.pre_forward)
+    if numbered:
+        first = numbered[0][1]
+        model.register_forward_hook(lambda *_: compare(first, len(units)))
+
+
 def _post_backward(group: Any, reduce: Callable[..., None], used: set[Any], *args: Any) -> None:
     parameters = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
     if not parameters:
@@ -333,9 +371,8 @@ def _post_backward(group: Any, reduce: Callable[..., None], used: set[Any], *arg
     reduce(*args)
     if group.reduce_grads and group.all_reduce_grads:
         for p in without:
-            if (
-                p not in used
-            ):  # by any micro-batch: no zeros, which an optimizer would decay the weight by
+            # Of what no micro-batch used: an optimizer would decay the weight by zeros.
+            if p not in used:
                 p.sharded_param.grad = None
         used.clear()
 
