@@ -129,8 +129,7 @@ class _Selection:
                 )
             for name in matching:
                 block.get_submodule(name).register_forward_pre_hook(self._enter)
-                # Also where the module raises, and its caller goes on.
-                block.get_submodule(name).register_forward_hook(self._leave, always_call=True)
+                block.get_submodule(name).register_forward_hook(self._leave)
 
     def _enter(self, *_: Any) -> None:
         # A compiler is asked where it is, see _in_kept_module.
@@ -153,6 +152,7 @@ class _Selection:
         within: name of the module that is run, with a dot; "" if it is the block.
         """
         counts: Counter[tuple[tuple[str, ...], bool]] = Counter()
+        self.depth = 0  # a module that raised was not left, and its caller may go on
 
         def decide(name: str, recomputes: bool) -> Decision:
             expensive = name in GROUPS["matmul"] or name in GROUPS["attention"]

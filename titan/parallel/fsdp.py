@@ -272,8 +272,9 @@ def sum_gradients(model: nn.Module, *, alone: Container[nn.Module] = ()) -> None
     Args:
         alone: units of one rank. They get no factor, as torch would divide their gradients by 1, into a copy.
     """
-    modules: list[tuple[str, Any]] = [*model.named_modules()]
-    units = [(canonical_name(name), m) for name, m in modules if isinstance(m, FSDPModule)]
+    units: list[tuple[str, Any]] = [
+        (canonical_name(name), m) for name, m in model.named_modules() if isinstance(m, FSDPModule)
+    ]
     for _, module in units:
         if module not in alone:
             module.set_gradient_divide_factor(1.0)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.fx.traceback as fx_traceback
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 
 # DDP on FSDP2's machinery. Not the older function of the same name in torch.distributed._composable, which
 # wraps DistributedDataParallel and loses its parameters under tensor parallelism.
@@ -315,20 +315,20 @@ def reduce_unused(module: nn.Module) -> None:
 def compare_units(model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> None:
     """Raise ValueError where ranks run different ones of FSDP's units: they would wait for each other, or mix up what they send.
 
-    Compares the first two passes of each unit, as a comparison waits for the device. units: by name.
+    Compares the first pass of each unit alone, as a comparison waits for the device. units: by name.
     """
     numbered = [(n, g) for n, (_, unit) in enumerate(units) for g in _parameter_groups(unit)[:1]]
     names = [*(f"'{name}'" for name, _ in units), "the end"]
-    passes: Counter[int] = Counter()
+    compared: set[int] = set()
 
     def compare(group: Any, number: int) -> None:
-        passes[number] += torch.is_grad_enabled()
-        if passes[number] > 2 or not torch.is_grad_enabled():
-            return
+        if number in compared or not torch.is_grad_enabled() or detect_fake_mode():
+            return  # fake tensors have no numbers
+        compared.add(number)
         low_high = torch.tensor([-number, number], device=group.device)
         for axis in ("shard", "replicate"):
             ranks = getattr(group.mesh_info, f"{axis}_process_group", None)
-            if ranks is not None and ranks.size() > 1 and dist.get_backend(ranks) != "fake":
+            if ranks is not None and ranks.size() > 1:
                 dist.all_reduce(low_high, op=dist.ReduceOp.MAX, group=ranks)
         low, high = low_high.abs().tolist()
         if low != high:
