@@ -30,7 +30,7 @@ def config_for(task: Task, config: JobConfig) -> JobConfig:
     if not says_of_loss(task, "knows_shards"):
         whole = {"disable_loss_parallel": True}
         changes["parallelism"] = config.parallelism.model_copy(update=whole)
-    return config.model_copy(update=changes)
+    return config.model_copy(update=changes) if changes else config
 
 
 def require_output_last(model: Any) -> None:
@@ -59,9 +59,8 @@ def try_loss(task: Task, mesh: DeviceMesh, device: torch.device) -> None:
                 f"{one:.6g} for one sample, {two:.6g} for the same twice: return a sum, since titan divides by the count of the global batch"
             )
     except Exception as error:  # a package's code may raise anything
-        name = f"{type(task).__module__}.{type(task).__name__}"
         reason = f"{type(error).__name__}: {error}"
-        raise InputError(f"the loss of {name} failed its trial: {reason}; see docs/own_task.md") from error  # fmt: skip
+        raise InputError(f"the loss of {type(task).__qualname__} failed its trial: {reason}; see docs/own_task.md") from error  # fmt: skip
 
 
 def _value(task: Task, mesh: DeviceMesh, device: torch.device, count: int) -> float:
@@ -78,9 +77,9 @@ def _value(task: Task, mesh: DeviceMesh, device: torch.device, count: int) -> fl
     logits = torch.randn(shape, generator=torch.Generator(device).manual_seed(0), device=device)
     logits = torch.cat([logits] * count).requires_grad_()
     value = task.loss(mesh, output=None, float8=())(logits, micro.targets)
-    if not isinstance(value, Tensor) or value.ndim:
-        shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
-        raise ValueError(f"it returned a {type(value).__name__}{shape}, not a scalar: return the sum")  # fmt: skip
+    if getattr(value, "shape", None) != ():
+        what = getattr(value, "shape", type(value).__name__)
+        raise ValueError(f"it returned {what}, not a scalar tensor: return the sum")
     if not value.requires_grad or not value.isfinite():
-        raise ValueError("it has no gradient in the logits" if value.isfinite() else "it is not finite")  # fmt: skip
+        raise ValueError(f"{value} is not finite, or has no gradient in the logits")
     return value.item()

@@ -330,10 +330,9 @@ def build_train_step(
         mesh: built by `titan.parallel.build_mesh` over the default process group.
         task: what to train on; None: the job's.
     """
-    if task is None:
-        task = task_of(config)
-    else:  # the run's own, and not a simulated one
+    if task is not None:  # that of a run, not of a simulation
         try_loss(task, mesh, device)
+    task = task or task_of(config)
     training = (config := config_for(task, config.on_device(device.type))).training
     family, sizes = import_family(config.model.name), model_config(config.model)
     model, float8 = build_whole_model(config, mesh)
